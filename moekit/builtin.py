@@ -1,0 +1,62 @@
+"""The core's own backends, announced through the same hooks as a stranger's."""
+
+from __future__ import annotations
+
+from moekit.plugins import DispatcherSpec, ExpertsSpec, hookimpl
+from moekit.problem import ActivationFormat
+from moekit.quant import SCHEMES
+
+_ANYWHERE = ("cpu", "cuda", "xpu", "mps", "hpu", "npu")
+
+
+@hookimpl
+def moekit_dispatchers() -> list[DispatcherSpec]:
+    return [
+        DispatcherSpec(
+            name="local",
+            target="moekit.local:LocalDispatcher",
+            format=ActivationFormat.STANDARD,
+            devices=_ANYWHERE,
+            moves_tokens=False,
+            applies_weights=False,
+            wire_schemes=frozenset(SCHEMES),
+            priority=100,
+            graph_safe=True,
+            deterministic=True,
+        ),
+        DispatcherSpec(
+            name="batched_reference",
+            target="moekit.reference:BatchedReference",
+            format=ActivationFormat.BATCHED,
+            devices=_ANYWHERE,
+            moves_tokens=False,
+            applies_weights=True,
+            priority=-100,
+            deterministic=True,
+        ),
+    ]
+
+
+@hookimpl
+def moekit_experts() -> list[ExpertsSpec]:
+    return [
+        ExpertsSpec(
+            name="torch",
+            target="moekit.torch_experts:TorchExperts",
+            format=ActivationFormat.STANDARD,
+            devices=_ANYWHERE,
+            schemes=frozenset(SCHEMES),
+            reduces=True,
+            deterministic=True,
+        ),
+        ExpertsSpec(
+            name="reference",
+            target="moekit.reference:ReferenceExperts",
+            format=ActivationFormat.STANDARD,
+            devices=_ANYWHERE,
+            schemes=frozenset(SCHEMES),
+            reduces=False,
+            priority=-100,
+            deterministic=True,
+        ),
+    ]

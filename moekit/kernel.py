@@ -1,0 +1,589 @@
+"""The composed MoE layer. Read top to bottom, this file is the data flow.
+
+    tokens -> PrepareAndFinalize.prepare -> PermuteExpertsUnpermute.apply
+           -> PrepareAndFinalize.finalize -> out
+
+Shape suffixes: T tokens on this rank, K top-k, H hidden size, I intermediate size on this rank,
+L local experts, R dispatched rows, C rows of a batched expert's slab.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from moekit import quant
+from moekit.errors import CapacityExceeded, InvalidInput, MoekitError, WeightsError
+from moekit.problem import ActivationFormat, MoEProblem
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from moekit.plugins import DispatcherSpec, ExpertsSpec
+    from moekit.select import Explanation
+    from moekit.weights import ExpertWeights
+
+T = TypeVar("T")
+
+# (x_RH, valid_rows_R or None) -> (quantized_RH, scale)
+Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go.
+
+    topk_weights: (T, K) float32. topk_ids: (T, K) int32 or int64, global physical expert ids,
+    -1 for "no expert" (all of a padding token's ids are -1).
+    """
+
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The tokens that reached this rank, as `PrepareAndFinalize.prepare` hands them over.
+
+    STANDARD: x (R, H); topk_ids (R, K') *local* expert ids in [0, L), -1 where the slot is not
+    for this rank; topk_weights (R, K') float32. Rows with no local expert are padding and may
+    hold anything, NaN included.
+    BATCHED: x (L, C, H); expert_num_tokens (L,) int32, rows at or beyond it are padding; ids and
+    weights are None.
+    x_scale: None for unquantized x; else fp32, (R or 1, groups) or (L, C, groups) or (1, 1, 1),
+    groups as in `OperandQuant.scale_shape`. A per-tensor scale may come as one scale per row.
+    handle: the dispatcher's own, for finalize.
+    """
+
+    x: Tensor
+    x_scale: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_weights: Tensor | None = None
+    expert_num_tokens: Tensor | None = None
+    handle: Any = None
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """A scratch buffer an experts backend asks for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Pending(Generic[T]):
+    """A value that is on its way. `result` waits for it; calling it again is free."""
+
+    def __init__(self, wait: Callable[[], T]) -> None:
+        self._wait: Callable[[], T] | None = wait
+        self._value: T
+
+    @classmethod
+    def ready(cls, value: T) -> Pending[T]:
+        return cls(lambda: value)
+
+    def result(self) -> T:
+        if self._wait is not None:
+            self._value = self._wait()
+            self._wait = None
+        return self._value
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Weights in a backend's own layout.
+
+    experts: tensors with the L local experts in dim 0, so that experts can be moved.
+    shared: what belongs to no single expert (a static activation scale, say).
+    """
+
+    backend: str
+    experts: Mapping[str, Tensor]
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.experts[name]
+
+    def get(self, name: str) -> Tensor | None:
+        """The named tensor, per-expert or shared, or None."""
+        found = self.experts.get(name)
+        return self.shared.get(name) if found is None else found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.experts.values(), *self.shared.values()))
+
+
+class PrepareAndFinalize(ABC):
+    """Moves tokens to the ranks of their experts, and the results back.
+
+    State belongs to the call: `prepare` puts what `finalize` needs into ``Dispatched.handle``.
+    Two calls may be in flight; the caller's tensors are never modified.
+    """
+
+    def __init__(
+        self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.spec = spec
+        self.problem = problem
+        self.group = group
+
+    @abstractmethod
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        """Quantizes with ``quantize`` (None: leave as it is) and dispatches.
+
+        x_TH is contiguous, in the problem's dtype; ids are contiguous, of ``spec.ids_dtype``.
+        """
+
+    @abstractmethod
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        """Combines the experts' output into ``out_TH`` and returns it. Every element is written.
+
+        y, in the problem's dtype: BATCHED (L, C, H) raw expert rows, padding undefined; STANDARD
+        (R, H) weighted and summed over K. Tokens without any expert get zeros.
+        """
+
+    @abstractmethod
+    def max_rows(self, num_tokens: int) -> int:
+        """Most rows (STANDARD: R, BATCHED: C) when every rank passes ``num_tokens`` tokens."""
+
+    def buffer_bytes(self) -> int:
+        """Bytes this dispatcher keeps allocated between calls."""
+        return 0
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        """Bytes that one call allocates and frees, for ``num_tokens`` on every rank."""
+        return 0
+
+    def abort(self, reason: str) -> None:  # noqa: B027 (doing nothing is a valid choice)
+        """This rank's call failed before `prepare`: tells the peers, so that none waits for it."""
+
+    def destroy(self) -> None:  # noqa: B027 (likewise)
+        """Frees buffers and handles; idempotent."""
+
+
+class PermuteExpertsUnpermute(ABC):
+    """Runs the local experts over dispatched tokens: GEMM 1, activation, GEMM 2."""
+
+    def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
+        self.spec = spec
+        self.problem = problem
+
+    @abstractmethod
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        """Converts to this backend's layout, once. Pure: ``weights`` stay as they are.
+
+        ``weights`` are checked against the problem, and w13 holds gate and up in halves.
+        """
+
+    @abstractmethod
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        """Scratch that `apply` needs for at most ``rows`` rows (STANDARD: R, BATCHED: C)."""
+
+    @abstractmethod
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        """Writes the experts' output to ``y`` (the problem's dtype).
+
+        STANDARD, ``spec.reduces``: y (R, H), weighted by ``topk_weights`` and summed over K'; rows
+        with no local expert are set to zero.
+        STANDARD otherwise: y (R, K', H), slots with id -1 left undefined.
+        BATCHED: y (L, C, H), rows at or beyond ``expert_num_tokens`` left undefined.
+        ``workspace`` is what `workspace` asked for, uninitialised.
+        """
+
+    def quantize(
+        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Quantizes activations (..., R, H) as the problem's scheme wants: (quantized, scale).
+
+        A static scale is ``weights.shared["a1_scale"]``, shape (1, 1). ``valid_rows`` (R,) bool:
+        rows outside it must not influence a scale that rows share.
+        """
+        activation = self.problem.quant.activation
+        assert activation is not None
+        static = weights.get("a1_scale") if activation.static else None
+        return quant.quantize(x_RH, activation, static, valid_rows)
+
+    def transient_bytes(self, rows: int) -> int:
+        """Bytes `apply` allocates outside the workspace (a library's own buffers)."""
+        return 0
+
+
+class Workspace:
+    """One growing arena per device, shared by every layer that runs on the same stream.
+
+    Growing during graph capture is refused, and a buffer that was handed out while capturing is
+    kept alive for the replays. Kernels that run at the same time on different streams need a
+    Workspace each.
+    """
+
+    _ALIGN = 256
+    _default: Workspace | None = None
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._captured: list[Tensor] = []
+
+    @classmethod
+    def default(cls) -> Workspace:
+        """The process-wide arena."""
+        if cls._default is None:
+            cls._default = cls()
+        return cls._default
+
+    @classmethod
+    def nbytes_for(cls, specs: Sequence[BufferSpec]) -> int:
+        return sum(-(-s.nbytes // cls._ALIGN) * cls._ALIGN for s in specs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self._buffers.values())
+
+    def take(self, specs: Sequence[BufferSpec], device: torch.device) -> list[Tensor]:
+        """Disjoint uninitialised tensors, valid until the next `take`."""
+        wanted = self.nbytes_for(specs)
+        buffer = self._buffers.get(device)
+        capturing = _is_capturing(device)
+        if buffer is None or buffer.nbytes < wanted:
+            if capturing:
+                raise InvalidInput(
+                    f"the workspace must grow to {wanted} bytes while a graph is being captured; "
+                    "run the largest call once (kernel.warmup(num_tokens)) before capturing"
+                )
+            self._buffers[device] = buffer = torch.empty(wanted, dtype=torch.uint8, device=device)
+        if capturing and not any(b is buffer for b in self._captured):
+            self._captured.append(buffer)
+        views, offset = [], 0
+        for spec in specs:
+            views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
+            offset += -(-spec.nbytes // self._ALIGN) * self._ALIGN
+        return views
+
+
+def _is_capturing(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return False
+    probe = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(probe()) if probe is not None else False
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges that two tensors span meet."""
+    if not (a.numel() and b.numel()):
+        return False
+    (a0, a1), (b0, b1) = (
+        (
+            t.data_ptr(),
+            t.data_ptr()
+            + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))),
+        )
+        for t in (a, b)
+    )
+    return a0 < b1 and b0 < a1
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes a kernel needs besides its weights and the caller's own tensors.
+
+    workspace: the shared arena; intermediate: the experts' output and other tensors allocated
+    per call; buffers: what the dispatcher keeps.
+    """
+
+    num_tokens: int
+    workspace: int
+    intermediate: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.workspace + self.intermediate + self.buffers
+
+
+def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tensor:
+    """``out[r] = sum_k weight[r, k] * y[r, k]`` over slots with an expert, in fp32, in order of k.
+
+    y (R, K, H) with undefined slots where the id is -1; out (R, H), every element written.
+    """
+    assert tokens.topk_ids is not None and tokens.topk_weights is not None
+    total = torch.zeros(out_RH.shape, dtype=torch.float32, device=out_RH.device)
+    for k in range(y_RKH.shape[1]):
+        used = tokens.topk_ids[:, k, None] >= 0
+        total += torch.where(used, y_RKH[:, k].float() * tokens.topk_weights[:, k, None], 0.0)
+    return out_RH.copy_(total)
+
+
+class ModularKernel:
+    """One dispatcher and one experts backend, composed.
+
+    Formats must agree (`moekit.compose` inserts a bridge where they do not). Exactly one party
+    applies the router weights and sums over K: the dispatcher if it ``applies_weights``, else the
+    experts if they ``reduces``, else this class. Experts never see apply_router_weight_on_input:
+    the token is scaled here, and the weights handed on are ones.
+
+    checked: verify ids and weights by value on every call. Costs a device synchronization, so
+    the default is on for the CPU only.
+    """
+
+    def __init__(
+        self,
+        dispatcher: PrepareAndFinalize,
+        experts: PermuteExpertsUnpermute,
+        *,
+        workspace: Workspace | None = None,
+        explanation: Explanation | None = None,
+        checked: bool | None = None,
+    ) -> None:
+        assert dispatcher.spec.format is experts.spec.format, "compose() bridges formats"
+        assert not (dispatcher.spec.applies_weights and experts.spec.reduces)
+        assert dispatcher.problem == experts.problem
+        self.problem = dispatcher.problem
+        self.dispatcher = dispatcher
+        self.experts = experts
+        self.explanation = explanation
+        self.workspace = workspace or Workspace.default()
+        self.checked = self.problem.device.type == "cpu" if checked is None else checked
+        self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
+
+    # -- weights ----------------------------------------------------------------------------
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        """This rank's weights, checked against the problem and converted to the experts' layout.
+
+        Raises WeightsError listing everything that is missing or misshapen.
+        """
+        weights.check(self.problem)
+        return self.experts.pack(weights.canonical(self.problem))
+
+    # -- calls ------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        x: Tensor,
+        weights: PackedWeights,
+        routing: Routing,
+        *,
+        out: Tensor | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """x (T, H) -> (T, H), both in the problem's dtype.
+
+        out: written if given; it must not overlap x. shared: shared experts, run on x while
+        tokens travel; its (T, H) result is added. Under dp_size=1 with several ranks the result
+        is this rank's partial sum.
+        """
+        pending = self.start(x, weights, routing, out=out)
+        shared_out = None if shared is None else shared(x)
+        result = pending.result()
+        return result if shared_out is None else result.add_(shared_out)
+
+    def start(
+        self,
+        x: Tensor,
+        weights: PackedWeights,
+        routing: Routing,
+        *,
+        out: Tensor | None = None,
+    ) -> Pending[Tensor]:
+        """Dispatches and returns at once; ``.result()`` runs the experts and combines.
+
+        Several calls may be in flight; take their results in the order they were started.
+        """
+        try:
+            self._check_call(x, weights, routing, out)
+        except MoekitError as error:
+            self.dispatcher.abort(str(error))
+            raise
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x, topk_weights = x.contiguous(), routing.topk_weights.contiguous()
+        if self.problem.apply_router_weight_on_input:
+            x = (x * topk_weights).to(x.dtype)
+            topk_weights = torch.ones_like(topk_weights)
+        routing = Routing(topk_weights, routing.topk_ids.to(self._ids_dtype).contiguous())
+        arriving = self.dispatcher.prepare(x, routing, self._quantizer_before_dispatch(weights))
+        return Pending(lambda: self._finish(arriving.result(), weights, out))
+
+    def _finish(self, tokens: Dispatched, weights: PackedWeights, out: Tensor) -> Tensor:
+        if tokens.x_scale is None and not self._quantizes_itself:
+            tokens = self._quantize_after_dispatch(tokens, weights)
+        y = self._run_experts(tokens, weights, out)
+        return self.dispatcher.finalize(y, tokens, out).result()
+
+    def _run_experts(self, tokens: Dispatched, weights: PackedWeights, out: Tensor) -> Tensor:
+        spec, dtype, device = self.experts.spec, self.problem.dtype, tokens.x.device
+        shape = tokens.x.shape
+        # Without transfer, the experts write the caller's output directly.
+        in_place = not self.dispatcher.spec.moves_tokens and out.is_contiguous()
+        reduced = (
+            out
+            if in_place and out.shape == shape
+            else torch.empty(shape, dtype=dtype, device=device)
+        )
+        if math.prod(shape[:-1]) == 0:
+            return reduced
+        standard = spec.format is ActivationFormat.STANDARD
+        rows = shape[0] if standard else shape[1]
+        scratch = self.workspace.take(self.experts.workspace(rows), device)
+        if not standard or spec.reduces:
+            self.experts.apply(reduced, tokens, weights, scratch)
+            return reduced
+        assert tokens.topk_ids is not None
+        slots = tokens.topk_ids.shape[1]
+        y = torch.empty((rows, slots, shape[-1]), dtype=dtype, device=device)
+        self.experts.apply(y, tokens, weights, scratch)
+        return weight_and_reduce(y, tokens, reduced)
+
+    # -- quantization: before the transfer if both sides can, else after, else by the experts ----
+
+    @property
+    def _quantizes_itself(self) -> bool:
+        return self.problem.quant.activation is None or self.experts.spec.takes_unquantized
+
+    def _quantizer_before_dispatch(self, weights: PackedWeights) -> Quantizer | None:
+        sends = (
+            self.problem.quant.activation is not None
+            and self.experts.spec.takes_quantized
+            and self.problem.quant.name in self.dispatcher.spec.wire_schemes
+        )
+        if not sends:
+            return None
+        return lambda x_RH, valid_R: self.experts.quantize(x_RH, weights, valid_R)
+
+    def _quantize_after_dispatch(self, tokens: Dispatched, weights: PackedWeights) -> Dispatched:
+        if tokens.topk_ids is not None:
+            valid = (tokens.topk_ids >= 0).any(dim=1)
+            x, scale = self.experts.quantize(tokens.x, weights, valid)
+            return replace(tokens, x=x, x_scale=scale)
+        assert tokens.expert_num_tokens is not None
+        L, C, H = tokens.x.shape
+        valid = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
+        x, scale = self.experts.quantize(tokens.x.view(L * C, H), weights, valid.view(-1))
+        batched_scale = scale.view(1, 1, 1) if scale.numel() == 1 else scale.view(L, C, -1)
+        return replace(tokens, x=x.view(L, C, H), x_scale=batched_scale)
+
+    # -- facts ------------------------------------------------------------------------------
+
+    def memory(self, num_tokens: int | None = None) -> MemoryReport:
+        """Bytes needed when every rank passes ``num_tokens`` (default: problem.max_num_tokens)."""
+        tokens = self.problem.max_num_tokens if num_tokens is None else num_tokens
+        if tokens is None:
+            raise InvalidInput(
+                "memory() needs a token count: pass num_tokens, or set max_num_tokens"
+            )
+        rows = self.dispatcher.max_rows(tokens)
+        row_bytes = self.problem.hidden_size * self.problem.dtype.itemsize
+        slab = rows
+        if self.experts.spec.format is ActivationFormat.BATCHED:
+            slab = rows * self.problem.num_local_experts
+        intermediate = slab * row_bytes if self.dispatcher.spec.moves_tokens else 0
+        if self.experts.spec.format is ActivationFormat.BATCHED:
+            intermediate = slab * row_bytes
+        elif not self.experts.spec.reduces:
+            # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries
+            intermediate += rows * self.problem.top_k * row_bytes
+            intermediate += 3 * rows * self.problem.hidden_size * 4
+        if self.problem.quant.activation is not None:
+            # the quantized copy of the rows, and fp32 on the way to it
+            intermediate += slab * self.problem.hidden_size * 10
+        return MemoryReport(
+            num_tokens=tokens,
+            workspace=Workspace.nbytes_for(self.experts.workspace(rows)),
+            intermediate=intermediate
+            + self.dispatcher.transient_bytes(tokens)
+            + self.experts.transient_bytes(rows),
+            buffers=self.dispatcher.buffer_bytes(),
+        )
+
+    def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
+        """Runs one call of random tokens: grows the workspace, compiles what compiles lazily.
+
+        Collective: every rank must call it with the same ``num_tokens``.
+        """
+        p = self.problem
+        device = next(iter(weights.experts.values())).device
+        x = torch.randn(num_tokens, p.hidden_size, dtype=p.dtype, device=device)
+        ids = torch.arange(num_tokens * p.top_k, device=device) % p.num_physical_experts
+        ids = ids.view(num_tokens, p.top_k)
+        self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))
+
+    def destroy(self) -> None:
+        """Frees the dispatcher's buffers; idempotent."""
+        self.dispatcher.destroy()
+
+    def _check_call(
+        self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
+    ) -> None:
+        p, ids, topk_weights = self.problem, routing.topk_ids, routing.topk_weights
+        if x.dim() != 2 or x.shape[1] != p.hidden_size:
+            raise InvalidInput(f"x has shape {tuple(x.shape)}, want (T, {p.hidden_size})")
+        if x.dtype != p.dtype:
+            raise InvalidInput(
+                f"x is {x.dtype}, the problem's dtype is {p.dtype}: convert x, or compose for it"
+            )
+        wanted = (x.shape[0], p.top_k)
+        for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):
+            if tuple(tensor.shape) != wanted:
+                raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}, want (T, K) {wanted}")
+            if tensor.device != x.device:
+                raise InvalidInput(f"{name} is on {tensor.device}, x on {x.device}: move one")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise InvalidInput(f"topk_ids are {ids.dtype}, want int32 or int64")
+        if topk_weights.dtype != torch.float32:
+            raise InvalidInput(f"topk_weights are {topk_weights.dtype}, want float32")
+        if x.device.type != p.device.type:
+            raise InvalidInput(
+                f"x is on {x.device}, the kernel was composed for {p.device}: "
+                "move x, or set device in the problem"
+            )
+        if weights.backend != self.experts.spec.name:
+            raise WeightsError(
+                f"the weights were packed for {weights.backend!r}, this kernel runs "
+                f"{self.experts.spec.name!r}: pack them with this kernel's pack()"
+            )
+        packed = next(iter(weights.experts.values()))
+        if packed.device != x.device:
+            raise InvalidInput(f"weights are on {packed.device}, x on {x.device}: move one")
+        if p.max_num_tokens is not None and x.shape[0] > p.max_num_tokens:
+            raise CapacityExceeded(
+                f"{x.shape[0]} tokens, but max_num_tokens={p.max_num_tokens}: "
+                "split the call, or compose for more"
+            )
+        if out is not None:
+            if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+                raise InvalidInput(
+                    f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+                    f"want {tuple(x.shape)} {x.dtype} on {x.device}"
+                )
+            if _overlap(x, out):
+                raise InvalidInput("out shares memory with x; pass another tensor")
+        if self.checked and ids.numel():
+            low, high = (int(v) for v in torch.aminmax(ids))
+            if low < -1 or high >= p.num_physical_experts:
+                raise InvalidInput(
+                    f"topk_ids span [{low}, {high}], want -1 (no expert) or "
+                    f"0..{p.num_physical_experts - 1}"
+                )
+            if not bool(torch.isfinite(topk_weights[ids >= 0]).all()):
+                raise InvalidInput(
+                    "topk_weights hold NaN or infinity where a token has an expert: "
+                    "look for NaN in the router logits"
+                )

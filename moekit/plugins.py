@@ -1,0 +1,484 @@
+"""Backends announce themselves here: hooks, specs, and a discovery that no plugin can break.
+
+A plugin is a package named by an entry point of group ``moekit``. Its hooks return *specs*: frozen
+records that say what a backend can do and where its class is. Listing specs imports no kernel and
+no vendor library; a backend's module is imported when it is first created.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pluggy
+
+from moekit.activation import ACTIVATIONS
+from moekit.errors import BackendBroken, NameClash, UnknownBackend
+from moekit.problem import DTYPES, ActivationFormat, MoEProblem
+from moekit.quant import SCHEMES
+
+if TYPE_CHECKING:
+    from moekit.kernel import PermuteExpertsUnpermute, PrepareAndFinalize
+
+GROUP = "moekit"
+hookimpl = pluggy.HookimplMarker(GROUP)
+_hookspec = pluggy.HookspecMarker(GROUP)
+
+_DEVICE = re.compile(r"(?P<type>[a-z]+)(?:(?P<op>>=|==)(?P<major>\d+)\.(?P<minor>\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec:
+    """What dispatchers and experts both declare. All keyword-only, so fields can be added.
+
+    name: what users type. target: ``"package.module:Class"``, imported on creation.
+    format: the layout of dispatched tokens it produces or consumes.
+    dtypes, schemes, devices: what it runs on. A device is ``"cpu"``, ``"cuda"``, ``"cuda>=9.0"``
+    or ``"cuda==9.0"`` (compute capability).
+    requires: importable names it needs; looked up with find_spec, never imported to list.
+    install_hint: the command that provides them.
+    priority: the higher of two possible backends is chosen when no measurement says otherwise.
+    check: further reasons for a problem; must be pure and must not touch a device.
+    graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
+    deterministic: equal inputs give equal bits.
+    """
+
+    name: str
+    target: str
+    format: ActivationFormat
+    dtypes: frozenset[str] = frozenset(DTYPES)
+    schemes: frozenset[str] = frozenset({"none"})
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    requires: tuple[str, ...] = ()
+    install_hint: str = ""
+    priority: int = 0
+    check: Callable[[MoEProblem], list[str]] | None = None
+    graph_safe: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", self.name):
+            raise ValueError(f"name {self.name!r}: want lower-case letters, digits and _")
+        if not re.fullmatch(r"[\w.]+:\w+", self.target):
+            raise ValueError(f"{self.name}: target {self.target!r}: want 'package.module:Class'")
+        for what, known in (("dtypes", DTYPES), ("schemes", SCHEMES)):
+            if unknown := sorted(getattr(self, what) - set(known)):
+                raise ValueError(f"{self.name}: unknown {what} {unknown}; known: {sorted(known)}")
+        for device in self.devices:
+            if not _DEVICE.fullmatch(device):
+                raise ValueError(f"{self.name}: device {device!r}: want e.g. 'cpu', 'cuda>=9.0'")
+
+    def unsupported(self, problem: MoEProblem) -> list[str]:
+        """Every reason why this backend cannot do ``problem``; an empty list means it can."""
+        reasons = [
+            f"{name} is not installed" + (f" ({self.install_hint})" if self.install_hint else "")
+            for name in self.requires
+            if not _importable(name)
+        ]
+        if not any(_device_matches(d, problem) for d in self.devices):
+            reasons.append(f"runs on {' or '.join(self.devices)}, not on {problem.device}")
+        if problem.dtype_name not in self.dtypes:
+            known = ", ".join(sorted(self.dtypes))
+            reasons.append(f"dtype {problem.dtype_name} is not supported (has {known})")
+        reasons += self._unsupported_features(problem)
+        if self.check is not None:
+            reasons += self.check(problem)
+        return reasons
+
+    def _unsupported_features(self, problem: MoEProblem) -> list[str]:
+        return []
+
+    def load(self) -> type[Any]:
+        """Imports and returns the backend's class; raises BackendBroken with the import's error."""
+        module_name, _, attribute = self.target.partition(":")
+        try:
+            loaded = getattr(importlib.import_module(module_name), attribute)
+        except Exception as error:  # vendor packages fail in every imaginable way at import
+            hint = f"; {self.install_hint}" if self.install_hint else ""
+            raise BackendBroken(
+                f"backend {self.name!r} ({self.target}) does not load: "
+                f"{type(error).__name__}: {error}{hint}"
+            ) from error
+        assert isinstance(loaded, type)
+        return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherSpec(BackendSpec):
+    """A PrepareAndFinalize.
+
+    moves_tokens: exchanges tokens between ranks. One that does not can serve only ranks that all
+    hold the same tokens.
+    applies_weights: combine multiplies by the router weights and sums over K itself, and so wants
+    each expert's raw output. Otherwise it wants rows already weighted and summed.
+    wire_schemes: schemes whose activations it can send quantized; others travel unquantized and
+    are quantized on arrival.
+    needs_capacity: works with buffers sized from ``problem.max_num_tokens``.
+    ids_dtype: dtype of the ids it is given: int32 or int64.
+    overlaps: `prepare` and `finalize` return before the transfer is done.
+    """
+
+    moves_tokens: bool
+    applies_weights: bool
+    wire_schemes: frozenset[str] = frozenset()
+    needs_capacity: bool = False
+    ids_dtype: str = "int64"
+    overlaps: bool = False
+    schemes: frozenset[str] = frozenset(SCHEMES)
+
+    def _unsupported_features(self, problem: MoEProblem) -> list[str]:
+        reasons = []
+        if problem.quant.name not in self.schemes:
+            reasons.append(f"quant scheme {problem.quant.name} is not supported")
+        if problem.parallel.moves_tokens and not self.moves_tokens:
+            reasons.append(
+                f"tokens must move between {problem.parallel.dp_size} ranks, and it moves none"
+            )
+        if self.needs_capacity and problem.max_num_tokens is None:
+            reasons.append("its buffers have a fixed size: set max_num_tokens in the problem")
+        return reasons
+
+    def load(self) -> type[PrepareAndFinalize]:
+        return super().load()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec(BackendSpec):
+    """A PermuteExpertsUnpermute.
+
+    activations: kinds it computes (`moekit.activation.ACTIVATIONS`); silu_clamp: also silu with a
+    clamp limit; bias: adds w13_bias and w2_bias.
+    reduces: its output rows are weighted by the router and summed over K. BATCHED experts never
+    reduce: they do not see the weights.
+    takes_quantized, takes_unquantized: which inputs it accepts for a scheme that quantizes
+    activations. When it takes both, tokens are quantized before they travel if the dispatcher can
+    send them so, and by the experts otherwise.
+    movable: packed weights are expert-major, so experts can migrate between ranks.
+    """
+
+    activations: frozenset[str] = ACTIVATIONS
+    silu_clamp: bool = True
+    bias: bool = True
+    reduces: bool
+    takes_quantized: bool = True
+    takes_unquantized: bool = True
+    movable: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unknown := sorted(self.activations - ACTIVATIONS):
+            raise ValueError(f"{self.name}: unknown activations {unknown}")
+        if self.reduces and self.format is ActivationFormat.BATCHED:
+            raise ValueError(f"{self.name}: BATCHED experts see no router weights to reduce with")
+        if not (self.takes_quantized or self.takes_unquantized):
+            raise ValueError(f"{self.name}: takes neither quantized nor unquantized input")
+
+    def _unsupported_features(self, problem: MoEProblem) -> list[str]:
+        reasons = []
+        if problem.quant.name not in self.schemes:
+            known = ", ".join(sorted(self.schemes))
+            reasons.append(f"quant scheme {problem.quant.name} is not supported (has {known})")
+        if problem.activation.name not in self.activations:
+            reasons.append(f"activation {problem.activation.name} is not supported")
+        if problem.activation.clamped and not self.silu_clamp:
+            reasons.append(f"does not clamp silu (limit={problem.activation.limit})")
+        if problem.has_bias and not self.bias:
+            reasons.append("has no bias support")
+        return reasons
+
+    def load(self) -> type[PermuteExpertsUnpermute]:
+        return super().load()
+
+
+class MoekitSpecs:
+    """The hooks a plugin may implement."""
+
+    @_hookspec
+    def moekit_dispatchers(self) -> list[DispatcherSpec]:  # type: ignore[empty-body]
+        """Dispatchers this plugin offers.
+
+        Example::
+
+            @moekit.hookimpl
+            def moekit_dispatchers():
+                return [moekit.DispatcherSpec(name="acme", target="acme_moe.dispatcher:Acme", ...)]
+        """
+
+    @_hookspec
+    def moekit_experts(self) -> list[ExpertsSpec]:  # type: ignore[empty-body]
+        """Expert GEMM backends this plugin offers.
+
+        Example::
+
+            @moekit.hookimpl
+            def moekit_experts():
+                return [moekit.ExpertsSpec(name="acme", target="acme_moe.experts:Acme", ...)]
+        """
+
+
+@dataclass(frozen=True)
+class PluginState:
+    """What became of one entry point: state is ok, blocked, broken or clash."""
+
+    name: str
+    distribution: str
+    version: str
+    state: str
+    reason: str = ""
+    dispatchers: tuple[DispatcherSpec, ...] = ()
+    experts: tuple[ExpertsSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One plugin before it is loaded."""
+
+    name: str
+    distribution: str
+    version: str
+    load: Callable[[], object]
+
+
+SpecT = TypeVar("SpecT", bound=BackendSpec)
+
+
+@dataclass
+class Registry:
+    """All known backends. ``registry()`` is the process-wide one; tests may build their own.
+
+    Environment: ``MOEKIT_PLUGINS=a,b`` loads only these plugins (empty: none), ``MOEKIT_BLOCK=a``
+    leaves some out, ``MOEKIT_STRICT=1`` re-raises a plugin's own error at discovery.
+    """
+
+    plugins: tuple[PluginState, ...] = ()
+    _added: list[BackendSpec] = field(default_factory=list)
+
+    @classmethod
+    def discover(cls, environ: Mapping[str, str] = os.environ) -> Registry:
+        allowed = environ.get("MOEKIT_PLUGINS")
+        allow = None if allowed is None else _names(allowed)
+        block = _names(environ.get("MOEKIT_BLOCK", ""))
+        strict = environ.get("MOEKIT_STRICT", "") == "1"
+        states = [_probe(_builtin(), strict)]
+        sources = sorted(_entry_points(), key=lambda s: (s.name, s.distribution))
+        for source in sources:
+            if source.name in block:
+                states.append(_state(source, "blocked", "named in MOEKIT_BLOCK"))
+            elif allow is not None and source.name not in allow:
+                states.append(_state(source, "blocked", "not named in MOEKIT_PLUGINS"))
+            else:
+                states.append(_probe(source, strict))
+        present = {s.name for s in sources}
+        for variable, names in (("MOEKIT_PLUGINS", allow or set()), ("MOEKIT_BLOCK", block)):
+            for name in sorted(names - present):
+                missing = _Source(name, "", "", lambda: None)
+                states.append(
+                    _state(missing, "broken", f"named in {variable}, but no such plugin installed")
+                )
+        return cls(plugins=tuple(_mark_clashes(states)))
+
+    def register(self, spec: DispatcherSpec | ExpertsSpec) -> None:
+        """Adds a backend at run time; raises NameClash when its name is taken."""
+        if self._owners(type(spec), spec.name):
+            raise NameClash(
+                f"{_kind(type(spec))} {spec.name!r} is already offered by "
+                f"{' and '.join(self._owners(type(spec), spec.name))}; choose another name"
+            )
+        self._added.append(spec)
+
+    def unregister(self, spec: DispatcherSpec | ExpertsSpec) -> None:
+        """Takes back what `register` added."""
+        self._added.remove(spec)
+
+    @property
+    def dispatchers(self) -> Mapping[str, DispatcherSpec]:
+        """Usable dispatchers by name, sorted."""
+        return self._usable(DispatcherSpec)
+
+    @property
+    def experts(self) -> Mapping[str, ExpertsSpec]:
+        """Usable experts by name, sorted."""
+        return self._usable(ExpertsSpec)
+
+    def dispatcher(self, name: str) -> DispatcherSpec:
+        """The named dispatcher; raises UnknownBackend, NameClash or BackendBroken."""
+        return self._find(DispatcherSpec, name)
+
+    def expert(self, name: str) -> ExpertsSpec:
+        """The named experts backend; raises UnknownBackend, NameClash or BackendBroken."""
+        return self._find(ExpertsSpec, name)
+
+    def _specs(self, kind: type[SpecT]) -> Iterable[tuple[str, SpecT]]:
+        for state in self.plugins:
+            if state.state in ("ok", "clash"):
+                for spec in (*state.dispatchers, *state.experts):
+                    if isinstance(spec, kind):
+                        yield f"{state.distribution} {state.version}".strip(), spec
+        for added in self._added:
+            if isinstance(added, kind):
+                yield "this process (registry().register)", added
+
+    def _owners(self, kind: type[SpecT], name: str) -> list[str]:
+        return [owner for owner, spec in self._specs(kind) if spec.name == name]
+
+    def _usable(self, kind: type[SpecT]) -> Mapping[str, SpecT]:
+        specs = sorted((spec for _, spec in self._specs(kind)), key=lambda s: s.name)
+        names = [s.name for s in specs]
+        return MappingProxyType({s.name: s for s in specs if names.count(s.name) == 1})
+
+    def _find(self, kind: type[SpecT], name: str) -> SpecT:
+        usable = self._usable(kind)
+        if name in usable:
+            return usable[name]
+        owners = self._owners(kind, name)
+        if owners:
+            plugins = [s.name for s in self.plugins if s.state == "clash"]
+            raise NameClash(
+                f"{_kind(kind)} {name!r} is offered by {' and '.join(owners)}; "
+                f"uninstall one, or block its plugin with MOEKIT_BLOCK "
+                f"(clashing plugins: {', '.join(plugins)})"
+            )
+        text = f"no {_kind(kind)} named {name!r}; there are: {', '.join(usable) or 'none'}"
+        for state in self.plugins:
+            if state.state in ("blocked", "broken"):
+                text += f"\n  plugin {state.name} is {state.state}: {state.reason}"
+        raise UnknownBackend(text)
+
+
+_lock = threading.Lock()
+_registry: Registry | None = None
+
+
+def registry() -> Registry:
+    """The process-wide registry, discovered on first use."""
+    global _registry
+    with _lock:
+        if _registry is None:
+            _registry = Registry.discover()
+        return _registry
+
+
+def _kind(kind: type[BackendSpec]) -> str:
+    return "dispatcher" if kind is DispatcherSpec else "experts backend"
+
+
+def _names(text: str) -> set[str]:
+    return {name.strip() for name in text.split(",") if name.strip()}
+
+
+def _builtin() -> _Source:
+    from moekit import __version__
+
+    return _Source("core", "moekit", __version__, lambda: importlib.import_module("moekit.builtin"))
+
+
+def _entry_points() -> Iterable[_Source]:
+    for point in importlib.metadata.entry_points(group=GROUP):
+        dist = point.dist
+        name, version = (dist.name, dist.version) if dist is not None else ("?", "?")
+        yield _Source(point.name, name, version, point.load)
+
+
+def _state(
+    source: _Source,
+    state: str,
+    reason: str = "",
+    dispatchers: Sequence[DispatcherSpec] = (),
+    experts: Sequence[ExpertsSpec] = (),
+) -> PluginState:
+    return PluginState(
+        source.name,
+        source.distribution,
+        source.version,
+        state,
+        reason,
+        tuple(dispatchers),
+        tuple(experts),
+    )
+
+
+def _probe(source: _Source, strict: bool) -> PluginState:
+    """Loads one plugin in a plugin manager of its own, so that its faults stay its own."""
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(MoekitSpecs)
+    try:
+        manager.register(source.load(), name=source.name)
+        manager.check_pending()
+        plugin = manager.get_plugin(source.name)
+        if not manager.get_hookcallers(plugin):
+            raise TypeError(
+                "it implements no moekit hook; decorate moekit_dispatchers or moekit_experts "
+                "with moekit.hookimpl"
+            )
+        dispatchers = _records(manager.hook.moekit_dispatchers(), DispatcherSpec)
+        experts = _records(manager.hook.moekit_experts(), ExpertsSpec)
+    except Exception as error:  # a stranger's code: anything may come out of it
+        if strict:
+            raise
+        return _state(source, "broken", f"{type(error).__name__}: {error}")
+    return _state(source, "ok", "", dispatchers, experts)
+
+
+def _records(results: list[Any], kind: type[SpecT]) -> list[SpecT]:
+    records: list[SpecT] = []
+    for record in (r for result in results for r in result):
+        if type(record) is not kind:
+            raise TypeError(f"a hook returned {record!r}, want a {kind.__name__}")
+        records.append(record)
+    return records
+
+
+def _mark_clashes(states: list[PluginState]) -> list[PluginState]:
+    offers: dict[tuple[type, str], list[PluginState]] = {}
+    for state in states:
+        for spec in (*state.dispatchers, *state.experts):
+            offers.setdefault((type(spec), spec.name), []).append(state)
+    marked = []
+    for state in states:
+        shared = [
+            f"{_kind(kind)} {name!r} is also offered by "
+            + ", ".join(f"{s.distribution} {s.version}" for s in owners if s is not state)
+            for (kind, name), owners in offers.items()
+            if len(owners) > 1 and any(s is state for s in owners)
+        ]
+        if shared and state.state == "ok":
+            state = PluginState(
+                state.name,
+                state.distribution,
+                state.version,
+                "clash",
+                "; ".join(shared),
+                state.dispatchers,
+                state.experts,
+            )
+        marked.append(state)
+    return marked
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _device_matches(requirement: str, problem: MoEProblem) -> bool:
+    match = _DEVICE.fullmatch(requirement)
+    assert match is not None
+    device = problem.device
+    if device.type != match["type"]:
+        return False
+    if match["op"] is None or device.capability is None:
+        return match["op"] is None
+    wanted = (int(match["major"]), int(match["minor"]))
+    if match["op"] == "==":
+        return device.capability == wanted
+    return device.capability >= wanted

@@ -1,0 +1,272 @@
+"""What is to be computed, and where: pure data, comparable, and printable so that it can be re-run.
+
+``eval(repr(problem))`` gives an equal problem (with ``moekit``'s names and ``torch`` in scope).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from moekit.activation import Activation
+from moekit.errors import InvalidProblem
+from moekit.quant import QuantScheme, scheme
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+class ActivationFormat(enum.Enum):
+    """Layout of dispatched tokens.
+
+    STANDARD: rows ``x_RH`` with expert ids ``topk_ids_RK``. BATCHED: a slab of C rows per local
+    expert, ``x_LCH``, of which the first ``expert_num_tokens_L`` are real.
+    """
+
+    STANDARD = "standard"
+    BATCHED = "batched"
+
+    def __repr__(self) -> str:
+        return f"ActivationFormat.{self.name}"
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A kind of device: ``type`` as torch names it and, where it has one, a compute capability.
+
+    Given explicitly, it lets any machine ask what would run on another one.
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceSpec:
+        """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"cuda"`` (this one)."""
+        if match := re.fullmatch(r"sm_?(\d+)(\d)a?", text):
+            return cls("cuda", (int(match[1]), int(match[2])))
+        if text == "cuda":
+            detected = cls.detect()
+            if detected.type != "cuda":
+                raise InvalidProblem(
+                    "device 'cuda' was asked for, but torch sees no CUDA device here; "
+                    "name the capability instead, as in 'sm90'"
+                )
+            return detected
+        if re.fullmatch(r"[a-z]+", text):
+            return cls(text)
+        raise InvalidProblem(f"device {text!r} is not understood; examples: 'cpu', 'cuda', 'sm90'")
+
+    @classmethod
+    def detect(cls) -> DeviceSpec:
+        """This machine's accelerator if torch sees one, else its CPU."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return cls("cpu") if accelerator is None else cls.of(accelerator)
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceSpec:
+        """The spec of a torch device of this machine."""
+        if device.type == "cpu":
+            return cls("cpu")
+        module = torch.get_device_module(device)
+        capability = getattr(module, "get_device_capability", lambda _: None)(device)
+        name = getattr(module, "get_device_name", lambda _: "")(device)
+        pair = tuple(capability) if isinstance(capability, tuple) else None
+        return cls(device.type, pair, str(name))
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.type
+        return f"{self.type} sm{self.capability[0]}{self.capability[1]}"
+
+
+def partition(total: int, size: int, rank: int) -> range:
+    """Rank's contiguous share of ``total`` things; the remainder goes to the first ranks."""
+    share, extra = divmod(total, size)
+    start = rank * share + min(rank, extra)
+    return range(start, start + share + (rank < extra))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How one MoE layer is spread over ranks, seen from one of them.
+
+    ep_size, ep_rank: experts are split, each rank holding a contiguous share (`partition`).
+    tp_size, tp_rank: every expert's intermediate size is split.
+    dp_size: how many different batches of tokens the ranks of the layer's process group hold.
+    The default is ``ep_size``: each expert-parallel rank has its own tokens, so tokens must move.
+    With ``dp_size=1`` all ranks hold the same tokens; then nothing moves and every rank's output
+    is a partial sum that the caller all-reduces.
+    """
+
+    ep_size: int = 1
+    ep_rank: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+    dp_size: int = 0
+
+    def __post_init__(self) -> None:
+        for kind in ("ep", "tp"):
+            size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
+            if size < 1 or not 0 <= rank < size:
+                raise InvalidProblem(
+                    f"{kind}_rank={rank} with {kind}_size={size}: want a size of at least 1 and "
+                    f"a rank in [0, {kind}_size)"
+                )
+        if self.dp_size < 0:
+            raise InvalidProblem(f"dp_size={self.dp_size}: want at least 1 (or 0 for ep_size)")
+        object.__setattr__(self, "dp_size", self.dp_size or self.ep_size)
+
+    @property
+    def moves_tokens(self) -> bool:
+        """True when ranks hold different tokens, so that a dispatcher must exchange them."""
+        return self.dp_size > 1
+
+
+@dataclass(frozen=True, init=False)
+class MoEProblem:
+    """One routed-experts block: sizes, arithmetic, parallelism and the device it runs on.
+
+    num_experts: E, logical experts of the model. num_redundant_experts: extra replicas (EPLB).
+    intermediate_size: the model's I; this rank's share is `local_intermediate_size`.
+    dtype: of activations, output and unquantized weights: bfloat16, float16 or float32.
+    activation, quant, device: objects or their names (``"silu"``, ``"fp8_block"``, ``"sm90"``);
+    device defaults to this machine's accelerator, else its CPU.
+    has_bias: both projections add a bias (w13_bias, w2_bias).
+    apply_router_weight_on_input: the router weight scales the token before GEMM 1 (top_k must
+    be 1) instead of the expert's output.
+    max_num_tokens: most tokens this or any other rank will pass to one call; dispatchers with
+    fixed buffers need it, and memory is stated for it.
+
+    Raises InvalidProblem when the values contradict each other.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    activation: Activation
+    quant: QuantScheme
+    has_bias: bool
+    apply_router_weight_on_input: bool
+    num_redundant_experts: int
+    max_num_tokens: int | None
+    parallel: ParallelConfig
+    device: DeviceSpec
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        activation: Activation | str = "silu",
+        quant: QuantScheme | str = "none",
+        has_bias: bool = False,
+        apply_router_weight_on_input: bool = False,
+        num_redundant_experts: int = 0,
+        max_num_tokens: int | None = None,
+        parallel: ParallelConfig | None = None,
+        device: DeviceSpec | torch.device | str | None = None,
+    ) -> None:
+        if isinstance(device, str):
+            device = DeviceSpec.parse(device)
+        elif isinstance(device, torch.device):
+            device = DeviceSpec.of(device)
+        values = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "dtype": dtype,
+            "activation": Activation(activation) if isinstance(activation, str) else activation,
+            "quant": scheme(quant) if isinstance(quant, str) else quant,
+            "has_bias": has_bias,
+            "apply_router_weight_on_input": apply_router_weight_on_input,
+            "num_redundant_experts": num_redundant_experts,
+            "max_num_tokens": max_num_tokens,
+            "parallel": parallel or ParallelConfig(),
+            "device": device or DeviceSpec.detect(),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        positive = ["num_experts", "top_k", "hidden_size", "intermediate_size"]
+        if self.max_num_tokens is not None:
+            positive.append("max_num_tokens")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise InvalidProblem(f"{name}={getattr(self, name)}: want at least 1")
+        if self.top_k > self.num_experts:
+            raise InvalidProblem(
+                f"top_k={self.top_k} exceeds num_experts={self.num_experts}: "
+                "a token cannot go to more experts than there are"
+            )
+        if self.dtype not in DTYPES.values():
+            raise InvalidProblem(f"dtype={self.dtype}: want one of {', '.join(DTYPES)}")
+        if self.num_redundant_experts < 0:
+            raise InvalidProblem(
+                f"num_redundant_experts={self.num_redundant_experts}: want 0 or more"
+            )
+        if self.apply_router_weight_on_input and self.top_k != 1:
+            raise InvalidProblem(
+                "apply_router_weight_on_input needs top_k=1 (one weight per token), "
+                f"got top_k={self.top_k}"
+            )
+        if self.intermediate_size % self.parallel.tp_size:
+            raise InvalidProblem(
+                f"intermediate_size={self.intermediate_size} does not divide by "
+                f"tp_size={self.parallel.tp_size}; pad the experts or choose another tp_size"
+            )
+        if self.parallel.ep_size > self.num_physical_experts:
+            raise InvalidProblem(
+                f"ep_size={self.parallel.ep_size} exceeds the {self.num_physical_experts} "
+                "experts: a rank would hold none; use fewer ranks or redundant experts"
+            )
+
+    @property
+    def num_physical_experts(self) -> int:
+        """P: logical experts plus redundant replicas."""
+        return self.num_experts + self.num_redundant_experts
+
+    @property
+    def local_experts(self) -> range:
+        """Physical ids of the experts this rank holds."""
+        return partition(self.num_physical_experts, self.parallel.ep_size, self.parallel.ep_rank)
+
+    @property
+    def num_local_experts(self) -> int:
+        """L."""
+        return len(self.local_experts)
+
+    @property
+    def local_intermediate_size(self) -> int:
+        """I on this rank."""
+        return self.intermediate_size // self.parallel.tp_size
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13 per expert on this rank: 2I when gated, else I."""
+        return self.local_intermediate_size * (2 if self.activation.gated else 1)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def replace(self, **changes: Any) -> MoEProblem:
+        """A copy with some fields changed (and checked again)."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MoEProblem(**{**values, **changes})

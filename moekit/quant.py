@@ -1,0 +1,166 @@
+"""Quantization schemes and their reference arithmetic, on any device.
+
+A scheme is a pair *weights x activations*. Scales always carry one dimension per dimension they
+scale, with 1 where one scale serves the whole extent, so that they broadcast:
+
+    weights      w_LNK      scale (L, N or N/group or 1, K/group or 1)
+    activations  x_RH       scale (R or 1, H/group or 1)
+
+Scales are fp32 and multiply: ``value = quantized * scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.errors import InvalidProblem
+
+_QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
+_TORCH_DTYPE = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
+_SMALLEST_AMAX = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandQuant:
+    """How one operand is quantized.
+
+    ``group`` (rows, columns) share one scale; -1 means the whole extent: (-1, -1) per tensor,
+    (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
+    ``static``: the scale comes with the checkpoint instead of from the data.
+    """
+
+    dtype: str
+    group: tuple[int, int]
+    static: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _TORCH_DTYPE[self.dtype]
+
+    @property
+    def qmax(self) -> float:
+        """Largest representable magnitude used."""
+        return _QMAX[self.dtype]
+
+    @property
+    def per_tensor(self) -> bool:
+        return self.group == (-1, -1)
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scale of a (rows, columns) matrix."""
+        gr, gc = self.group
+        return (1 if gr < 0 else -(-rows // gr), 1 if gc < 0 else -(-columns // gc))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantScheme:
+    """Weights x activations. ``activation`` None means 16-bit (or fp32) activations."""
+
+    name: str
+    weight: OperandQuant | None = None
+    activation: OperandQuant | None = None
+
+
+def _scheme(
+    name: str,
+    dtype: str,
+    weight: tuple[int, int],
+    act: tuple[int, int] | None,
+    static: bool = False,
+) -> QuantScheme:
+    activation = None if act is None else OperandQuant(dtype=dtype, group=act, static=static)
+    weight_quant = OperandQuant(dtype=dtype, group=weight, static=True)
+    return QuantScheme(name=name, weight=weight_quant, activation=activation)
+
+
+_TENSOR, _ROW, _BLOCK, _GROUP = (-1, -1), (1, -1), (128, 128), (1, 128)
+_FP8, _INT8 = "float8_e4m3fn", "int8"
+
+SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
+    {
+        scheme.name: scheme
+        for scheme in (
+            QuantScheme(name="none"),
+            _scheme("fp8_tensor", _FP8, _TENSOR, _TENSOR),
+            _scheme("fp8_tensor_static", _FP8, _TENSOR, _TENSOR, static=True),
+            _scheme("fp8_channel_token", _FP8, _ROW, _ROW),
+            _scheme("fp8_block", _FP8, _BLOCK, _GROUP),
+            _scheme("int8_channel_token", _INT8, _ROW, _ROW),
+            _scheme("fp8_w8a16_tensor", _FP8, _TENSOR, None),
+            _scheme("fp8_w8a16_channel", _FP8, _ROW, None),
+            _scheme("fp8_w8a16_block", _FP8, _BLOCK, None),
+            _scheme("int8_w8a16", _INT8, _ROW, None),
+        )
+    }
+)
+
+
+def scheme(name: str) -> QuantScheme:
+    """The named scheme; raises InvalidProblem listing the known names."""
+    try:
+        return SCHEMES[name]
+    except KeyError:
+        known = ", ".join(SCHEMES)
+        raise InvalidProblem(f"quant scheme {name!r} is unknown; choose one of: {known}") from None
+
+
+def _expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """Stretches a scale (..., SR, SC) to something that broadcasts against (..., rows, columns)."""
+    for dim, (g, n) in ((-2, (group[0], rows)), (-1, (group[1], columns))):
+        if g > 1:
+            scale = scale.repeat_interleave(g, dim=dim).narrow(dim, 0, n)
+    return scale
+
+
+def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = None) -> Tensor:
+    """Scale of ``x`` (..., rows, columns), shape (..., *quant.scale_shape(rows, columns)), fp32.
+
+    ``valid_rows`` (rows,) bool: rows outside it (padding, possibly NaN) do not count. An all-zero
+    group gets a tiny positive scale.
+    """
+    rows, columns = x.shape[-2:]
+    magnitude = x.abs().float()
+    if valid_rows is not None:
+        magnitude = magnitude.masked_fill(~valid_rows[:, None], 0.0)
+    for dim, g, n in ((-2, quant.group[0], rows), (-1, quant.group[1], columns)):
+        if g == 1:
+            continue
+        if g < 0:
+            # amax has no value for an empty extent; the sum of nothing is the zero wanted.
+            magnitude = magnitude.amax(dim, keepdim=True) if n else magnitude.sum(dim, keepdim=True)
+            continue
+        pad = (0, -n % g) if dim == -1 else (0, 0, 0, -n % g)
+        magnitude = torch.unflatten(F.pad(magnitude, pad), dim, (-1, g)).amax(dim)
+    return magnitude.clamp(min=_SMALLEST_AMAX) / quant.qmax
+
+
+def quantize(
+    x: Tensor,
+    quant: OperandQuant,
+    scale: Tensor | None = None,
+    valid_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``x`` (..., rows, columns) -> (quantized, scale), rounding to nearest even and saturating.
+
+    ``scale`` given (static, shape broadcastable to the scheme's) is used as it is.
+    """
+    if scale is None:
+        scale = compute_scale(x, quant, valid_rows)
+    q = x.float() / _expand(scale.float(), quant.group, *x.shape[-2:])
+    q = q.clamp(-quant.qmax, quant.qmax)
+    if quant.dtype == "int8":
+        q = q.round()
+    return q.to(quant.torch_dtype), scale
+
+
+def dequantize(
+    q: Tensor, scale: Tensor, quant: OperandQuant, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Inverse of `quantize`: (..., rows, columns) in ``dtype``. Multiplies in fp32."""
+    return (q.float() * _expand(scale.float(), quant.group, *q.shape[-2:])).to(dtype)

@@ -1,0 +1,158 @@
+"""Routers: from logits to `Routing`, in fp32, ties always to the lower expert id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.errors import InvalidInput, InvalidProblem
+from moekit.kernel import Routing
+
+_SCORING: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    correction_bias: Tensor | None = None,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    routed_scaling_factor: float = 1.0,
+    custom: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+    is_padding: Tensor | None = None,
+    checked: bool | None = None,
+) -> Routing:
+    """logits (T, E), any float dtype -> Routing with weights (T, K) fp32 and ids (T, K) int64.
+
+    scoring: softmax, sigmoid or sqrtsoftplus over the E experts. renormalize: weights sum to one
+    (over softmax scores this equals a softmax over the K chosen logits).
+    correction_bias (E,): added to the scores to choose, not to weigh (DeepSeek-V3's
+    e_score_correction_bias). num_expert_group, topk_group: choose only among the best groups; a
+    group's score is its best expert's or, with a bias, the sum of its two best.
+    routed_scaling_factor multiplies the weights last.
+    custom: ``(logits_TE fp32, top_k) -> (weights_TK, ids_TK)`` in place of all of these.
+    is_padding (T,) bool: these tokens get ids -1 and weights 0.
+    checked: refuse NaN logits; default on the CPU only, as it synchronizes with the device.
+
+    Llama-4: ``scoring="sigmoid", top_k=1`` with ``apply_router_weight_on_input`` in the problem.
+    gpt-oss: ``renormalize=True``.
+    """
+    _check_shapes(logits, top_k, correction_bias, num_expert_group, topk_group, is_padding)
+    scores_TE = logits.float()
+    if checked or (checked is None and logits.device.type == "cpu"):
+        rows = ~torch.isfinite(scores_TE).all(dim=1)
+        if is_padding is not None:
+            rows &= ~is_padding
+        if bool(rows.any()):
+            first = int(rows.nonzero()[0])
+            raise InvalidInput(
+                f"router logits of {int(rows.sum())} token(s) hold NaN or infinity, first token "
+                f"{first}: the layer before is at fault"
+            )
+    if custom is not None:
+        weights, ids = custom(scores_TE, top_k)
+        if weights.shape != (logits.shape[0], top_k) or ids.shape != weights.shape:
+            raise InvalidInput(
+                f"custom routing gave weights {tuple(weights.shape)} and ids {tuple(ids.shape)}, "
+                f"want ({logits.shape[0]}, {top_k}) each"
+            )
+        weights, ids = weights.float(), ids.long()
+    else:
+        if scoring not in _SCORING:
+            raise InvalidProblem(f"scoring {scoring!r}: want one of {', '.join(_SCORING)}")
+        scores_TE = _SCORING[scoring](scores_TE)
+        choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.float()
+        if num_expert_group is not None and topk_group is not None:
+            choice_TE = _keep_best_groups(
+                choice_TE, num_expert_group, topk_group, biased=correction_bias is not None
+            )
+        ids = _top(choice_TE, top_k)
+        weights = scores_TE.gather(1, ids)
+        if renormalize:
+            weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-20)
+        weights = weights * routed_scaling_factor
+    if is_padding is not None:
+        ids = ids.masked_fill(is_padding[:, None], -1)
+        weights = weights.masked_fill(is_padding[:, None], 0.0)
+    return Routing(weights.contiguous(), ids.contiguous())
+
+
+def to_physical(routing: Routing, replicas: Tensor) -> Routing:
+    """Logical ids -> physical ids, spreading tokens over an expert's replicas by token index.
+
+    replicas (E, M) integer: physical ids of each logical expert's replicas, -1 past the last.
+    """
+    ids = routing.topk_ids
+    replicas = replicas.to(ids.device, ids.dtype)
+    counts = (replicas >= 0).sum(dim=1)
+    if replicas.device.type == "cpu" and bool((counts == 0).any()):
+        missing = int((counts == 0).nonzero()[0])
+        raise InvalidInput(f"logical expert {missing} has no replica: every expert needs one")
+    logical = ids.clamp(min=0)
+    token = torch.arange(ids.shape[0], device=ids.device)[:, None]
+    replica = token % counts[logical]
+    physical = replicas[logical, replica]
+    return Routing(routing.topk_weights, torch.where(ids < 0, ids, physical))
+
+
+def _top(scores: Tensor, k: int) -> Tensor:
+    """Ids of the k largest, ties to the lower id (torch.topk leaves ties open)."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _keep_best_groups(choice_TE: Tensor, groups: int, keep: int, biased: bool) -> Tensor:
+    """Sets every expert outside the ``keep`` best groups to -inf."""
+    grouped = torch.unflatten(choice_TE, 1, (groups, -1))
+    best = min(2, grouped.shape[-1]) if biased else 1
+    group_scores = grouped.topk(best, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(group_scores, dtype=torch.bool)
+    kept.scatter_(1, _top(group_scores, keep), True)
+    return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+
+
+def _check_shapes(
+    logits: Tensor,
+    top_k: int,
+    correction_bias: Tensor | None,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    is_padding: Tensor | None,
+) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise InvalidInput(
+            f"logits are {tuple(logits.shape)} {logits.dtype}, want (T, E) of a float dtype"
+        )
+    T, E = logits.shape
+    if not 1 <= top_k <= E:
+        raise InvalidProblem(f"top_k={top_k}: want 1..{E}, the number of experts")
+    if correction_bias is not None and tuple(correction_bias.shape) != (E,):
+        raise InvalidInput(f"correction_bias is {tuple(correction_bias.shape)}, want ({E},)")
+    if (num_expert_group is None) != (topk_group is None):
+        raise InvalidProblem("num_expert_group and topk_group go together; one is missing")
+    if num_expert_group is not None and topk_group is not None:
+        if E % num_expert_group or not 1 <= topk_group <= num_expert_group:
+            raise InvalidProblem(
+                f"num_expert_group={num_expert_group}, topk_group={topk_group}: want groups that "
+                f"divide the {E} experts, and topk_group in 1..num_expert_group"
+            )
+        if top_k > topk_group * (E // num_expert_group):
+            raise InvalidProblem(
+                f"top_k={top_k} exceeds the {topk_group * (E // num_expert_group)} experts of "
+                f"{topk_group} groups"
+            )
+    if is_padding is not None and (
+        tuple(is_padding.shape) != (T,) or is_padding.dtype != torch.bool
+    ):
+        raise InvalidInput(
+            f"is_padding is {tuple(is_padding.shape)} {is_padding.dtype}, want ({T},) bool"
+        )

@@ -1,0 +1,228 @@
+"""One rank's expert weights as a checkpoint holds them, and the rules that make them uniform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit import quant
+from moekit.errors import WeightsError
+from moekit.problem import MoEProblem
+from moekit.quant import OperandQuant, QuantScheme
+
+_QUANTIZED = (torch.float8_e4m3fn, torch.int8)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of this rank's L experts, expert-major.
+
+    w13: (L, 2I, H) gate rows then up rows (or alternating, ``interleaved=True``); (L, I, H) for
+    activations without a gate. w2: (L, H, I). Dtype: the problem's, or the scheme's (fp8, int8).
+    w13_bias (L, 2I or I), w2_bias (L, H).
+    w13_scale, w2_scale: fp32, (L, N or N/group or 1, K/group or 1) for an (L, N, K) weight;
+    trailing dimensions of size 1 may be left out. A per-tensor w13 scale may also be (L, 2), one
+    for gate and one for up.
+    w13_input_scale, w2_input_scale: static activation scales, a scalar or one per expert; experts
+    share the largest.
+
+    Raises WeightsError when a quantized weight has no scale, or a scale no quantized weight.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_input_scale: Tensor | None = None
+    w2_input_scale: Tensor | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("w13", "w2"):
+            weight, scale = getattr(self, name), getattr(self, f"{name}_scale")
+            if weight.dtype in _QUANTIZED and scale is None:
+                problems.append(f"{name} is {weight.dtype} but {name}_scale is missing")
+            if weight.dtype not in _QUANTIZED and scale is not None:
+                problems.append(f"{name}_scale is given but {name} is {weight.dtype}")
+        _raise(problems)
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    def select(self, experts: Sequence[int] | Tensor) -> ExpertWeights:
+        """The given experts, in the given order (for expert parallelism, replicas, permutation)."""
+        index = torch.as_tensor(experts, device=self.w13.device, dtype=torch.long)
+        return self._map(lambda t: t[index] if t.dim() else t)
+
+    def to(self, device: torch.device | str) -> ExpertWeights:
+        return self._map(lambda t: t.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are present, by name."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: t for name, t in named.items() if isinstance(t, Tensor)}
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> ExpertWeights:
+        changes: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
+        return replace(self, **changes)
+
+    def check(self, problem: MoEProblem) -> None:
+        """Raises WeightsError listing everything that does not fit ``problem``."""
+        L, H, scheme = problem.num_local_experts, problem.hidden_size, problem.quant
+        rows, inner = problem.w13_rows, problem.local_intermediate_size
+        shapes = {"w13": (L, rows, H), "w2": (L, H, inner)}
+        biases = {"w13_bias": (L, rows), "w2_bias": (L, H)}
+        dtype = problem.dtype if scheme.weight is None else scheme.weight.torch_dtype
+        found: list[str] = []
+        for name, want in shapes.items():
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != want:
+                found.append(f"{name} has shape {tuple(tensor.shape)}, want {want}")
+            elif tensor.dtype != dtype:
+                found.append(f"{name} is {tensor.dtype}, want {dtype} for scheme {scheme.name}")
+            elif scheme.weight is not None:
+                found += _scale_faults(self, name, want, scheme.weight)
+            if tensor.device != self.w13.device:
+                found.append(f"{name} is on {tensor.device}, w13 on {self.w13.device}")
+        for name, shape in biases.items():
+            bias = getattr(self, name)
+            if (bias is not None) != problem.has_bias:
+                state = "given" if bias is not None else "missing"
+                found.append(f"{name} is {state} but the problem has has_bias={problem.has_bias}")
+            elif bias is not None and tuple(bias.shape) != shape:
+                found.append(f"{name} has shape {tuple(bias.shape)}, want {shape}")
+        static = scheme.activation is not None and scheme.activation.static
+        for name in ("w13_input_scale", "w2_input_scale"):
+            scale = getattr(self, name)
+            if static and scale is None:
+                found.append(f"{name} is missing: scheme {scheme.name} has static activations")
+            elif scale is not None and scale.numel() not in (1, L):
+                found.append(f"{name} has shape {tuple(scale.shape)}, want a scalar or ({L},)")
+            elif scale is not None and not _positive(scale):
+                found.append(f"{name} holds values that are not finite and positive")
+        if self.interleaved and not problem.activation.gated:
+            found.append(f"interleaved w13, but {problem.activation.name} has no gate")
+        _raise(found)
+
+    def canonical(self, problem: MoEProblem) -> ExpertWeights:
+        """The same weights in the one form that backends see.
+
+        Gate and up in halves; scales with all three dimensions, fp32; one per-tensor scale for
+        gate and up (the larger, the other half requantized); input scales (1, 1).
+        """
+        weights = self
+        if weights.interleaved:
+            weights = _deinterleave(weights, problem.quant)
+        scheme = problem.quant
+        if scheme.weight is not None:
+            w13, w13_scale = _merge_gate_up(weights, scheme.weight)
+            weights = replace(
+                weights,
+                w13=w13,
+                w13_scale=w13_scale,
+                w2_scale=_three_dims(weights.w2_scale, weights.w2, scheme.weight),
+            )
+        scales: dict[str, Any] = {}
+        for name in ("w13_input_scale", "w2_input_scale"):
+            scale = getattr(weights, name)
+            scales[name] = None if scale is None else scale.float().max().view(1, 1)
+        return replace(weights, **scales)
+
+    def quantize(self, scheme: QuantScheme) -> ExpertWeights:
+        """These (16-bit or fp32) weights in ``scheme``, by the reference arithmetic.
+
+        A static activation scale cannot be known from weights: set it with dataclasses.replace.
+        """
+        if scheme.weight is None:
+            return self
+        w13, w13_scale = quant.quantize(self.w13, scheme.weight)
+        w2, w2_scale = quant.quantize(self.w2, scheme.weight)
+        return replace(self, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+
+    def dequantize(self, scheme: QuantScheme, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+        """Canonical weights with both matrices as ``dtype`` and without scales."""
+        if scheme.weight is None:
+            return replace(self, w13=self.w13.to(dtype), w2=self.w2.to(dtype))
+        assert self.w13_scale is not None and self.w2_scale is not None
+        return replace(
+            self,
+            w13=quant.dequantize(self.w13, self.w13_scale, scheme.weight, dtype),
+            w2=quant.dequantize(self.w2, self.w2_scale, scheme.weight, dtype),
+            w13_scale=None,
+            w2_scale=None,
+        )
+
+
+def _raise(faults: list[str]) -> None:
+    if faults:
+        raise WeightsError("expert weights do not fit: " + "; ".join(faults))
+
+
+def _positive(scale: Tensor) -> bool:
+    return bool((torch.isfinite(scale) & (scale > 0)).all())
+
+
+def _scale_faults(
+    weights: ExpertWeights, name: str, shape: tuple[int, int, int], operand: OperandQuant
+) -> list[str]:
+    scale = getattr(weights, f"{name}_scale")
+    L, rows, columns = shape
+    full: tuple[int, ...] = (L, *operand.scale_shape(rows, columns))
+    allowed = {full}
+    while len(full) > 1 and full[-1] == 1:
+        full = full[:-1]
+        allowed.add(full)
+    if name == "w13" and operand.per_tensor:
+        allowed.add((L, 2))
+    if tuple(scale.shape) not in allowed:
+        wanted = " or ".join(str(s) for s in sorted(allowed, key=len, reverse=True))
+        return [f"{name}_scale has shape {tuple(scale.shape)}, want {wanted}"]
+    if not _positive(scale):
+        return [f"{name}_scale holds values that are not finite and positive"]
+    return []
+
+
+def _three_dims(scale: Tensor | None, weight: Tensor, operand: OperandQuant) -> Tensor:
+    assert scale is not None
+    return scale.float().reshape(weight.shape[0], *operand.scale_shape(*weight.shape[1:]))
+
+
+def _merge_gate_up(weights: ExpertWeights, operand: OperandQuant) -> tuple[Tensor, Tensor]:
+    """w13 under one scale per tensor, if gate and up came with one each."""
+    w13, scale = weights.w13, weights.w13_scale
+    assert scale is not None
+    if not (operand.per_tensor and tuple(scale.shape) == (w13.shape[0], 2)):
+        return w13, _three_dims(scale, w13, operand)
+    halves = torch.unflatten(w13.float(), 1, (2, -1)) * scale.float()[:, :, None, None]
+    merged = scale.float().amax(dim=1).view(-1, 1, 1)
+    requantized, _ = quant.quantize(halves.flatten(1, 2), operand, merged)
+    return requantized, merged
+
+
+def _deinterleave(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
+    """Rows gate0, up0, gate1, up1, ... -> all gate rows, then all up rows."""
+
+    def halves(t: Tensor) -> Tensor:
+        return torch.cat([t[:, 0::2], t[:, 1::2]], dim=1)
+
+    changes: dict[str, Any] = {"w13": halves(weights.w13)}
+    if weights.w13_bias is not None:
+        changes["w13_bias"] = halves(weights.w13_bias)
+    if weights.w13_scale is not None and scheme.weight is not None:
+        group = scheme.weight.group[0]
+        if group == 1:
+            changes["w13_scale"] = halves(weights.w13_scale)
+        elif group > 1:
+            raise WeightsError(
+                f"interleaved w13 with scales over blocks of {group} rows mixes gate and up in a "
+                "block; dequantize, or store gate and up in halves"
+            )
+    return replace(weights, **changes, interleaved=False)
