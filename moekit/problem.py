@@ -252,6 +252,10 @@ class MoEProblem:
         """L."""
         return len(self.local_experts)
 
+    def logical_expert(self, physical: int) -> int:
+        """The expert that a physical slot holds at start: replicas repeat the first experts."""
+        return physical % self.num_experts
+
     @property
     def local_intermediate_size(self) -> int:
         """I on this rank."""

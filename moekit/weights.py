@@ -115,12 +115,15 @@ class ExpertWeights:
     def canonical(self, problem: MoEProblem) -> ExpertWeights:
         """The same weights in the one form that backends see.
 
-        Gate and up in halves; scales with all three dimensions, fp32; one per-tensor scale for
+        Gate and up in halves; under tensor parallelism w2_bias on rank 0 only, as ranks are
+        summed; scales with all three dimensions, fp32; one per-tensor scale for
         gate and up (the larger, the other half requantized); input scales (1, 1).
         """
         weights = self
         if weights.interleaved:
             weights = _deinterleave(weights, problem.quant)
+        if weights.w2_bias is not None and problem.parallel.tp_rank > 0:
+            weights = replace(weights, w2_bias=torch.zeros_like(weights.w2_bias))
         scheme = problem.quant
         if scheme.weight is not None:
             w13, w13_scale = _merge_gate_up(weights, scheme.weight)

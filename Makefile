@@ -1,0 +1,45 @@
+# Everything sets itself up in .venv: `make demo` and `make test` need python >= 3.10, pip, venv, make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PLUGINS := $(wildcard plugins/*)
+
+# Without a GPU, pin torch to the release whose CPU build installs without CUDA packages.
+TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+
+.PHONY: demo test lint gpu-test clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m moekit demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest tests examples plugins
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# On a GPU machine that has torch, triton, pluggy and pytest but no network: uses its own python.
+gpu-test:
+	sh benchmarks/gpu_test.sh
+
+$(VENV)/.core: pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check 'setuptools>=68' wheel '$(TORCH)'
+	$(BIN)/pip install -q --disable-pip-version-check pluggy 'triton>=3.6' numpy
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps \
+		-e . $(addprefix -e ,$(PLUGINS))
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.core
+	$(BIN)/pip install -q --disable-pip-version-check 'transformers==5.23.0' safetensors
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/pip install -q --disable-pip-version-check 'pytest>=8' 'pytest-timeout>=2.3' \
+		'ruff==0.17.5' 'mypy==2.4.1'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

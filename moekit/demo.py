@@ -1,0 +1,165 @@
+"""`python -m moekit demo`: a real model's MoE layer through moekit, beside Hugging Face's own.
+
+Builds a small Qwen3-MoE with random weights, saves it with transformers, reads its experts back
+from the safetensors file, composes a kernel for this machine, and compares outputs and times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import moekit
+from moekit.checkpoint import load_experts
+from moekit.errors import MoekitError
+
+TOKENS = (1, 32, 256)
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Runs the demo; returns 0 when moekit's numbers agree with transformers'."""
+    parser = argparse.ArgumentParser(prog="python -m moekit demo", description=__doc__)
+    parser.add_argument("--model-dir", type=Path, help="keep the generated model here")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        return _run(args.model_dir or Path(scratch))
+
+
+def _run(directory: Path) -> int:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    print(f"1. A small Qwen3-MoE, random weights, saved by transformers to {directory}")
+    config, model = _build(directory, device)
+    print(
+        f"   {config.num_hidden_layers} layers, {config.num_experts} experts, top-"
+        f"{config.num_experts_per_tok}, hidden {config.hidden_size}, "
+        f"intermediate {config.moe_intermediate_size}, bfloat16, on {device}"
+    )
+
+    problem = moekit.MoEProblem(
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    print("\n2. moekit's choice for it")
+    kernel = moekit.compose(problem)
+    print("   " + str(kernel.explanation).replace("\n", "\n   "))
+
+    print("\n3. The model with moekit in place of its experts, read from the safetensors file")
+    block = model.model.layers[0].mlp
+    weights = kernel.pack(load_experts(directory, "qwen3_moe", 0, problem).to(device))
+
+    def moekit_block(x: Tensor) -> Tensor:
+        x_TH = x.reshape(-1, config.hidden_size)
+        _, topk_weights, topk_ids = block.gate(x_TH)  # transformers' own router
+        return kernel(x_TH, weights, moekit.Routing(topk_weights.float(), topk_ids)).view_as(x)
+
+    with torch.inference_mode():
+        rows, error = _compare(config, block, moekit_block, device)
+        error = max(error, _compare_model(config, model, block, moekit_block, device))
+        same = _same_routing(config, block, device)
+    print(f"   moekit.route picks the router's experts for {same:.1%} of tokens (bf16 logits tie)")
+    print(f"\n   {'tokens':>8} {'error':>9} {'eager':>12} {'moekit':>12} {'speed-up':>9}")
+    for tokens, rms, eager, ours in rows:
+        print(
+            f"   {tokens:>8} {rms:>9.1e} {eager * 1e6:>9.0f} us {ours * 1e6:>9.0f} us "
+            f"{eager / ours:>8.2f}x"
+        )
+    memory = kernel.memory(max(TOKENS))
+    print(f"\n   scratch for {max(TOKENS)} tokens: {memory.total / 2**20:.1f} MiB (kernel.memory)")
+    agrees = error < 2e-2
+    print("   " + ("agrees with transformers" if agrees else "DISAGREES with transformers"))
+    return 0 if agrees else 1
+
+
+def _build(directory: Path, device: torch.device) -> tuple[Any, Any]:
+    try:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    except ImportError as error:
+        raise MoekitError("the demo needs transformers: pip install 'moekit[hf]'") from error
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=512,
+        moe_intermediate_size=384,
+        num_experts=32,
+        num_experts_per_tok=4,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        norm_topk_prob=True,
+        initializer_range=0.05,
+        experts_implementation="eager",
+    )
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    return config, model.eval().to(device)
+
+
+def _compare(
+    config: Any, block: Any, ours: Callable[[Tensor], Tensor], device: torch.device
+) -> tuple[list[tuple[int, float, float, float]], float]:
+    """Per token count: (tokens, relative RMS error, eager seconds, moekit seconds)."""
+    rows = []
+    for tokens in TOKENS:
+        x = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
+        error = _relative_rms(ours(x), block(x))
+        rows.append((tokens, error, _seconds(block, x), _seconds(ours, x)))
+    return rows, max(row[1] for row in rows)
+
+
+def _compare_model(
+    config: Any, model: Any, block: Any, ours: Callable[[Tensor], Tensor], device: torch.device
+) -> float:
+    """Error of the model's last hidden states after layer 0 when moekit computes that layer."""
+    ids = torch.randint(config.vocab_size, (2, 24), device=device)
+    expected = model.model(ids, output_hidden_states=True).hidden_states[1]
+    original, block.forward = block.forward, ours
+    try:
+        got = model.model(ids, output_hidden_states=True).hidden_states[1]
+    finally:
+        block.forward = original
+    error = _relative_rms(got, expected)
+    print(f"   hidden states of the whole first layer, 2 x 24 tokens: error {error:.1e}")
+    return error
+
+
+def _same_routing(config: Any, block: Any, device: torch.device) -> float:
+    """Share of tokens for which `moekit.route` chooses the experts that transformers does."""
+    x_TH = torch.randn(512, config.hidden_size, dtype=torch.bfloat16, device=device)
+    logits = nn.functional.linear(x_TH, block.gate.weight)
+    ours = moekit.route(logits, config.num_experts_per_tok, renormalize=config.norm_topk_prob)
+    theirs = block.gate(x_TH)[2]
+    equal = ours.topk_ids.sort(dim=1).values == theirs.sort(dim=1).values
+    return float(equal.all(dim=1).float().mean())
+
+
+def _relative_rms(got: Tensor, expected: Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+def _seconds(function: Callable[[Tensor], Tensor], x: Tensor, repeats: int = 10) -> float:
+    """Median wall-clock seconds of a call, device work included."""
+    times = []
+    for _ in range(repeats + 2):
+        _synchronize(x.device)
+        start = time.perf_counter()
+        function(x)
+        _synchronize(x.device)
+        times.append(time.perf_counter() - start)
+    return sorted(times[2:])[repeats // 2]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
