@@ -1,0 +1,201 @@
+"""Composition: what a user may pass, what is refused, who owns which memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moekit
+from moekit import ExpertWeights, MoEProblem, Pending, Routing, Workspace
+from moekit.errors import (
+    CapacityExceeded,
+    InvalidInput,
+    NoBackend,
+    UnknownBackend,
+    Unsupported,
+    WeightsError,
+)
+from moekit.kernel import BufferSpec
+from moekit.reference import oracle
+
+T, K, E, H, I = 9, 2, 4, 64, 48
+PROBLEM = MoEProblem(
+    num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, dtype=torch.float32, device="cpu"
+)
+
+
+def weights(problem: MoEProblem = PROBLEM) -> ExpertWeights:
+    p = problem
+    return ExpertWeights(
+        torch.randn(p.num_local_experts, p.w13_rows, p.hidden_size, dtype=p.dtype) / 8,
+        torch.randn(p.num_local_experts, p.hidden_size, p.local_intermediate_size, dtype=p.dtype)
+        / 8,
+    )
+
+
+def tokens(n: int = T) -> tuple[torch.Tensor, Routing]:
+    return torch.randn(n, H), moekit.route(torch.randn(n, E), K)
+
+
+def rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def test_the_readme_call() -> None:
+    kernel = moekit.compose(PROBLEM)
+    w = weights()
+    packed = kernel.pack(w)
+    x, routing = tokens()
+    out = kernel(x, packed, routing)
+    assert rms(out, oracle(x, w, routing, PROBLEM)) < 1e-5
+    assert str(kernel.explanation).startswith("chosen: local + ")
+
+
+def test_out_and_shared() -> None:
+    kernel, w = moekit.compose(PROBLEM, experts="torch"), weights()
+    packed = kernel.pack(w)
+    x, routing = tokens()
+    out = torch.full_like(x, float("nan"))
+    assert kernel(x, packed, routing, out=out) is out
+    want = oracle(x, w, routing, PROBLEM)
+    assert rms(out, want) < 1e-5
+    strided = torch.full((T, 2 * H), float("nan"))[:, ::2]
+    kernel(x, packed, routing, out=strided)
+    assert rms(strided, want) < 1e-5
+    both = kernel(x, packed, routing, shared=lambda x: 3 * x)
+    assert rms(both, want + 3 * x) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x, r: (x[:, :-1], r), r"x has shape \(9, 63\), want \(T, 64\)"),
+        (lambda x, r: (x.bfloat16(), r), "x is torch.bfloat16, the problem's dtype"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids[:-1])), r"topk_ids has shape \(8, 2\)"),
+        (lambda x, r: (x, replace(r, topk_weights=r.topk_weights[:, :1])), "topk_weights has sh"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids.float())), "want int32 or int64"),
+        (lambda x, r: (x, replace(r, topk_weights=r.topk_weights.half())), "want float32"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids + E)), r"topk_ids span .*0\.\.3"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids - 5)), "topk_ids span"),
+        (lambda x, r: (x, replace(r, topk_weights=r.topk_weights / 0)), "NaN or infinity"),
+        (lambda x, r: (x.to("meta"), r), "on cpu, x on meta"),
+    ],
+)
+def test_bad_calls_name_the_value_and_change_nothing(change, said: str) -> None:
+    kernel = moekit.compose(PROBLEM)
+    packed = kernel.pack(weights())
+    x, routing = tokens()
+    bad_x, bad_routing = change(x, routing)
+    before = x.clone(), routing.topk_ids.clone(), routing.topk_weights.clone()
+    with pytest.raises(InvalidInput, match=said):
+        kernel(bad_x, packed, bad_routing)
+    after = x, routing.topk_ids, routing.topk_weights
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert kernel(x, packed, routing).isfinite().all()
+
+
+def test_bad_out_and_foreign_weights() -> None:
+    kernel = moekit.compose(PROBLEM, experts="torch")
+    packed = kernel.pack(weights())
+    x, routing = tokens()
+    with pytest.raises(InvalidInput, match="shares memory"):
+        kernel(x, packed, routing, out=x)
+    rows = torch.randn(T + 1, H)
+    with pytest.raises(InvalidInput, match="shares memory"):
+        kernel(rows[:-1], packed, routing, out=rows[1:])
+    both = torch.randn(2 * T, H)  # one allocation, two halves: fine
+    kernel(both[:T], packed, routing, out=both[T:])
+    with pytest.raises(InvalidInput, match="want .*float32"):
+        kernel(x, packed, routing, out=x.double())
+    other = moekit.compose(PROBLEM, experts="reference").pack(weights())
+    with pytest.raises(WeightsError, match="packed for 'reference', this kernel runs 'torch'"):
+        kernel(x, other, routing)
+
+
+def test_capacity() -> None:
+    kernel = moekit.compose(PROBLEM.replace(max_num_tokens=4))
+    packed = kernel.pack(weights())
+    with pytest.raises(CapacityExceeded, match="9 tokens, but max_num_tokens=4"):
+        kernel(tokens()[0], packed, tokens()[1])
+
+
+def test_names_that_cannot_be() -> None:
+    with pytest.raises(UnknownBackend, match="no experts backend named 'tritn'; there are: .*to"):
+        moekit.compose(PROBLEM, experts="tritn")
+    moving = PROBLEM.replace(parallel=moekit.ParallelConfig(ep_size=2))
+    with pytest.raises(Unsupported, match="tokens must move between 2 ranks") as caught:
+        moekit.compose(moving, dispatcher="local")
+    assert caught.value.reasons
+    nothing = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    with pytest.raises(NoBackend, match="tokens must move") as none:
+        moekit.compose(moving, backends=nothing)
+    assert "dispatcher local" in none.value.reasons
+
+
+def test_environment_names_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEKIT_EXPERTS", "reference")
+    explanation = moekit.explain(PROBLEM)
+    assert explanation.chosen.experts == "reference" and "MOEKIT_EXPERTS" in explanation.why
+    assert moekit.explain(PROBLEM, experts="torch").chosen.experts == "torch"
+
+
+def test_two_calls_in_flight() -> None:
+    kernel, w = moekit.compose(PROBLEM), weights()
+    packed = kernel.pack(w)
+    calls = [tokens(n) for n in (5, 0, 7)]
+    pending = [kernel.start(x, packed, r) for x, r in calls]
+    for (x, r), call in zip(calls, pending, strict=True):
+        torch.testing.assert_close(call.result(), oracle(x, w, r, PROBLEM))
+
+
+def test_pending_waits_once() -> None:
+    waits: list[int] = []
+    pending = Pending(lambda: waits.append(1) or 7)
+    assert pending.result() == pending.result() == 7 and waits == [1]
+    assert Pending.ready("x").result() == "x"
+
+
+def test_workspace_is_one_arena_that_grows() -> None:
+    arena = Workspace()
+    small = [BufferSpec((3, 5), torch.float32), BufferSpec((7,), torch.bfloat16)]
+    cpu = torch.device("cpu")
+    a, b = arena.take(small, cpu)
+    assert a.shape == (3, 5) and b.dtype == torch.bfloat16
+    assert a.data_ptr() + a.nbytes <= b.data_ptr() and b.data_ptr() % 2 == 0
+    held = arena.nbytes
+    assert held == Workspace.nbytes_for(small)
+    assert arena.take(small, cpu)[0].data_ptr() == a.data_ptr() and arena.nbytes == held
+    arena.take([BufferSpec((1000,), torch.float32)], cpu)
+    assert arena.nbytes >= 4000
+    assert arena.take([BufferSpec((0, 4), torch.float32)], cpu)[0].shape == (0, 4)
+
+
+def test_layers_share_the_arena() -> None:
+    arena = Workspace()
+    first = moekit.compose(PROBLEM, experts="torch", workspace=arena)
+    second = moekit.compose(PROBLEM.replace(has_bias=False), experts="torch", workspace=arena)
+    x, routing = tokens()
+    first(x, first.pack(weights()), routing)
+    held = arena.nbytes
+    second(x, second.pack(weights()), routing)
+    assert arena.nbytes == held
+
+
+def test_memory_needs_a_token_count() -> None:
+    kernel = moekit.compose(PROBLEM)
+    with pytest.raises(InvalidInput, match="pass num_tokens"):
+        kernel.memory()
+    assert kernel.memory(128).total > kernel.memory(16).total > 0
+    assert moekit.compose(PROBLEM.replace(max_num_tokens=16)).memory() == kernel.memory(16)
+
+
+def test_warmup_grows_the_arena_beforehand() -> None:
+    arena = Workspace()
+    kernel = moekit.compose(PROBLEM, experts="torch", workspace=arena)
+    packed = kernel.pack(weights())
+    kernel.warmup(packed, 32)
+    held = arena.nbytes
+    kernel(tokens()[0], packed, tokens()[1])
+    assert arena.nbytes == held > 0

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moekit
+from moekit import Activation, DeviceSpec, MoEProblem, ParallelConfig
+from moekit.errors import InvalidProblem
+from moekit.problem import partition
+
+SIZES = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=96, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(quant="fp8_block", activation="swigluoai", has_bias=True, dtype=torch.float16),
+        dict(activation=Activation("silu", limit=10.0), max_num_tokens=7, device="sm90"),
+        dict(parallel=ParallelConfig(ep_size=4, ep_rank=3, dp_size=1), num_redundant_experts=2),
+    ],
+)
+def test_repr_round_trips(changes: dict) -> None:
+    problem = MoEProblem(**{**SIZES, **changes})
+    again = eval(repr(problem), {**vars(moekit), "torch": torch})
+    assert again == problem and hash(again) == hash(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(top_k=9), "top_k=9 exceeds num_experts=8"),
+        (dict(hidden_size=0), "hidden_size=0"),
+        (dict(dtype=torch.int8), "want one of bfloat16"),
+        (dict(activation="swish"), "choose one of: .*silu"),
+        (dict(quant="fp9"), "choose one of: none, fp8_tensor"),
+        (dict(device="sm-90"), "examples: 'cpu', 'cuda', 'sm90'"),
+        (dict(apply_router_weight_on_input=True), "needs top_k=1"),
+        (dict(parallel=ParallelConfig(ep_size=9)), "a rank would hold none"),
+        (dict(parallel=ParallelConfig(tp_size=5)), "does not divide by tp_size=5"),
+        (dict(num_redundant_experts=-1), "want 0 or more"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict, said: str) -> None:
+    with pytest.raises(InvalidProblem, match=said):
+        MoEProblem(**{**SIZES, **changes})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ParallelConfig(ep_size=2, ep_rank=2),
+        lambda: ParallelConfig(tp_size=0),
+        lambda: ParallelConfig(dp_size=-1),
+        lambda: Activation("gelu", limit=3.0),
+        lambda: Activation("silu", alpha=1.0),
+        lambda: Activation("silu", limit=-1.0),
+    ],
+)
+def test_bad_parts_are_refused(make) -> None:
+    with pytest.raises(InvalidProblem):
+        make()
+
+
+def test_partition_tiles_and_gives_the_remainder_to_the_first_ranks() -> None:
+    parts = [partition(10, 4, rank) for rank in range(4)]
+    assert [len(p) for p in parts] == [3, 3, 2, 2]
+    assert [i for p in parts for i in p] == list(range(10))
+
+
+def test_derived_sizes() -> None:
+    problem = MoEProblem(
+        **{**SIZES, "num_experts": 10},
+        num_redundant_experts=1,
+        parallel=ParallelConfig(ep_size=4, ep_rank=2, tp_size=2),
+    )
+    assert problem.num_physical_experts == 11
+    assert list(problem.local_experts) == [6, 7, 8] and problem.num_local_experts == 3
+    assert problem.local_intermediate_size == 48 and problem.w13_rows == 96
+    assert problem.replace(activation=Activation("relu2")).w13_rows == 48
+    assert problem.logical_expert(10) == 0
+    assert problem.parallel.moves_tokens
+    assert not ParallelConfig(ep_size=4, dp_size=1).moves_tokens
+
+
+def test_device_spec_of_another_machine() -> None:
+    assert DeviceSpec.parse("sm100") == DeviceSpec("cuda", (10, 0))
+    assert DeviceSpec.parse("sm_90a").capability == (9, 0)
+    assert str(DeviceSpec.parse("sm90")) == "cuda sm90"
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidProblem, match="name the capability instead"):
+            DeviceSpec.parse("cuda")

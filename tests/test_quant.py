@@ -1,0 +1,158 @@
+"""Reference quantization against its definition, and weights in every scheme."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moekit import SCHEMES, ExpertWeights, MoEProblem
+from moekit.errors import WeightsError
+from moekit.quant import OperandQuant, compute_scale, dequantize, quantize
+
+QUANTIZED = [s for s in SCHEMES.values() if s.weight is not None]
+
+
+def rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("group", [(-1, -1), (1, -1), (128, 128), (1, 128)])
+@pytest.mark.parametrize("shape", [(256, 384), (130, 200), (1, 128), (3, 7)])
+def test_every_group_uses_its_own_amax(dtype: str, group: tuple[int, int], shape) -> None:
+    quant = OperandQuant(dtype=dtype, group=group)
+    x = torch.randn(2, *shape) * torch.logspace(-3, 3, shape[0])[:, None]
+    q, scale = quantize(x, quant)
+    assert q.dtype == quant.torch_dtype and scale.shape == (2, *quant.scale_shape(*shape))
+    gr, gc = (n if g < 0 else g for g, n in zip(group, shape, strict=True))
+    for b in range(2):
+        for i in range(0, shape[0], gr):
+            for j in range(0, shape[1], gc):
+                block = x[b, i : i + gr, j : j + gc]
+                want = block.abs().max() / quant.qmax
+                assert scale[b, i // gr, j // gc] == pytest.approx(float(want), rel=1e-6)
+                back = q[b, i : i + gr, j : j + gc].float() * want
+                step = want if dtype == "int8" else block.abs() / 8 + want / 512
+                assert ((back - block).abs() <= step / 2 + 1e-6 * want).all()
+    assert torch.equal(dequantize(q, scale, quant).to(x.dtype), dequantize(q, scale, quant))
+
+
+def test_zeros_padding_empty_and_static() -> None:
+    quant = OperandQuant(dtype="float8_e4m3fn", group=(-1, -1))
+    q, scale = quantize(torch.zeros(4, 8), quant)
+    assert float(scale) > 0 and not q.float().any()
+    x = torch.randn(4, 8)
+    x[2] = float("nan")
+    valid = torch.tensor([True, True, False, True])
+    assert torch.equal(compute_scale(x, quant, valid), compute_scale(x[valid], quant))
+    assert compute_scale(torch.empty(0, 8), quant).shape == (1, 1)
+    q, _ = quantize(torch.tensor([[1e6, -1e6]]), quant, torch.tensor([[1.0]]))
+    assert q.float().tolist() == [[448.0, -448.0]]
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED, ids=lambda s: s.name)
+def test_weights_round_trip(scheme) -> None:
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))
+    quantized = weights.quantize(scheme)
+    assert quantized.w13.dtype == scheme.weight.torch_dtype
+    back = quantized.dequantize(scheme)
+    limit = 1.5e-2 if scheme.weight.dtype == "int8" else 4e-2
+    assert rms(back.w13, weights.w13) < limit and rms(back.w2, weights.w2) < limit
+
+
+def problem(scheme: str, **changes) -> MoEProblem:
+    sizes = dict(num_experts=3, top_k=1, hidden_size=200, intermediate_size=80)
+    return MoEProblem(**{**sizes, **changes}, quant=scheme, dtype=torch.float32, device="cpu")
+
+
+def test_missing_and_superfluous_scales_fail_at_construction() -> None:
+    w13, w2 = torch.randn(3, 160, 200), torch.randn(3, 200, 80)
+    with pytest.raises(WeightsError, match="w13_scale is missing; .*w2_scale is missing"):
+        ExpertWeights(w13.to(torch.float8_e4m3fn), w2.to(torch.int8))
+    with pytest.raises(WeightsError, match="w2_scale is given but w2 is torch.float32"):
+        ExpertWeights(w13, w2, w2_scale=torch.ones(3))
+
+
+def test_check_lists_every_fault() -> None:
+    weights = ExpertWeights(torch.randn(3, 161, 200), torch.randn(3, 200, 80).bfloat16())
+    with pytest.raises(WeightsError) as caught:
+        weights.check(problem("none", has_bias=True))
+    text = str(caught.value)
+    assert "w13 has shape (3, 161, 200), want (3, 160, 200)" in text
+    assert "w2 is torch.bfloat16, want torch.float32" in text
+    assert "w13_bias is missing" in text and "w2_bias is missing" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: dict(w13_scale=w.w13_scale[:, :1]), "w13_scale has shape"),
+        (lambda w: dict(w2_scale=w.w2_scale * float("nan")), "not finite and positive"),
+        (lambda w: dict(w2_scale=-w.w2_scale), "not finite and positive"),
+    ],
+)
+def test_bad_scales_are_refused(change, said: str) -> None:
+    p = problem("fp8_block")
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    weights.check(p)
+    with pytest.raises(WeightsError, match=said):
+        replace(weights, **change(weights)).check(p)
+
+
+def test_static_input_scales_are_required_and_shared() -> None:
+    p = problem("fp8_tensor_static")
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    with pytest.raises(WeightsError, match="w13_input_scale is missing"):
+        weights.check(p)
+    scaled = replace(
+        weights, w13_input_scale=torch.tensor([1.0, 3.0, 2.0]), w2_input_scale=torch.tensor(0.5)
+    )
+    scaled.check(p)
+    canonical = scaled.canonical(p)
+    assert canonical.w13_input_scale.tolist() == [[3.0]]
+    assert canonical.w2_input_scale.tolist() == [[0.5]]
+
+
+def test_gate_and_up_scales_merge_to_the_larger() -> None:
+    p = problem("fp8_tensor")
+    gate, up = torch.randn(3, 80, 200), torch.randn(3, 80, 200) * 5
+    scales, halves = [], []
+    for half in (gate, up):
+        q, s = quantize(half, p.quant.weight)
+        halves.append(q)
+        scales.append(s.view(3))
+    w2 = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    weights = replace(
+        w2,
+        w13=torch.cat([h.view(torch.uint8) for h in halves], 1).view(torch.float8_e4m3fn),
+        w13_scale=torch.stack(scales, dim=1),
+    )
+    weights.check(p)
+    merged = weights.canonical(p)
+    assert torch.equal(merged.w13_scale.view(3), torch.stack(scales, 1).amax(1))
+    assert rms(merged.dequantize(p.quant).w13, torch.cat([gate, up], 1)) < 4e-2
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_channel_token", "int8_channel_token"])
+def test_interleaved_becomes_halves(scheme: str) -> None:
+    p = problem(scheme)
+    halves = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    order = torch.arange(160).view(2, 80).T.reshape(-1)
+    raw = halves.w13.view(torch.uint8) if scheme != "none" else halves.w13
+    scale = None if halves.w13_scale is None else halves.w13_scale[:, order]
+    mixed = replace(
+        halves, w13=raw[:, order].view(halves.w13.dtype), w13_scale=scale, interleaved=True
+    )
+    back = mixed.canonical(p)
+    assert torch.equal(back.w13.float(), halves.w13.float()) and not back.interleaved
+    if scale is not None:
+        assert torch.equal(back.w13_scale, halves.w13_scale)
+
+
+def test_interleaved_blocks_are_refused_not_mixed_up() -> None:
+    p = problem("fp8_block")
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    with pytest.raises(WeightsError, match="mixes gate and up"):
+        replace(weights, interleaved=True).canonical(p)

@@ -1,0 +1,173 @@
+"""Real architectures, random weights: moekit from the safetensors file against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hf_models as hfm
+import pytest
+import torch
+from real_models import (
+    Router,
+    expert_parallel_rank,
+    problem_of,
+    relative_rms,
+    routed_layer,
+    tensor_parallel_rank,
+)
+from torch import Tensor
+
+import moekit
+from moekit import ParallelConfig
+from moekit.checkpoint import load_experts
+from moekit.errors import WeightsError
+from moekit.testing.distributed import RankPool
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
+
+
+class Saved:
+    """A model on disk, and what transformers' own forward did with it."""
+
+    def __init__(self, hf: hfm.HFModel, directory: Path, dtype: torch.dtype) -> None:
+        self.hf = hf
+        self.path = hfm.save(hf, directory, dtype)
+        self.model = hfm.load(directory)
+        self.ids = hfm.token_ids()
+        self.logits, self.captures = hfm.forward(hf, self.model, self.ids)
+
+    def routed(self, layer: int) -> Tensor:
+        """transformers' output of the layer's routed experts alone, (T, H)."""
+        capture = self.captures[layer]
+        return capture.out_TH if capture.shared_TH is None else capture.out_TH - capture.shared_TH
+
+
+@pytest.fixture(scope="module", params=hfm.MODELS, ids=lambda hf: hf.name)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(request.param, tmp_path_factory.mktemp(request.param.name), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    made = {world: RankPool(world) for world in (2, 4)}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def test_one_rank_hidden_states_and_logits(saved: Saved) -> None:
+    hf = saved.hf
+    for layer in hf.moe_layers:
+        x = saved.captures[layer].x_TH
+        got = routed_layer(hf.name, str(saved.path), layer, x)
+        assert relative_rms(got, saved.routed(layer)) < 1e-5
+
+    def by_moekit(layer: int, x_TH: Tensor) -> Tensor:
+        return routed_layer(hf.name, str(saved.path), layer, x_TH)
+
+    logits = hfm.forward_with(hf, saved.model, saved.ids, by_moekit)
+    assert relative_rms(logits, saved.logits) < 1e-4
+
+
+def test_one_rank_bf16(saved: Saved, tmp_path: Path) -> None:
+    """Per layer from transformers' own inputs: rounding elsewhere may flip a token's experts."""
+    half = Saved(saved.hf, tmp_path, torch.bfloat16)
+    for layer in half.hf.moe_layers:
+        capture = half.captures[layer]
+        got = routed_layer(half.hf.name, str(half.path), layer, capture.x_TH)
+        same = (
+            Router.read(half.hf, half.path, layer)(capture.x_TH).topk_ids.sort(1).values
+            == capture.topk_ids_TK.sort(1).values
+        ).all(1)
+        assert same.float().mean() > 0.9
+        assert relative_rms(got[same], half.routed(layer)[same]) < 2e-2
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_expert_parallel(saved: Saved, pools: dict[int, RankPool], world: int) -> None:
+    """Uneven tokens, the second rank without any."""
+    hf, layer = saved.hf, saved.hf.moe_layers[-1]
+    sizes = {2: [38, 0], 4: [11, 0, 26, 1]}[world]
+    xs = list(saved.captures[layer].x_TH.split(sizes))
+    parts = pools[world].run(expert_parallel_rank, hf.name, str(saved.path), layer, xs, None)
+    assert [len(part) for part in parts] == sizes
+    assert relative_rms(torch.cat(parts), saved.routed(layer)) < 1e-5
+
+
+def test_tensor_parallel(saved: Saved, pools: dict[int, RankPool]) -> None:
+    hf, layer = saved.hf, saved.hf.moe_layers[0]
+    x = saved.captures[layer].x_TH
+    for part in pools[2].run(tensor_parallel_rank, hf.name, str(saved.path), layer, x):
+        assert relative_rms(part, saved.routed(layer)) < 1e-5
+
+
+def test_slices_of_a_layer_make_the_layer(saved: Saved) -> None:
+    """EP x TP slices read from the file tile exactly the whole layer's tensors."""
+    hf, layer = saved.hf, saved.hf.moe_layers[0]
+    whole_problem = problem_of(hf, torch.float32)
+    whole = load_experts(saved.path, hf.name, layer, whole_problem).canonical(whole_problem)
+    for ep_rank in range(3):
+        columns = []
+        for tp_rank in range(2):
+            parallel = ParallelConfig(
+                ep_size=3, ep_rank=ep_rank, tp_size=2, tp_rank=tp_rank, dp_size=1
+            )
+            problem = problem_of(hf, torch.float32, parallel)
+            columns.append(load_experts(saved.path, hf.name, layer, problem).canonical(problem))
+        mine = list(problem.local_experts)
+        assert torch.equal(torch.cat([c.w2 for c in columns], dim=2), whole.w2[mine])
+        gates, ups = zip(*(c.w13.chunk(2, dim=1) for c in columns), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups], dim=1), whole.w13[mine])
+        if whole.w2_bias is not None:
+            summed = torch.stack([c.w2_bias for c in columns]).sum(0)
+            assert torch.equal(summed, whole.w2_bias[mine])
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hfm.save(hfm.MIXTRAL, tmp_path_factory.mktemp("mixtral"), torch.float32)
+
+
+class TestBadFiles:
+    def test_truncated(self, mixtral: Path, tmp_path: Path) -> None:
+        broken = tmp_path / "model.safetensors"
+        broken.write_bytes(mixtral.read_bytes()[:-1000])
+        with pytest.raises(WeightsError, match="truncated or not a safetensors file"):
+            load_experts(broken, "mixtral", 0, problem_of(hfm.MIXTRAL, torch.float32))
+
+    def test_not_safetensors(self, tmp_path: Path) -> None:
+        text = tmp_path / "model.safetensors"
+        text.write_text("version https://example.invalid/lfs pointer")
+        with pytest.raises(WeightsError, match=r"model\.safetensors: truncated or not"):
+            load_experts(text, "mixtral", 0, problem_of(hfm.MIXTRAL, torch.float32))
+
+    def test_missing_file_and_directory(self, tmp_path: Path) -> None:
+        problem = problem_of(hfm.MIXTRAL, torch.float32)
+        with pytest.raises(WeightsError, match="no such file"):
+            load_experts(tmp_path / "absent.safetensors", "mixtral", 0, problem)
+        with pytest.raises(WeightsError, match="no .*safetensors file in this directory"):
+            load_experts(tmp_path, "mixtral", 0, problem)
+        (tmp_path / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "gone-00001.safetensors"}}'
+        )
+        with pytest.raises(WeightsError, match="gone-00001"):
+            load_experts(tmp_path, "mixtral", 0, problem)
+
+    def test_all_faults_at_once(self, mixtral: Path) -> None:
+        problem = problem_of(hfm.MIXTRAL, torch.float32).replace(hidden_size=32)
+        with pytest.raises(WeightsError, match="24 tensor") as caught:
+            load_experts(mixtral, "mixtral", 0, problem)
+        assert "want (128, 32)" in str(caught.value)
+        with pytest.raises(WeightsError, match="is missing"):
+            load_experts(mixtral, "mixtral", 7, problem_of(hfm.MIXTRAL, torch.float32))
+
+    def test_unknown_model_type(self, mixtral: Path) -> None:
+        with pytest.raises(WeightsError, match="ExpertNames"):
+            load_experts(mixtral, "mystery", 0, problem_of(hfm.MIXTRAL, torch.float32))
+
+    def test_wrong_dtype_is_refused_by_pack(self, mixtral: Path) -> None:
+        problem = problem_of(hfm.MIXTRAL, torch.bfloat16)
+        weights = load_experts(mixtral, "mixtral", 0, problem)
+        with pytest.raises(WeightsError, match=r"w13 is torch.float32, want torch.bfloat16"):
+            moekit.compose(problem).pack(weights)

@@ -1,0 +1,143 @@
+"""Routers against loops written from their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moekit import Routing, route, to_physical
+from moekit.errors import InvalidInput, InvalidProblem
+
+
+def by_hand(
+    logits: torch.Tensor,
+    k: int,
+    scoring: str,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    groups: int,
+    keep: int,
+    factor: float,
+) -> tuple[list[list[int]], list[list[float]]]:
+    """One token and one expert at a time, in Python floats."""
+    all_ids, all_weights = [], []
+    for row in logits.double().tolist():
+        if scoring == "softmax":
+            total = sum(math.exp(v - max(row)) for v in row)
+            scores = [math.exp(v - max(row)) / total for v in row]
+        elif scoring == "sigmoid":
+            scores = [1 / (1 + math.exp(-v)) for v in row]
+        else:
+            scores = [math.sqrt(math.log1p(math.exp(v))) for v in row]
+        choice = scores if bias is None else [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+        size = len(row) // groups
+        best = []
+        for g in range(groups):
+            members = sorted(choice[g * size : (g + 1) * size], reverse=True)
+            best.append((-(members[0] if bias is None else sum(members[:2])), g))
+        kept = {g for _, g in sorted(best)[:keep]}
+        ranked = sorted((-choice[e], e) for e in range(len(row)) if e // size in kept)[:k]
+        ids = [e for _, e in ranked]
+        weights = [scores[e] for e in ids]
+        if renormalize:
+            weights = [w / sum(weights) for w in weights]
+        all_ids.append(ids)
+        all_weights.append([w * factor for w in weights])
+    return all_ids, all_weights
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("groups", "keep"), [(1, 1), (4, 2)])
+def test_definition(scoring: str, renormalize: bool, biased: bool, groups: int, keep: int) -> None:
+    logits = torch.randn(33, 16)
+    bias = torch.randn(16) if biased else None
+    got = route(
+        logits,
+        4,
+        scoring=scoring,
+        renormalize=renormalize,
+        correction_bias=bias,
+        num_expert_group=groups,
+        topk_group=keep,
+        routed_scaling_factor=2.5,
+    )
+    ids, weights = by_hand(logits, 4, scoring, renormalize, bias, groups, keep, 2.5)
+    assert got.topk_ids.tolist() == ids and got.topk_ids.dtype == torch.int64
+    torch.testing.assert_close(got.topk_weights, torch.tensor(weights), rtol=1e-5, atol=1e-6)
+    assert got.topk_weights.dtype == torch.float32
+
+
+def test_softmax_over_the_chosen_equals_renormalized_softmax() -> None:
+    logits = torch.randn(20, 12)
+    chosen = logits.topk(3).values.softmax(-1)
+    torch.testing.assert_close(route(logits, 3, renormalize=True).topk_weights, chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_ties_go_to_the_lower_id(dtype: torch.dtype) -> None:
+    logits = torch.zeros(5, 64, dtype=dtype)
+    logits[:, 40] = 1
+    assert route(logits, 4).topk_ids.tolist() == [[40, 0, 1, 2]] * 5
+
+
+def test_padding_and_k_equals_e() -> None:
+    is_padding = torch.tensor([False, True, False])
+    logits = torch.randn(3, 4)
+    logits[1] = float("nan")
+    got = route(logits, 4, is_padding=is_padding)
+    assert got.topk_ids[1].tolist() == [-1] * 4 and got.topk_weights[1].tolist() == [0.0] * 4
+    assert sorted(got.topk_ids[0].tolist()) == [0, 1, 2, 3]
+
+
+def test_custom() -> None:
+    def last(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.arange(logits.shape[1] - k, logits.shape[1]).expand(len(logits), k)
+        return torch.full(ids.shape, 0.5, dtype=torch.float16), ids.int()
+
+    got = route(torch.randn(3, 8), 2, custom=last)
+    assert got.topk_ids.tolist() == [[6, 7]] * 3 and got.topk_ids.dtype == torch.int64
+    assert got.topk_weights.dtype == torch.float32
+    with pytest.raises(InvalidInput, match=r"want \(3, 3\) each"):
+        route(torch.randn(3, 8), 3, custom=lambda logits, k: last(logits, 2))
+
+
+def test_nan_logits() -> None:
+    logits = torch.randn(6, 8)
+    logits[4, 2] = float("nan")
+    with pytest.raises(InvalidInput, match="first token 4"):
+        route(logits, 2)
+    unchecked = route(logits, 2, checked=False).topk_ids
+    assert ((unchecked >= 0) & (unchecked < 8)).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: route(torch.randn(3, 8), 9),
+        lambda: route(torch.randn(3, 8), 0),
+        lambda: route(torch.randn(8), 2),
+        lambda: route(torch.ones(3, 8, dtype=torch.int64), 2),
+        lambda: route(torch.randn(3, 8), 2, scoring="cosine"),
+        lambda: route(torch.randn(3, 8), 2, num_expert_group=3, topk_group=1),
+        lambda: route(torch.randn(3, 8), 2, num_expert_group=4),
+        lambda: route(torch.randn(3, 8), 5, num_expert_group=4, topk_group=2),
+        lambda: route(torch.randn(3, 8), 2, correction_bias=torch.randn(7)),
+        lambda: route(torch.randn(3, 8), 2, is_padding=torch.zeros(3)),
+    ],
+)
+def test_bad_arguments(call) -> None:
+    with pytest.raises((InvalidInput, InvalidProblem)):
+        call()
+
+
+def test_replicas_are_spread_and_deterministic() -> None:
+    replicas = torch.tensor([[0, 4], [1, -1], [2, 5], [3, -1]])
+    ids = torch.tensor([[0, 1], [0, 2], [0, -1], [3, 2]])
+    got = to_physical(Routing(torch.ones(4, 2), ids), replicas).topk_ids
+    assert got.tolist() == [[0, 1], [4, 5], [0, -1], [3, 5]]
+    with pytest.raises(InvalidInput, match="expert 1 has no replica"):
+        to_physical(Routing(torch.ones(4, 2), ids), torch.tensor([[0], [-1], [2], [3]]))
