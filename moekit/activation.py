@@ -77,13 +77,13 @@ class Activation:
         return self.name == "silu" and self.limit is not None
 
 
-def apply_activation(h: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
-    """``h`` (..., 2I) if gated, else (..., I) -> (..., I) in ``out``'s or ``h``'s dtype."""
+def apply_activation(h: Tensor, activation: Activation, dim: int = -1) -> Tensor:
+    """``h`` with 2I entries along ``dim`` if gated, else I -> I entries, in ``h``'s dtype."""
     x = h.float()
     if not activation.gated:
         y = _UNARY[activation.name.removesuffix("_no_mul")](x)
     else:
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = x.chunk(2, dim=dim)
         if activation.limit is not None:
             gate = gate.clamp(max=activation.limit)
             up = up.clamp(-activation.limit, activation.limit)
@@ -92,6 +92,4 @@ def apply_activation(h: Tensor, activation: Activation, out: Tensor | None = Non
             y = gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
         else:
             y = _UNARY[activation.name](gate) * up
-    if out is None:
-        return y.to(h.dtype)
-    return out.copy_(y)
+    return y.to(h.dtype)

@@ -17,7 +17,6 @@ from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
     """What a checkpoint calls one MoE layer's expert tensors.

@@ -7,6 +7,7 @@ from the safetensors file, composes a kernel for this machine, and compares outp
 from __future__ import annotations
 
 import argparse
+import importlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -83,11 +84,11 @@ def _run(directory: Path) -> int:
 
 def _build(directory: Path, device: torch.device) -> tuple[Any, Any]:
     try:
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+        transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise MoekitError("the demo needs transformers: pip install 'moekit[hf]'") from error
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         vocab_size=512,
         hidden_size=512,
         moe_intermediate_size=384,
@@ -101,7 +102,7 @@ def _build(directory: Path, device: torch.device) -> tuple[Any, Any]:
         initializer_range=0.05,
         experts_implementation="eager",
     )
-    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory)
     return config, model.eval().to(device)
 

@@ -8,20 +8,22 @@ no vendor library; a backend's module is imported when it is first created.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
 from moekit.activation import ACTIVATIONS
-from moekit.errors import BackendBroken, NameClash, UnknownBackend
+from moekit.errors import BackendBroken, BackendError, NameClash, UnknownBackend
 from moekit.problem import DTYPES, ActivationFormat, MoEProblem
 from moekit.quant import SCHEMES
 
@@ -29,8 +31,12 @@ if TYPE_CHECKING:
     from moekit.kernel import PermuteExpertsUnpermute, PrepareAndFinalize
 
 GROUP = "moekit"
+SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
 hookimpl = pluggy.HookimplMarker(GROUP)
 _hookspec = pluggy.HookspecMarker(GROUP)
+
+# What a stranger's code may raise without taking moekit down: sys.exit() at import, too.
+_FAULTS = (Exception, SystemExit)
 
 _DEVICE = re.compile(r"(?P<type>[a-z]+)(?:(?P<op>>=|==)(?P<major>\d+)\.(?P<minor>\d+))?")
 
@@ -69,6 +75,13 @@ class BackendSpec:
             raise ValueError(f"name {self.name!r}: want lower-case letters, digits and _")
         if not re.fullmatch(r"[\w.]+:\w+", self.target):
             raise ValueError(f"{self.name}: target {self.target!r}: want 'package.module:Class'")
+        if not isinstance(self.format, ActivationFormat):
+            raise ValueError(f"{self.name}: format {self.format!r}: want an ActivationFormat")
+        if not isinstance(self.priority, int):
+            raise ValueError(f"{self.name}: priority {self.priority!r}: want an int")
+        for what in ("devices", "requires"):
+            if not isinstance(value := getattr(self, what), tuple):
+                raise ValueError(f"{self.name}: {what} {value!r}: want a tuple of strings")
         for what, known in (("dtypes", DTYPES), ("schemes", SCHEMES)):
             if unknown := sorted(getattr(self, what) - set(known)):
                 raise ValueError(f"{self.name}: unknown {what} {unknown}; known: {sorted(known)}")
@@ -81,7 +94,7 @@ class BackendSpec:
         reasons = [
             f"{name} is not installed" + (f" ({self.install_hint})" if self.install_hint else "")
             for name in self.requires
-            if not _importable(name)
+            if not importable(name)
         ]
         if not any(_device_matches(d, problem) for d in self.devices):
             reasons.append(f"runs on {' or '.join(self.devices)}, not on {problem.device}")
@@ -90,24 +103,27 @@ class BackendSpec:
             reasons.append(f"dtype {problem.dtype_name} is not supported (has {known})")
         reasons += self._unsupported_features(problem)
         if self.check is not None:
-            reasons += self.check(problem)
+            found = self.check(problem)
+            if not isinstance(found, (list, tuple)):
+                raise TypeError(f"check returned {found!r}, want a list of reasons")
+            reasons += [str(reason) for reason in found]
         return reasons
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         return []
 
-    def load(self) -> type[Any]:
-        """Imports and returns the backend's class; raises BackendBroken with the import's error."""
+    def _load(self, interface: type[Any]) -> type[Any]:
         module_name, _, attribute = self.target.partition(":")
         try:
             loaded = getattr(importlib.import_module(module_name), attribute)
-        except Exception as error:  # vendor packages fail in every imaginable way at import
+            if not (isinstance(loaded, type) and issubclass(loaded, interface)):
+                raise TypeError(f"{loaded!r} is no {interface.__name__}")
+        except _FAULTS as error:  # vendor packages fail in every imaginable way at import
             hint = f"; {self.install_hint}" if self.install_hint else ""
             raise BackendBroken(
-                f"backend {self.name!r} ({self.target}) does not load: "
+                f"{_kind(type(self))} {self.name!r} ({self.target}) does not load: "
                 f"{type(error).__name__}: {error}{hint}"
             ) from error
-        assert isinstance(loaded, type)
         return loaded
 
 
@@ -134,6 +150,18 @@ class DispatcherSpec(BackendSpec):
     overlaps: bool = False
     schemes: frozenset[str] = frozenset(SCHEMES)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unknown := sorted(self.wire_schemes - set(SCHEMES)):
+            raise ValueError(f"{self.name}: unknown wire_schemes {unknown}")
+        if self.ids_dtype not in ("int32", "int64"):
+            raise ValueError(f"{self.name}: ids_dtype {self.ids_dtype!r}: want 'int32' or 'int64'")
+        if self.applies_weights is not (self.format is ActivationFormat.BATCHED):
+            raise ValueError(
+                f"{self.name}: applies_weights={self.applies_weights} with {self.format}: rows of "
+                "BATCHED dispatchers come back raw, those of STANDARD ones weighted and summed"
+            )
+
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         reasons = []
         if problem.quant.name not in self.schemes:
@@ -147,7 +175,10 @@ class DispatcherSpec(BackendSpec):
         return reasons
 
     def load(self) -> type[PrepareAndFinalize]:
-        return super().load()
+        """Imports and returns the class; raises BackendBroken with the import's error."""
+        from moekit.kernel import PrepareAndFinalize
+
+        return self._load(PrepareAndFinalize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +226,10 @@ class ExpertsSpec(BackendSpec):
         return reasons
 
     def load(self) -> type[PermuteExpertsUnpermute]:
-        return super().load()
+        """Imports and returns the class; raises BackendBroken with the import's error."""
+        from moekit.kernel import PermuteExpertsUnpermute
+
+        return self._load(PermuteExpertsUnpermute)
 
 
 class MoekitSpecs:
@@ -236,6 +270,10 @@ class PluginState:
     dispatchers: tuple[DispatcherSpec, ...] = ()
     experts: tuple[ExpertsSpec, ...] = ()
 
+    @property
+    def backends(self) -> tuple[DispatcherSpec | ExpertsSpec, ...]:
+        return (*self.dispatchers, *self.experts)
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -246,6 +284,14 @@ class _Source:
     version: str
     load: Callable[[], object]
 
+    @property
+    def names(self) -> set[str]:
+        """What the environment variables may call it."""
+        return {_canonical(self.name), _canonical(self.distribution)}
+
+    def state(self, state: str, reason: str) -> PluginState:
+        return PluginState(self.name, self.distribution, self.version, state, reason)
+
 
 SpecT = TypeVar("SpecT", bound=BackendSpec)
 
@@ -254,8 +300,9 @@ SpecT = TypeVar("SpecT", bound=BackendSpec)
 class Registry:
     """All known backends. ``registry()`` is the process-wide one; tests may build their own.
 
-    Environment: ``MOEKIT_PLUGINS=a,b`` loads only these plugins (empty: none), ``MOEKIT_BLOCK=a``
-    leaves some out, ``MOEKIT_STRICT=1`` re-raises a plugin's own error at discovery.
+    Environment: ``MOEKIT_PLUGINS=a,b`` loads only these plugins besides the core's own backends
+    (empty: none), ``MOEKIT_BLOCK=a`` leaves some out, ``MOEKIT_STRICT=1`` re-raises a plugin's own
+    error at discovery. Plugins go by the name of their entry point or of their distribution.
     """
 
     plugins: tuple[PluginState, ...] = ()
@@ -267,22 +314,21 @@ class Registry:
         allow = None if allowed is None else _names(allowed)
         block = _names(environ.get("MOEKIT_BLOCK", ""))
         strict = environ.get("MOEKIT_STRICT", "") == "1"
-        states = [_probe(_builtin(), strict)]
-        sources = sorted(_entry_points(), key=lambda s: (s.name, s.distribution))
+        core = _builtin()
+        sources = [core, *sorted(_entry_points(), key=lambda s: (s.name, s.distribution))]
+        states = []
         for source in sources:
-            if source.name in block:
-                states.append(_state(source, "blocked", "named in MOEKIT_BLOCK"))
-            elif allow is not None and source.name not in allow:
-                states.append(_state(source, "blocked", "not named in MOEKIT_PLUGINS"))
+            if source.names & block:
+                states.append(source.state("blocked", "named in MOEKIT_BLOCK"))
+            elif allow is not None and source is not core and not source.names & allow:
+                states.append(source.state("blocked", "not named in MOEKIT_PLUGINS"))
             else:
                 states.append(_probe(source, strict))
-        present = {s.name for s in sources}
+        present = {name for source in sources for name in source.names}
         for variable, names in (("MOEKIT_PLUGINS", allow or set()), ("MOEKIT_BLOCK", block)):
             for name in sorted(names - present):
-                missing = _Source(name, "", "", lambda: None)
-                states.append(
-                    _state(missing, "broken", f"named in {variable}, but no such plugin installed")
-                )
+                reason = f"named in {variable}, but no such plugin is installed"
+                states.append(PluginState(name, "", "", "broken", reason))
         return cls(plugins=tuple(_mark_clashes(states)))
 
     def register(self, spec: DispatcherSpec | ExpertsSpec) -> None:
@@ -295,8 +341,21 @@ class Registry:
         self._added.append(spec)
 
     def unregister(self, spec: DispatcherSpec | ExpertsSpec) -> None:
-        """Takes back what `register` added."""
+        """Takes back what `register` added; raises UnknownBackend for anything else."""
+        if spec not in self._added:
+            raise UnknownBackend(
+                f"{_kind(type(spec))} {spec.name!r} was not registered in this process; "
+                "to leave out a plugin's backends, name the plugin in MOEKIT_BLOCK"
+            )
         self._added.remove(spec)
+
+    def faults(self) -> list[str]:
+        """A line for each plugin that is not ok, and why."""
+        return [
+            f"plugin {state.name} is {state.state}: {state.reason}"
+            for state in self.plugins
+            if state.state != "ok"
+        ]
 
     @property
     def dispatchers(self) -> Mapping[str, DispatcherSpec]:
@@ -309,19 +368,18 @@ class Registry:
         return self._usable(ExpertsSpec)
 
     def dispatcher(self, name: str) -> DispatcherSpec:
-        """The named dispatcher; raises UnknownBackend, NameClash or BackendBroken."""
+        """The named dispatcher; raises UnknownBackend or NameClash."""
         return self._find(DispatcherSpec, name)
 
     def expert(self, name: str) -> ExpertsSpec:
-        """The named experts backend; raises UnknownBackend, NameClash or BackendBroken."""
+        """The named experts backend; raises UnknownBackend or NameClash."""
         return self._find(ExpertsSpec, name)
 
     def _specs(self, kind: type[SpecT]) -> Iterable[tuple[str, SpecT]]:
         for state in self.plugins:
-            if state.state in ("ok", "clash"):
-                for spec in (*state.dispatchers, *state.experts):
-                    if isinstance(spec, kind):
-                        yield f"{state.distribution} {state.version}".strip(), spec
+            for spec in state.backends:
+                if isinstance(spec, kind):
+                    yield f"{state.distribution} {state.version}", spec
         for added in self._added:
             if isinstance(added, kind):
                 yield "this process (registry().register)", added
@@ -338,31 +396,44 @@ class Registry:
         usable = self._usable(kind)
         if name in usable:
             return usable[name]
-        owners = self._owners(kind, name)
-        if owners:
-            plugins = [s.name for s in self.plugins if s.state == "clash"]
+        if owners := self._owners(kind, name):
+            plugins = [
+                state.distribution
+                for state in self.plugins
+                if any(type(s) is kind and s.name == name for s in state.backends)
+            ]
             raise NameClash(
-                f"{_kind(kind)} {name!r} is offered by {' and '.join(owners)}; "
-                f"uninstall one, or block its plugin with MOEKIT_BLOCK "
-                f"(clashing plugins: {', '.join(plugins)})"
+                f"{_kind(kind)} {name!r} is offered by {' and '.join(owners)}; uninstall one, or "
+                f"leave it out with {' or '.join(f'MOEKIT_BLOCK={p}' for p in plugins)}"
             )
         text = f"no {_kind(kind)} named {name!r}; there are: {', '.join(usable) or 'none'}"
-        for state in self.plugins:
-            if state.state in ("blocked", "broken"):
-                text += f"\n  plugin {state.name} is {state.state}: {state.reason}"
-        raise UnknownBackend(text)
+        other: type[BackendSpec] = ExpertsSpec if kind is DispatcherSpec else DispatcherSpec
+        if name in self._usable(other):
+            text += f" ({name!r} is the name of a {_kind(other)})"
+        text += ". Correct the name, or install the package that offers it"
+        raise UnknownBackend("\n  ".join([text, *self.faults()]))
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _registry: Registry | None = None
+_discovering = False
 
 
 def registry() -> Registry:
     """The process-wide registry, discovered on first use."""
-    global _registry
+    global _registry, _discovering
     with _lock:
         if _registry is None:
-            _registry = Registry.discover()
+            if _discovering:
+                raise BackendError(
+                    "moekit.registry() was called by a plugin that is being discovered; "
+                    "call it where the backend is used, not at import"
+                )
+            _discovering = True
+            try:
+                _registry = Registry.discover()
+            finally:
+                _discovering = False
         return _registry
 
 
@@ -370,8 +441,12 @@ def _kind(kind: type[BackendSpec]) -> str:
     return "dispatcher" if kind is DispatcherSpec else "experts backend"
 
 
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def _names(text: str) -> set[str]:
-    return {name.strip() for name in text.split(",") if name.strip()}
+    return {_canonical(name.strip()) for name in text.split(",") if name.strip()}
 
 
 def _builtin() -> _Source:
@@ -380,29 +455,31 @@ def _builtin() -> _Source:
     return _Source("core", "moekit", __version__, lambda: importlib.import_module("moekit.builtin"))
 
 
-def _entry_points() -> Iterable[_Source]:
-    for point in importlib.metadata.entry_points(group=GROUP):
-        dist = point.dist
-        name, version = (dist.name, dist.version) if dist is not None else ("?", "?")
-        yield _Source(point.name, name, version, point.load)
+def _entry_points() -> Iterator[_Source]:
+    """Every distribution's entry points, the first of equal distributions on the path only.
+
+    `importlib.metadata.entry_points` is not used because one unreadable file ends it.
+    """
+    seen = set()
+    for dist in importlib.metadata.distributions():
+        name = "?"
+        try:
+            if GROUP not in (dist.read_text("entry_points.txt") or ""):
+                continue
+            name, version = dist.name, dist.version
+            points = [p for p in dist.entry_points if p.group == GROUP]
+        except Exception as error:  # truncated or hand-edited metadata
+            fault = TypeError(f"its metadata is unreadable: {type(error).__name__}: {error}")
+            yield _Source(name, name, "?", partial(_raise, fault))
+            continue
+        if _canonical(name) not in seen:
+            seen.add(_canonical(name))
+            for point in points:
+                yield _Source(point.name, name, version, point.load)
 
 
-def _state(
-    source: _Source,
-    state: str,
-    reason: str = "",
-    dispatchers: Sequence[DispatcherSpec] = (),
-    experts: Sequence[ExpertsSpec] = (),
-) -> PluginState:
-    return PluginState(
-        source.name,
-        source.distribution,
-        source.version,
-        state,
-        reason,
-        tuple(dispatchers),
-        tuple(experts),
-    )
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _probe(source: _Source, strict: bool) -> PluginState:
@@ -418,28 +495,36 @@ def _probe(source: _Source, strict: bool) -> PluginState:
                 "it implements no moekit hook; decorate moekit_dispatchers or moekit_experts "
                 "with moekit.hookimpl"
             )
-        dispatchers = _records(manager.hook.moekit_dispatchers(), DispatcherSpec)
-        experts = _records(manager.hook.moekit_experts(), ExpertsSpec)
-    except Exception as error:  # a stranger's code: anything may come out of it
+        dispatchers = _records(manager.hook.moekit_dispatchers, DispatcherSpec)
+        experts = _records(manager.hook.moekit_experts, ExpertsSpec)
+    except _FAULTS as error:  # a stranger's code: anything may come out of it
         if strict:
             raise
-        return _state(source, "broken", f"{type(error).__name__}: {error}")
-    return _state(source, "ok", "", dispatchers, experts)
+        return source.state("broken", f"{type(error).__name__}: {error}")
+    return replace(source.state("ok", ""), dispatchers=dispatchers, experts=experts)
 
 
-def _records(results: list[Any], kind: type[SpecT]) -> list[SpecT]:
+def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
+    results = hook()  # without the Nones
+    if len(results) < len(hook.get_hookimpls()):
+        raise TypeError(f"{hook.name} returned None, want a list of {kind.__name__}")
     records: list[SpecT] = []
-    for record in (r for result in results for r in result):
-        if type(record) is not kind:
-            raise TypeError(f"a hook returned {record!r}, want a {kind.__name__}")
-        records.append(record)
-    return records
+    for result in results:
+        if not isinstance(result, Iterable):
+            raise TypeError(f"{hook.name} returned {result!r}, want a list of {kind.__name__}")
+        for record in result:
+            if type(record) is not kind:
+                raise TypeError(f"{hook.name} returned {record!r} for a {kind.__name__}")
+            if any(record.name == other.name for other in records):
+                raise ValueError(f"{hook.name} offers {record.name!r} twice")
+            records.append(record)
+    return tuple(records)
 
 
 def _mark_clashes(states: list[PluginState]) -> list[PluginState]:
     offers: dict[tuple[type, str], list[PluginState]] = {}
     for state in states:
-        for spec in (*state.dispatchers, *state.experts):
+        for spec in state.backends:
             offers.setdefault((type(spec), spec.name), []).append(state)
     marked = []
     for state in states:
@@ -449,25 +534,23 @@ def _mark_clashes(states: list[PluginState]) -> list[PluginState]:
             for (kind, name), owners in offers.items()
             if len(owners) > 1 and any(s is state for s in owners)
         ]
-        if shared and state.state == "ok":
-            state = PluginState(
-                state.name,
-                state.distribution,
-                state.version,
-                "clash",
-                "; ".join(shared),
-                state.dispatchers,
-                state.experts,
-            )
-        marked.append(state)
+        marked.append(replace(state, state="clash", reason="; ".join(shared)) if shared else state)
     return marked
 
 
-def _importable(name: str) -> bool:
+def importable(name: str) -> bool:
+    """Whether ``import name`` would find something; imports nothing, not even a parent package."""
     try:
-        return importlib.util.find_spec(name) is not None
+        top, *parts = name.split(".")
+        spec = importlib.util.find_spec(top)
+        for part in parts:
+            if spec is None:
+                return False
+            inside = spec.submodule_search_locations or []
+            spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", inside)
     except (ImportError, ValueError):
         return False
+    return spec is not None
 
 
 def _device_matches(requirement: str, problem: MoEProblem) -> bool:
