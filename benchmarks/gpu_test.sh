@@ -1,0 +1,20 @@
+#!/bin/sh
+# Conformance on this machine's GPUs, with the python that is here: no network, no venv.
+# Prints what results under benchmarks/results/ keep: versions, then pass and skip counts with reasons.
+set -eu
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+for package in . plugins/*; do
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-build-isolation "$package"
+done
+"$PYTHON" - <<'PY'
+import datetime, platform
+import torch, triton
+import moekit
+assert torch.cuda.is_available(), "no GPU here: use `make test`"
+print(f"date {datetime.date.today()}  python {platform.python_version()}  torch {torch.__version__}  "
+      f"triton {triton.__version__}  moekit {moekit.__version__}")
+print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+PY
+"$PYTHON" -m moekit plugins
+exec "$PYTHON" -m pytest -rs -p no:cacheprovider tests/test_conformance_builtin.py plugins "$@"
