@@ -28,7 +28,9 @@ def case(dtype: torch.dtype, experts: int, top_k: int, tokens: int, **changes):
     )
     x = torch.randn(tokens, 64, dtype=dtype)
     routing = moekit.route(torch.randn(tokens, experts), top_k)
-    ids = routing.topk_ids.masked_fill(torch.rand(tokens, top_k) < 0.2, -1)
+    skipped = torch.rand(tokens, top_k) < 0.2
+    skipped[0, 0] = False
+    ids = routing.topk_ids.masked_fill(skipped, -1)
     return p, w, x, moekit.Routing(routing.topk_weights, ids)
 
 
