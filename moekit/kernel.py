@@ -582,7 +582,11 @@ class ModularKernel:
                     f"topk_ids span [{low}, {high}], want -1 (no expert) or "
                     f"0..{p.num_physical_experts - 1}"
                 )
-            if not bool(torch.isfinite(topk_weights[ids >= 0]).all()):
+            # The sum is finite unless an entry is not: one cheap pass for the usual case.
+            if not (
+                math.isfinite(float(topk_weights.sum()))
+                or bool(torch.isfinite(topk_weights[ids >= 0]).all())
+            ):
                 raise InvalidInput(
                     "topk_weights hold NaN or infinity where a token has an expert: "
                     "look for NaN in the router logits"

@@ -195,6 +195,9 @@ class _CpuCall:
 
     def run(self, y_RH: Tensor, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> None:
         (R, H), K, L = x_RH.shape, ids_RK.shape[1], self.problem.num_local_experts
+        if R == 1:
+            self._one_row(y_RH, x_RH, ids_RK, weights_RK)
+            return
         ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
         skipped, *counts = torch.bincount(ids_S + 1, minlength=L + 1).tolist()
         ids_S, order_S = ids_S[skipped:], order_S[skipped:]
@@ -235,6 +238,16 @@ class _CpuCall:
             bag_R = per_row.cumsum(0) - per_row
             slot_RK, weight_RK = slot_RK[used_RK.view(-1)], weight_RK[used_RK.view(-1)]
         y_RH.copy_(torch.embedding_bag(z_NH, slot_RK, bag_R, False, 0, False, weight_RK)[0])
+
+    def _one_row(self, y_1H: Tensor, x_1H: Tensor, ids_1K: Tensor, weights_1K: Tensor) -> None:
+        """Nothing to sort or gather."""
+        used = [(slot, expert) for slot, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
+        z_KH = self.arena.take((len(used), x_1H.shape[1]), torch.float32)
+        for row, (_, expert) in enumerate(used):
+            self._experts(expert, x_1H, z_KH[row : row + 1])
+        if len(used) < ids_1K.shape[1]:
+            weights_1K = weights_1K[:, [slot for slot, _ in used]]
+        y_1H.copy_(torch.mm(weights_1K, z_KH))
 
     def _slab_pays(self, counts: Sequence[int], widest: int) -> bool:
         if self.problem.dtype == torch.float32 or self.problem.quant.weight is not None:
