@@ -27,6 +27,8 @@ CALL_BYTES = 600_000
 ROWS_PER_READ = 64
 FREE_ROWS = 32
 SLAB_ROWS_PER_PAIR, SLAB_ROWS_PER_EXPERT = 4, 8
+# Experts this small are worth a call per row up to that many (row, slot) pairs.
+SMALL_EXPERT, FEW_PAIRS = 3 * CALL_BYTES, 4
 # fp32 rows per expert between which the weights-left GEMM is the faster one.
 WEIGHTS_LEFT_FP32 = range(10, 49)
 
@@ -195,8 +197,10 @@ class _CpuCall:
 
     def run(self, y_RH: Tensor, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> None:
         (R, H), K, L = x_RH.shape, ids_RK.shape[1], self.problem.num_local_experts
-        if R == 1:
-            self._one_row(y_RH, x_RH, ids_RK, weights_RK)
+        if R == 1 or (R * K <= FEW_PAIRS and self.expert_bytes < SMALL_EXPERT):
+            for row in range(R):
+                one = slice(row, row + 1)
+                self._one_row(y_RH[one], x_RH[one], ids_RK[one], weights_RK[one])
             return
         ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
         skipped, *counts = torch.bincount(ids_S + 1, minlength=L + 1).tolist()
@@ -242,12 +246,14 @@ class _CpuCall:
     def _one_row(self, y_1H: Tensor, x_1H: Tensor, ids_1K: Tensor, weights_1K: Tensor) -> None:
         """Nothing to sort or gather."""
         used = [(slot, expert) for slot, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
+        used_bytes = self.arena.used
         z_KH = self.arena.take((len(used), x_1H.shape[1]), torch.float32)
         for row, (_, expert) in enumerate(used):
             self._experts(expert, x_1H, z_KH[row : row + 1])
         if len(used) < ids_1K.shape[1]:
             weights_1K = weights_1K[:, [slot for slot, _ in used]]
         y_1H.copy_(torch.mm(weights_1K, z_KH))
+        self.arena.used = used_bytes
 
     def _slab_pays(self, counts: Sequence[int], widest: int) -> bool:
         if self.problem.dtype == torch.float32 or self.problem.quant.weight is not None:
@@ -264,7 +270,7 @@ class _CpuCall:
         """The loop's own GEMMs, looped over in C++."""
         p = self.problem
         mean = sum(counts) / (len(counts) - counts.count(0))
-        small = self.expert_bytes < 3 * CALL_BYTES
+        small = self.expert_bytes < SMALL_EXPERT
         weights_left = WEIGHTS_LEFT_FP32.start <= mean < WEIGHTS_LEFT_FP32.stop and not small
         return (
             p.dtype == torch.float32

@@ -41,7 +41,7 @@ def rms(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("path", ["slab", "grouped", "loop"])
-@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(4, 2, 1), (4, 2, 33), (16, 4, 7)])
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(4, 2, 3), (4, 2, 33), (16, 4, 7)])
 def test_every_cpu_path(
     monkeypatch: pytest.MonkeyPatch, dtype, bias, path, experts, top_k, tokens
 ) -> None:
@@ -60,6 +60,15 @@ def test_every_cpu_path(
     kernel = moekit.compose(p, "local", "torch")
     out = kernel(x, kernel.pack(w), routing)
     assert rms(out, oracle(x, w, routing, p)) < LIMIT[dtype] and taken
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_few_rows(dtype, tokens) -> None:
+    p, w, x, routing = case(dtype, 8, 2, tokens)
+    kernel = moekit.compose(p, "local", "torch")
+    out = kernel(x, kernel.pack(w), routing)
+    assert rms(out, oracle(x, w, routing, p)) < LIMIT[dtype]
 
 
 @pytest.mark.parametrize("dtype", LIMIT)
