@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moekit import quant
-from moekit.errors import CapacityExceeded, InvalidInput, MoekitError, WeightsError
+from moekit.errors import CapacityExceeded, InvalidInput, WeightsError
 from moekit.problem import ActivationFormat, MoEProblem
 
 if TYPE_CHECKING:
@@ -405,22 +405,25 @@ class ModularKernel:
     ) -> Pending[Tensor]:
         """Dispatches and returns at once; ``.result()`` runs the experts and combines.
 
-        Several calls may be in flight; take their results in the order they were started.
+        Several calls may be in flight; take their results in the order they were started. x must
+        stay unchanged until then. Where tokens move, all ranks must start their calls, and take
+        the results, in one order.
         """
         try:
             self._check_call(x, weights, routing, out)
-        except MoekitError as error:
-            self.dispatcher.abort(str(error))
+            result = (
+                torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+            )
+            x, topk_weights = x.contiguous(), routing.topk_weights.contiguous()
+            if self.problem.apply_router_weight_on_input:
+                x = (x * topk_weights).to(x.dtype)
+                topk_weights = torch.ones_like(topk_weights)
+            routing = Routing(topk_weights, routing.topk_ids.to(self._ids_dtype).contiguous())
+        except Exception as error:  # whatever it is, no peer may wait for this rank
+            self.dispatcher.abort(f"{type(error).__name__}: {error}")
             raise
-        if out is None:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        x, topk_weights = x.contiguous(), routing.topk_weights.contiguous()
-        if self.problem.apply_router_weight_on_input:
-            x = (x * topk_weights).to(x.dtype)
-            topk_weights = torch.ones_like(topk_weights)
-        routing = Routing(topk_weights, routing.topk_ids.to(self._ids_dtype).contiguous())
         arriving = self.dispatcher.prepare(x, routing, self._quantizer_before_dispatch(weights))
-        return Pending(lambda: self._finish(arriving.result(), weights, out))
+        return Pending(lambda: self._finish(arriving.result(), weights, result))
 
     def _finish(self, tokens: Dispatched, weights: PackedWeights, out: Tensor) -> Tensor:
         if tokens.x_scale is None and not self._quantizes_itself:

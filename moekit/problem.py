@@ -104,7 +104,9 @@ class ParallelConfig:
     dp_size: how many different batches of tokens the ranks of the layer's process group hold.
     The default is ``ep_size``: each expert-parallel rank has its own tokens, so tokens must move.
     With ``dp_size=1`` all ranks hold the same tokens; then nothing moves and every rank's output
-    is a partial sum that the caller all-reduces.
+    is a partial sum that the caller all-reduces. With more, every rank's output is complete, and
+    where there are fewer batches than ranks, consecutive ranks share one.
+    A rank's place in the layer's process group is ``ep_rank * tp_size + tp_rank``.
     """
 
     ep_size: int = 1

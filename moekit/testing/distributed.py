@@ -1,0 +1,301 @@
+"""A pool of ranks for tests of code that uses torch.distributed.
+
+Starting a rank costs seconds (a process that imports torch), so one pool serves many tests::
+
+    @pytest.fixture(scope="session")
+    def ranks():
+        with RankPool(2) as pool:
+            yield pool
+
+    def total(rank, world_size, start):          # module level, so that it can be pickled
+        x = torch.tensor([start + rank])
+        torch.distributed.all_reduce(x)
+        return x
+
+    def test_total(ranks):
+        assert [int(x) for x in ranks.run(total, 5)] == [11, 11]
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+_STARTUP_SECONDS = 180.0
+# Once a rank has raised, how long the others get before they count as waiting for it forever.
+_GRACE_SECONDS = 5.0
+_HOST = "127.0.0.1"
+
+
+class RankError(RuntimeError):
+    """What went wrong in `RankPool.run`, on which ranks.
+
+    tracebacks: rank -> formatted traceback of what it raised. hung: ranks that neither returned
+    nor raised. died: rank -> exit code. After a rank hung or died the pool is closed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        tracebacks: Mapping[int, str],
+        hung: Sequence[int] = (),
+        died: Mapping[int, int | None] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.tracebacks = dict(tracebacks)
+        self.hung = tuple(hung)
+        self.died = dict(died or {})
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a worker is started with."""
+
+    rank: int
+    world_size: int
+    device_type: str
+    timeout: float
+    port: int
+    stack_file: str
+
+
+class RankPool:
+    """``world_size`` processes with a common process group, kept for many calls of `run`.
+
+    device_type ``"cpu"``: gloo, one thread per rank. ``"cuda"``: rank r on GPU r, NCCL for CUDA
+    tensors and gloo for CPU tensors. timeout: seconds that one `run` may take, and the process
+    group's own timeout. Workers inherit the environment at the time of construction.
+    """
+
+    def __init__(self, world_size: int, device_type: str = "cpu", timeout: float = 60.0) -> None:
+        self.world_size = world_size
+        self.device_type = device_type
+        self.timeout = timeout
+        self._why_closed: str | None = None
+        self._stacks = tempfile.TemporaryDirectory(prefix="moekit-ranks-")
+        self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        # Daemons: the interpreter ends them at exit even if nobody calls close().
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            stack = str(Path(self._stacks.name, str(rank)))
+            settings = _Rank(rank, world_size, device_type, timeout, self._store.port, stack)
+            process = context.Process(target=_work, args=(settings, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect("the start of the process group", _STARTUP_SECONDS)
+
+    @property
+    def closed(self) -> bool:
+        return self._why_closed is not None
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(rank, world_size, *args)`` on every rank; the results by rank.
+
+        function: at module level, importable by the workers. Tensors travel by value and arrive
+        on the CPU. Raises RankError; the pool stays usable if every rank returned or raised.
+        """
+        if self._why_closed is not None:
+            raise RankError(f"the pool of ranks is closed: {self._why_closed}", {})
+        task = _dumps((sys.path, _dumps((function, args))))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+        return self._collect(getattr(function, "__qualname__", str(function)), self.timeout)
+
+    def close(self) -> None:
+        """Ends the processes; idempotent."""
+        if self._why_closed is None:
+            for pipe in self._pipes:
+                try:
+                    pipe.send_bytes(b"")
+                except OSError:  # that rank is gone already
+                    pass
+            self._end("close() was called", patience=5.0)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _collect(self, what: str, seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        tracebacks: dict[int, str] = {}
+        died: dict[int, int | None] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + seconds
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), timeout=left):
+                assert isinstance(ready, Connection)
+                rank = waiting.pop(ready)
+                try:
+                    reply = ready.recv_bytes()
+                except (EOFError, OSError):
+                    self._processes[rank].join(1.0)
+                    died[rank] = self._processes[rank].exitcode
+                    continue
+                try:
+                    succeeded, value = pickle.loads(reply)
+                except Exception:  # a result of a type that only the worker can import
+                    succeeded, value = False, traceback.format_exc()
+                (results if succeeded else tracebacks)[rank] = value
+            if tracebacks or died:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        hung = sorted(waiting.values())
+        if not (tracebacks or died or hung):
+            return [results[rank] for rank in range(self.world_size)]
+
+        faults = [f"rank {rank} raised:\n{tracebacks[rank]}" for rank in sorted(tracebacks)]
+        faults += [f"rank {rank} died with exit code {died[rank]}" for rank in sorted(died)]
+        if hung:
+            stacks = self._stacks_of(hung)
+            faults += [
+                f"rank {rank} hangs (neither returned nor raised):\n{stacks[rank]}" for rank in hung
+            ]
+        message = f"{what} failed on ranks {sorted((*tracebacks, *died, *hung))}"
+        if hung or died:
+            message += "; the pool is now closed"
+            self._end(f"{what} left ranks {sorted((*died, *hung))} hanging or dead", patience=0.0)
+        raise RankError("\n".join([message, *faults]), tracebacks, hung, died)
+
+    def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where each hanging rank is, as it wrote on a signal."""
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            if pid is not None and Path(self._stacks.name, str(rank)).exists():
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        found = {}
+        for rank in ranks:
+            file = Path(self._stacks.name, str(rank))
+            found[rank] = file.read_text() if file.exists() else "(no stack: not started yet)"
+        return found
+
+    def _end(self, why: str, patience: float) -> None:
+        self._why_closed = why
+        deadline = time.monotonic() + patience
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        del self._store
+        self._stacks.cleanup()
+
+
+class _ByValue(pickle.Pickler):
+    """Pickles tensors as CPU copies of just their elements, not of the storage they view.
+
+    Through torch.save: pickle alone writes fp8 tensors that it cannot read.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor:
+            buffer = io.BytesIO()
+            torch.save(obj.detach().to("cpu", copy=True), buffer)
+            return _tensor, (buffer.getvalue(),)
+        return NotImplemented
+
+
+def _tensor(saved: bytes) -> torch.Tensor:
+    loaded = torch.load(io.BytesIO(saved), weights_only=True)
+    assert isinstance(loaded, torch.Tensor)
+    return loaded
+
+
+def _dumps(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def _work(settings: _Rank, pipe: Connection) -> None:
+    """A rank's life: join the group, then run what comes through ``pipe`` until it says stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(settings.stack_file, "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+        started = _attempt(pipe, lambda: _join(settings))
+        while started:
+            try:
+                task = pipe.recv_bytes()
+            except EOFError:  # the parent is gone
+                break
+            if not task:
+                break
+
+            def call(task: bytes = task) -> Any:
+                # The parent's path may have grown since the start (pytest adds test folders).
+                sys.path[:], inner = pickle.loads(task)
+                function, args = pickle.loads(inner)
+                return function(settings.rank, settings.world_size, *args)
+
+            _attempt(pipe, call)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _attempt(pipe: Connection, call: Callable[[], Any]) -> bool:
+    """Sends what ``call`` returns, or the traceback of what it raises."""
+    try:
+        reply = _dumps((True, call()))
+    except BaseException:  # a pytest skip, which is no Exception, is an outcome to report too
+        pipe.send_bytes(_dumps((False, traceback.format_exc())))
+        return False
+    pipe.send_bytes(reply)
+    return True
+
+
+def _join(settings: _Rank) -> None:
+    device = None
+    backend = "gloo"
+    if settings.device_type == "cpu":
+        torch.set_num_threads(1)
+    else:
+        backend = "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", settings.rank)
+        torch.cuda.set_device(device)
+    # gloo otherwise looks up the host's name, which need not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    store = TCPStore(_HOST, settings.port, is_master=False)
+    # Ranks start at different speeds: meet before the group's own, perhaps short, timeout counts.
+    store.set(f"started/{settings.rank}", "1")
+    everyone = [f"started/{rank}" for rank in range(settings.world_size)]
+    store.wait(everyone, timedelta(seconds=_STARTUP_SECONDS))
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=timedelta(seconds=settings.timeout),
+        device_id=device,
+    )

@@ -1,0 +1,272 @@
+"""The `naive` dispatcher: every rank of the group gets every token, and outputs are summed back.
+
+    header   (rows or -1, wire dtype, scale columns) of every rank, so that all know all sizes and
+             a rank that cannot go on says so instead of leaving the others waiting
+    gather   x_TH -> x_RH, and one row of int32 per token for its ids, weights and scales
+    experts  each rank runs its own: a share of the experts, or a slice of all
+    reduce   y_RH -> out_TH: rank q's rows go to rank q, which sums what it got in rank order
+
+Both ways, 16- and 32-bit values travel as they are (quantized activations as 8 bits); the sum is
+in fp32 and rounded once, so a result has at most one rounding per rank more than one rank's. The
+order of the sum is fixed, so equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.errors import GroupMismatch, PeerFailed
+from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
+from moekit.local import LocalDispatcher, local_ids
+from moekit.problem import MoEProblem
+from moekit_naive.group import has_backend, resolve
+
+if TYPE_CHECKING:
+    from moekit.plugins import DispatcherSpec
+
+logger = logging.getLogger("moekit")
+
+T = TypeVar("T")
+
+# Newer releases of torch renamed it, and warn about the old name.
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """One call's sizes, the same on every rank.
+
+    sent: rows each rank contributes to the gather. out: rows each rank gets back (more than it
+    sent where several ranks hold the same tokens and one of them sends for all).
+    """
+
+    sent: tuple[int, ...]
+    out: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.sent)
+
+
+class NaiveDispatcher(PrepareAndFinalize):
+    """STANDARD, over torch.distributed (gloo on the CPU, NCCL on CUDA).
+
+    The group holds ``ep_size * tp_size`` ranks, group rank = ep_rank * tp_size + tp_rank, and
+    ``dp_size`` batches of tokens, consecutive ranks sharing one. Every rank's result is complete:
+    summed over expert shares and over slices of the intermediate size. With dp_size=1 nothing
+    moves, no group is needed, and the result is this rank's partial sum, as with `local`.
+
+    Construction is collective when tokens move or a group is given, and so is every call: all
+    ranks must start calls in one order and take results in that order. T may differ between
+    ranks and be 0. x must stay unchanged until the call's result is taken.
+    """
+
+    def __init__(
+        self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(spec, problem, resolve(problem, group))
+        self._local = LocalDispatcher(spec, problem)
+        # Sizes are read by the host: over a CPU backend, if there is one, the GPU need not drain.
+        on_cpu = self.group is None or has_backend(self.group, "cpu")
+        self._header_device = "cpu" if on_cpu else problem.device.type
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        if self.group is None:
+            return self._local.prepare(x_TH, routing, quantize)
+        try:
+            x, meta = self._to_send(x_TH, routing, quantize)
+        except Exception as error:
+            self.abort(f"{type(error).__name__}: {error}")
+            raise
+        sizes = self._agree(x.shape[0], x.dtype, meta.shape[1] - 2 * self.problem.top_k)
+        x_RH, wait_x = self._gather(x, sizes)
+        meta_RM, wait_meta = self._gather(meta, sizes)
+
+        def arrive() -> Dispatched:
+            wait_x()
+            wait_meta()
+            return self._arrived(x_RH, meta_RM, sizes)
+
+        return Pending(arrive)
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        if self.group is None:
+            return self._local.finalize(y, dispatched, out_TH)
+        sizes: _Sizes = dispatched.handle
+        tokens, hidden = out_TH.shape
+        if not sizes.rows:
+            return Pending.ready(out_TH)
+        if sizes.out != sizes.sent:
+            y = torch.cat(self._shares(y, sizes))
+        ranks = self.group.size()
+        partial_GTH = torch.empty((ranks, tokens, hidden), dtype=y.dtype, device=y.device)
+        work = dist.all_to_all_single(
+            _bytes(partial_GTH.view(ranks * tokens, hidden)),
+            _bytes(y.contiguous()),
+            output_split_sizes=[tokens] * ranks,
+            input_split_sizes=list(sizes.out),
+            group=self.group,
+            async_op=True,
+        )
+
+        def combine() -> Tensor:
+            work.wait()
+            if out_TH.dtype is torch.float32:
+                total = out_TH.copy_(partial_GTH[0])
+            else:
+                total = partial_GTH[0].float()
+            for partial_TH in partial_GTH[1:]:
+                total += partial_TH
+            return total if total is out_TH else out_TH.copy_(total)
+
+        return Pending(combine)
+
+    def max_rows(self, num_tokens: int) -> int:
+        return num_tokens * (1 if self.group is None else self.problem.parallel.dp_size)
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        if self.group is None:
+            return 0
+        p, rows, ranks = self.problem, self.max_rows(num_tokens), self.group.size()
+        row_bytes = p.hidden_size * p.dtype.itemsize
+        scales = 0
+        if p.quant.activation is not None:
+            scales = p.quant.activation.scale_shape(1, p.hidden_size)[1]
+        meta_bytes = 4 * (2 * p.top_k + scales)
+        # int64 ids: as gathered, shifted, and selected, with two masks; weights and scales again.
+        unpacked_bytes = p.top_k * (3 * 8 + 2 + 4) + 4 * scales
+        gathered = rows * (row_bytes + meta_bytes + unpacked_bytes) + num_tokens * meta_bytes
+        returned = ranks * num_tokens * row_bytes * (2 if ranks != p.parallel.dp_size else 1)
+        return gathered + returned + num_tokens * p.hidden_size * 4
+
+    def abort(self, reason: str) -> None:
+        """Takes this rank's place in the header exchange: every other rank raises PeerFailed."""
+        if self.group is None:
+            return
+        try:
+            self._exchange_headers([-1, 0, 0])
+            self._exchange(reason)
+        except RuntimeError as error:  # the group itself is broken; the caller's error matters
+            logger.warning("could not tell the other ranks about %r: %s", reason, error)
+
+    # -- what is sent, and what arrives ------------------------------------------------------
+
+    def _to_send(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> tuple[Tensor, Tensor]:
+        """x (T, H) as it travels, and its companions: ids, weights, scales (T, 2K + S) int32."""
+        ids = routing.topk_ids
+        x = x_TH
+        columns = [ids.int(), routing.topk_weights.view(torch.int32)]
+        if quantize is not None:
+            x, scale = quantize(x_TH, (ids >= 0).any(dim=1))
+            # A scale for the whole tensor differs between ranks: it travels with every row.
+            scale = scale.float().expand(x_TH.shape[0], scale.shape[-1]).contiguous()
+            columns.append(scale.view(torch.int32))
+        return x.contiguous(), torch.cat(columns, dim=1)
+
+    def _arrived(self, x_RH: Tensor, meta_RM: Tensor, sizes: _Sizes) -> Dispatched:
+        k = self.problem.top_k
+        scale = meta_RM[:, 2 * k :].contiguous().view(torch.float32)
+        return Dispatched(
+            x=x_RH,
+            x_scale=scale if scale.shape[1] else None,
+            topk_ids=local_ids(meta_RM[:, :k].long(), self.problem),
+            topk_weights=meta_RM[:, k : 2 * k].contiguous().view(torch.float32),
+            handle=sizes,
+        )
+
+    # -- sizes and failures ------------------------------------------------------------------
+
+    def _agree(self, tokens: int, dtype: torch.dtype, scales: int) -> _Sizes:
+        """Exchanges sizes. Raises, on every rank, if a rank reports a failure or they disagree."""
+        assert self.group is not None
+        wire = zlib.crc32(str(dtype).encode())
+        headers = self._exchange_headers([tokens, wire, scales])
+        failed = [rank for rank, header in enumerate(headers) if header[0] < 0]
+        if failed:
+            reasons = self._exchange(None)
+            text = "; ".join(f"rank {rank} failed: {reasons[rank]}" for rank in failed)
+            raise PeerFailed(
+                f"{text}. No rank ran this call; correct it there, and all ranks can call again"
+            )
+        if len({tuple(header[1:]) for header in headers}) > 1:
+            forms = self._exchange(f"{dtype} with {scales} scales per token")
+            raise GroupMismatch(
+                f"ranks send tokens in different forms: {dict(enumerate(forms))}; "
+                "choose the same experts backend on all ranks"
+            )
+        counts = [header[0] for header in headers]
+        copies = len(counts) // self.problem.parallel.dp_size
+        leaders = [rank - rank % copies for rank in range(len(counts))]
+        if any(counts[rank] != counts[leader] for rank, leader in enumerate(leaders)):
+            raise GroupMismatch(
+                f"ranks passed {counts} tokens, but with dp_size="
+                f"{self.problem.parallel.dp_size} each {copies} consecutive ranks hold the same "
+                "tokens; pass them the same, or set dp_size to the number of ranks"
+            )
+        sent = tuple(n if rank == leaders[rank] else 0 for rank, n in enumerate(counts))
+        return _Sizes(sent, tuple(counts))
+
+    def _exchange_headers(self, header: list[int]) -> list[list[int]]:
+        assert self.group is not None
+        mine = torch.tensor(header, dtype=torch.int64, device=self._header_device)
+        everyone = mine.new_empty(self.group.size() * len(header))
+        _all_gather(everyone, mine, group=self.group)
+        return everyone.view(-1, len(header)).tolist()
+
+    def _exchange(self, value: T) -> list[T]:
+        assert self.group is not None
+        everyone = [value] * self.group.size()
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
+
+    # -- transfers ---------------------------------------------------------------------------
+
+    def _gather(self, mine: Tensor, sizes: _Sizes) -> tuple[Tensor, Callable[[], None]]:
+        """Starts (T, N) -> (R, N) in rank order; the second value waits for it."""
+        assert self.group is not None
+        everyone = mine.new_empty((sizes.rows, mine.shape[1]))
+        works: list[Any] = []
+        if sizes.rows and len(set(sizes.sent)) == 1:
+            works.append(
+                _all_gather(_bytes(everyone), _bytes(mine), group=self.group, async_op=True)
+            )
+        elif sizes.rows:
+            for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
+                if not part.shape[0]:
+                    continue
+                if rank == self.group.rank():
+                    part.copy_(mine)
+                works.append(
+                    dist.broadcast(_bytes(part), group=self.group, group_src=rank, async_op=True)
+                )
+
+        def wait(mine: Tensor = mine) -> None:  # holds what is being sent until it is sent
+            for work in works:
+                work.wait()
+
+        return everyone, wait
+
+    def _shares(self, y_RH: Tensor, sizes: _Sizes) -> list[Tensor]:
+        """For every rank, the rows of the tokens it holds."""
+        parts = torch.split(y_RH, list(sizes.sent))
+        copies = len(parts) // self.problem.parallel.dp_size
+        return [parts[rank - rank % copies] for rank in range(len(parts))]
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """(N, M) contiguous -> (N, bytes of a row) uint8: gloo knows neither fp8 nor every 16 bits."""
+    return rows.view(torch.uint8)
