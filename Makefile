@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m moekit demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests examples plugins
+	$(BIN)/python -m pytest -n auto --dist loadfile tests examples plugins
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -38,7 +38,7 @@ $(VENV)/.demo: $(VENV)/.core
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/pip install -q --disable-pip-version-check 'pytest>=8' 'pytest-timeout>=2.3' \
-		'ruff==0.17.5' 'mypy==2.4.1'
+		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1'
 	touch $@
 
 clean:

@@ -17,28 +17,35 @@ from moekit.kernel import (
     PackedWeights,
     PermuteExpertsUnpermute,
 )
-from moekit.problem import ActivationFormat
+from moekit.plugins import ExpertsSpec
+from moekit.problem import ActivationFormat, MoEProblem
 from moekit.weights import ExpertWeights
 
 
-def bridge(experts: PermuteExpertsUnpermute, to: ActivationFormat) -> PermuteExpertsUnpermute:
-    """``experts`` behind the given format (unchanged when they have it already)."""
-    if experts.spec.format is to:
-        return experts
+def bridge(
+    experts: type[PermuteExpertsUnpermute],
+    spec: ExpertsSpec,
+    problem: MoEProblem,
+    to: ActivationFormat,
+) -> PermuteExpertsUnpermute:
+    """An instance of ``experts`` for ``problem``, behind a bridge if its format is not ``to``."""
+    if spec.format is to:
+        return experts(spec, problem)
     if to is ActivationFormat.STANDARD:
-        return BatchedAsStandard(experts)
-    return StandardAsBatched(experts)
+        return BatchedAsStandard(experts(spec, problem), problem)
+    # Every slab row names one expert, so the experts' buffers need one slot per row.
+    return StandardAsBatched(experts(spec, problem.replace(top_k=1)), problem)
 
 
 class _Bridge(PermuteExpertsUnpermute):
-    def __init__(self, inner: PermuteExpertsUnpermute) -> None:
+    def __init__(self, inner: PermuteExpertsUnpermute, problem: MoEProblem) -> None:
         standard = inner.spec.format is ActivationFormat.BATCHED
         spec = replace(
             inner.spec,
             format=ActivationFormat.STANDARD if standard else ActivationFormat.BATCHED,
             reduces=standard,
         )
-        super().__init__(spec, inner.problem)
+        super().__init__(spec, problem)
         self.inner = inner
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:

@@ -480,7 +480,9 @@ class ModularKernel:
         L, C, H = tokens.x.shape
         valid = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
         x, scale = self.experts.quantize(tokens.x.view(L * C, H), weights, valid.view(-1))
-        batched_scale = scale.view(1, 1, 1) if scale.numel() == 1 else scale.view(L, C, -1)
+        batched_scale = (
+            scale.view(1, 1, 1) if scale.shape[0] == 1 else scale.view(L, C, scale.shape[1])
+        )
         return replace(tokens, x=x.view(L, C, H), x_scale=batched_scale)
 
     # -- facts ------------------------------------------------------------------------------
@@ -497,10 +499,10 @@ class ModularKernel:
         slab = rows
         if self.experts.spec.format is ActivationFormat.BATCHED:
             slab = rows * self.problem.num_local_experts
-        intermediate = slab * row_bytes if self.dispatcher.spec.moves_tokens else 0
-        if self.experts.spec.format is ActivationFormat.BATCHED:
-            intermediate = slab * row_bytes
-        elif not self.experts.spec.reduces:
+        # The experts write the caller's output where nothing moves and rows are tokens.
+        in_place = not self.dispatcher.spec.moves_tokens and slab == tokens
+        intermediate = 0 if in_place else slab * row_bytes
+        if self.experts.spec.format is ActivationFormat.STANDARD and not self.experts.spec.reduces:
             # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries
             intermediate += rows * self.problem.top_k * row_bytes
             intermediate += 3 * rows * self.problem.hidden_size * 4

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -409,7 +410,7 @@ class Registry:
         text = f"no {_kind(kind)} named {name!r}; there are: {', '.join(usable) or 'none'}"
         other: type[BackendSpec] = ExpertsSpec if kind is DispatcherSpec else DispatcherSpec
         if name in self._usable(other):
-            text += f" ({name!r} is the name of a {_kind(other)})"
+            text += f" ({name!r} is known as: {_kind(other)})"
         text += ". Correct the name, or install the package that offers it"
         raise UnknownBackend("\n  ".join([text, *self.faults()]))
 
@@ -462,15 +463,21 @@ def _entry_points() -> Iterator[_Source]:
     """
     seen = set()
     for dist in importlib.metadata.distributions():
-        name = "?"
         try:
-            if GROUP not in (dist.read_text("entry_points.txt") or ""):
-                continue
+            mentioned = GROUP in (dist.read_text("entry_points.txt") or "")
+        except (OSError, ValueError):  # not text: nobody's plugin, as far as one can tell
+            continue
+        if not mentioned:
+            continue
+        try:
+            if not dist.name:
+                raise ValueError("it names no distribution")
             name, version = dist.name, dist.version
             points = [p for p in dist.entry_points if p.group == GROUP]
-        except Exception as error:  # truncated or hand-edited metadata
-            fault = TypeError(f"its metadata is unreadable: {type(error).__name__}: {error}")
-            yield _Source(name, name, "?", partial(_raise, fault))
+        except Exception as error:  # truncated or hand-edited
+            where = getattr(dist, "_path", "?")
+            fault = BackendError(f"metadata in {where}: {type(error).__name__}: {error}")
+            yield _Source(Path(where).stem, "?", "?", partial(_raise, fault))
             continue
         if _canonical(name) not in seen:
             seen.add(_canonical(name))

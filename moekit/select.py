@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moekit.bridge import bridge
-from moekit.errors import BackendBroken, BackendError, NoBackend, Unsupported
+from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
 from moekit.kernel import ModularKernel, Workspace
-from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, Registry, registry
+from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, Registry, SpecT, registry
 from moekit.problem import MoEProblem
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 logger = logging.getLogger("moekit")
+
+SWITCHES = ("MOEKIT_DISPATCHER", "MOEKIT_EXPERTS")
+_BY_NAME = "by name"
+# In priority: a bridge costs copies, and padded rows, but less than a reference backend (-100).
+_BRIDGE_COST = 50
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,41 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"chosen: {self.chosen or 'nothing'} ({self.why})"]
         lines += [f"  then: {pair}" for pair in self.pairs[1:]]
-        for name, why in self.reasons().items():
-            lines += [f"  not {name}: {reason}" for reason in why]
+        lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.reasons().items()]
         return "\n".join(lines)
+
+    def _without(self, spec: BackendSpec, reason: str) -> Explanation:
+        """The same with one more backend rejected."""
+        more = {spec.name: (reason,)}
+        if isinstance(spec, DispatcherSpec):
+            pairs = tuple(p for p in self.pairs if p.dispatcher != spec.name)
+            rejected = {**self.rejected_dispatchers, **more}
+            return replace(self, pairs=pairs, rejected_dispatchers=rejected)
+        pairs = tuple(p for p in self.pairs if p.experts != spec.name)
+        return replace(self, pairs=pairs, rejected_experts={**self.rejected_experts, **more})
+
+
+def summary(problem: MoEProblem) -> str:
+    """``problem`` in one line, for people (``repr`` is for Python)."""
+    p, parallel = problem, problem.parallel
+    limit = f" (limit {p.activation.limit:g})" if p.activation.clamped else ""
+    words = [
+        f"{p.num_experts} experts",
+        f"top {p.top_k}",
+        f"hidden {p.hidden_size}",
+        f"intermediate {p.intermediate_size}",
+        p.dtype_name,
+        f"quant {p.quant.name}",
+        p.activation.name + limit,
+    ]
+    words += ["bias"] if p.has_bias else []
+    words += ["weight on input"] if p.apply_router_weight_on_input else []
+    words += [f"{p.num_redundant_experts} redundant"] if p.num_redundant_experts else []
+    words += [] if p.max_num_tokens is None else [f"at most {p.max_num_tokens} tokens"]
+    for kind in ("ep", "tp", "dp"):
+        if (size := getattr(parallel, f"{kind}_size")) > 1:
+            words.append(f"{kind} {size}")
+    return f"{', '.join(words)} on {p.device}"
 
 
 def explain(
@@ -91,21 +128,14 @@ def explain(
     running. Raises UnknownBackend or NameClash for a name that means nothing or too much.
     """
     backends = backends or registry()
-    sources = set()
-    if dispatcher is None and (dispatcher := os.environ.get("MOEKIT_DISPATCHER") or None):
-        sources.add("MOEKIT_DISPATCHER")
-    elif dispatcher is not None:
-        sources.add("named")
-    if experts is None and (experts := os.environ.get("MOEKIT_EXPERTS") or None):
-        sources.add("MOEKIT_EXPERTS")
-    elif experts is not None:
-        sources.add("named")
+    dispatcher, dispatcher_by = _asked(dispatcher, "MOEKIT_DISPATCHER")
+    experts, experts_by = _asked(experts, "MOEKIT_EXPERTS")
     dispatchers: Mapping[str, DispatcherSpec] = backends.dispatchers
     if dispatcher is not None:
-        dispatchers = {dispatcher: backends.dispatcher(dispatcher)}
+        dispatchers = {dispatcher: _find(backends.dispatcher, dispatcher, dispatcher_by)}
     candidates: Mapping[str, ExpertsSpec] = backends.experts
     if experts is not None:
-        candidates = {experts: backends.expert(experts)}
+        candidates = {experts: _find(backends.expert, experts, experts_by)}
 
     bad_dispatchers = _rejected(dispatchers, problem)
     bad_experts = _rejected(candidates, problem)
@@ -115,14 +145,12 @@ def explain(
             if d.name in bad_dispatchers or e.name in bad_experts:
                 continue
             bridged = d.format is not e.format
-            order = (bridged, -(d.priority + e.priority), d.name, e.name)
-            scored.append((order, Pair(d.name, e.name, bridged)))
+            score = d.priority + e.priority - (_BRIDGE_COST if bridged else 0)
+            scored.append(((-score, d.name, e.name), Pair(d.name, e.name, bridged)))
     pairs = tuple(pair for _, pair in sorted(scored, key=lambda item: item[0]))
-    why = " and ".join(sorted(sources)) if sources else "by priority"
-    if sources and dispatcher is None:
-        why += "; dispatcher by priority"
-    if sources and experts is None:
-        why += "; experts by priority"
+    why = dispatcher_by
+    if dispatcher_by != experts_by:
+        why = f"dispatcher {dispatcher_by}, experts {experts_by}"
     return Explanation(problem, pairs, why, bad_dispatchers, bad_experts)
 
 
@@ -146,39 +174,54 @@ def compose(
     """
     backends = backends or registry()
     explanation = explain(problem, dispatcher, experts, backends=backends)
+    dispatcher, _ = _asked(dispatcher, "MOEKIT_DISPATCHER")
+    experts, _ = _asked(experts, "MOEKIT_EXPERTS")
     _require_named(explanation, dispatcher, experts)
-    failures: dict[str, tuple[str, ...]] = {}
-    for pair in explanation.pairs:
+    while (pair := explanation.chosen) is not None:
+        dispatcher_spec = backends.dispatcher(pair.dispatcher)
+        experts_spec = backends.expert(pair.experts)
+        spec: BackendSpec = dispatcher_spec
         try:
-            dispatcher_class = backends.dispatcher(pair.dispatcher).load()
-            experts_class = backends.expert(pair.experts).load()
+            dispatcher_class = dispatcher_spec.load()
+            spec = experts_spec
+            experts_class = experts_spec.load()
         except BackendBroken as error:
-            if dispatcher == pair.dispatcher or experts == pair.experts:
+            if spec.name == (dispatcher if spec is dispatcher_spec else experts):
                 raise
-            failures[str(pair)] = (str(error),)
-            logger.warning("passing over %s: %s", pair, error)
+            logger.warning("passing over %s: %s", spec.name, error)
+            explanation = explanation._without(spec, str(error))
             continue
-        made = dispatcher_class(backends.dispatcher(pair.dispatcher), problem, group)
-        gemms = experts_class(backends.expert(pair.experts), problem)
-        rest = tuple(p for p in explanation.pairs if p != pair and str(p) not in failures)
-        explanation = Explanation(
-            problem,
-            (pair, *rest),
-            explanation.why,
-            explanation.rejected_dispatchers,
-            {**explanation.rejected_experts, **failures},
-        )
-        logger.info("moekit: %s", str(explanation).splitlines()[0])
+        logger.info("moekit: %s", explanation)
+        # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
+        gemms = bridge(experts_class, experts_spec, problem, dispatcher_spec.format)
         return ModularKernel(
-            made,
-            bridge(gemms, made.spec.format),
+            dispatcher_class(dispatcher_spec, problem, group),
+            gemms,
             workspace=workspace,
             explanation=explanation,
             checked=checked,
         )
-    reasons = {**explanation.reasons(), **failures}
-    text = "\n".join(f"  {name}: {reason}" for name, why in reasons.items() for reason in why)
-    raise NoBackend(f"no installed backends can do {problem!r}:\n{text}", reasons)
+    reasons = explanation.reasons()
+    lines = [f"{name}: {'; '.join(why)}" for name, why in reasons.items()]
+    text = "\n  ".join([*lines, *backends.faults()])
+    raise NoBackend(f"no installed backends can do this: {summary(problem)}\n  {text}", reasons)
+
+
+def _asked(name: str | None, variable: str) -> tuple[str | None, str]:
+    """The name insisted on, and what the choice is made by."""
+    if name is not None:
+        return name, _BY_NAME
+    name = os.environ.get(variable) or None
+    return name, f"by {variable}" if name else "by priority"
+
+
+def _find(find: Callable[[str], SpecT], name: str, chosen_by: str) -> SpecT:
+    try:
+        return find(name)
+    except (UnknownBackend, NameClash) as error:
+        if chosen_by == _BY_NAME:
+            raise
+        raise type(error)(f"{error}\n  (chosen {chosen_by})") from error
 
 
 def _rejected(
@@ -207,9 +250,6 @@ def _require_named(explanation: Explanation, dispatcher: str | None, experts: st
     if faults:
         text = "; ".join(f"{who} cannot do this problem: {', '.join(why)}" for who, why in faults)
         raise Unsupported(
-            f"{text}. See `python -m moekit explain` for what can",
+            f"{text} (chosen {explanation.why}). See `python -m moekit explain` for what can",
             [reason for _, why in faults for reason in why],
         )
-
-
-__all__ = ["BackendError", "Explanation", "Pair", "compose", "explain"]

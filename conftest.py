@@ -1,0 +1,16 @@
+"""Tests use one thread each (two cores run two workers), and Triton's interpreter without a GPU.
+
+Both must be chosen before torch and triton are imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

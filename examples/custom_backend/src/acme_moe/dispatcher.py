@@ -1,0 +1,46 @@
+"""A dispatcher that hands the experts their rows sorted, one row per (token, slot) pair."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moekit import Dispatched, Pending, PrepareAndFinalize, Routing
+from moekit.kernel import Quantizer
+from moekit.local import local_ids
+
+
+class AcmeSorted(PrepareAndFinalize):
+    """STANDARD, for tokens that stay on their rank: R = T * K rows, ordered by expert."""
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        assert quantize is None, "the spec declares no wire_schemes"
+        ids_TK = local_ids(routing.topk_ids, self.problem)
+        order_R = ids_TK.flatten().argsort(stable=True)
+        return Pending.ready(
+            Dispatched(
+                x_TH[order_R // self.problem.top_k],
+                topk_ids=ids_TK.view(-1, 1)[order_R],
+                topk_weights=routing.topk_weights.view(-1, 1)[order_R],
+                handle=order_R,
+            )
+        )
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        # y may be out_TH itself (when K is 1), so rows are put back in order in a copy.
+        pairs_RH = torch.empty_like(y)
+        pairs_RH[dispatched.handle] = y
+        T, H = out_TH.shape
+        total_TH = pairs_RH.view(T, self.problem.top_k, H).sum(dim=1, dtype=torch.float32)
+        return Pending.ready(out_TH.copy_(total_TH))
+
+    def max_rows(self, num_tokens: int) -> int:
+        return num_tokens * self.problem.top_k
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        p = self.problem
+        pairs = num_tokens * p.top_k
+        rows = 2 * pairs * p.hidden_size * p.dtype.itemsize
+        return rows + num_tokens * p.hidden_size * 4 + pairs * 8 * 6

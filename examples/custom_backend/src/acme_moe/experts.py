@@ -1,0 +1,49 @@
+"""Experts as a few lines of torch: one padded batched matrix product per GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moekit import BufferSpec, Dispatched, ExpertWeights, PackedWeights, PermuteExpertsUnpermute
+from moekit.activation import apply_activation
+
+
+class AcmeExperts(PermuteExpertsUnpermute):
+    """BATCHED: x (L, C, H) -> y (L, C, H), C rows per expert, padding rows computed along."""
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        packed = {
+            "w13_LH2I": weights.w13.mT.contiguous(),
+            "w2_LIH": weights.w2.mT.contiguous(),
+        }
+        return PackedWeights(self.spec.name, packed)
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        p = self.problem
+        L, H, I = p.num_local_experts, p.hidden_size, p.local_intermediate_size
+        return (BufferSpec((L, rows, H), p.dtype), BufferSpec((L, rows, 2 * I), p.dtype))
+
+    def transient_bytes(self, rows: int) -> int:
+        # apply_activation computes in fp32: gate and up, act(gate), act(gate) * up
+        p = self.problem
+        return p.num_local_experts * rows * 4 * p.local_intermediate_size * 4
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        assert tokens.expert_num_tokens is not None
+        x_LCH, h_LC2I = workspace
+        row_C = torch.arange(tokens.x.shape[1], device=tokens.x.device)
+        padding_LC = row_C >= tokens.expert_num_tokens[:, None]
+        # Padding may be NaN, and some libraries' products let a NaN row spoil the row before it.
+        x_LCH.copy_(tokens.x).masked_fill_(padding_LC[..., None], 0)
+        torch.bmm(x_LCH, weights["w13_LH2I"], out=h_LC2I)
+        a_LCI = apply_activation(h_LC2I, self.problem.activation)
+        torch.bmm(a_LCI, weights["w2_LIH"], out=y)

@@ -1,0 +1,11 @@
+"""Acme's backends under moekit's own tests, on every case that their specs do not exclude."""
+
+from moekit.testing import DispatcherConformance, ExpertsConformance
+
+
+class TestAcme(ExpertsConformance):
+    backend = "acme"
+
+
+class TestAcmeSorted(DispatcherConformance):
+    backend = "acme_sorted"

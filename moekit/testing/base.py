@@ -1,0 +1,206 @@
+"""What both conformance kits share: choosing problems and devices, skipping with reasons, and the
+rule that a kit test cannot be overridden in silence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NoReturn
+
+import pytest
+
+from moekit.activation import ACTIVATIONS
+from moekit.errors import Unsupported
+from moekit.kernel import ModularKernel, Workspace
+from moekit.plugins import BackendSpec, Registry
+from moekit.problem import DTYPES, DeviceSpec, MoEProblem
+from moekit.quant import SCHEMES
+from moekit.select import compose
+from moekit.testing import cases
+from moekit.testing.calls import kit_registry
+
+# What a subclass may set; every other name of the kit is the kit's.
+KNOBS = frozenset({"backend", "device", "backends", "expected_failures", "world_sizes"})
+
+# Where a declared capability might be reachable, if not here.
+_DEVICES = ("cpu", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "xpu")
+
+Sizes = Mapping[str, int]
+
+
+class Conformance:
+    """Base of the kits. A subclass names the backend; the rest follows from its spec.
+
+    backend: the name under which the registry knows it.
+    device: a DeviceSpec or its text; default: this machine's accelerator if the backend runs
+    there, else the CPU.
+    backends: the registry to look in; default: the process's.
+    expected_failures: kit test (``"test_bias"``, or one case, ``"test_scheme[fp8_block]"``) ->
+    why it fails. The one way to let a kit test fail; one that passes after all is an error.
+    """
+
+    backend: ClassVar[str] = ""
+    device: ClassVar[DeviceSpec | str | None] = None
+    backends: ClassVar[Registry | None] = None
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+
+    # -- no silent overrides ------------------------------------------------------------------
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if faults := cls._overrides():
+            raise TypeError("\n".join(faults))
+
+    @classmethod
+    def _overrides(cls) -> list[str]:
+        """What a subclass changed that it may not change."""
+        kit = [k for k in cls.__mro__ if k.__module__.startswith("moekit.testing.")]
+        names = {n for k in kit for n in vars(k) if not n.startswith("__")} - KNOBS
+        owners = {n: next(k for k in cls.__mro__ if n in vars(k)) for n in names}
+        faults = [
+            f"{owner.__qualname__} redefines {name}, which belongs to the conformance kit; to let "
+            f"a kit test fail, give its reason in expected_failures"
+            for name, owner in sorted(owners.items())
+            if owner not in kit
+        ]
+        tests = {n for n, _ in inspect.getmembers(cls, callable) if n.startswith("test_")}
+        faults += [
+            f"{cls.__qualname__}.expected_failures names {name}, which is no test of it"
+            for name in cls.expected_failures
+            if re.sub(r"\[.*\]$", "", name) not in tests
+        ]
+        faults += [
+            f"{cls.__qualname__}.expected_failures gives no reason for {name}"
+            for name, reason in cls.expected_failures.items()
+            if not reason.strip()
+        ]
+        return faults
+
+    def test_kit_is_not_overridden(self) -> None:
+        faults = self._overrides()
+        assert not faults, "; ".join(faults)
+
+    @pytest.fixture(autouse=True)
+    def _kit_bookkeeping(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Marks expected failures, and says how to repeat (pytest shows it with a failure)."""
+        function = getattr(request.node, "originalname", request.node.name)
+        for name in (request.node.name, function):
+            if name in self.expected_failures:
+                mark = pytest.mark.xfail(reason=self.expected_failures[name], strict=True)
+                request.node.add_marker(mark)
+                break
+        print(f"repeat with {cases.SEED_VARIABLE}={cases.seed()}")
+        yield
+
+    # -- for the kits -------------------------------------------------------------------------
+
+    def _spec(self) -> BackendSpec:
+        raise NotImplementedError
+
+    def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
+        """Problem sizes to try, the most telling first."""
+        raise NotImplementedError
+
+    def _names(self) -> dict[str, str]:
+        """Arguments of `compose` that insist on this backend."""
+        raise NotImplementedError
+
+    def _registry(self) -> Registry:
+        return kit_registry(self.backends)
+
+    def _device(self) -> DeviceSpec:
+        """The asked-for device, else the accelerator if the backend runs there, else the CPU."""
+        asked = self.device
+        if asked is not None:
+            return DeviceSpec.parse(asked) if isinstance(asked, str) else asked
+        here = DeviceSpec.detect()
+        return here if self._runs_on(here) else DeviceSpec("cpu")
+
+    def _runs_on(self, device: DeviceSpec) -> bool:
+        return any(
+            not self._spec().unsupported(p)
+            for sizes in self._sizes(self._main["quant"], device)
+            for p in [MoEProblem(**{**self._main, **sizes, "device": device})]
+        )
+
+    @property
+    def _main(self) -> dict[str, Any]:
+        """The dtype, scheme and activation that the backend is mostly tested with."""
+        spec = self._spec()
+        activations = getattr(spec, "activations", ACTIVATIONS)
+        return {
+            "dtype": next(dtype for name, dtype in DTYPES.items() if name in spec.dtypes),
+            "quant": next(name for name in SCHEMES if name in spec.schemes),
+            "activation": "silu" if "silu" in activations else min(activations, default="silu"),
+        }
+
+    def _problem(self, **changes: Any) -> MoEProblem:
+        """The first of the kit's problems with these changes that the backend does.
+
+        If it does none of them: checks that composing raises with the spec's reasons, and skips
+        the test with these.
+        """
+        problem = self._find_problem(**changes)
+        if isinstance(problem, MoEProblem):
+            return problem
+        pytest.skip(problem)
+
+    def _find_problem(self, **changes: Any) -> MoEProblem | str:
+        """As `_problem`, but with the reasons instead of skipping."""
+        wanted = {**self._main, "device": self._device(), **changes}
+        reasons: dict[str, None] = {}
+        for sizes in self._sizes(wanted["quant"], wanted["device"]):
+            problem = MoEProblem(**{**sizes, **wanted})
+            why = self._spec().unsupported(problem)
+            if not why:
+                return problem
+            self._check_refused(problem, why)
+            reasons.update(dict.fromkeys(why))
+        return "; ".join(reasons)
+
+    def _check_refused(self, problem: MoEProblem, reasons: list[str]) -> None:
+        """What `unsupported` names raises at composition, with every reason."""
+        try:
+            self._compose(problem)
+        except Unsupported as error:
+            assert set(reasons) <= set(error.reasons), f"{error.reasons} lacks some of {reasons}"
+            return
+        raise AssertionError(f"unsupported() gives {reasons}, yet compose() made {problem!r}")
+
+    def _compose(
+        self, problem: MoEProblem, dispatcher: str | None = None, experts: str | None = None
+    ) -> ModularKernel:
+        """A kernel with this backend, with checks of its input and a workspace of its own."""
+        names = self._names()
+        return compose(
+            problem,
+            names.get("dispatcher", dispatcher),
+            names.get("experts", experts),
+            backends=self._registry(),
+            workspace=Workspace(),
+            checked=True,
+        )
+
+    def _skip(self, reason: str) -> NoReturn:
+        pytest.skip(reason)
+
+    def _declared_but_unreachable(self, changes: Mapping[str, Any]) -> list[str]:
+        """Reasons that stand in the way of ``changes`` on every device; empty if any device does.
+
+        Missing dependencies do not count: they say nothing about the declaration.
+        """
+        spec = self._spec()
+        missing = {f"{name} is not installed" for name in spec.requires}
+        reasons: dict[str, None] = {}
+        here = [self._device(), *(DeviceSpec.parse(d) for d in _DEVICES)]
+        for device in here:
+            wanted = {**self._main, "device": device, **changes}
+            for sizes in self._sizes(wanted["quant"], device):
+                why = spec.unsupported(MoEProblem(**{**sizes, **wanted}))
+                left = [w for w in why if not any(w.startswith(m) for m in missing)]
+                if not left:
+                    return []
+                reasons.update(dict.fromkeys(left))
+        return list(reasons)

@@ -1,0 +1,236 @@
+"""Calling a kernel under suspicion: poisoned memory, watched inputs, dispatcher doubles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.kernel import (
+    Dispatched,
+    ModularKernel,
+    PackedWeights,
+    Pending,
+    Quantizer,
+    Routing,
+)
+from moekit.local import LocalDispatcher, local_ids
+from moekit.plugins import DispatcherSpec, ExpertsSpec, Registry, registry
+from moekit.reference import oracle
+from moekit.testing.cases import Case
+from moekit.testing.compare import assert_close, complain
+from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocations
+from moekit.weights import ExpertWeights
+
+# The kit's variants of `local`, by what their tokens look like to the experts.
+UNQUANTIZED_WIRE = "kit_unquantized_wire"  # never quantizes: experts get x as it is, or the kernel
+#                                            quantizes it on arrival
+ROW_SCALES = "kit_row_scales"  # a per-tensor scale arrives as one per row, different by source
+
+
+class RowScales(LocalDispatcher):
+    """Quantizes two parts of the batch on their own, as two ranks would, and sends row scales.
+
+    A dynamic scale of the second part is four times what it need be, so that taking one for the
+    other shows.
+    """
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        ids = local_ids(routing.topk_ids, self.problem)
+        if quantize is None:
+            return Pending.ready(Dispatched(x_TH, None, ids, routing.topk_weights))
+        valid, parts = (ids >= 0).any(dim=1), []
+        middle = x_TH.shape[0] // 2
+        activation = self.problem.quant.activation
+        assert activation is not None
+        for rows in (slice(0, middle), slice(middle, None)):
+            x, scale = quantize(x_TH[rows], valid[rows])
+            if rows.start == middle and not activation.static:
+                x, scale = (x.float() / 4).to(x.dtype), scale * 4
+            parts.append((x, scale.expand(x.shape[0], -1)))
+        x, scale = (torch.cat(column) for column in zip(*parts, strict=True))
+        return Pending.ready(Dispatched(x, scale.contiguous(), ids, routing.topk_weights))
+
+
+def kit_registry(
+    base: Registry | None = None, extra: Iterable[DispatcherSpec | ExpertsSpec] = ()
+) -> Registry:
+    """``base`` (default: the process's) with the kit's doubles and ``extra`` added to a copy."""
+    base = base or registry()
+    copy = Registry(plugins=base.plugins)
+    copy._added.extend(base._added)
+    local = copy.dispatcher("local")
+    doubles = (
+        replace(local, name=UNQUANTIZED_WIRE, wire_schemes=frozenset(), priority=-1000),
+        replace(local, name=ROW_SCALES, target=f"{__name__}:RowScales", priority=-1000),
+    )
+    for spec in (*doubles, *extra):
+        known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
+            copy.dispatchers if isinstance(spec, DispatcherSpec) else copy.experts
+        )
+        if spec.name not in known:
+            copy.register(spec)
+    return copy
+
+
+class Watch:
+    """Remembers tensors' bits, to say later which of them were modified."""
+
+    def __init__(self, **tensors: Tensor | None) -> None:
+        self._tensors = {name: t for name, t in tensors.items() if t is not None}
+        self._before = {name: bits(t).clone() for name, t in self._tensors.items()}
+
+    @classmethod
+    def weights(cls, weights: ExpertWeights) -> Watch:
+        return cls(**weights.tensors())
+
+    def check(self, when: str) -> None:
+        changed = [n for n, t in self._tensors.items() if not torch.equal(bits(t), self._before[n])]
+        assert not changed, f"{when} modified the caller's {', '.join(changed)}"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, comparable even where it holds NaN."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
+    """``kernel.pack``, checked to leave the weights alone."""
+    watch = Watch.weights(weights)
+    packed = kernel.pack(weights)
+    watch.check("pack")
+    return packed
+
+
+def call(
+    kernel: ModularKernel, packed: PackedWeights, case: Case, *, out: Tensor | None = None
+) -> Tensor:
+    """One call with everything uninitialised poisoned, and every tensor of the caller watched.
+
+    The workspace, fresh allocations and the output are NaN beforehand; x, routing and packed
+    weights must be bit-identical afterwards, and the result must be ``out`` itself.
+    """
+    x, routing = case.x, case.routing
+    watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
+    packed_watch = Watch(**packed.experts, **packed.shared)
+    workspace, kernel.workspace = kernel.workspace, PoisonedWorkspace()
+    if out is None:
+        out = poison(torch.empty_like(x, memory_format=torch.contiguous_format))
+    try:
+        with poisoned_allocations():
+            result = kernel(x, packed, routing, out=out)
+    finally:
+        kernel.workspace = workspace
+    assert result.data_ptr() == out.data_ptr() and result.shape == out.shape, (
+        "the call did not return the `out` it was given"
+    )
+    watch.check("the call")
+    packed_watch.check("the call")
+    return result
+
+
+def check_graph(
+    run: Callable[[Tensor, Routing, Tensor], object], made: Sequence[tuple[Case, Tensor]]
+) -> None:
+    """Captures ``run(x, routing, out)`` once and replays it with every case (all of one T).
+
+    After each replay ``out`` must be the case's reference.
+    """
+    first = made[0][0]
+    x, out = torch.zeros_like(first.x), torch.empty_like(first.x)
+    routing = Routing(torch.ones_like(first.routing.topk_weights), first.routing.topk_ids.clone())
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run(x, routing, out)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(x, routing, out)
+    for index, (case, ref) in enumerate(made):
+        x.copy_(case.x)
+        routing.topk_ids.copy_(case.routing.topk_ids)
+        routing.topk_weights.copy_(case.routing.topk_weights)
+        poison(out)
+        graph.replay()
+        assert_close(out, ref, case.problem, f"replay {index}")
+
+
+def check_call(kernel: ModularKernel, case: Case, packed: PackedWeights | None = None) -> Tensor:
+    """`call`, compared with the oracle."""
+    out = call(kernel, packed or pack(kernel, case.weights), case)
+    assert_close(out, case.reference(), case.problem)
+    return out
+
+
+def wrong_results(case: Case) -> dict[str, Tensor]:
+    """Outputs (T, H) of backends with one mistake each, by what the mistake is."""
+    p, w, r = case.problem, case.weights, case.routing
+    used = r.topk_ids >= 0
+
+    def result(
+        weights: ExpertWeights = w, topk_weights: Tensor = r.topk_weights, ids: Tensor = r.topk_ids
+    ) -> Tensor:
+        return oracle(case.x, weights, Routing(topk_weights, ids), p)
+
+    def without(*biases: str) -> ExpertWeights:
+        zeros: dict[str, Any] = {b: torch.zeros_like(getattr(w, b)) for b in biases}
+        return replace(w, **zeros)
+
+    right = case.reference()
+    wrong = {
+        "zeros": torch.zeros_like(right),
+        "doubled": right * 2,
+        "tokens swapped": right.roll(1, dims=0),
+        "experts swapped": result(ids=torch.where(used, (r.topk_ids + 1) % p.num_experts, -1)),
+        "router weights not applied": result(topk_weights=torch.ones_like(r.topk_weights)),
+        "router weights applied twice": result(topk_weights=r.topk_weights.square()),
+    }
+    if not p.apply_router_weight_on_input:
+        total = r.topk_weights.nan_to_num(0.0).sum(dim=1, keepdim=True).clamp(min=1e-6)
+        wrong["router weights normalized"] = result(topk_weights=r.topk_weights / total)
+    dropped = r.topk_ids.clone()
+    dropped[int(used.any(dim=1).nonzero()[0])] = -1
+    wrong["one token dropped"] = result(ids=dropped)
+    if p.has_bias:
+        wrong["w13's bias dropped"] = result(without("w13_bias"))
+        wrong["w2's bias dropped"] = result(without("w2_bias"))
+    if p.activation.limit is not None:
+        far = replace(p.activation, limit=1e6)
+        wrong["clamp dropped"] = oracle(case.x, w, r, p.replace(activation=far))
+    if p.activation.gated:
+        halves = torch.unflatten(w.canonical(p).dequantize(p.quant).w13, 1, (2, -1))
+        swapped = ExpertWeights(
+            halves.flip(1).flatten(1, 2),
+            w.canonical(p).dequantize(p.quant).w2,
+            w13_bias=w.w13_bias,
+            w2_bias=w.w2_bias,
+        )
+        plain = p.replace(quant="none")
+        wrong["gate and up swapped"] = oracle(case.x, swapped, r, plain)
+    return wrong
+
+
+def check_negative_controls(case: Case) -> None:
+    """The oracle in the problem's dtype passes on ``case``, and none of `wrong_results` does."""
+    p = case.problem
+    right = case.reference()
+    assert_close(right.to(p.dtype), right, p, "the rounded oracle")
+    for what, out in wrong_results(case).items():
+        assert complain(out.to(p.dtype), right, p), (
+            f"the kit's tolerance for {p!r} lets this pass: {what}"
+        )
+    for value in (float("nan"), float("inf")):
+        out = right.to(p.dtype)
+        out[0, 0] = value
+        assert complain(out, right, p), f"{value} in the output passes"

@@ -1,0 +1,238 @@
+"""Random problems' data: weights, tokens and routings that make mistakes visible.
+
+Magnitudes are chosen so that activations leave their linear range and clamps act, experts,
+channels, groups and tokens differ in scale, and router weights do not sum to one. Padding is NaN.
+Data are drawn on the CPU, so that every device and every rank sees the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.activation import apply_activation
+from moekit.kernel import Routing
+from moekit.problem import MoEProblem, ParallelConfig
+from moekit.quant import OperandQuant, compute_scale
+from moekit.reference import oracle
+from moekit.weights import ExpertWeights
+
+SEED_VARIABLE = "MOEKIT_TEST_SEED"
+
+# Routings by name; `routing` says what each is. A token names an expert at most once: routers
+# choose distinct experts, and `max_rows` of a batched dispatcher relies on it.
+ROUTINGS = ("random", "idle", "one_expert", "hot", "slots", "rows", "none")
+
+_X_LIMIT = 4.0
+_WEIGHT_RANGE = (0.3, 1.8)  # so K weights sum to K on average, and hardly ever to one
+_GATE_STD = 3.0
+
+
+_drawn: int | None = None
+
+
+def seed() -> int:
+    """The run's seed: from MOEKIT_TEST_SEED, else drawn once per process."""
+    global _drawn
+    if os.environ.get(SEED_VARIABLE):
+        return int(os.environ[SEED_VARIABLE])
+    if _drawn is None:
+        _drawn = secrets.randbelow(2**31)
+    return _drawn
+
+
+def use_seed(value: int) -> None:
+    """Makes ``value`` the process's seed (for rank processes)."""
+    os.environ[SEED_VARIABLE] = str(value)
+
+
+def generator(*key: object) -> torch.Generator:
+    """A CPU generator for this run's seed and ``key``; equal keys give equal numbers."""
+    return torch.Generator().manual_seed(zlib.crc32(repr((seed(), *key)).encode()))
+
+
+def device_of(problem: MoEProblem) -> torch.device:
+    """The current device of the problem's kind."""
+    if problem.device.type == "cpu":
+        return torch.device("cpu")
+    index = torch.get_device_module(problem.device.type).current_device()
+    return torch.device(problem.device.type, index)
+
+
+def whole(problem: MoEProblem) -> MoEProblem:
+    """The same layer on one rank."""
+    return problem.replace(parallel=ParallelConfig())
+
+
+def random_weights(problem: MoEProblem, key: object = 0) -> ExpertWeights:
+    """This rank's weights (L experts, its share of I), in the problem's scheme, on its device.
+
+    Expert-parallel ranks select from one set of experts, and replicas repeat. Tensor-parallel
+    ranks would get different draws: `tp_shard` cuts one set.
+    """
+    full = unquantized_weights(whole(problem).replace(num_redundant_experts=0), key)
+    local = full.select([problem.logical_expert(p) for p in problem.local_experts])
+    return quantized(local, problem)
+
+
+def unquantized_weights(problem: MoEProblem, key: object = 0) -> ExpertWeights:
+    """L experts in the problem's dtype, on the CPU, whatever its scheme."""
+    draw = generator("weights", key)
+    L, H, inner = (
+        problem.num_local_experts,
+        problem.hidden_size,
+        problem.local_intermediate_size,
+    )
+    rows = problem.w13_rows
+
+    def matrix(n: int, k: int, std: float) -> Tensor:
+        w: Tensor = torch.randn(L, n, k, generator=draw) * (std / k**0.5)
+        w *= 0.6 + 0.8 * torch.rand(L, 1, 1, generator=draw)  # experts differ
+        w *= torch.exp(0.3 * torch.randn(L, n, 1, generator=draw))  # so do channels
+        w *= torch.tensor([0.6, 1.4, 1.0])[torch.arange(k) // 128 % 3]  # and groups
+        return w.to(problem.dtype)
+
+    bias: dict[str, Any] = {}
+    if problem.has_bias:
+        bias["w13_bias"] = torch.randn(L, rows, generator=draw).mul(1.5).to(problem.dtype)
+        bias["w2_bias"] = torch.randn(L, H, generator=draw).mul(3.0).to(problem.dtype)
+    return ExpertWeights(matrix(rows, H, _GATE_STD), matrix(H, inner, 1.0), **bias)
+
+
+def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
+    """Unquantized ``weights`` in the problem's scheme, with static scales, on its device."""
+    made = weights.quantize(problem.quant)
+    activation = problem.quant.activation
+    if activation is not None and activation.static:
+        a1, a2 = _static_scales(weights, problem, activation)
+        made = replace(made, w13_input_scale=a1, w2_input_scale=a2)
+    return made.to(device_of(problem))
+
+
+def _static_scales(
+    weights: ExpertWeights, problem: MoEProblem, activation: OperandQuant
+) -> tuple[Tensor, Tensor]:
+    """Scales as calibration finds them: nothing that a case holds saturates (by much)."""
+    largest = _X_LIMIT * (_WEIGHT_RANGE[1] if problem.apply_router_weight_on_input else 1.0)
+    sample = random_x(problem, 32, "calibration").cpu().float() * (largest / _X_LIMIT)
+    h = torch.einsum("th,lnh->ltn", sample, weights.w13.float())
+    if weights.w13_bias is not None:
+        h += weights.w13_bias.float()[:, None]
+    inner = apply_activation(h, problem.activation)
+    a1 = torch.full((), largest / activation.qmax)
+    a2 = compute_scale(inner.flatten(0, 1), activation).view(()) * 2
+    return a1, a2
+
+
+def random_x(problem: MoEProblem, num_tokens: int, key: object = 0) -> Tensor:
+    """Tokens (T, H) in the problem's dtype on its device; tokens differ in magnitude."""
+    draw = generator("x", key)
+    x = torch.randn(num_tokens, problem.hidden_size, generator=draw)
+    x *= 0.5 + torch.rand(num_tokens, 1, generator=draw)
+    return x.clamp(-_X_LIMIT, _X_LIMIT).to(problem.dtype).to(device_of(problem))
+
+
+def random_routing(
+    problem: MoEProblem, num_tokens: int, kind: str = "random", key: object = 0
+) -> Routing:
+    """Logical ids (T, K) int64 and weights (T, K) fp32, on the problem's device.
+
+    random: K distinct experts. idle: the first and the last expert get no token (where K allows).
+    one_expert: every token goes to one expert and nowhere else. hot: the same, but the other
+    K - 1 slots are random. slots: a quarter of the slots are -1. rows: every fourth token, from
+    the first, and the last have no expert at all. none: no token has one.
+    Weights of -1 slots are NaN: nothing may come of them.
+    """
+    draw = generator("routing", kind, key)
+    E, K = problem.num_experts, problem.top_k
+    scores = torch.rand(num_tokens, E, generator=draw)
+    if kind == "idle":
+        for expert in (E - 1, 0)[: max(0, E - K)]:
+            scores[:, expert] = -1.0
+    if kind in ("one_expert", "hot"):
+        scores[:, E // 2] = 2.0
+    ids = scores.argsort(dim=1, descending=True)[:, :K]
+    low, high = _WEIGHT_RANGE
+    weights = low + (high - low) * torch.rand(num_tokens, K, generator=draw)
+    # The order of a token's slots must not matter, so no slot is special.
+    if kind == "one_expert":
+        ids[:, 1:] = -1
+    shuffle = torch.rand(num_tokens, K, generator=draw).argsort(dim=1)
+    ids = ids.gather(1, shuffle)
+    if kind == "slots" and num_tokens:
+        ids[torch.rand(num_tokens, K, generator=draw) < 0.25] = -1
+        ids[num_tokens // 2, 0] = -1
+    if kind == "rows" and num_tokens:
+        ids[::4] = ids[-1] = -1
+    if kind == "none":
+        ids[:] = -1
+    weights[ids < 0] = float("nan")
+    device = device_of(problem)
+    return Routing(weights.to(device), ids.to(device))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call's input, and the layer's weights on this rank."""
+
+    problem: MoEProblem
+    weights: ExpertWeights
+    x: Tensor
+    routing: Routing
+
+    def reference(self) -> Tensor:
+        """The oracle's (T, H) fp32."""
+        return oracle(self.x, self.weights, self.routing, self.problem)
+
+
+def make_case(
+    problem: MoEProblem,
+    num_tokens: int,
+    kind: str = "random",
+    key: object = 0,
+    weights: ExpertWeights | None = None,
+) -> Case:
+    """A random call. Tokens without any expert are NaN."""
+    routing = random_routing(problem, num_tokens, kind, key)
+    x = random_x(problem, num_tokens, key)
+    x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
+    return Case(problem, weights or random_weights(problem), x, routing)
+
+
+def tp_shard(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
+    """A tensor-parallel rank's share of unquantized weights of the whole layer, in its scheme.
+
+    Gate and up are cut alike; every rank gets w2's bias (only the first one's may count).
+    """
+    rank, share = problem.parallel.tp_rank, problem.local_intermediate_size
+    columns = slice(rank * share, (rank + 1) * share)
+
+    def rows(t: Tensor) -> Tensor:
+        halves = t.chunk(2, dim=1) if problem.activation.gated else (t,)
+        return torch.cat([half[:, columns] for half in halves], dim=1)
+
+    bias: dict[str, Any] = {}
+    if weights.w13_bias is not None and weights.w2_bias is not None:
+        bias = {"w13_bias": rows(weights.w13_bias), "w2_bias": weights.w2_bias}
+    shard = ExpertWeights(rows(weights.w13), weights.w2[:, :, columns].contiguous(), **bias)
+    return quantized(shard, problem)
+
+
+def interleaved(weights: ExpertWeights) -> ExpertWeights:
+    """The same weights with gate and up rows alternating."""
+
+    def mix(t: Tensor | None) -> Tensor | None:
+        if t is None or t.shape[1] != weights.w13.shape[1]:
+            return t  # a per-tensor scale belongs to no row
+        return torch.stack(t.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+    changes: dict[str, Any] = {
+        name: mix(getattr(weights, name)) for name in ("w13", "w13_bias", "w13_scale")
+    }
+    return replace(weights, **changes, interleaved=True)

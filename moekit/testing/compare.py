@@ -1,0 +1,163 @@
+"""How far an output may be from the fp32 oracle, and how to say what went wrong.
+
+Errors are relative, because the outputs' magnitude is the model's business: the RMS of the
+difference over the RMS of the reference. Three bounds are checked, since each sees what the others
+miss: all elements (systematic errors), the worst row (one token dropped among thousands), the
+worst element (one stray write).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moekit.problem import MoEProblem
+
+# Bounds on RMS(out - ref) / RMS(ref), about twice what a correct kernel shows.
+#
+# bfloat16  8 significant bits: rounding one tensor costs 1.7e-3. h, act(h) and out are rounded,
+#           and biases round again: 4.3e-3 seen with a rounded h, 2.9e-3 with a fused activation.
+# float16   11 bits: the same chain shows 6e-4.
+# float32   1e-6 from the order of summation. TF32 (4e-4) is not fp32 and does not pass.
+_DTYPES = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3, torch.float32: 1e-5}
+
+# Schemes that quantize activations lose the bits twice, before each GEMM; weights cost nothing
+# here, since the oracle sees the dequantized ones. The coarser of this and the dtype's bound holds.
+#
+# float8_e4m3fn  4 significant bits: 2.6e-2 a rounding, 4e-2 to 6.3e-2 for the two and what the
+#                activation makes of the first. How many values share a scale hardly matters, as
+#                fp8 is floating.
+# int8           a token's largest value sets its step, and grows against the RMS with I: 1.5e-2
+#                at I = 100, 3e-2 at I = 2048.
+_QUANTIZED_ACTIVATIONS = {"float8_e4m3fn": 9e-2, "int8": 4e-2}
+
+# The worst row and element, in units of the bound on the whole (seen: 1.6 and 6.6).
+_WORST_ROW = 2.5
+_WORST_ELEMENT = 10.0
+# A row's error is measured against its own RMS, but at least against this part of the whole RMS,
+# so that cancellation in one small row does not count as an error.
+_ROW_FLOOR = 0.25
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds on the three relative errors."""
+
+    rms: float
+    row: float
+    element: float
+
+
+def tolerance(problem: MoEProblem, num_tokens: int = 64) -> Tolerance:
+    """What a correct backend may lose on ``problem``, by its dtype and scheme.
+
+    num_tokens: those with an output. Few tokens average over few independent errors, so the bound
+    on the whole widens for them.
+    """
+    rms = _DTYPES[problem.dtype]
+    if problem.quant.activation is not None:
+        rms = max(rms, _QUANTIZED_ACTIVATIONS[problem.quant.activation.dtype])
+    spread = 1 + max(1, num_tokens) ** -0.5
+    return Tolerance(rms * spread, _WORST_ROW * rms, _WORST_ELEMENT * rms)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of an output (T, H): over all elements, of the worst row and element."""
+
+    rms: float
+    row: float
+    element: float
+
+    def within(self, bound: Tolerance) -> bool:
+        # Written so that NaN is outside.
+        return self.rms <= bound.rms and self.row <= bound.row and self.element <= bound.element
+
+
+def rms(x: Tensor) -> float:
+    return float(x.float().square().mean().sqrt()) if x.numel() else 0.0
+
+
+def relative_error(out: Tensor, ref: Tensor) -> float:
+    """``RMS(out - ref) / RMS(ref)``: 0 for equal tensors, infinite if only ref is zero."""
+    error, scale = rms(out.float() - ref.float()), rms(ref)
+    if scale == 0.0:
+        return 0.0 if error == 0.0 else float("inf")
+    return error / scale
+
+
+def errors(out: Tensor, ref: Tensor) -> Errors:
+    """out, ref (T, H) of any float dtypes."""
+    if not out.numel():
+        return Errors(0.0, 0.0, 0.0)
+    normalized = _normalized(out, ref)
+    rows = normalized.square().mean(dim=1).sqrt()
+    return Errors(relative_error(out, ref), float(rows.max()), float(normalized.abs().max()))
+
+
+def assert_close(out: Tensor, ref: Tensor, problem: MoEProblem, what: str = "output") -> None:
+    """Fails unless ``out`` (T, H) is ``ref`` (T, H) fp32, the oracle's, up to `tolerance`.
+
+    Rejects other shapes and dtypes, NaN and infinity, and anything but exact zeros where a token
+    has no expert. The message names the worst coordinates, the problem and how to repeat it.
+    """
+    complaint = complain(out, ref, problem)
+    if complaint:
+        from moekit.testing.cases import seed
+
+        raise AssertionError(
+            f"{what}: {complaint}\n  problem: {problem!r}\n  repeat with MOEKIT_TEST_SEED={seed()}"
+        )
+
+
+def complain(out: Tensor, ref: Tensor, problem: MoEProblem) -> str:
+    """What is wrong with ``out``, or an empty string."""
+    if out.shape != ref.shape:
+        return f"has shape {tuple(out.shape)}, want {tuple(ref.shape)}"
+    if out.dtype != problem.dtype:
+        return f"is {out.dtype}, want the problem's {problem.dtype}"
+    out, ref = out.detach().float(), ref.detach().float().to(out.device)
+    bad = ~torch.isfinite(out)
+    if bool(bad.any()):
+        rows = bad.any(dim=1).nonzero().flatten().tolist()
+        return (
+            f"{int(bad.sum())} of {out.numel()} elements are NaN or infinite, in {len(rows)} of "
+            f"{out.shape[0]} rows: {rows[:8]}" + _where(bad.float(), out, ref)
+        )
+    idle = (ref == 0).all(dim=1)
+    leaked = idle & (out != 0).any(dim=1)
+    if bool(leaked.any()):
+        rows = leaked.nonzero().flatten().tolist()
+        return f"tokens without an expert must get exact zeros; rows {rows[:8]} do not"
+    found, bound = errors(out, ref), tolerance(problem, int((~idle).sum()))
+    if found.within(bound):
+        return ""
+    text = ", ".join(
+        f"{name} {getattr(found, field):.3g} (bound {getattr(bound, field):.3g})"
+        for field, name in (("rms", "RMS"), ("row", "worst row"), ("element", "worst element"))
+    )
+    if not bool(out.any()):
+        text += "; the output is all zeros"
+    return f"relative error too large: {text}" + _where(_normalized(out, ref).abs(), out, ref)
+
+
+def _normalized(out: Tensor, ref: Tensor) -> Tensor:
+    """Differences (T, H) in units of their row's RMS."""
+    ref = ref.float()
+    floor = max(_ROW_FLOOR * rms(ref), torch.finfo(torch.float32).tiny)
+    scale = ref.square().mean(dim=1, keepdim=True).sqrt().clamp(min=floor)
+    return (out.float() - ref) / scale
+
+
+def _where(badness: Tensor, out: Tensor, ref: Tensor, count: int = 5) -> str:
+    """The worst coordinates, one a line."""
+    worst = badness.flatten().topk(min(count, badness.numel())).indices.tolist()
+    width = badness.shape[1]
+    lines = [
+        f"\n    [{i // width}, {i % width}] got {float(out.flatten()[i]):.6g}, "
+        f"want {float(ref.flatten()[i]):.6g}"
+        for i in worst
+    ]
+    return "".join(lines)

@@ -1,0 +1,246 @@
+"""The experts kit, second part: calls, memory, packing, and whether the spec tells the truth."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moekit.activation import ACTIVATIONS, Activation
+from moekit.errors import MoekitError
+from moekit.kernel import PermuteExpertsUnpermute, Routing, Workspace
+from moekit.plugins import BackendSpec
+from moekit.problem import DTYPES, DeviceSpec, MoEProblem
+from moekit.quant import SCHEMES
+from moekit.testing.arithmetic import ExpertsNumbers
+from moekit.testing.calls import bits, call, check_call, check_graph, pack, same_bits
+from moekit.testing.cases import Case, device_of, make_case, random_weights
+from moekit.testing.compare import assert_close
+from moekit.testing.memory import measure, poison, slack
+
+
+def strided(case: Case) -> Case:
+    """The same call with x, ids and weights that are not contiguous."""
+
+    def stretch(t: torch.Tensor) -> torch.Tensor:
+        wide = t.new_zeros(t.shape[0], 2 * t.shape[1] + 1)
+        wide[:, 1::2] = t
+        return wide[:, 1::2]
+
+    r = case.routing
+    routing = Routing(stretch(r.topk_weights), stretch(r.topk_ids))
+    return replace(case, x=stretch(case.x), routing=routing)
+
+
+def variants(spec: BackendSpec) -> list[tuple[str, dict[str, Any], bool]]:
+    """Every single capability a spec can declare: (words, changes to a problem, is declared)."""
+    declared_activations = getattr(spec, "activations", ACTIVATIONS)
+    found: list[tuple[str, dict[str, Any], bool]] = []
+    for name, dtype in DTYPES.items():
+        found.append((f"dtype {name}", {"dtype": dtype}, name in spec.dtypes))
+    for name in SCHEMES:
+        found.append((f"scheme {name}", {"quant": name}, name in spec.schemes))
+    for name in sorted(ACTIVATIONS):
+        declared = name in declared_activations
+        found.append((f"activation {name}", {"activation": name}, declared))
+    clamp = getattr(spec, "silu_clamp", True) and "silu" in declared_activations
+    found.append(("silu_clamp", {"activation": Activation("silu", limit=2.0)}, clamp))
+    found.append(("bias", {"has_bias": True}, getattr(spec, "bias", True)))
+    return found
+
+
+class ExpertsConformance(ExpertsNumbers):
+    """Subclass it with ``backend = "name"``; see `Conformance` for the few other settings.
+
+    Every test composes the named experts with dispatchers of the core, on this machine's
+    accelerator if the backend runs there, else on the CPU.
+    """
+
+    # -- what the spec says ---------------------------------------------------------------------
+
+    def test_class_fits_the_spec(self) -> None:
+        loaded = self._spec().load()
+        assert issubclass(loaded, PermuteExpertsUnpermute), f"{loaded} is no experts backend"
+        assert not inspect.isabstract(loaded), f"abstract: {sorted(loaded.__abstractmethods__)}"
+        problem = self._problem()
+        made = loaded(self._spec(), problem)
+        assert made.problem == problem and made.spec == self._spec()
+        for rows in (0, 1, self._T):
+            for buffer in made.workspace(rows):
+                assert buffer.nbytes >= 0
+
+    def test_unsupported_answers_for_any_device(self) -> None:
+        """Reasons are texts, the same twice, for devices that this machine does not have too."""
+        spec = self._spec()
+        for device in ("cpu", "sm80", "sm90", "sm100", "xpu"):
+            for _, changes, declared in variants(spec):
+                wanted = {**self._main, **changes, "device": device}
+                sizes = self._sizes(wanted["quant"], DeviceSpec.parse(device))[0]
+                problem = MoEProblem(**{**sizes, **wanted})
+                reasons = spec.unsupported(problem)
+                assert all(isinstance(r, str) and r.strip() for r in reasons)
+                assert reasons == spec.unsupported(problem)
+                assert declared or reasons, f"undeclared, but not refused: {problem!r}"
+
+    def test_declared_is_reachable(self) -> None:
+        """unsupported() must not refuse on all devices and sizes what the spec declares."""
+        for words, changes, declared in variants(self._spec()):
+            reasons = self._declared_but_unreachable(changes) if declared else []
+            assert not reasons, f"{words} is declared, but always refused: {reasons}"
+
+    def test_undeclared_raises(self) -> None:
+        """What unsupported() names raises at composition; `_find_problem` checks it."""
+        for _, changes, _ in variants(self._spec()):
+            self._find_problem(**changes)
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def test_repeated_calls(self) -> None:
+        """One kernel, one workspace, T up and down: nothing of an earlier call shows."""
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        packed = pack(kernel, random_weights(problem))
+        for index, num_tokens in enumerate((self._T, 3, 0, 1, self._T + 9, 5, self._T)):
+            case = make_case(problem, num_tokens, ("random", "slots")[index % 2], key=index)
+            out = kernel(case.x, packed, case.routing)
+            assert_close(out, case.reference(), problem, f"call {index} with T={num_tokens}")
+
+    def test_two_calls_in_flight(self) -> None:
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        packed = pack(kernel, random_weights(problem))
+        calls = [make_case(problem, T, key=index) for index, T in enumerate((self._T, 4))]
+        pending = [kernel.start(c.x, packed, c.routing) for c in calls]
+        for index, (case, arriving) in enumerate(zip(calls, pending, strict=True)):
+            assert_close(arriving.result(), case.reference(), problem, f"call {index}")
+
+    def test_fresh_output(self) -> None:
+        """Without `out`: a new contiguous tensor every time; the earlier one stays as it was."""
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        packed = pack(kernel, random_weights(problem))
+        first, second = (make_case(problem, self._T, key=key) for key in (1, 2))
+        out = kernel(first.x, packed, first.routing)
+        kept = bits(out).clone()
+        other = kernel(second.x, packed, second.routing)
+        assert out.is_contiguous() and other.is_contiguous()
+        storages = [t.untyped_storage().data_ptr() for t in (out, other, first.x, second.x)]
+        assert len(set(storages)) == 4, "the output shares memory with x or an earlier output"
+        assert torch.equal(bits(out), kept), "a later call changed an earlier output"
+
+    def test_given_output(self) -> None:
+        """`out` is written entirely and returned, even if strided; nothing around it is touched."""
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        packed = pack(kernel, random_weights(problem))
+        case = make_case(problem, self._T, "rows")
+        T, H = case.x.shape
+        wide = poison(torch.empty(T + 2, H + 16, dtype=case.x.dtype, device=case.x.device))
+        out = call(kernel, packed, case, out=wide[1:-1, 8:-8])
+        assert_close(out, case.reference(), problem)
+        wide[1:-1, 8:-8] = float("nan")
+        assert bool(torch.isnan(wide).all()), "wrote outside the given output"
+
+    def test_strided_input(self) -> None:
+        problem = self._problem()
+        check_call(self._compose(problem, self._native), strided(make_case(problem, self._T)))
+
+    def test_int32_ids(self) -> None:
+        problem = self._problem()
+        case = make_case(problem, self._T, "slots")
+        ids = replace(case.routing, topk_ids=case.routing.topk_ids.int())
+        check_call(self._compose(problem, self._native), replace(case, routing=ids))
+
+    def test_bad_input_leaves_nothing_behind(self) -> None:
+        """A refused call raises moekit's own error, and the next call is right."""
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        case = make_case(problem, self._T)
+        packed = pack(kernel, case.weights)
+        with pytest.raises(MoekitError):
+            kernel(case.x[:, :-1], packed, case.routing)
+        check_call(kernel, case, packed)
+
+    @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
+    def test_memory_is_stated(self, dispatcher: str) -> None:
+        """A call's peak stays within kernel.memory(), workspace included."""
+        found = self._find_problem(num_experts=8, top_k=4)
+        problem = found if isinstance(found, MoEProblem) else self._problem()
+        case = make_case(problem, 64 if self._device().type == "cpu" else 1000)
+        kernel = self._compose(problem, dispatcher)
+        packed = pack(kernel, case.weights)
+        out = torch.empty_like(case.x)
+        if case.x.device.type != "cpu":  # libraries allocate at their first call
+            kernel(case.x, packed, case.routing, out=out)
+        kernel.workspace = Workspace()
+        peak, _ = measure(case.x.device, lambda: kernel(case.x, packed, case.routing, out=out))
+        stated = kernel.memory(case.x.shape[0])
+        assert peak <= stated.total + slack(case.x.device, stated.total), (
+            f"a call held {peak} bytes, stated are {stated.total}: {stated}"
+        )
+
+    def test_deterministic(self) -> None:
+        if not self._spec().deterministic:
+            self._skip("the spec does not declare deterministic")
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        packed = pack(kernel, random_weights(problem))
+        for num_tokens, times in ((self._T, 4), (3 * self._T, 2)):
+            case = make_case(problem, num_tokens, "hot")
+            outs = [call(kernel, packed, case) for _ in range(times)]
+            assert all(same_bits(outs[0], out) for out in outs), "equal calls, different bits"
+
+    def test_graph_capture(self) -> None:
+        """Captured once, replayed with other tokens and routings of the same T."""
+        if not self._spec().graph_safe:
+            self._skip("the spec does not declare graph_safe")
+        if self._device().type != "cuda":
+            self._skip("CUDA graphs need a CUDA device")
+        problem = self._problem()
+        kernel = self._compose(problem, "local")
+        kinds = ("random", "slots", "rows", "hot")
+        made = [make_case(problem, self._T, kind) for kind in kinds]
+        packed = pack(kernel, made[0].weights)
+        kernel.checked = False
+        check_graph(
+            lambda x, routing, out: kernel(x, packed, routing, out=out),
+            [(case, case.reference()) for case in made],
+        )
+
+    # -- packing --------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("scheme", list(SCHEMES))
+    def test_pack_is_pure(self, scheme: str) -> None:
+        """The weights stay as they are, and packing twice gives the same bits."""
+        problem = self._problem(quant=scheme, **({"has_bias": True} if self._spec().bias else {}))
+        kernel = self._compose(problem, self._native)
+        weights = random_weights(problem)
+        once, twice = pack(kernel, weights), pack(kernel, weights)
+        assert once.backend == self.backend
+        assert once.experts.keys() == twice.experts.keys()
+        for name, tensor in once.experts.items():
+            assert same_bits(tensor, twice.experts[name]), f"{name} differs when packed again"
+            assert tensor.device == device_of(problem)
+
+    @pytest.mark.parametrize("scheme", list(SCHEMES))
+    def test_pack_is_expert_major(self, scheme: str) -> None:
+        """pack(permute(w)) == permute(pack(w)), so that experts can move between ranks."""
+        if not self._spec().movable:
+            self._skip("the spec declares its packed weights not movable")
+        problem = self._problem(quant=scheme, **({"has_bias": True} if self._spec().bias else {}))
+        kernel = self._compose(problem, self._native)
+        weights = random_weights(problem)
+        L = problem.num_local_experts
+        order = torch.arange(L).roll(1)
+        order[[0, 1]] = order[[1, 0]]
+        packed, permuted = pack(kernel, weights), pack(kernel, weights.select(order))
+        assert packed.experts, "no packed tensor is listed under experts"
+        for name, tensor in packed.experts.items():
+            assert tensor.shape[0] == L, f"{name} is {tuple(tensor.shape)}: dim 0 is not L={L}"
+            moved = tensor[order.to(tensor.device)]
+            assert same_bits(moved, permuted.experts[name]), f"{name} does not move with its expert"
+        for name, tensor in packed.shared.items():
+            assert same_bits(tensor, permuted.shared[name]), f"shared {name} depends on the order"

@@ -1,0 +1,156 @@
+"""The dispatcher's own interface, without a kernel in between: what prepare hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moekit.kernel import Dispatched, Routing
+from moekit.problem import MoEProblem
+from moekit.testing.calls import Watch, check_graph
+from moekit.testing.cases import device_of
+from moekit.testing.compare import assert_close
+from moekit.testing.memory import poison
+from moekit.testing.ranks import Call, Job, Rank
+
+Delivery = tuple[int, int, int, float]  # source rank, token, physical expert, router weight
+
+
+def deliveries(
+    rank: int, world_size: int, job: Job, wanted: Call
+) -> tuple[list[Delivery], list[Delivery]]:
+    """What this rank sent and what reached it, as told by marks in the tokens.
+
+    Checks `Dispatched` against its docstring, and finalize with experts that return their input.
+    """
+    r = Rank(rank, world_size, job)
+    p, dispatcher = r.problem, r.kernel.dispatcher
+    case, _ = r.case(wanted)
+    source = 0 if r.alone else rank
+    T = case.x.shape[0]
+    idle = (case.routing.topk_ids < 0).all(dim=1)
+    x = torch.ones(T, p.hidden_size, dtype=p.dtype, device=device_of(p))
+    x[:, 0] = source + 1
+    x[:, 1] = torch.arange(T, device=x.device) + 1
+    x[idle] = float("nan")
+    dtype = torch.int32 if dispatcher.spec.ids_dtype == "int32" else torch.int64
+    routing = Routing(case.routing.topk_weights, case.routing.topk_ids.to(dtype))
+    watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
+    tokens = dispatcher.prepare(x, routing, None).result()
+    limit = dispatcher.max_rows(max(wanted.counts))
+    arrived = list(_arrived(tokens, p, limit))
+
+    out = poison(torch.empty_like(x))
+    result = dispatcher.finalize(_identity(tokens), tokens, out).result()
+    assert result.data_ptr() == out.data_ptr(), "finalize did not return the out it was given"
+    watch.check("prepare or finalize")
+    assert_close(out, _identity_result(x, routing, r), p, "identity experts")
+    r.kernel.destroy()
+
+    sent = [
+        (source, t, int(routing.topk_ids[t, k]), round(float(routing.topk_weights[t, k]), 6))
+        for t, k in (routing.topk_ids >= 0).nonzero().tolist()
+    ]
+    return sent, arrived
+
+
+def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery]:
+    first, L = p.local_experts.start, p.num_local_experts
+    x = tokens.x
+    assert x.dtype == p.dtype and tokens.x_scale is None, "quantized without being asked to"
+
+    def delivery(row: Tensor, expert: int, weight: float) -> Delivery:
+        assert bool(torch.isfinite(row).all()), "NaN in a row that an expert must compute"
+        assert bool((row[2:] == 1).all()), "a row's content changed on its way"
+        return int(row[0]) - 1, int(row[1]) - 1, first + expert, round(weight, 6)
+
+    if tokens.expert_num_tokens is not None:
+        counts = tokens.expert_num_tokens
+        assert tokens.topk_ids is None and tokens.topk_weights is None
+        assert x.dim() == 3 and x.shape[0] == L and x.shape[2] == p.hidden_size
+        assert tuple(counts.shape) == (L,) and counts.dtype == torch.int32
+        assert x.shape[1] <= limit, f"C={x.shape[1]}, but max_rows() says {limit}"
+        assert bool(((counts >= 0) & (counts <= x.shape[1])).all()), f"counts {counts}"
+        for expert, count in enumerate(counts.tolist()):
+            yield from (delivery(row, expert, float("nan")) for row in x[expert, :count])
+        return
+    ids, weights = tokens.topk_ids, tokens.topk_weights
+    assert ids is not None and weights is not None
+    assert x.dim() == 2 and x.shape[1] == p.hidden_size
+    assert x.shape[0] <= limit, f"R={x.shape[0]}, but max_rows() says {limit}"
+    assert ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.shape == weights.shape
+    assert ids.dtype in (torch.int32, torch.int64) and weights.dtype == torch.float32
+    assert bool(((ids >= -1) & (ids < L)).all()), f"ids must be local or -1: {ids.tolist()}"
+    for row, slot in (ids >= 0).nonzero().tolist():
+        yield delivery(x[row], int(ids[row, slot]), float(weights[row, slot]))
+
+
+def _identity(tokens: Dispatched) -> Tensor:
+    """Output of experts that return their input, as the contract lays it out; padding is NaN."""
+    if tokens.expert_num_tokens is not None:
+        C = tokens.x.shape[1]
+        real = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
+        return torch.where(real[..., None], tokens.x, float("nan"))
+    assert tokens.topk_ids is not None and tokens.topk_weights is not None
+    weights = torch.where(tokens.topk_ids >= 0, tokens.topk_weights, 0.0)
+    total = weights.sum(dim=1, keepdim=True)
+    y = torch.where(total > 0, tokens.x.float() * total, 0.0)
+    return y.to(tokens.x.dtype)
+
+
+def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
+    """What a rank gets back (T, H) fp32 if every expert returns its input."""
+    p = r.problem
+    mine = p.local_experts if r.alone else range(p.num_physical_experts)
+    used = (routing.topk_ids >= mine.start) & (routing.topk_ids < mine.stop)
+    total = torch.where(used, routing.topk_weights, 0.0).sum(dim=1, keepdim=True)
+    return torch.where(total > 0, x.float() * total, 0.0)
+
+
+def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
+    """prepare and finalize in a CUDA graph, with experts that return their input."""
+    r = Rank(rank, world_size, job)
+    dispatcher = r.kernel.dispatcher
+    dtype = torch.int32 if dispatcher.spec.ids_dtype == "int32" else torch.int64
+
+    def run(x: Tensor, routing: Routing, out: Tensor) -> None:
+        tokens = dispatcher.prepare(x, routing, None).result()
+        dispatcher.finalize(_identity(tokens), tokens, out).result()
+
+    made = []
+    for kind in ("random", "slots", "rows", "hot"):
+        case, _ = r.case(Call((num_tokens,), kind), kind)
+        ids = Routing(case.routing.topk_weights, case.routing.topk_ids.to(dtype))
+        made.append((replace(case, routing=ids), _identity_result(case.x, ids, r)))
+    check_graph(run, made)
+    r.kernel.destroy()
+
+
+def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+    """Tokens are quantized before they travel: what arrives is that, with its scales."""
+    r = Rank(rank, world_size, job)
+    p, activation = r.problem, r.problem.quant.activation
+    assert activation is not None
+    case, _ = r.case(wanted)
+    ids = case.routing.topk_ids.to(r.kernel._ids_dtype)
+    tokens = r.kernel.dispatcher.prepare(
+        case.x,
+        Routing(case.routing.topk_weights, ids),
+        lambda x, valid: r.kernel.experts.quantize(x, r.packed, valid),
+    ).result()
+    assert tokens.x.dtype == activation.torch_dtype, f"x arrived as {tokens.x.dtype}"
+    scale, rows = tokens.x_scale, tokens.x.shape[:-1]
+    assert scale is not None and scale.dtype == torch.float32
+    groups = activation.scale_shape(1, p.hidden_size)[1]
+    allowed = {(*rows, groups)}
+    if activation.per_tensor:
+        allowed.add((1,) * len(tokens.x.shape))
+    assert tuple(scale.shape) in allowed, f"x_scale is {tuple(scale.shape)}, want {allowed}"
+    y = torch.zeros(tokens.x.shape, dtype=p.dtype, device=case.x.device)
+    out = poison(torch.empty_like(case.x))
+    r.kernel.dispatcher.finalize(y, tokens, out).result()
+    assert not bool(out.any()), "finalize of zeros is not zero"
+    r.kernel.destroy()

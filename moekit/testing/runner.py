@@ -1,0 +1,49 @@
+"""`run`: the kit over an installed backend, without a test file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+
+from moekit.plugins import registry
+
+VARIABLE = "MOEKIT_CHECK"
+
+
+class _Count:
+    """A pytest plugin that counts the tests that passed."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.when == "call" and report.passed
+
+
+def run(name: str, extra_args: Sequence[str] = ()) -> int:
+    """Runs the conformance kit over every backend of that name; returns pytest's exit code.
+
+    extra_args go to pytest (``["-k", "scheme", "-x"]``). 5 (pytest's "no tests") also when every
+    test was skipped, for then nothing was shown. Raises UnknownBackend or NameClash.
+    """
+    known = registry()
+    if name not in known.dispatchers:
+        known.expert(name)
+    count = _Count()
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = name
+    try:
+        # No configuration of the current folder: its addopts are not meant for this.
+        args = ["--pyargs", "moekit.testing.suite", "-c", os.devnull, "--rootdir", os.curdir]
+        code = int(pytest.main([*args, "-p", "no:cacheprovider", "-rs", *extra_args], [count]))
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+    if code == pytest.ExitCode.OK and not count.passed:
+        print(f"every test of {name!r} was skipped: nothing is shown about it")
+        return int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    return code

@@ -1,0 +1,22 @@
+"""What `moekit.testing.run` collects: both kits, for the backend named in MOEKIT_CHECK."""
+
+from __future__ import annotations
+
+import os
+
+from moekit.plugins import registry
+from moekit.testing import DispatcherConformance, ExpertsConformance
+from moekit.testing.runner import VARIABLE
+
+_name = os.environ.get(VARIABLE, "")
+
+if _name in registry().experts:
+
+    class TestExperts(ExpertsConformance):
+        backend = _name
+
+
+if _name in registry().dispatchers:
+
+    class TestDispatcher(DispatcherConformance):
+        backend = _name

@@ -1,0 +1,78 @@
+"""Triton expert GEMMs for moekit: `triton` (STANDARD) and `triton_batched` (BATCHED).
+
+On the CPU they run in Triton's interpreter, for tests, when TRITON_INTERPRET=1.
+"""
+
+import os
+import sys
+
+from moekit import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+
+_SCHEMES = frozenset(
+    {
+        "none",
+        "fp8_tensor",
+        "fp8_tensor_static",
+        "fp8_channel_token",
+        "fp8_block",
+        "int8_channel_token",
+        "fp8_w8a16_tensor",
+        "fp8_w8a16_channel",
+        "fp8_w8a16_block",
+        "int8_w8a16",
+    }
+)
+_FP8_CAPABILITY = (8, 9)
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def _imported_compiled() -> bool:
+    """Whether triton is imported, and its own functions were made for the compiler."""
+    language = sys.modules.get("triton.language")
+    return language is not None and type(language.zeros).__name__ == "JITFunction"
+
+
+def _check(problem: MoEProblem) -> list[str]:
+    reasons = []
+    device, weight = problem.device, problem.quant.weight
+    if device.type == "cpu" and not _interpreted():
+        reasons.append(
+            "on the CPU Triton runs only in its interpreter (slow, for tests): "
+            "set TRITON_INTERPRET=1 before the process starts"
+        )
+    elif device.type == "cpu" and _imported_compiled():
+        reasons.append("TRITON_INTERPRET=1 was set after triton had been imported: set it earlier")
+    fp8 = weight is not None and weight.dtype.startswith("float8")
+    if fp8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
+        reasons.append(f"fp8 needs compute capability 8.9 or later, not {device}")
+    return reasons
+
+
+def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
+    return ExpertsSpec(
+        name=name,
+        target=f"moekit_triton.experts:{target}",
+        format=format,
+        schemes=_SCHEMES,
+        devices=("cpu", "cuda>=8.0"),
+        requires=("triton",),
+        install_hint="pip install 'triton>=3.6'",
+        # Fast on a GPU; in the interpreter only a name should choose it.
+        priority=-50 if _interpreted() else 10,
+        check=_check,
+        reduces=format is ActivationFormat.STANDARD,
+        takes_unquantized=False,
+        graph_safe=True,
+        deterministic=True,
+    )
+
+
+@hookimpl
+def moekit_experts() -> list[ExpertsSpec]:
+    return [
+        _spec("triton", "TritonExperts", ActivationFormat.STANDARD),
+        _spec("triton_batched", "BatchedTritonExperts", ActivationFormat.BATCHED),
+    ]

@@ -1,0 +1,111 @@
+"""Device helpers for arithmetic: conversions that round to nearest even, and the activations.
+
+Triton's interpreter (triton 3.6 to 3.9) gets four things wrong: a dot of two bf16 tiles is garbage,
+fp32 -> bf16 truncates, fp32 -> fp8 drops the carry out of the mantissa, and fp8 subnormals flush.
+The helpers here make the interpreter's numbers agree with the GPU's; on the GPU they compile to the
+plain conversion.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels of this process run in Triton's interpreter (TRITON_INTERPRET=1 at import)."""
+
+QMAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""Largest magnitude of each quantized dtype."""
+
+TINY = 1e-12
+"""Least amax a scale is derived from: an all-zero row has a positive scale and zero values."""
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_TINY = tl.constexpr(TINY)
+
+
+@triton.jit
+def round_to_integer(x):
+    """fp32 -> the nearest integer as fp32, ties to even, for |x| < 2**22."""
+    return (x + 12582912.0) - 12582912.0  # 1.5 * 2**23: the sum's unit in the last place is 1
+
+
+@triton.jit
+def _round_e4m3(x):
+    """fp32 (|x| <= 448) -> the nearest e4m3 value, still fp32, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    subnormal = (x + 24576.0) - 24576.0  # 1.5 * 2**14: unit in the last place 2**-9
+    return tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+
+
+@triton.jit
+def _round_bf16(x):
+    """fp32 -> the nearest bf16 value, still fp32, ties to even; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def convert(x, DTYPE: tl.constexpr):
+    """fp32 -> DTYPE (fp32, fp16, bf16, e4m3 within +-448, int8 within +-127), rounding to nearest
+    even."""
+    if DTYPE == tl.int8:
+        x = round_to_integer(x)
+    if _INTERPRETED:
+        if DTYPE == tl.bfloat16:
+            x = _round_bf16(x)
+        if DTYPE == tl.float8e4nv:
+            x = _round_e4m3(x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def scale_of(amax, QMAX: tl.constexpr):
+    """The scale that maps amax to the largest quantized magnitude."""
+    amax = tl.maximum(amax, _TINY)
+    return tl.div_rn(amax, tl.full(amax.shape, QMAX, tl.float32))
+
+
+@triton.jit
+def quantize(x, scale, QMAX: tl.constexpr, DTYPE: tl.constexpr):
+    """fp32 x and scale of one shape -> DTYPE: x / scale, clamped, rounded to nearest even."""
+    return convert(tl.clamp(tl.div_rn(x, scale), -QMAX, QMAX), DTYPE)
+
+
+@triton.jit
+def dot(a, w, acc, PRECISION: tl.constexpr):
+    """acc + a @ w. a and w of one dtype, or w of 8 bits (weight-only) and a of 16."""
+    if _INTERPRETED:
+        if a.dtype == tl.bfloat16:
+            a = a.to(tl.float32)
+    if w.dtype != a.dtype:
+        w = w.to(a.dtype)
+    return tl.dot(a, w, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def activate_gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr):
+    """fp32 gate and up -> fp32. CLAMP: gate <= limit and |up| <= limit first."""
+    if CLAMP:
+        gate = tl.minimum(gate, limit)
+        up = tl.clamp(up, -limit, limit)
+    if ACTIVATION == "swigluoai":
+        return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    else:
+        return activate(gate, ACTIVATION) * up
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """fp32 -> fp32, elementwise."""
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(z)) == sigmoid(2 * z)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        positive = tl.maximum(x, 0.0)
+        return positive * positive

@@ -1,0 +1,271 @@
+"""Row-wise kernels around the GEMMs: quantize, activate (and quantize), and the weighted sum over
+K.
+
+Which rows exist: all of them, those with a true mask, those whose id is not negative (STANDARD
+pairs), or the first counts_L[l] of each slab (BATCHED). Other rows are neither read nor written, so
+what lies there (NaN, old values) is never seen.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .gemm import SCALE_GROUP
+from .numerics import INTERPRETED, QMAX, activate, activate_gated, convert, quantize, scale_of
+
+AMAX_PARTIALS = 4 if INTERPRETED else 256
+"""fp32 entries of scratch for a dynamic per-tensor scale; one program each."""
+
+
+@dataclass(frozen=True)
+class ValidRows:
+    """mask: bool, one per row. ids: integers, one per row, negative = absent. counts_L: int32, rows
+    used in each slab of `slab` rows. None of them: every row."""
+
+    mask: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+    counts_L: torch.Tensor | None = None
+    slab: int = 1
+
+    @property
+    def kind(self) -> str:
+        return self._named[0]
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self._named[1]
+
+    @property
+    def _named(self) -> tuple[str, torch.Tensor | None]:
+        if self.mask is not None:
+            return "mask", self.mask.contiguous().view(torch.int8)
+        if self.ids is not None:
+            return "ids", self.ids
+        return ("all", None) if self.counts_L is None else ("counts", self.counts_L)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Name and parameters; `gated` reads [gate; up] halves. limit None = no clamp."""
+
+    name: str
+    gated: bool = True
+    alpha: float = 1.702
+    limit: float | None = None
+
+
+def quantize_rows(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, valid: ValidRows = ValidRows()
+) -> None:
+    """x (rows, cols) -> q (rows, cols; e4m3 or int8) and fp32 scale: (rows, 1) or (rows, ceil(cols
+    / 128)).
+
+    scale = max(amax, tiny) / qmax; q = x / scale, rounded to nearest even.
+    """
+    _launch_rows(x, q, scale, None, "group" if scale.shape[1] > 1 else "row", valid, None)
+
+
+def quantize_rows_per_tensor(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    valid: ValidRows = ValidRows(),
+    *,
+    scratch: torch.Tensor | None,
+) -> None:
+    """x (rows, cols) -> q with one fp32 scale. scratch None: `scale` is given (static). Otherwise
+    `scale` is written, from the amax over valid rows; `scratch` has AMAX_PARTIALS fp32 entries."""
+    rows, cols = x.shape
+    if scratch is not None and rows > 0:
+        _amax[(AMAX_PARTIALS,)](
+            x, scratch, valid.tensor, rows, cols, x.stride(0), valid.slab,
+            VALID=valid.kind, BLOCK=triton.next_power_of_2(cols), num_warps=_warps(cols),
+        )  # fmt: skip
+    _launch_rows(x, q, scale, scratch, "tensor", valid, None)
+
+
+def activate_rows(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    activation: Activation,
+    valid: ValidRows = ValidRows(),
+    *,
+    scale: torch.Tensor | None = None,
+    static_scale: bool = False,
+) -> None:
+    """x (rows, 2I if gated else I) -> out (rows, I), computed in fp32.
+
+    With `scale`, out is quantized (e4m3 or int8): per row or per group of 128 by the shape of
+    `scale`, which is written; or, with static_scale, by the one value it holds.
+    """
+    kind = "none"
+    if scale is not None:
+        kind = "tensor" if static_scale else "group" if scale.shape[1] > 1 else "row"
+    _launch_rows(x, out, scale, None, kind, valid, activation)
+
+
+def _warps(cols: int) -> int:
+    return (
+        min(16, max(1, triton.next_power_of_2(cols) // 1024))
+        if cols > 1024
+        else 1
+        if cols <= 256
+        else 4
+    )
+
+
+def _launch_rows(
+    x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None, partials: torch.Tensor | None,
+    kind: str, valid: ValidRows, activation: Activation | None,
+) -> None:  # fmt: skip
+    rows, cols = out.shape
+    gated = activation is not None and activation.gated
+    assert x.shape == (rows, 2 * cols if gated else cols)
+    assert x.stride(1) == 1 and out.stride(1) == 1
+    assert valid.ids is None or (valid.ids.numel() == rows and valid.ids.is_contiguous())
+    if rows == 0:
+        return
+    group = SCALE_GROUP if kind == "group" else triton.next_power_of_2(cols)
+    row_stride, group_stride = (0, 0) if scale is None or kind == "tensor" else scale.stride()
+    limit = activation.limit if activation is not None else None
+    _rows[(rows,)](
+        x, out, scale, partials, valid.tensor, cols,
+        x.stride(0), out.stride(0), row_stride, group_stride, valid.slab,
+        0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
+        ACTIVATION="none" if activation is None else activation.name,
+        GATED=gated, CLAMP=limit is not None, QUANTIZE=kind,
+        PARTIALS=0 if partials is None else AMAX_PARTIALS, QMAX=QMAX.get(out.dtype, 0.0),
+        VALID=valid.kind, GROUP=group, GROUPS=triton.next_power_of_2(triton.cdiv(cols, group)),
+        num_warps=_warps(cols),
+    )  # fmt: skip
+
+
+def weighted_sum(
+    y_SH: torch.Tensor, weights_RK: torch.Tensor | None, ids_RK: torch.Tensor, out_RH: torch.Tensor
+) -> None:
+    """out[r] = sum over k, in order, of weights[r, k] * y[r * K + k] where ids[r, k] >= 0; fp32
+    accumulation.
+
+    weights: fp32, None = ones. Pairs with a negative id are skipped whatever y holds; rows without
+    any give 0.
+    """
+    rows, top_k = ids_RK.shape
+    cols = out_RH.shape[1]
+    assert y_SH.shape == (rows * top_k, cols) and y_SH.stride(1) == 1 and out_RH.stride(1) == 1
+    assert ids_RK.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
+    if rows == 0:
+        return
+    block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
+    _weighted_sum[(rows, triton.cdiv(cols, block))](
+        y_SH, weights_RK, ids_RK, out_RH, cols, y_SH.stride(0), out_RH.stride(0),
+        TOP_K=top_k, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_is_valid(valid_ptr, row, slab, VALID: tl.constexpr):
+    if VALID == "mask":
+        return tl.load(valid_ptr + row) != 0
+    elif VALID == "ids":
+        return tl.load(valid_ptr + row) >= 0
+    else:
+        return row % slab < tl.load(valid_ptr + row // slab)
+
+
+@triton.jit(do_not_specialize=["rows", "slab"])
+def _amax(
+    x_ptr,
+    partials_ptr,
+    valid_ptr,
+    rows,
+    cols,
+    x_stride,
+    slab,
+    VALID: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """partials[p] = max |x| over the valid rows p, p + programs, ..."""
+    col = tl.arange(0, BLOCK)
+    amax_B = tl.zeros((BLOCK,), tl.float32)
+    x_ptrs = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + col
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        if VALID == "all":
+            x = tl.load(x_ptrs, mask=col < cols, other=0.0)
+        else:
+            end = tl.where(_row_is_valid(valid_ptr, row, slab, VALID), cols, 0)
+            x = tl.load(x_ptrs, mask=col < end, other=0.0)
+        amax_B = tl.maximum(amax_B, tl.abs(x.to(tl.float32)))
+        x_ptrs += tl.num_programs(0).to(tl.int64) * x_stride
+    tl.store(partials_ptr + tl.program_id(0), tl.max(amax_B, axis=0))
+
+
+@triton.jit(do_not_specialize=["slab"])
+def _rows(
+    x_ptr, out_ptr, scale_ptr, partials_ptr, valid_ptr, cols, x_stride, out_stride,
+    scale_row_stride, scale_group_stride, slab, alpha, limit,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, QUANTIZE: tl.constexpr,
+    PARTIALS: tl.constexpr, QMAX: tl.constexpr, VALID: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One row a program, as a tile (GROUPS, GROUP); each group has its own scale."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    if PARTIALS > 0:
+        amax = tl.max(
+            tl.load(partials_ptr + tl.arange(0, PARTIALS)[None, :]), axis=1, keep_dims=True
+        )
+        tensor_scale = scale_of(amax, QMAX)
+        if row == 0:
+            tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), tensor_scale)
+    if VALID != "all":
+        if not _row_is_valid(valid_ptr, row, slab, VALID):
+            return
+
+    row = row.to(tl.int64)
+    group = tl.arange(0, GROUPS)[:, None]
+    col = group * GROUP + tl.arange(0, GROUP)[None, :]
+    ok = col < cols
+    x_ptrs = x_ptr + row * x_stride + col
+    value = tl.load(x_ptrs, mask=ok, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptrs + cols, mask=ok, other=0.0).to(tl.float32)
+        value = activate_gated(value, up, alpha, limit, ACTIVATION, CLAMP)
+    elif ACTIVATION != "none":
+        value = activate(value, ACTIVATION)
+
+    if QUANTIZE == "none":
+        result = convert(value, DTYPE)
+    else:
+        if QUANTIZE == "tensor":
+            if PARTIALS > 0:
+                scale = tensor_scale
+            else:
+                scale = tl.load(scale_ptr + tl.zeros((1, 1), tl.int32))
+        else:
+            scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
+            scale_ptrs = scale_ptr + row * scale_row_stride + group * scale_group_stride
+            tl.store(scale_ptrs, scale, mask=group * GROUP < cols)
+        result = quantize(value, tl.broadcast_to(scale, value.shape), QMAX, DTYPE)
+    tl.store(out_ptr + row * out_stride + col, result, mask=ok)
+
+
+@triton.jit
+def _weighted_sum(
+    y_ptr, weights_ptr, ids_ptr, out_ptr, cols, y_stride, out_stride,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = col < cols
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(TOP_K):
+        pair = row * TOP_K + k
+        present = tl.load(ids_ptr + pair) >= 0
+        end = tl.where(present, cols, 0)
+        y = tl.load(y_ptr + pair * y_stride + col, mask=col < end, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            y *= tl.load(weights_ptr + pair)
+        total += tl.where(present, y, 0.0)
+    tl.store(out_ptr + row * out_stride + col, convert(total, out_ptr.dtype.element_ty), mask=ok)

@@ -1,0 +1,11 @@
+"""moekit's conformance kit; on the CPU in Triton's interpreter (see conftest)."""
+
+from moekit.testing import ExpertsConformance
+
+
+class TestTriton(ExpertsConformance):
+    backend = "triton"
+
+
+class TestTritonBatched(ExpertsConformance):
+    backend = "triton_batched"

@@ -1,0 +1,381 @@
+"""The raw kernels against plain torch in fp32."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
+from moekit_triton.gemm import GemmConfig, batched_gemm, grouped_gemm
+from moekit_triton.numerics import QMAX
+from moekit_triton.rows import (
+    AMAX_PARTIALS,
+    Activation,
+    ValidRows,
+    activate_rows,
+    quantize_rows,
+    quantize_rows_per_tensor,
+    weighted_sum,
+)
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+NAN = float("nan")
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    assert torch.isfinite(out.float()).all()
+    return float((out.float() - reference.float()).norm() / reference.float().norm())
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> torch.Tensor:
+    """Values that every dtype holds; drawn on the CPU so that every device sees the same."""
+    if dtype == INT8:
+        return torch.randint(-127, 128, shape, dtype=INT8).to(device)
+    return torch.randn(shape).to(dtype).to(device)
+
+
+def rand_scale(*shape: int, device: torch.device) -> torch.Tensor:
+    return (torch.rand(shape) + 0.5).to(device)
+
+
+def run_align(ids: torch.Tensor, num_experts: int, block_m: int) -> AlignedPairs:
+    capacity = align_capacity(ids.numel(), num_experts, block_m)
+
+    def ints(n: int) -> torch.Tensor:
+        return torch.full((n,), -77, dtype=torch.int32, device=ids.device)
+
+    out = AlignedPairs(ints(capacity), ints(capacity // block_m), ints(1), block_m)
+    align(ids, num_experts, out, ints(align_scratch(ids.numel(), num_experts)))
+    return out
+
+
+def aligned_reference(
+    ids: torch.Tensor, num_experts: int, block_m: int
+) -> tuple[list[int], list[int]]:
+    pairs: list[int] = []
+    experts: list[int] = []
+    for expert in range(num_experts):
+        mine = (ids.flatten() == expert).nonzero().flatten().tolist()
+        blocks = cdiv(len(mine), block_m)
+        pairs += mine + [ids.numel()] * (blocks * block_m - len(mine))
+        experts += [expert] * blocks
+    return pairs, experts
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "num_experts", "block_m"),
+    [(0, 2, 4, 16), (1, 1, 1, 16), (1, 8, 128, 16), (5, 2, 8, 64), (37, 8, 40, 16),
+     (100, 8, 512, 16),     (300, 4, 8, 128), (700, 3, 33, 32), (1100, 1, 60, 16)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("routing", ["uniform", "one_expert", "none"])
+def test_align(device, rows, top_k, num_experts, block_m, dtype, routing):
+    torch.manual_seed(0)
+    low = {"uniform": -1, "one_expert": num_experts - 1, "none": -1}[routing]
+    high = {"uniform": num_experts, "one_expert": num_experts, "none": 0}[routing]
+    ids = torch.randint(low, high, (rows, top_k), dtype=dtype, device=device)
+    out = run_align(ids, num_experts, block_m)
+    pairs, experts = aligned_reference(ids, num_experts, block_m)
+    assert out.num_rows.item() == len(pairs)
+    assert out.pairs_S[: len(pairs)].tolist() == pairs
+    unused = out.experts_B.numel() - len(experts)
+    assert out.experts_B.tolist() == experts + [-1] * unused
+
+
+def dequantized(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """fp32 of a (..., K) or w (L, N, K) under any of the scale layouts."""
+    x = x.float()
+    if scale is None or scale.numel() == 1:
+        return x if scale is None else x * scale.flatten()
+    if scale.dim() == 1:  # per expert
+        return x * scale[:, None, None]
+    if scale.dim() == 2 and x.dim() == 3:  # per channel
+        return x * scale[:, :, None]
+    if scale.shape[-2] != x.shape[-2]:
+        scale = scale.repeat_interleave(128, dim=-2)[..., : x.shape[-2], :]
+    if scale.shape[-1] != 1:
+        scale = scale.repeat_interleave(128, dim=-1)[..., : x.shape[-1]]
+    return x * scale
+
+
+def a_scale_shape(kind: str, rows: int, k: int) -> tuple[int, ...] | None:
+    return {"none": None, "tensor": (1, 1), "row": (rows, 1), "group": (rows, cdiv(k, 128))}[kind]
+
+
+def w_scale_shape(kind: str, experts: int, n: int, k: int) -> tuple[int, ...] | None:
+    return {
+        "none": None,
+        "tensor": (experts,),
+        "channel": (experts, n),
+        "block": (experts, cdiv(n, 128), cdiv(k, 128)),
+    }[kind]
+
+
+# relative RMS error: of rounding the output; fp8 tensor cores accumulate in fewer bits than fp32
+GEMM_LIMITS = {
+    torch.bfloat16: 4e-3,
+    torch.float16: 1e-3,
+    torch.float32: 2e-6,
+    FP8: 1e-3,
+    INT8: 2e-6,
+}
+SCHEMES = [
+    (torch.float32, torch.float32, "none", "none"),
+    (torch.bfloat16, torch.bfloat16, "none", "none"),
+    (torch.float16, torch.float16, "none", "none"),
+    (FP8, FP8, "tensor", "tensor"),
+    (FP8, FP8, "row", "tensor"),
+    (FP8, FP8, "row", "channel"),
+    (FP8, FP8, "group", "block"),
+    (INT8, INT8, "row", "channel"),
+    (torch.bfloat16, FP8, "none", "tensor"),
+    (torch.float16, FP8, "none", "channel"),
+    (torch.bfloat16, FP8, "none", "block"),
+    (torch.bfloat16, INT8, "none", "channel"),
+    (torch.float16, INT8, "none", "tensor"),
+]
+# (N, K, block_n, block_k): whole tiles, partial tiles, one partial tile, several scale groups a
+# tile
+SHAPES = [(64, 256, 32, 64), (96, 200, 64, 128), (40, 72, 64, 64), (320, 136, 256, 32)]
+
+
+@pytest.mark.parametrize(("a_dtype", "w_dtype", "a_kind", "w_kind"), SCHEMES)
+@pytest.mark.parametrize(("n", "k", "block_n", "block_k"), SHAPES)
+@pytest.mark.parametrize("by_pair", [False, True])
+def test_grouped_gemm(device, a_dtype, w_dtype, a_kind, w_kind, n, k, block_n, block_k, by_pair):
+    torch.manual_seed(0)
+    rows, top_k, experts = 11, 3, 3
+    ids = torch.randint(-1, experts, (rows, top_k), device=device)
+    ids[0] = -1
+    a_rows = rows * top_k if by_pair else rows
+    a = randn(a_rows, k, dtype=a_dtype, device=device)
+    w = randn(experts, n, k, dtype=w_dtype, device=device)
+    shape = a_scale_shape(a_kind, a_rows, k)
+    a_scale = None if shape is None else rand_scale(*shape, device=device)
+    shape = w_scale_shape(w_kind, experts, n, k)
+    w_scale = None if shape is None else rand_scale(*shape, device=device)
+    bias = randn(experts, n, dtype=torch.bfloat16, device=device)
+
+    pair_a = a if by_pair else a.repeat_interleave(top_k, dim=0)
+    pair_scale = a_scale
+    if a_scale is not None and a_scale.numel() > 1 and not by_pair:
+        pair_scale = a_scale.repeat_interleave(top_k, dim=0)
+    flat = ids.flatten()
+    w_fp32 = dequantized(w, w_scale)[flat.clamp(min=0)]
+    reference = torch.einsum("sk,snk->sn", dequantized(pair_a, pair_scale), w_fp32)
+    reference += bias.float()[flat.clamp(min=0)]
+
+    if a_dtype != INT8:  # rows that no expert asked for may hold anything
+        unread = (flat < 0) if by_pair else (ids < 0).all(dim=1)
+        a[unread] = torch.full_like(a[unread], NAN, dtype=torch.float32).to(a_dtype)
+    out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
+    out = torch.full((rows * top_k, n), NAN, dtype=out_dtype, device=device)
+    config = GemmConfig(16, block_n, block_k, group_m=2, num_warps=4, num_stages=2)
+    grouped_gemm(
+        a, w, out, run_align(ids, experts, 16), config,
+        a_scale=a_scale, w_scale=w_scale, bias_LN=bias, pairs_per_row=1 if by_pair else top_k,
+    )  # fmt: skip
+    assert out[flat < 0].isnan().all(), "a pair without expert was written"
+    limit = GEMM_LIMITS[a_dtype]
+    assert relative_error(out[flat >= 0], reference[flat >= 0]) < limit
+
+
+@pytest.mark.parametrize(("a_dtype", "w_dtype", "a_kind", "w_kind"), SCHEMES)
+def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind):
+    torch.manual_seed(0)
+    experts, slab, n, k = 4, 20, 96, 200
+    counts = torch.tensor([0, 20, 1, 17], dtype=torch.int32, device=device)
+    a = randn(experts, slab, k, dtype=a_dtype, device=device)
+    w = randn(experts, n, k, dtype=w_dtype, device=device)
+    shape = a_scale_shape(a_kind, slab, k)
+    a_scale = None
+    if shape is not None:
+        a_scale = rand_scale(*(shape if a_kind == "tensor" else (experts, *shape)), device=device)
+    shape = w_scale_shape(w_kind, experts, n, k)
+    w_scale = None if shape is None else rand_scale(*shape, device=device)
+    used = torch.arange(slab, device=device)[None, :] < counts[:, None]
+    reference = dequantized(a, a_scale) @ dequantized(w, w_scale).transpose(1, 2)
+
+    if a_dtype != INT8:
+        a[~used] = torch.full_like(a[~used], NAN, dtype=torch.float32).to(a_dtype)
+    if a_scale is not None and a_kind != "tensor":
+        a_scale[~used] = NAN
+    out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
+    out = torch.full((experts, slab, n), NAN, dtype=out_dtype, device=device)
+    config = GemmConfig(16, 64, 64, num_stages=2)
+    batched_gemm(a, w, out, counts, config, a_scale=a_scale, w_scale=w_scale)
+    limit = GEMM_LIMITS[a_dtype]
+    assert relative_error(out[used], reference[used]) < limit
+    assert out[~used].isnan().all()
+
+
+def activation_reference(x: torch.Tensor, act: Activation) -> torch.Tensor:
+    functions = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "relu2": lambda v: F.relu(v).square(),
+    }
+    if not act.gated:
+        return functions[act.name](x.float())
+    gate, up = x.float().chunk(2, dim=1)
+    if act.limit is not None:
+        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+    if act.name == "swigluoai":
+        return (up + 1) * gate * torch.sigmoid(act.alpha * gate)
+    return functions[act.name](gate) * up
+
+
+ACTIVATIONS = [
+    Activation("silu"),
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("swigluoai", limit=2.0),
+    Activation("silu", limit=1.0),
+    Activation("silu", gated=False),
+    Activation("gelu", gated=False),
+    Activation("gelu_tanh", gated=False),
+    Activation("relu2", gated=False),
+]
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation(device, act, dtype):
+    torch.manual_seed(0)
+    rows, cols = 6, 200
+    x = (3 * torch.randn(rows, cols * (1 + act.gated))).to(dtype).to(device)
+    reference = activation_reference(x, act)
+    ids = torch.tensor([0, -1, 3, 5, -1, 2], device=device)
+    x[ids < 0] = NAN
+    out = torch.full((rows, cols), 7.0, dtype=dtype, device=device)
+    activate_rows(x, out, act, ValidRows(ids=ids))
+    assert relative_error(out[ids >= 0], reference[ids >= 0]) < (
+        3e-3 if dtype == torch.bfloat16 else 1e-6
+    )
+    assert (out[ids < 0] == 7.0).all()
+
+
+def quantize_reference(
+    x: torch.Tensor, dtype: torch.dtype, group: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, scale) with one scale per `group` columns; None = one for the tensor."""
+    x = x.float().cpu()  # a GPU's torch divides by a number as by its reciprocal
+    rows, cols = x.shape
+    if group is None:
+        scale = (x.abs().max().clamp(min=1e-12) / QMAX[dtype]).reshape(1, 1)
+        wide = scale
+    else:
+        padded = F.pad(x, (0, -cols % group)).view(rows, -1, group)
+        scale = padded.abs().amax(dim=2).clamp(min=1e-12) / QMAX[dtype]
+        wide = scale.repeat_interleave(group, dim=1)[:, :cols]
+    q = (x / wide).clamp(-QMAX[dtype], QMAX[dtype])
+    return (q.round() if dtype == INT8 else q).to(dtype), scale
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "cols"), list(itertools.product(["static", "tensor", "row", "group"], [64, 200, 384]))
+)
+@pytest.mark.parametrize("valid_kind", ["all", "ids", "counts"])
+def test_quantize(device, dtype, source, kind, cols, valid_kind):
+    torch.manual_seed(0)
+    rows = 6
+    x = (
+        torch.randn(rows, 2 * cols)
+        .mul(torch.logspace(-3, 2, rows)[:, None])
+        .to(source)
+        .to(device)[:, :cols]
+    )
+    x[0] = 0
+    ids = torch.tensor([0, 3, -1, 5, -1, 2], device=device)
+    counts = torch.tensor([2, 1], dtype=torch.int32, device=device)
+    valid, present = {
+        "all": (ValidRows(), torch.ones(rows, dtype=torch.bool)),
+        "ids": (ValidRows(ids=ids), ids >= 0),
+        "counts": (ValidRows(counts_L=counts, slab=3), torch.tensor([1, 1, 0, 1, 0, 0]).bool()),
+    }[valid_kind]
+    present = present.to(device)
+    x[~present] = NAN
+    q = torch.zeros(rows, cols, dtype=dtype, device=device)
+    group = {"static": None, "tensor": None, "row": cols, "group": 128}[kind]
+    q_ref, scale_ref = quantize_reference(x[present], dtype, group)
+    if kind in ("static", "tensor"):
+        scale = torch.full((1, 1), NAN) if kind == "tensor" else scale_ref.clone()
+        scale = scale.to(device)
+        scratch = None if kind == "static" else torch.full((AMAX_PARTIALS,), NAN, device=device)
+        quantize_rows_per_tensor(x, q, scale, valid, scratch=scratch)
+    else:
+        scale = torch.full((rows, cdiv(cols, group)), NAN, device=device)
+        quantize_rows(x, q, scale, valid)
+        assert scale[~present].isnan().all()
+        scale = scale[present]
+    assert torch.equal(scale.cpu(), scale_ref)
+    assert torch.equal(q[present].float().cpu(), q_ref.float())
+    assert (q[~present].float() == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["static", "row", "group"])
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_activation_quantized(device, dtype, kind):
+    torch.manual_seed(0)
+    rows, cols = 4, 200
+    x = randn(rows, 2 * cols, dtype=torch.bfloat16, device=device)
+    counts = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    present = torch.tensor([True, False, True, True], device=device)
+    act = Activation("silu")
+    x[~present] = NAN
+    group = {"static": None, "row": cols, "group": 128}[kind]
+    q_ref, scale_ref = quantize_reference(activation_reference(x[present], act), dtype, group)
+    shape = (1, 1) if kind == "static" else (rows, cdiv(cols, group))
+    scale = torch.full(shape, NAN, device=device)
+    if kind == "static":
+        scale = scale_ref.to(device)
+    q = torch.zeros(rows, cols, dtype=dtype, device=device)
+    valid = ValidRows(counts_L=counts, slab=2)
+    activate_rows(x, q, act, valid, scale=scale, static_scale=kind == "static")
+    scale = scale if kind == "static" else scale[present]
+    torch.testing.assert_close(scale.cpu(), scale_ref, rtol=1e-5, atol=0)
+    # the activation's last bit may move a value across a rounding boundary
+    assert (q[present].float().cpu() != q_ref.float()).float().mean() < 0.01
+    assert (q[~present].float() == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_weighted_sum(device, dtype, weighted):
+    torch.manual_seed(0)
+    rows, top_k, cols = 5, 3, 200
+    y = randn(rows * top_k, cols, dtype=dtype, device=device)
+    ids = torch.tensor(
+        [[0, 1, -1], [-1, -1, -1], [2, 2, 2], [-1, 4, -1], [3, -1, 0]], device=device
+    )
+    weights = torch.rand(rows, top_k, device=device) * 3
+    factor = (weights if weighted else torch.ones_like(weights)) * (ids >= 0)
+    reference = (y.float().view(rows, top_k, cols) * factor[:, :, None]).sum(1)
+    y[ids.flatten() < 0] = NAN
+    out = torch.full((rows, cols), NAN, dtype=dtype, device=device)
+    weighted_sum(y, weights if weighted else None, ids, out)
+    assert relative_error(out, reference) < (3e-3 if dtype == torch.bfloat16 else 2e-6)
+    assert (out[1] == 0).all()
+
+
+def test_empty(device):
+    x = torch.empty(0, 64, device=device)
+    q, scale = torch.empty(0, 64, dtype=FP8, device=device), torch.empty(0, 1, device=device)
+    quantize_rows(x, q, scale)
+    activate_rows(torch.empty(0, 128, device=device), x, Activation("silu"))
+    ids = torch.empty(0, 2, dtype=torch.int64, device=device)
+    weighted_sum(x, None, ids, torch.empty(0, 64, device=device))
+    grouped_gemm(
+        x,
+        torch.empty(4, 32, 64, device=device),
+        x[:, :32],
+        run_align(ids, 4, 16),
+        GemmConfig(16, 32, 32),
+    )
