@@ -4,7 +4,8 @@
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-for package in . plugins/*; do
+PLUGINS=${PLUGINS:-$(echo plugins/*)}
+for package in . $PLUGINS; do
     "$PYTHON" -m pip install -q --no-index --no-deps --no-build-isolation "$package"
 done
 "$PYTHON" - <<'PY'
@@ -17,4 +18,4 @@ print(f"date {datetime.date.today()}  python {platform.python_version()}  torch 
 print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
 PY
 "$PYTHON" -m moekit plugins
-exec "$PYTHON" -m pytest -rs -p no:cacheprovider tests/test_conformance_builtin.py plugins "$@"
+exec "$PYTHON" -m pytest -rs -p no:cacheprovider tests/test_conformance_builtin.py $PLUGINS "$@"

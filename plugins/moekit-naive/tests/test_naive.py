@@ -131,7 +131,9 @@ def peak_bytes(rank, world_size, device, quant, tp):
         dispatcher.finalize(y, dispatched, out).result()
 
     call()
-    peak, kept = measure(x.device, call)
+    # gloo's thread may drop its last reference to a buffer a moment after the call.
+    measured = [measure(x.device, call) for _ in range(4)]
+    peak, kept = max(m[0] for m in measured), min(m[1] for m in measured)
     said = dispatcher.transient_bytes(256)
     return peak, kept, said, slack(x.device, said)
 
