@@ -39,8 +39,9 @@ Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
 class Routing:
     """Where tokens go.
 
-    topk_weights: (T, K) float32. topk_ids: (T, K) int32 or int64, global physical expert ids,
-    -1 for "no expert" (all of a padding token's ids are -1).
+    topk_weights: (T, K) float32, anything (even NaN) where the id is -1. topk_ids: (T, K) int32 or
+    int64, global physical expert ids, -1 for "no expert" (all of a padding token's ids are -1). A
+    token names an expert at most once.
     """
 
     topk_weights: Tensor
@@ -587,6 +588,8 @@ class ModularKernel:
                     f"topk_ids span [{low}, {high}], want -1 (no expert) or "
                     f"0..{p.num_physical_experts - 1}"
                 )
+            if self.experts.spec.format is ActivationFormat.BATCHED or self._bridged:
+                self._check_distinct(ids)
             # The sum is finite unless an entry is not: one cheap pass for the usual case.
             if not (
                 math.isfinite(float(topk_weights.sum()))
@@ -596,3 +599,18 @@ class ModularKernel:
                     "topk_weights hold NaN or infinity where a token has an expert: "
                     "look for NaN in the router logits"
                 )
+
+    @property
+    def _bridged(self) -> bool:
+        return self.explanation is not None and self.explanation.pairs[0].bridged
+
+    def _check_distinct(self, ids: Tensor) -> None:
+        """Slabs have room for each token once."""
+        ordered = ids.sort(dim=1).values
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(dim=1)
+        if bool(twice.any()):
+            token = int(twice.nonzero()[0])
+            raise InvalidInput(
+                f"topk_ids of token {token} are {ids[token].tolist()}: a token can name an expert "
+                "only once"
+            )

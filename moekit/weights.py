@@ -25,8 +25,9 @@ class ExpertWeights:
     activations without a gate. w2: (L, H, I). Dtype: the problem's, or the scheme's (fp8, int8).
     w13_bias (L, 2I or I), w2_bias (L, H).
     w13_scale, w2_scale: fp32, (L, N or N/group or 1, K/group or 1) for an (L, N, K) weight;
-    trailing dimensions of size 1 may be left out. A per-tensor w13 scale may also be (L, 2), one
-    for gate and one for up.
+    trailing dimensions of size 1 may be left out. Blocks count from row 0 of w13, so where I is no
+    multiple of the block one block spans gate and up. A per-tensor w13 scale may also be (L, 2),
+    one for gate and one for up.
     w13_input_scale, w2_input_scale: static activation scales, a scalar or one per expert; experts
     share the largest.
 

@@ -31,7 +31,9 @@ def by_hand(
             scores = [1 / (1 + math.exp(-v)) for v in row]
         else:
             scores = [math.sqrt(math.log1p(math.exp(v))) for v in row]
-        choice = scores if bias is None else [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+        choice = (
+            scores if bias is None else [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+        )
         size = len(row) // groups
         best = []
         for g in range(groups):

@@ -9,7 +9,7 @@ import pytest
 
 from moekit.plugins import registry
 
-VARIABLE = "MOEKIT_CHECK"
+VARIABLE = "_MOEKIT_CHECK"
 
 
 class _Count:

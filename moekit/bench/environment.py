@@ -1,0 +1,55 @@
+"""Where and with what a run was made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import moekit
+from moekit.bench.contestants import Contestant
+from moekit.problem import DeviceSpec
+
+
+def versions(people: Iterable[Contestant]) -> dict[str, str]:
+    """Of everything that can change a time; what is not installed is left out."""
+    found = {
+        "moekit": moekit.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": _installed("triton"),
+        "cuda": torch.version.cuda or "",
+    }
+    # What offers a contestant, under the offering distribution's name: "moekit-triton 0.1.0".
+    for text in sorted({c.version for c in people if c.version and not c.left_out}):
+        name, _, version = text.rpartition(" ")
+        found.setdefault(name, version)
+    return {name: version for name, version in found.items() if version}
+
+
+def device_facts(device: torch.device, spec: DeviceSpec) -> dict[str, Any]:
+    """name, type, capability, multiprocessors, l2_bytes, memory_bytes; null where unknown."""
+    result: dict[str, Any] = {
+        "name": spec.name or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "type": device.type,
+        "capability": None if spec.capability is None else list(spec.capability),
+        "multiprocessors": None,
+        "l2_bytes": None,
+        "memory_bytes": None,
+    }
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        result["multiprocessors"] = facts.multi_processor_count
+        result["l2_bytes"] = getattr(facts, "L2_cache_size", None)
+        result["memory_bytes"] = facts.total_memory
+    return result
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
