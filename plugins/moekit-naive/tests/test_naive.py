@@ -320,7 +320,7 @@ def groups_of_one_backend(rank, world_size):
 
 def test_groups_of_one_backend_on_gpus(gpus):
     results = gpus.run(groups_of_one_backend)
-    assert results[0][0].startswith("PeerFailed: rank 1 failed: x is torch.float32")
+    assert results[0][0].startswith("PeerFailed: rank 1 failed: InvalidInput: x is torch.float32")
     assert results[1][0].startswith("InvalidInput: x is torch.float32")
     for _, said in results:
         assert said.startswith("GroupMismatch") and "tensors on cuda want nccl" in said
