@@ -19,7 +19,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             devices=_ANYWHERE,
             moves_tokens=False,
             applies_weights=False,
-            wire_schemes=frozenset(SCHEMES),
             priority=100,
             graph_safe=True,
             deterministic=True,

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,16 +102,6 @@ def dequantized_input(tokens: Dispatched, problem: MoEProblem) -> Tensor:
     return quant.dequantize(tokens.x, tokens.x_scale, problem.quant.activation)
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """Which (token, slot) pair went to which (expert, slab row)."""
-
-    token: Tensor
-    expert: Tensor
-    slab_row: Tensor
-    weight: Tensor
-
-
 class BatchedReference(PrepareAndFinalize):
     """BATCHED tokens of this rank alone: the oracle of the batched format. Padding is NaN."""
 
@@ -123,7 +112,7 @@ class BatchedReference(PrepareAndFinalize):
         capacity = self.max_rows(T)
         slab = x_TH.new_full((p.num_local_experts, capacity, p.hidden_size), float("nan"))
         counts = torch.zeros(p.num_local_experts, dtype=torch.int32, device=x_TH.device)
-        parts = []
+        sent = []  # per expert: the tokens of its slab's rows, and their weights
         for expert, physical in enumerate(p.local_experts):
             token, slot = (routing.topk_ids == physical).nonzero(as_tuple=True)
             if len(token) > capacity:
@@ -133,17 +122,14 @@ class BatchedReference(PrepareAndFinalize):
                 )
             counts[expert] = len(token)
             slab[expert, : len(token)] = x_TH[token]
-            row = torch.arange(len(token), device=x_TH.device)
-            weight = routing.topk_weights[token, slot]
-            parts.append((token, torch.full_like(token, expert), row, weight))
-        slots = _Slots(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        return Pending.ready(Dispatched(slab, expert_num_tokens=counts, handle=slots))
+            sent.append((token, routing.topk_weights[token, slot, None]))
+        return Pending.ready(Dispatched(slab, expert_num_tokens=counts, handle=sent))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        slots: _Slots = dispatched.handle
         total = torch.zeros(out_TH.shape, dtype=torch.float32, device=out_TH.device)
-        rows = y[slots.expert, slots.slab_row].float() * slots.weight[:, None]
-        total.index_add_(0, slots.token, rows)
+        # Expert by expert: within one, no token comes twice, so the sum has one order.
+        for expert, (token, weight) in enumerate(dispatched.handle):
+            total.index_add_(0, token, y[expert, : len(token)].float() * weight)
         return Pending.ready(out_TH.copy_(total))
 
     def max_rows(self, num_tokens: int) -> int:

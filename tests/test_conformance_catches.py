@@ -244,7 +244,7 @@ class FailsOnNoTokens(Plain):
 
 
 def test_fails_on_no_tokens():
-    caught_experts(FailsOnNoTokens, "test_input_form", "fp8_block", "local", says="got no rows")
+    caught_experts(FailsOnNoTokens, "test_input_form", "fp8_block", "kit_quantized_wire", says="got no rows")
 
 
 class PaddingInScale(Plain):
@@ -253,7 +253,7 @@ class PaddingInScale(Plain):
 
 
 def test_padding_reaches_a_shared_scale():
-    caught_experts(PaddingInScale, "test_input_form", "fp8_tensor", "local", says="NaN")
+    caught_experts(PaddingInScale, "test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN")
 
 
 class OneScaleForAll(Plain):
@@ -473,7 +473,7 @@ class NothingWrittenForIdleTokens(BatchedReference):
         keep = out_TH.clone()
         super().finalize(y, dispatched, out_TH)
         idle = torch.ones(len(out_TH), dtype=torch.bool)
-        idle[dispatched.handle.token] = False
+        idle[torch.cat([token for token, _ in dispatched.handle])] = False
         out_TH[idle] = keep[idle]
         return Pending.ready(out_TH)
 

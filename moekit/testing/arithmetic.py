@@ -16,8 +16,8 @@ from moekit.route import to_physical
 from moekit.testing import cases
 from moekit.testing.base import Conformance, Sizes
 from moekit.testing.calls import (
+    QUANTIZED_WIRE,
     ROW_SCALES,
-    UNQUANTIZED_WIRE,
     check_call,
     check_negative_controls,
     pack,
@@ -226,7 +226,7 @@ class ExpertsNumbers(Conformance):
         check_call(self._compose(problem, self._native), case)
 
     @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
-    @pytest.mark.parametrize("wire", ["local", UNQUANTIZED_WIRE, ROW_SCALES, "batched_reference"])
+    @pytest.mark.parametrize("wire", ["local", QUANTIZED_WIRE, ROW_SCALES, "batched_reference"])
     def test_input_form(self, scheme: str, wire: str) -> None:
         """Tokens quantized before they travel, on arrival, or by the experts; scales per row.
 
@@ -277,7 +277,7 @@ class ExpertsNumbers(Conformance):
             )
             if isinstance(found, MoEProblem):
                 kind, T = pick(ROUTINGS), pick((1, 5, 16, self._T))
-                dispatchers = ("local", "batched_reference", UNQUANTIZED_WIRE)
+                dispatchers = ("local", "batched_reference", QUANTIZED_WIRE)
                 self._check(found, T, kind, pick(dispatchers), key=index)
                 return
         self._skip(f"no supported combination in ten draws; the last: {found}")

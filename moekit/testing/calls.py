@@ -19,6 +19,7 @@ from moekit.kernel import (
 )
 from moekit.local import LocalDispatcher, local_ids
 from moekit.plugins import DispatcherSpec, ExpertsSpec, Registry, registry
+from moekit.quant import SCHEMES
 from moekit.reference import oracle
 from moekit.testing.cases import Case
 from moekit.testing.compare import assert_close, complain
@@ -26,8 +27,7 @@ from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocation
 from moekit.weights import ExpertWeights
 
 # The kit's variants of `local`, by what their tokens look like to the experts.
-UNQUANTIZED_WIRE = "kit_unquantized_wire"  # never quantizes: experts get x as it is, or the kernel
-#                                            quantizes it on arrival
+QUANTIZED_WIRE = "kit_quantized_wire"  # quantizes before "sending", where the experts take that
 ROW_SCALES = "kit_row_scales"  # a per-tensor scale arrives as one per row, different by source
 
 
@@ -64,10 +64,10 @@ def kit_registry(
     base = base or registry()
     copy = Registry(plugins=base.plugins)
     copy._added.extend(base._added)
-    local = copy.dispatcher("local")
+    wire = replace(copy.dispatcher("local"), wire_schemes=frozenset(SCHEMES), priority=-1000)
     doubles = (
-        replace(local, name=UNQUANTIZED_WIRE, wire_schemes=frozenset(), priority=-1000),
-        replace(local, name=ROW_SCALES, target=f"{__name__}:RowScales", priority=-1000),
+        replace(wire, name=QUANTIZED_WIRE),
+        replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales"),
     )
     for spec in (*doubles, *extra):
         known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
