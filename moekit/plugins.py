@@ -52,7 +52,8 @@ class BackendSpec:
     or ``"cuda==9.0"`` (compute capability).
     requires: importable names it needs; looked up with find_spec, never imported to list.
     install_hint: the command that provides them.
-    priority: the higher of two possible backends is chosen when no measurement says otherwise.
+    priority: the higher of two possible backends is chosen when no measurement says otherwise;
+    scheme_priority: (scheme, priority) pairs where it differs by scheme.
     check: further reasons for a problem; must be pure and must not touch a device.
     graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
     deterministic: equal inputs give equal bits.
@@ -67,6 +68,7 @@ class BackendSpec:
     requires: tuple[str, ...] = ()
     install_hint: str = ""
     priority: int = 0
+    scheme_priority: tuple[tuple[str, int], ...] = ()
     check: Callable[[MoEProblem], list[str]] | None = None
     graph_safe: bool = False
     deterministic: bool = False
@@ -80,6 +82,8 @@ class BackendSpec:
             raise ValueError(f"{self.name}: format {self.format!r}: want an ActivationFormat")
         if not isinstance(self.priority, int):
             raise ValueError(f"{self.name}: priority {self.priority!r}: want an int")
+        if unknown := sorted({scheme for scheme, _ in self.scheme_priority} - set(SCHEMES)):
+            raise ValueError(f"{self.name}: scheme_priority names unknown schemes {unknown}")
         for what in ("devices", "requires"):
             if not isinstance(value := getattr(self, what), tuple):
                 raise ValueError(f"{self.name}: {what} {value!r}: want a tuple of strings")
@@ -89,6 +93,9 @@ class BackendSpec:
         for device in self.devices:
             if not _DEVICE.fullmatch(device):
                 raise ValueError(f"{self.name}: device {device!r}: want e.g. 'cpu', 'cuda>=9.0'")
+
+    def priority_for(self, problem: MoEProblem) -> int:
+        return dict(self.scheme_priority).get(problem.quant.name, self.priority)
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
         """Every reason why this backend cannot do ``problem``; an empty list means it can."""

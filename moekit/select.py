@@ -145,7 +145,9 @@ def explain(
             if d.name in bad_dispatchers or e.name in bad_experts:
                 continue
             bridged = d.format is not e.format
-            score = d.priority + e.priority - (_BRIDGE_COST if bridged else 0)
+            score = (
+                d.priority_for(problem) + e.priority_for(problem) - (_BRIDGE_COST if bridged else 0)
+            )
             scored.append(((-score, d.name, e.name), Pair(d.name, e.name, bridged)))
     pairs = tuple(pair for _, pair in sorted(scored, key=lambda item: item[0]))
     why = dispatcher_by

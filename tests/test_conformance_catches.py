@@ -244,7 +244,9 @@ class FailsOnNoTokens(Plain):
 
 
 def test_fails_on_no_tokens():
-    caught_experts(FailsOnNoTokens, "test_input_form", "fp8_block", "kit_quantized_wire", says="got no rows")
+    caught_experts(
+        FailsOnNoTokens, "test_input_form", "fp8_block", "kit_quantized_wire", says="got no rows"
+    )
 
 
 class PaddingInScale(Plain):
@@ -253,7 +255,9 @@ class PaddingInScale(Plain):
 
 
 def test_padding_reaches_a_shared_scale():
-    caught_experts(PaddingInScale, "test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN")
+    caught_experts(
+        PaddingInScale, "test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN"
+    )
 
 
 class OneScaleForAll(Plain):

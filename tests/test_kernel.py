@@ -209,3 +209,20 @@ def test_warmup_grows_the_arena_beforehand() -> None:
     held = arena.nbytes
     kernel(tokens()[0], packed, tokens()[1])
     assert arena.nbytes == held > 0
+
+
+def test_priority_may_differ_by_scheme() -> None:
+    registry = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    torch_spec = registry.expert("torch")
+    registry.register(
+        replace(torch_spec, name="picky", priority=-1, scheme_priority=(("int8_w8a16", 1),))
+    )
+    chosen = {
+        scheme: moekit.explain(
+            PROBLEM.replace(quant=moekit.SCHEMES[scheme]), backends=registry
+        ).chosen.experts
+        for scheme in ("none", "int8_w8a16")
+    }
+    assert chosen == {"none": "torch", "int8_w8a16": "picky"}
+    with pytest.raises(ValueError, match="unknown schemes"):
+        replace(torch_spec, scheme_priority=(("fp9", 1),))

@@ -1,0 +1,273 @@
+"""The two experts backends: which buffers they need, and what runs in which order.
+
+    sort pairs by expert -> rows into order (quantized) -> GEMM 1 -> activation (quantized)
+    -> GEMM 2 -> weighted sum (STANDARD) or rows back to the slab (BATCHED)
+
+Biases are added by moekit's own kernels. Shape suffixes: R rows, K slots of a row, S = R * K pairs,
+L local experts, C rows of a slab, H hidden size, I intermediate size, N = 2I (I without gate).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from moekit_triton.rows import (
+    AMAX_PARTIALS,
+    Activation,
+    ValidRows,
+    activate_rows,
+    quantize_rows,
+    quantize_rows_per_tensor,
+)
+from torch import Tensor
+
+from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.plugins import ExpertsSpec
+from moekit.problem import MoEProblem
+from moekit.weights import ExpertWeights
+
+from .groups import Groups, group_slab, sort_pairs, sort_scratch
+from .providers import Band, Provider, Scales, bands
+from .rows import add_bias, gather_sum, spread_rows
+
+
+class _CutlassExperts(PermuteExpertsUnpermute):
+    """What both formats share.
+
+    Quantized schemes: GEMMs scale per row and per output channel; a per-tensor scale is one of
+    equal values. Activations with dynamic per-tensor scales that this class quantizes itself get a
+    scale per row: finer, and no second pass.
+    """
+
+    def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
+        super().__init__(spec, problem)
+        activation, operand = problem.activation, problem.quant.activation
+        self._activation = Activation(
+            name=activation.name.removesuffix("_no_mul"),
+            gated=activation.gated,
+            alpha=activation.alpha or 0.0,
+            limit=activation.limit,
+        )
+        self._a_dtype = problem.dtype if operand is None else operand.torch_dtype
+        self._quantized = operand is not None
+        self._static = operand is not None and operand.static
+        self.bands: tuple[Band, ...] = bands(problem)
+
+    # -- weights ----------------------------------------------------------------------------
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        """Weights as they are (gate and up in halves); scales (L, N) fp32."""
+        experts = {name: t.contiguous() for name, t in weights.tensors().items()}
+        shared = {
+            short: experts.pop(name)
+            for name, short in (("w13_input_scale", "a1_scale"), ("w2_input_scale", "a2_scale"))
+            if name in experts
+        }
+        if self._quantized:
+            for name in ("w13", "w2"):
+                scale = experts[f"{name}_scale"].expand(-1, experts[name].shape[1], 1)
+                experts[f"{name}_scale"] = scale.squeeze(2).contiguous()
+        return PackedWeights(self.spec.name, experts, shared if self._static else {})
+
+    def quantize(
+        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
+        operand = self.problem.quant.activation
+        assert operand is not None
+        if x_RH.dim() != 2 or x_RH.numel() == 0:
+            return super().quantize(x_RH, weights, valid_rows)
+        rows, device = x_RH.shape[0], x_RH.device
+        q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=device)
+        valid = ValidRows() if valid_rows is None else ValidRows(mask=valid_rows)
+        if operand.static:
+            scale, partials = weights.shared["a1_scale"], None
+        elif operand.per_tensor:
+            scale = torch.empty((1, 1), dtype=torch.float32, device=device)
+            partials = torch.empty(AMAX_PARTIALS, dtype=torch.float32, device=device)
+        else:
+            scale = torch.empty((rows, 1), dtype=torch.float32, device=device)
+            quantize_rows(x_RH, q, scale, valid)
+            return q, scale
+        quantize_rows_per_tensor(x_RH, q, scale, valid, scratch=partials)
+        return q, scale
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def _pairs(self, rows: int) -> int:
+        """S for ``rows`` rows (STANDARD: R, BATCHED: C)."""
+        raise NotImplementedError
+
+    def _rows_per_expert(self, rows: int, slots: int) -> float:
+        """Tokens spread over all physical experts, so a local one expects rows * slots / P."""
+        return rows * slots / self.problem.num_physical_experts
+
+    def _provider(self, rows: int, slots: int) -> Provider:
+        expected = self._rows_per_expert(rows, slots)
+        return next(b.provider for b in reversed(self.bands) if b.low <= expected)
+
+    def _reachable(self, rows: int) -> list[tuple[Provider, int]]:
+        """Providers that calls of at most ``rows`` rows may use, each with its most rows."""
+        per_row = self._rows_per_expert(1, self.problem.top_k)
+        return [
+            (band.provider, math.ceil(min(rows, band.high / per_row)))
+            for band in self.bands
+            if band.low <= rows * per_row
+        ]
+
+    def _regions(self, provider: Provider, pairs: int) -> tuple[int, int]:
+        """Bytes of the two buffers that the steps write in turn.
+
+        Rows in order -> first; GEMM 1 -> second; activation -> first; GEMM 2 -> second. With a
+        fused activation GEMM 1 writes to the first, and so rows in order go to the second.
+        """
+        p = self.problem
+        size = self._a_dtype.itemsize
+        x = 0 if provider.gathers else p.hidden_size * size
+        a = p.local_intermediate_size * size
+        h = 0 if provider.activates else p.w13_rows * provider.dtype.itemsize
+        z = p.hidden_size * provider.dtype.itemsize
+        if provider.allocates:
+            h = z = 0
+        first, second = (a, max(x, z)) if provider.activates else (max(x, a), max(h, z))
+        return pairs * first, pairs * second
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        L, pairs = self.problem.num_local_experts, self._pairs(rows)
+        regions = [self._regions(p, self._pairs(r)) for p, r in self._reachable(rows)] or [(0, 0)]
+        return (
+            BufferSpec((pairs,), torch.int32),
+            BufferSpec((pairs,), torch.int32),
+            BufferSpec((pairs,), torch.int32),
+            BufferSpec((L + 1,), torch.int32),
+            BufferSpec((sort_scratch(pairs, L),), torch.int32),
+            BufferSpec((pairs if self._quantized else 0,), torch.float32),
+            *(BufferSpec((max(column),), torch.uint8) for column in zip(*regions, strict=True)),
+        )
+
+    def transient_bytes(self, rows: int) -> int:
+        """Results that a library allocates itself: GEMM 1's is gone before GEMM 2's is made."""
+        most = 0
+        for provider, provider_rows in self._reachable(rows):
+            widest = max(self.problem.w13_rows, self.problem.hidden_size)
+            result = self._pairs(provider_rows) * widest * provider.dtype.itemsize
+            most = max(most, provider.scratch + (result if provider.allocates else 0))
+        return most
+
+    # -- the steps --------------------------------------------------------------------------
+
+    def _groups(self, workspace: Sequence[Tensor], slots_shape: tuple[int, int]) -> Groups:
+        n = math.prod(slots_shape)
+        rows, experts, slots, offsets = workspace[:4]
+        return Groups(rows[:n], experts[:n], slots[:n].view(slots_shape), offsets)
+
+    def _run(
+        self,
+        provider: Provider,
+        x_RH: Tensor,
+        x_scale: Tensor | None,
+        weights: PackedWeights,
+        groups: Groups,
+        workspace: Sequence[Tensor],
+    ) -> Tensor:
+        """x (R, H) -> GEMM 2's rows (S, H) in sorted order, without w2's bias."""
+        p, S = self.problem, groups.rows_S.shape[0]
+        H, inner, N = p.hidden_size, p.local_intermediate_size, p.w13_rows
+        scale_S, first, second = workspace[5][: S if self._quantized else 0], *workspace[6:8]
+
+        def rows(buffer: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+            return buffer[: S * columns * dtype.itemsize].view(dtype).view(S, columns)
+
+        def result(buffer: Tensor, columns: int) -> Tensor | None:
+            return None if provider.allocates else rows(buffer, columns, provider.dtype)
+
+        def scales(name: str) -> Scales | None:
+            if not self._quantized:
+                return None
+            return Scales(scale_S.view(S, 1), weights[f"{name}_scale"])
+
+        x = x_RH
+        if not provider.gathers:
+            x = rows(second if provider.activates else first, H, self._a_dtype)
+            static = self._static and x_scale is None
+            if static:
+                x_scale = weights.shared["a1_scale"]
+            out_scale = scale_S if self._quantized else None
+            spread_rows(
+                x_RH, groups.slots_RK, x, x_scale=x_scale, out_scale_S=out_scale, static=static
+            )
+        a = rows(first, inner, self._a_dtype)
+        if provider.activates:
+            provider.first(x, weights["w13"], groups, a, None)
+        else:
+            h = provider.first(x, weights["w13"], groups, result(second, N), scales("w13"))
+            if (bias := weights.get("w13_bias")) is not None:
+                add_bias(h, bias, groups)
+            self._activate(h, a, scale_S, weights, groups)
+            del h
+        return provider.second(a, weights["w2"], groups, result(second, H), scales("w2"))
+
+    def _activate(
+        self, h_SN: Tensor, a_SI: Tensor, scale_S: Tensor, weights: PackedWeights, groups: Groups
+    ) -> None:
+        S = h_SN.shape[0]
+        valid = ValidRows(counts_L=groups.total, slab=S)
+        if not self._quantized:
+            activate_rows(h_SN, a_SI, self._activation, valid)
+        elif self._static:
+            a2_scale = weights.shared["a2_scale"]
+            activate_rows(h_SN, a_SI, self._activation, valid, scale=a2_scale, static_scale=True)
+            scale_S.copy_(a2_scale.view(1).expand(S))
+        else:
+            activate_rows(h_SN, a_SI, self._activation, valid, scale=scale_S.view(S, 1))
+
+
+class CutlassExperts(_CutlassExperts):
+    """STANDARD, reducing."""
+
+    def _pairs(self, rows: int) -> int:
+        return rows * self.problem.top_k
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        assert tokens.topk_ids is not None and tokens.topk_weights is not None
+        ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
+        R, K = ids_RK.shape
+        groups = self._groups(workspace, (R, K))
+        sort_pairs(ids_RK, groups, workspace[4])
+        provider = self._provider(R, K)
+        z = self._run(provider, tokens.x, tokens.x_scale, weights, groups, workspace)
+        bias = weights.get("w2_bias")
+        gather_sum(z, groups, y, weights_RK=topk_weights_RK, bias_LH=bias)
+
+
+class BatchedCutlassExperts(_CutlassExperts):
+    """BATCHED: used rows of all slabs form one sorted list, so padding costs no arithmetic."""
+
+    def _pairs(self, rows: int) -> int:
+        return self.problem.num_local_experts * rows
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        assert tokens.expert_num_tokens is not None
+        L, C, H = tokens.x.shape
+        groups = self._groups(workspace, (L * C, 1))
+        group_slab(tokens.expert_num_tokens, C, groups)
+        x_scale = tokens.x_scale
+        if x_scale is not None and x_scale.numel() > 1:
+            x_scale = x_scale.expand(L, C, 1).reshape(L * C, 1)
+        provider = self._provider(C, self.problem.top_k)
+        z = self._run(provider, tokens.x.view(L * C, H), x_scale, weights, groups, workspace)
+        gather_sum(z, groups, y.view(L * C, H), bias_LH=weights.get("w2_bias"))

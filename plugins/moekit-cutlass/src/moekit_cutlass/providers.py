@@ -1,0 +1,314 @@
+"""The libraries behind one interface: a grouped GEMM over rows sorted by expert.
+
+What compiles when: quack's kernels (CuTe DSL, seconds each, kept on disk) are keyed on dtypes,
+tile, cluster, fused activation, gather and w13's halves, not on sizes, so one warm-up call per
+provider and config compiles all that later calls need. torch's and vLLM's come compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.errors import BackendBroken
+from moekit.problem import MoEProblem
+
+from .found import providers_for, vllm_library
+from .groups import Groups, problem_sizes
+
+logger = logging.getLogger("moekit")
+
+# Which library runs a call, by the expected rows per expert: from each bound on, the first usable.
+# Provisional for "none": torch's block was ahead of quack's below 1024 rows per expert on an H200
+# (measured.md). tests/device_check.py measures all of them.
+PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
+    "none": ((0, ("torch", "quack")), (512, ("quack", "torch"))),
+    "fp8_tensor": ((0, ("torch", "vllm")),),
+    "fp8_tensor_static": ((0, ("torch", "vllm")),),
+    "fp8_channel_token": ((0, ("torch", "vllm")),),
+}
+
+# Gated, plain: what quack's epilogue computes like moekit's definition. Not: gelu with a gate (its
+# geglu is the tanh form), swigluoai (no clamp), any clamp or bias.
+FUSED = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu",
+    "silu_no_mul": "silu",
+    "gelu_no_mul": "gelu_erf",
+    "gelu_tanh_no_mul": "gelu_tanh_approx",
+    "relu2": "relu_sq",
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A quack GEMM config for SM90. cluster (M, N); a fused gather needs cluster N = 1."""
+
+    m: int = 128
+    n: int = 192
+    pingpong: bool = True
+    cluster: tuple[int, int] = (2, 1)
+    swizzle: int = 8
+
+
+@dataclass(frozen=True)
+class QuackPlan:
+    """gather: GEMM 1 reads its rows through an index, instead of their being copied into order."""
+
+    gather: bool = True
+    first: Tile = Tile()
+    second: Tile = Tile()
+
+
+# The library's own default tiles; device_check.py --sweep measures the others.
+QUACK_PLAN = QuackPlan()
+
+
+class Scales(NamedTuple):
+    """a (S, 1) and w (L, N), fp32, contiguous."""
+
+    a: Tensor
+    w: Tensor
+
+
+class Provider:
+    """A library's grouped GEMM.
+
+    gathers: GEMM 1 takes source rows and an index. allocates: results are the library's tensors,
+    not the caller's. scratch: bytes it allocates besides.
+    """
+
+    name: ClassVar[str]
+    gathers = False
+    allocates = False
+    activates = False
+    scratch = 0
+
+    def __init__(self, problem: MoEProblem) -> None:
+        self.problem = problem
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the results."""
+        return self.problem.dtype
+
+    def first(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        """GEMM 1. x (S, H) in sorted order, or if `gathers` (R, H) with groups.rows_S as index.
+
+        Returns (S, N), or if `activates` (S, I), in ``out`` unless `allocates`. Rows at or past
+        the last offset are undefined. scales: for e4m3 operands.
+        """
+        raise NotImplementedError
+
+    def second(
+        self, a_SI: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        """GEMM 2: (S, I) -> (S, H), as `first`."""
+        raise NotImplementedError
+
+
+class Torch(Provider):
+    """CUTLASS inside torch: `F.grouped_mm` for bf16, `_scaled_grouped_mm` for e4m3 (to bf16)."""
+
+    name = "torch"
+    allocates = True
+    scratch = 4 << 20
+    fast_accum: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def first(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        ends_L = groups.offsets_L1[1:]
+        if scales is None:
+            return F.grouped_mm(x, w_LNK.mT, offs=ends_L)
+        return torch._scaled_grouped_mm(
+            x, w_LNK.mT, scales.a.view(-1), scales.w, offs=ends_L,
+            out_dtype=torch.bfloat16, use_fast_accum=self.fast_accum,
+        )  # fmt: skip
+
+    second = first
+
+
+class Vllm(Provider):
+    """`cutlass_moe_mm` of vLLM's library.
+
+    It checks dtypes alone: a and b e4m3, scales fp32, out bf16 or fp16, and expert_offsets int64
+    with L entries (`get_cutlass_moe_mm_data` writes int32 and L + 1: convert and cut). Problem
+    sizes are int32 (L, 3) and swapped to (N, M, K) for calls of at most 64 rows, since the operator
+    chooses its transposed kernels by that bound itself. Pointers and workspace are its own.
+    """
+
+    name = "vllm"
+    scratch = 2 << 20
+    SWAP_ROWS: ClassVar[int] = 64
+
+    def __init__(self, problem: MoEProblem) -> None:
+        super().__init__(problem)
+        self._op = _vllm_operator()
+
+    def first(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        assert out is not None and scales is not None
+        (rows, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
+        starts_L = torch.empty(L, dtype=torch.int64, device=device)
+        sizes_L3 = torch.empty((L, 3), dtype=torch.int32, device=device)
+        problem_sizes(groups, starts_L, sizes_L3, n, k, swap=rows <= self.SWAP_ROWS)
+        ab, c = _stride(L, k, device), _stride(L, n, device)
+        self._op(
+            out, x, w_LNK, scales.a, scales.w, starts_L, sizes_L3,
+            ab, ab, c, True, True,
+        )  # fmt: skip
+        return out
+
+    second = first
+
+
+@functools.cache
+def _stride(num_experts: int, value: int, device: torch.device) -> Tensor:
+    """Made at the first call (not while capturing a graph) and kept, for graphs use it."""
+    return torch.full((num_experts,), value, dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _vllm_operator() -> Callable[..., None]:
+    library = vllm_library()
+    assert library is not None
+    try:
+        if not hasattr(torch.ops._C, "cutlass_moe_mm"):
+            torch.ops.load_library(str(library))
+        op = torch.ops._C.cutlass_moe_mm
+        arguments = [a.name for a in op.default._schema.arguments]
+    except (OSError, AttributeError, RuntimeError) as error:
+        raise BackendBroken(
+            f"{library} does not load: {error}; set MOEKIT_CUTLASS_PROVIDER=torch to do without"
+        ) from error
+    if len(arguments) != 12 or arguments[5:7] != ["expert_offsets", "problem_sizes"]:
+        raise BackendBroken(f"cutlass_moe_mm of {library} takes {arguments}: another version")
+    return op
+
+
+class Quack(Provider):
+    """quack-kernels: variable-M GEMM over int32 offsets, gather and activation fused into GEMM 1.
+
+    w13 stays in halves; the library reads gate and up rows interleaved through its tensor map.
+    """
+
+    name = "quack"
+
+    def __init__(self, problem: MoEProblem, plan: QuackPlan | None = None) -> None:
+        super().__init__(problem)
+        self.plan = plan or QUACK_PLAN
+        self.gathers = self.plan.gather
+        activation = problem.activation
+        fusable = activation.limit is None and not problem.has_bias
+        self._activation = FUSED.get(activation.name) if fusable else None
+        self.activates = self._activation is not None
+        self._gemm = _quack_gemm()
+
+    def first(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        halves = ("B",) if self.activates and self.problem.activation.gated else None
+        rows = groups.rows_S if self.gathers else None
+        return self._run(x, w_LNK, groups, out, self.plan.first, self._activation, rows, halves)
+
+    def second(
+        self, a_SI: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        return self._run(a_SI, w_LNK, groups, out, self.plan.second, None, None, None)
+
+    def _run(
+        self, a: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, tile: Tile,
+        activation: str | None, rows_S: Tensor | None, halves: tuple[str, ...] | None,
+    ) -> Tensor:  # fmt: skip
+        assert out is not None
+        key = (a.dtype, tile, activation, rows_S is None, halves)
+        started = None if key in _compiled else time.perf_counter()
+        if started is not None:
+            logger.info("moekit-cutlass: first use of quack with %s %s", activation, tile)
+        self._gemm(
+            a, w_LNK.mT, activation=activation, store_preact=False, postact_out=out,
+            cu_seqlens_m=groups.offsets_L1, A_idx=rows_S, tuned=False,
+            config=_quack_config(tile), concat_layout=halves,
+        )  # fmt: skip
+        if started is not None:
+            _compiled.add(key)
+            logger.info("moekit-cutlass: took %.1f s", time.perf_counter() - started)
+        return out
+
+
+_compiled: set[object] = set()
+
+
+@functools.cache
+def _quack_gemm() -> Callable[..., Any]:
+    try:
+        from quack.gemm_interface import gemm_act
+    except Exception as error:  # CuTe DSL fails in many ways when its parts do not match
+        raise BackendBroken(
+            f"quack does not import: {type(error).__name__}: {error}; "
+            "pip install 'moekit-cutlass[quack]', or set MOEKIT_CUTLASS_PROVIDER=torch"
+        ) from error
+    return gemm_act
+
+
+@functools.cache
+def _quack_config(tile: Tile) -> Any:
+    """One object per tile: quack keys on its identity."""
+    from quack.gemm_config import GemmConfig
+
+    return GemmConfig(
+        tile_m=tile.m,
+        tile_n=tile.n,
+        pingpong=tile.pingpong,
+        cluster_m=tile.cluster[0],
+        cluster_n=tile.cluster[1],
+        max_swizzle_size=tile.swizzle,
+        is_dynamic_persistent=False,
+        device_capacity=9,
+    )
+
+
+_CLASSES: Mapping[str, type[Provider]] = {c.name: c for c in (Quack, Torch, Vllm)}
+
+
+@dataclass(frozen=True)
+class Band:
+    """``provider`` serves calls that expect from ``low`` to (not with) ``high`` rows an expert."""
+
+    low: int
+    high: float
+    provider: Provider
+
+
+def bands(problem: MoEProblem) -> tuple[Band, ...]:
+    """Who serves which sizes, from `PREFERRED` and what is usable here."""
+    scheme = problem.quant.name
+    usable, why_not = providers_for(scheme, problem.dtype_name)
+    if not usable:
+        raise BackendBroken(f"no library for {scheme}: {'; '.join(why_not)}")
+    made: dict[str, Provider] = {}
+    table = PREFERRED[scheme]
+    found = []
+    for index, (low, order) in enumerate(table):
+        high = table[index + 1][0] if index + 1 < len(table) else float("inf")
+        name = next(name for name in order if name in usable)
+        if name not in made:
+            made[name] = _CLASSES[name](problem)
+        found.append(Band(low, high, made[name]))
+    return tuple(found)

@@ -1,0 +1,156 @@
+"""The libraries' entry points in plain torch: their documented semantics, checked strictly.
+
+`installed()` puts them in place of the libraries, and `registry()` offers the experts on the CPU.
+Rows that a library does not write are NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from moekit_cutlass import found, moekit_experts, providers
+from torch import Tensor
+
+import moekit
+
+NAN = float("nan")
+FP8 = torch.float8_e4m3fn
+
+_ACTS = {
+    None: lambda x: x,
+    "silu": F.silu,
+    "gelu_erf": F.gelu,
+    "gelu_tanh_approx": lambda x: F.gelu(x, approximate="tanh"),
+    "relu_sq": lambda x: F.relu(x).square(),
+}
+_GATED = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+}
+
+
+def quack_gemm_act(
+    A: Tensor,
+    B: Tensor,
+    *,
+    activation: str | None,
+    store_preact: bool,
+    postact_out: Tensor,
+    cu_seqlens_m: Tensor,
+    A_idx: Tensor | None,
+    tuned: bool,
+    config: Any,
+    concat_layout: tuple[str, ...] | None,
+) -> None:
+    """quack.gemm_interface.gemm_act with varlen_m: A (rows, K), B (L, K, N) K-major."""
+    assert not store_preact and not tuned and config is not None
+    assert A.dim() == 2 and A.stride(-1) == 1 and A.dtype in (torch.bfloat16, torch.float16)
+    assert B.dim() == 3 and B.stride(-2) == 1 and B.dtype == A.dtype
+    assert cu_seqlens_m.dtype == torch.int32 and len(cu_seqlens_m) == B.shape[0] + 1
+    total_m = postact_out.shape[0]
+    assert (A if A_idx is None else A_idx).shape[0] == total_m
+    if A_idx is not None:
+        assert A_idx.dtype == torch.int32 and config.cluster[1] == 1
+        assert bool(((A_idx >= 0) & (A_idx < A.shape[0])).all())
+        A = A[A_idx.long()]
+    gated = activation in _GATED
+    assert postact_out.shape[1] == B.shape[2] // (2 if gated else 1)
+    assert concat_layout == (("B",) if gated else None)
+    offsets = cu_seqlens_m.tolist()
+    for expert, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        h = A[start:end].float() @ B[expert].float()
+        out = _GATED[activation](*h.chunk(2, dim=1)) if gated else _ACTS[activation](h)
+        postact_out[start:end] = out.to(postact_out.dtype)
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    *,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """torch._scaled_grouped_mm on SM90: rowwise scales, bf16 out, sizes in multiples of 16."""
+    (rows, k), (L, _, n) = a.shape, b.shape
+    assert a.dtype == b.dtype == FP8 and a.is_contiguous() and b.mT.is_contiguous()
+    assert k % 16 == 0 and n % 16 == 0 and out_dtype == torch.bfloat16
+    assert a_scale.shape == (rows,) and b_scale.shape == (L, n) and b_scale.is_contiguous()
+    assert a_scale.dtype == b_scale.dtype == torch.float32
+    assert offs.dtype == torch.int32 and offs.shape == (L,)
+    out = torch.full((rows, n), NAN, dtype=out_dtype)
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        wide = a[start:end].float() @ b[expert].float()
+        out[start:end] = (wide * a_scale[start:end, None] * b_scale[expert]).to(out_dtype)
+        start = end
+    return out
+
+
+def cutlass_moe_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    expert_offsets: Tensor,
+    problem_sizes: Tensor,
+    a_strides: Tensor,
+    b_strides: Tensor,
+    c_strides: Tensor,
+    per_act_token: bool,
+    per_out_ch: bool,
+) -> None:
+    """vLLM's operator: per row and channel scales, transposed problems for 64 rows or fewer."""
+    (rows, k), (L, n, _) = a.shape, b.shape
+    assert a.dtype == b.dtype == FP8 and a_scale.dtype == b_scale.dtype == torch.float32
+    assert expert_offsets.dtype == torch.int64 and expert_offsets.shape == (L,)
+    assert problem_sizes.dtype == torch.int32 and problem_sizes.shape == (L, 3)
+    assert problem_sizes.is_contiguous() and out.dtype in (torch.bfloat16, torch.float16)
+    assert per_act_token and per_out_ch and b_scale.shape == (L, n) and a_scale.numel() == rows
+    for strides, value in ((a_strides, k), (b_strides, k), (c_strides, n)):
+        assert strides.dtype == torch.int64 and strides.tolist() == [value] * L
+    for expert, (start, sizes) in enumerate(
+        zip(expert_offsets.tolist(), problem_sizes.tolist(), strict=True)
+    ):
+        m = sizes[1 if rows <= 64 else 0]
+        assert sizes == ([n, m, k] if rows <= 64 else [m, n, k])
+        wide = a[start : start + m].float() @ b[expert].float().T
+        scale = a_scale.view(-1)[start : start + m, None] * b_scale[expert]
+        out[start : start + m] = (wide * scale).to(out.dtype)
+
+
+@contextlib.contextmanager
+def installed(**preferred: str) -> Iterator[None]:
+    """The stand-ins in place of the libraries; ``preferred``: scheme -> the only provider used."""
+    order = {scheme: table for scheme, table in providers.PREFERRED.items()}
+    for scheme, name in preferred.items():
+        order[scheme] = ((0, (name,)),)
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (found, "missing", lambda provider: ""),
+            (providers, "_quack_gemm", lambda: quack_gemm_act),
+            (providers, "_quack_config", lambda tile: tile),
+            (providers, "_vllm_operator", lambda: cutlass_moe_mm),
+            (providers, "PREFERRED", order),
+            (torch, "_scaled_grouped_mm", scaled_grouped_mm),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+def registry() -> moekit.Registry:
+    """The core's backends, and both experts as if they ran on the CPU."""
+    backends = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    for spec in moekit_experts():
+        dtypes = frozenset({"bfloat16", "float16"})
+        backends.register(dataclasses.replace(spec, devices=("cpu",), dtypes=dtypes))
+    return backends

@@ -1,0 +1,149 @@
+"""The experts with stand-ins for the libraries, through moekit.compose, on the CPU."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import cutlass_standins
+import pytest
+import torch
+from moekit_cutlass import found
+from moekit_cutlass.providers import Quack, QuackPlan, bands
+
+import moekit
+from moekit.testing import ExpertsConformance
+from moekit.testing.calls import check_call
+from moekit.testing.cases import make_case
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins are for the CPU")
+
+SIZES = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=80, device="cpu")
+FP8_SCHEMES = ("fp8_tensor", "fp8_tensor_static", "fp8_channel_token")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def standins():
+    with cutlass_standins.installed():
+        yield
+
+
+class TestStandard(ExpertsConformance):
+    backend = "cutlass"
+    backends = cutlass_standins.registry()
+
+
+class TestBatched(ExpertsConformance):
+    backend = "cutlass_batched"
+    backends = cutlass_standins.registry()
+
+
+def check(dispatcher: str, experts: str, kinds=("slots", "none"), tokens: int = 9, **changes):
+    problem = moekit.MoEProblem(**{**SIZES, **changes})
+    backends = cutlass_standins.registry()
+    kernel = moekit.compose(problem, dispatcher, experts, backends=backends)
+    for kind in kinds:
+        check_call(kernel, make_case(problem, tokens, kind))
+
+
+PAIRS = [("local", "cutlass"), ("batched_reference", "cutlass_batched")]
+
+
+@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
+@pytest.mark.parametrize("tokens", [1, 20, 40])
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
+def test_vllm(dispatcher, experts, tokens, scheme):
+    """At most 64 rows, and more: the operator transposes the former."""
+    with cutlass_standins.installed(**{scheme: "vllm"}):
+        check(dispatcher, experts, tokens=tokens, quant=scheme)
+        check(dispatcher, experts, tokens=tokens, quant=scheme, dtype=torch.float16, has_bias=True)
+
+
+@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu2", "swigluoai"])
+def test_quack(dispatcher, experts, gather, activation, monkeypatch):
+    plan = QuackPlan(gather=gather)
+    monkeypatch.setattr("moekit_cutlass.providers.QUACK_PLAN", plan)
+    with cutlass_standins.installed(none="quack"):
+        for has_bias in (False, True):
+            check(dispatcher, experts, activation=activation, has_bias=has_bias)
+
+
+def test_what_is_fused():
+    def fuses(**changes) -> bool:
+        return Quack(moekit.MoEProblem(**{**SIZES, **changes})).activates
+
+    assert fuses() and fuses(activation="relu2") and fuses(activation="gelu_tanh")
+    assert not fuses(activation="gelu") and not fuses(activation="swigluoai")
+    assert not fuses(activation=moekit.Activation("silu", limit=2.0)) and not fuses(has_bias=True)
+
+
+def test_provider_by_size():
+    """Workspaces for many rows hold what the provider of fewer rows needs."""
+    problem = moekit.MoEProblem(**SIZES)
+    backends = cutlass_standins.registry()
+    kernel = moekit.compose(problem, "local", "cutlass", backends=backends)
+    names = [(b.low, b.provider.name) for b in bands(problem)]
+    assert names == [(0, "torch"), (512, "quack")]
+    experts = kernel.experts
+    assert experts._provider(1, 2).name == "torch"
+    assert experts._provider(512 * 5, 1).name == experts._provider(256 * 5, 2).name == "quack"
+    for fewer, more in ((1, 100), (100, 1279), (1279, 1280), (1280, 5000)):
+        small, large = experts.workspace(fewer), experts.workspace(more)
+        assert all(a.nbytes <= b.nbytes for a, b in zip(small, large, strict=True))
+    assert experts.transient_bytes(10) > 0
+    case = make_case(problem, 1300, "slots")
+    check_call(kernel, case)
+
+
+def test_versions(monkeypatch):
+    assert found._outside("quack-kernels", "0.6.5") == ""
+    assert found._outside("quack-kernels", "0.6.11+cu13") == ""
+    for version in ("0.6.4", "0.7.0", "1.0"):
+        assert "quack-kernels>=0.6.5,<0.7" in found._outside("quack-kernels", version)
+    assert found._outside("vllm", "0.33.1") == "" and found._outside("vllm", "0.34.0")
+
+
+def test_vllm_library_is_found_by_path(monkeypatch, tmp_path):
+    folder = tmp_path / "vllm"
+    folder.mkdir()
+    (folder / found.VLLM_LIBRARY).touch()
+    for named in (folder, tmp_path):
+        monkeypatch.setenv("MOEKIT_VLLM_PATH", str(named))
+        assert found.vllm_library() == folder / found.VLLM_LIBRARY
+    monkeypatch.setenv("MOEKIT_VLLM_PATH", str(tmp_path / "elsewhere"))
+    assert found.vllm_library() is None
+
+
+def test_listing_and_reasons_without_libraries_import_nothing():
+    code = """
+        import sys
+        import moekit
+        spec = moekit.registry().expert("cutlass")
+
+        def reasons(device="sm90", **changes):
+            sizes = dict(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
+            return spec.unsupported(moekit.MoEProblem(**{**sizes, "device": device, **changes}))
+
+        assert reasons() == [] and reasons(quant="fp8_channel_token") == []
+        assert "cuda==9.0" in " ".join(reasons("cpu"))
+        assert "cuda==9.0" in " ".join(reasons("sm100"))
+        import torch
+        half = " ".join(reasons(dtype=torch.float16))
+        assert "moekit-cutlass[quack]" in half, half
+        assert "multiple of 8" in " ".join(reasons(hidden_size=100))
+        assert "multiple of 16" in " ".join(reasons(hidden_size=264, quant="fp8_tensor"))
+        assert "not supported" in " ".join(reasons(quant="fp8_block"))
+        vendors = {"triton", "quack", "cutlass", "vllm", "moekit_triton", "tvm_ffi"}
+        assert not vendors & set(sys.modules), vendors & set(sys.modules)
+    """
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MOEKIT")}
+    environ["MOEKIT_PLUGINS"] = "cutlass"
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environ)
+
+
+def test_forced_provider(monkeypatch):
+    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "vllm")
+    usable, why_not = found.providers_for("fp8_tensor", "bfloat16")
+    assert usable == ["vllm"] and "excludes torch" in why_not[0]

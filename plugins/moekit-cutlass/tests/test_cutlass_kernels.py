@@ -1,0 +1,171 @@
+"""Sorting and row kernels, against plain torch."""
+
+import pytest
+import torch
+from moekit_cutlass.groups import (
+    Groups,
+    group_slab,
+    problem_sizes,
+    sort_pairs,
+    sort_scratch,
+)
+from moekit_cutlass.rows import add_bias, gather_sum, spread_rows
+
+NAN, FP8 = float("nan"), torch.float8_e4m3fn
+
+
+def make_groups(rows: int, top_k: int, num_experts: int, device: torch.device) -> Groups:
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.full(shape, -77, dtype=torch.int32, device=device)
+
+    return Groups(ints(rows * top_k), ints(rows * top_k), ints(rows, top_k), ints(num_experts + 1))
+
+
+def sorted_groups(ids: torch.Tensor, num_experts: int) -> Groups:
+    groups = make_groups(*ids.shape, num_experts, ids.device)
+    scratch = torch.full((sort_scratch(ids.numel(), num_experts),), -77, dtype=torch.int32)
+    sort_pairs(ids, groups, scratch.to(ids.device))
+    return groups
+
+
+def random_ids(rows: int, top_k: int, num_experts: int) -> torch.Tensor:
+    return torch.randint(-1, num_experts, (rows, top_k))
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "num_experts"),
+    [(1, 1, 1), (1, 8, 128), (5, 2, 8), (37, 8, 40), (100, 8, 300), (300, 3, 33)],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("routing", ["uniform", "one_expert", "none"])
+def test_sort_pairs(device, rows, top_k, num_experts, dtype, routing):
+    torch.manual_seed(0)
+    ids = random_ids(rows, top_k, num_experts).to(dtype)
+    if routing != "uniform":
+        ids.fill_(num_experts - 1 if routing == "one_expert" else -1)
+    groups = sorted_groups(ids.to(device), num_experts)
+    flat = ids.flatten()
+    counts = torch.bincount(flat[flat >= 0], minlength=num_experts)
+    assert groups.offsets_L1.tolist() == [0, *counts.cumsum(0).tolist()]
+    order = torch.where(flat < 0, num_experts, flat).argsort(stable=True)
+    assert groups.rows_S.tolist() == (order // top_k).tolist()
+    total = int(groups.total)
+    assert groups.experts_S[:total].tolist() == flat[order][:total].tolist()
+    slots = torch.full((rows * top_k,), -1)
+    slots[order[:total]] = torch.arange(total)
+    assert groups.slots_RK.flatten().tolist() == slots.tolist()
+
+
+@pytest.mark.parametrize(
+    ("counts", "slab"), [([3], 4), ([0, 5, 2, 0], 5), ([0, 0], 3), ([70, 1, 60], 90)]
+)
+def test_group_slab(device, counts, slab):
+    L = len(counts)
+    groups = make_groups(L * slab, 1, L, device)
+    group_slab(torch.tensor(counts, dtype=torch.int32, device=device), slab, groups)
+    rows = [expert * slab + c for expert, count in enumerate(counts) for c in range(count)]
+    assert groups.offsets_L1.tolist() == [sum(counts[:e]) for e in range(L + 1)]
+    assert groups.rows_S.tolist() == rows + [0] * (L * slab - len(rows))
+    assert groups.experts_S[: len(rows)].tolist() == [row // slab for row in rows]
+    slots = groups.slots_RK.flatten().tolist()
+    assert [slots[row] for row in rows] == list(range(len(rows)))
+    assert sum(slot == -1 for slot in slots) == L * slab - len(rows)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_problem_sizes(device, swap):
+    ids = torch.tensor([[0, 2], [2, -1], [2, 4]], device=device)
+    starts = torch.full((5,), -77, dtype=torch.int64, device=device)
+    sizes = torch.full((5, 3), -77, dtype=torch.int32, device=device)
+    problem_sizes(sorted_groups(ids, 5), starts, sizes, 40, 24, swap)
+    rows = [1, 0, 3, 0, 1]
+    assert starts.tolist() == [0, 1, 1, 4, 4]
+    assert sizes.tolist() == [[40, m, 24] if swap else [m, 40, 24] for m in rows]
+
+
+@pytest.mark.parametrize("kind", ["copy", "copy_fp8", "row", "static"])
+@pytest.mark.parametrize("scale_rows", [0, 1, 9])
+def test_spread_rows(device, kind, scale_rows):
+    torch.manual_seed(0)
+    rows, top_k, cols, experts = 9, 3, 72, 4
+    ids = random_ids(rows, top_k, experts)
+    ids[2] = -1
+    groups = sorted_groups(ids.to(device), experts)
+    x = torch.randn(rows, cols) * torch.logspace(-2, 2, rows)[:, None]
+    x[2] = NAN
+    x = x.to(FP8 if kind == "copy_fp8" else torch.bfloat16).to(device)
+    if kind in ("row", "static") and scale_rows != (kind == "static"):
+        pytest.skip("another way of quantizing")
+    scale = (torch.rand(scale_rows, 1) + 0.5).to(device) if scale_rows else None
+    out = torch.zeros(rows * top_k, cols, dtype=x.dtype if "copy" in kind else FP8, device=device)
+    out_scale = torch.full((rows * top_k,), NAN, device=device)
+    spread_rows(
+        x, groups.slots_RK, out, x_scale=scale, out_scale_S=out_scale, static=kind == "static"
+    )
+    total = int(groups.total)
+    source = x[groups.rows_S[:total].long()].float()
+    if scale is not None:
+        want = scale.view(-1).expand(rows)[groups.rows_S[:total].long()]
+    else:
+        want = source.abs().amax(dim=1) / 448
+    if "copy" in kind:
+        assert torch.equal(out[:total].float(), source)
+    else:
+        quantized = (source / want[:, None]).clamp(-448, 448).to(FP8).float()
+        assert (out[:total].float() != quantized).float().mean() < 0.01
+    if scale is not None or kind == "row":
+        torch.testing.assert_close(out_scale[:total], want)
+        assert out_scale[total:].isnan().all()
+    assert (out[total:].float() == 0).all()
+
+
+def test_add_bias(device):
+    torch.manual_seed(0)
+    ids = random_ids(8, 2, 3).to(device)
+    groups = sorted_groups(ids, 3)
+    h = torch.randn(16, 40).to(torch.bfloat16).to(device)
+    bias = torch.randn(3, 40).to(torch.bfloat16).to(device)
+    total = int(groups.total)
+    want = (h.float() + bias.float()[groups.experts_S.long()]).to(h.dtype)
+    before = h.clone()
+    add_bias(h, bias, groups)
+    assert torch.equal(h[:total], want[:total]) and torch.equal(h[total:], before[total:])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_sum(device, bias, dtype):
+    torch.manual_seed(0)
+    rows, top_k, cols, experts = 6, 3, 200, 4
+    ids = random_ids(rows, top_k, experts)
+    ids[1] = -1
+    groups = sorted_groups(ids.to(device), experts)
+    z = torch.randn(rows * top_k, cols).to(dtype).to(device)
+    z[int(groups.total) :] = NAN
+    b_LH = torch.randn(experts, cols).to(dtype).to(device) if bias else None
+    weights = torch.rand(rows, top_k).to(device) * 3
+    weights[ids.to(device) < 0] = NAN
+    want = torch.zeros(rows, cols)
+    for r in range(rows):
+        for k in range(top_k):
+            if ids[r, k] >= 0:
+                row = z[int(groups.slots_RK[r, k])].float().cpu()
+                row = row + (0 if b_LH is None else b_LH[int(ids[r, k])].float().cpu())
+                want[r] += float(weights[r, k]) * row
+    out = torch.full((rows, cols), NAN, dtype=dtype, device=device)
+    gather_sum(z, groups, out, weights_RK=weights, bias_LH=b_LH)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(out.float().cpu(), want, **tolerance)
+    assert (out[1] == 0).all()
+
+
+def test_rows_go_back_to_the_slab(device):
+    counts, slab, cols = [2, 0, 3], 4, 40
+    groups = make_groups(12, 1, 3, device)
+    group_slab(torch.tensor(counts, dtype=torch.int32, device=device), slab, groups)
+    z = torch.randn(12, cols, device=device)
+    out = torch.full((12, cols), 7.0, device=device)
+    gather_sum(z, groups, out)
+    real = [0, 1, 8, 9, 10]
+    assert torch.equal(out[real], z[:5])
+    assert (out[[r for r in range(12) if r not in real]] == 7.0).all()

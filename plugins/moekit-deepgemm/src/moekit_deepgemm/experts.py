@@ -1,0 +1,317 @@
+"""The two experts backends: which buffers they need, and what they launch in which order.
+
+Shape suffixes: R rows, K slots of a row, S = R * K pairs, L local experts, M rows of the padded
+layout, C rows of a slab, H hidden size, I intermediate size, N = 2I (I without gate), G groups of
+128 columns that share a scale.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from moekit_triton.rows import ValidRows, quantize_rows
+from torch import Tensor
+
+from moekit.errors import InvalidInput
+from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.plugins import ExpertsSpec
+from moekit.problem import MoEProblem
+from moekit.weights import ExpertWeights
+
+from .align import align, align_scratch
+from .config import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to, round_up
+from .library import Gemms
+from .rows import (
+    GROUP,
+    ActivationKind,
+    activate_pairs,
+    activate_slabs,
+    combine,
+    finish_slabs,
+    scatter_rows,
+    stage_slabs,
+)
+
+logger = logging.getLogger("moekit")
+
+# input, its scales, the weight's name, output
+_Gemm = tuple[Tensor, "Tensor | None", str, Tensor]
+
+
+class _DeepGemmExperts(PermuteExpertsUnpermute):
+    """What both formats share.
+
+    The library compiles a GEMM with nvcc when it first meets its sizes (N, K, L) and tiles; tiles
+    follow from the expected rows per expert, which are handed over rounded to a power of two. So
+    the first call of a size, `ModularKernel.warmup` say, compiles whatever that size and all
+    smaller ones need (some 10 s a kernel, a handful of them, kept on disk in DG_JIT_CACHE_DIR), and
+    none compiles later. A size that was never met is refused while a graph is being captured.
+
+    block_m: overrides the rows of a block that config.py chooses (STANDARD only), for tuning.
+    """
+
+    _compiled: set[tuple[object, ...]] = set()  # of this process
+
+    def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
+        super().__init__(spec, problem)
+        activation = problem.activation
+        self._activation = ActivationKind(
+            name=activation.name.removesuffix("_no_mul"),
+            gated=activation.gated,
+            alpha=activation.alpha or 0.0,
+            limit=activation.limit,
+        )
+        self._quantized = problem.quant.activation is not None
+        operand = problem.quant.activation
+        self._a_dtype = problem.dtype if operand is None else operand.torch_dtype
+        self._gemms = Gemms()
+        self.block_m: int | None = None
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        """Weights as they are; scales (L, N / 128, K / 128) fp32, which is what Hopper reads."""
+        named = {name: tensor.contiguous() for name, tensor in weights.tensors().items()}
+        return PackedWeights(self.spec.name, named)
+
+    def quantize(
+        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows outside ``valid_rows`` come out undefined."""
+        operand = self.problem.quant.activation
+        assert operand is not None
+        if x_RH.dim() != 2 or x_RH.numel() == 0 or x_RH.stride(1) != 1:
+            return super().quantize(x_RH, weights, valid_rows)
+        q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
+        scale_shape = (x_RH.shape[0], x_RH.shape[1] // GROUP)
+        scale = torch.empty(scale_shape, dtype=torch.float32, device=x_RH.device)
+        valid = ValidRows() if valid_rows is None else ValidRows(mask=valid_rows)
+        quantize_rows(x_RH, q, scale, valid)
+        return q, scale
+
+    def transient_bytes(self, rows: int) -> int:
+        """Everything comes from the workspace, except what the library may keep from its first
+        call on (2.6 does: cuBLASLt's workspace, once per process)."""
+        return 32 << 20
+
+    def _operand(self, rows: int) -> list[BufferSpec]:
+        """Room for the input of either GEMM, and its scales. The first is dead when the activation
+        writes the second."""
+        p = self.problem
+        widest = max(p.hidden_size, p.local_intermediate_size)
+        groups = widest // GROUP if self._quantized else 0
+        return [
+            BufferSpec((rows * widest,), self._a_dtype),
+            BufferSpec((rows * groups,), torch.float32),
+        ]
+
+    def _first_use(self, key: tuple[object, ...], device: torch.device) -> bool:
+        """Whether this kind of call was not met before. Raises if it is being captured."""
+        p = self.problem
+        sizes = (p.quant.name, p.num_local_experts, p.w13_rows, p.hidden_size)
+        key = (self.spec.format, *sizes, p.local_intermediate_size, device.index, *key)
+        if key in self._compiled:
+            return False
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidInput(
+                f"{self.spec.name} has to compile for this number of tokens while a graph is being "
+                "captured; run it once (kernel.warmup(weights, num_tokens)) before capturing"
+            )
+        self._compiled.add(key)
+        return True
+
+
+class DeepGemmExperts(_DeepGemmExperts):
+    """STANDARD, reducing: align, scatter (and quantize), GEMM 1, activation, GEMM 2, weighted sum.
+
+    The GEMMs are the contiguous ones in the layout of group ends ("psum"), which do no work on the
+    unused rows that a static worst case leaves.
+    """
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        p = self.problem
+        pairs = rows * p.top_k
+        padded = self._plan(pairs).rows
+        return (
+            BufferSpec((pairs,), torch.int32),
+            BufferSpec((p.num_local_experts,), torch.int32),
+            BufferSpec((align_scratch(pairs, p.num_local_experts),), torch.int32),
+            *self._operand(padded),
+            # GEMM 1's output, and after the activation has read it, GEMM 2's
+            BufferSpec((padded * max(p.w13_rows, p.hidden_size),), p.dtype),
+        )
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        assert tokens.topk_ids is not None and tokens.topk_weights is not None
+        ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
+        x_RH = tokens.x if tokens.x.stride(1) == 1 else tokens.x.contiguous()
+        pairs, ids_S = ids_RK.numel(), ids_RK.view(-1)
+        plan = self._plan(pairs)
+        rows, ends_L, scratch, *buffers = workspace
+        rows_S = rows[:pairs]
+        if self._first_use(plan.kind, y.device):
+            self._compile(pairs, weights, ends_L, buffers)
+
+        align(ids_S, plan.block_m, rows_S, ends_L, scratch)
+        a_MH, scale_GM, h_MN = self._first(plan, buffers)
+        scatter_rows(x_RH, tokens.x_scale, rows_S, a_MH, scale_GM)
+        self._gemm(a_MH, scale_GM, weights, "w13", h_MN, ends_L, plan)
+        a_MI, scale_GM, y_MH = self._second(plan, buffers)
+        bias_LN = weights.get("w13_bias")
+        activate_pairs(h_MN, rows_S, ids_S, bias_LN, self._activation, a_MI, scale_GM)
+        self._gemm(a_MI, scale_GM, weights, "w2", y_MH, ends_L, plan)
+        combine(y_MH, rows_S, ids_S, topk_weights_RK, weights.get("w2_bias"), y)
+
+    def _plan(self, pairs: int) -> Plan:
+        p = self.problem
+        return make_plan(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
+
+    def _first(self, plan: Plan, buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
+        """GEMM 1's input, its scales, its output."""
+        return self._views(plan.rows, self.problem.hidden_size, self.problem.w13_rows, buffers)
+
+    def _second(
+        self, plan: Plan, buffers: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        p = self.problem
+        return self._views(plan.rows, p.local_intermediate_size, p.hidden_size, buffers)
+
+    def _views(
+        self, rows: int, k: int, n: int, buffers: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        a, scale, out = buffers
+        groups = k // GROUP
+        scale_GM = scale[: groups * rows].view(groups, rows) if self._quantized else None
+        return a[: rows * k].view(rows, k), scale_GM, out[: rows * n].view(rows, n)
+
+    def _gemm(
+        self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
+        ends_L: Tensor, plan: Plan,
+    ) -> None:  # fmt: skip
+        w, w_scale = weights[name], weights.get(f"{name}_scale")
+        self._gemms.contiguous(a, scale, w, w_scale, out, ends_L, plan.block_m, plan.expected_m)
+
+    def _compile(
+        self, pairs: int, weights: PackedWeights, ends_L: Tensor, buffers: Sequence[Tensor]
+    ) -> None:
+        """Runs both GEMMs without rows, for every kind of plan up to this one."""
+        p, start = self.problem, time.monotonic()
+        ends_L.zero_()
+        plans = plans_up_to(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
+        for done, plan in enumerate(plans):
+            logger.info("%s: compiling, %d of %d: %s", self.spec.name, done + 1, len(plans), plan)
+            for name, views in (("w13", self._first), ("w2", self._second)):
+                a, scale, out = views(plan, buffers)
+                self._gemm(a, scale, weights, name, out, ends_L, plan)
+            self._first_use(plan.kind, ends_L.device)
+        logger.info("%s: compiled in %.1f s", self.spec.name, time.monotonic() - start)
+
+
+class BatchedDeepGemmExperts(_DeepGemmExperts):
+    """BATCHED: (quantize,) GEMM 1, activation, GEMM 2 over every expert's used rows.
+
+    The masked GEMM stores whole blocks of rows, so slabs whose rows are no multiple of 128 are
+    copied to wider ones, and back.
+    """
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        p = self.problem
+        L, slab = p.num_local_experts, round_up(rows, SLAB_MULTIPLE)
+        columns = p.w13_rows if slab == rows else max(p.w13_rows, p.hidden_size)
+        return (
+            *self._operand(L * slab),
+            BufferSpec((L * slab * columns,), p.dtype),
+            BufferSpec((L,), torch.int32),
+        )
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        p, counts_L = self.problem, tokens.expert_num_tokens
+        assert counts_L is not None
+        counts_L = counts_L.to(torch.int32).contiguous()
+        *buffers, none_L = workspace
+        assert y.is_contiguous()
+        slab = round_up(y.shape[1], SLAB_MULTIPLE)
+        direct_out = slab == y.shape[1]
+        expected_m = expected_slab_rows(y.shape[1], p.top_k, p.num_physical_experts)
+        H, inner = p.hidden_size, p.local_intermediate_size
+        a_LCH, scale_LGC = self._input(slab, H, buffers)
+        a_LCI, scale2_LGC = self._input(slab, inner, buffers)
+        h_LCN = self._output(slab, p.w13_rows, buffers)
+        y_LCH = y if direct_out else self._output(slab, H, buffers)
+        if self._first_use((expected_m,), y.device):
+            gemms = (a_LCH, scale_LGC, "w13", h_LCN), (a_LCI, scale2_LGC, "w2", y_LCH)
+            self._compile(expected_m, weights, none_L, gemms)
+
+        a_LCH, scale_LGC = self._stage(tokens, counts_L, a_LCH, scale_LGC)
+        self._gemm(a_LCH, scale_LGC, weights, "w13", h_LCN, counts_L, expected_m)
+        bias_LN, bias_LH = weights.get("w13_bias"), weights.get("w2_bias")
+        activate_slabs(h_LCN, counts_L, bias_LN, self._activation, a_LCI, scale2_LGC)
+        self._gemm(a_LCI, scale2_LGC, weights, "w2", y_LCH, counts_L, expected_m)
+        if not direct_out or bias_LH is not None:
+            finish_slabs(y_LCH, counts_L, bias_LH, y)
+
+    def _stage(
+        self, tokens: Dispatched, counts_L: Tensor, a_LCH: Tensor, scale_LGC: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """GEMM 1's input: what arrived, as far as the GEMM can read it, else a copy."""
+        x = tokens.x if tokens.x.stride(2) == 1 else tokens.x.contiguous()
+        usable = x.dtype == a_LCH.dtype and x.shape == a_LCH.shape and x.is_contiguous()
+        usable = usable and x.data_ptr() % 16 == 0
+        if not usable:
+            stage_slabs(x, tokens.x_scale, counts_L, a_LCH, scale_LGC)
+            return a_LCH, scale_LGC
+        if scale_LGC is None or tokens.x_scale is None:
+            return x, None
+        as_wanted = tokens.x_scale.transpose(1, 2)
+        if as_wanted.is_contiguous() and as_wanted.data_ptr() % 16 == 0:
+            return x, as_wanted
+        stage_slabs(x, tokens.x_scale, counts_L, x, scale_LGC, scales_only=True)
+        return x, scale_LGC
+
+    def _input(self, slab: int, k: int, buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Room for a GEMM's input and its scales."""
+        L, groups = self.problem.num_local_experts, k // GROUP
+        a_LCK = buffers[0][: L * slab * k].view(L, slab, k)
+        if not self._quantized:
+            return a_LCK, None
+        return a_LCK, buffers[1][: L * groups * slab].view(L, groups, slab)
+
+    def _output(self, slab: int, n: int, buffers: Sequence[Tensor]) -> Tensor:
+        L = self.problem.num_local_experts
+        return buffers[2][: L * slab * n].view(L, slab, n)
+
+    def _gemm(
+        self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
+        counts_L: Tensor, expected_m: int,
+    ) -> None:  # fmt: skip
+        w, w_scale = weights[name], weights.get(f"{name}_scale")
+        self._gemms.masked(a, scale, w, w_scale, out, counts_L, expected_m)
+
+    def _compile(
+        self, expected_m: int, weights: PackedWeights, none_L: Tensor, gemms: Sequence[_Gemm]
+    ) -> None:
+        """Runs both GEMMs without rows, for every expected_m up to this one."""
+        start, smaller = time.monotonic(), 1
+        none_L.zero_()
+        while True:
+            logger.info("%s: compiling for %d rows an expert", self.spec.name, smaller)
+            for a, scale, name, out in gemms:
+                self._gemm(a, scale, weights, name, out, none_L, smaller)
+            self._first_use((smaller,), none_L.device)
+            if smaller >= expected_m:
+                break
+            smaller = min(2 * smaller, expected_m)
+        logger.info("%s: compiled in %.1f s", self.spec.name, time.monotonic() - start)

@@ -1,0 +1,298 @@
+"""Finding the library, planning, the glue kernels. Numbers as a whole: test_standin.py."""
+
+import subprocess
+import sys
+
+import pytest
+import standin
+import torch
+from moekit_deepgemm import library, moekit_experts, provider
+from moekit_deepgemm.align import ONE_LAUNCH_PAIRS, align, align_scratch
+from moekit_deepgemm.config import choose_block_m, make_plan, plans_up_to
+from moekit_deepgemm.rows import scatter_rows, stage_slabs
+
+import moekit
+from moekit import quant
+from moekit.errors import BackendBroken, InvalidInput
+from moekit.kernel import Dispatched, Workspace
+
+FP8 = torch.float8_e4m3fn
+NAN = float("nan")
+GROUPS = quant.scheme("fp8_block").activation
+
+
+# -- the library
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A deep_gemm folder named by the environment, on a machine with nvcc."""
+    path = tmp_path / "deep_gemm"
+    path.mkdir()
+    monkeypatch.setenv(provider.PATH_VARIABLE, str(path))
+    monkeypatch.setenv("DG_JIT_NVCC_COMPILER", "/somewhere/nvcc")
+    monkeypatch.setattr(provider, "_package_folder", lambda name: None)
+    for name in [n for n in sys.modules if n.startswith(provider._PRIVATE_NAME)]:
+        monkeypatch.delitem(sys.modules, name)
+    return path
+
+
+def test_loads_what_the_environment_names(folder):
+    (folder / "__init__.py").write_text("from . import inner\n__version__ = '2.8.1'\n")
+    (folder / "inner.py").write_text("value = 3\n")
+    assert provider.find().version == "2.8.1" and provider.faults() == []
+    module = provider.load()
+    assert module.inner.value == 3 and provider.load() is module
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("__version__ = '2.1.0'", "version 2.1.0, this plugin wants >=2.6,<3"),
+        ("__version__ = '3.0'", "version 3.0"),
+        ("import os", "does not say its version"),
+        (None, "which is no deep_gemm folder"),
+    ],
+)
+def test_an_unusable_library_is_a_reason(folder, text, reason):
+    if text is not None:
+        (folder / "__init__.py").write_text(text + "\nraise AssertionError('imported')\n")
+    spec = moekit_experts()[0]
+    assert "deep_gemm" not in spec.requires, "it is there, but unusable"
+    (found,) = (
+        r for r in spec.unsupported(standin.problem("sm90")) if "DeepGEMM" in r or reason in r
+    )
+    assert reason in found
+    with pytest.raises(BackendBroken, match="pip install vllm"):
+        provider.load()
+
+
+def test_a_library_that_does_not_load_is_a_clear_error(folder):
+    (folder / "__init__.py").write_text(
+        "__version__ = '2.8.1'\nraise OSError('undefined symbol')\n"
+    )
+    with pytest.raises(BackendBroken, match="does not load: OSError: undefined symbol"):
+        provider.load()
+    assert provider._PRIVATE_NAME not in sys.modules
+
+
+def test_vllm_is_not_imported(tmp_path, monkeypatch):
+    inside = tmp_path / "vllm" / "third_party" / "deep_gemm"
+    inside.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (inside / "__init__.py").write_text("__version__ = '2.8.1'\n")
+    monkeypatch.delenv(provider.PATH_VARIABLE, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = (c for c in provider.candidates() if c.source == "vllm")
+    assert found.version == "2.8.1" and found.folder == inside and "vllm" not in sys.modules
+
+
+def test_a_failing_compiler_is_a_clear_error(monkeypatch):
+    def fails(*args, **options):
+        raise RuntimeError("NVCC compilation failed")
+
+    monkeypatch.setattr(provider, "load", lambda: standin)
+    monkeypatch.setattr(standin, "m_grouped_bf16_gemm_nt_masked", fails)
+    with pytest.raises(BackendBroken, match="NVCC compilation failed.*CUDA_HOME"):
+        library.Gemms().masked(*[None] * 7)
+
+
+def test_alignment_setting_is_given_back(monkeypatch):
+    monkeypatch.setattr(provider, "load", lambda: standin)
+    a, w, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((64, 64), (2, 32, 64), (64, 32)))
+    ends = torch.zeros(2, dtype=torch.int32)
+    library.Gemms().contiguous(a, None, w, None, out, ends, 64, 64)
+    assert standin.get_mk_alignment_for_contiguous_layout() == 128
+
+
+def test_listing_imports_nothing():
+    code = """
+import sys, moekit
+for name in ("deepgemm", "deepgemm_batched"):
+    assert moekit.registry().expert(name).unsupported(
+        moekit.MoEProblem(num_experts=8, top_k=2, hidden_size=512, intermediate_size=256,
+                          quant="fp8_block", device="cpu"))
+vendor = {"triton", "deep_gemm", "vllm", "moekit_deepgemm.experts"}
+late = vendor & set(sys.modules)
+assert not late, late
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- what is declared
+
+
+def reasons(**changes) -> str:
+    return "; ".join(
+        moekit_experts()[0].unsupported(standin.problem(**{"device": "sm90", **changes}))
+    )
+
+
+def test_reasons():
+    assert "hidden_size 320 is no multiple of 128" in reasons(hidden_size=320)
+    assert "intermediate size on a rank 64" in reasons(parallel=moekit.ParallelConfig(tp_size=2))
+    assert "no multiple" not in reasons(hidden_size=320, quant="none")
+    assert "packed four in an int32" in reasons(device="sm100")
+    assert "float16 is not supported" in reasons(dtype=torch.float16)
+    if not provider.is_installed():
+        assert reasons() == "deep_gemm is not installed (pip install vllm)"
+
+
+@pytest.mark.parametrize(("local", "physical"), [(8, 8), (128, 128), (32, 256), (5, 7), (1, 1)])
+@pytest.mark.parametrize("block_m", [None, 16, 128])
+def test_plans(local, physical, block_m):
+    """Buffers for more pairs hold fewer, and warming up for more covers fewer."""
+    rows, kinds = 0, set()
+    sizes = [*range(1, 300), *range(300, 20_000, 137), *range(20_000, 300_000, 9973)]
+    for pairs in sizes:
+        plan = make_plan(pairs, local, physical, block_m)
+        assert plan.rows % plan.block_m == 0 and plan.rows >= rows
+        worst = [pairs - min(pairs, local) + 1] + [1] * (min(pairs, local) - 1)
+        assert plan.rows >= sum(-(-n // plan.block_m) * plan.block_m for n in worst)
+        rows = plan.rows
+        kinds.add(plan.kind)
+        warmed = plans_up_to(pairs, local, physical, block_m)
+        assert plan.kind in {p.kind for p in warmed}
+        assert max(p.rows for p in warmed) <= plan.rows
+    assert kinds <= {p.kind for p in plans_up_to(sizes[-1], local, physical, block_m)}
+    assert len(kinds) < 30
+    assert choose_block_m(1) <= choose_block_m(1000)
+
+
+# -- glue kernels
+
+
+def run_align(ids: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    n, device = ids.numel(), ids.device
+    rows = torch.full((n,), -7, dtype=torch.int32, device=device)
+    ends = torch.full((experts,), -7, dtype=torch.int32, device=device)
+    scratch = torch.full((align_scratch(n, experts),), -7, dtype=torch.int32, device=device)
+    align(ids, block_m, rows, ends, scratch)
+    return rows, ends
+
+
+@pytest.mark.parametrize("n", [1, 63, 700, ONE_LAUNCH_PAIRS, ONE_LAUNCH_PAIRS + 1, 5000])
+@pytest.mark.parametrize("experts", [1, 7, 40])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_align(device, n, experts, dtype):
+    torch.manual_seed(n)
+    block_m = 16 if n % 2 else 128
+    ids = torch.randint(-1, experts, (n,), dtype=dtype)
+    ids[ids == 2] = 3  # an expert without rows
+    rows, ends = (t.cpu() for t in run_align(ids.to(device), experts, block_m))
+    start = 0
+    for expert in range(experts):
+        mine = rows[ids == expert]
+        assert torch.equal(mine, torch.arange(start, start + len(mine), dtype=torch.int32))
+        assert ends[expert] == start + len(mine)
+        start = -(-int(ends[expert]) // block_m) * block_m
+    assert (rows[ids < 0] == -1).all()
+    assert start <= make_plan(n, experts, experts, block_m).rows
+
+
+def test_align_without_any_expert(device):
+    rows, ends = run_align(torch.full((100,), -1, device=device), 6, 64)
+    assert (rows == -1).all() and (ends == 0).all()
+
+
+@pytest.mark.parametrize("arrives", ["unquantized", "quantized", "strided_scales"])
+def test_scatter_rows(device, arrives):
+    torch.manual_seed(0)
+    tokens, top_k, cols, padded = 6, 3, 640, 32
+    x = torch.randn(tokens, cols).mul(torch.logspace(-3, 2, tokens)[:, None]).bfloat16().to(device)
+    x[2] = 0
+    ids = torch.tensor([[0, 1, 2], [-1, -1, -1], [2, -1, 1], [0, 2, -1], [1, 0, 2], [-1, -1, 0]])
+    rows, _ = run_align(ids.flatten().to(device), 3, 16)
+    q, scale = quant.quantize(x.cpu(), GROUPS)
+    x[1] = NAN
+    a = torch.zeros(padded * 2, cols, dtype=FP8, device=device)
+    a_scale = torch.full((cols // 128, padded * 2), NAN, device=device)
+    if arrives == "unquantized":
+        scatter_rows(x, None, rows, a, a_scale)
+    else:
+        given = scale.t().contiguous().t() if arrives == "strided_scales" else scale
+        scatter_rows(q.to(device), given.to(device), rows, a, a_scale)
+    rows = rows.cpu().view(tokens, top_k)
+    for token, row in zip(
+        torch.arange(tokens).repeat_interleave(top_k), rows.flatten(), strict=True
+    ):
+        if row >= 0:
+            torch.testing.assert_close(a_scale[:, row].cpu(), scale[token], rtol=1e-6, atol=0)
+            # multiplying by the reciprocal may move a value across a rounding boundary
+            assert (a[row].cpu().float() != q[token].float()).float().mean() < 0.01
+    unused = torch.ones(padded * 2, dtype=torch.bool)
+    unused[rows[rows >= 0].long()] = False
+    assert (a.float().cpu()[unused] == 0).all() and a_scale.cpu()[:, unused].isnan().all()
+
+
+def test_stage_slabs_widens(device):
+    torch.manual_seed(0)
+    counts = torch.tensor([3, 0, 5], dtype=torch.int32, device=device)
+    x = torch.randn(3, 5, 256).bfloat16().to(device)
+    used = torch.arange(5, device=device) < counts[:, None]
+    q, scale = quant.quantize(x, GROUPS)
+    x[~used] = NAN
+    a = torch.zeros(3, 128, 256, dtype=FP8, device=device)
+    a_scale = torch.full((3, 2, 128), NAN, device=device)
+    stage_slabs(x, None, counts, a, a_scale)
+    torch.testing.assert_close(
+        a_scale[:, :, :5].transpose(1, 2)[used], scale[used], rtol=1e-6, atol=0
+    )
+    assert (a[:, :5][used].float() != q[used].float()).float().mean() < 0.01
+    assert (a.float()[:, 5:] == 0).all() and a_scale[:, :, 5:].isnan().all()
+
+
+# -- calls
+
+
+@pytest.mark.parametrize("scales", ["rows", "columns"])
+@pytest.mark.parametrize("slab", [20, 128])
+def test_quantized_slabs(device, monkeypatch, scales, slab):
+    """As DeepEP's low-latency dispatch delivers them, with scales in either order."""
+    if device.type == "cuda":
+        pytest.skip("the stand-in is for the CPU")
+    monkeypatch.setattr(provider, "load", lambda: standin)
+    torch.manual_seed(0)
+    problem = standin.problem(device, num_experts=3, has_bias=True)
+    made = []
+    for spec in (
+        standin.registry().expert("standin_batched"),
+        moekit.registry().expert("reference"),
+    ):
+        experts = spec.load()(spec, problem)
+        torch.manual_seed(1)
+        weights = moekit.ExpertWeights(
+            torch.randn(3, 256, 256).mul(0.06).bfloat16(),
+            torch.randn(3, 256, 128).mul(0.09).bfloat16(),
+            w13_bias=torch.randn(3, 256).bfloat16(),
+            w2_bias=torch.randn(3, 256).bfloat16(),
+        ).quantize(problem.quant)
+        made.append((experts, experts.pack(weights.canonical(problem))))
+    counts = torch.tensor([7, 0, 20], dtype=torch.int32)
+    x, scale = quant.quantize(torch.randn(3, slab, 256), GROUPS)
+    used = torch.arange(slab) < counts[:, None]
+    scale[~used] = NAN
+    if scales == "columns":
+        scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
+    (experts, packed), (reference, reference_packed) = made
+    y = torch.full((3, slab, 256), NAN, dtype=torch.bfloat16)
+    workspace = Workspace().take(experts.workspace(slab), device)
+    experts.apply(y, Dispatched(x, scale, expert_num_tokens=counts), packed, workspace)
+
+    rows = Dispatched(
+        x[used], scale[used], torch.arange(3)[:, None].expand(3, slab)[used][:, None],
+        torch.ones(int(used.sum()), 1),
+    )  # fmt: skip
+    expected = torch.empty(int(used.sum()), 1, 256, dtype=torch.bfloat16)
+    reference.apply(expected, rows, reference_packed, ())
+    error = (y[used].float() - expected[:, 0].float()).norm() / expected.float().norm()
+    assert error < 4e-2
+
+
+def test_capturing_an_unknown_size_is_refused(monkeypatch):
+    monkeypatch.setattr(provider, "load", lambda: standin)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    spec = standin.registry().expert("standin")
+    experts = spec.load()(spec, standin.problem(torch.device("cpu")))
+    with pytest.raises(InvalidInput, match="warmup"):
+        experts._first_use(("never met",), torch.device("cuda", 0))

@@ -1,0 +1,133 @@
+"""Marlin's layout of weights, scales, zero points and biases, and back. Plain torch, any device.
+
+One expert's (N, K) weight is cut into tiles of 16 (K) x 64 (N). A warp multiplies a tile with
+mma.m16n8k16, whose B fragment gives lane ``4 * c + t`` (c < 8, t < 4) the rows
+``k = 8 * rh + 2 * t + rl`` (rh, rl < 2) of column c (PTX ISA, "Matrix Fragments for mma.m16n8k16").
+A tile has 8 such columns blocks, numbered ``2 * j + b``, so that with
+
+    n = 64 * n_tile + 16 * j + 8 * b + c        k = 16 * k_tile + 8 * rh + 2 * t + rl
+
+lane (c, t) needs the 32 values (j, b, rh, rl). They lie one after another, tile by tile (n_tile
+fastest), lane by lane, j by j, in int32 words of 8 nibbles or 4 bytes. Within a word the order lets
+two masks and a shift give pairs of 16-bit floats (Kim et al., "Who Says Elephants Can't Run",
+2022): the lower half-words take rl = 0, the upper ones rl = 1.
+
+    4 bits   1 word per j          nibble 4 * rl + 2 * b + rh
+    8 bits   2 words per j, by b   byte 2 * rl + rh
+
+The same tables stand, as index lists, in vllm/model_executor/layers/quantization/utils
+(marlin_utils.py, marlin_utils_test.py), and tests/device_check.py compares with that library's own
+repack operators. L experts, G scale groups along K.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE_K, TILE_N = 16, 64
+
+
+def pack_weights(q_LNK: Tensor, bits: int) -> Tensor:
+    """uint8 (L, N, K), values below 2**bits -> int32 (L, K / 16, N * bits / 2).
+
+    N a multiple of 64, K of 16. One expert at a time, so that little extra memory is needed.
+    """
+    experts, n, k = q_LNK.shape
+    assert q_LNK.dtype == torch.uint8 and n % TILE_N == 0 and k % TILE_K == 0
+    out = q_LNK.new_empty((experts, k // TILE_K, n * bits // 2), dtype=torch.int32)
+    for q_NK, packed in zip(q_LNK, out, strict=True):
+        # n_tile j b c  k_tile rh t rl
+        tiles = q_NK.view(n // TILE_N, 4, 2, 8, k // TILE_K, 2, 4, 2)
+        order = (4, 0, 3, 6, 1, 7, 2, 5) if bits == 4 else (4, 0, 3, 6, 1, 2, 7, 5)
+        values = tiles.permute(order).reshape(k // TILE_K, -1)
+        packed.copy_(_words(values, bits))
+    return out
+
+
+def unpack_weights(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack_weights`."""
+    experts, k_tiles, words = packed.shape
+    n_tiles = words * 2 // bits // TILE_N
+    values = _values(packed, bits)
+    if bits == 4:  # k_tile n_tile c t j rl b rh
+        tiles = values.view(experts, k_tiles, n_tiles, 8, 4, 4, 2, 2, 2)
+        order = (0, 2, 5, 7, 3, 1, 8, 4, 6)
+    else:  # k_tile n_tile c t j b rl rh
+        tiles = values.view(experts, k_tiles, n_tiles, 8, 4, 4, 2, 2, 2)
+        order = (0, 2, 5, 6, 3, 1, 8, 4, 7)
+    return tiles.permute(order).reshape(experts, n_tiles * TILE_N, k_tiles * TILE_K)
+
+
+def permute_scales(scale_LGN: Tensor) -> Tensor:
+    """(L, G, N) -> the same shape, columns in the order in which lanes read them.
+
+    Several groups: scales multiply the weights, and lane c takes its 8 columns 8 * (2 * j + b) + c
+    of a tile at once. One group: they multiply the accumulators, of which a lane holds two columns
+    of 8 (`permute_channels`).
+    """
+    if scale_LGN.shape[1] == 1:
+        return permute_channels(scale_LGN)
+    return _by_lane(scale_LGN)
+
+
+def unpermute_scales(scale_LGN: Tensor) -> Tensor:
+    """The inverse of `permute_scales`."""
+    if scale_LGN.shape[1] == 1:
+        return unpermute_channels(scale_LGN)
+    return _by_lane(scale_LGN)  # a transposition of 8 x 8 undoes itself
+
+
+def permute_channels(x: Tensor) -> Tensor:
+    """(..., N), N a multiple of 32: biases, and scales over all of K.
+
+    The accumulator of mma.m16n8k16 gives lane t of a row the columns 2 * t and 2 * t + 1 of each
+    8: out[8 * t + 2 * block + l] = x[8 * block + 2 * t + l].
+    """
+    return _swap(x, 4, 4, 2)
+
+
+def unpermute_channels(x: Tensor) -> Tensor:
+    """The inverse of `permute_channels`."""
+    return _swap(x, 4, 4, 2)
+
+
+def pack_zeros(zeros_LGN: Tensor) -> Tensor:
+    """uint8 (L, G, N), values below 16 -> int32 (L, G, N / 8): zero points of 4-bit weights.
+
+    In the order of scales of several groups (also when there is one), the 8 of a lane in one word,
+    those of b = 0 below those of b = 1.
+    """
+    by_lane = _by_lane(zeros_LGN).unflatten(-1, (-1, 4, 2)).transpose(-1, -2)  # j b -> b j
+    return _words(by_lane.flatten(-3), 4)
+
+
+def unpack_zeros(packed: Tensor) -> Tensor:
+    """The inverse of `pack_zeros`."""
+    values = _values(packed, 4).unflatten(-1, (-1, 2, 4)).transpose(-1, -2)
+    return _by_lane(values.flatten(-3))
+
+
+def _by_lane(x: Tensor) -> Tensor:
+    """(..., 64 * tiles): out[8 * c + block] = x[8 * block + c] within each 64; undoes itself."""
+    return _swap(x, 8, 8, 1)
+
+
+def _swap(x: Tensor, outer: int, middle: int, inner: int) -> Tensor:
+    split = x.unflatten(-1, (-1, outer, middle, inner))
+    return split.transpose(-3, -2).flatten(-4).contiguous()
+
+
+def _words(values: Tensor, bits: int) -> Tensor:
+    """uint8 (..., n) -> int32 (..., n * bits / 32), the first value in the lowest bits."""
+    if bits == 4:
+        values = values[..., 0::2] | (values[..., 1::2] << 4)
+    return values.contiguous().view(torch.int32)
+
+
+def _values(words: Tensor, bits: int) -> Tensor:
+    """The inverse of `_words`."""
+    values = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+    return values

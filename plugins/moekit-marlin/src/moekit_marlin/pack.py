@@ -1,0 +1,173 @@
+"""ExpertWeights -> what the operator reads: stored values, padding of I, act-order, scales.
+
+Per expert and GEMM: ``w13``, ``w2`` int32 (L, K / 16, N * bits / 2); ``*_scale`` in the problem's
+dtype (L, G, N); ``*_zeros`` int32 (L, G, N / 8); ``*_bias`` (L, N); ``w13_columns`` int32 (L, H).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.errors import WeightsError
+from moekit.kernel import PackedWeights
+from moekit.problem import MoEProblem
+from moekit.quant import OperandQuant
+from moekit.weights import ExpertWeights
+
+from . import layout
+from .sizes import group_of, padded_intermediate
+
+
+def _type_id(exponent: int, mantissa: int, signed: bool, bias: int, finite: bool, nan: int) -> int:
+    """A number format as the library numbers it (vllm/scalar_type.py: ScalarType.id)."""
+    id, offset = 0, 0
+    for field, width in ((exponent, 8), (mantissa, 8), (signed, 1), (bias, 32), (finite, 1)):
+        id |= int(field) << offset
+        offset += width
+    return id | nan << offset
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How the operator sees weights. value = (stored - offset) * scale, for fp8 offset 0.
+
+    scale_exponent: the operator drops fp8's exponent bias of 7 in favour of that of the 16-bit
+    dtype, and wants the power of two that is missing in the scale.
+    """
+
+    type_id: int
+    bits: int
+    offset: int = 0
+    scale_exponent: int = 0
+    has_zeros: bool = False
+
+
+def stored(operand: OperandQuant, dtype: torch.dtype) -> Stored:
+    if operand.dtype == "float8_e4m3fn":
+        exponent = 127 - 7 if dtype == torch.bfloat16 else 15 - 7
+        return Stored(_type_id(4, 3, True, 0, True, 2), 8, scale_exponent=exponent)
+    if operand.dtype == "int8":
+        return Stored(_type_id(0, 8, False, 128, False, 1), 8, offset=128)
+    assert operand.dtype == "int4"
+    if getattr(operand, "zero_points", False):
+        return Stored(_type_id(0, 4, False, 0, False, 1), 4, has_zeros=True)
+    return Stored(_type_id(0, 4, False, 8, False, 1), 4, offset=8)
+
+
+def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWeights:
+    """Canonical ``weights`` (gate and up in halves, 3-D scales) in the operator's layout."""
+    operand = problem.quant.weight
+    assert operand is not None
+    kind = stored(operand, problem.dtype)
+    inner = padded_intermediate(problem)
+    halves = 2 if problem.activation.gated else 1
+    columns = {
+        "w13": _column_order(weights, "w13", operand),
+        "w2": _column_order(weights, "w2", operand),
+    }
+    # w2's columns are w13's rows, of gate and of up: sorting these sorts the activations for free.
+    rows = {"w13": columns["w2"], "w2": None}
+    experts: dict[str, Tensor] = {}
+    for name, split, n, k in (
+        ("w13", halves, halves * inner, problem.hidden_size),
+        ("w2", 1, problem.hidden_size, inner),
+    ):
+        order = _RowOrder(rows[name], split, n)
+        values: Tensor = getattr(weights, name)
+        packed = []
+        for e in range(weights.num_experts):
+            q_NK = _stored_values(values[e], kind)
+            if (sorted_K := columns[name]) is not None:
+                q_NK = q_NK[:, sorted_K[e]]
+            q_NK = order.apply(q_NK[None], kind.offset, e)
+            q_NK = F.pad(q_NK, (0, k - q_NK.shape[2]), value=kind.offset)
+            packed.append(layout.pack_weights(q_NK, kind.bits))
+        experts[name] = torch.cat(packed)
+
+        scale_LNG = _per_row(getattr(weights, f"{name}_scale"), operand, values.shape[1])
+        groups = k // group_of(problem) if group_of(problem) > 0 else 1
+        scale_LGN = _pad_groups(order.apply(scale_LNG, 0), groups)
+        experts[f"{name}_scale"] = layout.permute_scales(_scale_in(scale_LGN, kind, problem, name))
+        if kind.has_zeros:
+            zeros_LNG = getattr(weights, f"{name}_zero_points")
+            zeros_LGN = _pad_groups(order.apply(zeros_LNG, 0), groups)
+            experts[f"{name}_zeros"] = layout.pack_zeros(zeros_LGN)
+        bias = getattr(weights, f"{name}_bias")
+        if bias is not None:
+            bias_LN = order.apply(bias.to(problem.dtype)[..., None], 0)[..., 0]
+            experts[f"{name}_bias"] = layout.permute_channels(bias_LN)
+    if (columns_LH := columns["w13"]) is not None:
+        experts["w13_columns"] = columns_LH.int()
+    return PackedWeights(backend, experts)
+
+
+@dataclass(frozen=True)
+class _RowOrder:
+    """Sorts the rows of each of ``split`` parts by ``order_LR`` and pads the parts to n rows."""
+
+    order_LR: Tensor | None
+    split: int
+    n: int
+
+    def apply(self, x: Tensor, fill: float, expert: int | None = None) -> Tensor:
+        """(L, N, C) -> (L, n, C). With ``expert`` given, x (1, N, C) is that expert's alone."""
+        parts = x.unflatten(1, (self.split, -1))
+        if self.order_LR is not None:
+            order = self.order_LR if expert is None else self.order_LR[expert : expert + 1]
+            index = order[:, None, :, None].expand(*parts.shape)
+            parts = parts.gather(2, index)
+        missing = self.n // self.split - parts.shape[2]
+        return F.pad(parts, (0, 0, 0, missing), value=fill).flatten(1, 2)
+
+
+def _stored_values(w: Tensor, kind: Stored) -> Tensor:
+    """One expert's weight (N, K or K / 2) -> uint8 (N, K) as the operator stores it."""
+    if kind.bits == 4:  # two a byte, the even column in the lower half
+        return torch.stack((w & 15, w >> 4), dim=-1).flatten(-2)
+    return w.view(torch.uint8) ^ kind.offset
+
+
+def _per_row(scale: Tensor, operand: OperandQuant, rows: int) -> Tensor:
+    """Canonical scale (L, N or N / group or 1, G) -> (L, N, G)."""
+    group = operand.group[0]
+    if group < 0:
+        return scale.expand(-1, rows, -1)
+    return scale.repeat_interleave(group, dim=1)[:, :rows] if group > 1 else scale
+
+
+def _pad_groups(x_LNG: Tensor, groups: int) -> Tensor:
+    """(L, N, G) -> (L, groups, N)."""
+    return F.pad(x_LNG, (0, groups - x_LNG.shape[2])).transpose(1, 2)
+
+
+def _scale_in(scale: Tensor, kind: Stored, problem: MoEProblem, name: str) -> Tensor:
+    """fp32 -> the problem's dtype, as the operator multiplies 16-bit weights with it."""
+    result = (scale.float() * 2.0**kind.scale_exponent).to(problem.dtype)
+    if not bool(torch.isfinite(result).all()):
+        most = torch.finfo(problem.dtype).max * 2.0**-kind.scale_exponent
+        raise WeightsError(
+            f"{name}_scale reaches {float(scale.max()):g}, and Marlin holds scales up to {most:g} "
+            f"in {problem.dtype_name}: use bfloat16, or another backend"
+        )
+    return result
+
+
+def _column_order(weights: ExpertWeights, name: str, operand: OperandQuant) -> Tensor | None:
+    """Act-order: the columns (L, K) int64 sorted by group; None if they are sorted already."""
+    g_idx: Tensor | None = getattr(weights, f"{name}_g_idx", None)
+    group = operand.group[1]
+    if g_idx is None or group < 0:
+        return None
+    ordered, order = g_idx.long().sort(dim=1, stable=True)
+    want = torch.arange(ordered.shape[1], device=ordered.device) // group
+    if not bool((ordered == want).all()):
+        raise WeightsError(
+            f"{name}_g_idx does not name every group of {group} columns {group} times (cut for "
+            "tensor parallelism?): Marlin needs whole groups; requantize, or do not cut"
+        )
+    same = torch.arange(order.shape[1], device=order.device)
+    return None if bool((order == same).all()) else order

@@ -1,0 +1,46 @@
+"""Real library and GPU when there are both, else Triton's interpreter (which must be chosen before
+triton is imported) and a stand-in for the operator."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import marlin_stand_in as stand_in  # noqa: E402
+import moekit_marlin  # noqa: E402
+from moekit_marlin import provider  # noqa: E402
+
+import moekit  # noqa: E402
+
+REAL = torch.cuda.is_available() and provider.find() is not None and not provider.reasons()
+if not torch.cuda.is_available():
+    provider._operator = stand_in.moe_wna16_marlin_gemm
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def operator_device(device: torch.device) -> torch.device:
+    """For tests that call the operator: the real one on a GPU, the stand-in on a CPU."""
+    if device.type == "cuda" and not REAL:
+        pytest.skip("; ".join(provider.reasons()) or "vllm is not installed")
+    return device
+
+
+@pytest.fixture(scope="session")
+def backends(operator_device: torch.device) -> moekit.Registry:
+    """The core's backends and Marlin's, which on a CPU run on the stand-in."""
+    found = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    for spec in moekit_marlin.moekit_experts():
+        if operator_device.type == "cpu":
+            check = moekit_marlin.sizes.reasons
+            spec = dataclasses.replace(spec, devices=("cpu",), requires=("triton",), check=check)
+        found.register(spec)
+    return found
