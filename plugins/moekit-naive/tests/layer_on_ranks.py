@@ -20,6 +20,7 @@ from moekit import (
 )
 from moekit.errors import MoekitError
 from moekit.reference import dequantized_input, expert_mlp, oracle
+from moekit.testing.calls import QUANTIZED_WIRE, kit_registry
 
 # Against the fp32 oracle, which sees unquantized activations.
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2, "quantized": 8e-2}
@@ -124,13 +125,18 @@ def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(error / want.float().square().mean().sqrt().clamp(min=1e-20))
 
 
+def on_one_rank(problem, experts):
+    """The layer without ranks, tokens quantized before they would travel, as naive does."""
+    return moekit.compose(problem, QUANTIZED_WIRE, experts, backends=kit_registry())
+
+
 def run_case(rank: int, world_size: int, case: Case, device: str = "cpu") -> str:
     """Runs ``case``; returns what is wrong, or nothing."""
     problem, whole = my_problem(case, rank, world_size, device), whole_problem(case, device)
     weights = whole_weights(whole)
     kernel = moekit.compose(problem, "naive", case.experts)
     packed = kernel.pack(my_weights(weights, problem))
-    alone = moekit.compose(whole, "local", case.experts)
+    alone = on_one_rank(whole, case.experts)
     packed_alone = alone.pack(weights)
     batch = rank * problem.parallel.dp_size // world_size
     kind = case.dtype if whole.quant.activation is None else "quantized"
