@@ -7,6 +7,11 @@ scale, with 1 where one scale serves the whole extent, so that they broadcast:
     activations  x_RH       scale (R or 1, H/group or 1)
 
 Scales are fp32 and multiply: ``value = quantized * scale``.
+
+int4 weights are uint8, two of a row's columns in a byte, the even one in the lower half, stored as
+0..15: ``value = (stored - zero) * scale``, zero being 8, or with ``zero_points`` an integer 0..15
+(uint8, unpacked) per scale. ``g_idx`` (L, K), "act-order", names each column's group where groups
+are not runs of columns. `moekit.int4` brings the checkpoints' packings into this form.
 """
 
 from __future__ import annotations
@@ -21,8 +26,13 @@ from torch import Tensor
 
 from moekit.errors import InvalidProblem
 
-_QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
-_TORCH_DTYPE = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
+_QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0}
+_TORCH_DTYPE = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+INT4_ZERO = 8
 _SMALLEST_AMAX = 1e-12
 
 
@@ -33,11 +43,13 @@ class OperandQuant:
     ``group`` (rows, columns) share one scale; -1 means the whole extent: (-1, -1) per tensor,
     (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
     ``static``: the scale comes with the checkpoint instead of from the data.
+    ``zero_points``: int4 only, each group's zero is stored beside its scale.
     """
 
     dtype: str
     group: tuple[int, int]
     static: bool = False
+    zero_points: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -47,6 +59,11 @@ class OperandQuant:
     def qmax(self) -> float:
         """Largest representable magnitude used."""
         return _QMAX[self.dtype]
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two values."""
+        return self.dtype == "int4"
 
     @property
     def per_tensor(self) -> bool:
@@ -79,6 +96,12 @@ def _scheme(
     return QuantScheme(name=name, weight=weight_quant, activation=activation)
 
 
+def _int4(name: str, columns: int, zero_points: bool) -> QuantScheme:
+    group = (1, columns)
+    weight = OperandQuant(dtype="int4", group=group, static=True, zero_points=zero_points)
+    return QuantScheme(name=name, weight=weight)
+
+
 _TENSOR, _ROW, _BLOCK, _GROUP = (-1, -1), (1, -1), (128, 128), (1, 128)
 _FP8, _INT8 = "float8_e4m3fn", "int8"
 
@@ -96,6 +119,11 @@ SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
             _scheme("fp8_w8a16_channel", _FP8, _ROW, None),
             _scheme("fp8_w8a16_block", _FP8, _BLOCK, None),
             _scheme("int8_w8a16", _INT8, _ROW, None),
+            *(
+                _int4(f"int4_w4a16_{group}{suffix}", columns, bool(suffix))
+                for group, columns in (("channel", -1), ("g32", 32), ("g64", 64), ("g128", 128))
+                for suffix in ("", "_zp")
+            ),
         )
     }
 )
@@ -148,19 +176,67 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """``x`` (..., rows, columns) -> (quantized, scale), rounding to nearest even and saturating.
 
-    ``scale`` given (static, shape broadcastable to the scheme's) is used as it is.
+    ``scale`` given (static, shape broadcastable to the scheme's) is used as it is. int4 comes
+    packed, (..., rows, columns / 2); with zero points see `quantize_with_zeros`.
     """
+    assert not quant.zero_points
     if scale is None:
         scale = compute_scale(x, quant, valid_rows)
     q = x.float() / _expand(scale.float(), quant.group, *x.shape[-2:])
     q = q.clamp(-quant.qmax, quant.qmax)
-    if quant.dtype == "int8":
+    if quant.dtype in ("int8", "int4"):
         q = q.round()
+    if quant.packed:
+        return pack_int4((q + INT4_ZERO).to(torch.uint8)), scale
     return q.to(quant.torch_dtype), scale
 
 
+def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor, Tensor]:
+    """``x`` (..., rows, columns) -> (packed int4, scale, zero points), each group's range, zero
+    included, spread over 0..15."""
+    rows, columns = x.shape[-2:]
+    group = columns if quant.group[1] < 0 else quant.group[1]
+    x = x.float()
+    # Padding is zero, and zero is within every group's range.
+    grouped = torch.unflatten(F.pad(x, (0, -columns % group)), -1, (-1, group))
+    low, high = grouped.amin(-1).clamp(max=0.0), grouped.amax(-1).clamp(min=0.0)
+    scale = (high - low).clamp(min=_SMALLEST_AMAX) / 15
+    zeros = (-low / scale).round().clamp(0, 15)
+    q = x / _expand(scale, quant.group, rows, columns)
+    q = (q.round() + _expand(zeros, quant.group, rows, columns)).clamp(0, 15)
+    return pack_int4(q.to(torch.uint8)), scale, zeros.to(torch.uint8)
+
+
+def pack_int4(values: Tensor) -> Tensor:
+    """uint8 below 16 (..., columns), columns even -> uint8 (..., columns / 2)."""
+    return values[..., 0::2] | (values[..., 1::2] << 4)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """The inverse of `pack_int4`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
 def dequantize(
-    q: Tensor, scale: Tensor, quant: OperandQuant, dtype: torch.dtype = torch.float32
+    q: Tensor,
+    scale: Tensor,
+    quant: OperandQuant,
+    dtype: torch.dtype = torch.float32,
+    *,
+    zero_points: Tensor | None = None,
+    g_idx: Tensor | None = None,
 ) -> Tensor:
-    """Inverse of `quantize`: (..., rows, columns) in ``dtype``. Multiplies in fp32."""
-    return (q.float() * _expand(scale.float(), quant.group, *q.shape[-2:])).to(dtype)
+    """Inverse of `quantize`: (..., rows, columns) in ``dtype``. Multiplies in fp32.
+
+    zero_points: uint8, shaped as scale. g_idx (..., columns): the group of each column.
+    """
+    values = (unpack_int4(q) if quant.packed else q).float()
+
+    def each(x: Tensor) -> Tensor:
+        if g_idx is None:
+            return _expand(x.float(), quant.group, *values.shape[-2:])
+        return x.float().gather(-1, g_idx.long().unsqueeze(-2).expand(values.shape))
+
+    if quant.packed:
+        values -= INT4_ZERO if zero_points is None else each(zero_points)
+    return (values * each(scale)).to(dtype)

@@ -66,6 +66,8 @@ class TorchExperts(PermuteExpertsUnpermute):
         activations = pairs * (p.hidden_size * (3 * size + 4) + p.w13_rows * (size + 8))
         weights = p.hidden_size * max(p.w13_rows, p.local_intermediate_size)
         dequantized = 0 if p.quant.weight is None else weights * (12 + 2 * size)
+        if p.quant.weight is not None and p.quant.weight.packed:
+            dequantized += weights * 14  # unpacked, zero points, g_idx's indices
         index = 12 * 8 * (pairs + p.num_local_experts * (1 + SLAB_ROWS_PER_EXPERT))
         return activations + index + 2 * 4 * rows * p.hidden_size + dequantized
 
@@ -94,7 +96,15 @@ def _matrix(problem: MoEProblem, weights: PackedWeights, name: str, expert: int)
     matrix, operand = weights[name][expert], problem.quant.weight
     if operand is None:
         return matrix
-    return quant.dequantize(matrix, weights[f"{name}_scale"][expert], operand, problem.dtype)
+    zero_points, g_idx = (weights.get(f"{name}_{what}") for what in ("zero_points", "g_idx"))
+    return quant.dequantize(
+        matrix,
+        weights[f"{name}_scale"][expert],
+        operand,
+        problem.dtype,
+        zero_points=None if zero_points is None else zero_points[expert],
+        g_idx=None if g_idx is None else g_idx[expert],
+    )
 
 
 def _on_accelerator(

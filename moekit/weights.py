@@ -14,7 +14,7 @@ from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.quant import OperandQuant, QuantScheme
 
-_QUANTIZED = (torch.float8_e4m3fn, torch.int8)
+_QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class ExpertWeights:
 
     w13: (L, 2I, H) gate rows then up rows (or alternating, ``interleaved=True``); (L, I, H) for
     activations without a gate. w2: (L, H, I). Dtype: the problem's, or the scheme's (fp8, int8).
+    int4: uint8 with half as many columns, as `moekit.quant` describes.
     w13_bias (L, 2I or I), w2_bias (L, H).
     w13_scale, w2_scale: fp32, (L, N or N/group or 1, K/group or 1) for an (L, N, K) weight;
     trailing dimensions of size 1 may be left out. Blocks count from row 0 of w13, so where I is no
@@ -30,6 +31,9 @@ class ExpertWeights:
     one for gate and one for up.
     w13_input_scale, w2_input_scale: static activation scales, a scalar or one per expert; experts
     share the largest.
+    w13_zero_points, w2_zero_points: uint8 below 16, shaped as the scales (all three dimensions),
+    for int4 with zero points.
+    w13_g_idx (L, H), w2_g_idx (L, I): int, each column's scale group, for int4 in act-order.
 
     Raises WeightsError when a quantized weight has no scale, or a scale no quantized weight.
     """
@@ -42,6 +46,10 @@ class ExpertWeights:
     w2_scale: Tensor | None = None
     w13_input_scale: Tensor | None = None
     w2_input_scale: Tensor | None = None
+    w13_zero_points: Tensor | None = None
+    w2_zero_points: Tensor | None = None
+    w13_g_idx: Tensor | None = None
+    w2_g_idx: Tensor | None = None
     interleaved: bool = False
 
     def __post_init__(self) -> None:
@@ -85,8 +93,14 @@ class ExpertWeights:
         found: list[str] = []
         for name, want in shapes.items():
             tensor = getattr(self, name)
-            if tuple(tensor.shape) != want:
-                found.append(f"{name} has shape {tuple(tensor.shape)}, want {want}")
+            stored = want
+            if scheme.weight is not None and scheme.weight.packed:
+                stored = (*want[:2], -(-want[2] // 2))
+                if want[2] % 2:
+                    found.append(f"{name} has {want[2]} columns, and int4 packs two in a byte")
+            found += _int4_faults(self, name, want, scheme)
+            if tuple(tensor.shape) != stored:
+                found.append(f"{name} has shape {tuple(tensor.shape)}, want {stored}")
             elif tensor.dtype != dtype:
                 found.append(f"{name} is {tensor.dtype}, want {dtype} for scheme {scheme.name}")
             elif scheme.weight is not None:
@@ -147,22 +161,36 @@ class ExpertWeights:
         """
         if scheme.weight is None:
             return self
-        w13, w13_scale = quant.quantize(self.w13, scheme.weight)
-        w2, w2_scale = quant.quantize(self.w2, scheme.weight)
-        return replace(self, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        if scheme.weight.zero_points:
+            w13, w13_scale, w13_zeros = quant.quantize_with_zeros(self.w13, scheme.weight)
+            w2, w2_scale, w2_zeros = quant.quantize_with_zeros(self.w2, scheme.weight)
+            zeros: dict[str, Any] = {"w13_zero_points": w13_zeros, "w2_zero_points": w2_zeros}
+        else:
+            w13, w13_scale = quant.quantize(self.w13, scheme.weight)
+            w2, w2_scale = quant.quantize(self.w2, scheme.weight)
+            zeros = {}
+        return replace(self, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, **zeros)
 
     def dequantize(self, scheme: QuantScheme, dtype: torch.dtype = torch.float32) -> ExpertWeights:
         """Canonical weights with both matrices as ``dtype`` and without scales."""
         if scheme.weight is None:
             return replace(self, w13=self.w13.to(dtype), w2=self.w2.to(dtype))
         assert self.w13_scale is not None and self.w2_scale is not None
+        none: dict[str, Any] = dict.fromkeys(_OF_QUANTIZED)
+        of_w13 = {"zero_points": self.w13_zero_points, "g_idx": self.w13_g_idx}
+        of_w2 = {"zero_points": self.w2_zero_points, "g_idx": self.w2_g_idx}
         return replace(
             self,
-            w13=quant.dequantize(self.w13, self.w13_scale, scheme.weight, dtype),
-            w2=quant.dequantize(self.w2, self.w2_scale, scheme.weight, dtype),
-            w13_scale=None,
-            w2_scale=None,
+            w13=quant.dequantize(self.w13, self.w13_scale, scheme.weight, dtype, **of_w13),
+            w2=quant.dequantize(self.w2, self.w2_scale, scheme.weight, dtype, **of_w2),
+            **none,
         )
+
+
+# What only quantized weights have.
+_OF_QUANTIZED = tuple(
+    f"{name}_{what}" for name in ("w13", "w2") for what in ("scale", "zero_points", "g_idx")
+)
 
 
 def _raise(faults: list[str]) -> None:
@@ -194,9 +222,42 @@ def _scale_faults(
     return []
 
 
+def _int4_faults(
+    weights: ExpertWeights, name: str, shape: tuple[int, int, int], scheme: QuantScheme
+) -> list[str]:
+    """Zero points and g_idx that are missing, superfluous, misshapen or out of range."""
+    operand, found = scheme.weight, []
+    L, rows, columns = shape
+    zeros, g_idx = (getattr(weights, f"{name}_{what}") for what in ("zero_points", "g_idx"))
+    wants_zeros = operand is not None and operand.zero_points
+    if (zeros is not None) != wants_zeros:
+        state = "given" if zeros is not None else "missing"
+        found.append(f"{name}_zero_points are {state} for scheme {scheme.name}")
+    elif zeros is not None and operand is not None:
+        full = (L, *operand.scale_shape(rows, columns))
+        if tuple(zeros.shape) != full or zeros.dtype != torch.uint8:
+            state = f"{tuple(zeros.shape)} {zeros.dtype}"
+            found.append(f"{name}_zero_points are {state}, want {full} torch.uint8")
+        elif int(zeros.max()) > 15:
+            found.append(f"{name}_zero_points reach {int(zeros.max())}, want at most 15")
+    if g_idx is not None:
+        if operand is None or not operand.packed or operand.group[1] < 0:
+            found.append(f"{name}_g_idx is given, but scheme {scheme.name} has no int4 groups")
+        elif tuple(g_idx.shape) != (L, columns):
+            found.append(f"{name}_g_idx has shape {tuple(g_idx.shape)}, want {(L, columns)}")
+        else:
+            low, high = (int(v) for v in torch.aminmax(g_idx))
+            groups = operand.scale_shape(rows, columns)[1]
+            if low < 0 or high >= groups:
+                found.append(f"{name}_g_idx spans [{low}, {high}], want 0..{groups - 1}")
+    return found
+
+
 def _three_dims(scale: Tensor | None, weight: Tensor, operand: OperandQuant) -> Tensor:
     assert scale is not None
-    return scale.float().reshape(weight.shape[0], *operand.scale_shape(*weight.shape[1:]))
+    L, rows, columns = weight.shape
+    shape = operand.scale_shape(rows, 2 * columns if operand.packed else columns)
+    return scale.float().reshape(L, *shape)
 
 
 def _merge_gate_up(weights: ExpertWeights, operand: OperandQuant) -> tuple[Tensor, Tensor]:
@@ -224,6 +285,8 @@ def _deinterleave(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
         group = scheme.weight.group[0]
         if group == 1:
             changes["w13_scale"] = halves(weights.w13_scale)
+            if weights.w13_zero_points is not None:
+                changes["w13_zero_points"] = halves(weights.w13_zero_points)
         elif group > 1:
             raise WeightsError(
                 f"interleaved w13 with scales over blocks of {group} rows mixes gate and up in a "

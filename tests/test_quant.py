@@ -35,7 +35,7 @@ def test_every_group_uses_its_own_amax(dtype: str, group: tuple[int, int], shape
                 assert scale[b, i // gr, j // gc] == pytest.approx(float(want), rel=1e-6)
                 back = q[b, i : i + gr, j : j + gc].float() * want
                 step = want if dtype == "int8" else block.abs() / 8 + want / 512
-                assert ((back - block).abs() <= step / 2 + 1e-6 * want).all()
+                assert ((back - block).abs() <= step / 2 + 2e-5 * want).all()
     assert torch.equal(dequantize(q, scale, quant).to(x.dtype), dequantize(q, scale, quant))
 
 
@@ -58,7 +58,7 @@ def test_weights_round_trip(scheme) -> None:
     quantized = weights.quantize(scheme)
     assert quantized.w13.dtype == scheme.weight.torch_dtype
     back = quantized.dequantize(scheme)
-    limit = 1.5e-2 if scheme.weight.dtype == "int8" else 4e-2
+    limit = {"int8": 1.5e-2, "int4": 1.5e-1}.get(scheme.weight.dtype, 4e-2)
     assert rms(back.w13, weights.w13) < limit and rms(back.w2, weights.w2) < limit
 
 

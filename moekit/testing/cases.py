@@ -233,6 +233,7 @@ def interleaved(weights: ExpertWeights) -> ExpertWeights:
         return torch.stack(t.chunk(2, dim=1), dim=2).flatten(1, 2)
 
     changes: dict[str, Any] = {
-        name: mix(getattr(weights, name)) for name in ("w13", "w13_bias", "w13_scale")
+        name: mix(getattr(weights, name))
+        for name in ("w13", "w13_bias", "w13_scale", "w13_zero_points")
     }
     return replace(weights, **changes, interleaved=True)

@@ -93,7 +93,7 @@ class NaNWorkspace(Workspace):
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-@pytest.mark.parametrize("scheme", sorted(moekit.SCHEMES))
+@pytest.mark.parametrize("scheme", sorted(moekit.registry().expert("triton").schemes))
 def test_schemes(device, dispatcher, experts, scheme):
     check(make_problem(device, quant=scheme), dispatcher, experts)
 
