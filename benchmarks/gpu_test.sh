@@ -18,4 +18,4 @@ print(f"date {datetime.date.today()}  python {platform.python_version()}  torch 
 print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
 PY
 "$PYTHON" -m moekit plugins
-exec "$PYTHON" -m pytest -rs -p no:cacheprovider tests/test_conformance_builtin.py $PLUGINS "$@"
+exec "$PYTHON" -m pytest -rs -p no:cacheprovider -p no:benchmark tests/test_conformance_builtin.py $PLUGINS "$@"

@@ -1,0 +1,100 @@
+"""Scratch memory: what experts ask for, the arena that serves it, and the account of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moekit.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """A scratch buffer an experts backend asks for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Workspace:
+    """One growing arena per device, shared by every layer that runs on the same stream.
+
+    Growing during graph capture is refused, and a buffer that was handed out while capturing is
+    kept alive for the replays. Kernels that run at the same time on different streams need a
+    Workspace each.
+    """
+
+    _ALIGN = 256
+    _default: Workspace | None = None
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._captured: list[Tensor] = []
+
+    @classmethod
+    def default(cls) -> Workspace:
+        """The process-wide arena."""
+        if cls._default is None:
+            cls._default = cls()
+        return cls._default
+
+    @classmethod
+    def nbytes_for(cls, specs: Sequence[BufferSpec]) -> int:
+        return sum(-(-s.nbytes // cls._ALIGN) * cls._ALIGN for s in specs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self._buffers.values())
+
+    def take(self, specs: Sequence[BufferSpec], device: torch.device) -> list[Tensor]:
+        """Disjoint uninitialised tensors, valid until the next `take`."""
+        wanted = self.nbytes_for(specs)
+        buffer = self._buffers.get(device)
+        capturing = _is_capturing(device)
+        if buffer is None or buffer.nbytes < wanted:
+            if capturing:
+                raise InvalidInput(
+                    f"the workspace must grow to {wanted} bytes while a graph is being captured; "
+                    "run the largest call once (kernel.warmup(num_tokens)) before capturing"
+                )
+            self._buffers[device] = buffer = torch.empty(wanted, dtype=torch.uint8, device=device)
+        if capturing and not any(b is buffer for b in self._captured):
+            self._captured.append(buffer)
+        views, offset = [], 0
+        for spec in specs:
+            views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
+            offset += -(-spec.nbytes // self._ALIGN) * self._ALIGN
+        return views
+
+
+def _is_capturing(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return False
+    probe = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(probe()) if probe is not None else False
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes a kernel needs besides its weights and the caller's own tensors.
+
+    workspace: the shared arena; intermediate: the experts' output and other tensors allocated
+    per call; buffers: what the dispatcher keeps.
+    """
+
+    num_tokens: int
+    workspace: int
+    intermediate: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.workspace + self.intermediate + self.buffers
