@@ -138,7 +138,9 @@ class BatchedAsStandard(_Bridge):
         scale = tokens.x_scale
         for k in range(ids.shape[1]):
             x_slab[slot_RK[:, k]] = x
-        if scale is not None and scale.numel() > 1:
+        activation = self.problem.quant.activation
+        per_tensor = activation is not None and activation.per_tensor
+        if scale is not None and not (per_tensor and scale.shape[0] == 1):
             for k in range(ids.shape[1]):
                 scale_slab[slot_RK[:, k], : scale.shape[1]] = scale
             batched_scale: Tensor | None = scale_slab[: L * C, : scale.shape[1]].view(L, C, -1)
