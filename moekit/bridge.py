@@ -48,6 +48,10 @@ class _Bridge(PermuteExpertsUnpermute):
         super().__init__(spec, problem)
         self.inner = inner
 
+    @property
+    def slabs(self) -> bool:
+        return True
+
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return self.inner.pack(weights)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from moekit import quant
 from moekit.errors import CapacityExceeded, InvalidInput, WeightsError
+from moekit.group import Agreement
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.workspace import BufferSpec as BufferSpec
 from moekit.workspace import MemoryReport as MemoryReport
@@ -160,7 +162,10 @@ class PrepareAndFinalize(ABC):
         return 0
 
     def abort(self, reason: str) -> None:  # noqa: B027 (doing nothing is a valid choice)
-        """This rank's call failed before `prepare`: tells the peers, so that none waits for it."""
+        """This rank's unchecked call failed before `prepare`: tells the peers, if it can."""
+
+    def abandon(self, dispatched: Dispatched) -> None:  # noqa: B027 (likewise)
+        """The experts failed on some rank: no rank will call `finalize` for these tokens."""
 
     def destroy(self) -> None:  # noqa: B027 (likewise)
         """Frees buffers and handles; idempotent."""
@@ -172,6 +177,11 @@ class PermuteExpertsUnpermute(ABC):
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         self.spec = spec
         self.problem = problem
+
+    @property
+    def slabs(self) -> bool:
+        """Whether tokens lie in slabs with room for each token once, on one side or inside."""
+        return self.spec.format is ActivationFormat.BATCHED
 
     @abstractmethod
     def pack(self, weights: ExpertWeights) -> PackedWeights:
@@ -255,8 +265,10 @@ class ModularKernel:
     experts if they ``reduces``, else this class. Experts never see apply_router_weight_on_input:
     the token is scaled here, and the weights handed on are ones.
 
-    checked: verify ids and weights by value on every call. Costs a device synchronization, so
-    the default is on for the CPU only.
+    checked: verify ids and weights by value on every call and, where tokens move, let all ranks
+    agree before they move and again before they return: one that failed makes the others raise
+    PeerFailed with its reason, and one that is silent for ``peer_timeout`` seconds is named. Costs
+    host synchronizations, so the default is on for the CPU only.
     """
 
     def __init__(
@@ -267,6 +279,7 @@ class ModularKernel:
         workspace: Workspace | None = None,
         explanation: Explanation | None = None,
         checked: bool | None = None,
+        peer_timeout: float = 60.0,
     ) -> None:
         assert dispatcher.spec.format is experts.spec.format, "compose() bridges formats"
         assert not (dispatcher.spec.applies_weights and experts.spec.reduces)
@@ -277,6 +290,11 @@ class ModularKernel:
         self.explanation = explanation
         self.workspace = workspace or Workspace.default()
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
+        self._agreement = (
+            Agreement(dispatcher.group, peer_timeout)
+            if self.checked and dispatcher.group is not None
+            else None
+        )
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
 
     # -- weights ----------------------------------------------------------------------------
@@ -325,7 +343,7 @@ class ModularKernel:
         stay unchanged until then. Where tokens move, all ranks must start their calls, and take
         the results, in one order.
         """
-        try:
+        with self._together("start a call", otherwise=self.dispatcher.abort):
             self._check_call(x, weights, routing, out)
             result = (
                 torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
@@ -335,17 +353,39 @@ class ModularKernel:
                 x = (x * topk_weights).to(x.dtype)
                 topk_weights = torch.ones_like(topk_weights)
             routing = Routing(topk_weights, routing.topk_ids.to(self._ids_dtype).contiguous())
-        except Exception as error:  # whatever it is, no peer may wait for this rank
-            self.dispatcher.abort(f"{type(error).__name__}: {error}")
-            raise
         arriving = self.dispatcher.prepare(x, routing, self._quantizer_before_dispatch(weights))
         return Pending(lambda: self._finish(arriving.result(), weights, result))
 
     def _finish(self, tokens: Dispatched, weights: PackedWeights, out: Tensor) -> Tensor:
-        if tokens.x_scale is None and not self._quantizes_itself:
-            tokens = self._quantize_after_dispatch(tokens, weights)
-        y = self._run_experts(tokens, weights, out)
+        try:
+            with self._together("finish its experts"):
+                if tokens.x_scale is None and not self._quantizes_itself:
+                    tokens = self._quantize_after_dispatch(tokens, weights)
+                y = self._run_experts(tokens, weights, out)
+        except Exception:
+            self.dispatcher.abandon(tokens)
+            raise
         return self.dispatcher.finalize(y, tokens, out).result()
+
+    @contextmanager
+    def _together(
+        self, what: str, otherwise: Callable[[str], None] = lambda reason: None
+    ) -> Iterator[None]:
+        """In checked mode, all ranks get past the block or none does.
+
+        otherwise: what an unchecked rank does with its own failure.
+        """
+        try:
+            yield
+        except Exception as error:  # whatever it is, no peer may wait for this rank
+            reason = f"{type(error).__name__}: {error}"
+            if self._agreement is None:
+                otherwise(reason)
+            else:
+                self._agreement.agree(what, reason)
+            raise
+        if self._agreement is not None:
+            self._agreement.agree(what)
 
     def _run_experts(self, tokens: Dispatched, weights: PackedWeights, out: Tensor) -> Tensor:
         spec, dtype, device = self.experts.spec, self.problem.dtype, tokens.x.device
@@ -503,7 +543,7 @@ class ModularKernel:
                     f"topk_ids span [{low}, {high}], want -1 (no expert) or "
                     f"0..{p.num_physical_experts - 1}"
                 )
-            if self.experts.spec.format is ActivationFormat.BATCHED or self._bridged:
+            if self.experts.slabs:
                 self._check_distinct(ids)
             # The sum is finite unless an entry is not: one cheap pass for the usual case.
             if not (
@@ -514,10 +554,6 @@ class ModularKernel:
                     "topk_weights hold NaN or infinity where a token has an expert: "
                     "look for NaN in the router logits"
                 )
-
-    @property
-    def _bridged(self) -> bool:
-        return self.explanation is not None and self.explanation.pairs[0].bridged
 
     def _check_distinct(self, ids: Tensor) -> None:
         """Slabs have room for each token once."""

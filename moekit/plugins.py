@@ -141,8 +141,6 @@ class DispatcherSpec(BackendSpec):
 
     moves_tokens: exchanges tokens between ranks. One that does not can serve only ranks that all
     hold the same tokens.
-    applies_weights: combine multiplies by the router weights and sums over K itself, and so wants
-    each expert's raw output. Otherwise it wants rows already weighted and summed.
     wire_schemes: schemes whose activations it can send quantized; others travel unquantized and
     are quantized on arrival.
     needs_capacity: works with buffers sized from ``problem.max_num_tokens``.
@@ -151,7 +149,6 @@ class DispatcherSpec(BackendSpec):
     """
 
     moves_tokens: bool
-    applies_weights: bool
     wire_schemes: frozenset[str] = frozenset()
     needs_capacity: bool = False
     ids_dtype: str = "int64"
@@ -164,11 +161,11 @@ class DispatcherSpec(BackendSpec):
             raise ValueError(f"{self.name}: unknown wire_schemes {unknown}")
         if self.ids_dtype not in ("int32", "int64"):
             raise ValueError(f"{self.name}: ids_dtype {self.ids_dtype!r}: want 'int32' or 'int64'")
-        if self.applies_weights is not (self.format is ActivationFormat.BATCHED):
-            raise ValueError(
-                f"{self.name}: applies_weights={self.applies_weights} with {self.format}: rows of "
-                "BATCHED dispatchers come back raw, those of STANDARD ones weighted and summed"
-            )
+
+    @property
+    def applies_weights(self) -> bool:
+        """Combine weights and sums: slab rows come back raw, STANDARD ones weighted and summed."""
+        return self.format is ActivationFormat.BATCHED
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         reasons = []

@@ -61,12 +61,7 @@ class ReferenceExperts(PermuteExpertsUnpermute):
     """STANDARD, not reducing: every (row, slot) pair on its own, in fp32."""
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        named = weights.tensors()
-        a1_scale, a2_scale = named.pop("w13_input_scale", None), named.pop("w2_input_scale", None)
-        shared = {"a1_scale": a1_scale, "a2_scale": a2_scale}
-        return PackedWeights(
-            self.spec.name, named, {k: v for k, v in shared.items() if v is not None}
-        )
+        return PackedWeights(self.spec.name, *weights.by_expert())
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         return ()

@@ -164,6 +164,7 @@ def compose(
     group: dist.ProcessGroup | None = None,
     workspace: Workspace | None = None,
     checked: bool | None = None,
+    peer_timeout: float = 60.0,
     backends: Registry | None = None,
 ) -> ModularKernel:
     """The best pair for ``problem``, created and composed.
@@ -202,6 +203,7 @@ def compose(
             workspace=workspace,
             explanation=explanation,
             checked=checked,
+            peer_timeout=peer_timeout,
         )
     reasons = explanation.reasons()
     lines = [f"{name}: {'; '.join(why)}" for name, why in reasons.items()]

@@ -41,13 +41,7 @@ class TorchExperts(PermuteExpertsUnpermute):
     """
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        named = weights.tensors()
-        shared = {
-            short: named.pop(name)
-            for name, short in (("w13_input_scale", "a1_scale"), ("w2_input_scale", "a2_scale"))
-            if name in named
-        }
-        return PackedWeights(self.spec.name, named, shared)
+        return PackedWeights(self.spec.name, *weights.by_expert())
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         p = self.problem

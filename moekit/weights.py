@@ -79,6 +79,16 @@ class ExpertWeights:
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: t for name, t in named.items() if isinstance(t, Tensor)}
 
+    def by_expert(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Canonical weights as PackedWeights keeps them: (per-expert tensors, shared ones).
+
+        All contiguous. Shared are the static activation scales, as a1_scale and a2_scale.
+        """
+        experts = {name: t.contiguous() for name, t in self.tensors().items()}
+        inputs = {"w13_input_scale": "a1_scale", "w2_input_scale": "a2_scale"}
+        shared = {inputs[name]: experts.pop(name) for name in list(experts) if name in inputs}
+        return experts, shared
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> ExpertWeights:
         changes: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
         return replace(self, **changes)
@@ -132,7 +142,7 @@ class ExpertWeights:
 
         Gate and up in halves; under tensor parallelism w2_bias on rank 0 only, as ranks are
         summed; scales with all three dimensions, fp32; one per-tensor scale for
-        gate and up (the larger, the other half requantized); input scales (1, 1).
+        gate and up (the larger, the other half requantized); input scales (1, 1), where static.
         """
         weights = self
         if weights.interleaved:
@@ -149,9 +159,10 @@ class ExpertWeights:
                 w2_scale=_three_dims(weights.w2_scale, weights.w2, scheme.weight),
             )
         scales: dict[str, Any] = {}
+        static = scheme.activation is not None and scheme.activation.static
         for name in ("w13_input_scale", "w2_input_scale"):
             scale = getattr(weights, name)
-            scales[name] = None if scale is None else scale.float().max().view(1, 1)
+            scales[name] = scale.float().max().view(1, 1) if static else None
         return replace(weights, **scales)
 
     def quantize(self, scheme: QuantScheme) -> ExpertWeights:

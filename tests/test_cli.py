@@ -115,7 +115,7 @@ def test_plugins_json_is_as_documented(only, capsys: pytest.CaptureFixture[str])
         "\n@moekit.hookimpl\ndef moekit_dispatchers():\n"
         "    return [moekit.DispatcherSpec(name='needy', target='moekit.local:LocalDispatcher',\n"
         "        format=moekit.ActivationFormat.STANDARD, moves_tokens=False,\n"
-        "        applies_weights=False, requires=('json',))]\n"
+        "        requires=('json',))]\n"
     )
     fakes.install("needy", both)
     assert main(["plugins", "--json"]) == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -30,7 +31,7 @@ _DEVICES = ("cpu", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm
 Sizes = Mapping[str, int]
 
 
-class Conformance:
+class Conformance(ABC):
     """Base of the kits. A subclass names the backend; the rest follows from its spec.
 
     backend: the name under which the registry knows it.
@@ -57,7 +58,8 @@ class Conformance:
     def _overrides(cls) -> list[str]:
         """What a subclass changed that it may not change."""
         kit = [k for k in cls.__mro__ if k.__module__.startswith("moekit.testing.")]
-        names = {n for k in kit for n in vars(k) if not n.startswith("__")} - KNOBS
+        own = {n for k in kit for n in vars(k) if not n.startswith(("__", "_abc_"))}
+        names = own - KNOBS
         owners = {n: next(k for k in cls.__mro__ if n in vars(k)) for n in names}
         faults = [
             f"{owner.__qualname__} redefines {name}, which belongs to the conformance kit; to let "
@@ -96,16 +98,16 @@ class Conformance:
 
     # -- for the kits -------------------------------------------------------------------------
 
-    def _spec(self) -> BackendSpec:
-        raise NotImplementedError
+    @abstractmethod
+    def _spec(self) -> BackendSpec: ...
 
+    @abstractmethod
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
         """Problem sizes to try, the most telling first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _names(self) -> dict[str, str]:
         """Arguments of `compose` that insist on this backend."""
-        raise NotImplementedError
 
     def _registry(self) -> Registry:
         return kit_registry(self.backends)

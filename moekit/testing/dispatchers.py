@@ -249,6 +249,10 @@ class DispatcherConformance(Conformance):
         """All ranks get an error rather than a hang, and the next call works."""
         self._run(world, ranks.one_rank_fails, fault)
 
+    def test_failure_after_dispatch(self, world: int) -> None:
+        """One rank's experts raise: so do the others, naming it, and the next call works."""
+        self._run(world, ranks.experts_fail)
+
     def test_group_mismatch(self, world: int) -> None:
         if not self._spec().moves_tokens:
             self._skip("moves no tokens, so it needs no group")

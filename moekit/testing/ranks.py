@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moekit.errors import MoekitError
+from moekit.errors import InvalidInput, MoekitError
 from moekit.kernel import ModularKernel, Routing, Workspace
 from moekit.plugins import DispatcherSpec
 from moekit.problem import MoEProblem
@@ -166,6 +166,31 @@ def one_rank_fails(rank: int, world_size: int, job: Job, fault: str) -> None:
         else:
             raise AssertionError(f"rank {rank} got no error although the last rank's input is bad")
         case, ref = r.case(good, (round_, "after"))
+        out = call(r.kernel, r.packed, case)
+        assert_close(out, ref, r.problem, f"rank {rank}, the call after the failed one")
+    r.kernel.destroy()
+
+
+def experts_fail(rank: int, world_size: int, job: Job) -> None:
+    """The last rank's experts raise: every rank gets a MoekitError, and the next call is right."""
+    r = Rank(rank, world_size, job)
+    apply, culprit = r.kernel.experts.apply, r.alone or rank == world_size - 1
+
+    def broken(*args: object) -> None:
+        raise InvalidInput("experts that fail on purpose")
+
+    for round_ in range(2):
+        case, _ = r.case(Call((5, 3)), round_)
+        if culprit:
+            r.kernel.experts.apply = broken  # type: ignore[method-assign]
+        try:
+            r.kernel(case.x, r.packed, case.routing)
+        except MoekitError as error:
+            assert culprit or f"rank {world_size - 1} failed" in str(error), error
+        else:
+            raise AssertionError(f"rank {rank} got no error although the last rank's experts fail")
+        r.kernel.experts.apply = apply  # type: ignore[method-assign]
+        case, ref = r.case(Call((5, 3)), (round_, "after"))
         out = call(r.kernel, r.packed, case)
         assert_close(out, ref, r.problem, f"rank {rank}, the call after the failed one")
     r.kernel.destroy()

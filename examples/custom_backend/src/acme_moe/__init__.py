@@ -32,7 +32,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             target="acme_moe.dispatcher:AcmeSorted",
             format=ActivationFormat.STANDARD,
             moves_tokens=False,
-            applies_weights=False,
             deterministic=True,
             priority=-10,
         )

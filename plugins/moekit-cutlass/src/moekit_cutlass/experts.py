@@ -10,6 +10,7 @@ L local experts, C rows of a slab, H hidden size, I intermediate size, N = 2I (I
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -59,17 +60,12 @@ class _CutlassExperts(PermuteExpertsUnpermute):
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Weights as they are (gate and up in halves); scales (L, N) fp32."""
-        experts = {name: t.contiguous() for name, t in weights.tensors().items()}
-        shared = {
-            short: experts.pop(name)
-            for name, short in (("w13_input_scale", "a1_scale"), ("w2_input_scale", "a2_scale"))
-            if name in experts
-        }
+        experts, shared = weights.by_expert()
         if self._quantized:
             for name in ("w13", "w2"):
                 scale = experts[f"{name}_scale"].expand(-1, experts[name].shape[1], 1)
                 experts[f"{name}_scale"] = scale.squeeze(2).contiguous()
-        return PackedWeights(self.spec.name, experts, shared if self._static else {})
+        return PackedWeights(self.spec.name, experts, shared)
 
     def quantize(
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
@@ -96,9 +92,9 @@ class _CutlassExperts(PermuteExpertsUnpermute):
 
     # -- memory -----------------------------------------------------------------------------
 
+    @abstractmethod
     def _pairs(self, rows: int) -> int:
         """S for ``rows`` rows (STANDARD: R, BATCHED: C)."""
-        raise NotImplementedError
 
     def _rows_per_expert(self, rows: int, slots: int) -> float:
         """Tokens spread over all physical experts, so a local one expects rows * slots / P."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -79,7 +80,7 @@ class Scales(NamedTuple):
     w: Tensor
 
 
-class Provider:
+class Provider(ABC):
     """A library's grouped GEMM.
 
     gathers: GEMM 1 takes source rows and an index. allocates: results are the library's tensors,
@@ -100,6 +101,7 @@ class Provider:
         """Of the results."""
         return self.problem.dtype
 
+    @abstractmethod
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
@@ -108,13 +110,12 @@ class Provider:
         Returns (S, N), or if `activates` (S, I), in ``out`` unless `allocates`. Rows at or past
         the last offset are undefined. scales: for e4m3 operands.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def second(
         self, a_SI: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
         """GEMM 2: (S, I) -> (S, H), as `first`."""
-        raise NotImplementedError
 
 
 class Torch(Provider):

@@ -72,8 +72,7 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Weights as they are; scales (L, N / 128, K / 128) fp32, which is what Hopper reads."""
-        named = {name: tensor.contiguous() for name, tensor in weights.tensors().items()}
-        return PackedWeights(self.spec.name, named)
+        return PackedWeights(self.spec.name, *weights.by_expert())
 
     def quantize(
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None

@@ -6,6 +6,7 @@ hidden size, I intermediate size (padded), N = 2I (I without gate).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -65,9 +66,9 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         floats = min(widest * self._capacity(rows, block), _num_sms() * per_sm)
         return 4 * floats * (2 if block == 8 else 1)
 
+    @abstractmethod
     def _capacity(self, rows: int, block: int) -> int:
         """Most entries of the blocks' lists."""
-        raise NotImplementedError
 
     def _block(self, rows: int, slots: int) -> int:
         """Tokens spread over all physical experts, so a local one expects rows * slots / P."""

@@ -26,7 +26,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             format=ActivationFormat.STANDARD,
             devices=("cpu", "cuda"),
             moves_tokens=True,
-            applies_weights=False,
             wire_schemes=frozenset(n for n, s in SCHEMES.items() if s.activation is not None),
             overlaps=True,
             deterministic=True,

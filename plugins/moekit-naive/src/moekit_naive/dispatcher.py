@@ -24,15 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import GroupMismatch, PeerFailed
+from moekit.group import has_backend, resolve
 from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
 from moekit.local import LocalDispatcher, local_ids
 from moekit.problem import MoEProblem
-from moekit_naive.group import has_backend, resolve
 
 if TYPE_CHECKING:
     from moekit.plugins import DispatcherSpec
 
 logger = logging.getLogger("moekit")
+
+# Ranks that speak different versions of this exchange must not start talking.
+_PROTOCOL = "moekit-naive 1"
 
 T = TypeVar("T")
 
@@ -74,7 +77,7 @@ class NaiveDispatcher(PrepareAndFinalize):
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
-        super().__init__(spec, problem, resolve(problem, group))
+        super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
         self._local = LocalDispatcher(spec, problem)
         # Sizes are read by the host: over a CPU backend, if there is one, the GPU need not drain.
         on_cpu = self.group is None or has_backend(self.group, "cpu")

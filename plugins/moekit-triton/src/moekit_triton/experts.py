@@ -56,18 +56,13 @@ class _TritonExperts(PermuteExpertsUnpermute):
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Weights as they are; scales (L,) per tensor, (L, N) per channel, (L, N/128, K/128)."""
-        experts = {name: t.contiguous() for name, t in weights.tensors().items()}
-        shared = {
-            short: experts.pop(name)
-            for name, short in (("w13_input_scale", "a1_scale"), ("w2_input_scale", "a2_scale"))
-            if name in experts
-        }
+        experts, shared = weights.by_expert()
         operand = self.problem.quant.weight
         if operand is not None:
             dims = 1 if operand.per_tensor else 2 if operand.group[1] < 0 else 3
             for name in ("w13_scale", "w2_scale"):
                 experts[name] = experts[name].view(experts[name].shape[:dims])
-        return PackedWeights(self.spec.name, experts, shared if self._static else {})
+        return PackedWeights(self.spec.name, experts, shared)
 
     def quantize(
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None

@@ -1,0 +1,221 @@
+"""The ranks of a layer: do they fit the problem, do they agree on a call, what do they share?
+
+Dispatchers that move tokens build on three things: `resolve` at construction, `Agreement` around
+every checked call, and `SharedBuffers` for what the layers of a model use in turn.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import ClassVar, Generic, TypeVar
+
+import torch.distributed as dist
+
+from moekit.errors import GroupMismatch, PeerFailed
+from moekit.problem import MoEProblem
+
+T = TypeVar("T")
+
+
+def resolve(
+    problem: MoEProblem, group: dist.ProcessGroup | None, protocol: str = ""
+) -> dist.ProcessGroup | None:
+    """The group to exchange tokens in; None when tokens need not move.
+
+    Collective when tokens move or a group is given. protocol: what else ranks must have in
+    common, a library's version, say. Raises GroupMismatch, and then on all ranks.
+    """
+    parallel = problem.parallel
+    if group is None and not parallel.moves_tokens:
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        raise GroupMismatch(
+            f"dp_size={parallel.dp_size}: tokens must move between ranks, but torch.distributed "
+            "is not initialized; call torch.distributed.init_process_group first (torchrun sets "
+            "its environment), or describe one rank with ParallelConfig()"
+        )
+    group = group or dist.group.WORLD
+    assert group is not None
+    _agree(problem, group, protocol)
+    return group if parallel.moves_tokens else None
+
+
+def has_backend(group: dist.ProcessGroup, device_type: str, *names: str) -> bool:
+    """Whether ``group`` carries tensors of ``device_type`` (by one of the ``names``, if given)."""
+    config = dist.get_backend_config(group)
+    backends = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+    backend = backends.get(device_type)
+    return backend is not None and (not names or backend in names)
+
+
+class Agreement:
+    """Lets all ranks of a group go on together, or none.
+
+    Messages go through the group's store, over the host: no GPU waits, no collective is left
+    half-way, and a rank that says nothing is known by name.
+    """
+
+    _made: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        """All ranks make a group's agreements in one order. timeout: seconds to wait for a rank."""
+        self._rank, self._size = group.rank(), group.size()
+        ranks = str(dist.get_process_group_ranks(group))
+        self._made[ranks] += 1
+        self._store = dist.PrefixStore(
+            f"moekit/{ranks}/{self._made[ranks]}", dist.distributed_c10d._get_default_store()
+        )
+        self._timeout = timedelta(seconds=timeout)
+        self._step = 0
+        self._old: list[str] = []
+
+    def agree(self, what: str, fault: str | None = None) -> None:
+        """Returns on every rank, or raises PeerFailed on every rank that brought no ``fault``.
+
+        what: the step all ranks must be at. A rank with a fault does not wait for the others.
+        """
+        keys = [f"{self._step}/{rank}" for rank in range(self._size)]
+        self._step += 1
+        mine = f"+{what}" if fault is None else f"-{fault}"
+        self._store.set(keys[self._rank], mine)
+        self._old.append(keys[self._rank])
+        if fault is not None:
+            return
+        said = self._everyones(keys, what)
+        # Who is at this step has read everything of the steps before.
+        for key in self._old[:-1]:
+            self._store.delete_key(key)
+        del self._old[:-1]
+        failed = {rank: text[1:] for rank, text in enumerate(said) if text.startswith("-")}
+        if failed:
+            text = "; ".join(f"rank {rank} failed: {why}" for rank, why in failed.items())
+            raise PeerFailed(
+                f"{text}. No rank finished this call; correct it there, then all can call again"
+            )
+        other = {rank: text[1:] for rank, text in enumerate(said) if text != mine}
+        if other:
+            raise PeerFailed(
+                f"rank {self._rank} is at '{what}', others are not: {other}; start calls and take "
+                "results in one order on all ranks"
+            )
+
+    def _everyones(self, keys: list[str], what: str) -> list[str]:
+        try:
+            self._store.wait(keys, self._timeout)
+            return [value.decode() for value in self._store.multi_get(keys)]
+        except dist.DistNetworkError as error:
+            raise PeerFailed(
+                "the store of the process group is gone, and with it the rank that keeps it "
+                "(global rank 0 under torchrun)"
+            ) from error
+        except dist.DistStoreError as error:
+            silent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise PeerFailed(
+                f"rank {', '.join(silent)} did not come to '{what}' within "
+                f"{self._timeout.total_seconds():g} s: it died, hangs, or makes its calls in "
+                "another order"
+            ) from error
+
+
+@dataclass
+class _Shared(Generic[T]):
+    value: T
+    users: int = 0
+
+
+class SharedBuffers(Generic[T]):
+    """Buffers that the layers of one process use in turn, one set for each key.
+
+    ``acquire`` makes a set at its first use, ``release`` frees it with its last user; what is
+    left at exit is freed then.
+    """
+
+    def __init__(self, free: Callable[[T], None]) -> None:
+        self._free = free
+        self._held: dict[Hashable, _Shared[T]] = {}
+        atexit.register(self.clear)
+
+    def acquire(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Collective where ``make`` is. The key names the group and all sizes."""
+        shared = self._held.get(key)
+        if shared is None:
+            shared = self._held[key] = _Shared(make())
+        shared.users += 1
+        return shared.value
+
+    def release(self, key: Hashable) -> None:
+        """Collective where freeing is; a key that is not held is ignored."""
+        shared = self._held.get(key)
+        if shared is None:
+            return
+        shared.users -= 1
+        if not shared.users:
+            del self._held[key]
+            self._free(shared.value)
+
+    def clear(self) -> None:
+        while self._held:
+            _, shared = self._held.popitem()
+            self._free(shared.value)
+
+
+def _agree(problem: MoEProblem, group: dist.ProcessGroup, protocol: str) -> None:
+    # This rank's own fault travels too: raising before the exchange would leave the others in it.
+    mine = (_fingerprint(problem) | {"protocol": protocol}, _fault(problem, group))
+    everyone: list[tuple[dict[str, str], str | None]] = [mine] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    faults = []
+    for name in sorted({name for fingerprint, _ in everyone for name in fingerprint}):
+        holders: dict[str, list[int]] = {}
+        for rank, (fingerprint, _) in enumerate(everyone):
+            holders.setdefault(fingerprint.get(name, "unknown"), []).append(rank)
+        if len(holders) > 1:
+            values = ", ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
+            faults.append(f"ranks disagree on {name}: {values}; give all ranks the same")
+    faults += [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(everyone) if fault]
+    if faults:
+        raise GroupMismatch("; ".join(faults))
+
+
+def _fingerprint(problem: MoEProblem) -> dict[str, str]:
+    """What all ranks must have in common, by field name."""
+    own = ("parallel", "device")
+    values = {f.name: repr(getattr(problem, f.name)) for f in fields(problem) if f.name not in own}
+    parallel = problem.parallel
+    return values | {
+        "ep_size": str(parallel.ep_size),
+        "tp_size": str(parallel.tp_size),
+        "dp_size": str(parallel.dp_size),
+        "device": problem.device.type,
+    }
+
+
+def _fault(problem: MoEProblem, group: dist.ProcessGroup) -> str | None:
+    parallel = problem.parallel
+    sizes = f"ep_size={parallel.ep_size} x tp_size={parallel.tp_size}"
+    wanted = parallel.ep_size * parallel.tp_size
+    if group.size() != wanted:
+        return (
+            f"the process group has {group.size()} ranks, {sizes} wants {wanted}; pass the group "
+            "of exactly the ranks that share this layer, or correct the ParallelConfig"
+        )
+    rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
+    if group.rank() != rank:
+        return (
+            f"is rank {group.rank()} of the process group, but ep_rank={parallel.ep_rank} and "
+            f"tp_rank={parallel.tp_rank} ({sizes}) want it to be rank {rank}; set ep_rank = "
+            "group rank // tp_size and tp_rank = group rank % tp_size"
+        )
+    device = problem.device.type
+    backends = ("gloo", "mpi") if device == "cpu" else ("nccl",)
+    if not has_backend(group, device, *backends):
+        return (
+            f"the process group's backends are {dist.get_backend_config(group)}, tensors on "
+            f"{device} want {' or '.join(backends)}; initialize it with "
+            f"backend='{'gloo' if device == 'cpu' else 'cpu:gloo,cuda:nccl'}'"
+        )
+    return None
