@@ -51,7 +51,8 @@ GATHER, COPY = QuackPlan(gather=True), QuackPlan(gather=False)
 # name -> (provider, quack's plan, torch's fast accumulation)
 VARIANTS = {
     "none": {
-        "quack": ("quack", GATHER, True),
+        "quack": ("quack", None, True),
+        "quack-gather": ("quack", GATHER, True),
         "quack-copy": ("quack", COPY, True),
         "torch": ("torch", GATHER, True),
     },
@@ -95,10 +96,12 @@ def only(scheme: str, variant: str) -> Iterator[None]:
     name, plan, fast = VARIANTS[family(scheme)][variant]
     if why := found.missing(name):
         raise RuntimeError(why)
-    table = {**providers.PREFERRED, scheme: ((0, (name,)),)}
+    bounds = tuple((low, (name,)) for low, _ in providers.PREFERRED[scheme])
+    table = {**providers.PREFERRED, scheme: bounds}
+    tuned = providers.quack_plan
     with (
         mock.patch.object(providers, "PREFERRED", table),
-        mock.patch.object(providers, "QUACK_PLAN", plan),
+        mock.patch.object(providers, "quack_plan", lambda p, rows: plan or tuned(p, rows)),
         mock.patch.object(providers.Torch, "fast_accum", fast),
     ):
         yield

@@ -105,7 +105,7 @@ SECOND_TILES = [*FIRST_TILES, *(Tile(m, 208, m == 128, (2, 1)) for m in (128, 25
 def sweep() -> None:
     """quack's GEMMs alone, tile by tile, with the gather fused and with rows copied before."""
     stop = time.monotonic() + ARGS.budget
-    cells = [(name, T) for T in (16384, 4096, 1024) for name in chosen_shapes()]
+    cells = [(name, T) for T in (16384, 4096) for name in chosen_shapes()]
     for step in ("gather", "copied", "second"):
         dead: set[Tile] = set()
         for name, T in cells:

@@ -64,7 +64,7 @@ def test_vllm(dispatcher, experts, tokens, scheme):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu2", "swigluoai"])
 def test_quack(dispatcher, experts, gather, activation, monkeypatch):
     plan = QuackPlan(gather=gather)
-    monkeypatch.setattr("moekit_cutlass.providers.QUACK_PLAN", plan)
+    monkeypatch.setattr("moekit_cutlass.providers.quack_plan", lambda problem, rows: plan)
     with cutlass_standins.installed(none="quack"):
         for has_bias in (False, True):
             check(dispatcher, experts, activation=activation, has_bias=has_bias)
@@ -85,11 +85,11 @@ def test_provider_by_size():
     backends = cutlass_standins.registry()
     kernel = moekit.compose(problem, "local", "cutlass", backends=backends)
     names = [(b.low, b.provider.name) for b in bands(problem)]
-    assert names == [(0, "torch"), (512, "quack")]
+    assert names == [(0, "torch"), (128, "quack"), (512, "quack"), (2048, "quack")]
     experts = kernel.experts
     assert experts._provider(1, 2).name == "torch"
     assert experts._provider(512 * 5, 1).name == experts._provider(256 * 5, 2).name == "quack"
-    for fewer, more in ((1, 100), (100, 1279), (1279, 1280), (1280, 5000)):
+    for fewer, more in ((1, 100), (100, 319), (319, 320), (1279, 1280), (1280, 5000)):
         small, large = experts.workspace(fewer), experts.workspace(more)
         assert all(a.nbytes <= b.nbytes for a, b in zip(small, large, strict=True))
     assert experts.transient_bytes(10) > 0

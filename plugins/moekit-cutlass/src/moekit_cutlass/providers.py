@@ -28,13 +28,18 @@ from .groups import Groups, problem_sizes
 logger = logging.getLogger("moekit")
 
 # Which library runs a call, by the expected rows per expert: from each bound on, the first usable.
-# Provisional for "none": torch's block was ahead of quack's below 1024 rows per expert on an H200
-# (measured.md). tests/device_check.py measures all of them.
+# H200, benchmarks/results: vLLM's operator swaps the operands of small calls, and torch's kernels
+# are ahead of it from 512 rows per expert on; for bf16 quack is ahead of torch's from 128 on.
 PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
-    "none": ((0, ("torch", "quack")), (512, ("quack", "torch"))),
-    "fp8_tensor": ((0, ("torch", "vllm")),),
-    "fp8_tensor_static": ((0, ("torch", "vllm")),),
-    "fp8_channel_token": ((0, ("torch", "vllm")),),
+    "none": (
+        (0, ("torch", "quack")),
+        (128, ("quack", "torch")),
+        (512, ("quack", "torch")),
+        (2048, ("quack", "torch")),
+    ),
+    "fp8_tensor": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    "fp8_tensor_static": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    "fp8_channel_token": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
 }
 
 # Gated, plain: what quack's epilogue computes like moekit's definition. Not: gelu with a gate (its
@@ -69,8 +74,20 @@ class QuackPlan:
     second: Tile = Tile()
 
 
-# The library's own default tiles; device_check.py --sweep measures the others.
-QUACK_PLAN = QuackPlan()
+def quack_plan(problem: MoEProblem, rows_per_expert: int) -> QuackPlan:
+    """The fastest of device_check.py's sweep on an H200, for calls of at least so many rows.
+
+    Copying rows into order first pays where GEMM 1 is wide, or its rows few: then it is cheap, and
+    a plain GEMM 1 is 4 to 10 % faster than one that gathers.
+    """
+    wide = problem.w13_rows >= 16384
+    if rows_per_expert < 512:
+        return QuackPlan(False, Tile(128, 192, True, (1, 1)), Tile(128, 160, True, (1, 1)))
+    if not wide:
+        return QuackPlan(True, Tile(128, 192, True, (2, 1)), Tile(128, 192, True, (2, 1)))
+    if rows_per_expert < 2048:
+        return QuackPlan(False, Tile(128, 256, False, (1, 1)), Tile(128, 160, True, (1, 2)))
+    return QuackPlan(False, Tile(256, 192, False, (1, 1)), Tile(256, 192, False, (1, 2)))
 
 
 class Scales(NamedTuple):
@@ -213,7 +230,7 @@ class Quack(Provider):
 
     def __init__(self, problem: MoEProblem, plan: QuackPlan | None = None) -> None:
         super().__init__(problem)
-        self.plan = plan or QUACK_PLAN
+        self.plan = plan or QuackPlan()
         self.gathers = self.plan.gather
         activation = problem.activation
         fusable = activation.limit is None and not problem.has_bias
@@ -303,13 +320,14 @@ def bands(problem: MoEProblem) -> tuple[Band, ...]:
     usable, why_not = providers_for(scheme, problem.dtype_name)
     if not usable:
         raise BackendBroken(f"no library for {scheme}: {'; '.join(why_not)}")
-    made: dict[str, Provider] = {}
+    made: dict[object, Provider] = {}
     table = PREFERRED[scheme]
     found = []
     for index, (low, order) in enumerate(table):
         high = table[index + 1][0] if index + 1 < len(table) else float("inf")
         name = next(name for name in order if name in usable)
-        if name not in made:
-            made[name] = _CLASSES[name](problem)
-        found.append(Band(low, high, made[name]))
+        plan = quack_plan(problem, low) if name == "quack" else None
+        if (name, plan) not in made:
+            made[name, plan] = Quack(problem, plan) if plan else _CLASSES[name](problem)
+        found.append(Band(low, high, made[name, plan]))
     return tuple(found)
