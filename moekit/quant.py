@@ -12,6 +12,9 @@ int4 weights are uint8, two of a row's columns in a byte, the even one in the lo
 0..15: ``value = (stored - zero) * scale``, zero being 8, or with ``zero_points`` an integer 0..15
 (uint8, unpacked) per scale. ``g_idx`` (L, K), "act-order", names each column's group where groups
 are not runs of columns. `moekit.int4` brings the checkpoints' packings into this form.
+
+mxfp4 weights are packed in the same way: codes of sign, two exponent bits and a mantissa bit
+(`E2M1`), and scales that are powers of two, one for 32 columns (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -26,13 +29,16 @@ from torch import Tensor
 
 from moekit.errors import InvalidProblem
 
-_QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0}
+_QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1": 6.0}
 _TORCH_DTYPE = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "int8": torch.int8,
     "int4": torch.uint8,
+    "float4_e2m1": torch.uint8,
 }
 INT4_ZERO = 8
+# Values of the codes 0..7; 8 more is the negative.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST_AMAX = 1e-12
 
 
@@ -63,7 +69,12 @@ class OperandQuant:
     @property
     def packed(self) -> bool:
         """Whether a byte holds two values."""
-        return self.dtype == "int4"
+        return self.dtype in ("int4", "float4_e2m1")
+
+    @property
+    def microscaled(self) -> bool:
+        """Whether scales are powers of two (e8m0)."""
+        return self.dtype == "float4_e2m1"
 
     @property
     def per_tensor(self) -> bool:
@@ -102,6 +113,10 @@ def _int4(name: str, columns: int, zero_points: bool) -> QuantScheme:
     return QuantScheme(name=name, weight=weight)
 
 
+def _weight_only(name: str, dtype: str, group: tuple[int, int]) -> QuantScheme:
+    return QuantScheme(name=name, weight=OperandQuant(dtype=dtype, group=group, static=True))
+
+
 _TENSOR, _ROW, _BLOCK, _GROUP = (-1, -1), (1, -1), (128, 128), (1, 128)
 _FP8, _INT8 = "float8_e4m3fn", "int8"
 
@@ -124,6 +139,12 @@ SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
                 for group, columns in (("channel", -1), ("g32", 32), ("g64", 64), ("g128", 128))
                 for suffix in ("", "_zp")
             ),
+            QuantScheme(
+                name="int4_w4a8_g128",
+                weight=OperandQuant(dtype="int4", group=_GROUP, static=True),
+                activation=OperandQuant(dtype=_FP8, group=_ROW),
+            ),
+            _weight_only("mxfp4_w4a16", "float4_e2m1", (1, 32)),
         )
     }
 )
@@ -165,7 +186,10 @@ def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = No
             continue
         pad = (0, -n % g) if dim == -1 else (0, 0, 0, -n % g)
         magnitude = torch.unflatten(F.pad(magnitude, pad), dim, (-1, g)).amax(dim)
-    return magnitude.clamp(min=_SMALLEST_AMAX) / quant.qmax
+    magnitude = magnitude.clamp(min=_SMALLEST_AMAX)
+    if quant.microscaled:  # the power of two that brings the largest to [4, 8)
+        return torch.exp2(magnitude.log2().floor() - 2)
+    return magnitude / quant.qmax
 
 
 def quantize(
@@ -184,6 +208,8 @@ def quantize(
         scale = compute_scale(x, quant, valid_rows)
     q = x.float() / _expand(scale.float(), quant.group, *x.shape[-2:])
     q = q.clamp(-quant.qmax, quant.qmax)
+    if quant.dtype == "float4_e2m1":
+        return pack_int4(_to_e2m1(q)), scale
     if quant.dtype in ("int8", "int4"):
         q = q.round()
     if quant.packed:
@@ -205,6 +231,16 @@ def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor,
     q = x / _expand(scale, quant.group, rows, columns)
     q = (q.round() + _expand(zeros, quant.group, rows, columns)).clamp(0, 15)
     return pack_int4(q.to(torch.uint8)), scale, zeros.to(torch.uint8)
+
+
+def _to_e2m1(x: Tensor) -> Tensor:
+    """fp32 within +-6 -> uint8 codes, rounded to nearest, ties to the even code."""
+    # Between the values lie these; a tie at 0.25, 1.25, 2.5 or 5 goes down, at the others up.
+    up = torch.tensor([0.75, 1.75, 3.5], device=x.device)
+    down = torch.tensor([0.25, 1.25, 2.5, 5.0], device=x.device)
+    magnitude = x.abs()
+    code = torch.bucketize(magnitude, up, right=True) + torch.bucketize(magnitude, down)
+    return (code + 8 * (x < 0)).to(torch.uint8)
 
 
 def pack_int4(values: Tensor) -> Tensor:
@@ -231,6 +267,11 @@ def dequantize(
     zero_points: uint8, shaped as scale. g_idx (..., columns): the group of each column.
     """
     values = (unpack_int4(q) if quant.packed else q).float()
+    if quant.dtype == "float4_e2m1":
+        codes = torch.tensor([*E2M1, *(-v for v in E2M1)], device=q.device)
+        return (codes[values.long()] * _expand(scale.float(), quant.group, *values.shape[-2:])).to(
+            dtype
+        )
 
     def each(x: Tensor) -> Tensor:
         if g_idx is None:

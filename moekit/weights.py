@@ -23,7 +23,7 @@ class ExpertWeights:
 
     w13: (L, 2I, H) gate rows then up rows (or alternating, ``interleaved=True``); (L, I, H) for
     activations without a gate. w2: (L, H, I). Dtype: the problem's, or the scheme's (fp8, int8).
-    int4: uint8 with half as many columns, as `moekit.quant` describes.
+    int4, mxfp4: uint8 with half as many columns, as `moekit.quant` describes.
     w13_bias (L, 2I or I), w2_bias (L, H).
     w13_scale, w2_scale: fp32, (L, N or N/group or 1, K/group or 1) for an (L, N, K) weight;
     trailing dimensions of size 1 may be left out. Blocks count from row 0 of w13, so where I is no
@@ -107,7 +107,7 @@ class ExpertWeights:
             if scheme.weight is not None and scheme.weight.packed:
                 stored = (*want[:2], -(-want[2] // 2))
                 if want[2] % 2:
-                    found.append(f"{name} has {want[2]} columns, and int4 packs two in a byte")
+                    found.append(f"{name} has {want[2]} columns, and 4 bits pack two in a byte")
             found += _int4_faults(self, name, want, scheme)
             if tuple(tensor.shape) != stored:
                 found.append(f"{name} has shape {tuple(tensor.shape)}, want {stored}")
@@ -230,6 +230,8 @@ def _scale_faults(
         return [f"{name}_scale has shape {tuple(scale.shape)}, want {wanted}"]
     if not _positive(scale):
         return [f"{name}_scale holds values that are not finite and positive"]
+    if operand.microscaled and not bool((torch.frexp(scale.float()).mantissa == 0.5).all()):
+        return [f"{name}_scale holds values that are no powers of two, as {operand.dtype} wants"]
     return []
 
 
@@ -252,7 +254,7 @@ def _int4_faults(
         elif int(zeros.max()) > 15:
             found.append(f"{name}_zero_points reach {int(zeros.max())}, want at most 15")
     if g_idx is not None:
-        if operand is None or not operand.packed or operand.group[1] < 0:
+        if operand is None or operand.dtype != "int4" or operand.group[1] < 0:
             found.append(f"{name}_g_idx is given, but scheme {scheme.name} has no int4 groups")
         elif tuple(g_idx.shape) != (L, columns):
             found.append(f"{name}_g_idx has shape {tuple(g_idx.shape)}, want {(L, columns)}")

@@ -9,7 +9,7 @@ import torch
 
 from moekit import SCHEMES, ExpertWeights, MoEProblem
 from moekit.errors import WeightsError
-from moekit.quant import OperandQuant, compute_scale, dequantize, quantize
+from moekit.quant import E2M1, OperandQuant, compute_scale, dequantize, quantize
 
 QUANTIZED = [s for s in SCHEMES.values() if s.weight is not None]
 
@@ -58,7 +58,7 @@ def test_weights_round_trip(scheme) -> None:
     quantized = weights.quantize(scheme)
     assert quantized.w13.dtype == scheme.weight.torch_dtype
     back = quantized.dequantize(scheme)
-    limit = {"int8": 1.5e-2, "int4": 1.5e-1}.get(scheme.weight.dtype, 4e-2)
+    limit = {"int8": 1.5e-2, "int4": 1.5e-1, "float4_e2m1": 1.5e-1}.get(scheme.weight.dtype, 4e-2)
     assert rms(back.w13, weights.w13) < limit and rms(back.w2, weights.w2) < limit
 
 
@@ -156,3 +156,32 @@ def test_interleaved_blocks_are_refused_not_mixed_up() -> None:
     weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
     with pytest.raises(WeightsError, match="mixes gate and up"):
         replace(weights, interleaved=True).canonical(p)
+
+
+def test_e2m1_rounds_to_the_nearest_value():
+    """Every value comes back, ties go to the even code, and nothing between is misplaced."""
+    operand = SCHEMES["mxfp4_w4a16"].weight
+    one = torch.ones(1, 1)
+    values = torch.tensor([*E2M1, *(-v for v in E2M1)])
+
+    def rounded(x):
+        x = torch.nn.functional.pad(x, (0, -len(x) % 32))[None]
+        packed, _ = quantize(x, operand, one.expand(1, x.shape[1] // 32))
+        return dequantize(packed, one.expand(1, x.shape[1] // 32), operand)[0]
+
+    assert torch.equal(rounded(values)[:16], values)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 7.0, -100.0])
+    assert rounded(ties)[:10].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0, 6.0, -6.0]
+    x = torch.empty(1024).uniform_(-6, 6)
+    nearest = (x[:, None] - values).abs().amin(1)
+    assert torch.allclose((rounded(x) - x).abs(), nearest)
+
+
+def test_mxfp4_scales_are_powers_of_two():
+    problem = MoEProblem(num_experts=2, top_k=1, hidden_size=64, intermediate_size=32,
+                         quant="mxfp4_w4a16", dtype=torch.float32, device="cpu")  # fmt: skip
+    weights = ExpertWeights(torch.randn(2, 64, 64), torch.randn(2, 64, 32)).quantize(problem.quant)
+    weights.check(problem)
+    wrong = replace(weights, w2_scale=weights.w2_scale * 1.5)
+    with pytest.raises(WeightsError, match="w2_scale holds values that are no powers of two"):
+        wrong.check(problem)
