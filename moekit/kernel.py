@@ -9,10 +9,12 @@ L local experts, R dispatched rows, C rows of a batched expert's slab.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor
 
 from moekit import quant
-from moekit.errors import CapacityExceeded, InvalidInput, WeightsError
+from moekit.checks import check_call
+from moekit.errors import InvalidInput
 from moekit.group import Agreement
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.workspace import BufferSpec as BufferSpec
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from moekit.plugins import DispatcherSpec, ExpertsSpec
     from moekit.select import Explanation
     from moekit.weights import ExpertWeights
+
+logger = logging.getLogger("moekit")
 
 T = TypeVar("T")
 
@@ -229,21 +234,6 @@ class PermuteExpertsUnpermute(ABC):
         return 0
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges that two tensors span meet."""
-    if not (a.numel() and b.numel()):
-        return False
-    (a0, a1), (b0, b1) = (
-        (
-            t.data_ptr(),
-            t.data_ptr()
-            + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))),
-        )
-        for t in (a, b)
-    )
-    return a0 < b1 and b0 < a1
-
-
 def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tensor:
     """``out[r] = sum_k weight[r, k] * y[r, k]`` over slots with an expert, in fp32, in order of k.
 
@@ -324,10 +314,10 @@ class ModularKernel:
         tokens travel; its (T, H) result is added. Under dp_size=1 with several ranks the result
         is this rank's partial sum.
         """
-        pending = self.start(x, weights, routing, out=out)
-        shared_out = None if shared is None else shared(x)
-        result = pending.result()
-        return result if shared_out is None else result.add_(shared_out)
+        extra: list[Tensor] = []
+        meanwhile = None if shared is None else lambda: extra.append(shared(x))
+        result = self.start(x, weights, routing, out=out, meanwhile=meanwhile).result()
+        return result.add_(extra[0]) if extra else result
 
     def start(
         self,
@@ -336,15 +326,19 @@ class ModularKernel:
         routing: Routing,
         *,
         out: Tensor | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Pending[Tensor]:
         """Dispatches and returns at once; ``.result()`` runs the experts and combines.
+
+        meanwhile: ``.result()`` calls it while tokens travel; if it raises, so does the call, on
+        all ranks.
 
         Several calls may be in flight; take their results in the order they were started. x must
         stay unchanged until then. Where tokens move, all ranks must start their calls, and take
         the results, in one order.
         """
         with self._together("start a call", otherwise=self.dispatcher.abort):
-            self._check_call(x, weights, routing, out)
+            check_call(self.problem, self.experts, x, weights, routing, out, self.checked)
             result = (
                 torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
             )
@@ -354,16 +348,34 @@ class ModularKernel:
                 topk_weights = torch.ones_like(topk_weights)
             routing = Routing(topk_weights, routing.topk_ids.to(self._ids_dtype).contiguous())
         arriving = self.dispatcher.prepare(x, routing, self._quantizer_before_dispatch(weights))
-        return Pending(lambda: self._finish(arriving.result(), weights, result))
+        return Pending(lambda: self._finish(arriving, weights, result, meanwhile))
 
-    def _finish(self, tokens: Dispatched, weights: PackedWeights, out: Tensor) -> Tensor:
+    def abort(self, error: Exception) -> None:
+        """This rank cannot start its next call: the others raise PeerFailed with ``error``."""
+        with suppress(type(error)), self._together("start a call", self.dispatcher.abort):
+            raise error
+
+    def _finish(
+        self,
+        arriving: Pending[Dispatched],
+        weights: PackedWeights,
+        out: Tensor,
+        meanwhile: Callable[[], object] | None,
+    ) -> Tensor:
+        tokens: Dispatched | None = None
         try:
             with self._together("finish its experts"):
+                try:
+                    if meanwhile is not None:
+                        meanwhile()
+                finally:  # what travels must arrive
+                    tokens = arriving.result()
                 if tokens.x_scale is None and not self._quantizes_itself:
                     tokens = self._quantize_after_dispatch(tokens, weights)
                 y = self._run_experts(tokens, weights, out)
         except Exception:
-            self.dispatcher.abandon(tokens)
+            if tokens is not None:
+                self.dispatcher.abandon(tokens)
             raise
         return self.dispatcher.finalize(y, tokens, out).result()
 
@@ -475,93 +487,26 @@ class ModularKernel:
         )
 
     def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
-        """Runs one call of random tokens: grows the workspace, compiles what compiles lazily.
+        """Runs calls of 1, 2, 4 ... and ``num_tokens`` random tokens.
 
-        Collective: every rank must call it with the same ``num_tokens``.
+        Grows the workspace, and compiles what compiles at first use, for every size up to
+        ``num_tokens`` (kernels that change with the size change at most once per factor of two).
+        Calls that take over a second are logged with the time they took. Collective: every rank
+        must call it with the same ``num_tokens``.
         """
         p = self.problem
         device = next(iter(weights.experts.values())).device
-        x = torch.randn(num_tokens, p.hidden_size, dtype=p.dtype, device=device)
-        ids = torch.arange(num_tokens * p.top_k, device=device) % p.num_physical_experts
-        ids = ids.view(num_tokens, p.top_k)
-        self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))
+        sizes = sorted({*(1 << n for n in range(num_tokens.bit_length())), num_tokens})
+        for step, tokens in enumerate(sizes):
+            begin = time.perf_counter()
+            x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device)
+            ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
+            ids = ids.view(tokens, p.top_k)
+            self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))
+            if (seconds := time.perf_counter() - begin) > 1:
+                logger.info("moekit: warm-up %d of %d (%d tokens) took %.1f s",
+                            step + 1, len(sizes), tokens, seconds)  # fmt: skip
 
     def destroy(self) -> None:
         """Frees the dispatcher's buffers; idempotent."""
         self.dispatcher.destroy()
-
-    def _check_call(
-        self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
-    ) -> None:
-        p, ids, topk_weights = self.problem, routing.topk_ids, routing.topk_weights
-        if x.dim() != 2 or x.shape[1] != p.hidden_size:
-            raise InvalidInput(f"x has shape {tuple(x.shape)}, want (T, {p.hidden_size})")
-        if x.dtype != p.dtype:
-            raise InvalidInput(
-                f"x is {x.dtype}, the problem's dtype is {p.dtype}: convert x, or compose for it"
-            )
-        wanted = (x.shape[0], p.top_k)
-        for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):
-            if tuple(tensor.shape) != wanted:
-                raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}, want (T, K) {wanted}")
-            if tensor.device != x.device:
-                raise InvalidInput(f"{name} is on {tensor.device}, x on {x.device}: move one")
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise InvalidInput(f"topk_ids are {ids.dtype}, want int32 or int64")
-        if topk_weights.dtype != torch.float32:
-            raise InvalidInput(f"topk_weights are {topk_weights.dtype}, want float32")
-        if x.device.type != p.device.type:
-            raise InvalidInput(
-                f"x is on {x.device}, the kernel was composed for {p.device}: "
-                "move x, or set device in the problem"
-            )
-        if weights.backend != self.experts.spec.name:
-            raise WeightsError(
-                f"the weights were packed for {weights.backend!r}, this kernel runs "
-                f"{self.experts.spec.name!r}: pack them with this kernel's pack()"
-            )
-        packed = next(iter(weights.experts.values()))
-        if packed.device != x.device:
-            raise InvalidInput(f"weights are on {packed.device}, x on {x.device}: move one")
-        if p.max_num_tokens is not None and x.shape[0] > p.max_num_tokens:
-            raise CapacityExceeded(
-                f"{x.shape[0]} tokens, but max_num_tokens={p.max_num_tokens}: "
-                "split the call, or compose for more"
-            )
-        if out is not None:
-            if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
-                raise InvalidInput(
-                    f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
-                    f"want {tuple(x.shape)} {x.dtype} on {x.device}"
-                )
-            if _overlap(x, out):
-                raise InvalidInput("out shares memory with x; pass another tensor")
-        if self.checked and ids.numel():
-            low, high = (int(v) for v in torch.aminmax(ids))
-            if low < -1 or high >= p.num_physical_experts:
-                raise InvalidInput(
-                    f"topk_ids span [{low}, {high}], want -1 (no expert) or "
-                    f"0..{p.num_physical_experts - 1}"
-                )
-            if self.experts.slabs:
-                self._check_distinct(ids)
-            # The sum is finite unless an entry is not: one cheap pass for the usual case.
-            if not (
-                math.isfinite(float(topk_weights.sum()))
-                or bool(torch.isfinite(topk_weights[ids >= 0]).all())
-            ):
-                raise InvalidInput(
-                    "topk_weights hold NaN or infinity where a token has an expert: "
-                    "look for NaN in the router logits"
-                )
-
-    def _check_distinct(self, ids: Tensor) -> None:
-        """Slabs have room for each token once."""
-        ordered = ids.sort(dim=1).values
-        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(dim=1)
-        if bool(twice.any()):
-            token = int(twice.nonzero()[0])
-            raise InvalidInput(
-                f"topk_ids of token {token} are {ids[token].tolist()}: a token can name an expert "
-                "only once"
-            )

@@ -1,0 +1,118 @@
+"""What a call may not be: shapes, dtypes, devices, capacity, and values where that is asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moekit.errors import CapacityExceeded, InvalidInput, WeightsError
+from moekit.problem import MoEProblem
+
+if TYPE_CHECKING:
+    from moekit.kernel import PackedWeights, PermuteExpertsUnpermute, Routing
+
+
+def check_call(
+    problem: MoEProblem,
+    experts: PermuteExpertsUnpermute,
+    x: Tensor,
+    weights: PackedWeights,
+    routing: Routing,
+    out: Tensor | None,
+    by_value: bool,
+) -> None:
+    """Raises InvalidInput, WeightsError or CapacityExceeded for what the call cannot compute.
+
+    by_value: look into ids and weights, which waits for the device.
+    """
+    p, ids, topk_weights = problem, routing.topk_ids, routing.topk_weights
+    if x.dim() != 2 or x.shape[1] != p.hidden_size:
+        raise InvalidInput(f"x has shape {tuple(x.shape)}, want (T, {p.hidden_size})")
+    if x.dtype != p.dtype:
+        raise InvalidInput(
+            f"x is {x.dtype}, the problem's dtype is {p.dtype}: convert x, or compose for it"
+        )
+    wanted = (x.shape[0], p.top_k)
+    for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):
+        if tuple(tensor.shape) != wanted:
+            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}, want (T, K) {wanted}")
+        if tensor.device != x.device:
+            raise InvalidInput(f"{name} is on {tensor.device}, x on {x.device}: move one")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise InvalidInput(f"topk_ids are {ids.dtype}, want int32 or int64")
+    if topk_weights.dtype != torch.float32:
+        raise InvalidInput(f"topk_weights are {topk_weights.dtype}, want float32")
+    if x.device.type != p.device.type:
+        raise InvalidInput(
+            f"x is on {x.device}, the kernel was composed for {p.device}: "
+            "move x, or set device in the problem"
+        )
+    if weights.backend != experts.spec.name:
+        raise WeightsError(
+            f"the weights were packed for {weights.backend!r}, this kernel runs "
+            f"{experts.spec.name!r}: pack them with this kernel's pack()"
+        )
+    packed = next(iter(weights.experts.values()))
+    if packed.device != x.device:
+        raise InvalidInput(f"weights are on {packed.device}, x on {x.device}: move one")
+    if p.max_num_tokens is not None and x.shape[0] > p.max_num_tokens:
+        raise CapacityExceeded(
+            f"{x.shape[0]} tokens, but max_num_tokens={p.max_num_tokens}: "
+            "split the call, or compose for more"
+        )
+    if out is not None:
+        if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+            raise InvalidInput(
+                f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+                f"want {tuple(x.shape)} {x.dtype} on {x.device}"
+            )
+        if _overlap(x, out):
+            raise InvalidInput("out shares memory with x; pass another tensor")
+    if by_value and ids.numel():
+        low, high = (int(v) for v in torch.aminmax(ids))
+        if low < -1 or high >= p.num_physical_experts:
+            raise InvalidInput(
+                f"topk_ids span [{low}, {high}], want -1 (no expert) or "
+                f"0..{p.num_physical_experts - 1}"
+            )
+        if experts.slabs:
+            _check_distinct(ids)
+        # The sum is finite unless an entry is not: one cheap pass for the usual case.
+        if not (
+            math.isfinite(float(topk_weights.sum()))
+            or bool(torch.isfinite(topk_weights[ids >= 0]).all())
+        ):
+            raise InvalidInput(
+                "topk_weights hold NaN or infinity where a token has an expert: "
+                "look for NaN in the router logits"
+            )
+
+
+def _check_distinct(ids: Tensor) -> None:
+    """Slabs have room for each token once."""
+    ordered = ids.sort(dim=1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(dim=1)
+    if bool(twice.any()):
+        token = int(twice.nonzero()[0])
+        raise InvalidInput(
+            f"topk_ids of token {token} are {ids[token].tolist()}: a token can name an expert "
+            "only once"
+        )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges that two tensors span meet."""
+    if not (a.numel() and b.numel()):
+        return False
+    (a0, a1), (b0, b1) = (
+        (
+            t.data_ptr(),
+            t.data_ptr()
+            + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))),
+        )
+        for t in (a, b)
+    )
+    return a0 < b1 and b0 < a1
