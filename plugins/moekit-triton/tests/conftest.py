@@ -1,7 +1,12 @@
-"""On the GPU when there is one, else in Triton's interpreter (the top-level conftest chooses)."""
+"""On the GPU when there is one, else in Triton's interpreter, chosen before triton is imported."""
+
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
-from moekit_triton.gemm import GemmConfig, batched_gemm, grouped_gemm
+from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from moekit_triton.numerics import QMAX
 from moekit_triton.rows import (
     AMAX_PARTIALS,
@@ -175,13 +175,62 @@ def test_grouped_gemm(device, a_dtype, w_dtype, a_kind, w_kind, n, k, block_n, b
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((rows * top_k, n), NAN, dtype=out_dtype, device=device)
     config = GemmConfig(16, block_n, block_k, group_m=2, num_warps=4, num_stages=2)
-    grouped_gemm(
-        a, w, out, run_align(ids, experts, 16), config,
-        a_scale=a_scale, w_scale=w_scale, bias_LN=bias, pairs_per_row=1 if by_pair else top_k,
-    )  # fmt: skip
-    assert out[flat < 0].isnan().all(), "a pair without expert was written"
-    limit = GEMM_LIMITS[a_dtype]
-    assert relative_error(out[flat >= 0], reference[flat >= 0]) < limit
+    per_row = 1 if by_pair else top_k
+    for named in (Rows.aligned(run_align(ids, experts, 16), per_row), Rows.direct(ids, per_row)):
+        out.fill_(NAN)
+        grouped_gemm(a, w, out, named, config, a_scale=a_scale, w_scale=w_scale, bias_LN=bias)
+        assert out[flat < 0].isnan().all(), "a pair without expert was written"
+        limit = GEMM_LIMITS[a_dtype]
+        assert relative_error(out[flat >= 0], reference[flat >= 0]) < limit
+
+
+@pytest.mark.parametrize("inner", [96, 256, 300])
+@pytest.mark.parametrize(
+    ("activation", "quantize"),
+    [
+        (Activation("silu"), "none"),
+        (Activation("silu", limit=0.7), "group"),
+        (Activation("swigluoai", alpha=1.3, limit=2.0), "tensor"),
+        (Activation("relu2", gated=False), "none"),
+        (Activation("gelu", gated=False), "group"),
+    ],
+)
+def test_fused_activation(device, activation, quantize, inner):
+    """GEMM 1 with its activation, and quantization, against the same steps apart."""
+    torch.manual_seed(0)
+    rows, top_k, experts, k = 9, 2, 3, 128
+    w_rows = inner * (2 if activation.gated else 1)
+    a = randn(rows, k, dtype=FP8, device=device)
+    w = randn(experts, w_rows, k, dtype=FP8, device=device)
+    groups = -(-w_rows // 128)
+    a_scale, w_scale = (rand_scale(*s, device=device) for s in ((rows, 1), (experts, groups, 1)))
+    bias = randn(experts, w_rows, dtype=torch.bfloat16, device=device)
+    ids = torch.randint(-1, experts, (rows, top_k), device=device)
+    named = Rows.aligned(run_align(ids, experts, 16), top_k)
+    used = ids.flatten() >= 0
+    config = GemmConfig(16, 128, 64, num_stages=2)
+    scales = {"a_scale": a_scale, "w_scale": w_scale, "bias_LN": bias}
+
+    h = torch.full((rows * top_k, w_rows), NAN, device=device)
+    grouped_gemm(a, w, h, named, config, **scales)
+    dtype = torch.float32 if quantize == "none" else FP8
+    shape = (rows * top_k, -(-inner // 128)) if quantize == "group" else (1, 1)
+    scale = None if quantize == "none" else torch.full(shape, 0.05, device=device)
+    apart, fused = (
+        torch.full((rows * top_k, inner), NAN, device=device).to(dtype) for _ in range(2)
+    )
+    fused_scale = None if scale is None else scale.clone()
+    activate_rows(
+        h, apart, activation, ValidRows(ids=ids), scale=scale, static_scale=quantize == "tensor"
+    )
+    epilogue = Epilogue(activation, quantize, fused_scale)
+    grouped_gemm(a, w, fused, named, config, epilogue=epilogue, **scales)
+    assert fused[~used].float().isnan().all(), "a pair without expert was written"
+    if quantize == "group":
+        assert torch.allclose(fused_scale[used], scale[used], rtol=1e-5)
+    # Sums may be ordered differently: a few values fall to the other side of a rounding.
+    error = relative_error(fused[used].float(), apart[used].float())
+    assert error < (1e-5 if quantize == "none" else 2e-2)
 
 
 @pytest.mark.parametrize(("a_dtype", "w_dtype", "a_kind", "w_kind"), SCHEMES)
@@ -207,7 +256,8 @@ def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind):
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((experts, slab, n), NAN, dtype=out_dtype, device=device)
     config = GemmConfig(16, 64, 64, num_stages=2)
-    batched_gemm(a, w, out, counts, config, a_scale=a_scale, w_scale=w_scale)
+    rows = Rows.slabs(counts, slab, 16)
+    grouped_gemm(a, w, out, rows, config, a_scale=a_scale, w_scale=w_scale)
     limit = GEMM_LIMITS[a_dtype]
     assert relative_error(out[used], reference[used]) < limit
     assert out[~used].isnan().all()
@@ -376,6 +426,6 @@ def test_empty(device):
         x,
         torch.empty(4, 32, 64, device=device),
         x[:, :32],
-        run_align(ids, 4, 16),
+        Rows.aligned(run_align(ids, 4, 16)),
         GemmConfig(16, 32, 32),
     )

@@ -1,41 +1,119 @@
-"""Tile sizes by shape: a heuristic for Hopper, until a tuned table says better."""
+"""How a call is cut into tiles: from measured tables where there are some, else by a heuristic."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
 
 import triton
 
-from .gemm import GemmConfig
+from moekit.problem import MoEProblem
 
-_SMS = 132
+from .gemm import GemmConfig
+from .numerics import INTERPRETED
+
+BLOCKS_M = (16, 32, 64, 128)
 # Shared memory one program may use, in bytes, where it is not Hopper's 227 KiB.
 _SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10}
+_SMS = 132
+# A shape is close enough to a measured one if no size differs by more than this factor.
+_NEAR = 2.0
 
 
-def choose_block_m(rows_per_expert: float, bits: int) -> int:
-    """Rows of a tile: twice the expected rows while weights bound the time, then 128.
+@dataclass(frozen=True)
+class Plan:
+    """direct: no alignment, each (token, slot) is a block of its own. fused: GEMM 1 applies the
+    activation (and quantizes its result where groups or one given scale allow it)."""
 
-    Never shrinks as rows_per_expert grows, so workspaces sized for more rows fit fewer. bits: of an
-    activation; fp32 goes without tensor cores and stops at 64.
-    """
-    for block_m, most in ((16, 8), (32, 24), (64, 64)):
-        if rows_per_expert <= most:
-            return block_m
-    return 64 if bits == 32 else 128
+    first: GemmConfig
+    second: GemmConfig
+    fused: bool
+    direct: bool = False
+
+    @property
+    def block_m(self) -> int:
+        return self.first.block_m
 
 
-def choose_config(
-    block_m: int,
-    row_blocks: int,
-    n: int,
-    k: int,
-    a_bits: int,
-    w_bits: int,
-    capability: tuple[int, int] | None = None,
+def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = False) -> Plan:
+    """For calls of `rows` rows with `slots` ids each; slabs: of `rows` rows for each expert."""
+    # Tokens spread over all physical experts, so a local one expects rows * slots / P.
+    per_expert = rows * slots / problem.num_physical_experts
+    plan = _measured(problem, per_expert) or heuristic(problem, per_expert)
+    pairs = rows * slots
+    if slabs:
+        return plan
+    # Few pairs hardly share experts, one token's pairs never do: then alignment gains nothing.
+    direct = rows == 1 or 4 * pairs <= problem.num_local_experts
+    return replace(plan, direct=direct) if direct and plan.block_m == 16 else plan
+
+
+def operand_bits(problem: MoEProblem) -> tuple[int, int]:
+    """Of activations and weights, as they are multiplied or stored."""
+    scheme, bits = problem.quant, 8 * problem.dtype.itemsize
+    activation = bits if scheme.activation is None else 8 * scheme.activation.torch_dtype.itemsize
+    weight = bits if scheme.weight is None else 8 * scheme.weight.torch_dtype.itemsize
+    return activation, weight
+
+
+def fusable(problem: MoEProblem, block_n: int) -> bool:
+    """Whether GEMM 1's tiles can hold what the quantization of its result needs."""
+    operand = problem.quant.activation
+    if operand is None or operand.static:
+        return True
+    return operand.group == (1, 128) and block_n == 128
+
+
+def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
+    """Twice the expected rows while weights bound the time, then large tiles."""
+    a_bits, w_bits = operand_bits(problem)
+    block_m = next((b for b, most in ((16, 8), (32, 24), (64, 64)) if per_expert <= most), 128)
+    if a_bits == 32:  # without tensor cores
+        block_m = min(block_m, 64)
+    p = problem
+    busy = p.num_local_experts * max(1, math.ceil(per_expert / block_m))
+    tma = tma_possible(problem)
+    grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
+    # GEMM 1 with a gate holds two tiles of block_n columns.
+    wide = 2 if p.activation.gated else 1
+    first = _tile(block_m, busy, p.local_intermediate_size, p.hidden_size, a_bits, w_bits, wide)
+    if grouped and block_m <= 64 and p.local_intermediate_size >= 128:
+        first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
+    fused = fusable(p, first.block_n)
+    if not fused:
+        first = _tile(block_m, busy, p.w13_rows, p.hidden_size, a_bits, w_bits, 1)
+    second = _tile(block_m, busy, p.hidden_size, p.local_intermediate_size, a_bits, w_bits, 1)
+    shared = _SHARED.get(p.device.capability or (9, 0), 227 << 10)
+    return Plan(
+        _within(replace(first, tma=tma), a_bits, w_bits, wide if fused else 1, shared),
+        _within(replace(second, tma=tma), a_bits, w_bits, 1, shared),
+        fused,
+    )
+
+
+def tma_possible(problem: MoEProblem) -> bool:
+    """Whether weights can come through tensor descriptors: Hopper, rows of whole 16 bytes."""
+    _, w_bits = operand_bits(problem)
+    if INTERPRETED or problem.device.capability is None or problem.device.capability < (9, 0):
+        return False
+    widths = problem.hidden_size, problem.local_intermediate_size
+    return all(n * w_bits // 8 % 16 == 0 for n in widths)
+
+
+def _tile(
+    block_m: int, busy: int, n: int, k: int, a_bits: int, w_bits: int, wide: int
 ) -> GemmConfig:
-    """For `row_blocks` busy blocks of rows times (N, K) weights of `w_bits`, activations
-    `a_bits`."""
+    """block_n counts output columns, of which each reads `wide` rows of weights."""
     if a_bits == 32:
         block_n, block_k, warps, stages = 64, 32, 4, 3
     elif block_m <= 32:  # bound by reading weights: keep every SM streaming
-        block_n = 128 if row_blocks * triton.cdiv(n, 128) >= 2 * _SMS else 64
+        block_n = 128 if busy * triton.cdiv(n, 128) >= 2 * _SMS else 64
         block_k, warps, stages = 128, 4, 4
     elif block_m == 64:
         block_n, block_k, warps, stages = 128, 1024 // a_bits, 4, 4
@@ -43,8 +121,65 @@ def choose_config(
         block_n, block_k, warps, stages = 256, 64, 8, 3
     else:
         block_n, block_k, warps, stages = 128, 1024 // a_bits, 8, 4
-    block_n = min(block_n, max(32, triton.next_power_of_2(n)))
+    block_n = min(max(32, block_n // wide), max(32, triton.next_power_of_2(n)))
     block_k = min(block_k, max(32, triton.next_power_of_2(k)))
-    stage = (block_m * a_bits + block_n * w_bits) * block_k // 8
-    stages = max(2, min(stages, _SHARED.get(capability or (9, 0), 227 << 10) // stage))
     return GemmConfig(block_m, block_n, block_k, num_warps=warps, num_stages=stages)
+
+
+def _within(config: GemmConfig, a_bits: int, w_bits: int, wide: int, shared: int) -> GemmConfig:
+    """With as many stages as shared memory holds, two at least."""
+    columns = config.block_n * wide
+    stage = (config.block_m * a_bits + columns * w_bits) * config.block_k // 8
+    return replace(config, num_stages=max(2, min(config.num_stages, shared // stage)))
+
+
+# -- measured tables ----------------------------------------------------------------------------
+
+
+def table_key(problem: MoEProblem) -> dict[str, Any]:
+    """What a table's entry was measured for; sizes may be near, the rest must be equal."""
+    p = problem
+    return {
+        "experts": p.num_local_experts,
+        "hidden": p.hidden_size,
+        "intermediate": p.local_intermediate_size,
+        "scheme": p.quant.name,
+        "dtype": p.dtype_name,
+        "gated": p.activation.gated,
+    }
+
+
+_SIZES = ("experts", "hidden", "intermediate")
+
+
+def _measured(problem: MoEProblem, per_expert: float) -> Plan | None:
+    """The plan of the nearest measured shape and, on a log scale, rows per expert."""
+    if INTERPRETED:
+        return None
+    key = table_key(problem)
+    best: tuple[float, Mapping[str, Any]] | None = None
+    for entry in _table(problem.device.name):
+        if any(entry[name] != value for name, value in key.items() if name not in _SIZES):
+            continue
+        apart = [abs(math.log(entry[name] / key[name])) for name in _SIZES]
+        if max(apart) <= math.log(_NEAR) and (best is None or sum(apart) < best[0]):
+            best = sum(apart), entry
+    if best is None:
+        return None
+    plans = best[1]["plans"]
+    wanted = math.log(max(per_expert, 1e-3))
+    plan = min(plans, key=lambda p: abs(math.log(p["rows_per_expert"]) - wanted))
+    return Plan(GemmConfig(**plan["first"]), GemmConfig(**plan["second"]), plan["fused"])
+
+
+@functools.cache
+def _table(device_name: str) -> tuple[Mapping[str, Any], ...]:
+    """Entries shipped for a device, none for an unknown one."""
+    return tuple(_entries(device_name)) if device_name else ()
+
+
+def _entries(device_name: str) -> Iterator[Mapping[str, Any]]:
+    name = re.sub(r"\W+", "_", device_name) + ".json"
+    file = resources.files("moekit_triton") / "tuned" / name
+    if file.is_file():
+        yield from json.loads(file.read_text())["entries"]

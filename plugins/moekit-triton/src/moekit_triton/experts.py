@@ -13,12 +13,12 @@ from torch import Tensor
 
 from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
 from moekit.plugins import ExpertsSpec
-from moekit.problem import MoEProblem
+from moekit.problem import ActivationFormat, MoEProblem
 from moekit.weights import ExpertWeights
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
-from .config import choose_block_m, choose_config
-from .gemm import GemmConfig, batched_gemm, grouped_gemm
+from .config import BLOCKS_M, Plan, choose_plan
+from .gemm import Epilogue, Rows, grouped_gemm
 from .rows import (
     AMAX_PARTIALS,
     Activation,
@@ -33,9 +33,10 @@ from .rows import (
 class _TritonExperts(PermuteExpertsUnpermute):
     """What both formats share.
 
-    Quantized schemes: x arrives quantized. The activation kernel quantizes the input of GEMM 2:
-    with the static scale, per group, or per row (also for fp8_tensor with dynamic activations: one
-    scale per row is finer than one for all, needs no second pass, and keeps rows independent).
+    Quantized schemes: x arrives quantized. The input of GEMM 2 is quantized in the activation's
+    kernel or, fused with it, in GEMM 1: with the static scale, per group, or per row (also for
+    fp8_tensor with dynamic activations: one scale per row is finer than one for all, needs no
+    second pass, and keeps rows independent).
     """
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
@@ -49,9 +50,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         )
         operand = problem.quant.activation
         self._a_dtype = problem.dtype if operand is None else operand.torch_dtype
-        weight = problem.quant.weight
-        w_dtype = problem.dtype if weight is None else weight.torch_dtype
-        self._bits = 8 * self._a_dtype.itemsize, 8 * w_dtype.itemsize
+        self._plans: dict[tuple[int, int], Plan] = {}
         self._static = operand is not None and operand.static
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
@@ -97,30 +96,54 @@ class _TritonExperts(PermuteExpertsUnpermute):
             BufferSpec((rows, groups), torch.float32),
         )
 
-    def _activate(
-        self, h_SN: Tensor, a_SI: Tensor, scale: Tensor, weights: PackedWeights, valid: ValidRows
-    ) -> Tensor | None:
-        """h -> a. Returns a's scale: in `scale`, the static one, or None."""
-        if self.problem.quant.activation is None:
-            activate_rows(h_SN, a_SI, self._activation, valid)
-            return None
-        a_scale = weights.shared["a2_scale"] if self._static else scale
-        activate_rows(h_SN, a_SI, self._activation, valid, scale=a_scale, static_scale=self._static)
-        return a_scale
+    def _plan(self, rows: int, slots: int) -> Plan:
+        plan = self._plans.get((rows, slots))
+        if plan is None:
+            slabs = self.spec.format is ActivationFormat.BATCHED
+            plan = self._plans[rows, slots] = choose_plan(self.problem, rows, slots, slabs=slabs)
+        return plan
 
-    def _block_m(self, rows: int, slots: int) -> int:
-        """Tokens spread over all physical experts, so a local one expects rows * slots / P."""
-        return choose_block_m(rows * slots / self.problem.num_physical_experts, self._bits[0])
-
-    def _configs(self, block_m: int, row_blocks: int) -> tuple[GemmConfig, GemmConfig]:
-        """For GEMM 1 and GEMM 2."""
-        p = self.problem
-        shapes = (p.w13_rows, p.hidden_size), (p.hidden_size, p.local_intermediate_size)
-        first, second = (
-            choose_config(block_m, row_blocks, n, k, *self._bits, p.device.capability)
-            for n, k in shapes
-        )
-        return first, second
+    def _run(
+        self,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        plan: Plan,
+        rows: tuple[Rows, Rows],
+        valid: ValidRows,
+        h: Tensor | None,
+        a: Tensor,
+        scale: Tensor,
+        y: Tensor,
+    ) -> None:
+        """GEMM 1, activation, GEMM 2. h: GEMM 1's output unless the activation is fused with it;
+        a: GEMM 2's input, with `scale` for its rows."""
+        first, second = rows
+        operand = self.problem.quant.activation
+        quantized = operand is not None
+        if self._static:
+            scale = weights.shared["a2_scale"]
+        epilogue = None
+        if plan.fused:
+            kind = "none" if not quantized else "tensor" if self._static else "group"
+            epilogue = Epilogue(self._activation, kind, scale if quantized else None)
+        out = a if plan.fused else h
+        assert out is not None
+        grouped_gemm(
+            tokens.x, weights["w13"], out, first, plan.first, a_scale=tokens.x_scale,
+            w_scale=weights.get("w13_scale"), bias_LN=weights.get("w13_bias"), epilogue=epilogue,
+        )  # fmt: skip
+        if not plan.fused:
+            activate_rows(
+                out.flatten(0, -2), a.flatten(0, -2), self._activation, valid,
+                scale=scale if quantized else None, static_scale=self._static,
+            )  # fmt: skip
+        a_scale = scale if quantized else None
+        if a_scale is not None and a.dim() == 3 and not self._static:
+            a_scale = a_scale.view(*a.shape[:2], -1)
+        grouped_gemm(
+            a, weights["w2"], y, second, plan.second, a_scale=a_scale,
+            w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"),
+        )  # fmt: skip
 
 
 class TritonExperts(_TritonExperts):
@@ -128,15 +151,14 @@ class TritonExperts(_TritonExperts):
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         p = self.problem
-        pairs, block_m = rows * p.top_k, self._block_m(rows, p.top_k)
-        capacity = align_capacity(pairs, p.num_local_experts, block_m)
-        # Smaller calls use smaller blocks: fewer entries, but maybe more blocks.
-        blocks = max(capacity // block_m, align_capacity(pairs, p.num_local_experts, 16) // 16)
+        pairs, L = rows * p.top_k, p.num_local_experts
+        # Calls of fewer rows may use other blocks: large ones need more entries, small ones blocks.
+        most, least = max(BLOCKS_M), min(BLOCKS_M)
         return (
-            BufferSpec((capacity,), torch.int32),
-            BufferSpec((blocks,), torch.int32),
+            BufferSpec((align_capacity(pairs, L, most),), torch.int32),
+            BufferSpec((align_capacity(pairs, L, least) // least,), torch.int32),
             BufferSpec((1,), torch.int32),
-            BufferSpec((align_scratch(pairs, p.num_local_experts),), torch.int32),
+            BufferSpec((align_scratch(pairs, L),), torch.int32),
             # GEMM 1's output, and after the activation has read it, GEMM 2's
             BufferSpec((pairs * max(p.w13_rows, p.hidden_size),), p.dtype),
             *self._activated(pairs),
@@ -156,28 +178,22 @@ class TritonExperts(_TritonExperts):
         pairs = rows * slots
         entries, experts, num_rows, scratch, gemm_out, activated, scale = workspace
 
-        block_m = self._block_m(rows, slots)
-        capacity = align_capacity(pairs, p.num_local_experts, block_m)
-        aligned = AlignedPairs(
-            entries[:capacity], experts[: capacity // block_m], num_rows, block_m
-        )
-        align(ids_RK, p.num_local_experts, aligned, scratch)
-
-        h_SN = gemm_out[: pairs * p.w13_rows].view(pairs, p.w13_rows)
+        plan = self._plan(rows, slots)
+        if plan.direct:
+            first, second = Rows.direct(ids_RK, slots), Rows.direct(ids_RK)
+        else:
+            capacity = align_capacity(pairs, p.num_local_experts, plan.block_m)
+            blocks = capacity // plan.block_m
+            aligned = AlignedPairs(entries[:capacity], experts[:blocks], num_rows, plan.block_m)
+            align(ids_RK, p.num_local_experts, aligned, scratch)
+            first, second = Rows.aligned(aligned, slots), Rows.aligned(aligned)
         y_SH = gemm_out[: pairs * p.hidden_size].view(pairs, p.hidden_size)
-        a_SI = activated[:pairs]
-        busy = min(capacity // block_m, max(p.num_local_experts, pairs // block_m))
-        config1, config2 = self._configs(block_m, busy)
-        grouped_gemm(
-            tokens.x, weights["w13"], h_SN, aligned, config1, pairs_per_row=slots,
-            a_scale=tokens.x_scale, w_scale=weights.get("w13_scale"),
-            bias_LN=weights.get("w13_bias"),
-        )  # fmt: skip
-        valid = ValidRows(ids=ids_RK)
-        a_scale = self._activate(h_SN, a_SI, scale[:pairs], weights, valid)
-        grouped_gemm(
-            a_SI, weights["w2"], y_SH, aligned, config2,
-            a_scale=a_scale, w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"),
+        h_SN = None
+        if not plan.fused:
+            h_SN = gemm_out[: pairs * p.w13_rows].view(pairs, p.w13_rows)
+        self._run(
+            tokens, weights, plan, (first, second), ValidRows(ids=ids_RK),
+            h_SN, activated[:pairs], scale[:pairs], y_SH,
         )  # fmt: skip
         weighted_sum(y_SH, topk_weights_RK, ids_RK, y)
 
@@ -201,22 +217,11 @@ class BatchedTritonExperts(_TritonExperts):
     ) -> None:
         counts_L = tokens.expert_num_tokens
         assert counts_L is not None
-        num_experts, slab = tokens.x.shape[:2]
-        slots = num_experts * slab
-        h_SN, a_SI, scale = (buffer[:slots] for buffer in workspace)
-
-        block_m = self._block_m(slab, self.problem.top_k)
-        config1, config2 = self._configs(block_m, num_experts)
-        batched_gemm(
-            tokens.x, weights["w13"], h_SN.view(num_experts, slab, -1), counts_L, config1,
-            a_scale=tokens.x_scale, w_scale=weights.get("w13_scale"),
-            bias_LN=weights.get("w13_bias"),
-        )  # fmt: skip
-        valid = ValidRows(counts_L=counts_L, slab=slab)
-        a_scale = self._activate(h_SN, a_SI, scale, weights, valid)
-        if a_scale is scale:
-            a_scale = scale.view(num_experts, slab, -1)
-        batched_gemm(
-            a_SI.view(num_experts, slab, -1), weights["w2"], y, counts_L, config2,
-            a_scale=a_scale, w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"),
+        L, C = tokens.x.shape[:2]
+        h_SN, a_SI, scale = (buffer[: L * C] for buffer in workspace)
+        plan = self._plan(C, self.problem.top_k)
+        rows = Rows.slabs(counts_L, C, plan.block_m)
+        self._run(
+            tokens, weights, plan, (rows, rows), ValidRows(counts_L=counts_L, slab=C),
+            h_SN.view(L, C, -1), a_SI.view(L, C, -1), scale, y,
         )  # fmt: skip

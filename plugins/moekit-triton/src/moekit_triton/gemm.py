@@ -9,18 +9,30 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .align import AlignedPairs
-from .numerics import convert, dot
-
-SCALE_GROUP = 128
-"""Rows and columns that share one scale in block quantization."""
+from .numerics import (
+    QMAX,
+    SCALE_GROUP,
+    Activation,
+    activate,
+    activate_gated,
+    convert,
+    dot,
+    quantize,
+    scale_of,
+)
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile and launch parameters. `group_m` row blocks run next to each other per column block, for
-    L2 reuse."""
+    """Tile and launch parameters.
+
+    block_n counts output columns: with a gate, twice as many weight rows are read. `group_m` row
+    blocks run next to each other per column block, for L2 reuse. tma: weight tiles come through a
+    tensor descriptor.
+    """
 
     block_m: int
     block_n: int
@@ -28,85 +40,112 @@ class GemmConfig:
     group_m: int = 8
     num_warps: int = 4
     num_stages: int = 3
+    tma: bool = False
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What becomes of GEMM 1's fp32 sums before they are stored.
+
+    quantize: "none", "group" (a scale for each row and 128 columns, written to `scale`) or "tensor"
+    (by the one value in `scale`).
+    """
+
+    activation: Activation
+    quantize: str = "none"
+    scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows a launch multiplies, in row blocks of the config's block_m.
+
+    STANDARD, aligned: `pairs` and `experts` of `AlignedPairs`. STANDARD, direct: `experts` are the
+    ids (R, K) themselves, and each pair is a block of its own, for few pairs. BATCHED: `experts`
+    are the rows used in each slab of `slab` rows.
+    """
+
+    kind: str
+    experts: torch.Tensor
+    blocks: int
+    pairs: torch.Tensor | None = None
+    pairs_per_row: int = 1
+    slab: int = 0
+
+    @classmethod
+    def aligned(cls, aligned: AlignedPairs, pairs_per_row: int = 1) -> "Rows":
+        experts = aligned.experts_B
+        return cls("aligned", experts, experts.numel(), aligned.pairs_S, pairs_per_row)
+
+    @classmethod
+    def direct(cls, ids_RK: torch.Tensor, pairs_per_row: int = 1) -> "Rows":
+        return cls("direct", ids_RK, ids_RK.numel(), None, pairs_per_row)
+
+    @classmethod
+    def slabs(cls, counts_L: torch.Tensor, slab: int, block_m: int) -> "Rows":
+        blocks = counts_L.numel() * triton.cdiv(slab, block_m)
+        return cls("slabs", counts_L, blocks, slab=slab)
 
 
 def grouped_gemm(
-    a_RK: torch.Tensor,
+    a: torch.Tensor,
     w_LNK: torch.Tensor,
-    out_SN: torch.Tensor,
-    aligned: AlignedPairs,
+    out: torch.Tensor,
+    rows: Rows,
     config: GemmConfig,
     *,
     a_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     bias_LN: torch.Tensor | None = None,
-    pairs_per_row: int = 1,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """out[pair] = a[pair // pairs_per_row] @ w[expert of pair].T (+ bias), for the pairs in
-    `aligned`.
+    """out[row] = epilogue(a[row] @ w[expert of row].T + bias), for the rows that `rows` names.
 
-    a and w of one dtype (bf16, fp16, fp32, e4m3, int8), or w e4m3 or int8 and a of 16 bits.
-    a_scale: None, one value, (rows, 1) or (rows or 1, ceil(K / 128)); w_scale: None, (L,), (L, N)
-    or (L, ceil(N / 128), ceil(K / 128)); all fp32. out: any float dtype, last dim contiguous; rows
-    of pairs that `aligned` does not list stay untouched.
+    STANDARD: a (R, K), out (S, N) by pair, a's row being pair // pairs_per_row. BATCHED: a (L, C,
+    K), out (L, C, N). N is half of w's rows if the epilogue has a gate. a and w of one dtype (bf16,
+    fp16, fp32, e4m3, int8), or w e4m3 or int8 and a of 16 bits. a_scale: None, one value, (rows, 1)
+    or (rows or 1, ceil(K / 128)), BATCHED with L and C in front, which may be 1 for all; w_scale:
+    None, (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); all fp32. out: any float dtype or the
+    epilogue's quantized one, last dim contiguous; other rows stay untouched.
     """
-    assert aligned.block_m == config.block_m
-    _launch(
-        a_RK, w_LNK, out_SN, config, a_scale, w_scale, bias_LN,
-        rows=aligned.pairs_S, experts=aligned.experts_B, num_rows=out_SN.shape[0],
-        row_blocks=aligned.experts_B.numel(), slab_blocks=0, slab=0, pairs_per_row=pairs_per_row,
-    )  # fmt: skip
-
-
-def batched_gemm(
-    a_LCK: torch.Tensor,
-    w_LNK: torch.Tensor,
-    out_LCN: torch.Tensor,
-    counts_L: torch.Tensor,
-    config: GemmConfig,
-    *,
-    a_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
-    bias_LN: torch.Tensor | None = None,
-) -> None:
-    """out[l, c] = a[l, c] @ w[l].T (+ bias[l]) for c < counts_L[l] (int32); other rows are not read
-    nor written.
-
-    dtypes and scales as in `grouped_gemm`, with a_scale None, one value or (L, C, 1 or ceil(K /
-    128)), where L and C may also be 1 for all.
-    """
-    num_experts, slab = a_LCK.shape[:2]
-    slab_blocks = triton.cdiv(slab, config.block_m)
-    _launch(
-        a_LCK.flatten(0, 1), w_LNK, out_LCN.view(num_experts * slab, -1), config,
-        a_scale, w_scale, bias_LN, rows=None, experts=counts_L, num_rows=0,
-        row_blocks=num_experts * slab_blocks, slab_blocks=slab_blocks, slab=slab, pairs_per_row=1,
-    )  # fmt: skip
-
-
-def _launch(
-    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, config: GemmConfig,
-    a_scale: torch.Tensor | None, w_scale: torch.Tensor | None, bias: torch.Tensor | None, *,
-    rows: torch.Tensor | None, experts: torch.Tensor,
-    num_rows: int, row_blocks: int, slab_blocks: int, slab: int, pairs_per_row: int,
-) -> None:  # fmt: skip
-    _, n, k = w.shape
-    assert a.shape[1] == k and out.shape[1] == n and w.is_contiguous()
-    assert a.stride(1) == 1 and out.stride(1) == 1
-    if row_blocks == 0:
+    if rows.blocks == 0:
         return
+    if a.dim() == 3:
+        a, out = a.flatten(0, 1), out.view(-1, out.shape[-1])
+    num_experts, w_rows, k = w_LNK.shape
+    gated = epilogue is not None and epilogue.activation.gated
+    n = w_rows // 2 if gated else w_rows
+    assert a.shape[1] == k and out.shape[1] == n and w_LNK.is_contiguous()
+    assert a.stride(1) == 1 and out.stride(1) == 1
     a_kind, a_scale_strides = _a_scale_layout(a_scale)
     w_kind = "none" if w_scale is None else _W_SCALE_KINDS[w_scale.dim()]
     if w_kind == "block" or a_kind == "group":
         assert SCALE_GROUP % config.block_k == 0, "a step of K must lie within one scale group"
-    # Hopper's fp8 tensor cores accumulate with about 14 bits; sums per step of K are added up in
-    # fp32.
-    promote = a.dtype == torch.float8_e4m3fn
-    _gemm[(row_blocks * triton.cdiv(n, config.block_n),)](
-        a, w, out, rows, experts, a_scale, w_scale, bias,
-        n, k, num_rows, row_blocks, slab_blocks, slab, a.stride(0), out.stride(0), *a_scale_strides,
-        PAIRS_PER_ROW=pairs_per_row, BATCHED=rows is None, A_SCALE=a_kind, W_SCALE=w_kind,
-        SCALE_GROUP=SCALE_GROUP, BIAS=bias is not None, PROMOTE=promote, INT8=a.dtype == torch.int8,
+    w: object = w_LNK
+    if config.tma:
+        box = [config.block_n, config.block_k]
+        w = TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], box)
+    activation = None if epilogue is None else epilogue.activation
+    quantize = "none" if epilogue is None else epilogue.quantize
+    if quantize == "group":
+        assert config.block_n == SCALE_GROUP, "a tile must hold whole groups of its output"
+    out_scale = None if epilogue is None else epilogue.scale
+    clamp = activation is not None and activation.limit is not None
+    slab_blocks = triton.cdiv(rows.slab, config.block_m)
+    _gemm[(rows.blocks * triton.cdiv(n, config.block_n),)](
+        a, w, out, rows.pairs, rows.experts, a_scale, w_scale, bias_LN, out_scale,
+        n, k, out.shape[0], rows.blocks, slab_blocks, rows.slab,
+        a.stride(0), out.stride(0), *a_scale_strides,
+        0 if out_scale is None else out_scale.stride(0),
+        0.0 if activation is None else activation.alpha,
+        0.0 if activation is None or activation.limit is None else activation.limit,
+        PAIRS_PER_ROW=rows.pairs_per_row, ROWS=rows.kind, A_SCALE=a_kind, W_SCALE=w_kind,
+        SCALE_GROUP=SCALE_GROUP, BIAS=bias_LN is not None,
+        # Hopper's fp8 tensor cores accumulate with about 14 bits; sums per step of K are added up
+        # in fp32.
+        PROMOTE=a.dtype == torch.float8_e4m3fn, INT8=a.dtype == torch.int8,
+        ACTIVATION="none" if activation is None else activation.name, GATED=gated, CLAMP=clamp,
+        QUANTIZE=quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma,
         EVEN_N=n % config.block_n == 0, EVEN_K=k % config.block_k == 0,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
@@ -131,20 +170,57 @@ def _a_scale_layout(a_scale: torch.Tensor | None) -> tuple[str, tuple[int, int, 
     return "row" if a_scale.shape[-1] == 1 else "group", (slab, row, group)
 
 
+@triton.jit
+def _w_tile(w, expert, row0, rows, K, step, n_ok,
+            TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """(BLOCK_K, BLOCK_N): weight rows row0 ... of an expert's `rows`, columns of this step."""
+    if TMA:  # rows of the next expert may fill the tile; their columns are not stored
+        return w.load([(expert * rows + row0).to(tl.int32), step * BLOCK_K]).T
+    offs_n = row0 + tl.arange(0, BLOCK_N)
+    offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+    pointers = w + expert * rows * K + offs_n[None, :].to(tl.int64) * K + offs_k[:, None]
+    if EVEN_K:
+        if EVEN_N:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=n_ok[None, :], other=0.0)
+    else:
+        return tl.load(pointers, mask=(offs_k < K)[:, None] & n_ok[None, :], other=0.0)
+
+
+@triton.jit
+def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
+                    W_SCALE: tl.constexpr, SCALE_GROUP: tl.constexpr, ONE_SCALE: tl.constexpr,
+                    INT8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """One step's product in fp32, times the scales of this step."""
+    PARTIAL: tl.constexpr = tl.int32 if INT8 else tl.float32
+    partial = dot(a, w, tl.zeros((BLOCK_M, BLOCK_N), dtype=PARTIAL), "ieee").to(tl.float32)
+    if W_SCALE == "block":
+        if ONE_SCALE:
+            scale = tl.load(w_scale_ptr + row0 // SCALE_GROUP * scale_cols)
+            return partial * (a_scale_M * scale)[:, None]
+        offs_n = row0 + tl.arange(0, BLOCK_N)
+        scale_N = tl.load(w_scale_ptr + offs_n // SCALE_GROUP * scale_cols, mask=n_ok, other=0.0)
+        partial *= scale_N[None, :]
+    return partial * a_scale_M[:, None]
+
+
 # Integers that change with the number of tokens must not compile a kernel each.
 @triton.jit(do_not_specialize=["num_rows", "row_blocks", "slab_blocks", "slab"])
 def _gemm(
-    a_ptr, w_ptr, out_ptr, rows_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, bias_ptr,
+    a_ptr, w, out_ptr, pairs_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, out_scale_ptr,
     N, K, num_rows, row_blocks, slab_blocks, slab, a_stride, out_stride,
-    a_scale_stride_l, a_scale_stride_m, a_scale_stride_k,
-    PAIRS_PER_ROW: tl.constexpr, BATCHED: tl.constexpr,
+    a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
+    PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr,
     A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
+    QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """STANDARD: rows_ptr lists pairs, experts_ptr the expert of each block (-1: unused). BATCHED:
-    slab_blocks row blocks for each expert's slab, and experts_ptr holds its number of rows."""
+    """ROWS: see `Rows`. With a gate, two tiles of weights, N rows apart, share each tile of a."""
     pid = tl.program_id(0)
     col_blocks = tl.cdiv(N, BLOCK_N)
     group = pid // (GROUP_M * col_blocks)
@@ -153,16 +229,7 @@ def _gemm(
     block_m = group * GROUP_M + in_group % group_rows
     block_n = in_group // group_rows
 
-    if not BATCHED:
-        expert = tl.load(experts_ptr + block_m).to(tl.int64)
-        if expert < 0:
-            return
-        pair_M = tl.load(rows_ptr + block_m * BLOCK_M + tl.arange(0, BLOCK_M))
-        row_ok = pair_M < num_rows
-        out_row = pair_M.to(tl.int64)
-        a_row = (pair_M // PAIRS_PER_ROW).to(tl.int64)
-        a_scale_row = a_row * a_scale_stride_m
-    else:
+    if ROWS == "slabs":
         expert = (block_m // slab_blocks).to(tl.int64)
         used = tl.load(experts_ptr + expert)
         first = block_m % slab_blocks * BLOCK_M
@@ -173,66 +240,114 @@ def _gemm(
         out_row = expert * slab + slot_M
         a_row = out_row
         a_scale_row = expert * a_scale_stride_l + slot_M * a_scale_stride_m
+    else:
+        expert = tl.load(experts_ptr + block_m).to(tl.int64)
+        if expert < 0:
+            return
+        if ROWS == "direct":
+            pair_M = tl.where(tl.arange(0, BLOCK_M) == 0, block_m, num_rows)
+        else:
+            pair_M = tl.load(pairs_ptr + block_m * BLOCK_M + tl.arange(0, BLOCK_M))
+        row_ok = pair_M < num_rows
+        out_row = pair_M.to(tl.int64)
+        a_row = (pair_M // PAIRS_PER_ROW).to(tl.int64)
+        a_scale_row = a_row * a_scale_stride_m
 
-    offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row0 = block_n * BLOCK_N
+    offs_n = row0 + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     n_ok = offs_n < N
     a_ptrs = a_ptr + a_row[:, None] * a_stride + offs_k[None, :]
-    w_ptrs = w_ptr + expert * N * K + offs_n[None, :].to(tl.int64) * K + offs_k[:, None]
+    W_ROWS = 2 * N if GATED else N
 
     PER_STEP: tl.constexpr = (W_SCALE == "block") or (A_SCALE == "group")
     ACC: tl.constexpr = tl.int32 if INT8 and not PER_STEP else tl.float32
-    PARTIAL: tl.constexpr = tl.int32 if INT8 else tl.float32
     # fp32 inputs are multiplied exactly (no tf32); 16- and 8-bit inputs ignore this.
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    scale_rows = tl.cdiv(N, SCALE_GROUP)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    # A tile has one scale if blocks begin where tiles do, for gate and for up.
+    ONE_SCALE: tl.constexpr = SCALE_GROUP % BLOCK_N == 0 and EVEN_N
     scale_cols = tl.cdiv(K, SCALE_GROUP)
+    w_scales = w_scale_ptr
+    if W_SCALE == "block":
+        w_scales += expert * tl.cdiv(W_ROWS, SCALE_GROUP) * scale_cols
     for step in range(0, tl.cdiv(K, BLOCK_K)):
         if EVEN_K:
             a = tl.load(a_ptrs, mask=row_ok[:, None], other=0.0)
-            if EVEN_N:
-                w = tl.load(w_ptrs)
-            else:
-                w = tl.load(w_ptrs, mask=n_ok[None, :], other=0.0)
         else:
             k_ok = offs_k < K - step * BLOCK_K
             a = tl.load(a_ptrs, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=k_ok[:, None] & n_ok[None, :], other=0.0)
+        w_tile = _w_tile(w, expert, row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
+                         BLOCK_N, BLOCK_K)  # fmt: skip
+        if GATED:
+            u_tile = _w_tile(w, expert, N + row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
+                             BLOCK_N, BLOCK_K)  # fmt: skip
         if PER_STEP:
-            partial = dot(a, w, tl.zeros((BLOCK_M, BLOCK_N), dtype=PARTIAL), "ieee").to(tl.float32)
             scale_col = step * BLOCK_K // SCALE_GROUP
+            a_scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
             if A_SCALE == "group":
                 pointers = a_scale_ptr + a_scale_row + scale_col * a_scale_stride_k
-                partial *= tl.load(pointers, mask=row_ok, other=0.0)[:, None]
-            if W_SCALE == "block":
-                pointer = w_scale_ptr + expert * scale_rows * scale_cols + scale_col
-                if SCALE_GROUP % BLOCK_N == 0:
-                    partial *= tl.load(pointer + block_n * BLOCK_N // SCALE_GROUP * scale_cols)
-                else:
-                    pointers = pointer + offs_n // SCALE_GROUP * scale_cols
-                    partial *= tl.load(pointers, mask=n_ok, other=0.0)[None, :]
-            acc += partial
+                a_scale_M = tl.load(pointers, mask=row_ok, other=0.0)
+            acc += _scaled_partial(a, w_tile, a_scale_M, w_scales + scale_col, row0, scale_cols,
+                                   n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8, BLOCK_M,
+                                   BLOCK_N)  # fmt: skip
+            if GATED:
+                up += _scaled_partial(a, u_tile, a_scale_M, w_scales + scale_col, N + row0,
+                                      scale_cols, n_ok, W_SCALE, SCALE_GROUP,
+                                      ONE_SCALE and N % SCALE_GROUP == 0, INT8, BLOCK_M,
+                                      BLOCK_N)  # fmt: skip
         elif PROMOTE:
-            acc += dot(a, w, tl.zeros((BLOCK_M, BLOCK_N), dtype=PARTIAL), "ieee")
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            acc += dot(a, w_tile, zeros, "ieee")
+            if GATED:
+                up += dot(a, u_tile, zeros, "ieee")
         else:
-            acc = dot(a, w, acc, "ieee")
+            acc = dot(a, w_tile, acc, "ieee")
+            if GATED:
+                up = dot(a, u_tile, up, "ieee")
         a_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K
 
-    result = acc.to(tl.float32)
+    scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
     if A_SCALE == "tensor":
-        result *= tl.load(a_scale_ptr)
+        scale_M *= tl.load(a_scale_ptr)
     elif A_SCALE == "row":
-        result *= tl.load(a_scale_ptr + a_scale_row, mask=row_ok, other=0.0)[:, None]
+        scale_M = tl.load(a_scale_ptr + a_scale_row, mask=row_ok, other=0.0)
+    value = _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, W_ROWS, row0, n_ok,
+                    W_SCALE, BIAS, BLOCK_N)  # fmt: skip
+    if GATED:
+        up_value = _finish(up, scale_M, w_scale_ptr, bias_ptr, expert, W_ROWS, N + row0, n_ok,
+                           W_SCALE, BIAS, BLOCK_N)  # fmt: skip
+        value = activate_gated(value, up_value, alpha, limit, ACTIVATION, CLAMP)
+    elif ACTIVATION != "none":
+        value = activate(value, ACTIVATION)
+
+    ok = row_ok[:, None] & n_ok[None, :]
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if QUANTIZE == "none":
+        result = convert(value, DTYPE)
+    else:
+        if QUANTIZE == "group":
+            if not EVEN_N:  # weights past N are masked, or with TMA another expert's
+                value = tl.where(n_ok[None, :], value, 0.0)
+            scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
+            pointers = out_scale_ptr + out_row * out_scale_stride + block_n
+            tl.store(pointers[:, None], scale, mask=row_ok[:, None])
+        else:
+            scale = tl.load(out_scale_ptr + tl.zeros((1, 1), tl.int32))
+        result = quantize(value, tl.broadcast_to(scale, value.shape), QMAX, DTYPE)
+    tl.store(out_ptr + out_row[:, None] * out_stride + offs_n[None, :], result, mask=ok)
+
+
+@triton.jit
+def _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, rows, row0, n_ok,
+            W_SCALE: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Sums -> fp32 values: the scales that serve all of K, and the bias."""
+    offs_n = expert * rows + row0 + tl.arange(0, BLOCK_N)
+    value = acc.to(tl.float32) * scale_M[:, None]
     if W_SCALE == "tensor":
-        result *= tl.load(w_scale_ptr + expert)
+        value *= tl.load(w_scale_ptr + expert)
     elif W_SCALE == "channel":
-        result *= tl.load(w_scale_ptr + expert * N + offs_n, mask=n_ok, other=0.0)[None, :]
+        value *= tl.load(w_scale_ptr + offs_n, mask=n_ok, other=0.0)[None, :]
     if BIAS:
-        result += tl.load(bias_ptr + expert * N + offs_n, mask=n_ok, other=0.0).to(tl.float32)[
-            None, :
-        ]
-    out_ptrs = out_ptr + out_row[:, None] * out_stride + offs_n[None, :]
-    tl.store(
-        out_ptrs, convert(result, out_ptr.dtype.element_ty), mask=row_ok[:, None] & n_ok[None, :]
-    )
+        value += tl.load(bias_ptr + offs_n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
+    return value

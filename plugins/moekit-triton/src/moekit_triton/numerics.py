@@ -6,6 +6,8 @@ The helpers here make the interpreter's numbers agree with the GPU's; on the GPU
 plain conversion.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +18,22 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 QMAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """Largest magnitude of each quantized dtype."""
 
+SCALE_GROUP = 128
+"""Rows and columns that share one scale in block quantization."""
+
 TINY = 1e-12
 """Least amax a scale is derived from: an all-zero row has a positive scale and zero values."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Name and parameters; `gated` reads [gate; up] halves. limit None = no clamp."""
+
+    name: str
+    gated: bool = True
+    alpha: float = 1.702
+    limit: float | None = None
+
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _TINY = tl.constexpr(TINY)

@@ -12,8 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .gemm import SCALE_GROUP
-from .numerics import INTERPRETED, QMAX, activate, activate_gated, convert, quantize, scale_of
+from .numerics import (
+    INTERPRETED,
+    QMAX,
+    SCALE_GROUP,
+    activate,
+    activate_gated,
+    convert,
+    quantize,
+    scale_of,
+)
+from .numerics import Activation as Activation
 
 AMAX_PARTIALS = 4 if INTERPRETED else 256
 """fp32 entries of scratch for a dynamic per-tensor scale; one program each."""
@@ -44,16 +53,6 @@ class ValidRows:
         if self.ids is not None:
             return "ids", self.ids
         return ("all", None) if self.counts_L is None else ("counts", self.counts_L)
-
-
-@dataclass(frozen=True)
-class Activation:
-    """Name and parameters; `gated` reads [gate; up] halves. limit None = no clamp."""
-
-    name: str
-    gated: bool = True
-    alpha: float = 1.702
-    limit: float | None = None
 
 
 def quantize_rows(
@@ -260,7 +259,7 @@ def _weighted_sum(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = col < cols
     total = tl.zeros((BLOCK,), tl.float32)
-    for k in range(TOP_K):
+    for k in tl.static_range(TOP_K):
         pair = row * TOP_K + k
         present = tl.load(ids_ptr + pair) >= 0
         end = tl.where(present, cols, 0)
