@@ -23,6 +23,8 @@ from moekit.kernel import (
     Routing,
     Workspace,
 )
+from moekit.layer import FusedMoE
+from moekit.parallel import parallel_config
 from moekit.plugins import DispatcherSpec, ExpertsSpec, Registry, hookimpl, registry
 from moekit.problem import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.quant import SCHEMES, OperandQuant, QuantScheme
@@ -41,6 +43,7 @@ __all__ = [
     "ExpertWeights",
     "ExpertsSpec",
     "Explanation",
+    "FusedMoE",
     "MemoryReport",
     "ModularKernel",
     "MoEProblem",
@@ -58,6 +61,7 @@ __all__ = [
     "compose",
     "explain",
     "hookimpl",
+    "parallel_config",
     "registry",
     "route",
     "to_physical",

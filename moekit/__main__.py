@@ -1,4 +1,4 @@
-"""The command line: ``python -m moekit {plugins, explain, check, bench, demo}``.
+"""The command line: ``python -m moekit {plugins, explain, check, bench, tune, demo}``.
 
 Exit codes: 0 yes, 1 no, 2 the question was wrong. docs/cli.md documents the ``--json`` output.
 """
@@ -29,7 +29,7 @@ _WIDTH = 100
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args, rest = _parser().parse_known_args(argv)
-    if rest and args.command not in (_demo, _bench):
+    if rest and args.command not in (_demo, _bench, _tune):
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
@@ -62,15 +62,20 @@ def _parser() -> argparse.ArgumentParser:
     explain.set_defaults(command=_explain, parser=explain)
 
     check = commands.add_parser("check", help="run the conformance kit on an installed backend")
-    check.add_argument("name", help="a dispatcher or experts backend")
+    check.add_argument("name", help="a dispatcher, experts backend or composite")
     check.add_argument("pytest_args", nargs=argparse.REMAINDER, help="passed to pytest")
     check.set_defaults(command=_check, parser=check)
 
-    # moekit.bench and moekit.demo have parsers of their own, --help included.
+    # moekit.bench, moekit.tune and moekit.demo have parsers of their own, --help included.
     bench = commands.add_parser(
         "bench", help="how fast the installed experts backends are, and how right", add_help=False
     )
     bench.set_defaults(command=_bench, parser=bench)
+
+    tune = commands.add_parser(
+        "tune", help="measure the experts backends, for the choice among them", add_help=False
+    )
+    tune.set_defaults(command=_tune, parser=tune)
 
     demo = commands.add_parser(
         "demo", help="a Hugging Face model's MoE layer through moekit", add_help=False
@@ -223,6 +228,8 @@ def _switches() -> tuple[str, ...]:
 def _check(args: argparse.Namespace) -> int:
     known = registry()
     unknown = []
+    if "|" in args.name and args.name not in known.experts:
+        known.register(select.find_experts(args.name, known))
     for find in (known.dispatcher, known.expert):
         try:
             find(args.name)
@@ -240,6 +247,10 @@ def _check(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     return int(importlib.import_module("moekit.bench").main(args.rest))
+
+
+def _tune(args: argparse.Namespace) -> int:
+    return int(importlib.import_module("moekit.tune.cli").main(args.rest))
 
 
 def _demo(args: argparse.Namespace) -> int:

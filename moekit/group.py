@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.problem import MoEProblem
@@ -66,7 +67,7 @@ class Agreement:
         self._rank, self._size = group.rank(), group.size()
         ranks = str(dist.get_process_group_ranks(group))
         self._made[ranks] += 1
-        self._store = dist.PrefixStore(
+        self._store = PrefixStore(
             f"moekit/{ranks}/{self._made[ranks]}", dist.distributed_c10d._get_default_store()
         )
         self._timeout = timedelta(seconds=timeout)

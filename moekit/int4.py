@@ -6,6 +6,8 @@ may be present everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,9 @@ from moekit.quant import pack_int4
 
 Int4 = tuple[Tensor, "Tensor | None"]
 
-# AWQ stores column i of each 8 in nibble _AWQ_NIBBLE[i].
-_AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
+# Where a word holds the values 0, 1, 2 ... of its eight.
+IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def from_gptq(qweight: Tensor, qzeros: Tensor | None = None, *, offset: int = 1) -> Int4:
@@ -25,11 +28,11 @@ def from_gptq(qweight: Tensor, qzeros: Tensor | None = None, *, offset: int = 1)
     first format stores zero points less one (AutoGPTQ's ``checkpoint_format: gptq``; 0 for
     gptq_v2). A symmetric checkpoint's zeros are all 8: leave them out.
     """
-    weight = _nibbles(qweight.mT, "qweight")
+    weight = _words(qweight, "qweight").mT.contiguous().view(torch.uint8)
     if qzeros is None:
-        return pack_int4(weight), None
-    zeros = _nibbles(qzeros, "qzeros") + offset
-    return pack_int4(weight), (zeros & 15).mT.contiguous()
+        return weight, None
+    zeros = unpack_rows(_words(qzeros, "qzeros").mT) + offset
+    return weight, zeros & 15
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor) -> Int4:
@@ -37,27 +40,29 @@ def from_awq(qweight: Tensor, qzeros: Tensor) -> Int4:
 
     The scales (G, N) need only be transposed.
     """
-
-    def columns(t: Tensor, name: str) -> Tensor:
-        nibbles = torch.unflatten(_nibbles(t, name), -1, (-1, 8))
-        return torch.flatten(nibbles[..., list(_AWQ_NIBBLE)], -2)
-
-    weight = columns(qweight, "qweight").mT.contiguous()
-    return pack_int4(weight), columns(qzeros, "qzeros").mT.contiguous()
+    weight = unpack_rows(_words(qweight, "qweight").mT, AWQ_ORDER)
+    return pack_int4(weight), unpack_rows(_words(qzeros, "qzeros").mT, AWQ_ORDER)
 
 
 def from_compressed_tensors(packed: Tensor, zeros: Tensor | None = None) -> Int4:
     """weight_packed int32 (N, K / 8), weight_zero_point int32 (N / 8, G) -> weight (N, K / 2),
     zeros (N, G), uint8. The scales (N, G) are taken as they are."""
-    weight = pack_int4(_nibbles(packed, "weight_packed"))
+    weight = _words(packed, "weight_packed").contiguous().view(torch.uint8)
     if zeros is None:
         return weight, None
-    return weight, _nibbles(zeros.mT, "weight_zero_point").mT.contiguous()
+    return weight, unpack_rows(_words(zeros, "weight_zero_point"))
 
 
-def _nibbles(words: Tensor, name: str) -> Tensor:
-    """int32 (..., n) -> uint8 (..., 8 n), the lowest bits first."""
-    if words.dtype != torch.int32:
-        raise WeightsError(f"{name} is {words.dtype}, want torch.int32 holding eight 4-bit values")
-    values = words.contiguous().view(torch.uint8)
-    return torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+def unpack_rows(words: Tensor, order: Sequence[int] = IN_ORDER) -> Tensor:
+    """int32 (..., n, c), eight rows' values in a word -> uint8 (..., 8 n, c).
+
+    order[i]: the nibble, counted from the lowest, that holds row i of the eight.
+    """
+    shifts = torch.tensor(order, dtype=torch.int32, device=words.device).view(-1, 1) * 4
+    return ((words.unsqueeze(-2) >> shifts) & 15).to(torch.uint8).flatten(-3, -2)
+
+
+def _words(tensor: Tensor, name: str) -> Tensor:
+    if tensor.dtype != torch.int32:
+        raise WeightsError(f"{name} is {tensor.dtype}, want torch.int32 holding eight 4-bit values")
+    return tensor

@@ -130,6 +130,9 @@ class PrepareAndFinalize(ABC):
     Two calls may be in flight; the caller's tensors are never modified.
     """
 
+    # Multiprocessors that a transfer occupies, where that is known; benchmarks print it.
+    num_sms: int | None = None
+
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
@@ -153,6 +156,13 @@ class PrepareAndFinalize(ABC):
         y, in the problem's dtype: BATCHED (L, C, H) raw expert rows, padding undefined; STANDARD
         (R, H) weighted and summed over K. Tokens without any expert get zeros.
         """
+
+    def output(self, dispatched: Dispatched) -> Tensor | None:
+        """Where `finalize` reads y from without copying it, shaped as it takes it; None: anywhere.
+
+        The experts then write there. It is counted in `buffer_bytes`.
+        """
+        return None
 
     @abstractmethod
     def max_rows(self, num_tokens: int) -> int:
@@ -337,7 +347,10 @@ class ModularKernel:
         stay unchanged until then. Where tokens move, all ranks must start their calls, and take
         the results, in one order.
         """
-        with self._together("start a call", otherwise=self.dispatcher.abort):
+        what = "start a call"
+        if not self.dispatcher.spec.moves_tokens:  # ranks hold the same tokens
+            what += f" with x {tuple(x.shape)}"
+        with self._together(what, otherwise=self.dispatcher.abort):
             check_call(self.problem, self.experts, x, weights, routing, out, self.checked)
             result = (
                 torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
@@ -402,13 +415,12 @@ class ModularKernel:
     def _run_experts(self, tokens: Dispatched, weights: PackedWeights, out: Tensor) -> Tensor:
         spec, dtype, device = self.experts.spec, self.problem.dtype, tokens.x.device
         shape = tokens.x.shape
-        # Without transfer, the experts write the caller's output directly.
-        in_place = not self.dispatcher.spec.moves_tokens and out.is_contiguous()
-        reduced = (
-            out
-            if in_place and out.shape == shape
-            else torch.empty(shape, dtype=dtype, device=device)
-        )
+        reduced = self.dispatcher.output(tokens)
+        if reduced is None:
+            # Without transfer, the experts write the caller's output directly.
+            in_place = not self.dispatcher.spec.moves_tokens and out.is_contiguous()
+            fits = in_place and out.shape == shape
+            reduced = out if fits else torch.empty(shape, dtype=dtype, device=device)
         if math.prod(shape[:-1]) == 0:
             return reduced
         standard = spec.format is ActivationFormat.STANDARD

@@ -87,10 +87,13 @@ def route(
     return Routing(weights.contiguous(), ids.contiguous())
 
 
-def to_physical(routing: Routing, replicas: Tensor) -> Routing:
-    """Logical ids -> physical ids, spreading tokens over an expert's replicas by token index.
+def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
+    """Logical ids -> physical ids, spreading tokens over an expert's replicas in turn.
 
     replicas (E, M) integer: physical ids of each logical expert's replicas, -1 past the last.
+    offset: the batch of tokens this is, so that different batches begin with different replicas;
+    ranks that hold the same tokens must pass the same. Experts begin with different ones, too:
+    a single token's do not all go to the first replicas.
     """
     ids = routing.topk_ids
     replicas = replicas.to(ids.device, ids.dtype)
@@ -99,8 +102,8 @@ def to_physical(routing: Routing, replicas: Tensor) -> Routing:
         missing = int((counts == 0).nonzero()[0])
         raise InvalidInput(f"logical expert {missing} has no replica: every expert needs one")
     logical = ids.clamp(min=0)
-    token = torch.arange(ids.shape[0], device=ids.device)[:, None]
-    replica = token % counts[logical]
+    token = torch.arange(offset, offset + ids.shape[0], device=ids.device)[:, None]
+    replica = (token + logical) % counts[logical]
     physical = replicas[logical, replica]
     return Routing(routing.topk_weights, torch.where(ids < 0, ids, physical))
 

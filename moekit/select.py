@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moekit import tune
 from moekit.bridge import bridge
+from moekit.composite import CompositeSpec, composite
+from moekit.composite_experts import CompositeKernel
 from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
 from moekit.kernel import ModularKernel, Workspace
 from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, Registry, SpecT, registry
-from moekit.problem import MoEProblem
+from moekit.problem import ActivationFormat, MoEProblem
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 logger = logging.getLogger("moekit")
 
-SWITCHES = ("MOEKIT_DISPATCHER", "MOEKIT_EXPERTS")
-_BY_NAME = "by name"
+SWITCHES = ("MOEKIT_DISPATCHER", "MOEKIT_EXPERTS", tune.VARIABLE)
+_BY_NAME, _BY_PRIORITY = "by name", "by priority"
 # In priority: a bridge costs copies, and padded rows, but less than a reference backend (-100).
 _BRIDGE_COST = 50
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A possible choice. ``bridged``: their formats differ, so the core converts between them."""
+    """A possible choice. ``experts`` may be a composite (`moekit.composite`). ``bridged``: their
+    formats differ, so the core converts between them."""
 
     dispatcher: str
     experts: str
@@ -41,7 +46,8 @@ class Pair:
 class Explanation:
     """What could do ``problem``, best first, and why each other backend could not.
 
-    rejected_dispatchers, rejected_experts: name -> every reason. why: what decided the order.
+    rejected_dispatchers, rejected_experts: name -> every reason. why: what decided the order. note:
+    what else there is to know of a choice by measurement, else empty.
     """
 
     problem: MoEProblem
@@ -49,6 +55,7 @@ class Explanation:
     why: str
     rejected_dispatchers: Mapping[str, tuple[str, ...]]
     rejected_experts: Mapping[str, tuple[str, ...]]
+    note: str = ""
 
     @property
     def chosen(self) -> Pair | None:
@@ -70,6 +77,7 @@ class Explanation:
             "problem": repr(self.problem),
             "chosen": pair(self.pairs[0]) if self.pairs else None,
             "why": self.why,
+            "note": self.note,
             "runners_up": [pair(p) for p in self.pairs[1:]],
             "rejected_dispatchers": {n: list(r) for n, r in self.rejected_dispatchers.items()},
             "rejected_experts": {n: list(r) for n, r in self.rejected_experts.items()},
@@ -77,6 +85,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"chosen: {self.chosen or 'nothing'} ({self.why})"]
+        lines += [f"  {self.note}"] if self.note else []
         lines += [f"  then: {pair}" for pair in self.pairs[1:]]
         lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.reasons().items()]
         return "\n".join(lines)
@@ -135,7 +144,7 @@ def explain(
         dispatchers = {dispatcher: _find(backends.dispatcher, dispatcher, dispatcher_by)}
     candidates: Mapping[str, ExpertsSpec] = backends.experts
     if experts is not None:
-        candidates = {experts: _find(backends.expert, experts, experts_by)}
+        candidates = {experts: _find(lambda n: find_experts(n, backends), experts, experts_by)}
 
     bad_dispatchers = _rejected(dispatchers, problem)
     bad_experts = _rejected(candidates, problem)
@@ -144,16 +153,88 @@ def explain(
         for e in candidates.values():
             if d.name in bad_dispatchers or e.name in bad_experts:
                 continue
-            bridged = d.format is not e.format
+            bridged = _bridged(d, e)
             score = (
                 d.priority_for(problem) + e.priority_for(problem) - (_BRIDGE_COST if bridged else 0)
             )
             scored.append(((-score, d.name, e.name), Pair(d.name, e.name, bridged)))
     pairs = tuple(pair for _, pair in sorted(scored, key=lambda item: item[0]))
+    pairs, found, note = _by_measurement(problem, pairs, dispatchers, candidates)
+    if found is not None and experts_by == _BY_PRIORITY:
+        experts_by = f"by measurement ({found})"
+    if found is not None and dispatcher_by == _BY_PRIORITY and not found.borrowed:
+        dispatcher_by = f"by measurement ({found})"
     why = dispatcher_by
     if dispatcher_by != experts_by:
         why = f"dispatcher {dispatcher_by}, experts {experts_by}"
-    return Explanation(problem, pairs, why, bad_dispatchers, bad_experts)
+    return Explanation(problem, pairs, why, bad_dispatchers, bad_experts, note)
+
+
+def find_experts(name: str, backends: Registry) -> ExpertsSpec:
+    """The named backend, or the composite of that name; raises UnknownBackend or NameClash."""
+    return composite(name, backends.expert) if "|" in name else backends.expert(name)
+
+
+def _bridged(dispatcher: DispatcherSpec, experts: ExpertsSpec) -> bool:
+    members = experts.members if isinstance(experts, CompositeSpec) else (experts,)
+    return any(m.format is not dispatcher.format for m in members)
+
+
+def _by_measurement(
+    problem: MoEProblem,
+    pairs: tuple[Pair, ...],
+    dispatchers: Mapping[str, DispatcherSpec],
+    candidates: Mapping[str, ExpertsSpec],
+) -> tuple[tuple[Pair, ...], tune.Found | None, str]:
+    """``pairs`` in the order of the tuned tables, what they know (None: nothing), and a note.
+
+    Measured pairs come before others, which follow by priority: they may be better, but nobody has
+    seen it. Experts that were measured on one rank alone are ordered where tokens come as rows, as
+    they did then; the dispatcher is not. One measured pair is no comparison, and changes nothing.
+    Experts of negative priority are for those who name them, however fast.
+    """
+    found = tune.lookup(problem)
+    if found is None:
+        return pairs, None, ""
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.dispatcher, []).append(pair)
+    choices: dict[str, tune.Choice] = {}
+    for name, group in groups.items():
+        rows = dispatchers[name].format is ActivationFormat.STANDARD
+        source = name if not found.borrowed else "local" if rows else ""
+        names = [p.experts for p in group if candidates[p.experts].priority_for(problem) >= 0]
+        if choice := found.choose(source, names):
+            choices[name] = choice
+    order = list(groups)
+    if not found.borrowed:
+        order.sort(key=lambda name: choices[name].plan.cost if name in choices else math.inf)
+    if sum(len(c.order) for c in choices.values()) < 2 or order[0] not in choices:
+        return pairs, None, ""
+    result: list[Pair] = []
+    for name in order:
+        left = {pair.experts: pair for pair in groups[name]}
+        if name in choices:
+            choice = choices[name]
+            result += _composites(problem, dispatchers[name], candidates, choice)
+            result += [left.pop(experts) for experts in choice.order]
+        result += left.values()
+    return tuple(result), found, choices[order[0]].note
+
+
+def _composites(
+    problem: MoEProblem,
+    dispatcher: DispatcherSpec,
+    candidates: Mapping[str, ExpertsSpec],
+    choice: tune.Choice,
+) -> list[Pair]:
+    """The composite that the choice asks for, if it does and its members go together."""
+    if len(choice.plan.buckets) == 1:
+        return []
+    spec = composite(tune.join(choice.plan.buckets), candidates.__getitem__)
+    if _reasons(spec.seen_from(dispatcher.format), problem):
+        return []
+    return [Pair(dispatcher.name, spec.name, _bridged(dispatcher, spec))]
 
 
 def compose(
@@ -182,7 +263,9 @@ def compose(
     _require_named(explanation, dispatcher, experts)
     while (pair := explanation.chosen) is not None:
         dispatcher_spec = backends.dispatcher(pair.dispatcher)
-        experts_spec = backends.expert(pair.experts)
+        experts_spec = find_experts(pair.experts, backends)
+        if isinstance(experts_spec, CompositeSpec):
+            experts_spec = experts_spec.seen_from(dispatcher_spec.format)
         spec: BackendSpec = dispatcher_spec
         try:
             dispatcher_class = dispatcher_spec.load()
@@ -197,7 +280,8 @@ def compose(
         logger.info("moekit: %s", explanation)
         # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
         gemms = bridge(experts_class, experts_spec, problem, dispatcher_spec.format)
-        return ModularKernel(
+        composed = CompositeKernel if isinstance(experts_spec, CompositeSpec) else ModularKernel
+        return composed(
             dispatcher_class(dispatcher_spec, problem, group),
             gemms,
             workspace=workspace,
@@ -216,7 +300,7 @@ def _asked(name: str | None, variable: str) -> tuple[str | None, str]:
     if name is not None:
         return name, _BY_NAME
     name = os.environ.get(variable) or None
-    return name, f"by {variable}" if name else "by priority"
+    return name, f"by {variable}" if name else _BY_PRIORITY
 
 
 def _find(find: Callable[[str], SpecT], name: str, chosen_by: str) -> SpecT:

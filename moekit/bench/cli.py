@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from moekit.bench import contestants, report, shapes
-from moekit.bench.cells import Case, release, run_cell
+from moekit.bench import contestants, dispatch_cli, report, shapes
+from moekit.bench.cells import Case, Result, release, run_cell
 from moekit.bench.contestants import Contestant, KernelCall
 from moekit.bench.environment import device_facts, versions
 from moekit.bench.limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
@@ -33,6 +33,9 @@ _TOKENS = "1,16,64,256,1024,4096,16384"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; 0: every cell has a right result, 1: some has none, 2: a wrong question."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if "--dispatch" in given:  # has options of its own, --help included
+        return dispatch_cli.main([a for a in given if a != "--dispatch"])
     args = _parser().parse_args(argv)
     try:
         if args.list_shapes:
@@ -42,10 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             data: Json = json.loads(args.from_json.read_text())
             _write(data, args, last=True)
             return 0
-        given = sys.argv[1:] if argv is None else argv
         environment = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("MOEKIT_")]
         command = [*sorted(environment), "python", "-m", "moekit", "bench", *given]
-        return _Run(args, shlex.join(command)).run()
+        return Sweep(args, shlex.join(command)).run()
     except (MoekitError, OSError, json.JSONDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,24 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Times experts backends and peers on the whole routed-experts block, each "
         "checked against the fp32 oracle. See docs/bench.md.",
     )
+    add_sweep(parser)
     add = parser.add_argument
-    add(
-        "--shapes",
-        default="mixtral,qwen3-30b,dsv3-ep8",
-        metavar="LIST",
-        help="names (--list-shapes) or sizes E:K:H:I; default: %(default)s",
-    )
-    add("--tokens", default=_TOKENS, metavar="LIST", help="default: %(default)s")
-    add("--quant", default="none", metavar="LIST", help=f"of {', '.join(SCHEMES)}")
     add("--routing", default="uniform", metavar="LIST", help=f"of {', '.join(shapes.ROUTINGS)}")
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--device", help="a torch device; default: this machine's accelerator, else its CPU")
-    add(
-        "--experts",
-        metavar="LIST",
-        help="backends; default: every installed one that supports the problem; none: ''",
-    )
-    add("--dispatcher", default="local", metavar="NAME", help="default: %(default)s")
     add(
         "--peers",
         action="append",
@@ -83,17 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         help="adapter file or folder of them (benchmarks/peers); may be repeated",
     )
     add("--only-peers", metavar="LIST", help="of --peers, these names only")
-    add(
-        "--inputs",
-        type=int,
-        default=3,
-        metavar="N",
-        help="different inputs and routings a graph covers, more where their weights fit the L2 "
-        "cache; default: %(default)s",
-    )
-    add("--replays", type=int, default=10, metavar="N", help="turns; default: %(default)s")
     add("--no-graph", action="store_true", help="eager times only")
-    add("--seed", type=int, default=0, metavar="N")
     add(
         "--ceilings",
         metavar="WHAT",
@@ -111,7 +88,43 @@ def _parser() -> argparse.ArgumentParser:
         help="measure nothing: render a recorded --json again",
     )
     add("--list-shapes", action="store_true", help="print the named shapes, and stop")
+    add(
+        "--dispatch",
+        action="store_true",
+        help="time dispatchers instead: `bench --dispatch --help` has the options",
+    )
     return parser  # fmt: skip
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is measured, and how; `moekit tune` has them too."""
+    add = parser.add_argument
+    add(
+        "--shapes",
+        default="mixtral,qwen3-30b,dsv3-ep8",
+        metavar="LIST",
+        help="names (--list-shapes) or sizes E:K:H:I; default: %(default)s",
+    )
+    add("--tokens", default=_TOKENS, metavar="LIST", help="default: %(default)s")
+    add("--quant", default="none", metavar="LIST", help=f"of {', '.join(SCHEMES)}")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--device", help="a torch device; default: this machine's accelerator, else its CPU")
+    add(
+        "--experts",
+        metavar="LIST",
+        help="backends; default: every installed one that supports the problem; none: ''",
+    )
+    add("--dispatcher", default="local", metavar="NAME", help="default: %(default)s")
+    add(
+        "--inputs",
+        type=int,
+        default=3,
+        metavar="N",
+        help="different inputs and routings a graph covers, more where their weights fit the L2 "
+        "cache; default: %(default)s",
+    )
+    add("--replays", type=int, default=10, metavar="N", help="turns; default: %(default)s")
+    add("--seed", type=int, default=0, metavar="N")
 
 
 def _shape_list() -> str:
@@ -126,8 +139,9 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-class _Run:
-    """One sweep: per shape and scheme weights and contestants are made once, and freed after."""
+class Sweep:
+    """Cells measured one by one: per shape and scheme weights and contestants are made once, and
+    freed after. Subclasses may say which `cells`, and what to `keep` of them."""
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args = args
@@ -172,6 +186,15 @@ class _Run:
         }
 
     def run(self) -> int:
+        complete = self.measure()
+        _write(self.data, self.args, last=True)
+        cells = self.data["cells"]
+        return int(
+            not complete or not all(any(r["right"] for r in c["contestants"]) for c in cells)
+        )
+
+    def measure(self) -> bool:
+        """Measures all cells; whether none is missing."""
         try:
             for shape in self.shapes:
                 for scheme in self.schemes:
@@ -180,16 +203,25 @@ class _Run:
             self.progress.say(f"error: {error}; the cells that are left cannot be measured")
         except KeyboardInterrupt:
             self.progress.say("interrupted; these are the cells so far")
-        _write(self.data, self.args, last=True)
-        cells = self.data["cells"]
-        complete = len(cells) == self.progress.total
-        return int(
-            not complete or not all(any(r["right"] for r in c["contestants"]) for c in cells)
-        )
+        return len(self.data["cells"]) == self.progress.total
+
+    def cells(self, problem: MoEProblem) -> list[tuple[str, int]]:
+        """What is measured of a problem: (routing, tokens)."""
+        return [(kind, tokens) for kind in self.routings for tokens in self.tokens]
+
+    def keep(
+        self, shape: Shape, case: Case, calls: Mapping[str, Call], results: Mapping[str, Result]
+    ) -> None:
+        """What happens after each cell."""
+        kinds = {c.name: c.kind for c in self.contestants}
+        self.data["cells"].append(report.cell_dict(shape, case, results, kinds))
+        _write(self.data, self.args, last=False)
 
     def _sweep(self, shape: Shape, problem: MoEProblem) -> None:
         title = f"{shape.name} {problem.quant.name}"
-        cells = [(kind, tokens) for kind in self.routings for tokens in self.tokens]
+        cells = self.cells(problem)
+        if not cells:
+            return
         try:
             self.progress.doing(f"{title}: weights")
             weights = shapes.random_weights(problem, self.device, self.args.seed)
@@ -200,7 +232,6 @@ class _Run:
             return
         calls = dict(self._calls(title, shape, problem, weights))
         self._grow_workspaces(title, calls)
-        kinds = {c.name: c.kind for c in self.contestants}
         for kind, tokens in cells:
             try:
                 case = Case.make(
@@ -224,9 +255,8 @@ class _Run:
                 self._refuse(title, shape, problem, "all", f"T={tokens}: {first_line(error)}")
                 self.progress.done += 1
                 continue
-            self.data["cells"].append(report.cell_dict(shape, case, results, kinds))
+            self.keep(shape, case, calls, results)
             self.progress.cell(f"{title} {kind} T={tokens}", results)
-            _write(self.data, self.args, last=False)
         calls.clear()
         del weights
         release(self.device)
@@ -327,9 +357,9 @@ def _write(data: Json, args: argparse.Namespace, *, last: bool) -> None:
     """Rewrites the files, each at once, so that a run that is stopped leaves what it had."""
     data["summary"] = report.summarize(data["cells"])
     if args.json is not None:
-        _replace(args.json, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        replace_file(args.json, json.dumps(data, indent=1, allow_nan=False) + "\n")
     if args.markdown is not None:
-        _replace(args.markdown, report.markdown(data))
+        replace_file(args.markdown, report.markdown(data))
     if not last:
         return
     if args.markdown is None:
@@ -342,7 +372,8 @@ def _write(data: Json, args: argparse.Namespace, *, last: bool) -> None:
             print(f"no plots: {error}", file=sys.stderr)
 
 
-def _replace(file: Path, text: str) -> None:
+def replace_file(file: Path, text: str) -> None:
+    """Writes ``file`` at once: whoever reads it sees the old text or the new."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     partial.write_text(text)

@@ -28,6 +28,7 @@ from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights
 
 MOEKIT, PEER = "moekit", "peer"
+AUTO = "auto"
 
 
 class KernelCall:
@@ -67,8 +68,9 @@ def experts(
 ) -> list[Contestant]:
     """The named experts backends, or all; all run with ``dispatcher`` and share one arena.
 
-    Of all, those with a negative priority (the oracle, interpreters) only run when named. Raises
-    UnknownBackend or NameClash.
+    A name may be a composite's, and ``auto`` is what `moekit.compose` chooses. Of all, those with a
+    negative priority (the oracle, interpreters) only run when named. Raises UnknownBackend or
+    NameClash.
     """
     backends = backends or registry()
     arena = workspace or Workspace()
@@ -80,13 +82,19 @@ def experts(
 
     def contestant(name: str, left_out: str = "") -> Contestant:
         def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
-            kernel = select.compose(problem, dispatcher, name, workspace=arena, backends=backends)
+            experts = None if name == AUTO else name
+            kernel = select.compose(
+                problem, dispatcher, experts, workspace=arena, backends=backends
+            )
             return KernelCall(kernel, kernel.pack(weights))
 
         return Contestant(name, MOEKIT, make, versions.get(name, ""), left_out)
 
     if names is not None:
-        return [contestant(backends.expert(name).name) for name in names]
+        for name in names:
+            if name != AUTO:
+                select.find_experts(name, backends)
+        return [contestant(name) for name in names]
     return [
         contestant(
             spec.name,

@@ -51,6 +51,8 @@ class _PoisonFresh(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in _UNINITIALISED and result.numel():
             poison(result)
+            if result.is_cuda:  # whoever asked for it may write it on another stream
+                torch.cuda.current_stream(result.device).synchronize()
         return result
 
 

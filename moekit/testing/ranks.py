@@ -176,7 +176,7 @@ def experts_fail(rank: int, world_size: int, job: Job) -> None:
     r = Rank(rank, world_size, job)
     apply, culprit = r.kernel.experts.apply, r.alone or rank == world_size - 1
 
-    def broken(*args: object) -> None:
+    def broken(*args: object, **more: object) -> None:
         raise InvalidInput("experts that fail on purpose")
 
     for round_ in range(2):

@@ -11,8 +11,9 @@ FP8 = 4 | 3 << 8 | 1 << 16 | 1 << 49 | 2 << 50
 UINT8B128 = 8 << 8 | 128 << 17 | 1 << 50
 UINT4B8 = 4 << 8 | 8 << 17 | 1 << 50
 UINT4 = 4 << 8 | 1 << 50
-BITS = {FP8: 8, UINT8B128: 8, UINT4B8: 4, UINT4: 4}
-GROUPS = {FP8: (-1, 128), UINT8B128: (-1, 32, 64, 128)}
+FP4 = 2 | 1 << 8 | 1 << 16 | 1 << 49
+BITS = {FP8: 8, UINT8B128: 8, UINT4B8: 4, UINT4: 4, FP4: 4}
+GROUPS = {FP8: (-1, 128), UINT8B128: (-1, 32, 64, 128), FP4: (32,)}
 FP8_EXPONENT = {torch.bfloat16: 120, torch.float16: 8}
 
 calls: list[dict[str, int]] = []
@@ -69,6 +70,26 @@ def columns_of(x: Tensor, grouped: bool) -> Tensor:
     return out
 
 
+def exponents_of(scales: Tensor) -> Tensor:
+    """e8m0 scales (L, G, N) as fp32 in the order of columns; the smallest is read as 0.
+
+    Of four bytes, two are the upper halves of 16-bit floats and two the lower ones: 1 and 3 come
+    after 0 and 2.
+    """
+    words = scales.view(torch.uint8).unflatten(-1, (-1, 4))
+    ordered = torch.cat((words[..., 0::2], words[..., 1::2]), dim=-1).flatten(-2)
+    assert int(ordered.max()) < 255, "NaN"
+    powers = torch.where(ordered == 0, 0.0, torch.exp2(ordered.float() - 127))
+    return columns_of(powers, grouped=True)
+
+
+def fp4_of(values: Tensor) -> Tensor:
+    """e2m1 bits -> fp32: sign, two bits of exponent (bias 1), one of mantissa."""
+    exponent, mantissa = (values >> 1 & 3).float(), (values & 1).float()
+    normal = torch.exp2(exponent - 1) * (1 + mantissa / 2)
+    return torch.where(exponent == 0, mantissa / 2, normal) * (1 - 2 * (values >> 3)).float()
+
+
 def zeros_of(packed: Tensor) -> Tensor:
     """int32 (L, G, N / 8) -> zero points (L, G, N)."""
     shifts = torch.arange(8) * 4
@@ -84,6 +105,9 @@ def dequantized(
     """(L, N, K) fp32."""
     values = weights_of(packed, BITS[type_id])
     groups, k = scales.shape[1], values.shape[2]
+    if type_id == FP4:
+        assert dtype == torch.bfloat16
+        return fp4_of(values) * exponents_of(scales).transpose(1, 2).repeat_interleave(32, dim=2)
     scale = columns_of(scales, grouped=groups > 1).float().transpose(1, 2)
     scale = scale.repeat_interleave(k // groups, dim=2)
     if type_id == FP8:
@@ -108,7 +132,8 @@ def moe_wna16_marlin_gemm(
     assert not mul_topk_weights, "the router weight has another owner"
     assert use_fp32_reduce and not use_atomic_add and not is_zp_float
     assert thread_k == thread_n == blocks_per_sm == -1 and moe_block_size in (8, 16, 32, 48, 64)
-    assert a.dtype in (torch.bfloat16, torch.float16) and c.dtype == b_scales.dtype == a.dtype
+    assert a.dtype in (torch.bfloat16, torch.float16) and c.dtype == a.dtype
+    assert b_scales.dtype == (torch.float8_e8m0fnu if b_type_id == FP4 else a.dtype)
     assert a.shape == (size_m, size_k) and c.shape == (size_m * top_k, size_n)
     given = (a, c, b_q_weight, b_scales, sorted_token_ids, expert_ids)
     assert all(t.is_contiguous() for t in given)

@@ -21,7 +21,8 @@ PAIRS = [
     ("batched_reference", "marlin"),
 ]
 EIGHT_BITS = ["fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block", "int8_w8a16"]
-FOUR_BITS = sorted(name for name in moekit.SCHEMES if name.startswith("int4"))
+FOUR_BITS = sorted(name for name in moekit.SCHEMES if name.startswith("int4_w4a16"))
+MXFP4 = "mxfp4_w4a16"
 GROUPED = [name for name in FOUR_BITS if "channel" not in name]
 
 

@@ -14,7 +14,7 @@ _FOUR_BITS = tuple(
     f"int4_w4a16_{group}{zeros}"
     for group in ("channel", "g32", "g64", "g128")
     for zeros in ("", "_zp")
-)
+) + ("mxfp4_w4a16",)
 
 
 def _check(problem: MoEProblem) -> list[str]:

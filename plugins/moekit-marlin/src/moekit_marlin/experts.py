@@ -49,7 +49,9 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         )
         operand = problem.quant.weight
         assert operand is not None
-        self._type_id = stored(operand, problem.dtype).type_id
+        kind = stored(operand, problem.dtype)
+        self._type_id = kind.type_id
+        self._scale_dtype = torch.float8_e8m0fnu if kind.e8m0 else problem.dtype
         self._inner = padded_intermediate(problem)
         self._w13_rows = self._inner * (2 if activation.gated else 1)
         # Columns sorted by act-order are known with the weights, after the workspace is asked for.
@@ -106,8 +108,9 @@ class _MarlinExperts(PermuteExpertsUnpermute):
     ) -> None:
         """out[pair] = a[pair // top_k] @ w[expert of pair].T (+ bias) for the pairs in blocks."""
         provider.operator()(
-            a, out, weights[name], weights.get(f"{name}_bias"), weights[f"{name}_scale"],
-            None, None, weights.get(f"{name}_zeros"),
+            a, out, weights[name], weights.get(f"{name}_bias"),
+            weights[f"{name}_scale"].view(self._scale_dtype), None, None,
+            weights.get(f"{name}_zeros"),
             blocks.locks, blocks.entries, blocks.experts, blocks.num_rows, unused,
             blocks.block, top_k, False, self._type_id, a.shape[0], out.shape[1], a.shape[1],
             False, True, False,  # no atomics, sums in fp32, integer zero points

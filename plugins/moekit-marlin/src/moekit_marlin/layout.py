@@ -78,6 +78,22 @@ def unpermute_scales(scale_LGN: Tensor) -> Tensor:
     return _by_lane(scale_LGN)  # a transposition of 8 x 8 undoes itself
 
 
+def pack_exponents(scale_LGN: Tensor) -> Tensor:
+    """fp32 powers of two (or 0) (L, G, N), G > 1 -> uint8 of the same shape: e8m0.
+
+    2**e is e + 127, which is fp32's own exponent field (0 means 2**-127, and the operator takes it
+    for 0). Four bytes are two pairs of 16-bit floats, of even bytes and of odd ones.
+    """
+    exponents = (scale_LGN.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return _swap(_by_lane(exponents), 2, 2, 1)
+
+
+def unpack_exponents(packed: Tensor) -> Tensor:
+    """The inverse of `pack_exponents`."""
+    exponents = _by_lane(_swap(packed, 2, 2, 1))
+    return (exponents.int() << 23).view(torch.float32)
+
+
 def permute_channels(x: Tensor) -> Tensor:
     """(..., N), N a multiple of 32: biases, and scales over all of K.
 

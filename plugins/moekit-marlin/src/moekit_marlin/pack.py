@@ -1,7 +1,8 @@
 """ExpertWeights -> what the operator reads: stored values, padding of I, act-order, scales.
 
-Per expert and GEMM: ``w13``, ``w2`` int32 (L, K / 16, N * bits / 2); ``*_scale`` in the problem's
-dtype (L, G, N); ``*_zeros`` int32 (L, G, N / 8); ``*_bias`` (L, N); ``w13_columns`` int32 (L, H).
+Per expert and GEMM: ``w13``, ``w2`` int32 (L, K / 16, N * bits / 2); ``*_scale`` (L, G, N) in the
+problem's dtype, or e8m0 as uint8 (torch can do little with its own e8m0); ``*_zeros`` int32
+(L, G, N / 8); ``*_bias`` (L, N); ``w13_columns`` int32 (L, H).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _type_id(exponent: int, mantissa: int, signed: bool, bias: int, finite: bool
 
 @dataclass(frozen=True)
 class Stored:
-    """How the operator sees weights. value = (stored - offset) * scale, for fp8 offset 0.
+    """How the operator sees weights. value = (stored - offset) * scale, for floats offset 0.
 
     scale_exponent: the operator drops fp8's exponent bias of 7 in favour of that of the 16-bit
     dtype, and wants the power of two that is missing in the scale.
@@ -44,12 +45,15 @@ class Stored:
     offset: int = 0
     scale_exponent: int = 0
     has_zeros: bool = False
+    e8m0: bool = False
 
 
 def stored(operand: OperandQuant, dtype: torch.dtype) -> Stored:
     if operand.dtype == "float8_e4m3fn":
         exponent = 127 - 7 if dtype == torch.bfloat16 else 15 - 7
         return Stored(_type_id(4, 3, True, 0, True, 2), 8, scale_exponent=exponent)
+    if operand.dtype == "float4_e2m1":
+        return Stored(_type_id(2, 1, True, 0, True, 0), 4, e8m0=True)
     if operand.dtype == "int8":
         return Stored(_type_id(0, 8, False, 128, False, 1), 8, offset=128)
     assert operand.dtype == "int4"
@@ -91,7 +95,11 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
         scale_LNG = _per_row(getattr(weights, f"{name}_scale"), operand, values.shape[1])
         groups = k // group_of(problem) if group_of(problem) > 0 else 1
         scale_LGN = _pad_groups(order.apply(scale_LNG, 0), groups)
-        experts[f"{name}_scale"] = layout.permute_scales(_scale_in(scale_LGN, kind, problem, name))
+        if kind.e8m0:
+            experts[f"{name}_scale"] = layout.pack_exponents(scale_LGN)
+        else:
+            scale_LGN = _scale_in(scale_LGN, kind, problem, name)
+            experts[f"{name}_scale"] = layout.permute_scales(scale_LGN)
         if kind.has_zeros:
             zeros_LNG = getattr(weights, f"{name}_zero_points")
             zeros_LGN = _pad_groups(order.apply(zeros_LNG, 0), groups)

@@ -1,7 +1,8 @@
-"""Which problems the operator's tiles can cover, and how far I is padded for them; no torch.
+"""Which problems the operator has kernels for, and how far I is padded for its tiles; no torch.
 
 The operator's tiles are (K, N) = (128, 128), (64, 128), (64, 256) and (128, 64), of which one must
-divide the weight matrix; its scale groups along K are 32, 64 or 128 (fp8: 128), or all of K.
+divide the weight matrix; its scale groups along K are 32, 64 or 128 (fp8: 128; mxfp4: 32), or all
+of K (but mxfp4).
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def padded_intermediate(problem: MoEProblem) -> int:
 
 
 def reasons(problem: MoEProblem) -> list[str]:
-    """Why the operator cannot take the problem's sizes."""
-    hidden, group = problem.hidden_size, group_of(problem)
+    """Why the operator cannot take the problem's sizes, or its dtype."""
+    hidden, group, weight = problem.hidden_size, group_of(problem), problem.quant.weight
+    if weight is not None and weight.microscaled and problem.dtype_name == "float16":
+        return ["the operator multiplies power-of-two (e8m0) scales in bfloat16 only, not float16"]
     if hidden % 64:
         return [f"hidden_size={hidden} is no multiple of 64"]
     if group > 1 and hidden % group:

@@ -131,6 +131,8 @@ def grouped_gemm(
         assert config.block_n == SCALE_GROUP, "a tile must hold whole groups of its output"
     out_scale = None if epilogue is None else epilogue.scale
     clamp = activation is not None and activation.limit is not None
+    # A tile has one scale if blocks begin where tiles do, for gate and for up.
+    one_scale = SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if gated else 1) == 0
     slab_blocks = triton.cdiv(rows.slab, config.block_m)
     _gemm[(rows.blocks * triton.cdiv(n, config.block_n),)](
         a, w, out, rows.pairs, rows.experts, a_scale, w_scale, bias_LN, out_scale,
@@ -145,7 +147,7 @@ def grouped_gemm(
         # in fp32.
         PROMOTE=a.dtype == torch.float8_e4m3fn, INT8=a.dtype == torch.int8,
         ACTIVATION="none" if activation is None else activation.name, GATED=gated, CLAMP=clamp,
-        QUANTIZE=quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma,
+        QUANTIZE=quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma, ONE_SCALE=one_scale,
         EVEN_N=n % config.block_n == 0, EVEN_K=k % config.block_k == 0,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
@@ -176,17 +178,18 @@ def _w_tile(w, expert, row0, rows, K, step, n_ok,
             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """(BLOCK_K, BLOCK_N): weight rows row0 ... of an expert's `rows`, columns of this step."""
     if TMA:  # rows of the next expert may fill the tile; their columns are not stored
-        return w.load([(expert * rows + row0).to(tl.int32), step * BLOCK_K]).T
-    offs_n = row0 + tl.arange(0, BLOCK_N)
-    offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-    pointers = w + expert * rows * K + offs_n[None, :].to(tl.int64) * K + offs_k[:, None]
-    if EVEN_K:
-        if EVEN_N:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=n_ok[None, :], other=0.0)
+        tile = w.load([(expert * rows + row0).to(tl.int32), step * BLOCK_K]).T
     else:
-        return tl.load(pointers, mask=(offs_k < K)[:, None] & n_ok[None, :], other=0.0)
+        offs_n = row0 + tl.arange(0, BLOCK_N)
+        offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        pointers = w + expert * rows * K + offs_n[None, :].to(tl.int64) * K + offs_k[:, None]
+        if not EVEN_K:
+            tile = tl.load(pointers, mask=(offs_k < K)[:, None] & n_ok[None, :], other=0.0)
+        elif EVEN_N:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=n_ok[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -198,11 +201,10 @@ def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
     partial = dot(a, w, tl.zeros((BLOCK_M, BLOCK_N), dtype=PARTIAL), "ieee").to(tl.float32)
     if W_SCALE == "block":
         if ONE_SCALE:
-            scale = tl.load(w_scale_ptr + row0 // SCALE_GROUP * scale_cols)
-            return partial * (a_scale_M * scale)[:, None]
-        offs_n = row0 + tl.arange(0, BLOCK_N)
-        scale_N = tl.load(w_scale_ptr + offs_n // SCALE_GROUP * scale_cols, mask=n_ok, other=0.0)
-        partial *= scale_N[None, :]
+            a_scale_M *= tl.load(w_scale_ptr + row0 // SCALE_GROUP * scale_cols)
+        else:
+            pointers = w_scale_ptr + (row0 + tl.arange(0, BLOCK_N)) // SCALE_GROUP * scale_cols
+            partial *= tl.load(pointers, mask=n_ok, other=0.0)[None, :]
     return partial * a_scale_M[:, None]
 
 
@@ -216,7 +218,7 @@ def _gemm(
     A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
-    QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr,
+    QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr, ONE_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -265,8 +267,6 @@ def _gemm(
     # fp32 inputs are multiplied exactly (no tf32); 16- and 8-bit inputs ignore this.
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    # A tile has one scale if blocks begin where tiles do, for gate and for up.
-    ONE_SCALE: tl.constexpr = SCALE_GROUP % BLOCK_N == 0 and EVEN_N
     scale_cols = tl.cdiv(K, SCALE_GROUP)
     w_scales = w_scale_ptr
     if W_SCALE == "block":
@@ -293,9 +293,8 @@ def _gemm(
                                    BLOCK_N)  # fmt: skip
             if GATED:
                 up += _scaled_partial(a, u_tile, a_scale_M, w_scales + scale_col, N + row0,
-                                      scale_cols, n_ok, W_SCALE, SCALE_GROUP,
-                                      ONE_SCALE and N % SCALE_GROUP == 0, INT8, BLOCK_M,
-                                      BLOCK_N)  # fmt: skip
+                                      scale_cols, n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8,
+                                      BLOCK_M, BLOCK_N)  # fmt: skip
         elif PROMOTE:
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             acc += dot(a, w_tile, zeros, "ieee")

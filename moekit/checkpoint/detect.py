@@ -1,0 +1,207 @@
+"""What a checkpoint holds, from its config.json and its tensors, in moekit's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moekit.activation import Activation
+from moekit.checkpoint.files import Checkpoint
+from moekit.checkpoint.formats import Format
+from moekit.checkpoint.names import ExpertNames, layers_in, names_in
+from moekit.checkpoint.probe import format_of
+from moekit.checkpoint.schemes import scheme_for
+from moekit.errors import WeightsError
+from moekit.problem import DTYPES, MoEProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detected:
+    """What `detect` found.
+
+    scheme: the moekit scheme that computes with the weights as they are stored and quantizes
+    activations as the checkpoint means it; None where there is none: then `load_experts` takes the
+    weights with ``dequantize=True`` only, or with a scheme named by the caller.
+    layers: those that have routed experts.
+    """
+
+    model_type: str
+    names: ExpertNames
+    format: Format
+    scheme: str | None
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    activation: Activation
+    has_bias: bool
+    apply_router_weight_on_input: bool
+
+
+def detect(path: str | Path | Checkpoint, names: ExpertNames | None = None) -> Detected:
+    """Reads config.json and headers; ``names`` for model types that `NAMES` lacks.
+
+    Raises WeightsError when a size is not in the config, or the experts are not in the files.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    config, model_type = _text_config(checkpoint), model_type_of(checkpoint)
+    probe = names_in(checkpoint, names or model_type, 0)
+    layers = layers_in(checkpoint, probe)
+    if not layers:  # layer 0 may be dense, and the names may be different ones
+        for layer in range(1, int(config.get("num_hidden_layers") or 1)):
+            probe = names_in(checkpoint, names or model_type, layer)
+            if layers := layers_in(checkpoint, probe):
+                break
+        else:
+            raise WeightsError(
+                f"{checkpoint.path}: no layer has experts called {probe.down}; describe them: "
+                "moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
+            )
+    hidden, inner = _size(config, "hidden_size"), _size(config, *_INNER)
+    format = format_of(checkpoint, probe, layers[0], 0, hidden, inner)
+    return Detected(
+        model_type=model_type,
+        names=probe,
+        format=format,
+        scheme=scheme_for(format, inner),
+        layers=layers,
+        num_experts=_size(config, *_EXPERTS),
+        top_k=_size(config, *_TOP_K),
+        hidden_size=hidden,
+        intermediate_size=inner,
+        dtype=_dtype(config, checkpoint.config),
+        activation=_activation_function(config, model_type),
+        has_bias=bool(probe.down_bias),
+        apply_router_weight_on_input=model_type == "llama4_text",
+    )
+
+
+def problem_from_config(
+    path: str | Path | Checkpoint,
+    *,
+    names: ExpertNames | None = None,
+    dequantize: bool = False,
+    **given: Any,
+) -> MoEProblem:
+    """The checkpoint's routed experts as a problem.
+
+    dequantize: plan for weights loaded with ``dequantize=True``: scheme "none".
+    given: fields of `MoEProblem` that the checkpoint does not say (parallel, device,
+    max_num_tokens ...) or that override what it says (quant, dtype ...).
+    The scheme is one whose scales tensor parallelism does not cut: int4 groups of 128 become
+    groups of 64 or 32 under the same scales where a rank's share ends within a group.
+
+    Raises WeightsError when no scheme of moekit computes with the stored weights.
+    """
+    found = detect(path, names)
+    said = {field: getattr(found, field) for field in _FIELDS}
+    problem = MoEProblem(**{**said, "quant": "none", **given})
+    if dequantize or "quant" in given:
+        return problem
+    scheme = scheme_for(found.format, found.intermediate_size, problem.parallel.tp_size)
+    if scheme is None:
+        raise WeightsError(_no_scheme(found, problem.parallel.tp_size))
+    return problem.replace(quant=scheme)
+
+
+# Of Detected and of MoEProblem alike.
+_FIELDS = (
+    "num_experts",
+    "top_k",
+    "hidden_size",
+    "intermediate_size",
+    "dtype",
+    "activation",
+    "has_bias",
+    "apply_router_weight_on_input",
+)
+
+
+def _no_scheme(found: Detected, tp_size: int) -> str:
+    format, instead = found.format, "load them with dequantize=True"
+    if found.scheme is not None:
+        why = f"tp_size={tp_size} cuts its groups of {format.group[1]} columns of w2"
+        instead = f"use expert parallelism, or {instead}"
+    elif format.activation is not None:
+        why = (
+            f"moekit has no scheme for them with {format.activation.dtype} activations, a scale "
+            f"per {format.activation.group}"
+        )
+        instead = f"choose another scheme for these weights with quant=..., or {instead}"
+    else:
+        why = "moekit has no scheme for them"
+    return f"the experts are stored as {format}: {why}; {instead}"
+
+
+# -- config.json --------------------------------------------------------------------------------
+
+_INNER = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+
+def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The part of config.json that describes the language model."""
+    config = checkpoint.config
+    if not config:
+        folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+        raise WeightsError(f"{folder}: no config.json; describe the problem with MoEProblem(...)")
+    for _ in range(2):  # thinker_config -> text_config, at most
+        for key in ("thinker_config", "text_config", "llm_config", "language_config"):
+            if isinstance(config.get(key), Mapping):
+                config = config[key]
+                break
+    return config
+
+
+def model_type_of(checkpoint: Checkpoint) -> str:
+    return str(_text_config(checkpoint).get("model_type", ""))
+
+
+def _size(config: Mapping[str, Any], *keys: str) -> int:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+            value = value[0]
+        if isinstance(value, int) and value > 0:
+            return value
+    raise WeightsError(
+        f"config.json of model type {config.get('model_type')!r} says none of {', '.join(keys)}; "
+        "describe the problem with MoEProblem(...)"
+    )
+
+
+def _dtype(*configs: Mapping[str, Any]) -> torch.dtype:
+    for config in configs:
+        named = str(config.get("dtype") or config.get("torch_dtype") or "")
+        if named.removeprefix("torch.") in DTYPES:
+            return DTYPES[named.removeprefix("torch.")]
+    return torch.bfloat16
+
+
+def _activation_function(config: Mapping[str, Any], model_type: str) -> Activation:
+    limit = config.get("swiglu_limit")
+    if model_type == "gpt_oss":
+        return Activation("swigluoai", alpha=config.get("swiglu_alpha"), limit=limit)
+    named = config.get("hidden_act") or config.get("mlp_hidden_act") or "silu"
+    if named not in _ACTIVATIONS:
+        raise WeightsError(
+            f"config.json names the activation {named!r}; moekit maps "
+            f"{', '.join(_ACTIVATIONS)}: describe the problem with MoEProblem(...)"
+        )
+    kind = _ACTIVATIONS[named]
+    return Activation(kind, limit=float(limit)) if limit and kind == "silu" else Activation(kind)

@@ -1,0 +1,273 @@
+"""Tensors by name in safetensors files, read without loading what is not asked for."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import json
+import math
+import mmap
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.checkpoint.headers import DTYPES, Entry, read_header, shards
+from moekit.errors import WeightsError
+
+_MAX_READ = 1 << 30  # Linux reads at most 2 GiB a call
+# Runs at least this long are read one by one; shorter ones are gathered from a mapping.
+_LONG_RUN = 1 << 15
+_HUGE = 1 << 22
+
+
+class Checkpoint:
+    """Tensors by name in one safetensors file, or in the shards of a directory.
+
+    A directory is read through its ``*.safetensors.index.json`` if there is one. Opening reads the
+    files' headers only. ``bytes_read`` counts the bytes of tensors read since. Reads may come from
+    several threads.
+
+    Raises WeightsError for files that are missing, truncated or not safetensors, all at once.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0
+        self.duplicates: dict[str, list[Path]] = {}
+        self._entries: dict[str, Entry] = {}
+        self._files: dict[Path, Any] = {}
+        self._lock = threading.Lock()
+        faults = []
+        for file in shards(self.path):
+            try:
+                self._add(file)
+            except WeightsError as error:
+                faults.append(str(error))
+        if faults:
+            raise WeightsError("; ".join(faults))
+        self._sorted = sorted(self._entries)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files; reading opens them again."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    # -- what there is ----------------------------------------------------------------------
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names that start with ``prefix``, sorted."""
+        start = bisect.bisect_left(self._sorted, prefix)
+        stop = bisect.bisect_left(self._sorted, prefix + "\U0010ffff")
+        return self._sorted[start:stop]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """The tensor's dtype; where torch has none, the file's name for it."""
+        stored = self._entries[name].dtype
+        return DTYPES.get(stored, stored)
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """The tensor's file and its offset there."""
+        entry = self._entries[name]
+        return entry.file, entry.offset
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The config.json beside the files; empty if there is none."""
+        return self._json("config.json")
+
+    @cached_property
+    def quantization(self) -> Mapping[str, Any]:
+        """What config.json (or ModelOpt's hf_quant_config.json) says of quantization."""
+        for config in (self.config, self.config.get("text_config")):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(config, Mapping) and isinstance(config.get(key), Mapping):
+                    return dict(config[key])
+        modelopt = self._json("hf_quant_config.json").get("quantization")
+        return {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, Mapping) else {}
+
+    def _json(self, name: str) -> Mapping[str, Any]:
+        file = (self.path if self.path.is_dir() else self.path.parent) / name
+        try:
+            found = json.loads(file.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"{file}: not readable as JSON ({error}); fetch it again") from error
+        if not isinstance(found, dict):
+            raise WeightsError(f"{file}: holds a {type(found).__name__}, want an object")
+        return found
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def read(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
+        """The tensor, or the part of it that ``parts`` (one slice per leading dim) cut out.
+
+        ``shape``: take the tensor as having this shape, of as many elements, before cutting.
+        """
+        full, ranges = self._cut(name, parts, shape)
+        dtype = self.dtype(name)
+        if isinstance(dtype, str):
+            raise WeightsError(f"{name} is {dtype}, which torch {torch.__version__} cannot hold")
+        out = empty([r.stop - r.start for r in ranges], dtype)
+        self._read(out, name, full, ranges)
+        return out
+
+    def read_into(
+        self, out: Tensor, name: str, *parts: slice, shape: Sequence[int] | None = None
+    ) -> None:
+        """`read` into a contiguous CPU tensor of the part's shape and the file's dtype."""
+        full, ranges = self._cut(name, parts, shape)
+        assert out.is_contiguous() and out.dtype == self.dtype(name)
+        assert list(out.shape) == [r.stop - r.start for r in ranges], (name, out.shape, ranges)
+        self._read(out, name, full, ranges)
+
+    def _cut(
+        self, name: str, parts: Sequence[slice], shape: Sequence[int] | None
+    ) -> tuple[list[int], list[range]]:
+        full = list(self._entries[name].shape if shape is None else shape)
+        assert math.prod(full) == math.prod(self._entries[name].shape)
+        ranges = [range(n) for n in full]
+        for dim, part in enumerate(parts):
+            ranges[dim] = range(full[dim])[part]
+            assert ranges[dim].step == 1
+        return full, ranges
+
+    def _read(self, out: Tensor, name: str, full: Sequence[int], ranges: Sequence[range]) -> None:
+        """A part is some number of equal runs of bytes, which lie regularly in the file."""
+        if not out.numel():
+            return
+        entry = self._entries[name]
+        size = out.element_size()
+        strides = [math.prod(full[dim + 1 :]) * size for dim in range(len(full))]
+        first = entry.offset + sum(
+            r.start * stride for r, stride in zip(ranges, strides, strict=True)
+        )
+        # The innermost dims that are taken whole, and one more, make a run.
+        inner = len(full)
+        while inner and len(ranges[inner - 1]) == full[inner - 1]:
+            inner -= 1
+        inner = max(inner - 1, 0)
+        outer = [len(r) for r in ranges[:inner]]
+        run = out.nbytes // max(math.prod(outer), 1)
+        if math.prod(outer) == 1:
+            self._read_bytes(entry.file, first, _bytes_of(out))
+        elif run >= _LONG_RUN:
+            buffer = _bytes_of(out)
+            for index, start in enumerate(_starts(first, outer, strides)):
+                self._read_bytes(entry.file, start, buffer[index * run : (index + 1) * run])
+        else:
+            self._gather(out, entry, first, run, outer, strides[:inner])
+        with self._lock:
+            self.bytes_read += out.nbytes
+
+    def _read_bytes(self, file: Path, offset: int, buffer: memoryview) -> None:
+        fd, done = self._open(file).fileno(), 0
+        while done < len(buffer):
+            try:
+                got = os.preadv(fd, [buffer[done : done + _MAX_READ]], offset + done)
+            except OSError as error:
+                raise WeightsError(f"{file}: cannot be read ({error})") from error
+            if not got:
+                raise WeightsError(
+                    f"{file}: ends at byte {offset + done}; truncated while it was read"
+                )
+            done += got
+
+    def _gather(
+        self,
+        out: Tensor,
+        entry: Entry,
+        first: int,
+        run: int,
+        outer: Sequence[int],
+        strides: Sequence[int],
+    ) -> None:
+        """Many short runs: copied out of a mapping of the file that lives as long as the copy."""
+        length = sum((n - 1) * stride for n, stride in zip(outer, strides, strict=True)) + run
+        before = first % mmap.ALLOCATIONGRANULARITY
+        file = self._open(entry.file)
+        if os.fstat(file.fileno()).st_size < first + length:
+            raise WeightsError(f"{entry.file}: truncated while it was read")
+        with mmap.mmap(
+            file.fileno(), before + length, access=mmap.ACCESS_COPY, offset=first - before
+        ) as mapping:
+            if hasattr(mapping, "madvise"):
+                mapping.madvise(mmap.MADV_WILLNEED)
+            # In the widest words that fit: fewer, larger elements copy faster.
+            word = math.gcd(8, before, run, *strides)
+            dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
+            flat = torch.frombuffer(
+                mapping, dtype=torch.uint8, count=(before + length) // word * word
+            )
+            view = flat.view(dtype).as_strided(
+                [*outer, run // word], [*(s // word for s in strides), 1], before // word
+            )
+            out.view(-1).view(dtype).view(view.shape).copy_(view)
+            del flat, view
+
+    def _open(self, file: Path) -> Any:
+        with self._lock:
+            if file not in self._files:
+                try:
+                    self._files[file] = file.open("rb", buffering=0)
+                except OSError as error:
+                    raise WeightsError(f"{file}: cannot be opened ({error})") from error
+            return self._files[file]
+
+    # -- opening ----------------------------------------------------------------------------
+
+    def _add(self, file: Path) -> None:
+        for name, entry in read_header(file).items():
+            other = self._entries.setdefault(name, entry)
+            if other is not entry:
+                self.duplicates.setdefault(name, [other.file]).append(file)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
+    """An uninitialised CPU tensor. Large ones lie in huge pages where the system has them: first
+    touches then cost a fraction of what they cost in small ones."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if pin_memory or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(list(shape), dtype=dtype, pin_memory=pin_memory)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(list(shape))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory, writable; the tensor must outlive it."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _starts(first: int, outer: Sequence[int], strides: Sequence[int]) -> list[int]:
+    starts = [first]
+    for n, stride in zip(outer, strides[: len(outer)], strict=True):
+        starts = [start + i * stride for start in starts for i in range(n)]
+    return starts

@@ -1,0 +1,284 @@
+"""How checkpoints store one expert matrix: which tensors, in which layout, under which scales.
+
+Sizes: a matrix is a Linear's, N outputs by K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from moekit.int4 import AWQ_ORDER, IN_ORDER, unpack_rows
+from moekit.quant import INT4_ZERO, OperandQuant, pack_int4, unpack_int4
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+# Columns of a matrix in one element of its tensor as the core holds it, by `Format.dtype`.
+_PACKED = ("int4", "float4_e2m1fn")
+
+Grid = tuple[int, int]
+"""Rows and columns of the matrix that one entry stands for; -1: all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One stored tensor of a matrix.
+
+    suffix: follows the module's name ("weight_scale"); "weight" is the name that `ExpertNames`
+    has. axes: its dimensions in order, of "N" and "K"; a part of one entry per matrix may be
+    stored with any number of dimensions. grid: what an entry stands for; -1 the whole extent.
+    tail: trailing dimensions. fixed: the layout is the format's own, whatever ``transposed`` says.
+    """
+
+    suffix: str
+    dtypes: tuple[torch.dtype, ...]
+    axes: str = "NK"
+    grid: Grid = (1, 1)
+    tail: tuple[int, ...] = ()
+    fixed: bool = False
+
+    def cells(self, axis: str, extent: range) -> slice:
+        """The entries along ``axis`` that cover ``extent`` of the matrix."""
+        unit = self.grid["NK".index(axis)]
+        if unit < 0:
+            return slice(0, 1)
+        return slice(extent.start // unit, ceil(extent.stop / unit))
+
+    def shape(self, n: int, k: int) -> tuple[int, ...]:
+        extents = {"N": range(n), "K": range(k)}
+        return (*(self.cells(a, extents[a]).stop for a in self.axes), *self.tail)
+
+    def flipped(self) -> Part:
+        return self if self.fixed else replace(self, axes=self.axes[::-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How a checkpoint stores each expert matrix.
+
+    dtype: as in `OperandQuant`; also "" for unquantized weights and "float4_e2m1fn", which no
+    scheme of moekit has. group: what shares a scale. activation: how the checkpoint means
+    activations to be quantized. parts: by role: weight, scale, and where the format has them
+    global_scale, zeros, g_idx, shape, input_scale. ignored: suffixes of what needs no reading.
+    order: of eight rows in a word, where ``weight`` packs rows. zero_offset: added to stored zeros.
+    biased: int8 stored plus 128. divides: by the global scale, rather than multiplies.
+    """
+
+    name: str
+    dtype: str = ""
+    group: Grid = (-1, -1)
+    zero_points: bool = False
+    activation: OperandQuant | None = None
+    parts: Mapping[str, Part]
+    ignored: tuple[str, ...] = ()
+    order: Sequence[int] = IN_ORDER
+    zero_offset: int = 0
+    biased: bool = False
+    divides: bool = False
+
+    @property
+    def weight(self) -> Part:
+        return self.parts["weight"]
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte of the core's form holds two columns."""
+        return self.dtype in _PACKED
+
+    @property
+    def packs_rows(self) -> bool:
+        return self.weight.grid[0] > 1
+
+    def flipped(self) -> Format:
+        """The same with every matrix stored (in, out)."""
+        return replace(self, parts={role: part.flipped() for role, part in self.parts.items()})
+
+    def __str__(self) -> str:
+        if not self.dtype:
+            return self.name
+        rows, columns = ("all" if g < 0 else g for g in self.group)
+        zeros = " with zero points" if self.zero_points else ""
+        return f"{self.name} ({self.dtype}, a scale per {rows} x {columns}{zeros})"
+
+    # -- what was read, in the core's form ----------------------------------------------------
+
+    def core_weight(self, stored: Tensor) -> Tensor:
+        """Stored entries (n, k', *tail), contiguous -> the core's tensor of the same rows and
+        columns, those that only complete a word included."""
+        if self.packs_rows:
+            return pack_int4(unpack_rows(stored, self.order))
+        if self.dtype and stored.dtype == torch.int32:
+            return stored.view(torch.int8 if self.dtype == "int8" else torch.uint8)
+        return stored.flatten(1)
+
+    def core_zeros(self, stored: Tensor) -> Tensor:
+        """Stored words (N / 8, groups) -> uint8 (N, groups)."""
+        return (unpack_rows(stored, self.order) + self.zero_offset) & 15
+
+    def values(self, weight: Tensor, zeros: Tensor | None) -> Tensor:
+        """The core's form (n, k) -> fp32 numbers that scales multiply. zeros: (n, k)."""
+        if self.dtype == "float4_e2m1fn":
+            pairs = _fp4_pairs(weight.device)
+            return pairs.index_select(0, weight.flatten().int()).view(len(weight), -1)
+        if self.dtype == "int4":
+            q = unpack_int4(weight).float()
+            return q - (float(INT4_ZERO) if zeros is None else zeros)
+        return weight.float()
+
+
+def stored(template: str, suffix: str) -> str:
+    """``a.weight`` and ``weight_scale`` give ``a.weight_scale``; ``a`` and ``scale_inv`` give
+    ``a_scale_inv``."""
+    if suffix == "weight":
+        return template
+    if template.endswith(".weight"):
+        return template.removesuffix("weight") + suffix
+    return f"{template}_{suffix}"
+
+
+def scale_values(stored: Tensor) -> Tensor:
+    """Scales as fp32. Bytes are exponents: 2 ** (byte - 127), 255 being NaN."""
+    if stored.dtype == torch.uint8:
+        stored = stored.view(torch.float8_e8m0fnu)
+    return stored.float()
+
+
+def _fp4_pairs(device: torch.device) -> Tensor:
+    """(256, 2): a byte's two numbers, the lower half's first."""
+    nibble = torch.tensor([*_FP4, *(-v for v in _FP4)], device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((nibble[byte & 15], nibble[byte >> 4]), dim=1)
+
+
+# -- the formats in use ----------------------------------------------------------------------
+
+
+def plain() -> Format:
+    return Format(name="unquantized", parts={"weight": Part(suffix="weight", dtypes=FLOATS)})
+
+
+def eight_bits(
+    name: str, dtype: torch.dtype, group: Grid, scale: str, activation: OperandQuant | None
+) -> Format:
+    """fp8 or int8, one element a byte, and scales of the same layout."""
+    return Format(
+        name=name,
+        dtype=str(dtype).removeprefix("torch."),
+        group=group,
+        activation=activation,
+        parts={
+            "weight": Part(suffix="weight", dtypes=(dtype,)),
+            "scale": Part(suffix=scale, dtypes=_SCALES, grid=group),
+        },
+        ignored=("input_scale", "activation_scale"),
+    )
+
+
+def gptq(bits: int, group: int, *, zero_points: bool, zero_offset: int, act_order: bool) -> Format:
+    """qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), g_idx (K,)."""
+    word = 32 // bits
+    parts = {
+        "weight": Part(suffix="qweight", dtypes=(torch.int32,), axes="KN", grid=(1, word)),
+        "scale": Part(suffix="scales", dtypes=FLOATS, axes="KN", grid=(1, group)),
+    }
+    if bits == 4:
+        parts["zeros"] = Part(suffix="qzeros", dtypes=(torch.int32,), axes="KN", grid=(8, group))
+    if act_order:
+        parts["g_idx"] = Part(suffix="g_idx", dtypes=(torch.int32,), axes="K")
+    return Format(
+        name="GPTQ",
+        dtype=f"int{bits}",
+        group=(1, group),
+        zero_points=zero_points,
+        parts=parts,
+        ignored=("qzeros", "g_idx"),
+        zero_offset=zero_offset,
+        biased=bits == 8,
+    )
+
+
+def awq(group: int) -> Format:
+    """qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
+    return Format(
+        name="AWQ",
+        dtype="int4",
+        group=(1, group),
+        zero_points=True,
+        parts={
+            "weight": Part(suffix="qweight", dtypes=(torch.int32,), axes="KN", grid=(8, 1)),
+            "scale": Part(suffix="scales", dtypes=FLOATS, axes="KN", grid=(1, group)),
+            "zeros": Part(suffix="qzeros", dtypes=(torch.int32,), axes="KN", grid=(8, group)),
+        },
+        order=AWQ_ORDER,
+    )
+
+
+def pack_quantized(
+    bits: int,
+    group: int,
+    *,
+    zero_points: bool,
+    act_order: bool,
+    activation: OperandQuant | None,
+) -> Format:
+    """compressed-tensors: weight_packed (N, K / 8), weight_scale (N, G), weight_zero_point
+    (N / 8, G), weight_g_idx (K,), weight_shape = (N, K)."""
+    parts = {
+        "weight": Part(suffix="weight_packed", dtypes=(torch.int32,), grid=(1, 32 // bits)),
+        "scale": Part(suffix="weight_scale", dtypes=FLOATS, grid=(1, group)),
+        "shape": Part(suffix="weight_shape", dtypes=(torch.int64, torch.int32), axes="", tail=(2,)),
+    }
+    if zero_points:
+        parts["zeros"] = Part(suffix="weight_zero_point", dtypes=(torch.int32,), grid=(8, group))
+    if act_order:
+        parts["g_idx"] = Part(suffix="weight_g_idx", dtypes=(torch.int32,), axes="K")
+    return Format(
+        name="compressed-tensors pack-quantized",
+        dtype=f"int{bits}",
+        group=(1, group),
+        zero_points=zero_points,
+        activation=activation,
+        parts=parts,
+        ignored=("weight_g_idx", "input_scale"),
+        biased=bits == 8,
+    )
+
+
+def mxfp4_blocks() -> Format:
+    """gpt-oss: blocks (N, K / 32, 16), scales (N, K / 32), whatever the unquantized layout."""
+    byte = (torch.uint8,)
+    return Format(
+        name="mxfp4",
+        dtype="float4_e2m1fn",
+        group=(1, 32),
+        parts={
+            "weight": Part(suffix="blocks", dtypes=byte, grid=(1, 32), tail=(16,), fixed=True),
+            "scale": Part(suffix="scales", dtypes=_SCALES, grid=(1, 32), fixed=True),
+        },
+    )
+
+
+def fp4_bytes(name: str, weight: str, group: int, global_scale: str = "") -> Format:
+    """Two fp4 values a byte, (N, K / 2), scales (N, K / group): compressed-tensors' and ModelOpt's
+    mxfp4 and nvfp4."""
+    scale = (*_SCALES, torch.float8_e4m3fn)
+    parts = {
+        "weight": Part(suffix=weight, dtypes=(torch.uint8,), grid=(1, 2)),
+        "scale": Part(suffix="weight_scale", dtypes=scale, grid=(1, group)),
+    }
+    if global_scale:
+        parts["global_scale"] = Part(suffix=global_scale, dtypes=FLOATS, grid=(-1, -1))
+    return Format(
+        name=name,
+        dtype="float4_e2m1fn",
+        group=(1, group),
+        parts=parts,
+        ignored=("input_scale", "input_global_scale"),
+        divides=global_scale == "weight_global_scale",
+    )

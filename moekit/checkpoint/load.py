@@ -1,0 +1,240 @@
+"""Expert weights of MoE layers, for one rank, straight from the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.checkpoint.detect import model_type_of
+from moekit.checkpoint.files import Checkpoint, empty
+from moekit.checkpoint.formats import stored
+from moekit.checkpoint.names import ExpertNames
+from moekit.checkpoint.progress import Progress
+from moekit.checkpoint.read import Reader
+from moekit.checkpoint.share import Share
+from moekit.errors import WeightsError
+from moekit.problem import MoEProblem
+from moekit.weights import ExpertWeights
+
+THREADS = 8  # also on few cores: they wait for the disk
+_SHOWN = 20  # faults spelled out in one error
+_AGREE = 1e-5  # relative, between the input scales of gate and up
+
+
+def load_experts(
+    path: str | Path | Checkpoint,
+    names: ExpertNames | str | None,
+    layer: int,
+    problem: MoEProblem,
+    *,
+    experts: Sequence[int] | None = None,
+    dequantize: bool = False,
+    pin_memory: bool = False,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> ExpertWeights:
+    """One MoE layer's experts for this rank of ``problem``, on the CPU.
+
+    Reads this rank's experts and slices only (input scales of all experts: they share the
+    largest). Weights stay as they are stored: in the file's dtype, or in the problem's scheme,
+    whose activations need not be those that the checkpoint means. Scales may be repeated over
+    finer groups. Where tensor parallelism, or I, is no multiple of a block, 8-bit values in
+    blocks that meet are rounded again, under the larger scale. int4 groups are never cut; a w2 in
+    act-order is, by giving each rank the neurons of whole groups, for which it reads whole
+    experts.
+
+    path: an open `Checkpoint` saves reading the headers for each layer.
+    names: an ExpertNames, a model type of `NAMES`, or None for the one that config.json says.
+    experts: the logical expert of each of this rank's L slots, if not as the problem places them.
+    dequantize: give weights of any known format in the problem's dtype; its scheme must be "none".
+    pin_memory: in page-locked memory. threads: that read.
+    progress: show a bar; by default where stderr is a terminal and the load takes over a second.
+
+    Raises WeightsError naming all that is missing, unexpected, duplicate, misshapen or not a
+    number. Nothing half-loaded is returned.
+    """
+    ((_, weights),) = load_layers(
+        path,
+        names,
+        [layer],
+        problem,
+        experts=experts,
+        dequantize=dequantize,
+        pin_memory=pin_memory,
+        threads=threads,
+        progress=progress,
+    )
+    return weights
+
+
+def load_layers(
+    path: str | Path | Checkpoint,
+    names: ExpertNames | str | None,
+    layers: Iterable[int],
+    problem: MoEProblem,
+    *,
+    experts: Sequence[int] | None = None,
+    dequantize: bool = False,
+    pin_memory: bool = False,
+    threads: int | None = None,
+    progress: bool | None = None,
+    reuse: bool = False,
+) -> Iterator[tuple[int, ExpertWeights]]:
+    """(layer, weights) of each of ``layers``, each read when it is asked for; see `load_experts`.
+
+    All layers are checked before the first is read.
+    reuse: read every layer into the same memory, for callers who are done with a layer (packed it,
+    or moved it to the device) when they ask for the next one. Spares the cost of fresh memory.
+    """
+    opened = nullcontext(path) if isinstance(path, Checkpoint) else Checkpoint(path)
+    with opened as checkpoint:
+        named = model_type_of(checkpoint) if names is None else names
+        local = _local_experts(problem, experts)
+        shares = [Share(checkpoint, named, layer, problem, local, dequantize) for layer in layers]
+        _raise(checkpoint, [fault for share in shares for fault in share.faults()])
+        total = sum(share.expert_nbytes * len(local) for share in shares)
+        with (
+            ThreadPoolExecutor(threads or THREADS, "moekit-load") as pool,
+            Progress(total, "loading experts", progress) as bar,
+        ):
+            out: dict[str, Tensor] = {}
+            for share in shares:
+                if not reuse or not out or out["w2"].dtype != _dtype(share):
+                    out = _destination(share, pin_memory)
+                yield share.layer, _load(share, out, pool, bar)
+
+
+def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
+    p, L, dtype = share.problem, len(share.experts), _dtype(share)
+    halved = 1 if p.quant.weight is None or not p.quant.weight.packed else 2
+    shapes = {
+        "w13": (L, p.w13_rows, p.hidden_size // halved),
+        "w2": (L, p.hidden_size, p.local_intermediate_size // halved),
+    }
+    return {name: empty(shape, dtype, pin_memory) for name, shape in shapes.items()}
+
+
+def _load(
+    share: Share, out: dict[str, Tensor], pool: ThreadPoolExecutor, bar: Progress
+) -> ExpertWeights:
+    reader = Reader(share, out)
+    in_file_order = sorted(
+        range(len(share.experts)), key=lambda slot: share.place(share.experts[slot])
+    )
+    try:
+        for _ in pool.map(reader.expert, in_file_order):
+            bar.add(share.expert_nbytes)
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    input_scales = _input_scales(share, reader.faults) if share.static else {}
+    _raise(share.checkpoint, reader.faults)
+    extras = {name: torch.stack([e[name] for e in reader.extras]) for name in reader.extras[0]}
+    return ExpertWeights(
+        **out,
+        **_without_runs(share, extras),
+        **_biases(share),
+        **input_scales,
+        interleaved=bool(share.names.gate_up and share.names.interleaved),
+    )
+
+
+def _local_experts(problem: MoEProblem, experts: Sequence[int] | None) -> list[int]:
+    if experts is None:
+        return [problem.logical_expert(p) for p in problem.local_experts]
+    if len(experts) != problem.num_local_experts:
+        raise WeightsError(
+            f"experts names {len(experts)}, want one for each of this rank's "
+            f"{problem.num_local_experts} slots"
+        )
+    if wrong := [e for e in experts if not 0 <= e < problem.num_experts]:
+        raise WeightsError(f"experts {wrong} are none of the {problem.num_experts} there are")
+    return list(experts)
+
+
+def _dtype(share: Share) -> torch.dtype:
+    p = share.problem
+    if share.dequantize:
+        return p.dtype
+    if p.quant.weight is not None:
+        return p.quant.weight.torch_dtype
+    dtype = share.checkpoint.dtype(share.name(share.names.down, share.experts[0]))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without any g_idx that only says what groups are anyway."""
+    weight = share.problem.quant.weight
+    for name in [name for name in extras if name.endswith("_g_idx")]:
+        g_idx = extras[name]
+        assert weight is not None
+        runs = torch.arange(g_idx.shape[1], dtype=g_idx.dtype) // weight.group[1]
+        if torch.equal(g_idx, runs.expand_as(g_idx)):
+            del extras[name]
+    return extras
+
+
+def _biases(share: Share) -> dict[str, Tensor]:
+    """w13_bias (L, 2I or I) and w2_bias (L, H), where the names have them."""
+    names, found = share.names, {}
+    halves = [names.gate_bias, names.up_bias] if names.up else [names.gate_up_bias] * 2
+    pieces = zip(halves, share.w13, strict=False)
+    w13 = [_stack(share, t, slice(p.rows.start, p.rows.stop)) for t, p in pieces if t]
+    if w13:
+        found["w13_bias"] = torch.cat(w13, dim=1)
+    if names.down_bias:
+        found["w2_bias"] = _stack(share, names.down_bias, slice(None))
+    dtype = share.problem.dtype
+    return {name: t.to(dtype) if share.dequantize else t for name, t in found.items()}
+
+
+def _stack(share: Share, template: str, part: slice) -> Tensor:
+    read, per_expert = share.checkpoint.read, "{expert}" in template
+    rows = [
+        read(share.name(template, e), part).unsqueeze(0)
+        if per_expert
+        else read(share.name(template, e), slice(e, e + 1), part)
+        for e in share.experts
+    ]
+    return torch.cat(rows)
+
+
+def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
+    """One static scale each for w13 and w2, the largest of all experts', so that every rank of
+    expert parallelism quantizes alike."""
+    suffix, every = share.format.parts["input_scale"].suffix, range(share.problem.num_experts)
+
+    def scales(template: str) -> Tensor:
+        experts = every if "{expert}" in template else (0,)
+        names = [share.name(template, e, suffix) for e in experts]
+        read = torch.cat([share.checkpoint.read(name).float().flatten() for name in names])
+        if not bool((torch.isfinite(read) & (read > 0)).all()):
+            faults.append(f"{stored(template, suffix)} is not finite and positive everywhere")
+        return read
+
+    w13 = [scales(template) for template in dict.fromkeys(p.template for p in share.w13)]
+    for other in w13[1:]:
+        apart = ((other - w13[0]).abs() > _AGREE * w13[0]).nonzero().flatten().tolist()
+        for expert in apart:
+            gate, up = (share.name(p.template, expert, suffix) for p in share.w13)
+            faults.append(
+                f"{gate} is {float(w13[0][expert]):g} and {up} {float(other[expert]):g}: gate "
+                "and up have one input"
+            )
+    return {"w13_input_scale": w13[0].max(), "w2_input_scale": scales(share.w2.template).max()}
+
+
+def _raise(checkpoint: Checkpoint, faults: Sequence[Any]) -> None:
+    if faults:
+        shown = "; ".join(faults[:_SHOWN])
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise WeightsError(
+            f"{checkpoint.path}: {len(faults)} tensor(s) or settings do not fit: {shown}{more}"
+        )

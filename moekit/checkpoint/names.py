@@ -1,0 +1,198 @@
+"""What checkpoints call the tensors of their experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+
+from moekit.checkpoint.files import Checkpoint
+from moekit.errors import WeightsError
+
+_MODEL = "model.layers.{layer}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls one MoE layer's expert tensors.
+
+    Templates over ``{layer}`` and, for one tensor per expert, ``{expert}``. Either ``gate`` (left
+    out by experts without a gate) and ``up``, or ``gate_up`` with both in one tensor; and
+    ``down``. Stored as a Linear's weight, (out, in); ``transposed``: (in, out); None: whichever
+    the shapes say. ``interleaved``: gate_up alternates gate and up instead of holding them in
+    halves. Tensors without ``{expert}`` have the experts in dim 0.
+
+    The names are those of unquantized weights. What quantized ones are called follows from them:
+    ``x.weight`` leads to ``x.weight_scale``, ``x.qweight``, ``x.weight_packed`` ..., a name with
+    another ending, ``x``, to ``x_scale_inv``, ``x_blocks`` ...
+    """
+
+    down: str
+    gate: str = ""
+    up: str = ""
+    gate_up: str = ""
+    gate_bias: str = ""
+    up_bias: str = ""
+    gate_up_bias: str = ""
+    down_bias: str = ""
+    transposed: bool | None = False
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.gate_up) == bool(self.up):
+            raise WeightsError("ExpertNames needs either gate_up, or up (with gate where gated)")
+
+    def templates(self) -> dict[str, str]:
+        """The templates that are given, by role."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {role: text for role, text in named.items() if isinstance(text, str) and text}
+
+    def under(self, prefix: str) -> ExpertNames:
+        """The same names in a checkpoint whose decoder layers lie under ``prefix`` ("" or ending
+        in a dot) instead of ``model.``: ``NAMES["qwen3_moe"].under("language_model.model.")``."""
+        moved = {
+            role: prefix + text.removeprefix("model.") for role, text in self.templates().items()
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+
+def per_expert(stem: str, gate: str, up: str, down: str) -> ExpertNames:
+    """Names of one Linear per expert: ``<stem>.{expert}.<gate>.weight`` ..."""
+    return ExpertNames(
+        gate=f"{stem}.{{expert}}.{gate}.weight" if gate else "",
+        up=f"{stem}.{{expert}}.{up}.weight",
+        down=f"{stem}.{{expert}}.{down}.weight",
+    )
+
+
+def _fused(stem: str, transposed: bool | None = None, interleaved: bool = False) -> ExpertNames:
+    return ExpertNames(
+        gate_up=f"{stem}.gate_up_proj",
+        down=f"{stem}.down_proj",
+        transposed=transposed,
+        interleaved=interleaved,
+    )
+
+
+def _projections(module: str) -> ExpertNames:
+    return per_expert(f"{_MODEL}{module}.experts", "gate_proj", "up_proj", "down_proj")
+
+
+_MIXTRAL = per_expert(f"{_MODEL}block_sparse_moe.experts", "w1", "w3", "w2")
+_GATE_UP_DOWN = _projections("mlp")
+_GPT_OSS = f"{_MODEL}mlp.experts"
+_GRANITE = f"{_MODEL}block_sparse_moe"
+
+# As the models' own checkpoints have them, by the (text) config's model_type.
+NAMES: Mapping[str, ExpertNames] = MappingProxyType(
+    {
+        **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "phimoe"), _MIXTRAL),
+        **dict.fromkeys(
+            (
+                "qwen2_moe",
+                "qwen3_moe",
+                "qwen3_next",
+                "qwen3_5_moe_text",
+                "qwen3_omni_moe_text",
+                "deepseek_v2",
+                "deepseek_v3",
+                "deepseek_v32",
+                "kimi_k2",
+                "glm4_moe",
+                "glm4v_moe_text",
+                "olmoe",
+                "flex_olmo",
+                "ernie4_5_moe",
+                "dots1",
+                "hunyuan_v1_moe",
+            ),
+            _GATE_UP_DOWN,
+        ),
+        "jamba": _projections("feed_forward"),
+        "granitemoe": ExpertNames(
+            gate_up=f"{_GRANITE}.input_linear.weight", down=f"{_GRANITE}.output_linear.weight"
+        ),
+        "nemotron_h": per_expert(
+            "backbone.layers.{layer}.mixer.experts", "", "up_proj", "down_proj"
+        ),
+        "qwen3_vl_moe_text": _fused(f"{_MODEL}mlp.experts", transposed=None),
+        "gpt_oss": ExpertNames(
+            gate_up=f"{_GPT_OSS}.gate_up_proj",
+            down=f"{_GPT_OSS}.down_proj",
+            gate_up_bias=f"{_GPT_OSS}.gate_up_proj_bias",
+            down_bias=f"{_GPT_OSS}.down_proj_bias",
+            transposed=True,
+            interleaved=True,
+        ),
+        "llama4_text": _fused(f"{_MODEL}feed_forward.experts", transposed=True),
+    }
+)
+
+
+def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int) -> ExpertNames:
+    """The names as ``checkpoint`` has them: those given, or of the given model type.
+
+    Where the layer's experts are not there under the map's own names, the ways in which the same
+    models are also saved are tried: below another prefix than ``model.``, one tensor per expert
+    instead of one for all, or the reverse. If nothing fits, the map itself comes back.
+    """
+    candidates = [names] if isinstance(names, ExpertNames) else _of_type(names)
+    for candidate in candidates:
+        for found in (candidate, *_elsewhere(checkpoint, candidate, layer)):
+            if _has(checkpoint, found, layer):
+                return found
+    return candidates[0]
+
+
+def layers_in(checkpoint: Checkpoint, names: ExpertNames) -> tuple[int, ...]:
+    """The layers of which the checkpoint has experts, under exactly these names."""
+    stem = names.down.removesuffix("weight")
+    pattern = re.escape(stem).replace(r"\{layer\}", "(?P<layer>[0-9]+)", 1)
+    pattern = pattern.replace(r"\{layer\}", "[0-9]+").replace(r"\{expert\}", "[0-9]+")
+    matches = map(re.compile(pattern).match, checkpoint.names(stem.partition("{")[0]))
+    return tuple(sorted({int(match["layer"]) for match in matches if match}))
+
+
+def _of_type(model_type: str) -> list[ExpertNames]:
+    if model_type not in NAMES:
+        raise WeightsError(
+            f"model type {model_type!r} has no name map (known: {', '.join(NAMES)}); "
+            "describe it: moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
+        )
+    known = NAMES[model_type]
+    if model_type == "nemotron_h":
+        return [known]
+    module = known.down.removeprefix(_MODEL).partition(".")[0]
+    modules = dict.fromkeys((module, "mlp"))
+    return [
+        known,
+        *(_projections(m) for m in modules),
+        *(_fused(f"{_MODEL}{m}.experts", None, known.interleaved) for m in modules),
+    ]
+
+
+def _elsewhere(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> list[ExpertNames]:
+    if not names.down.startswith(_MODEL):
+        return []
+    marker = names.down.removeprefix("model.").removesuffix("weight")
+    marker = (
+        marker.format(layer=layer, expert=0) if "{expert}" in marker else marker.format(layer=layer)
+    )
+    found = {name.partition(marker)[0] for name in checkpoint.names() if marker in name}
+    found = {prefix for prefix in found if not prefix or prefix.endswith(".")}
+    if len(found) > 1:
+        raise WeightsError(
+            f"{checkpoint.path}: several models have a layer {layer} with experts, under "
+            f"{', '.join(map(repr, sorted(found)))}: say which, with ExpertNames(...).under(prefix)"
+        )
+    return [names.under(prefix) for prefix in found]
+
+
+def _has(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> bool:
+    """Whether a tensor of any expert's down projection is there."""
+    stem = names.down.removesuffix("weight").replace("{layer}", str(layer))
+    before, per, after = stem.partition("{expert}")
+    if not per:
+        return bool(checkpoint.names(stem))
+    return any(after in name for name in checkpoint.names(before))

@@ -1,0 +1,242 @@
+"""How one layer's experts are stored: by the tensors that are there, and by the quantization config
+for what tensors do not tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil, prod
+from typing import Any
+
+import torch
+
+from moekit.checkpoint import formats
+from moekit.checkpoint.files import Checkpoint
+from moekit.checkpoint.formats import Format, Grid
+from moekit.checkpoint.names import ExpertNames
+from moekit.errors import WeightsError
+from moekit.quant import OperandQuant
+
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
+_BLOCKS = (128, 64, 32, 16, 256)
+
+
+def format_of(
+    checkpoint: Checkpoint,
+    names: ExpertNames,
+    layer: int,
+    expert: int,
+    hidden_size: int,
+    intermediate_size: int,
+) -> Format:
+    """How ``expert`` of ``layer`` is stored: by the tensors that are there, and by the
+    quantization config for what tensors do not tell."""
+    probe = _Probe(checkpoint, names, layer, expert, hidden_size, intermediate_size)
+    return probe.format().flipped() if probe.transposed else probe.format()
+
+
+class _Probe:
+    """Looks at one down projection: H outputs, I inputs."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int, H: int, I: int
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.template = names.down.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+        self.stacked = "{expert}" not in names.down
+        self.transposed = _transposed(checkpoint, names, layer, expert)
+        self.n, self.k = H, I
+        self.config = checkpoint.quantization
+        self.method = str(self.config.get("quant_method", "")).lower()
+
+    def format(self) -> Format:
+        if self.has("qweight"):
+            return self._gptq_or_awq()
+        if self.has("blocks"):
+            return formats.mxfp4_blocks()
+        if self.has("weight_packed"):
+            return self._weight_packed()
+        if not self.has("weight"):
+            return formats.plain()  # and every tensor will be missed by name
+        dtype = self.checkpoint.dtype(self.name("weight"))
+        if dtype in formats.FLOATS:
+            return formats.plain()
+        if dtype == torch.uint8 and self.has("weight_scale_2"):
+            return formats.fp4_bytes("ModelOpt nvfp4", "weight", 16, "weight_scale_2")
+        if dtype in (torch.float8_e4m3fn, torch.int8) and isinstance(dtype, torch.dtype):
+            return self._eight_bits(dtype)
+        raise WeightsError(
+            f"{self.name('weight')} is {dtype}, and the quantization method "
+            f"{self.method or '(none named)'} is not one that moekit reads"
+        )
+
+    def name(self, suffix: str) -> str:
+        return formats.stored(self.template, suffix)
+
+    def has(self, suffix: str) -> bool:
+        return self.name(suffix) in self.checkpoint
+
+    def shape(self, suffix: str) -> tuple[int, ...]:
+        """Of one expert's tensor."""
+        shape = self.checkpoint.shape(self.name(suffix))
+        return shape[1:] if self.stacked and shape else shape
+
+    def _columns(self, groups: int) -> int:
+        """The group size of this many groups along K."""
+        if groups == 1:
+            return -1
+        return next((g for g in _BLOCKS if ceil(self.k / g) == groups), self.k // groups)
+
+    # -- packed integers
+
+    def _gptq_or_awq(self) -> Format:
+        rows, columns = self.shape("qweight")
+        groups = self.shape("scales")[0] if self.has("scales") else 1
+        config, group = self.config, self.config.get("group_size")
+        group = int(group) if group is not None else self._columns(groups)
+        if rows == self.k and columns * 8 == self.n:
+            version = str(config.get("version", "gemm")).lower()
+            if version != "gemm":
+                raise WeightsError(f"AWQ version {version!r} is not read; convert it to 'gemm'")
+            return formats.awq(group)
+        checkpoint_format = str(config.get("checkpoint_format", "gptq"))
+        if checkpoint_format not in ("gptq", "gptq_v2"):
+            raise WeightsError(
+                f"GPTQ checkpoint_format {checkpoint_format!r} is not read; want gptq or gptq_v2"
+            )
+        bits = round(32 * rows / self.k)
+        symmetric = bool(config.get("sym", not self.has("qzeros")))
+        if bits not in (4, 8) or (bits == 8 and not symmetric):
+            kind = "symmetric" if symmetric else "asymmetric"
+            raise WeightsError(f"{kind} {bits}-bit GPTQ is not read; want 4 bits, or 8 symmetric")
+        return formats.gptq(
+            bits,
+            group,
+            zero_points=not symmetric,
+            zero_offset=1 if checkpoint_format == "gptq" else 0,
+            act_order=group > 0 and self.has("g_idx") and config.get("desc_act") is not False,
+        )
+
+    def _weight_packed(self) -> Format:
+        groups = self.shape("weight_scale")[-1] if self.has("weight_scale") else 1
+        if self.checkpoint.dtype(self.name("weight_packed")) == torch.uint8:
+            if self.has("weight_global_scale"):
+                name, scale = "compressed-tensors nvfp4", "weight_global_scale"
+                return formats.fp4_bytes(name, "weight_packed", 16, scale)
+            return formats.fp4_bytes("compressed-tensors mxfp4", "weight_packed", 32)
+        weights, activation = self._compressed_tensors()
+        bits = round(32 * self.shape("weight_packed")[-1] / self.k)
+        zero_points = self.has("weight_zero_point")
+        if bits not in (4, 8) or (bits == 8 and zero_points):
+            raise WeightsError(
+                f"{self.name('weight_packed')} packs {bits} bits"
+                f"{' with zero points' if zero_points else ''}; want 4, or 8 symmetric"
+            )
+        group = weights.get("group_size") if weights.get("strategy") != "channel" else -1
+        return formats.pack_quantized(
+            bits,
+            int(group) if group else self._columns(groups),
+            zero_points=zero_points,
+            act_order=self.has("weight_g_idx"),
+            activation=activation,
+        )
+
+    # -- bytes
+
+    def _eight_bits(self, dtype: torch.dtype) -> Format:
+        scale = next((name for name in _SCALE_NAMES if self.has(name)), "weight_scale")
+        group = self._scale_grid(scale) if self.has(scale) else (-1, -1)
+        label = "fp8" if dtype == torch.float8_e4m3fn else "int8"
+        name = f"{self.method or label} {label}".replace("fp8 fp8", "fp8")
+        activation = self._activation(dtype, group)
+        found = formats.eight_bits(name, dtype, group, scale, activation)
+        if activation is not None and activation.static:
+            suffix = "activation_scale" if self.has("activation_scale") else "input_scale"
+            part = formats.Part(suffix=suffix, dtypes=formats.FLOATS, grid=(-1, -1))
+            return replace(found, parts={**found.parts, "input_scale": part})
+        return found
+
+    def _scale_grid(self, scale: str) -> Grid:
+        shape = self.shape(scale)
+        blocks = self.config.get("weight_block_size") or self._compressed_tensors()[0].get(
+            "block_structure"
+        )
+        if blocks is not None and len(shape) > 1:
+            return int(blocks[0]), int(blocks[1])
+        if prod(shape) == 1:
+            custom = scale.endswith("_inv") and len(shape) > 1 and not self.method
+            return (128, 128) if custom else (-1, -1)
+        if len(shape) > 2:  # (rows, 1, columns, 1)
+            shape = tuple(n for n in shape if n != 1)
+        if len(shape) > 1 and self.transposed:
+            shape = shape[::-1]
+        rows, columns = (*shape, 1)[:2]
+        row_group = next((g for g in (1, *_BLOCKS) if ceil(self.n / g) == rows), -1)
+        return row_group, self._columns(columns)
+
+    def _activation(self, dtype: torch.dtype, group: Grid) -> OperandQuant | None:
+        """How activations are meant to be quantized; a guess by custom where nothing says."""
+        kind, config = str(dtype).removeprefix("torch."), self.config
+        has_input = self.has("input_scale") or self.has("activation_scale")
+        if self.method == "compressed-tensors":
+            return self._compressed_tensors()[1]
+        if self.method == "modelopt":
+            algorithm = str(config.get("quant_algo", "FP8")).upper()
+            if algorithm.endswith("_WO"):
+                return None
+            if algorithm == "FP8":
+                return OperandQuant(dtype=kind, group=(-1, -1), static=has_input)
+        scheme = str(config.get("activation_scheme", "static" if has_input else "dynamic"))
+        if group == (-1, -1):
+            return OperandQuant(dtype=kind, group=(-1, -1), static=scheme == "static")
+        return OperandQuant(dtype=kind, group=(1, group[1]))
+
+    def _compressed_tensors(self) -> tuple[Mapping[str, Any], OperandQuant | None]:
+        """(weights, activation) of the config group that is about this module."""
+        groups = self.config.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            return {}, None
+        module = self.template.removesuffix(".weight")
+
+        def nearness(group: Mapping[str, Any]) -> int:
+            return max(
+                (_target_match(str(t), module) for t in group.get("targets") or ()), default=0
+            )
+
+        group = max(groups.values(), key=nearness)
+        return group.get("weights") or {}, _operand(group.get("input_activations"))
+
+
+def _target_match(target: str, module: str) -> int:
+    if target.startswith("re:"):
+        return 2 if re.match(target[3:], module) else 0
+    return 2 if module.endswith(target) else int(target == "Linear")
+
+
+def _operand(args: Mapping[str, Any] | None) -> OperandQuant | None:
+    """compressed-tensors' QuantizationArgs of activations."""
+    if not args:
+        return None
+    bits, kind = int(args.get("num_bits", 8)), str(args.get("type", "int"))
+    dtype = {(8, "float"): "float8_e4m3fn", (8, "int"): "int8"}.get((bits, kind), f"{kind}{bits}")
+    dynamic = bool(args.get("dynamic"))
+    group = {
+        "token": (1, -1),
+        "channel": (1, -1),
+        "group": (1, int(args.get("group_size") or -1)),
+    }.get(str(args.get("strategy") or ("token" if dynamic else "tensor")), (-1, -1))
+    return OperandQuant(dtype=dtype, group=group, static=not dynamic)
+
+
+def _transposed(checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int) -> bool:
+    """Whether matrices are (in, out); from the shapes where ``names`` leave it open."""
+    if names.transposed is not None:
+        return names.transposed
+    templates = (names.gate_up or names.up, names.down)
+    full = [t.replace("{layer}", str(layer)).replace("{expert}", str(expert)) for t in templates]
+    if not all(name in checkpoint for name in full):
+        return False
+    first, second = (checkpoint.shape(name)[-2:] for name in full)
+    # H is the first's inputs and the second's outputs; both cannot be square.
+    return first[-1] != second[0] and first[0] == second[-1]

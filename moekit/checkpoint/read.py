@@ -1,0 +1,282 @@
+"""One expert's tensors, from the files into their final place, converted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moekit.checkpoint.files import empty
+from moekit.checkpoint.formats import Part, scale_values
+from moekit.checkpoint.scales import mixes, regrid, requantize, sources
+from moekit.checkpoint.share import Piece, Share
+from moekit.quant import INT4_ZERO, pack_int4, unpack_int4
+
+_CHUNK = 1 << 22  # numbers that are dequantized at a time
+
+
+class _Stored(NamedTuple):
+    part: Part
+    name: str
+    expert: list[slice]  # selects the expert where one tensor holds them all
+    shape: tuple[int, ...]
+
+
+class _Scales(NamedTuple):
+    """Scales of a piece as stored, the entries of its rows and columns, and zero points (rows,
+    entries along K)."""
+
+    scale: Tensor
+    rows: Tensor
+    columns: Tensor
+    zeros: Tensor | None
+
+
+class Reader:
+    """Reads the experts of a `Share`. `expert` may run in several threads, one per slot.
+
+    out: "w13" (L, 2I, H or H / 2) and "w2" (L, H, I or I / 2), written slot by slot.
+    extras: per slot, what else ExpertWeights has of the expert. faults: what only reading shows.
+    """
+
+    def __init__(self, share: Share, out: dict[str, Tensor]) -> None:
+        self.share, self.format, self.checkpoint = share, share.format, share.checkpoint
+        self.out = out
+        self.extras: list[dict[str, Tensor]] = [{} for _ in share.experts]
+        self.faults: list[str] = []
+
+    def expert(self, slot: int) -> None:
+        """Everything of the expert in ``slot``."""
+        share, expert = self.share, self.share.experts[slot]
+        self._check_shapes(expert)
+        order = self._order(share.w2, expert)
+        shared = order is not None and share.problem.parallel.tp_size > 1
+        mine = slice(share.w2.columns.start, share.w2.columns.stop)
+        neurons = order[mine] if order is not None and shared else None
+        for which, pieces in (("w13", share.w13), ("w2", (share.w2,))):
+            matrix = self.out[which][slot]
+            for piece in pieces:
+                rows = matrix[piece.at : piece.at + len(piece.rows)]
+                if share.dequantize:
+                    self._dequantize(piece, expert, rows)
+                else:
+                    self._weight(piece, expert, rows, neurons)
+            if self.format.dtype and not share.dequantize:
+                self._scale(slot, which, pieces, matrix, neurons)
+
+    # -- stored entries -----------------------------------------------------------------------
+
+    def _stored(self, piece: Piece, role: str, expert: int) -> _Stored:
+        part = self.format.parts[role]
+        name = self.share.name(piece.template, expert, part.suffix)
+        shape = part.shape(piece.n, piece.k)
+        if "{expert}" in piece.template:
+            return _Stored(part, name, [], shape)
+        stack = (self.share.problem.num_experts, *shape)
+        return _Stored(part, name, [slice(expert, expert + 1)], stack)
+
+    def _entries(self, piece: Piece, role: str, expert: int, rows: range, columns: range) -> Tensor:
+        """The entries that cover ``rows`` and ``columns``: (along N, along K, *tail)."""
+        part, name, which, shape = self._stored(piece, role, expert)
+        if part.grid == (-1, -1) and prod(self.checkpoint.shape(name)) == 1:
+            return self.checkpoint.read(name, shape=(1, 1))
+        extents = {"N": rows, "K": columns}
+        cuts = [part.cells(axis, extents[axis]) for axis in part.axes]
+        read = self.checkpoint.read(name, *which, *cuts, shape=shape).flatten(0, len(which))
+        return read.mT if part.axes == "KN" else read
+
+    def _check_shapes(self, expert: int) -> None:
+        """compressed-tensors says the shape once more."""
+        if "shape" not in self.format.parts:
+            return
+        for piece in self.share.pieces:
+            said = self._entries(piece, "shape", expert, piece.rows, piece.columns).tolist()
+            if said != [piece.n, piece.k]:
+                name = self._stored(piece, "shape", expert).name
+                self.faults.append(f"{name} says {said}, want {[piece.n, piece.k]}")
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def _weight(self, piece: Piece, expert: int, out: Tensor, neurons: Tensor | None) -> None:
+        """This rank's part of the matrix in the core's form; given neurons, their part."""
+        if neurons is None:
+            return self._read(piece, expert, piece.rows, piece.columns, out)
+        whole = empty((piece.n, piece.k // 2), out.dtype)
+        self._read(piece, expert, range(piece.n), range(piece.k), whole)
+        if piece is self.share.w2:
+            out.copy_(pack_int4(unpack_int4(whole)[:, neurons]))
+        else:
+            out.copy_(whole[piece.rows_of(neurons)])
+
+    def _read(self, piece: Piece, expert: int, rows: range, columns: range, out: Tensor) -> None:
+        """The matrix's rows and columns in the core's form; straight from the file if that is the
+        stored one."""
+        part, name, which, shape = self._stored(piece, "weight", expert)
+        unit = part.grid[1]
+        if self.format.packs_rows or columns.start % unit or len(columns) % unit:
+            read = self._entries(piece, "weight", expert, rows, columns).contiguous()
+            core = self.format.core_weight(read)
+            top = rows.start - part.cells("N", rows).start * part.grid[0]
+            left = columns.start - part.cells("K", columns).start * unit
+            if self.format.packed:
+                left //= 2
+            out.copy_(core[top : top + len(rows), left : left + out.shape[1]])
+        else:
+            dtype = self.checkpoint.dtype(name)
+            assert isinstance(dtype, torch.dtype)
+            entries = out.view(dtype)
+            if part.axes == "KN":
+                read = self._entries(piece, "weight", expert, rows, columns)
+                _bytes(entries).copy_(_bytes(read))
+            else:
+                cuts = [part.cells("N", rows), part.cells("K", columns)]
+                if part.tail:
+                    entries = torch.unflatten(entries, 1, (-1, *part.tail))
+                if which:
+                    entries = entries.unsqueeze(0)
+                self.checkpoint.read_into(entries, name, *which, *cuts, shape=shape)
+        if self.format.biased:
+            out.view(torch.uint8).bitwise_xor_(128)
+
+    # -- scales -------------------------------------------------------------------------------
+
+    def _scale(
+        self,
+        slot: int,
+        which: str,
+        pieces: Sequence[Piece],
+        matrix: Tensor,
+        neurons: Tensor | None,
+    ) -> None:
+        """Scales, zero points and g_idx of w13 or w2, for the groups of the problem's scheme;
+        where a group meets several stored scales, ``matrix`` is rounded to the largest."""
+        weight = self.share.problem.quant.weight
+        assert weight is not None
+        extras, expert = self.extras[slot], self.share.experts[slot]
+        stored = [self._scales_of(piece, expert, neurons) for piece in pieces]
+        if weight.per_tensor:
+            distinct = {piece.template: s.scale for piece, s in zip(pieces, stored, strict=True)}
+            extras[f"{which}_scale"] = torch.cat([s.view(1) for s in distinct.values()])
+            return
+        scale = torch.cat([s.scale for s in stored])
+        counts = [0, *(len(s.scale) for s in stored[:-1])]
+        rows = torch.cat([s.rows + n for s, n in zip(stored, counts, strict=True)])
+        columns = stored[0].columns
+        new = regrid(scale, rows, columns, weight.group)
+        extras[f"{which}_scale"] = new
+        if mixes(rows, columns, weight.group):
+            requantize(matrix, scale, rows, columns, new, weight)
+        if weight.zero_points:
+            zeros = torch.cat([s.zeros for s in stored if s.zeros is not None])
+            extras[f"{which}_zero_points"] = regrid(
+                zeros, torch.arange(len(zeros)), columns, weight.group
+            )
+        if "g_idx" in self.format.parts:
+            self._place_g_idx(slot, which, pieces, plain=which == "w2" and neurons is not None)
+
+    def _scales_of(
+        self, piece: Piece, expert: int, neurons: Tensor | None = None, whole_k: bool = False
+    ) -> _Scales:
+        rows, columns = piece.rows, range(piece.k) if whole_k else piece.columns
+        picked = None
+        if neurons is not None and piece is not self.share.w2:
+            picked, rows = piece.rows_of(neurons), range(piece.n)
+        name = self._stored(piece, "scale", expert).name
+        scale = scale_values(self._entries(piece, "scale", expert, rows, columns))
+        if "global_scale" in self.format.parts:
+            factor = self._entries(piece, "global_scale", expert, rows, columns).float()
+            scale = scale / factor if self.format.divides else scale * factor
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            self.faults.append(f"{name} holds values that are not finite and positive")
+        group = self.format.group
+        row_entries = sources(rows, group[0])
+        zeros = self._zeros_of(piece, expert, rows, columns)
+        if picked is not None:
+            row_entries = row_entries[picked]
+            zeros = None if zeros is None else zeros[picked]
+        return _Scales(scale, row_entries, sources(columns, group[1]), zeros)
+
+    def _zeros_of(self, piece: Piece, expert: int, rows: range, columns: range) -> Tensor | None:
+        """uint8 (rows, entries along K)."""
+        if "zeros" not in self.format.parts:
+            return None
+        zeros = self.format.core_zeros(self._entries(piece, "zeros", expert, rows, columns))
+        top = rows.start % self.format.parts["zeros"].grid[0]
+        zeros = zeros[top : top + len(rows)]
+        if self.format.zero_points:
+            return zeros
+        if bool((zeros != INT4_ZERO).any()):
+            name = self._stored(piece, "zeros", expert).name
+            self.faults.append(f"{name} is not all {INT4_ZERO}, but the weights are symmetric")
+        return None
+
+    # -- act-order ----------------------------------------------------------------------------
+
+    def _g_idx(self, piece: Piece, expert: int) -> Tensor:
+        part, name, which, shape = self._stored(piece, "g_idx", expert)
+        return self.checkpoint.read(name, *which, shape=shape).flatten().long()
+
+    def _order(self, piece: Piece, expert: int) -> Tensor | None:
+        """The matrix's columns, sorted by group; None if groups are runs of columns."""
+        if "g_idx" not in self.format.parts:
+            return None
+        g_idx = self._g_idx(piece, expert)
+        runs = torch.arange(piece.k) // self.format.group[1]
+        if torch.equal(g_idx, runs):
+            return None
+        order = torch.argsort(g_idx, stable=True)
+        if not torch.equal(g_idx[order], runs):
+            name = self._stored(piece, "g_idx", expert).name
+            self.faults.append(f"{name} does not name groups of {self.format.group[1]} columns")
+            return None
+        return order
+
+    def _place_g_idx(self, slot: int, which: str, pieces: Sequence[Piece], *, plain: bool) -> None:
+        """Each column's group in the problem's scheme; ``plain``: columns are sorted already."""
+        weight, expert = self.share.problem.quant.weight, self.share.experts[slot]
+        assert weight is not None
+        groups = torch.arange(len(pieces[0].columns)) // weight.group[1]
+        orders = [None] if plain else [self._order(piece, expert) for piece in pieces]
+        g_idx = groups.clone()
+        if orders[0] is not None:
+            g_idx[orders[0]] = groups
+        if len(orders) > 1 and not torch.equal(*(self._g_idx(p, expert) for p in pieces)):
+            names = " and ".join(self._stored(p, "g_idx", expert).name for p in pieces)
+            self.faults.append(f"{names} differ: gate and up have one order; use dequantize=True")
+        self.extras[slot][f"{which}_g_idx"] = g_idx.int()
+
+    # -- dequantization -----------------------------------------------------------------------
+
+    def _dequantize(self, piece: Piece, expert: int, out: Tensor) -> None:
+        """The piece's values, in fp32 until they are rounded to ``out``'s dtype."""
+        format = self.format
+        dtype = self.checkpoint.dtype(self._stored(piece, "weight", expert).name)
+        assert isinstance(dtype, torch.dtype)
+        core = {"int8": torch.int8}.get(format.dtype, torch.uint8 if format.packed else dtype)
+        columns = len(piece.columns)
+        q = empty((len(out), columns // 2 if format.packed else columns), core)
+        self._read(piece, expert, piece.rows, piece.columns, q)
+        if not format.dtype:
+            out.copy_(q)
+            return
+        ordered = self._order(piece, expert) is not None
+        scales = self._scales_of(piece, expert, whole_k=ordered)
+        entries = scales.columns
+        if ordered:
+            mine = slice(piece.columns.start, piece.columns.stop)
+            entries = self._g_idx(piece, expert)[mine]
+        step = max(1, _CHUNK // columns)
+        for start in range(0, len(out), step):
+            part = slice(start, start + step)
+            zeros = None if scales.zeros is None else scales.zeros[part][:, entries].float()
+            values = format.values(q[part], zeros)
+            values *= scales.scale[scales.rows[part]][:, entries]
+            out[part].copy_(values)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Bytes instead of 8-bit floats, which not every operator takes."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,0 +1,89 @@
+"""Scales on the grid on which they are stored -> scales on the grid of one rank's share.
+
+A rank's share may begin within a stored block, and its blocks count from its own first row and
+column. Along each axis, `sources` says which stored entry each position has; a new entry that
+covers one stored entry takes it as it is, one that covers several takes the largest, and 8-bit
+values under a smaller one are rounded again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moekit.quant import OperandQuant
+
+_CHUNK = 256  # rows that are rounded at a time
+
+
+def refines(stored: tuple[int, int], group: tuple[int, int]) -> bool:
+    """Whether scales per ``stored`` also serve, repeated, as scales per ``group``."""
+    return all(s < 0 or (g > 0 and s % g == 0) for s, g in zip(stored, group, strict=True))
+
+
+def sources(extent: range, group: int) -> Tensor:
+    """(len(extent),) int64: each position's entry, counted from the first position's."""
+    positions = torch.arange(extent.start, extent.stop)
+    if group < 0:
+        return torch.zeros_like(positions)
+    return positions // group - extent.start // group
+
+
+def cuts_a_cell(extent: range, stored: int, group: int) -> bool:
+    """Whether an entry per ``group`` positions of ``extent`` covers several stored entries."""
+    return _mixed(_cells(sources(extent, stored), group))
+
+
+def mixes(rows: Tensor, columns: Tensor, group: tuple[int, int]) -> bool:
+    """Whether `regrid` would choose among several entries anywhere."""
+    return any(_mixed(_cells(s, g)) for s, g in zip((rows, columns), group, strict=True))
+
+
+def regrid(scale: Tensor, rows: Tensor, columns: Tensor, group: tuple[int, int]) -> Tensor:
+    """scale (entries along N, along K), rows (n,), columns (k,): entries of each position ->
+    the scale of the (n, k) matrix per ``group``."""
+    return _regrid(_regrid(scale, 0, rows, group[0]), 1, columns, group[1])
+
+
+def _regrid(scale: Tensor, dim: int, source: Tensor, group: int) -> Tensor:
+    cells = _cells(source, group)
+    if not _mixed(cells):
+        return scale.index_select(dim, cells[:, 0])
+    covered = torch.unflatten(scale.index_select(dim, cells.flatten()), dim, tuple(cells.shape))
+    return covered.amax(dim + 1)
+
+
+def _cells(source: Tensor, group: int) -> Tensor:
+    """(new entries, group): the stored entries that each new one covers."""
+    n = len(source)
+    group = n if group < 0 else min(group, n)
+    return torch.cat([source, source[-1:].expand(-n % group)]).view(-1, group)
+
+
+def _mixed(cells: Tensor) -> bool:
+    return bool((cells != cells[:, :1]).any())
+
+
+def requantize(
+    q: Tensor,
+    scale: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    new_scale: Tensor,
+    quant: OperandQuant,
+) -> None:
+    """Rounds the 8-bit ``q`` (n, k) under ``scale`` (see `regrid`) to ``new_scale``, in place.
+
+    Values whose scale stays are kept bit for bit.
+    """
+    new_rows, new_columns = (
+        sources(range(extent), group) for extent, group in zip(q.shape, quant.group, strict=True)
+    )
+    for start in range(0, len(q), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        old = scale[rows[part]][:, columns]
+        new = new_scale[new_rows[part]][:, new_columns]
+        if torch.equal(old, new):
+            continue
+        values = (q[part].float() * (old / new)).clamp_(-quant.qmax, quant.qmax)
+        q[part] = (values.round_() if quant.dtype == "int8" else values).to(q.dtype)

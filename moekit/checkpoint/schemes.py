@@ -1,0 +1,56 @@
+"""Which of moekit's schemes computes with weights as a checkpoint stores them."""
+
+from __future__ import annotations
+
+from math import prod
+
+from moekit.checkpoint.formats import Format
+from moekit.checkpoint.scales import cuts_a_cell, refines
+from moekit.quant import SCHEMES, OperandQuant, QuantScheme
+
+
+def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str | None:
+    """The scheme with the fewest scales that holds the stored weights exactly, or, where tensor
+    parallelism cuts blocks of 8-bit weights, that requantizes the fewest."""
+    if not format.dtype:
+        return "none"
+    fitting = [
+        scheme
+        for scheme in SCHEMES.values()
+        if scheme.activation == format.activation
+        and not mismatch(format, scheme)
+        and (
+            scheme.weight is None
+            or scheme.weight.dtype != "int4"
+            or not _cut(format, scheme.weight, intermediate_size, tp_size)
+        )
+    ]
+
+    def coarseness(scheme: QuantScheme) -> tuple[bool, int]:
+        assert scheme.weight is not None
+        areas = [1 << 20 if g < 0 else g for g in scheme.weight.group]
+        return scheme.weight.group == format.group, prod(areas)
+
+    return max(fitting, key=coarseness).name if fitting else None
+
+
+def mismatch(format: Format, scheme: QuantScheme) -> str:
+    """Why weights in ``format`` are not what ``scheme`` computes with; empty if they are."""
+    weight = scheme.weight
+    if weight is None:
+        return "" if not format.dtype else "the scheme has unquantized weights"
+    if weight.dtype != format.dtype:
+        return f"the scheme has {weight.dtype} weights"
+    if weight.zero_points != format.zero_points:
+        return f"the scheme has {'' if weight.zero_points else 'no '}zero points"
+    if not refines(format.group, weight.group):
+        return f"the scheme has one scale per {weight.group}"
+    return ""
+
+
+def _cut(format: Format, weight: OperandQuant, intermediate_size: int, tp_size: int) -> bool:
+    share = intermediate_size // tp_size
+    return any(
+        cuts_a_cell(range(r * share, (r + 1) * share), format.group[1], weight.group[1])
+        for r in range(tp_size)
+    )

@@ -1,0 +1,243 @@
+"""What one rank takes of one layer's stored tensors, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moekit.checkpoint.files import Checkpoint
+from moekit.checkpoint.formats import Part, stored
+from moekit.checkpoint.names import ExpertNames, names_in
+from moekit.checkpoint.probe import format_of
+from moekit.checkpoint.scales import cuts_a_cell
+from moekit.checkpoint.schemes import mismatch, scheme_for
+from moekit.problem import MoEProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """This rank's part of one stored matrix (n, k): some rows and columns.
+
+    at: the row of w13 or w2 that its first row becomes. base, per_neuron: neuron j of w13 is the
+    ``per_neuron`` rows from ``base + per_neuron * j``.
+    """
+
+    template: str
+    n: int
+    k: int
+    rows: range
+    columns: range
+    at: int = 0
+    base: int = 0
+    per_neuron: int = 1
+
+    def rows_of(self, neurons: Tensor) -> Tensor:
+        first = self.base + self.per_neuron * neurons
+        return (first[:, None] + torch.arange(self.per_neuron)).flatten()
+
+
+class Share:
+    """One layer, seen from one rank: the matrices' names and cuts, and their format.
+
+    w13: one piece each for gate and up, or cuts of the tensor that holds both. w2: one piece.
+    experts: the logical expert in each local slot.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        names: ExpertNames | str,
+        layer: int,
+        problem: MoEProblem,
+        experts: Sequence[int],
+        dequantize: bool,
+    ) -> None:
+        self.checkpoint, self.layer, self.problem = checkpoint, layer, problem
+        self.experts, self.dequantize = list(experts), dequantize
+        self.names = names_in(checkpoint, names, layer)
+        H, I = problem.hidden_size, problem.intermediate_size
+        self.format = format_of(checkpoint, self.names, layer, self.experts[0], H, I)
+        self.w13, self.w2 = self._pieces()
+
+    def _pieces(self) -> tuple[tuple[Piece, ...], Piece]:
+        p, names = self.problem, self.names
+        H, I, i = p.hidden_size, p.intermediate_size, p.local_intermediate_size
+        mine = range(p.parallel.tp_rank * i, (p.parallel.tp_rank + 1) * i)
+
+        def cut(template: str, n: int, base: int = 0, per_neuron: int = 1, at: int = 0) -> Piece:
+            rows = range(base + per_neuron * mine.start, base + per_neuron * mine.stop)
+            return Piece(
+                template=template,
+                n=n,
+                k=H,
+                rows=rows,
+                columns=range(H),
+                at=at,
+                base=base,
+                per_neuron=per_neuron,
+            )
+
+        w13: tuple[Piece, ...]
+        if names.up and names.gate:
+            w13 = (cut(names.gate, I), cut(names.up, I, at=i))
+        elif names.up or not p.activation.gated:
+            w13 = (cut(names.up or names.gate_up, I),)
+        elif names.interleaved:
+            w13 = (cut(names.gate_up, 2 * I, per_neuron=2),)
+        else:
+            w13 = (cut(names.gate_up, 2 * I), cut(names.gate_up, 2 * I, base=I, at=i))
+        w2 = Piece(template=names.down, n=H, k=I, rows=range(H), columns=mine)
+        return w13, w2
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return (*self.w13, self.w2)
+
+    @property
+    def static(self) -> bool:
+        """Whether activations have scales of the checkpoint's."""
+        activation = self.problem.quant.activation
+        return activation is not None and activation.static
+
+    @property
+    def biases(self) -> list[tuple[str, int]]:
+        """(template, the whole model's size) of each bias."""
+        names, p = self.names, self.problem
+        I = p.intermediate_size
+        sizes = (
+            (names.gate_bias, I),
+            (names.up_bias, I),
+            (names.gate_up_bias, I * (2 if p.activation.gated else 1)),
+            (names.down_bias, p.hidden_size),
+        )
+        return [(template, size) for template, size in sizes if template]
+
+    def name(self, template: str, expert: int, suffix: str = "weight") -> str:
+        named = stored(template, suffix)
+        return named.replace("{layer}", str(self.layer)).replace("{expert}", str(expert))
+
+    def place(self, expert: int) -> tuple[Path, int, int]:
+        """Sorts experts by where they lie on disk."""
+        suffix = self.format.weight.suffix
+        return (*self.checkpoint.place(self.name(self.w2.template, expert, suffix)), expert)
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of this rank's share of one expert's weights, scales apart."""
+        part, total = self.format.weight, 0.0
+        for piece in self.pieces:
+            name = self.name(piece.template, self.experts[0], part.suffix)
+            dtype = self.checkpoint.dtype(name)
+            assert isinstance(dtype, torch.dtype)
+            share = len(piece.rows) * len(piece.columns) / (piece.n * piece.k)
+            total += share * prod(part.shape(piece.n, piece.k)) * dtype.itemsize
+        return int(total)
+
+    # -- what is wrong ------------------------------------------------------------------------
+
+    def faults(self) -> list[str]:
+        """Everything that keeps this layer from being loaded, by name."""
+        if wrong := self._setting_fault():
+            return [f"layer {self.layer}: {wrong}"]
+        return [*self._tensor_faults(), *self._name_faults()]
+
+    def _setting_fault(self) -> str:
+        p, format, scheme = self.problem, self.format, self.problem.quant
+        tp, inner = p.parallel.tp_size, p.intermediate_size
+        if self.names.up and bool(self.names.gate) != p.activation.gated:
+            has = "a gate" if self.names.gate else "no gate"
+            return f"the experts' names have {has}, activation {p.activation.name} does not fit"
+        if self.dequantize:
+            if scheme.weight is None:
+                return ""
+            return f"dequantize=True needs a problem with quant='none', not {scheme.name!r}"
+        instead = ["quant='none' and dequantize=True"] if format.dtype else []
+        if why := mismatch(format, scheme):
+            fits = scheme_for(format, inner, tp)
+            instead = [f"quant={fits!r}"] * bool(fits) + instead
+            return (
+                f"the experts are stored as {format}, not as quant={scheme.name!r} wants: {why}; "
+                f"use {' or '.join(instead)}"
+            )
+        weight = scheme.weight
+        if weight is None or weight.dtype != "int4":
+            return ""
+        if cuts_a_cell(self.w2.columns, format.group[1], weight.group[1]):
+            fits = scheme_for(format, inner, tp)
+            instead = [f"quant={fits!r}"] * bool(fits) + ["expert parallelism", *instead]
+            return (
+                f"tp_size={tp} leaves {len(self.w2.columns)} columns of w2 to a rank, which cuts "
+                f"int4 groups of {format.group[1]}; use {' or '.join(instead)}"
+            )
+        return ""
+
+    def _tensor_faults(self) -> list[str]:
+        """Tensors of this rank's experts that are missing, or of another shape or dtype."""
+        checkpoint, found = self.checkpoint, []
+        dtypes: dict[str, str] = {}
+        for name, part, shape in self._wanted(sorted(set(self.experts))):
+            if name not in checkpoint:
+                found.append(f"{name} is missing")
+                continue
+            dtype = checkpoint.dtype(name)
+            if not fits(checkpoint.shape(name), shape, part):
+                found.append(f"{name} is {checkpoint.shape(name)}, want {shape}")
+            elif part is not None and dtype not in part.dtypes:
+                allowed = " or ".join(str(d) for d in part.dtypes)
+                found.append(f"{name} is {dtype}, want {allowed}")
+            elif part is self.format.weight:
+                dtypes.setdefault(str(dtype), name)
+        if len(dtypes) > 1 and not self.dequantize:
+            mixed = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+            found.append(f"weights have different dtypes: {mixed}")
+        return found
+
+    def _wanted(self, experts: Sequence[int]) -> Iterator[tuple[str, Part | None, tuple[int, ...]]]:
+        """(name, part, shape) of every tensor of ``experts``; part is None for a bias. Input
+        scales are wanted of all experts."""
+        E = self.problem.num_experts
+        matrices = dict.fromkeys((piece.template, piece.n, piece.k) for piece in self.pieces)
+        for template, n, k in matrices:
+            per_expert = "{expert}" in template
+            for role, part in self.format.parts.items():
+                if role == "input_scale" and not self.static:
+                    continue
+                shape = part.shape(n, k) if per_expert else (E, *part.shape(n, k))
+                of = range(E) if role == "input_scale" else experts
+                for expert in of if per_expert else (0,):
+                    yield self.name(template, expert, part.suffix), part, shape
+        for template, size in self.biases:
+            per_expert = "{expert}" in template
+            for expert in experts if per_expert else (0,):
+                yield self.name(template, expert), None, (size,) if per_expert else (E, size)
+
+    def _name_faults(self) -> list[str]:
+        """Names among the experts' that nothing is read from, or that several files have."""
+        E, checkpoint = range(self.problem.num_experts), self.checkpoint
+        known = {name for name, _, _ in self._wanted(E)}
+        prefixes = set()
+        for template in {piece.template for piece in self.pieces}:
+            known |= {self.name(template, e, suffix) for e in E for suffix in self.format.ignored}
+            stem = template.replace("{layer}", str(self.layer))
+            prefixes.add(stem.partition("{expert}")[0].removesuffix("weight"))
+        present = {name for prefix in prefixes for name in checkpoint.names(prefix)}
+        found = [f"{name} is unexpected" for name in sorted(present - known)]
+        for name in sorted(present & checkpoint.duplicates.keys()):
+            files = ", ".join(sorted(file.name for file in checkpoint.duplicates[name]))
+            found.append(f"{name} is duplicate, in {files}")
+        return found
+
+
+def fits(shape: Sequence[int], want: Sequence[int], part: Part | None) -> bool:
+    """Whether the shapes agree; scales and the like may leave out or add dimensions of 1, and a
+    scale per matrix may be one for all experts."""
+    if part is None or part.grid == (1, 1):
+        return tuple(shape) == tuple(want)
+    if part.grid == (-1, -1) and prod(shape) == 1:
+        return True
+    return [n for n in shape if n != 1] == [n for n in want if n != 1]

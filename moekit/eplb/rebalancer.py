@@ -1,0 +1,186 @@
+"""The load of a model's experts over the last steps, and what is done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.eplb.migrate import MigrationReport, agree, digest, migrate
+from moekit.eplb.placement import Placement
+from moekit.eplb.policy import Policy, improve, named_policy
+from moekit.errors import InvalidInput, Unsupported, WeightsError
+from moekit.kernel import ModularKernel, PackedWeights, Routing
+from moekit.route import to_physical
+
+if TYPE_CHECKING:
+    from moekit.layer import FusedMoE
+
+
+class LoadWindow:
+    """Tokens per layer and logical expert over the last ``steps`` steps, kept on the device.
+
+    Logical, so that counts stay true when experts move. ``record`` does not synchronize and can be
+    captured in a CUDA graph; ``step`` is the host's.
+    """
+
+    def __init__(
+        self, layers: int, num_experts: int, steps: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if steps < 1:
+            raise InvalidInput(f"a window of {steps} steps: want at least 1")
+        self._now = torch.zeros((layers, num_experts), dtype=torch.int32, device=device)
+        self._last = self._now.repeat(steps, 1, 1)
+        self._step = 0
+
+    def record(self, topk_ids: Tensor, layer: int = 0) -> None:
+        """Counts logical ids (T, K) in the current step; -1 does not count."""
+        ids = topk_ids.flatten().long()
+        self._now[layer].scatter_add_(0, ids.clamp(min=0), (ids >= 0).int())
+
+    def step(self) -> None:
+        """Ends the current step; the oldest one leaves a full window."""
+        self._last[self._step % len(self._last)].copy_(self._now)
+        self._now.zero_()
+        self._step += 1
+
+    def total(self, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Sum over finished steps and the ranks of ``group``: (layers, E) int64 on the CPU.
+
+        Collective where a group is given.
+        """
+        total = self._last.sum(dim=0, dtype=torch.int64)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total.cpu()
+
+
+@dataclass(frozen=True)
+class RebalanceReport:
+    """A layer's heaviest rank over its mean rank, before and after, and what moved, if anything."""
+
+    layer: int
+    before: float
+    after: float
+    migration: MigrationReport | None
+
+    def __str__(self) -> str:
+        moved = "nothing moved" if self.migration is None else self.migration
+        return f"layer {self.layer}: max/mean load {self.before:.2f} -> {self.after:.2f}; {moved}"
+
+
+class Rebalancer:
+    """Balances layers of equal problems::
+
+        rebalancer = Rebalancer.of(layers)       # FusedMoE: they route and count by themselves
+        rebalancer.step()                        # after each step of the model
+        rebalancer.rebalance()                   # now and then, between steps
+
+    or, without FusedMoE, ``Rebalancer(kernel, packed)`` and for every call
+    ``kernel(x, packed[i], rebalancer.route(logical, i))``.
+
+    policy: a `Policy`, or the name of one in `POLICIES` with its ``options``. window: steps whose
+    load counts. min_gain: the fraction by which a layer's heaviest rank must get lighter for its
+    experts to move. placements: where the layers' experts are, if not at `Placement.default`.
+    group: the ranks of a layer; default: the kernel's, else all.
+    ``loads`` and ``rebalance`` are collective.
+
+    Raises Unsupported for experts that do not declare their packed weights movable.
+    """
+
+    def __init__(
+        self,
+        kernel: ModularKernel,
+        packed: Sequence[PackedWeights],
+        *,
+        policy: str | Policy = "global",
+        options: Mapping[str, int] | None = None,
+        window: int = 1000,
+        min_gain: float = 0.0,
+        staging_bytes: int = 2**27,
+        placements: Sequence[Placement] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        problem, spec, parallel = kernel.problem, kernel.experts.spec, kernel.problem.parallel
+        if not spec.movable:
+            reason = "packs weights in a form in which experts cannot move"
+            raise Unsupported(f"experts {spec.name!r}: {reason}; choose others", [reason])
+        if not packed:
+            raise InvalidInput("no layers: want the packed weights of at least one")
+        self.policy = named_policy(policy, options or {}) if isinstance(policy, str) else policy
+        self.packed, self.min_gain, self.staging_bytes = list(packed), min_gain, staging_bytes
+        self.placements = list(placements or [Placement.default(problem)] * len(packed))
+        self._layers: Sequence[FusedMoE] = ()
+        ranks = parallel.ep_size * parallel.tp_size
+        self.group = group or kernel.dispatcher.group or (dist.group.WORLD if ranks > 1 else None)
+        # Ranks that hold the same tokens must choose the same replicas, others need not.
+        rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
+        self._batch = rank * parallel.dp_size // ranks
+        device = next(iter(packed[0].experts.values())).device
+        with torch.inference_mode(False):  # tensors to be overwritten in any mode
+            self.window = LoadWindow(len(packed), problem.num_experts, window, device)
+            # One table for good: captured graphs read it.
+            self.replicas = torch.stack([p.logical_to_physical(device) for p in self.placements])
+
+    @classmethod
+    def of(cls, layers: Sequence[FusedMoE], **options: Any) -> Rebalancer:
+        """For layers with weights. They keep to its replicas, and are counted, from now on."""
+        packed = [layer.packed for layer in layers if layer.packed is not None]
+        if len(packed) < len(layers) or len({repr(layer.problem) for layer in layers}) != 1:
+            raise InvalidInput("want layers with weights, one or more, and all of one problem")
+        placements = [layer.placement for layer in layers]
+        made = cls(layers[0].kernel, packed, placements=placements, **options)
+        made._layers = layers
+        for index, layer in enumerate(layers):
+            layer.set_replicas(made.replicas[index], partial(made.window.record, layer=index))
+        return made
+
+    def route(self, routing: Routing, layer: int = 0) -> Routing:
+        """Logical ids -> physical ids of the layer's replicas; counts them in the window."""
+        self.window.record(routing.topk_ids, layer)
+        return to_physical(routing, self.replicas[layer], self._batch)
+
+    def step(self) -> None:
+        """Ends a step of the model."""
+        self.window.step()
+
+    def loads(self) -> Tensor:
+        """Tokens per layer and logical expert in the window, on all ranks: (layers, E) int64."""
+        return self.window.total(self.group)
+
+    def rebalance(self) -> list[RebalanceReport]:
+        """Moves every layer's experts to where the policy wants them; returns when they are there.
+
+        No call may be in flight. Nothing moves in any layer, and every rank raises, if the policy
+        fails on some rank, returns no valid placement, or different ones (errors as `migrate`'s).
+        """
+        loads, wanted = self.loads().double(), []
+        error: Exception | None = None
+        try:
+            for layer, owner in enumerate(self._layers):
+                if owner.packed is None:
+                    raise WeightsError(f"layer {layer} has no weights: call its load_weights()")
+                self.packed[layer] = owner.packed  # perhaps loaded anew
+            for load_E, now in zip(loads, self.placements, strict=True):
+                wanted.append(improve(self.policy, load_E, now, self.min_gain))
+        except Exception as found:  # a stranger's code; the other ranks must hear of it
+            error = found
+        agree(self.group, {"placements wanted": digest(wanted)}, error)
+        return [self._move(layer, loads[layer], new) for layer, new in enumerate(wanted)]
+
+    def _move(self, layer: int, load_E: Tensor, new: Placement) -> RebalanceReport:
+        old, migration = self.placements[layer], None
+        if new != old:
+            migration = migrate(
+                self.packed[layer], old, new, self.group, staging_bytes=self.staging_bytes
+            )
+            self.replicas[layer].copy_(new.logical_to_physical())
+            self.placements[layer] = new
+            for owner in self._layers[layer : layer + 1]:
+                owner.placement = new
+        return RebalanceReport(layer, old.imbalance(load_E), new.imbalance(load_E), migration)

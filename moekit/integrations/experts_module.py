@@ -1,0 +1,201 @@
+"""A transformers experts module in moekit's words: its weights and its problem.
+
+transformers' own experts implementations rely on the same facts: the parameters `gate_up_proj`
+(`up_proj` without a gate) and `down_proj` with their `_bias` and `_scale_inv`, the flag
+`is_transposed`, and the functions `_apply_gate` or `act_fn` between the two products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moekit.activation import Activation, apply_activation
+from moekit.errors import Unsupported, WeightsError
+from moekit.problem import DTYPES, MoEProblem
+from moekit.quant import QuantScheme
+from moekit.weights import ExpertWeights
+
+_NON_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2")
+
+
+def read(
+    module: nn.Module, dtype: torch.dtype, top_k: int, quant: QuantScheme, on_input: bool
+) -> tuple[MoEProblem, ExpertWeights]:
+    """The module's problem, and its weights as the problem wants them (views where it can be).
+
+    dtype: the input's, which decides where the weights' own does not. quant: how to quantize
+    weights that are not quantized yet. on_input: the router weight scales the token.
+
+    Raises Unsupported, naming the module's class, for what moekit cannot compute; WeightsError for
+    parameters without data.
+    """
+    weights, gated = _weights(module)
+    activation, interleaved = _activation(module, gated)
+    weights = replace(weights, interleaved=interleaved)
+    stored = weights.w13_scale is not None
+    problem = MoEProblem(
+        num_experts=weights.num_experts,
+        top_k=top_k,
+        hidden_size=weights.w13.shape[2],
+        intermediate_size=weights.w2.shape[2],
+        dtype=dtype if stored else weights.w13.dtype,
+        activation=activation,
+        has_bias=weights.w13_bias is not None,
+        apply_router_weight_on_input=on_input,
+        device=weights.w13.device,
+    )
+    if stored and quant.weight is not None:
+        raise _unsupported(
+            module, f"its weights are quantized already: install() without quant={quant.name!r}"
+        )
+    if stored:
+        return problem.replace(quant=_stored_scheme(module)), weights
+    if quant.weight is None:
+        return problem, weights
+    weights = weights.canonical(problem)  # gate and up in halves, as blocks of scales need it
+    return problem.replace(quant=quant), weights.quantize(quant)
+
+
+def _unsupported(module: nn.Module, reason: str) -> Unsupported:
+    return Unsupported(f"moekit cannot run {type(module).__name__}: {reason}", [reason])
+
+
+def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
+    """The module's parameters, detached, as w13 (E, 2I or I, H) and w2 (E, H, I) whatever way they
+    are stored; and whether there is a gate."""
+    found = dict(module.named_parameters(recurse=False))
+    gated = "gate_up_proj" in found
+    first = "gate_up_proj" if gated else "up_proj"
+    known = {f"{p}{part}" for p in (first, "down_proj") for part in ("", "_bias", "_scale_inv")}
+    if not {first, "down_proj"} <= set(found):
+        names = ", ".join(found) or "none"
+        raise _unsupported(
+            module,
+            "it has no parameters gate_up_proj (or up_proj) and down_proj as transformers' experts "
+            f"interface has them (found: {names})",
+        )
+    if unknown := sorted(set(found) - known):
+        raise _unsupported(module, f"it is unknown what its parameters {', '.join(unknown)} mean")
+    if getattr(module, "has_post_expert_norm", False):
+        raise _unsupported(module, "no backend has a norm after each expert")
+    for name, p in found.items():
+        if type(p) not in (nn.Parameter, Tensor):
+            raise _unsupported(
+                module, f"{name} is a {type(p).__name__}: want plain tensors, local to this rank"
+            )
+        if p.device.type == "meta":
+            raise WeightsError(
+                f"{name} of {type(module).__name__} has no data (device meta), as after "
+                "install(free_original=True): load the model again, or give it weights by "
+                "load_state_dict(..., assign=True)"
+            )
+    w13, w2 = found[first].detach(), found["down_proj"].detach()
+    if f"{first}_scale_inv" not in found and w13.dtype not in DTYPES.values():
+        raise _unsupported(
+            module,
+            f"{first} is {w13.dtype}: want one of {', '.join(DTYPES)}, or fp8 with its scales; "
+            "load the model dequantized",
+        )
+    if w13.dim() != 3 or w2.dim() != 3:
+        raise _unsupported(
+            module, f"{first} {tuple(w13.shape)} and down_proj {tuple(w2.shape)}: want 3 dimensions"
+        )
+    if _transposed(module, w13, w2):
+        w13, w2 = w13.mT, w2.mT
+
+    def other(name: str) -> Tensor | None:
+        return found[name].detach() if name in found else None
+
+    scales = (other(f"{name}_scale_inv") for name in (first, "down_proj"))
+    w13_scale, w2_scale = (None if scale is None else scale.float() for scale in scales)
+    weights = ExpertWeights(
+        w13,
+        w2,
+        w13_bias=other(f"{first}_bias"),
+        w2_bias=other("down_proj_bias"),
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+    )
+    return weights, gated
+
+
+def _transposed(module: nn.Module, w13: Tensor, w2: Tensor) -> bool:
+    """Whether weights are stored for x @ w. Llama 4's module does not say it, but shapes do."""
+    stated = getattr(module, "is_transposed", None)
+    return w13.shape[2] != w2.shape[1] if stated is None else bool(stated)
+
+
+def _stored_scheme(module: Any) -> str:
+    """The scheme of transformers' FP8 experts."""
+    block, activation = getattr(module, "block_size", None), module.activation_scheme
+    if block is None or tuple(block) != (128, 128) or activation != "dynamic":
+        raise _unsupported(
+            module,
+            f"fp8 with block_size={block} and {activation} activations: want blocks of (128, 128) "
+            "and dynamic activations",
+        )
+    return "fp8_block"
+
+
+def _activation(module: nn.Module, gated: bool) -> tuple[Activation, bool]:
+    """What the module computes between its products, and whether gate and up alternate.
+
+    Not read from names but found by trying, on values beyond every limit the module mentions: so
+    a clamp, a factor or an order that moekit does not know is refused, never dropped.
+    """
+    numbers = {
+        name: float(value)
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float)) and ("limit" in name or "alpha" in name)
+    }
+    limits = sorted({v for n, v in numbers.items() if "limit" in n and 0 < v < math.inf})
+    alphas = sorted({v for name, v in numbers.items() if "alpha" in name})
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(96, 64, generator=generator, device="cpu")
+    h[32:64] *= 4 * max(limits, default=8.0)
+    h[64:] *= 1000.0
+    h = h.to(next(module.parameters(recurse=False)).device)
+    with torch.no_grad():
+        want = _between(module, gated)(h)
+    for candidate in _candidates(gated, limits, alphas):
+        for interleaved in (False, True) if gated else (False,):
+            halves = torch.cat([h[:, 0::2], h[:, 1::2]], dim=1) if interleaved else h
+            got = apply_activation(halves, candidate)
+            if got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
+                return candidate, interleaved
+    raise _unsupported(
+        module,
+        "what it computes between its two products is none of moekit's activations "
+        f"(act_fn {getattr(module, 'act_fn', None)!r}, {numbers or 'no limit'})",
+    )
+
+
+def _between(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
+    if not gated:
+        return module.act_fn  # type: ignore[no-any-return]
+    if hasattr(module, "_apply_gate"):
+        return module._apply_gate  # type: ignore[no-any-return]
+
+    def default(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return module.act_fn(gate) * up  # type: ignore[no-any-return]
+
+    return default
+
+
+def _candidates(gated: bool, limits: list[float], alphas: list[float]) -> Iterator[Activation]:
+    if not gated:
+        yield from map(Activation, _NON_GATED)
+        return
+    for limit in (None, *limits):
+        yield Activation("silu", limit=limit)
+    yield from map(Activation, ("gelu", "gelu_tanh"))
+    for alpha, limit in product(alphas, limits):
+        yield Activation("swigluoai", alpha=alpha, limit=limit)

@@ -1,0 +1,273 @@
+"""``python -m moekit tune``: measures what the choice among experts backends is made from."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fcntl
+import functools
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from moekit import select
+from moekit.bench import contestants
+from moekit.bench.cells import Case, Result
+from moekit.bench.cli import Sweep, add_sweep, replace_file
+from moekit.bench.contestants import AUTO, Contestant, KernelCall
+from moekit.bench.environment import versions
+from moekit.bench.measure import Call
+from moekit.bench.shapes import Shape
+from moekit.errors import MoekitError
+from moekit.plugins import registry
+from moekit.problem import MoEProblem
+from moekit.tune import regret
+from moekit.tune import table as tables
+from moekit.tune.table import Key, Record, Table
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; 0: all measured, and no regret above --limit; 1: not so; 2: a wrong
+    question. ``tune NAME ...`` is the named backend's own tuner."""
+    if argv and not argv[0].startswith("-"):
+        return _own_tuner(argv[0], argv[1:])
+    args = _parser().parse_args(argv)
+    try:
+        return _regret(args, argv) if args.regret else _select(args, argv)
+    except (MoekitError, OSError, json.JSONDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moekit tune",
+        description="Measures installed experts backends for the choice among them, or what that "
+        "choice loses. `tune BACKEND ...` runs a backend's own tuner. See docs/bench.md.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--select", action="store_true", help="measure, and fill the tuned table")
+    what.add_argument("--regret", action="store_true", help="compare the choice with the fastest")
+    add_sweep(parser)
+    add = parser.add_argument
+    add("--limit", type=float, default=5.0, metavar="%", help="of regret; default: %(default)s")
+    add("--markdown", dest="summary", type=Path, metavar="FILE", help="default: standard output")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="--select: the table; default: by device, in MOEKIT_TUNED or the user's cache",
+    )
+    add("--again", action="store_true", help="--select: measure what the table has, too")
+    add("--gpus", type=int, default=0, metavar="N", help="--select: on the first N devices")
+    add("--json", type=Path, metavar="FILE", help="--regret: write the measurements")
+    add("--from", dest="measured", type=Path, metavar="FILE", help="--regret: a bench's --json")
+    parser.set_defaults(
+        routing="uniform", peers=[], only_peers=None, no_graph=False, ceilings=None,
+        markdown=None, plot=None,
+    )  # fmt: skip
+    return parser
+
+
+def _own_tuner(name: str, argv: Sequence[str]) -> int:
+    loaded = registry().expert(name).load()
+    if not hasattr(loaded, "tune"):
+        raise MoekitError(f"experts {name!r} have no tuner of their own; see `tune --help`")
+    return int(loaded.tune(list(argv)))
+
+
+# -- tune --select ----------------------------------------------------------------------------
+
+
+class _Select(Sweep):
+    """Records what the table lacks, or has of other versions."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args, "")
+        if bad := [c.name for c in self.contestants if c.name == AUTO or "|" in c.name]:
+            raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
+        place, name = args.output or tables.user_path(), self.spec.name or self.spec.type
+        in_place = place / ("-".join(name.lower().split()) + ".json")
+        self.file = place if place.suffix == ".json" else in_place
+        self.table: Table = tables.read(self.file) if self.file.exists() else {}
+        self.made_with = {c.name: _made_with(c) for c in self.contestants}
+        self.progress.total = sum(len(self.cells(p)) for p in self.problems.values())
+
+    def wanted(self, problem: MoEProblem) -> list[str]:
+        """The contestants that can do it."""
+        return [
+            c.name
+            for c in self.contestants
+            if not c.left_out and select.explain(problem, self.args.dispatcher, c.name).chosen
+        ]
+
+    def cells(self, problem: MoEProblem) -> list[tuple[str, int]]:
+        times, wanted = self.table.get(Key.of(problem), {}), self.wanted(problem)
+
+        def known(name: str, tokens: int) -> bool:
+            record = times.get((self.args.dispatcher, name), {}).get(tokens)
+            return record is not None and record.made_with == self.made_with[name]
+
+        return [
+            (kind, tokens)
+            for kind, tokens in super().cells(problem)
+            if self.args.again or not all(known(name, tokens) for name in wanted)
+        ]
+
+    def keep(
+        self, shape: Shape, case: Case, calls: Mapping[str, Call], results: Mapping[str, Result]
+    ) -> None:
+        super().keep(shape, case, calls, results)
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        times = {}
+        for name in self.wanted(case.problem):
+            result, call = results.get(name), calls.get(name)
+            timing = result.timing if result is not None and result.right else None
+            record = Record(
+                us=None if timing is None else round(timing.us, 3),
+                copied=_copied(case, call) if isinstance(call, KernelCall) else None,
+                date=now,
+                made_with=self.made_with[name],
+            )
+            times[self.args.dispatcher, name] = {case.tokens: record}
+        add_to(self.file, {Key.of(case.problem): times})
+
+
+def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    sweep = _Select(args)
+    sweep.progress.say(f"{sweep.progress.total} cells to measure for {sweep.file}")
+    complete = _on_many(sweep, argv) if args.gpus else sweep.measure()
+    table = tables.read(sweep.file) if sweep.file.exists() else {}
+    cells = []
+    for (shape, scheme), problem in sweep.problems.items():
+        known = {c.name: registry().expert(c.name) for c in sweep.contestants}
+        names = [n for n in sweep.wanted(problem) if known[n].priority_for(problem) >= 0]
+        key = Key.of(problem)
+        cells += regret.of_table(f"{shape} {scheme}", key, table, args.dispatcher, names)
+    _write(regret.markdown(f"Tuned table {sweep.file.name}", cells, args.limit), args)
+    return int(not complete)
+
+
+def add_to(file: Path, table: Table) -> None:
+    """Merges ``table`` into ``file``, at once, and after whoever else is doing so."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file.with_name(f".{file.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        old = tables.read(file) if file.exists() else {}
+        replace_file(file, tables.encode(tables.merge([old, table])))
+
+
+def _on_many(sweep: _Select, argv: Sequence[str]) -> bool:
+    """A process per device, for one shape and scheme at a time; whether all went well.
+
+    A process that loses its device loses only the rest of its shape and scheme.
+    """
+    left = [(*names, n) for names, p in sweep.problems.items() if (n := len(sweep.cells(p)))]
+    begin, kind, codes, done = time.monotonic(), sweep.spec.type, [0], 0
+
+    def work(index: int) -> None:
+        nonlocal done
+        device = kind if kind == "cpu" else f"{kind}:{index}"
+        while left:
+            shape, scheme, cells = left.pop(0)
+            more = ["--shapes", shape, "--quant", scheme, "--device", device, "--gpus", "0"]
+            more += ["--output", str(sweep.file), "--markdown", os.devnull]
+            command = [sys.executable, "-m", "moekit", "tune", *argv, *more]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+                for line in child.stderr or ():
+                    sweep.progress.say(f"{device}: {line.rstrip()}")
+            codes.append(child.returncode)
+            done, seconds = done + cells, time.monotonic() - begin
+            rest = seconds / done * (sweep.progress.total - done)
+            sweep.progress.say(
+                f"[{done}/{sweep.progress.total} cells, {seconds:.0f} s, {rest:.0f} s left] "
+                f"{shape} {scheme}: exit code {child.returncode}"
+            )
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(sweep.args.gpus)]
+    for worker in workers:
+        worker.start()
+    try:
+        for worker in workers:
+            worker.join()
+    except KeyboardInterrupt:  # the processes got it, too, and end
+        left.clear()
+        codes.append(1)
+    return not any(codes)
+
+
+def _made_with(contestant: Contestant) -> str:
+    """What a time depends on: torch, triton, CUDA, the plugin, and the libraries it requires; also
+    those that the experts class names in ``libraries()`` (name -> version), if it has that."""
+    found = versions([contestant])
+    del found["python"]
+    spec = registry().experts.get(contestant.name)
+    if spec is not None:
+        for name in {required.partition(".")[0] for required in spec.requires}:
+            for distribution in _owners().get(name, ()):
+                found[distribution] = importlib.metadata.version(distribution)
+        try:
+            found |= getattr(spec.load(), "libraries", dict)()
+        except MoekitError:  # said when it is made
+            pass
+    return ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+
+
+@functools.lru_cache
+def _owners() -> Mapping[str, Sequence[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+def _copied(case: Case, call: KernelCall) -> float:
+    """Bytes of packed weights outside the canonical tensors, as a share of these."""
+
+    def place(tensor: Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    given = case.weights.tensors().values()
+    known = {place(t) for t in given}
+    packed = (*call.packed.experts.values(), *call.packed.shared.values())
+    own = sum(t.nbytes for t in packed if place(t) not in known)
+    return round(own / sum(t.nbytes for t in given), 4)
+
+
+# -- tune --regret ----------------------------------------------------------------------------
+
+
+class _Regret(Sweep):
+    """A bench with the choice itself among the contestants."""
+
+    def _contestants(self) -> list[Contestant]:
+        return [*contestants.experts([AUTO], self.args.dispatcher), *super()._contestants()]
+
+
+def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    complete = True
+    if args.measured is None:
+        sweep = _Regret(args, shlex.join(["python", "-m", "moekit", "tune", *argv]))
+        complete, data = sweep.measure(), sweep.data
+    else:
+        data = json.loads(args.measured.read_text())
+    try:
+        cells, title = regret.of_bench(data), f"The choice on {data['device']['name']}"
+    except (KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise MoekitError(f"{args.measured} is no JSON of `moekit bench`: {what}") from error
+    _write(regret.markdown(title, cells, args.limit), args)
+    return int(not (complete and regret.worst(cells) <= args.limit))
+
+
+def _write(text: str, args: argparse.Namespace) -> None:
+    if args.summary is None:
+        print(text, end="")
+    elif args.summary != Path(os.devnull):
+        replace_file(args.summary, text)

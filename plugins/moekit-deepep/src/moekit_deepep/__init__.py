@@ -1,0 +1,143 @@
+"""moekit dispatchers over DeepEP, for the NVLink-connected GPUs of one host.
+
+    deepep_ht       STANDARD, `deep_ep.Buffer`: as many rows as arrive, and the host waits to know
+                    how many, except in CUDA graphs and where few can come
+    deepep_ll       BATCHED, `deep_ep.Buffer` in low-latency mode (NVSHMEM), for few tokens
+    deepep_elastic  STANDARD, `deep_ep.ElasticBuffer`: room for all, and the host never waits
+
+With dp_size=1 nothing moves, no group is needed, and they do what `local` does.
+"""
+
+from __future__ import annotations
+
+import os
+
+from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
+from moekit.quant import SCHEMES
+
+RANKS = (2, 4, 8)
+LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+
+_QUANTIZED = frozenset(name for name, s in SCHEMES.items() if s.activation is not None)
+_INSTALL_HINT = (
+    "build it from source: "
+    "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
+)
+
+
+def _check_ranks(problem: MoEProblem, most_local_experts: int, most_top_k: int) -> list[str]:
+    p, parallel, reasons = problem, problem.parallel, []
+    if parallel.tp_size != 1:
+        reasons.append(f"it sends tokens to whole experts, not to {parallel.tp_size} slices each")
+    if parallel.dp_size != parallel.ep_size:
+        reasons.append(
+            f"each of the {parallel.ep_size} ranks must have tokens of its own, but "
+            f"dp_size={parallel.dp_size}"
+        )
+    if parallel.ep_size not in RANKS:
+        reasons.append(f"ep_size={parallel.ep_size} is not supported (has 2, 4 or 8, on one host)")
+    local, rest = divmod(p.num_physical_experts, parallel.ep_size)
+    if rest:
+        reasons.append(
+            f"{p.num_physical_experts} experts do not divide by ep_size={parallel.ep_size}; "
+            "add redundant experts"
+        )
+    if local > most_local_experts:
+        reasons.append(f"{local} experts per rank exceed {most_local_experts}")
+    if p.top_k > most_top_k:
+        reasons.append(f"top_k={p.top_k} exceeds {most_top_k}")
+    return reasons
+
+
+def check_ht(problem: MoEProblem) -> list[str]:
+    if not problem.parallel.moves_tokens:
+        return []
+    reasons = _check_ranks(problem, most_local_experts=128, most_top_k=32)
+    # Rows are sent in halves of 16-byte words, and a half has to fit a warp's shared memory.
+    multiple = 16 if problem.quant.activation is None else 32
+    if problem.hidden_size % multiple:
+        reasons.append(f"hidden_size {problem.hidden_size} is no multiple of {multiple}")
+    if problem.hidden_size > 8176:
+        reasons.append(f"hidden_size {problem.hidden_size} exceeds 8176")
+    return reasons
+
+
+def check_ll(
+    problem: MoEProblem, hidden_sizes: tuple[int, ...] = LOW_LATENCY_HIDDEN_SIZES
+) -> list[str]:
+    if not problem.parallel.moves_tokens:
+        return []
+    reasons = _check_ranks(problem, most_local_experts=1024, most_top_k=11)
+    if problem.hidden_size not in hidden_sizes:
+        known = ", ".join(map(str, hidden_sizes))
+        reasons.append(f"hidden_size {problem.hidden_size} is not compiled in (has {known})")
+    depth = int(os.environ.get("NVSHMEM_QP_DEPTH", 1024))
+    if (problem.max_num_tokens or 0) > depth // 2 - 1:
+        reasons.append(
+            f"max_num_tokens={problem.max_num_tokens} exceeds {depth // 2 - 1}, half of "
+            f"NVSHMEM_QP_DEPTH={depth} less one: raise that variable, or use deepep_ht"
+        )
+    return reasons
+
+
+def check_elastic(problem: MoEProblem) -> list[str]:
+    if not problem.parallel.moves_tokens:
+        return []
+    reasons = _check_ranks(problem, most_local_experts=256, most_top_k=32)
+    if problem.hidden_size % 256:
+        reasons.append(f"hidden_size {problem.hidden_size} is no multiple of 256")
+    return reasons
+
+
+@hookimpl
+def moekit_dispatchers() -> list[DispatcherSpec]:
+    return [
+        DispatcherSpec(
+            name="deepep_ht",
+            target="moekit_deepep.normal:NormalDispatcher",
+            format=ActivationFormat.STANDARD,
+            dtypes=frozenset({"bfloat16"}),
+            devices=("cuda==9.0",),
+            requires=("deep_ep",),
+            install_hint=_INSTALL_HINT,
+            priority=10,
+            moves_tokens=True,
+            wire_schemes=_QUANTIZED,
+            overlaps=True,
+            graph_safe=True,
+            deterministic=True,
+            check=check_ht,
+        ),
+        DispatcherSpec(
+            name="deepep_ll",
+            target="moekit_deepep.low_latency:LowLatencyDispatcher",
+            format=ActivationFormat.BATCHED,
+            dtypes=frozenset({"bfloat16"}),
+            devices=("cuda==9.0",),
+            requires=("deep_ep",),
+            install_hint=_INSTALL_HINT,
+            priority=6,
+            moves_tokens=True,
+            wire_schemes=frozenset({"fp8_block"}),
+            needs_capacity=True,
+            overlaps=True,
+            graph_safe=True,
+            check=check_ll,
+        ),
+        DispatcherSpec(
+            name="deepep_elastic",
+            target="moekit_deepep.elastic:ElasticDispatcher",
+            format=ActivationFormat.STANDARD,
+            dtypes=frozenset({"bfloat16"}),
+            devices=("cuda==9.0",),
+            requires=("deep_ep",),
+            install_hint=_INSTALL_HINT,
+            priority=8,
+            moves_tokens=True,
+            wire_schemes=_QUANTIZED,
+            needs_capacity=True,
+            overlaps=True,
+            graph_safe=True,
+            check=check_elastic,
+        ),
+    ]

@@ -1,0 +1,190 @@
+"""DeepEP's buffers: made once for a group and size, and used by the layers of a model in turn."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deep_ep
+import torch
+import torch.distributed as dist
+
+from moekit.errors import GroupMismatch, PeerFailed
+from moekit.group import Agreement, SharedBuffers
+
+logger = logging.getLogger("moekit")
+
+# Of an H200's 132. They fill the links, and leave the others to the experts.
+NUM_SMS = 24
+_LEGACY_WORKSPACE_BYTES = 32 << 20
+# How long a rank waits for the others before it leaves buffers to the end of the process.
+_FAREWELL_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class _Held:
+    buffer: Any
+    nbytes: int
+    group: dist.ProcessGroup
+    farewell: Agreement
+
+
+class Lease:
+    """One dispatcher's use of a shared buffer. buffer: deep_ep's. nbytes: what it holds."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        kind: tuple[str | int, ...],
+        make: Callable[[], tuple[Any, int]],
+    ) -> None:
+        """``make`` returns a buffer and its bytes. Collective if no other lease is of this kind."""
+
+        def hold() -> _Held:
+            buffer, nbytes = make()
+            return _Held(buffer, nbytes, group, Agreement(group, _FAREWELL_SECONDS))
+
+        self._key = (group, kind)
+        held = _shared.acquire(self._key, hold)
+        self.buffer, self.nbytes = held.buffer, held.nbytes
+
+    def release(self) -> None:
+        """Collective with the last lease."""
+        self.buffer = None
+        _shared.release(self._key)
+
+
+def _free(held: _Held) -> None:
+    """The library's own `destroy` waits for all ranks on the GPU: first see that they come."""
+    if why := _missing(held):
+        logger.warning("DeepEP's buffers are left to the end of the process: %s", why)
+        return
+    held.buffer.destroy()
+    _connected.pop(held.buffer, None)
+
+
+def _missing(held: _Held) -> str:
+    """Why some rank will not come to free its part; empty if all do."""
+    if held.group in _silent:
+        return "a rank was silent before"
+    try:
+        dist.get_process_group_ranks(held.group)
+        held.farewell.agree("free its DeepEP buffers")
+    except PeerFailed as error:
+        _silent.add(held.group)
+        return str(error)
+    except (KeyError, ValueError):
+        return "the process group is gone; destroy kernels before it"
+    return ""
+
+
+_shared: SharedBuffers[_Held] = SharedBuffers(_free)
+_silent: set[dist.ProcessGroup] = set()
+# The ranks that each low-latency buffer connects.
+_connected: dict[Any, list[int]] = {}
+
+
+def protocol() -> str:
+    """What all ranks must have in common, beside the problem."""
+    version = getattr(deep_ep, "__version__", "1")
+    return f"deep_ep {version} on {socket.gethostname()}"
+
+
+def connected() -> list[int] | None:
+    """The ranks between which NVSHMEM is up in this process."""
+    return next(iter(_connected.values()), None)
+
+
+def normal_configs(ranks: int) -> tuple[Any, Any]:
+    """The library's configurations of dispatch and combine with `NUM_SMS`."""
+    before = deep_ep.Buffer.num_sms
+    deep_ep.Buffer.set_num_sms(NUM_SMS)
+    try:
+        return deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)
+    finally:
+        deep_ep.Buffer.set_num_sms(before)
+
+
+def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease:
+    """A `deep_ep.Buffer` for bf16 rows. Its size does not depend on the number of tokens."""
+    ranks = group.size()
+    nbytes = max(c.get_nvl_buffer_size_hint(2 * hidden_size, ranks) for c in normal_configs(ranks))
+
+    def make() -> tuple[Any, int]:
+        buffer = deep_ep.Buffer(group, num_nvl_bytes=nbytes, explicitly_destroy=True)
+        return buffer, nbytes + _LEGACY_WORKSPACE_BYTES
+
+    return Lease(group, ("normal", nbytes), make)
+
+
+def low_latency(
+    group: dist.ProcessGroup, capacity: int, hidden_size: int, num_experts: int
+) -> Lease:
+    """A `deep_ep.Buffer` in low-latency mode, for ``capacity`` tokens of each rank.
+
+    Raises GroupMismatch while other ranks are connected: NVSHMEM does that once per process.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if connected() not in (None, ranks):
+        raise GroupMismatch(
+            f"deepep_ll is to connect ranks {ranks}, but a kernel of this process connects "
+            f"{connected()}, and NVSHMEM does that only once: destroy that kernel first"
+        )
+    nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        capacity, hidden_size, len(ranks), num_experts
+    )
+
+    def make() -> tuple[Any, int]:
+        buffer = deep_ep.Buffer(
+            group,
+            num_rdma_bytes=nbytes,
+            low_latency_mode=True,
+            num_qps_per_rank=num_experts // len(ranks),
+            explicitly_destroy=True,
+        )
+        _connected[buffer] = ranks
+        return buffer, nbytes + _LEGACY_WORKSPACE_BYTES
+
+    return Lease(group, ("low_latency", capacity, hidden_size, num_experts), make)
+
+
+def elastic(
+    group: dist.ProcessGroup, capacity: int, hidden_size: int, top_k: int, device_type: str
+) -> Lease:
+    """A `deep_ep.ElasticBuffer` for ``capacity`` bf16 tokens of each rank."""
+
+    def make() -> tuple[Any, int]:
+        # The library uses the group's NCCL communicator, which torch makes when it is first used.
+        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+        with _without_network():
+            buffer = deep_ep.ElasticBuffer(
+                group,
+                num_max_tokens_per_rank=capacity,
+                hidden=hidden_size,
+                num_topk=top_k,
+                allow_hybrid_mode=False,
+                explicitly_destroy=True,
+            )
+        return buffer, buffer.num_bytes
+
+    return Lease(group, ("elastic", capacity, hidden_size, top_k), make)
+
+
+@contextmanager
+def _without_network() -> Iterator[None]:
+    """All ranks are on one host, which need not have a network card for the library to set up."""
+    name = "EP_DISABLE_GIN"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,86 @@
+"""`deepep_elastic`: DeepEP's kernels over NCCL's device interface, compiled when first used.
+
+    dispatch  one row per (token, rank), in no particular order; ids come local
+    experts   rows weighted and summed
+    combine   each token's rows from all ranks, added
+
+Shapes are fixed and the host waits for nothing, so the library leaves the rows that no token came
+for as they are, their ids included: those are set to -1 here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deep_ep
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.kernel import Dispatched, Pending, Quantizer, Routing
+
+from . import buffers
+from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
+
+
+class ElasticDispatcher(DeepEPDispatcher):
+    """STANDARD, R = ranks * max_num_tokens for every call."""
+
+    def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease:
+        p, device = self.problem, self.problem.device.type
+        self._row_R1 = torch.arange(self.max_rows(0), device=device)[:, None]
+        return buffers.elastic(group, self._tokens(0), p.hidden_size, p.top_k, device)
+
+    def _dispatch(
+        self, buffer: Any, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
+        received, ids_RK, weights_RK, handle, event = buffer.dispatch(
+            x_TH if quantize is None else quantized_rows(x_TH, ids, quantize, self.problem),
+            topk_idx=ids,
+            topk_weights=routing.topk_weights,
+            num_experts=self.problem.num_physical_experts,
+            num_max_tokens_per_rank=self._tokens(0),
+            num_sms=buffers.NUM_SMS,
+            do_cpu_sync=False,
+            async_with_compute_stream=True,
+        )
+        x_RH, scale = (received, None) if quantize is None else received
+        transfer = Transfer(event)
+
+        def arrive() -> Dispatched:
+            transfer.wait()
+            arrived = self._row_R1 < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+            ids = torch.where(arrived, ids_RK, -1)
+            return Dispatched(x_RH, scale, ids, weights_RK, handle=handle)
+
+        return Pending(arrive)
+
+    def _combine(
+        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor
+    ) -> Pending[Tensor]:
+        combined_TH, _, event = buffer.combine(y, dispatched.handle, async_with_compute_stream=True)
+        transfer = Transfer(event)
+
+        def arrive() -> Tensor:
+            transfer.wait()
+            return out_TH.copy_(combined_TH)
+
+        return Pending(arrive)
+
+    def _tokens(self, num_tokens: int) -> int:
+        most = self.problem.max_num_tokens
+        assert most is not None
+        return most
+
+    def buffer_bytes(self) -> int:
+        return super().buffer_bytes() + (self._row_R1.nbytes if self._lease else 0)
+
+    def _transient_bytes(self, num_tokens: int, rows: int) -> int:
+        p = self.problem
+        row = 2 * p.hidden_size + 4 * self._scales_per_row
+        # ids as they came and as they are handed on; where rows come from
+        received = rows * (row + p.top_k * (8 + 8 + 4) + 1 + 4 * (p.top_k + 2))
+        # quantized tokens and combined ones; ids and where they go to
+        sent = num_tokens * (row + 2 * p.hidden_size + p.top_k * (8 + 4))
+        return received + sent

@@ -1,0 +1,116 @@
+"""`deepep_ll`: DeepEP's low-latency kernels, for few tokens.
+
+    dispatch  a row per (token, expert) into a slab for each local expert; fp8 blocks are quantized
+              on the way, by the library
+    experts   raw rows
+    combine   each token's rows from all its experts, weighted and added in fp32
+
+Each step is one kernel that sends and receives. The library's hooks, which put the receiving off,
+are not used: over NVLink the sender stores into the receiver's memory, so a hook hides no transfer,
+and it would forbid to start a second call before the first one's tokens are taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import deep_ep
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.kernel import Dispatched, Pending, Quantizer, Routing
+from moekit.reference import BatchedReference
+
+from . import buffers
+from .dispatcher import DeepEPDispatcher, Transfer
+
+
+class _Local(BatchedReference):
+    """Where nothing moves, tokens are quantized in their slabs, each row by itself."""
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        tokens = super().prepare(x_TH, routing, None).result()
+        if quantize is not None:
+            x, scale = quantize(tokens.x.flatten(0, 1), None)
+            slab = tokens.x.shape[:2]
+            tokens = replace(tokens, x=x.unflatten(0, slab), x_scale=scale.unflatten(0, slab))
+        return Pending.ready(tokens)
+
+
+class LowLatencyDispatcher(DeepEPDispatcher):
+    """BATCHED, C = ranks * max_num_tokens (rounded up to be even), for every call.
+
+    All dispatchers of one shape share a buffer, but several shapes may be in use at a time.
+    """
+
+    local = _Local
+
+    def _protocol(self) -> str:
+        return f"{super()._protocol()}, NVSHMEM between ranks {buffers.connected()}"
+
+    def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease:
+        p = self.problem
+        return buffers.low_latency(group, self._tokens(0), p.hidden_size, p.num_physical_experts)
+
+    def _dispatch(
+        self, buffer: Any, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
+        received, counts_L, handle, event, _ = buffer.low_latency_dispatch(
+            x_TH,
+            ids,
+            self._tokens(0),
+            self.problem.num_physical_experts,
+            use_fp8=quantize is not None,
+            async_finish=True,
+        )
+        x_LCH, scale = (received, None) if quantize is None else received
+        transfer = Transfer(event)
+
+        def arrive() -> Dispatched:
+            transfer.wait()
+            return Dispatched(
+                x_LCH,
+                scale,
+                expert_num_tokens=counts_L,
+                handle=(handle, ids, routing.topk_weights),
+            )
+
+        return Pending(arrive)
+
+    def _combine(
+        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor
+    ) -> Pending[Tensor]:
+        handle, ids, topk_weights = dispatched.handle
+        combined_TH, event, _ = buffer.low_latency_combine(
+            y,
+            ids,
+            topk_weights,
+            handle,
+            async_finish=True,
+            out=out_TH if out_TH.is_contiguous() else None,
+        )
+        transfer = Transfer(event)
+
+        def arrive() -> Tensor:
+            transfer.wait()
+            in_place = combined_TH.data_ptr() == out_TH.data_ptr()
+            return out_TH if in_place else out_TH.copy_(combined_TH)
+
+        return Pending(arrive)
+
+    def _tokens(self, num_tokens: int) -> int:
+        """The library wants C to be a multiple of 4, with 2 ranks too."""
+        most = self.problem.max_num_tokens
+        assert most is not None
+        return most + most % 2
+
+    def _transient_bytes(self, num_tokens: int, rows: int) -> int:
+        p = self.problem
+        slots = p.num_local_experts * rows
+        row = 2 * p.hidden_size + 4 * self._scales_per_row
+        ranges = p.num_local_experts * p.parallel.ep_size * 8
+        return slots * (row + 4) + ranges + num_tokens * 2 * p.hidden_size

@@ -1,0 +1,104 @@
+"""`deepep_ht`: DeepEP's normal kernels, for many tokens.
+
+    layout    which tokens go to which ranks, found on the device
+    dispatch  one row per (token, rank), in the order of source ranks and tokens; ids come local
+    experts   rows weighted and summed
+    combine   each token's rows from all ranks, added in rank order in fp32
+
+What it needs does not grow with the number of tokens: the buffer is a set of queues.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deep_ep
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.errors import InvalidInput
+from moekit.kernel import Dispatched, Pending, Quantizer, Routing
+
+from . import buffers
+from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
+
+# So many rows of padding cost the experts less than it costs the host to wait for their number.
+_FEW_ROWS = 4096
+
+
+class NormalDispatcher(DeepEPDispatcher):
+    """STANDARD. R is the number of rows that arrive, and the host waits to know it.
+
+    It does not wait in a CUDA graph, nor where ``ranks * max_num_tokens`` are few: R is that then.
+    """
+
+    def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease:
+        self._dispatch_config, self._combine_config = buffers.normal_configs(group.size())
+        self._most_rows = group.size() * (self.problem.max_num_tokens or 0)
+        return buffers.normal(group, self.problem.hidden_size)
+
+    def _dispatch(
+        self, buffer: Any, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
+        x = x_TH if quantize is None else quantized_rows(x_TH, ids, quantize, self.problem)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+            ids, self.problem.num_physical_experts, async_finish=True
+        )
+        received, ids_RK, weights_RK, _, handle, event = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=routing.topk_weights,
+            num_worst_tokens=self._fixed_rows(x_TH),
+            config=self._dispatch_config,
+            async_finish=True,
+        )
+        x_RH, scale = (received, None) if quantize is None else received
+        transfer = Transfer(event)
+
+        def arrive() -> Dispatched:
+            transfer.wait()
+            return Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle)
+
+        return Pending(arrive)
+
+    def _combine(
+        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor
+    ) -> Pending[Tensor]:
+        combined_TH, _, event = buffer.combine(
+            y, dispatched.handle, config=self._combine_config, async_finish=True
+        )
+        transfer = Transfer(event)
+
+        def arrive() -> Tensor:
+            transfer.wait()
+            return out_TH.copy_(combined_TH)
+
+        return Pending(arrive)
+
+    def _fixed_rows(self, x_TH: Tensor) -> int:
+        """R if it is to be the same for every call, else 0."""
+        capturing = x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing and not self._most_rows:
+            raise InvalidInput(
+                "deepep_ht is captured in a CUDA graph, which wants room for all tokens of other "
+                "ranks: set max_num_tokens in the problem"
+            )
+        return self._most_rows if capturing or self._most_rows <= _FEW_ROWS else 0
+
+    def _tokens(self, num_tokens: int) -> int:
+        """As outside of CUDA graphs."""
+        most = self.problem.max_num_tokens
+        return most if most is not None and self._most_rows <= _FEW_ROWS else num_tokens
+
+    def _transient_bytes(self, num_tokens: int, rows: int) -> int:
+        p = self.problem
+        row = 2 * p.hidden_size + 4 * self._scales_per_row
+        received = rows * (row + p.top_k * (8 + 4) + 4)
+        # Quantized tokens and combined ones; of each token, whether and where it goes to a rank.
+        sent = num_tokens * (row + 2 * p.hidden_size + 5 * p.parallel.ep_size)
+        return received + sent

@@ -1,0 +1,110 @@
+"""What the specs say, without the library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import moekit_deepep
+import pytest
+
+import moekit
+from moekit import MoEProblem, ParallelConfig
+
+SIZES = {
+    "num_experts": 64,
+    "top_k": 8,
+    "hidden_size": 7168,
+    "intermediate_size": 2048,
+    "max_num_tokens": 128,
+    "device": "sm90",
+}
+CHECKS = {
+    "deepep_ht": moekit_deepep.check_ht,
+    "deepep_ll": moekit_deepep.check_ll,
+    "deepep_elastic": moekit_deepep.check_elastic,
+}
+
+
+def reasons(name: str, ep: int = 8, tp: int = 1, dp: int = 0, **changes) -> list[str]:
+    parallel = ParallelConfig(ep_size=ep, tp_size=tp, dp_size=dp)
+    return CHECKS[name](MoEProblem(**{**SIZES, "parallel": parallel, **changes}))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_ordinary_problems_are_taken(name, ep):
+    assert reasons(name, ep) == []
+    assert reasons(name, ep, quant="fp8_block", num_experts=63, num_redundant_experts=1) == []
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tp": 2}, "not to 2 slices"),
+        ({"dp": 4}, "dp_size=4"),
+        ({"ep": 16}, "ep_size=16 is not supported (has 2, 4 or 8"),
+        ({"ep": 3, "num_experts": 63}, "ep_size=3"),
+        ({"num_experts": 60}, "60 experts do not divide by ep_size=8"),
+        ({"top_k": 33}, "top_k=33 exceeds"),
+        ({"hidden_size": 7160}, "hidden_size 7160"),
+    ],
+)
+def test_limits_of_all(name, changes, said):
+    (reason,) = reasons(name, **changes)
+    assert said in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("deepep_ht", {"hidden_size": 8192}, "hidden_size 8192 exceeds 8176"),
+        ("deepep_ht", {"hidden_size": 7184, "quant": "fp8_channel_token"}, "no multiple of 32"),
+        ("deepep_ht", {"num_experts": 2048}, "256 experts per rank exceed 128"),
+        ("deepep_ll", {"hidden_size": 1024}, "not compiled in (has 2048, 2560"),
+        ("deepep_ll", {"top_k": 12}, "top_k=12 exceeds 11"),
+        ("deepep_ll", {"max_num_tokens": 512}, "max_num_tokens=512 exceeds 511"),
+        ("deepep_elastic", {"hidden_size": 7296}, "no multiple of 256"),
+        ("deepep_elastic", {"num_experts": 4096}, "512 experts per rank exceed 256"),
+    ],
+)
+def test_limits_of_one(name, changes, said):
+    (reason,) = reasons(name, **changes)
+    assert said in reason
+
+
+def test_queue_depth_moves_the_token_limit(monkeypatch):
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", "2050")
+    assert reasons("deepep_ll", max_num_tokens=1024) == []
+    assert "exceeds 1024" in reasons("deepep_ll", max_num_tokens=1025)[0]
+
+
+def test_where_nothing_moves_there_are_no_limits():
+    for name in CHECKS:
+        assert reasons(name, 3, dp=1, hidden_size=24, num_experts=64, top_k=40) == []
+
+
+def test_missing_library_is_a_reason():
+    moving = MoEProblem(**SIZES, parallel=ParallelConfig(ep_size=8))
+    for name in CHECKS:
+        spec = moekit.registry().dispatcher(name)
+        if not spec.unsupported(moving):
+            pytest.skip("the library is installed")
+        (reason,) = spec.unsupported(moving)
+        assert reason.startswith("deep_ep is not installed (build it from source: ")
+
+
+def test_fixed_buffers_need_a_size():
+    moving = MoEProblem(**{**SIZES, "max_num_tokens": None}, parallel=ParallelConfig(ep_size=8))
+    for name, needs in (("deepep_ht", False), ("deepep_ll", True), ("deepep_elastic", True)):
+        said = moekit.registry().dispatcher(name).unsupported(moving)
+        assert any("set max_num_tokens" in reason for reason in said) is needs
+
+
+def test_specs_import_no_library():
+    code = (
+        "import sys, moekit_deepep; moekit_deepep.moekit_dispatchers(); "
+        "assert not {m for m in sys.modules if m == 'deep_ep' or m.startswith('moekit_deepep.')}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,134 @@
+"""`flashinfer_allgather`: what inference engines call FlashInfer's all-gather exchange.
+
+    gather   every rank's tokens to every rank, quantized where the experts allow it
+    experts  each rank runs its own over R = ranks * max_num_tokens rows
+    reduce   y -> every token's rows from all ranks, added in rank order in fp32
+
+Only collectives, all of sizes fixed by max_num_tokens: no rank's host learns how many tokens the
+others have, so nothing waits for it, and calls can be captured in CUDA graphs. The library itself
+is not needed; it runs on gloo too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.group import resolve
+from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
+from moekit.local import LocalDispatcher, local_ids
+from moekit.problem import MoEProblem
+
+from .one_sided import quantized_payloads
+
+if TYPE_CHECKING:
+    from moekit.plugins import DispatcherSpec
+
+_PROTOCOL = "moekit-flashinfer allgather 1"
+
+# Newer releases of torch renamed it, and warn about the old name.
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
+
+class AllGatherDispatcher(PrepareAndFinalize):
+    """STANDARD, over torch.distributed. Ranks = ep_size * tp_size, each with its own tokens.
+
+    Construction and calls are collective; x must stay unchanged until the result is taken.
+    """
+
+    def __init__(
+        self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
+        self._local = LocalDispatcher(spec, problem)
+        self._capacity = problem.max_num_tokens or 0
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        if self.group is None:
+            return self._local.prepare(x_TH, routing, quantize)
+        p, ids = self.problem, routing.topk_ids
+        payloads = {"x": x_TH}
+        if quantize is not None:
+            payloads |= quantized_payloads(x_TH, ids, quantize, p)
+        columns = [ids, routing.topk_weights.view(torch.int32)]
+        if "scale" in payloads:
+            columns.append(payloads["scale"].view(torch.int32))
+        x_RH, wait_x = self._gather(payloads["x"])
+        meta_RM, wait_meta = self._gather(torch.cat(columns, dim=1))
+
+        def arrive() -> Dispatched:
+            wait_x()
+            wait_meta()
+            k = p.top_k
+            scale = meta_RM[:, 2 * k :].contiguous().view(torch.float32)
+            return Dispatched(
+                x=x_RH,
+                x_scale=scale if scale.shape[1] else None,
+                topk_ids=local_ids(meta_RM[:, :k].contiguous(), p),
+                topk_weights=meta_RM[:, k : 2 * k].contiguous().view(torch.float32),
+                handle=len(ids),
+            )
+
+        return Pending(arrive)
+
+    def _gather(self, mine: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Starts (T, N) -> (R, N) in rank order; rows beyond T are -1 (as float: NaN)."""
+        assert self.group is not None
+        (tokens, columns), dtype = mine.shape, mine.dtype
+        if tokens < self._capacity:
+            padded = mine.new_empty((self._capacity, columns))
+            padded[tokens:].view(torch.uint8).fill_(0xFF)
+            padded[:tokens] = mine
+            mine = padded
+        mine = mine.view(torch.uint8)  # gloo knows neither fp8 nor every 16 bits
+        everyone = mine.new_empty((self.group.size() * self._capacity, mine.shape[1]))
+        work = _all_gather(everyone, mine, group=self.group, async_op=True)
+
+        def wait(mine: Tensor = mine) -> None:  # holds what is being sent until it is sent
+            work.wait()
+
+        return everyone.view(dtype), wait
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        if self.group is None:
+            return self._local.finalize(y, dispatched, out_TH)
+        partial_RH = torch.empty_like(y)
+        work = dist.all_to_all_single(
+            partial_RH.view(torch.uint8),
+            y.contiguous().view(torch.uint8),
+            group=self.group,
+            async_op=True,
+        )
+
+        def combine() -> Tensor:
+            work.wait()
+            partial_GTH = partial_RH.view(-1, self._capacity, y.shape[1])[:, : dispatched.handle]
+            return out_TH.copy_(torch.sum(partial_GTH, dim=0, dtype=torch.float32))
+
+        return Pending(combine)
+
+    def max_rows(self, num_tokens: int) -> int:
+        return num_tokens if self.group is None else self.group.size() * self._capacity
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        """What arrives and what comes back, this rank's padded part of it, and the fp32 sum."""
+        if self.group is None:
+            return 0
+        p, rows = self.problem, self.max_rows(num_tokens)
+        x = p.hidden_size * p.dtype.itemsize
+        scales = 0
+        if p.quant.activation is not None:
+            scales = p.quant.activation.scale_shape(1, p.hidden_size)[1]
+        meta = 4 * (2 * p.top_k + scales)
+        # as gathered; ids, weights and scales apart; ids shifted, with two masks, and selected
+        arriving = rows * (x + 2 * meta + p.top_k * (3 * 4 + 2))
+        sent = self._capacity * (x + 2 * meta)
+        return arriving + sent + rows * x + num_tokens * p.hidden_size * 4

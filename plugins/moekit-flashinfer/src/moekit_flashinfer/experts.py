@@ -1,0 +1,170 @@
+"""`flashinfer_cutlass`: the whole block, permutation to weighted sum, in one library call.
+
+    sort by expert -> copy rows -> GEMM 1 -> bias, activation (quantized) -> GEMM 2 -> bias, sum
+
+GEMM 1 wants up rows before gate rows. Ids outside [0, L) are skipped, -1 among them. A call runs
+whichever kernels FlashInfer's tuner holds for its sizes: the first of its list if none, which is
+far from the best, so tune (`FlashInferCutlassExperts.tuning`) before measuring. Some of the kernels
+it may pick add up with atomics, in the output's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from moekit_triton.rows import quantize_rows, quantize_rows_per_tensor
+from torch import Tensor
+
+from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.plugins import ExpertsSpec
+from moekit.problem import MoEProblem
+from moekit.weights import ExpertWeights
+
+from . import library
+from .dequantize import dequantize_rows
+from .sizes import library_bytes
+
+_ACTIVATIONS = {
+    "silu": "Swiglu",
+    "swigluoai": "Swiglu",  # becomes SwigluBias with its parameters
+    "silu_no_mul": "Silu",
+    "relu2": "Relu2",
+}
+
+
+class FlashInferCutlassExperts(PermuteExpertsUnpermute):
+    """STANDARD, reducing.
+
+    fp8_block: the library takes bf16 and quantizes itself, so tokens that travelled quantized are
+    dequantized first (to what it will quantize to the same values again). fp8_tensor_static: it
+    takes fp8, so tokens that travelled unquantized are quantized first.
+    """
+
+    def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
+        super().__init__(spec, problem)
+        self._core: Any = library.fused_moe()
+        self._block = problem.quant.name == "fp8_block"
+        self._static = problem.quant.name == "fp8_tensor_static"
+        self._activation = self._core.ActivationType[_ACTIVATIONS[problem.activation.name]]
+
+    # -- weights ----------------------------------------------------------------------------
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        """w13, its bias and its block scales with up before gate; what the activation and the
+        scheme need besides, per expert."""
+        experts, shared = weights.by_expert()
+        for name in ("w13", "w13_bias", "w13_scale"):
+            if name in experts and self.problem.activation.gated and experts[name].shape[1] > 1:
+                gate, up = experts[name].chunk(2, dim=1)
+                experts[name] = torch.cat([up, gate], dim=1)
+        if self._static:
+            a1, a2 = shared["a1_scale"].view(()), shared.pop("a2_scale").view(())
+            experts["w13_dequant"] = experts.pop("w13_scale").flatten() * a1
+            experts["w2_dequant"] = experts.pop("w2_scale").flatten() * a2
+            shared["a2_quant"] = a2.reciprocal()
+        for name, value in self._parameters().items():
+            experts[name] = experts["w13"].new_full(
+                (len(experts["w13"]),), value, dtype=torch.float32
+            )
+        return PackedWeights(self.spec.name, experts, shared)
+
+    def _parameters(self) -> dict[str, float]:
+        """gate * sigmoid(alpha * gate) * (up + beta), gate and up clamped to limit."""
+        activation = self.problem.activation
+        found = {} if activation.limit is None else {"swiglu_limit": activation.limit}
+        if activation.alpha is not None:
+            found |= {"swiglu_alpha": activation.alpha, "swiglu_beta": 1.0}
+        return found
+
+    def quantize(
+        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        operand = self.problem.quant.activation
+        assert operand is not None
+        if x_RH.dim() != 2 or x_RH.numel() == 0:
+            return super().quantize(x_RH, weights, valid_rows)
+        q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
+        if self._static:
+            scale = weights.shared["a1_scale"]
+            quantize_rows_per_tensor(x_RH, q, scale, scratch=None)
+            return q, scale
+        groups = operand.scale_shape(1, x_RH.shape[1])[1]
+        scale = torch.empty((len(x_RH), groups), dtype=torch.float32, device=x_RH.device)
+        quantize_rows(x_RH, q, scale)
+        return q, scale
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        """x in the form that the library takes, where it comes in another."""
+        operand, shape = self.problem.quant.activation, (rows, self.problem.hidden_size)
+        if operand is None:
+            return ()
+        return (BufferSpec(shape, self.problem.dtype if self._block else operand.torch_dtype),)
+
+    def transient_bytes(self, rows: int) -> int:
+        """What the library allocates, and the ids as int32. In fp8_block its largest call so far
+        counts if that was larger: it never shrinks its idea of a workspace."""
+        return library_bytes(self.problem, rows) + rows * self.problem.top_k * 4
+
+    # -- calls ------------------------------------------------------------------------------
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        """Calls within it time the library's kernels for all sizes up to 8192 rows, once for each
+        shape and process (seconds to minutes), and later calls run the fastest."""
+        if self._block:  # one kernel for each size, not chosen by time
+            yield
+            return
+        with library.autotune():
+            yield
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        assert tokens.topk_ids is not None and tokens.topk_weights is not None
+        x = self._input(tokens, weights, workspace)
+        parameters = {name: weights[name] for name in self._parameters()}
+        self._core.cutlass_fused_moe(
+            x,
+            tokens.topk_ids.to(torch.int32).contiguous(),
+            tokens.topk_weights.contiguous(),
+            weights["w13"],
+            weights["w2"],
+            self.problem.dtype,
+            quant_scales=self._scales(weights),
+            fc1_expert_biases=weights.get("w13_bias"),
+            fc2_expert_biases=weights.get("w2_bias"),
+            output=y,
+            use_deepseek_fp8_block_scale=self._block,
+            activation_type=self._activation,
+            **parameters,
+        )
+
+    def _input(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Tensor:
+        x_RH = tokens.x
+        if self._static and tokens.x_scale is None:
+            (q,) = workspace
+            quantize_rows_per_tensor(x_RH, q, weights.shared["a1_scale"], scratch=None)
+            return q
+        if self._block and tokens.x_scale is not None:
+            (wide,) = workspace
+            assert tokens.topk_ids is not None
+            dequantize_rows(x_RH, tokens.x_scale, tokens.topk_ids, wide)
+            return wide
+        return x_RH
+
+    def _scales(self, weights: PackedWeights) -> list[Tensor]:
+        if self._static:
+            a1, a2_quant = weights.shared["a1_scale"].view(()), weights.shared["a2_quant"]
+            return [weights["w13_dequant"], a2_quant, weights["w2_dequant"], a1]
+        return [weights["w13_scale"], weights["w2_scale"]] if self._block else []

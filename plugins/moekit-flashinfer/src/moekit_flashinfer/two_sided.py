@@ -1,0 +1,175 @@
+"""`flashinfer_alltoall_two_sided`: tokens go through FIFOs between the ranks.
+
+    prepare   counts and ids first; every rank then knows which tokens it gets from whom
+    alltoall  x (and scales) -> rows in source order, without gaps
+    combine   the same way back; a token's rows from different ranks are added
+
+Nothing of a call stays in the FIFOs when it is over, so any number of calls may be in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.group import SharedBuffers, resolve
+from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
+from moekit.local import LocalDispatcher
+from moekit.problem import MoEProblem
+
+from . import library
+from .ids import local_ids
+from .one_sided import REROUTED_FROM, quantized_payloads
+from .peers import Peers, SharedMemory, protocol
+
+if TYPE_CHECKING:
+    from moekit.plugins import DispatcherSpec
+
+# Scales of a row are padded to what the FIFOs carry: 16 bytes.
+_SCALES = 4
+
+
+class Fifos:
+    """One group's FIFOs, for data and for counts."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.library = library.two_sided()
+        self.peers = Peers(group)
+        ranks = self.peers.size
+        nbytes = self.library.get_moe_commworkspace_size_per_rank(ranks)
+        self.data = SharedMemory(self.peers, nbytes, torch.uint64)
+        nbytes = self.library.get_moe_prepare_workspace_size_per_rank(ranks)
+        self.counts = SharedMemory(self.peers, nbytes, torch.uint64)
+        self.peers.barrier()
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.counts.nbytes
+
+    def free(self) -> None:
+        self.data.free()
+        self.counts.free()
+
+
+_shared: SharedBuffers[Fifos] = SharedBuffers(Fifos.free)
+
+
+@dataclass(frozen=True)
+class _Call:
+    info: Any  # the library's MoEAlltoallInfo
+    tokens: int
+
+
+class TwoSidedDispatcher(PrepareAndFinalize):
+    """STANDARD, over FlashInfer's MnnvlMoe kernels.
+
+    Ranks = ep_size, each with its own tokens; R = ranks * max_num_tokens whatever T is. The FIFOs
+    are shared by all layers of the same group; construction is collective. All calls on them belong
+    on one stream.
+    """
+
+    def __init__(
+        self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(spec, problem, resolve(problem, group, protocol(spec.name)))
+        self._local = LocalDispatcher(spec, problem)
+        self._fifos: Fifos | None = None
+        if self.group is not None:
+            self._key, made_in = tuple(dist.get_process_group_ranks(self.group)), self.group
+            self._fifos = _shared.acquire(self._key, lambda: Fifos(made_in))
+        self._capacity = problem.max_num_tokens or 0
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        if self._fifos is None:
+            return self._local.prepare(x_TH, routing, quantize)
+        p, fifos, ids = self.problem, self._fifos, routing.topk_ids
+        rank, ranks, experts = fifos.peers.rank, fifos.peers.size, p.num_physical_experts
+        payloads = {"x": x_TH}
+        if quantize is not None:
+            payloads |= quantized_payloads(x_TH, ids, quantize, p)
+        # To the library an id of -1 is on rank 0, and one too many is nowhere.
+        sent_ids = ids if len(ids) < REROUTED_FROM else torch.where(ids < 0, experts, ids)
+        info, received_ids, weights, _ = (
+            fifos.library.MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather(
+                sent_ids, routing.topk_weights, None, fifos.counts.tensor, self._capacity,
+                rank, ranks, experts, experts, p.top_k,
+            )
+        )  # fmt: skip
+        got = {}
+        for name, rows in payloads.items():
+            columns = rows.shape[1]
+            if name == "scale":
+                rows = F.pad(rows, (0, -columns % _SCALES))
+            sent = fifos.library.MnnvlMoe.mnnvl_moe_alltoallv(
+                rows, info, fifos.data.tensor, rank, ranks
+            )
+            got[name] = sent[:, :columns].contiguous()
+        tokens = Dispatched(
+            x=got["x"],
+            x_scale=got.get("scale"),
+            topk_ids=local_ids(received_ids, p.local_experts.start, p.num_local_experts),
+            topk_weights=weights,
+            handle=_Call(info, len(ids)),
+        )
+        return Pending.ready(tokens)
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        if self._fifos is None:
+            return self._local.finalize(y, dispatched, out_TH)
+        rows_TKH = self._combine(y, dispatched.handle, self._fifos)
+        if out_TH.is_contiguous():
+            return Pending.ready(torch.sum(rows_TKH, dim=1, out=out_TH))
+        return Pending.ready(out_TH.copy_(rows_TKH.sum(dim=1)))
+
+    def _combine(self, y_RH: Tensor, call: _Call, fifos: Fifos) -> Tensor:
+        """(T, K, H): one row for each rank that had the token, and zeros."""
+        info, shape = call.info, (call.tokens, self.problem.top_k, y_RH.shape[1])
+        rows = y_RH.new_zeros((shape[0] * shape[1], shape[2]))
+        fifos.library.moe_comm(
+            y_RH.contiguous(), info.recv_rank_count_cumsum, info.recv_rank_local_indices,
+            rows, info.send_rank_count_cumsum, info.backward_recv_rank_local_indices,
+            fifos.data.tensor, fifos.peers.rank, fifos.peers.size,
+        )  # fmt: skip
+        return rows.view(shape)
+
+    def abandon(self, dispatched: Dispatched) -> None:
+        """Peers may wait for this rank's rows: they get NaN."""
+        if self._fifos is not None:
+            y_RH = dispatched.x.new_full(
+                (self.max_rows(0), self.problem.hidden_size), float("nan"), dtype=self.problem.dtype
+            )
+            self._combine(y_RH, dispatched.handle, self._fifos)
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def max_rows(self, num_tokens: int) -> int:
+        return num_tokens if self._fifos is None else self._fifos.peers.size * self._capacity
+
+    def buffer_bytes(self) -> int:
+        return 0 if self._fifos is None else self._fifos.nbytes
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        """What arrives, the indices of who sent what, and a row for each slot on the way back."""
+        if self._fifos is None:
+            return 0
+        p, rows = self.problem, self.max_rows(num_tokens)
+        x = p.hidden_size * p.dtype.itemsize
+        scales = 0
+        if (activation := p.quant.activation) is not None:
+            scales = 8 * (activation.scale_shape(1, p.hidden_size)[1] + _SCALES)
+        slots = max(self._fifos.peers.size, p.top_k)
+        indices = rows * 4 * (3 * p.top_k + 2) + self._capacity * slots * 4 * 4
+        back = num_tokens * (p.top_k * x + 4 * p.top_k + x)
+        return rows * (x + scales) + indices + back
+
+    def destroy(self) -> None:
+        if self._fifos is not None:
+            self._fifos = None
+            _shared.release(self._key)

@@ -1,0 +1,17 @@
+"""The dispatchers with the library's stand-in, as rank processes import them by name."""
+
+from __future__ import annotations
+
+import flashinfer_standins
+from moekit_flashinfer.one_sided import OneSidedDispatcher
+from moekit_flashinfer.two_sided import TwoSidedDispatcher
+
+flashinfer_standins.install()
+
+
+class OneSided(OneSidedDispatcher):
+    pass
+
+
+class TwoSided(TwoSidedDispatcher):
+    pass

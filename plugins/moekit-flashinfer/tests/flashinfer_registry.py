@@ -1,0 +1,37 @@
+"""The plugin's backends on the CPU: the library's stand-in in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moekit_flashinfer import moekit_dispatchers, moekit_experts
+
+from moekit.plugins import DispatcherSpec, Registry
+
+_TARGETS = {
+    "flashinfer_alltoall": ("standin_one_sided", "flashinfer_ranks:OneSided"),
+    "flashinfer_alltoall_two_sided": ("standin_two_sided", "flashinfer_ranks:TwoSided"),
+}
+
+
+def dispatchers() -> dict[str, DispatcherSpec]:
+    """By the name of the true one."""
+    made = {}
+    for spec in moekit_dispatchers():
+        if spec.name in _TARGETS:
+            name, target = _TARGETS[spec.name]
+            made[spec.name] = dataclasses.replace(
+                spec, name=name, target=target, devices=("cpu",), requires=("triton",)
+            )
+    return made
+
+
+def registry() -> Registry:
+    """The core's backends, both all-to-alls and the experts."""
+    backends = Registry.discover({"MOEKIT_PLUGINS": ""})
+    for spec in dispatchers().values():
+        backends.register(spec)
+    for experts in moekit_experts():
+        requires = ("triton", "moekit_triton")
+        backends.register(dataclasses.replace(experts, devices=("cpu",), requires=requires))
+    return backends

@@ -1,0 +1,389 @@
+"""What this plugin uses of FlashInfer, in plain torch on the CPU, as picky as the library.
+
+Ranks share memory as they do on GPUs: one-sided ranks write into each other's mapped file, unused
+rows hold garbage, and a slot's dispatch and combine must alternate. `install` puts all of it in the
+library's place, in this process.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from moekit_flashinfer import library
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+GARBAGE = 0xFF  # NaN in every float format, -1 in the integers
+
+
+def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    put(library, "one_sided", lambda: one_sided)
+    put(library, "two_sided", lambda: two_sided)
+    put(library, "memory", lambda: Memory)
+    put(library, "fused_moe", lambda: fused_moe)
+
+
+# -- memory of all ranks ----------------------------------------------------------------------
+
+
+class Memory:
+    """MnnvlMemory: a segment for each rank, further apart than their size, in one file."""
+
+    comm: Any = None
+    opened: set[int] = set()
+    _numbers = itertools.count(1)
+
+    @staticmethod
+    def initialize() -> None: ...
+
+    def __init__(self, mapping: Any, size: int) -> None:
+        ranks = Memory.comm.Get_size()
+        assert set(Memory.comm.allgather(size)) == {size}, "ranks allocate different sizes"
+        self._size, stride = size, -(-size // 4096) * 4096 + 4096
+        file = Path(tempfile.mkstemp(prefix="moekit-standin-")[1])
+        shared = Path(Memory.comm.allgather(str(file))[0])
+        if Memory.comm.Get_rank() == 0:
+            shared.write_bytes(b"\0" * (stride * ranks))
+        Memory.comm.allgather(None)
+        self._map = numpy.memmap(shared, numpy.uint8, "r+", shape=(ranks, stride))
+        Memory.comm.allgather(None)
+        for path in {file, shared} if Memory.comm.Get_rank() == 0 else {file}:
+            path.unlink(missing_ok=True)
+        self.ptr = next(Memory._numbers)
+        Memory.opened.add(self.ptr)
+
+    def as_torch_strided_tensor(self, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(self._map).view(dtype)[:, : self._size // dtype.itemsize]
+
+    @staticmethod
+    def close_mnnvl_memory(ptr: int) -> None:
+        Memory.opened.remove(ptr)
+
+    def __del__(self) -> None:
+        if hasattr(self, "ptr"):
+            Memory.close_mnnvl_memory(self.ptr)
+
+
+def target_rank(expert: int, per_rank: int) -> int:
+    """As C divides: -1 belongs to rank 0, unless a rank has one expert only."""
+    return int(expert / per_rank)
+
+
+# -- one-sided --------------------------------------------------------------------------------
+
+_COUNTS_OFFSET, _STATE_OFFSET, _PAYLOAD_OFFSET = 128, 512, 1024
+_sent: dict[int, list[dict[int, int]]] = {}  # workspace -> token -> rank -> slot
+
+
+def _pad(n: int) -> int:
+    return -(-n // 128) * 128
+
+
+def moe_a2a_get_workspace_size_per_rank(ranks: int, capacity: int, there: int, back: int) -> int:
+    return _PAYLOAD_OFFSET + _pad(ranks * capacity * there) + _pad(ranks * capacity * back)
+
+
+def moe_a2a_initialize(workspace: Tensor, rank: int, ranks: int, capacity: int) -> Tensor:
+    assert workspace.dtype == torch.uint8 and workspace.shape[0] == ranks
+    workspace[rank].zero_()
+    return torch.tensor([_STATE_OFFSET, _COUNTS_OFFSET, _PAYLOAD_OFFSET])
+
+
+def _index_pairs() -> tuple[list[str], list[int]]:
+    return ["MOE_A2A_FLAG_VAL_OFFSET_INDEX", "MOE_A2A_RECV_COUNTERS_OFFSET_INDEX"], [0, 1]
+
+
+def _state(workspace: Tensor, rank: int) -> Tensor:
+    return workspace[rank, _STATE_OFFSET : _STATE_OFFSET + 4].view(torch.int32)
+
+
+def moe_a2a_dispatch(
+    ids: Tensor, payloads: list[Tensor], workspace: Tensor, metainfo: Tensor, most: int, rank: int,
+    ranks: int, top_k: int, experts: int,
+) -> tuple[list[Tensor], int]:  # fmt: skip
+    state = _state(workspace, rank)
+    assert state.item() == 0, "dispatch called twice without combine"
+    state.fill_(1)
+    assert ids.dtype == torch.int32 and ids.shape[1] == top_k and ids.is_contiguous()
+    assert top_k in (1, 2, 4, 6, 8, 10, 16, 22) and ranks <= 64 and 1 <= len(payloads) <= 4
+    assert experts % ranks == 0 and 0 < most and len(ids) <= most
+    starts, offset = [], _PAYLOAD_OFFSET
+    for payload in payloads:
+        assert payload.dim() == 2 and payload.is_contiguous() and len(payload) == len(ids)
+        row = payload.shape[1] * payload.itemsize
+        vector = min(16, row & -row)
+        assert offset % vector == 0, "a vector store would trap: widest alignment first"
+        starts.append(offset)
+        offset += ranks * most * row
+    assert offset <= workspace.shape[1], "workspace size per rank insufficient"
+
+    used, sent = [0] * ranks, [{} for _ in range(len(ids))]
+    for token in torch.randperm(len(ids)).tolist():
+        for expert in ids[token].tolist():
+            target = target_rank(expert, experts // ranks)
+            assert 0 <= target < ranks, f"expert {expert}: write out of bounds"
+            if target in sent[token]:
+                continue
+            slot = sent[token][target] = used[target]
+            used[target] += 1
+            for payload, start in zip(payloads, starts, strict=True):
+                source = payload[token].view(torch.uint8)
+                begin = start + (rank * most + slot) * len(source)
+                workspace[target, begin : begin + len(source)] = source
+    _sent[workspace.data_ptr()] = sent
+    for target in range(ranks):
+        counts = workspace[target, _COUNTS_OFFSET : _COUNTS_OFFSET + 4 * ranks].view(torch.int32)
+        counts[rank] = used[target]
+    Memory.comm.allgather(None)
+
+    received, mine = [], workspace[rank]
+    counts = mine[_COUNTS_OFFSET : _COUNTS_OFFSET + 4 * ranks].view(torch.int32)
+    for payload, start in zip(payloads, starts, strict=True):
+        nbytes = ranks * most * payload.shape[1] * payload.itemsize
+        rows = mine[start : start + nbytes].view(ranks, most, -1)
+        for source in range(ranks):
+            rows[source, counts[source] :] = GARBAGE
+        received.append(mine[start : start + nbytes].view(payload.dtype).view(ranks, most, -1))
+    return received, _pad(offset)
+
+
+def moe_a2a_combine(
+    payload: Tensor, tokens: int, workspace: Tensor, metainfo: Tensor, most: int, rank: int,
+    ranks: int, top_k: int, offset: int, in_place: bool = False,
+) -> Tensor:  # fmt: skip
+    state = _state(workspace, rank)
+    assert state.item() == 1, "combine called before dispatch"
+    state.zero_()
+    assert payload.shape[:2] == (ranks, most) and payload.dim() == 3 and payload.is_contiguous()
+    assert payload.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    nbytes = payload.numel() * payload.itemsize
+    assert offset + nbytes <= workspace.shape[1], "workspace insufficient for combine payload"
+    if in_place:
+        assert payload.data_ptr() == workspace[rank].data_ptr() + offset
+    else:
+        workspace[rank, offset : offset + nbytes] = payload.view(-1).view(torch.uint8)
+    Memory.comm.allgather(None)
+    hidden = payload.shape[2]
+    out = payload.new_empty((tokens, hidden))
+    for token, targets in enumerate(_sent.pop(workspace.data_ptr())):
+        total = payload.new_zeros(hidden)
+        for target, slot in targets.items():
+            begin = offset + (rank * most + slot) * hidden * payload.itemsize
+            row = workspace[target, begin : begin + hidden * payload.itemsize]
+            total += row.view(payload.dtype)
+        out[token] = total
+    return out
+
+
+one_sided = SimpleNamespace(
+    moe_a2a_get_workspace_size_per_rank=moe_a2a_get_workspace_size_per_rank,
+    moe_a2a_initialize=moe_a2a_initialize,
+    moe_a2a_dispatch=moe_a2a_dispatch,
+    moe_a2a_combine=moe_a2a_combine,
+    get_moe_alltoall_module=lambda: SimpleNamespace(moe_a2a_get_metainfo_index_pairs=_index_pairs),
+)
+
+
+# -- two-sided --------------------------------------------------------------------------------
+
+
+def _cumsum(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
+    ends = torch.tensor([len(part) for part in lists]).cumsum(0).int()
+    return ends, torch.tensor([i for part in lists for i in part], dtype=torch.int32)
+
+
+def _prepare(
+    ids: Tensor, weights: Tensor, statics: None, workspace: Tensor, most: int, rank: int,
+    ranks: int, experts: int, slots: int, top_k: int,
+) -> tuple[Any, Tensor, Tensor, None]:  # fmt: skip
+    assert ids.dtype == torch.int32 and ids.shape[1] == top_k <= 32 and ids.is_contiguous()
+    assert weights.dtype == torch.float32 and weights.is_contiguous()
+    assert workspace.dtype == torch.uint64 and experts % 4 == slots % 4 == experts % ranks == 0
+    per_rank, order = experts // ranks, torch.randperm(len(ids)).tolist()
+    to_rank: list[list[int]] = [[] for _ in range(ranks)]
+    first: list[list[int]] = [[] for _ in range(ranks)]
+    for token in order:
+        targets = [target_rank(expert, per_rank) for expert in ids[token].tolist()]
+        for target in range(ranks):
+            if target in targets:
+                to_rank[target].append(token)
+                first[target].append(token * top_k + targets.index(target))
+    everyone = Memory.comm.allgather((ids, weights, to_rank))
+    received_ids = torch.full((most * ranks, top_k), slots, dtype=torch.int32)
+    received_weights = torch.full((most * ranks, top_k), float("nan"))
+    arriving, row = [], 0
+    for their_ids, their_weights, their_targets in everyone:
+        tokens = their_targets[rank]
+        arriving.append(list(range(row, row + len(tokens))))
+        for token in tokens:
+            local = [target_rank(e, per_rank) == rank for e in their_ids[token].tolist()]
+            received_ids[row] = torch.where(torch.tensor(local), their_ids[token], slots)
+            received_weights[row] = their_weights[token]
+            row += 1
+    send_ends, send = _cumsum(to_rank)
+    receive_ends, receive = _cumsum(arriving)
+    info = SimpleNamespace(
+        send_rank_count_cumsum=send_ends,
+        send_rank_local_indices=send,
+        recv_rank_count_cumsum=receive_ends,
+        recv_rank_local_indices=receive,
+        backward_recv_rank_local_indices=_cumsum(first)[1],
+        local_token_allocation_count=most * ranks,
+    )
+    return info, received_ids, received_weights, None
+
+
+def moe_comm(
+    rows: Tensor, send_ends: Tensor, send: Tensor, out: Tensor, receive_ends: Tensor,
+    receive: Tensor, workspace: Tensor, rank: int, ranks: int,
+) -> None:  # fmt: skip
+    assert rows.dim() == 2 and rows.is_contiguous() and workspace.dtype == torch.uint64
+    assert rows.shape[1] * rows.itemsize % 16 == 0, "rows of 16 bytes"
+    parts = torch.tensor_split(send.long(), send_ends[:-1].tolist())
+    outgoing = [rows[part].view(torch.uint8) for part in parts]
+    everyone = Memory.comm.allgather(outgoing)
+    wanted = torch.tensor_split(receive.long(), receive_ends[:-1].tolist())
+    for source, places in enumerate(wanted):
+        out.view(torch.uint8)[places] = everyone[source][rank]
+
+
+def _alltoallv(x: Tensor, info: Any, workspace: Tensor, rank: int, ranks: int) -> Tensor:
+    out = torch.empty(info.local_token_allocation_count, x.shape[1], dtype=x.dtype)
+    out.view(torch.uint8).fill_(GARBAGE)
+    moe_comm(
+        x, info.send_rank_count_cumsum, info.send_rank_local_indices, out,
+        info.recv_rank_count_cumsum, info.recv_rank_local_indices, workspace, rank, ranks,
+    )  # fmt: skip
+    return out
+
+
+two_sided = SimpleNamespace(
+    get_moe_commworkspace_size_per_rank=lambda ranks: 4096 * ranks,
+    get_moe_prepare_workspace_size_per_rank=lambda ranks: 512 * ranks,
+    moe_comm=moe_comm,
+    MnnvlMoe=SimpleNamespace(
+        mnnvl_moe_alltoallv_prepare_without_allgather=_prepare, mnnvl_moe_alltoallv=_alltoallv
+    ),
+)
+
+
+# -- experts ----------------------------------------------------------------------------------
+
+
+class ActivationType(enum.IntEnum):
+    Gelu, Relu, Silu, Swiglu, Geglu, SwigluBias, Relu2, Identity = range(8)
+
+
+def _activate(h: Tensor, kind: ActivationType, expert: int, **parameters: Tensor | None) -> Tensor:
+    """fp32 rows: up in the first half, gate in the second."""
+    if kind is ActivationType.Silu:
+        return F.silu(h)
+    if kind is ActivationType.Relu2:
+        return F.relu(h).square()
+    assert kind is ActivationType.Swiglu
+    up, gate = h.chunk(2, dim=1)
+    alpha, beta, limit = (
+        default if (t := parameters[name]) is None else float(t[expert])
+        for name, default in (("alpha", 1.0), ("beta", 0.0), ("limit", float("inf")))
+    )
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+
+def _blockwise(w: Tensor, scale: Tensor) -> Tensor:
+    assert scale.dtype == torch.float32 and scale.is_contiguous()
+    assert scale.shape == (w.shape[0], w.shape[1] // 128, w.shape[2] // 128)
+    return w.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+
+
+def _fp8_groups(x: Tensor) -> Tensor:
+    """fp32 rows rounded to e4m3, each 1 x 128 group by its own scale."""
+    groups = x.unflatten(1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return ((groups / scale).to(FP8).float() * scale).flatten(1)
+
+
+def cutlass_fused_moe(
+    input: Tensor,
+    token_selected_experts: Tensor,
+    token_final_scales: Tensor,
+    fc1_expert_weights: Tensor,
+    fc2_expert_weights: Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: list[Tensor],
+    fc1_expert_biases: Tensor | None = None,
+    fc2_expert_biases: Tensor | None = None,
+    swiglu_alpha: Tensor | None = None,
+    swiglu_beta: Tensor | None = None,
+    swiglu_limit: Tensor | None = None,
+    output: Tensor | None = None,
+    use_deepseek_fp8_block_scale: bool = False,
+    activation_type: ActivationType = ActivationType.Swiglu,
+) -> Tensor:
+    x, ids, w13, w2 = input, token_selected_experts, fc1_expert_weights, fc2_expert_weights
+    L, gated = len(w13), activation_type is ActivationType.Swiglu
+    assert ids.dtype == torch.int32 and token_final_scales.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (x, ids, token_final_scales, w13, w2, output))
+    assert w13.shape[1] == w2.shape[2] * (2 if gated else 1) and len(w2) == L
+    assert output.shape == (len(x), w2.shape[1]) and output.dtype == output_dtype
+    multiple = 16 if w13.dtype == FP8 else 8
+    assert w2.shape[1] % multiple == w2.shape[2] % multiple == 0
+    for bias, rows in ((fc1_expert_biases, w13.shape[1]), (fc2_expert_biases, w2.shape[1])):
+        assert bias is None or (bias.shape == (L, rows) and bias.dtype == output_dtype)
+    assert (fc1_expert_biases is None) == (fc2_expert_biases is None)
+    for parameter in (swiglu_alpha, swiglu_beta, swiglu_limit):
+        assert parameter is None or (parameter.shape == (L,) and parameter.dtype == torch.float32)
+    block = use_deepseek_fp8_block_scale
+    if block:
+        assert x.dtype == output_dtype == torch.bfloat16 and w13.dtype == FP8
+        wide13, wide2 = (_blockwise(w, s) for w, s in zip((w13, w2), quant_scales, strict=True))
+    else:
+        assert x.dtype == w13.dtype
+        wide13, wide2 = w13.float(), w2.float()
+    quantizes = x.dtype == FP8
+    if quantizes:
+        dequant1, quant2, dequant2, input_dequant = quant_scales
+        assert dequant1.shape == dequant2.shape == (L,) and input_dequant.dim() == 0
+        assert quant2.dim() == 0 and all(s.dtype == torch.float32 for s in quant_scales)
+    else:
+        assert block or not quant_scales
+
+    output.zero_()
+    total = torch.zeros(output.shape)
+    for expert in range(L):
+        rows, slots = (ids == expert).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
+        a = x[rows].float()
+        h = (_fp8_groups(a) if block else a) @ wide13[expert].T
+        if quantizes:
+            h *= dequant1[expert]
+        h = h.to(output_dtype).float()
+        if fc1_expert_biases is not None:
+            h += fc1_expert_biases[expert].float()
+        parameters = {"alpha": swiglu_alpha, "beta": swiglu_beta, "limit": swiglu_limit}
+        a = _activate(h, activation_type, expert, **parameters)
+        if quantizes:
+            a = (a * quant2).clamp(-448, 448).to(FP8).float()
+        else:
+            a = a.to(output_dtype).float()
+        y = (_fp8_groups(a) if block else a) @ wide2[expert].T
+        if quantizes:
+            y *= dequant2[expert]
+        y = y.to(output_dtype).float()
+        if fc2_expert_biases is not None:
+            y += fc2_expert_biases[expert].float()
+        total[rows] += y * token_final_scales[rows, slots, None]
+    return output.copy_(total)
+
+
+fused_moe = SimpleNamespace(cutlass_fused_moe=cutlass_fused_moe, ActivationType=ActivationType)

@@ -1,0 +1,279 @@
+"""The adapters' own decisions, with the library's stand-in: slots, sharing, routes, reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from types import SimpleNamespace
+
+import flashinfer_registry
+import flashinfer_standins
+import pytest
+import torch
+import torch.distributed as dist
+from flashinfer_registry import dispatchers
+from moekit_flashinfer import library, moekit_dispatchers, moekit_experts, one_sided
+from moekit_flashinfer.sizes import library_bytes
+
+import moekit
+from moekit import MoEProblem, ParallelConfig, Routing
+from moekit.errors import BackendError, InvalidInput
+from moekit.kernel import Workspace
+from moekit.testing import cases
+from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import assert_close
+from moekit.testing.distributed import RankPool
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested")
+
+SPECS = {spec.name: spec for spec in (*moekit_dispatchers(), *moekit_experts())}
+
+
+def problem(rank: int = 0, ranks: int = 1, **changes) -> MoEProblem:
+    sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=32, max_num_tokens=16)
+    parallel = ParallelConfig(ep_size=ranks, ep_rank=rank)
+    return MoEProblem(**{**sizes, "device": "cpu", "parallel": parallel, **changes})
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def made(rank, ranks, name="flashinfer_alltoall", **changes):
+    spec, p = dispatchers()[name], problem(rank, ranks, **changes)
+    return spec.load()(spec, p, dist.group.WORLD)
+
+
+def routing(p: MoEProblem, tokens: int, absent: float = 0.3) -> Routing:
+    ids = torch.rand(tokens, p.num_physical_experts).argsort(dim=1)[:, : p.top_k].int()
+    ids[torch.rand(ids.shape) < absent] = -1
+    return Routing(torch.rand(tokens, p.top_k), ids.contiguous())
+
+
+# -- one-sided --------------------------------------------------------------------------------
+
+
+def slots_are_shared_and_freed(rank, ranks):
+    opened = flashinfer_standins.Memory.opened
+    first, second = made(rank, ranks), made(rank, ranks)
+    other = made(rank, ranks, max_num_tokens=8)
+    assert first._slots is second._slots and first._slots is not other._slots
+    assert len(opened) == 2
+    first.destroy()
+    first.destroy()
+    assert len(opened) == 2, "freed while another layer uses it"
+    second.destroy()
+    other.destroy()
+    assert not opened
+    assert first.buffer_bytes() == 0
+
+
+def test_slots_are_shared_and_freed(pool):
+    pool.run(slots_are_shared_and_freed)
+
+
+def a_third_call_in_flight_is_refused(rank, ranks):
+    d = made(rank, ranks)
+    p, one = d.problem, d.buffer_bytes()
+    x = torch.randn(3, p.hidden_size, dtype=p.dtype)
+    calls = [d.prepare(x, routing(p, 3), None).result() for _ in range(2)]
+    assert d.buffer_bytes() == 2 * one, "the second call needs memory of its own"
+    with pytest.raises(InvalidInput, match="2 calls are in flight"):
+        d.prepare(x, routing(p, 3), None)
+    for call in calls:
+        d.finalize(torch.zeros_like(call.x), call, torch.empty_like(x)).result()
+    d.abandon(d.prepare(x, routing(p, 3), None).result())
+    assert not any(slot.busy for slot in d._slots._slots)
+    d.destroy()
+
+
+def test_a_third_call_in_flight_is_refused(pool):
+    pool.run(a_third_call_in_flight_is_refused)
+
+
+def without_a_copy(rank, ranks, hidden, dtype):
+    d = made(rank, ranks, hidden_size=hidden, dtype=dtype)
+    x = torch.randn(5 + rank, hidden, dtype=dtype)
+    route = routing(d.problem, 5 + rank, absent=0.0)
+    outs = []
+    for in_place in (False, True):
+        tokens = d.prepare(x, route, None).result()
+        total = torch.where(tokens.topk_ids >= 0, tokens.topk_weights, 0.0).sum(1, keepdim=True)
+        y = d.output(tokens) if in_place else torch.empty_like(tokens.x)
+        y.copy_(torch.where(total > 0, tokens.x * total, 0.0))
+        assert y.shape == tokens.x.shape
+        out = torch.full_like(x, float("nan"))
+        outs.append(d.finalize(y, tokens, out).result())
+    want = x * route.topk_weights.sum(dim=1, keepdim=True)
+    for out in outs:
+        torch.testing.assert_close(out.float(), want.float(), atol=3e-2, rtol=3e-2)
+    assert torch.equal(outs[0], outs[1])
+    d.destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [64, 24])
+def test_output_without_a_copy(pool, hidden, dtype):
+    pool.run(without_a_copy, hidden, dtype)
+
+
+def full_layers(rank, ranks, seed, name, tokens, changes):
+    """Through a kernel, against the oracle, with slots and whole tokens without an expert."""
+    cases.use_seed(seed)
+    p = problem(rank, ranks, max_num_tokens=tokens, **changes)
+    backends = flashinfer_registry.registry()
+    kernel = moekit.compose(p, name, "torch", backends=backends, workspace=Workspace())
+    packed = kernel.pack(random_weights(p))
+    whole = p.replace(parallel=ParallelConfig())
+    for index, kind in enumerate(("slots", "rows", "none", "random")):
+        case = make_case(whole, tokens - 3 * rank, kind, (index, rank))
+        out = kernel(case.x, packed, case.routing)
+        assert_close(out, case.reference(), p, f"rank {rank}, {kind}")
+    kernel.destroy()
+
+
+@pytest.mark.parametrize("name", ["standin_one_sided", "standin_two_sided"])
+@pytest.mark.parametrize("tokens", [one_sided.REROUTED_FROM - 1, one_sided.REROUTED_FROM + 9])
+def test_absent_slots_below_and_above_rerouting(pool, name, tokens):
+    pool.run(full_layers, cases.seed(), name, tokens, {})
+
+
+def test_one_expert_on_a_rank(pool):
+    """-1 divided by one expert a rank would be rank -1."""
+    pool.run(full_layers, cases.seed(), "standin_one_sided", 9, {"num_experts": 2, "top_k": 1})
+
+
+@pytest.mark.parametrize("hidden", [24, 136, 272])
+@pytest.mark.parametrize("tokens", [7, 9])
+def test_payloads_of_any_width_stay_aligned(pool, hidden, tokens):
+    """The stand-in traps where a vector store of the library would."""
+    changes = {"hidden_size": hidden, "quant": "fp8_block", "top_k": 1, "dtype": torch.bfloat16}
+    pool.run(full_layers, cases.seed(), "standin_one_sided", tokens, changes)
+
+
+# -- reasons ----------------------------------------------------------------------------------
+
+
+def reasons(name: str, **changes) -> str:
+    p = problem(ranks=changes.pop("ranks", 4), **changes)
+    spec = dataclasses.replace(SPECS[name], requires=(), devices=("cpu",))
+    return "; ".join(spec.unsupported(p))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("flashinfer_alltoall", {"top_k": 3}, "top_k=3 is not compiled in"),
+        ("flashinfer_alltoall", {"num_experts": 128, "ranks": 128}, "exceeds 64 ranks"),
+        ("flashinfer_alltoall", {"num_experts": 6}, "6 experts do not divide by ep_size=4"),
+        ("flashinfer_alltoall", {"max_num_tokens": None}, "set max_num_tokens"),
+        (
+            "flashinfer_alltoall",
+            {"parallel": ParallelConfig(ep_size=2, tp_size=2)},
+            "sliced over tp_size=2",
+        ),
+        (
+            "flashinfer_alltoall",
+            {"parallel": ParallelConfig(ep_size=4, dp_size=2)},
+            "tokens of its own",
+        ),
+        ("flashinfer_alltoall_two_sided", {"top_k": 33, "num_experts": 64}, "top_k=33 exceeds 32"),
+        ("flashinfer_alltoall_two_sided", {"num_experts": 6, "ranks": 2}, "no multiple of 4"),
+        ("flashinfer_alltoall_two_sided", {"hidden_size": 36}, "no multiple of 16 bytes"),
+        (
+            "flashinfer_allgather",
+            {"parallel": ParallelConfig(ep_size=4, dp_size=2)},
+            "tokens of its own",
+        ),
+        ("flashinfer_cutlass", {"hidden_size": 36}, "hidden_size=36 is no multiple of 8"),
+        ("flashinfer_cutlass", {"quant": "fp8_block"}, "I=32 is no multiple of 128"),
+        ("flashinfer_cutlass", {"quant": "fp8_tensor"}, "quant scheme fp8_tensor is not supported"),
+        ("flashinfer_cutlass", {"activation": "gelu"}, "activation gelu is not supported"),
+        (
+            "flashinfer_cutlass",
+            {"quant": "fp8_block", "dtype": torch.float16},
+            "computes in bfloat16 only",
+        ),
+    ],
+)
+def test_limits_are_reasons(name, changes, reason):
+    assert reason in reasons(name, **changes)
+
+
+def test_within_the_limits_there_is_no_reason():
+    for name in ("flashinfer_alltoall", "flashinfer_alltoall_two_sided", "flashinfer_allgather"):
+        assert reasons(name) == ""
+    assert reasons("flashinfer_cutlass") == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "usable"),
+    [("0.6.8.post1", True), ("0.6.8", True), ("0.6.9", False), ("0.7", False), ("", True)],
+)
+def test_versions(monkeypatch, version, usable):
+    monkeypatch.setattr(library, "version", lambda: version)
+    assert (library.faults() == []) is usable
+    assert usable or version in reasons("flashinfer_cutlass")
+
+
+# -- the library's modules --------------------------------------------------------------------
+
+
+def test_compilation_is_reported(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(library, "_PROGRESS_SECONDS", 0.01)
+    spec = SimpleNamespace(
+        name="fused_moe_90", is_compiled=False, sources=["a.cu", "b.cu"], build_dir=tmp_path
+    )
+    (tmp_path / "a.cuda.o").touch()
+    with caplog.at_level(logging.WARNING), library.compiling(lambda: spec):
+        for _ in range(200):
+            if "1 of 2" in caplog.text:
+                break
+            time.sleep(0.01)
+    assert "compiles fused_moe_90: 2 files" in caplog.text and "1 of 2" in caplog.text
+
+
+def test_failed_compilation_says_what_to_do():
+    spec = SimpleNamespace(name="comm", is_compiled=True)
+    with pytest.raises(BackendError, match="comm cannot be had: RuntimeError: no nvcc; it is"):
+        with library.compiling(lambda: spec):
+            raise RuntimeError("no nvcc")
+
+
+# -- experts ----------------------------------------------------------------------------------
+
+
+def test_pack_puts_up_before_gate(monkeypatch):
+    flashinfer_standins.install(monkeypatch.setattr)
+    p = problem(
+        has_bias=True, quant="fp8_tensor_static", dtype=torch.bfloat16, activation="swigluoai"
+    )
+    kernel = moekit.compose(
+        p, "local", "flashinfer_cutlass", backends=flashinfer_registry.registry()
+    )
+    weights = random_weights(p)
+    packed = kernel.pack(weights)
+    half = p.local_intermediate_size
+    for name in ("w13", "w13_bias"):
+        given, got = getattr(weights, name).float(), packed[name].float()
+        assert torch.equal(got[:, :half], given[:, half:])
+        assert torch.equal(got[:, half:], given[:, :half])
+    a1, a2 = weights.w13_input_scale, weights.w2_input_scale
+    torch.testing.assert_close(packed["w13_dequant"], weights.w13_scale.flatten() * a1)
+    torch.testing.assert_close(packed["w2_dequant"], weights.w2_scale.flatten() * a2)
+    torch.testing.assert_close(packed.shared["a2_quant"] * a2, torch.tensor(1.0))
+    for name, value in (("swiglu_alpha", 1.702), ("swiglu_beta", 1.0), ("swiglu_limit", 7.0)):
+        torch.testing.assert_close(packed[name], torch.full((8,), value))
+
+
+def test_sizes_grow_with_rows_and_cover_the_buffers():
+    for scheme in ("none", "fp8_tensor_static", "fp8_block"):
+        p = problem(quant=scheme, dtype=torch.bfloat16, hidden_size=512, intermediate_size=256)
+        sizes = [library_bytes(p, rows) for rows in (0, 1, 100, 1000, 10000)]
+        assert sizes[0] == 0 and sizes == sorted(sizes)
+        pairs = 10000 * p.top_k
+        # permuted x or GEMM 2's rows, and GEMM 1's, at the least
+        assert sizes[-1] > pairs * (p.hidden_size + 2 * p.intermediate_size) * 2

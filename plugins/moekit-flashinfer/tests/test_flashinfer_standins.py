@@ -1,0 +1,35 @@
+"""The conformance kit with the library replaced by its semantics in torch: judges all that is ours.
+
+Not on a GPU, where test_flashinfer_conformance.py does the same with the library itself.
+"""
+
+from __future__ import annotations
+
+import flashinfer_registry
+import flashinfer_standins
+import pytest
+import torch
+
+from moekit.testing import DispatcherConformance, ExpertsConformance
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested")
+
+
+@pytest.fixture(autouse=True)
+def _standin(monkeypatch):
+    flashinfer_standins.install(monkeypatch.setattr)
+
+
+class TestExperts(ExpertsConformance):
+    backend = "flashinfer_cutlass"
+    backends = flashinfer_registry.registry()
+
+
+class TestOneSided(DispatcherConformance):
+    backend = "standin_one_sided"
+    backends = flashinfer_registry.registry()
+
+
+class TestTwoSided(DispatcherConformance):
+    backend = "standin_two_sided"
+    backends = flashinfer_registry.registry()

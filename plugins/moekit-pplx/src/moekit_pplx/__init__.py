@@ -1,0 +1,59 @@
+"""moekit dispatcher over pplx-kernels' intranode all-to-all (the GPUs of one host, NVLink)."""
+
+from __future__ import annotations
+
+from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
+from moekit.quant import SCHEMES
+
+from .layout import MAX_TOKENS
+
+# The library sends a token by way of one block's shared memory.
+_LARGEST_ROW = 48 * 1024 - 1024
+
+
+def _check(problem: MoEProblem) -> list[str]:
+    parallel, reasons = problem.parallel, []
+    if not parallel.moves_tokens:
+        return []
+    if parallel.tp_size != 1:
+        reasons.append(f"it sends tokens to whole experts, not to {parallel.tp_size} slices each")
+    elif parallel.dp_size != parallel.ep_size:
+        reasons.append(
+            f"each of the {parallel.ep_size} ranks must have tokens of its own, but "
+            f"dp_size={parallel.dp_size}"
+        )
+    row = problem.hidden_size * problem.dtype.itemsize
+    multiple = 8 if problem.quant.activation is None else 16
+    if problem.hidden_size % multiple:
+        reasons.append(f"hidden_size {problem.hidden_size} is no multiple of {multiple}")
+    if row > _LARGEST_ROW:
+        reasons.append(f"a token of {row} bytes is above the {_LARGEST_ROW} that it can send")
+    if (problem.max_num_tokens or 0) > MAX_TOKENS:
+        reasons.append(
+            f"max_num_tokens={problem.max_num_tokens} is above {MAX_TOKENS}: every 128 tokens of a "
+            "rank take another round and another set of buffers"
+        )
+    return reasons
+
+
+@hookimpl
+def moekit_dispatchers() -> list[DispatcherSpec]:
+    return [
+        DispatcherSpec(
+            name="pplx",
+            target="moekit_pplx.dispatcher:PplxDispatcher",
+            format=ActivationFormat.BATCHED,
+            dtypes=frozenset({"bfloat16", "float16"}),
+            devices=("cuda>=9.0",),
+            requires=("pplx_kernels", "triton"),
+            install_hint="build it from github.com/perplexityai/pplx-kernels",
+            # Measured on 8 x H200: the slowest from 64 tokens a rank on.
+            priority=-10,
+            check=_check,
+            moves_tokens=True,
+            wire_schemes=frozenset(n for n, s in SCHEMES.items() if s.activation is not None),
+            needs_capacity=True,
+            overlaps=True,
+            graph_safe=True,
+        )
+    ]

@@ -1,0 +1,265 @@
+"""The `pplx` dispatcher: each token goes straight into the slab of each of its experts.
+
+    prepare   ids to library experts; every round's send            returns while tokens travel
+    arrive    every round's receive: x_LCH and the rows of each expert
+    experts   write their output, in `output` if they can
+    finalize  every round's combine: rows go back, are weighted and summed
+
+Rounds, library experts and spare ones: layout.py. Buffers: lanes.py.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.errors import BackendBroken, GroupMismatch
+from moekit.group import has_backend, resolve
+from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
+from moekit.problem import MoEProblem
+
+from .lanes import Lane, Lanes, lane_bytes, shared
+from .layout import TOKENS_PER_ROUND, Layout, Wire
+from .route import translate
+from .slabs import OneRankSlabs
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from moekit.plugins import DispatcherSpec
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What finalize needs of a call: its lane and the routing in the library's terms."""
+
+    lanes: Lanes
+    lane: Lane
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+class PplxDispatcher(PrepareAndFinalize):
+    """BATCHED, over `pplx_kernels.AllToAll.intranode`, on the GPUs of one host.
+
+    C is ``ep_size * max_num_tokens`` whatever T is, and T may differ between ranks and be 0.
+    Construction is collective where tokens move, and so are every call (on whatever stream) and
+    `destroy`. Buffers appear with the first call; a second set with the first call that is started
+    while another is in flight. Where nothing moves (dp_size=1), no group or library is needed.
+    """
+
+    def __init__(
+        self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
+    ) -> None:
+        moves = problem.parallel.moves_tokens
+        self._library = self.library() if moves else None
+        self._device = _device(problem)
+        self._multiprocessors = TOKENS_PER_ROUND
+        if self._device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self._device)
+            self._multiprocessors = properties.multi_processor_count
+        common = ""
+        if moves:
+            self._layout = Layout.of(problem, self._multiprocessors)
+            common = f"{self._layout.rounds} rounds of pplx-kernels on host {socket.gethostname()}"
+        super().__init__(spec, problem, resolve(problem, group, common))
+        self._here = OneRankSlabs(spec, problem)
+        self._lanes: dict[Hashable, Lanes] = {}
+        if self.group is None:
+            return
+        if not has_backend(self.group, "cpu"):
+            raise GroupMismatch(
+                f"the process group's backends are {dist.get_backend_config(self.group)}, but the "
+                "library exchanges addresses over the host; initialize the group with "
+                "backend='cpu:gloo,cuda:nccl'"
+            )
+        self._destinations = self._layout.destinations(problem).to(self._device)
+
+    @staticmethod
+    def library() -> Any:
+        """The class AllToAll. Raises BackendBroken if the library behind it did not load."""
+        import pplx_kernels
+
+        if not hasattr(pplx_kernels.ops._ops, "all_to_all_intranode_create"):
+            raise BackendBroken(
+                "pplx_kernels is installed, but its library does not load (it logged why): build "
+                "it for this torch"
+            )
+        return pplx_kernels.AllToAll
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        if self.group is None:
+            return self._here.prepare(x_TH, routing, quantize)
+        at, p = self._layout, self.problem
+        x, scale_TS, groups = x_TH, None, 0
+        if quantize is not None:
+            x, scale = quantize(x_TH, self._valid(routing))
+            groups = scale.shape[1]
+            scale_TS = _for_library(scale, x.shape[0])
+        wire = Wire(at.hidden_size * x.itemsize, 0 if scale_TS is None else scale_TS.shape[1])
+        ids, weights = translate(routing, self._destinations, p.num_physical_experts)
+        lanes = self._lanes_for(wire)
+        call = _Call(lanes, lanes.take(), ids, weights)
+        counts = torch.empty(at.slabs, dtype=torch.int32, device=x.device)
+        x_SCH = x.new_empty((at.slabs, at.slab_rows, at.hidden_size))
+        scale_SCG = None
+        if scale_TS is not None:
+            scale_SCG = x.new_empty((*x_SCH.shape[:2], _columns(groups)), dtype=torch.float32)
+
+        def dispatch(send: bool) -> None:
+            lanes.keep_order()
+            for part, each in zip(at.parts(x.shape[0]), call.lane.objects, strict=True):
+                each.dispatch(
+                    counts,
+                    x_SCH,
+                    None if scale_SCG is None else scale_SCG.expand(-1, -1, wire.scales),
+                    x[part],
+                    None if scale_TS is None else scale_TS[part],
+                    ids[part],
+                    None,
+                    do_send=send,
+                    do_recv=not send,
+                )
+
+        # Sending clears the counts, receiving adds to them: all rounds send before any receives.
+        dispatch(send=True)
+
+        def arrive() -> Dispatched:
+            dispatch(send=False)
+            L = p.num_local_experts
+            return Dispatched(
+                x=x_SCH[:L],
+                x_scale=None if scale_SCG is None else scale_SCG[:L, :, :groups].contiguous(),
+                expert_num_tokens=counts[:L],
+                handle=call,
+            )
+
+        return Pending(arrive)
+
+    def output(self, dispatched: Dispatched) -> Tensor | None:
+        """(L, C, H) where the library reads: what is written here needs no copy in finalize."""
+        if self.group is None:
+            return None
+        call: _Call = dispatched.handle
+        return call.lane.y_SCH[: self.problem.num_local_experts]
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        wanted = self.output(dispatched)
+        if wanted is None:
+            return self._here.finalize(y, dispatched, out_TH)
+        call: _Call = dispatched.handle
+        if y.data_ptr() != wanted.data_ptr():
+            wanted.copy_(y)
+        out = out_TH if out_TH.is_contiguous() else torch.empty_like(out_TH).contiguous()
+        self._combine(call, out)
+        return Pending.ready(out_TH if out is out_TH else out_TH.copy_(out))
+
+    def abandon(self, dispatched: Dispatched) -> None:
+        """Ends the call with NaN rows: the library wants a combine after every dispatch."""
+        wanted = self.output(dispatched)
+        if wanted is None:
+            return
+        call: _Call = dispatched.handle
+        wanted.fill_(float("nan"))
+        tokens = call.ids_TK.shape[0]
+        shape = (tokens, self._layout.hidden_size)
+        self._combine(call, torch.empty(shape, dtype=self.problem.dtype, device=self._device))
+
+    @property
+    def num_sms(self) -> int | None:
+        """Multiprocessors that the library's kernels occupy: all."""
+        return None if self.group is None else self._multiprocessors
+
+    def max_rows(self, num_tokens: int) -> int:
+        return num_tokens if self.group is None else self._layout.slab_rows
+
+    def buffer_bytes(self) -> int:
+        """What it holds; before the first call, what that will make it hold."""
+        if self.group is None:
+            return 0
+        if self._lanes:
+            return sum(lanes.nbytes for lanes in self._lanes.values())
+        row = self._layout.hidden_size * self.problem.dtype.itemsize
+        return lane_bytes(self._layout, Wire(row, 0), self.problem.dtype)
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        if self.group is None:
+            return self._here.transient_bytes(num_tokens)
+        at, p = self._layout, self.problem
+        rows, groups = at.slabs * at.slab_rows, 0
+        if p.quant.activation is not None:
+            groups = p.quant.activation.scale_shape(1, p.hidden_size)[1]
+        slabs = rows * (at.hidden_size * p.dtype.itemsize + 2 * 4 * _columns(groups))
+        tokens = at.top_k * (4 + 4 + 8) + 4 * _columns(groups) + 2 * at.hidden_size
+        return slabs + num_tokens * tokens + 4 * at.slabs
+
+    def destroy(self) -> None:
+        for key in self._lanes:
+            shared.release(key)
+        self._lanes.clear()
+
+    # -- the library's terms ------------------------------------------------------------------
+
+    def _combine(self, call: _Call, out: Tensor) -> None:
+        # Rounds overlap if all send before any waits; a single one takes one launch.
+        steps = ((True, True),) if self._layout.rounds == 1 else ((True, False), (False, True))
+        parts = self._layout.parts(out.shape[0])
+        call.lanes.keep_order()
+        for send, receive in steps:
+            for part, each in zip(parts, call.lane.objects, strict=True):
+                each.combine(
+                    out[part],
+                    call.ids_TK[part],
+                    call.weights_TK[part],
+                    call.lane.y_SCH,
+                    None,
+                    do_send=send,
+                    do_recv=receive,
+                )
+        call.lanes.give_back(call.lane)
+
+    def _lanes_for(self, wire: Wire) -> Lanes:
+        assert self.group is not None
+        key = (self._library, self.group.group_name, self._layout, wire, self.problem.dtype)
+        if key not in self._lanes:
+            self._lanes[key] = shared.acquire(key, lambda: self._make_lanes(wire))
+        return self._lanes[key]
+
+    def _make_lanes(self, wire: Wire) -> Lanes:
+        assert self.group is not None
+        return Lanes(
+            self._library, self.group, self._layout, wire, self.problem.dtype, self._device
+        )
+
+    def _valid(self, routing: Routing) -> Tensor | None:
+        """(T,) tokens with an expert, where a scale is shared with those without."""
+        activation = self.problem.quant.activation
+        assert activation is not None
+        shared_scale = activation.group[0] < 0 and not activation.static
+        return (routing.topk_ids >= 0).any(dim=1) if shared_scale else None
+
+
+def _device(problem: MoEProblem) -> torch.device:
+    if problem.device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(problem.device.type)
+
+
+def _columns(groups: int) -> int:
+    """fp32 scales of a row as they lie in the slab: one, or a multiple of 16 bytes."""
+    return groups if groups < 2 else -(-groups // 4) * 4
+
+
+def _for_library(scale: Tensor, tokens: int) -> Tensor:
+    """(T or 1, groups) -> (T, S) fp32, S a multiple of 4; what is repeated is not copied."""
+    scale = scale.float().expand(tokens, -1)
+    if scale.shape[1] == 1:
+        return scale.expand(-1, 4)
+    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))

@@ -1,0 +1,185 @@
+"""The library's objects. One serves one call at a time, so calls in flight take one *lane* each.
+
+Lanes are made when first needed, and shared by all layers of one shape; in the usual case of one
+call after the other there is one. Making them is collective, which holds because all ranks start
+their calls in one order.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.errors import BackendError, PeerFailed
+from moekit.group import Agreement, SharedBuffers
+
+from .layout import Layout, Wire
+
+logger = logging.getLogger("moekit")
+
+# How long to wait for the other ranks before memory is freed that they may still write to. Only
+# the end of their last kernel is missing then, so whoever is later than this will not come.
+_PATIENCE = 10.0
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one call needs. objects: pplx_kernels.AllToAll, one a round.
+
+    y_SCH: where the experts' output is taken from, a slab for each library expert of this rank.
+    Those of the spare experts stay zero.
+    """
+
+    objects: tuple[Any, ...]
+    y_SCH: Tensor
+
+
+class Lanes:
+    """The lanes of all layers with one group, layout, dtype and wire format."""
+
+    def __init__(
+        self,
+        library: Any,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        wire: Wire,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """library: the class AllToAll."""
+        self._library, self._group, self._layout, self._wire = library, group, layout, wire
+        self._dtype, self._device = dtype, device
+        self._agreement = Agreement(group, _PATIENCE)
+        self._all: list[Lane] = []
+        self._idle: list[Lane] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def lane_bytes(self) -> int:
+        return lane_bytes(self._layout, self._wire, self._dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._all) * self.lane_bytes
+
+    def take(self) -> Lane:
+        """An idle lane, or a new one. Raises BackendError if the memory of a rank is too small."""
+        if self._idle:
+            return self._idle.pop()
+        lane = self._make()
+        self._all.append(lane)
+        return lane
+
+    def give_back(self, lane: Lane) -> None:
+        """The call's last kernel has been launched."""
+        self._idle.append(lane)
+
+    def keep_order(self) -> None:
+        """Before launches: they run in the order of their launch, whatever the streams.
+
+        The library's kernels fill the GPU and wait for their peers, so ranks that ran two of them
+        in different orders would wait for each other forever.
+        """
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def free(self) -> None:
+        """Collective; but a rank that does not come is not waited for long."""
+        if not self._all:
+            return
+        finished = self._finished()
+        try:
+            self._agreement.agree("free pplx's buffers", None if finished else "its GPU hangs")
+        except (PeerFailed, RuntimeError) as error:
+            logger.warning("freeing pplx's buffers without the other ranks: %s", error)
+        for each in (each for lane in self._all for each in lane.objects):
+            if finished:
+                each.destroy()
+            else:  # freeing would wait for the GPU: the end of the process frees
+                each.destroy = _nothing
+        self._all.clear()
+        self._idle.clear()
+
+    def _finished(self) -> bool:
+        """Waits for the GPU, but not forever: a kernel may wait for a rank that is gone."""
+        if self._device.type != "cuda":
+            return True
+        streams = [torch.cuda.current_stream(), self._stream or torch.cuda.current_stream()]
+        deadline = time.monotonic() + _PATIENCE
+        while not all(stream.query() for stream in streams):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _make(self) -> Lane:
+        self._check_room()
+        at, wire = self._layout, self._wire
+        objects = tuple(
+            self._library.intranode(
+                max_num_tokens=at.tokens,
+                num_experts=at.ranks * at.slabs,
+                experts_per_token=at.top_k,
+                rank=at.rank,
+                world_size=at.ranks,
+                dp_size=1,
+                hidden_dim=at.hidden_size,
+                hidden_dim_bytes=wire.row_bytes,
+                hidden_dim_scale_bytes=4 * wire.scales,
+                group_name=self._group.group_name,
+            )
+            for _ in range(at.rounds)
+        )
+        shape = (at.slabs, at.slab_rows, at.hidden_size)
+        with torch.inference_mode(False):  # later calls may be outside of it
+            y_SCH = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        # Nobody writes to memory that its rank is still clearing.
+        dist.all_reduce(torch.zeros(1), group=self._group)
+        return Lane(objects, y_SCH)
+
+    def _check_room(self) -> None:
+        """The library ends the process when it gets no memory, so that is found out before."""
+        if self._device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                f"pplx has {len(self._all)} sets of buffers, all in use, and can make none while "
+                "a CUDA graph is captured: run the same calls once before (kernel.warmup)"
+            )
+        needed, (free, _) = self.lane_bytes, torch.cuda.mem_get_info()
+        if free < needed:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+        everyone = [0] * self._layout.ranks
+        dist.all_gather_object(everyone, free, group=self._group)
+        if small := {rank: room for rank, room in enumerate(everyone) if room < needed}:
+            raise BackendError(
+                f"pplx needs {needed:,} bytes for buffers, the GPUs have free (by rank): {small}; "
+                "lower max_num_tokens, which they grow with"
+            )
+
+
+def _nothing() -> None: ...
+
+
+def lane_bytes(layout: Layout, wire: Wire, dtype: torch.dtype) -> int:
+    """Device memory that one call in flight keeps."""
+    y = math.prod((layout.slabs, layout.slab_rows, layout.hidden_size)) * dtype.itemsize
+    return layout.library_bytes(wire) + y
+
+
+# One for the process: layers of one shape find each other here.
+shared: SharedBuffers[Lanes] = SharedBuffers(Lanes.free)

@@ -1,0 +1,476 @@
+"""The adapter's own logic over the stand-in, and on GPUs the library's limit it is built on."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import types
+from dataclasses import replace
+
+import moekit_pplx.dispatcher
+import moekit_pplx.lanes
+import pplx_device
+import pplx_standin
+import pytest
+import torch
+import torch.distributed as dist
+from moekit_pplx.dispatcher import PplxDispatcher
+from moekit_pplx.layout import Layout, Wire
+from moekit_pplx.route import launch, translate
+
+import moekit
+from moekit import MoEProblem, ParallelConfig, Routing
+from moekit.errors import BackendBroken, GroupMismatch
+from moekit.testing import cases
+from moekit.testing.distributed import RankPool
+from moekit.testing.ranks import Call, Job, calls
+
+GB = 1e9
+
+
+def problem_for(world, rank=0, **changes):
+    values = {
+        "num_experts": 8,
+        "top_k": 2,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "max_num_tokens": 16,
+        "device": "cpu",
+        "parallel": ParallelConfig(ep_size=world, ep_rank=rank),
+    }
+    return MoEProblem(**{**values, **changes})
+
+
+def standin_spec():
+    target = f"{pplx_standin.__name__}:StandInPplx"
+    spec = moekit.registry().dispatcher("pplx")
+    return replace(spec, name="pplx_standin", target=target, devices=("cpu",), requires=())
+
+
+def dispatcher_on(rank, world, **changes):
+    return pplx_standin.StandInPplx(standin_spec(), problem_for(world, rank, **changes))
+
+
+def tokens_on(rank, tokens, problem):
+    """x (T, H) whose rows are rank + 1 and t + 1, and a random routing with weights and -1."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.ones(tokens, problem.hidden_size, dtype=problem.dtype)
+    x[:, 0], x[:, 1] = rank + 1, torch.arange(tokens) + 1
+    scores = torch.rand(tokens, problem.num_physical_experts, generator=generator)
+    ids = scores.argsort(dim=1)[:, : problem.top_k]
+    weights = 0.5 + torch.rand(ids.shape, generator=generator)
+    gone = torch.rand(ids.shape, generator=generator) < 0.2
+    return x, Routing(weights.masked_fill(gone, float("nan")), ids.masked_fill(gone, -1))
+
+
+def identity(dispatcher, x, routing):
+    """A call with experts that return their input."""
+    arrived = dispatcher.prepare(x, routing, None).result()
+    return dispatcher.finalize(arrived.x, arrived, torch.empty_like(x)).result()
+
+
+def identity_result(x, routing):
+    weights = torch.where(routing.topk_ids >= 0, routing.topk_weights, 0.0)
+    return x.float() * weights.sum(dim=1, keepdim=True)
+
+
+def assert_identity(out, x, routing):
+    torch.testing.assert_close(out.float(), identity_result(x, routing), atol=0, rtol=1e-2)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    pytest.importorskip("pplx_kernels")
+    with RankPool(2, "cuda", timeout=120) as ranks:
+        yield ranks
+
+
+# -- the library's limit ------------------------------------------------------------------------
+
+
+def test_the_library_corrupts_more_tokens_than_multiprocessors(gpus):
+    """Why calls are cut into rounds. Should this fail, the library is mended: raise the limit."""
+    limit = torch.cuda.get_device_properties(0).multi_processor_count
+    assert sum(wrong for wrong, _ in gpus.run(pplx_device.lost_rows, limit)) == 0
+    assert sum(wrong for wrong, _ in gpus.run(pplx_device.lost_rows, 2 * limit)) > 0
+
+
+@pytest.mark.parametrize("name", pplx_device.CHECKS)
+def test_right_on_gpus(gpus, name):
+    gpus.run(pplx_device.right, name, cases.seed())
+
+
+def test_graph_replays_with_other_tokens_on_gpus(gpus):
+    assert max(gpus.run(pplx_device.replays)) < 5e-3
+
+
+def test_calls_on_two_streams_do_not_wait_for_each_other_on_gpus(gpus):
+    gpus.run(pplx_device.streams)
+
+
+def test_stated_memory_is_taken_on_gpus(gpus):
+    for found in gpus.run(pplx_device.adapter_times, 64, False):
+        assert found["taken GB"] == pytest.approx(found["stated GB"], rel=0.05)
+
+
+def bare_call(rank, world, tokens):
+    library = pplx_standin.AllToAll.intranode(
+        tokens, 8, 2, rank, world, 1, 64, 128, 0, dist.group.WORLD.group_name
+    )
+    problem = problem_for(world, rank, max_num_tokens=tokens)
+    x, routing = tokens_on(rank, tokens, problem)
+    ids = torch.rand(tokens, 8).argsort(dim=1)[:, :2].int().contiguous().view(torch.uint32)
+    slab = torch.zeros(8 // world, world * tokens, 64, dtype=x.dtype)
+    counts = torch.empty(8 // world, dtype=torch.int32)
+    library.dispatch(counts, slab, None, x, None, ids, None)
+    out = torch.empty_like(x)
+    library.combine(out, ids, torch.ones(tokens, 2), slab, None)
+    library.destroy()
+    return [bool((row == x.double() * 2).all()) for row, x in zip(out.double(), x, strict=True)]
+
+
+def test_the_standin_has_the_limit_too(pool):
+    limit = pplx_standin.NUM_SMS
+    assert all(all(rows) for rows in pool.run(bare_call, limit))
+    for rows in pool.run(bare_call, limit + 5):
+        assert rows.count(False) == 5
+
+
+def in_rounds(rank, world, tokens):
+    dispatcher = dispatcher_on(rank, world, max_num_tokens=300)
+    made = pplx_standin.AllToAll.made
+    x, routing = tokens_on(rank, tokens[rank], dispatcher.problem)
+    arrived = dispatcher.prepare(x, routing, None).result()
+    assert arrived.x.shape[1] == 300 * world == dispatcher.max_rows(1)
+    seen = []
+    for slab, count in zip(arrived.x, arrived.expert_num_tokens.tolist(), strict=True):
+        seen += [(int(row[0]) - 1, int(row[1]) - 1) for row in slab[:count]]
+    assert_identity(
+        dispatcher.finalize(arrived.x, arrived, torch.empty_like(x)).result(), x, routing
+    )
+    dispatcher.destroy()
+    sent = [(rank, t) for t, _ in (routing.topk_ids >= 0).nonzero().tolist()]
+    return pplx_standin.AllToAll.made - made, sent, seen
+
+
+@pytest.mark.parametrize("tokens", [(300, 300), (300, 0), (140, 3), (0, 0)])
+def test_more_tokens_go_in_rounds(pool, tokens):
+    """bf16 marks are exact up to 256; what lies above still shows by rank and by count."""
+    results = pool.run(in_rounds, tokens)
+    assert [made for made, _, _ in results] == [3, 3]
+    sent = [pair for _, pairs, _ in results for pair in pairs]
+    seen = [pair for _, _, pairs in results for pair in pairs]
+    assert len(seen) == len(sent)
+    exact = [[(r, t) for r, t in pairs if t < 255] for pairs in (sent, seen)]
+    assert sorted(exact[0]) == sorted(exact[1])
+
+
+def whole_layer(rank, world, problem, sequence):
+    calls(rank, world, Job(standin_spec(), problem, 17), sequence)
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_block", "int8_channel_token"])
+def test_a_layer_in_rounds(pool, quant):
+    problem = problem_for(2, max_num_tokens=200, hidden_size=128, quant=quant)
+    pool.run(whole_layer, problem, [Call((200, 7), "slots"), Call((0, 133), "rows")])
+
+
+def test_fewer_multiprocessors_make_more_rounds():
+    layout = Layout.of(problem_for(8, max_num_tokens=128), 78)
+    assert (layout.rounds, layout.tokens) == (2, 64)
+
+
+# -- a problem in the library's terms -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize(("experts", "replicas", "top_k"), [(8, 0, 2), (11, 3, 8), (8, 1, 8)])
+def test_destinations(world, experts, replicas, top_k):
+    changes = {"num_experts": experts, "num_redundant_experts": replicas, "top_k": top_k}
+    owners = {}
+    spare = []
+    for rank in range(world):
+        problem = problem_for(world, rank, **changes)
+        layout = Layout.of(problem, 132)
+        table = layout.destinations(problem).tolist()
+        assert len(table) == problem.num_physical_experts + top_k
+        real, spares = table[:-top_k], table[-top_k:]
+        assert len(set(table)) == len(table), "two slots of a token go to one library expert"
+        for local, physical in enumerate(problem.local_experts):
+            assert real[physical] == rank * layout.slabs + local
+        owners[rank] = real
+        assert spares[0] // layout.slabs == rank, "the first -1 stays on its rank"
+        assert all(s % layout.slabs >= layout.experts for s in spares)
+        spare += spares
+    assert all(real == owners[0] for real in owners.values())
+    # A rank's slab holds max_num_tokens rows of each rank: one a token in each spare, then.
+    assert max(spare.count(s) for s in spare) <= world
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 64, 65, 150, 200])
+def test_parts_cover_the_tokens(tokens):
+    parts = Layout.of(problem_for(2, max_num_tokens=200), 132).parts(tokens)
+    assert len(parts) == 2
+    assert [i for part in parts for i in range(tokens)[part]] == list(range(tokens))
+    assert all(len(range(tokens)[part]) <= 100 for part in parts)
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(128, 0.94), (1024, 7.5)])
+def test_library_bytes(tokens, measured):
+    """8 ranks, hidden 7168, 256 experts; the spare experts (1 a rank here) not counted."""
+    problem = problem_for(8, num_experts=256, hidden_size=7168, max_num_tokens=tokens)
+    layout = replace(Layout.of(problem, 132), spares=0)
+    assert layout.library_bytes(Wire(2 * 7168, 0)) / GB == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_the_kernel_translates_as_torch_does(dtype):
+    """In Triton's interpreter where there is no GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    problem = problem_for(4, 1, num_experts=11, top_k=5)
+    table = Layout.of(problem, 132).destinations(problem)
+    ids = torch.randint(-1, 12, (257, 5), dtype=dtype)  # 11 is an expert that nobody has
+    weights = torch.rand(257, 5).masked_fill(ids < 0, float("nan"))
+    want = translate(Routing(weights, ids), table, 11)
+    got = launch(ids.to(device), weights.to(device), table.to(device), 11)
+    assert got[0].dtype == want[0].dtype == torch.uint32
+    assert torch.equal(got[0].view(torch.int32).cpu(), want[0].view(torch.int32))
+    torch.testing.assert_close(got[1].cpu(), want[1], atol=0, rtol=0, equal_nan=True)
+    assert bool((want[1][ids < 0] == 0).all()) and bool(want[1][ids == 11].isnan().all())
+    empty = launch(ids[:0].to(device), weights[:0].to(device), table.to(device), 11)
+    assert empty[0].shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"parallel": ParallelConfig(ep_size=2, tp_size=2, dp_size=4)}, "not to 2 slices each"),
+        ({"parallel": ParallelConfig(ep_size=4, dp_size=2)}, "dp_size=2"),
+        ({"hidden_size": 60}, "hidden_size 60 is no multiple of 8"),
+        ({"hidden_size": 136, "quant": "fp8_channel_token"}, "no multiple of 16"),
+        ({"hidden_size": 32768}, "a token of 65536 bytes"),
+        ({"max_num_tokens": 1025}, "max_num_tokens=1025 is above 1024"),
+        ({"max_num_tokens": None}, "set max_num_tokens"),
+        ({"dtype": torch.float32}, "float32"),
+    ],
+)
+def test_reasons(changes, reason):
+    (found,) = standin_spec().unsupported(problem_for(2, **changes))
+    assert reason in found
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def output_in_place(rank, world):
+    dispatcher = dispatcher_on(rank, world)
+    x, routing = tokens_on(rank, 9, dispatcher.problem)
+    with torch.inference_mode():  # makes the buffers
+        assert_identity(identity(dispatcher, x, routing), x, routing)
+    arrived = dispatcher.prepare(x, routing, None).result()
+    y = dispatcher.output(arrived)
+    assert y.shape == arrived.x.shape and y.dtype == arrived.x.dtype
+    y.copy_(arrived.x)
+    before = y.data_ptr()
+    assert_identity(dispatcher.finalize(y, arrived, torch.empty_like(x)).result(), x, routing)
+    with torch.inference_mode():
+        assert_identity(identity(dispatcher, x, routing), x, routing)
+    again = dispatcher.prepare(x, routing, None).result()
+    assert dispatcher.output(again).data_ptr() == before, "buffers of one call after the other"
+    dispatcher.abandon(again)
+    dispatcher.destroy()
+
+
+def test_experts_can_write_where_the_library_reads(pool):
+    pool.run(output_in_place)
+
+
+def unknown_expert(rank, world):
+    dispatcher = dispatcher_on(rank, world)
+    x, routing = tokens_on(rank, 9, dispatcher.problem)
+    bad = routing.topk_ids.clone()
+    if rank == 0:
+        bad[4, 1] = 8
+    out = identity(dispatcher, x, Routing(routing.topk_weights, bad))
+    good = [t for t in range(9) if rank or t != 4]
+    rest = Routing(routing.topk_weights[good], routing.topk_ids[good])
+    assert_identity(out[good], x[good], rest)
+    dispatcher.destroy()
+    return bool(out[4].isnan().all())
+
+
+def test_an_id_that_no_expert_has_spoils_only_its_token(pool):
+    assert pool.run(unknown_expert) == [True, False]
+
+
+def one_rank_abandons(rank, world):
+    dispatcher = dispatcher_on(rank, world)
+    x, routing = tokens_on(rank, 9, dispatcher.problem)
+    arrived = dispatcher.prepare(x, routing, None).result()
+    if rank == 1:
+        dispatcher.abandon(arrived)
+        seen = []
+    else:
+        out = dispatcher.finalize(arrived.x, arrived, torch.empty_like(x)).result()
+        there = (routing.topk_ids >= 4).any(dim=1)
+        seen = [bool(out[there].isnan().all()), bool(out[~there].isfinite().all())]
+    assert_identity(identity(dispatcher, x, routing), x, routing)
+    dispatcher.destroy()
+    return seen
+
+
+def test_peers_of_a_rank_that_gives_up_see_nan(pool):
+    assert pool.run(one_rank_abandons)[0] == [True, True]
+
+
+# -- buffers --------------------------------------------------------------------------------------
+
+
+def counts():
+    return pplx_standin.AllToAll.made, pplx_standin.AllToAll.destroyed
+
+
+def sharing(rank, world):
+    seen = []
+    start = counts()
+
+    def note():
+        seen.append(tuple(now - then for now, then in zip(counts(), start, strict=True)))
+
+    first, second = dispatcher_on(rank, world), dispatcher_on(rank, world)
+    other = dispatcher_on(rank, world, hidden_size=128)
+    x, routing = tokens_on(rank, 9, first.problem)
+    stated = first.buffer_bytes()
+    for dispatcher in (first, second, first):
+        identity(dispatcher, x, routing)
+    note()
+    assert first.buffer_bytes() == second.buffer_bytes() == stated
+    pending = [d.prepare(x, routing, None) for d in (first, second)]
+    for dispatcher, arriving in zip((first, second), pending, strict=True):
+        arrived = arriving.result()
+        dispatcher.finalize(arrived.x, arrived, torch.empty_like(x)).result()
+    note()
+    assert first.buffer_bytes() == 2 * stated
+    wide, wide_routing = tokens_on(rank, 9, other.problem)
+    identity(other, wide, wide_routing)
+    note()
+    first.destroy()
+    first.destroy()
+    note()
+    identity(second, x, routing)
+    second.destroy()
+    note()
+    assert_identity(identity(first, x, routing), x, routing)
+    first.destroy()
+    other.destroy()
+    note()
+    return seen
+
+
+def test_buffers_are_shared_counted_and_freed(pool):
+    """(made, destroyed) after each step."""
+    for seen in pool.run(sharing):
+        assert seen == [(1, 0), (2, 0), (3, 0), (3, 0), (3, 2), (4, 4)]
+
+
+def alone_at_the_end(rank, world):
+    moekit_pplx.lanes._PATIENCE = 1.0
+    dispatcher = dispatcher_on(rank, world)
+    x, routing = tokens_on(rank, 9, dispatcher.problem)
+    identity(dispatcher, x, routing)
+    start, (_, before) = time.monotonic(), counts()
+    if rank == 0:
+        dispatcher.destroy()
+        return time.monotonic() - start, counts()[1] - before
+    time.sleep(3.0)
+    dispatcher.destroy()
+    return 0.0, counts()[1] - before
+
+
+def test_destroy_does_not_wait_long_for_a_rank_that_does_not_come(pool):
+    (seconds, freed), (_, freed_late) = pool.run(alone_at_the_end)
+    assert 0.9 < seconds < 2.9 and freed == freed_late == 1
+
+
+def test_exit_without_destroy(tmp_path):
+    """The interpreter frees what is left, in every rank, and ends."""
+    with RankPool(2) as ranks:
+        folder = str(tmp_path)
+        ranks.run(leave_behind, folder)
+    assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["freed 1", "freed 1"]
+
+
+def leave_behind(rank, world, folder):
+    import atexit
+    import pathlib
+
+    dispatcher = dispatcher_on(rank, world)
+    identity(dispatcher, *tokens_on(rank, 9, dispatcher.problem))
+    clear = moekit_pplx.lanes.shared.clear
+    assert counts() == (1, 0)
+    # Children of multiprocessing end without the interpreter's atexit: run what it would run.
+    from multiprocessing import util
+
+    def end():
+        clear()
+        pathlib.Path(folder, str(rank)).write_text(f"freed {counts()[1]}")
+
+    atexit.unregister(clear)
+    util.Finalize(None, end, exitpriority=1)
+
+
+# -- the group and the library --------------------------------------------------------------------
+
+
+def without_host_side(rank, world):
+    moekit_pplx.dispatcher.has_backend, real = lambda *_: False, moekit_pplx.dispatcher.has_backend
+    try:
+        dispatcher_on(rank, world)
+    except GroupMismatch as error:
+        return str(error)
+    finally:
+        moekit_pplx.dispatcher.has_backend = real
+    return ""
+
+
+def test_the_group_needs_a_host_side(pool):
+    for said in pool.run(without_host_side):
+        assert "cpu:gloo,cuda:nccl" in said
+
+
+def on_two_hosts(rank, world):
+    real = moekit_pplx.dispatcher.socket.gethostname
+    moekit_pplx.dispatcher.socket.gethostname = lambda: f"host{rank}"
+    try:
+        dispatcher_on(rank, world)
+    except GroupMismatch as error:
+        return str(error)
+    finally:
+        moekit_pplx.dispatcher.socket.gethostname = real
+    return ""
+
+
+def test_all_ranks_must_be_on_one_host(pool):
+    for said in pool.run(on_two_hosts):
+        assert "host host0 on ranks [0]" in said and "host host1 on ranks [1]" in said
+
+
+def test_a_library_that_does_not_load(monkeypatch):
+    """Upstream's package imports all the same, with nothing behind it."""
+    broken = types.ModuleType("pplx_kernels")
+    broken.ops = types.SimpleNamespace(_ops=types.SimpleNamespace())
+    broken.AllToAll = object
+    monkeypatch.setitem(sys.modules, "pplx_kernels", broken)
+    with pytest.raises(BackendBroken, match="does not load"):
+        PplxDispatcher.library()
+    broken.ops._ops.all_to_all_intranode_create = math.sqrt
+    assert PplxDispatcher.library() is object

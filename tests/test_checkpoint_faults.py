@@ -1,0 +1,366 @@
+"""What is wrong with a checkpoint is said by name, all at once, and nothing is half loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moekit import MoEProblem, ParallelConfig
+from moekit.checkpoint import (
+    Checkpoint,
+    detect,
+    load_experts,
+    load_layers,
+    problem_from_config,
+)
+from moekit.errors import InvalidProblem, MoekitError, WeightsError
+
+pytest.importorskip("safetensors")
+
+STEM = "model.layers.0.mlp.experts"
+FP8 = dict(quant_method="fp8", activation_scheme="static")
+GPTQ = dict(quant_method="gptq", bits=4, group_size=32, sym=True, desc_act=True)
+PACKED = {
+    "bf16": (files.bf16, None),
+    "fp8": (files.fp8(-1, -1, static=True), FP8),
+    "gptq": (files.gptq(32), GPTQ),
+    "act-order": (files.gptq(32, act_order=True), GPTQ),
+    "ct": (files.pack_quantized(64), None),
+    "awq": (files.awq(32), dict(quant_method="awq")),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, files.Layer]:
+    return {
+        name: files.write(tmp_path_factory.mktemp(name), packer, config, E=4, H=64, I=64, layers=2)
+        for name, (packer, config) in PACKED.items()
+    }
+
+
+Change = Callable[[dict[str, Tensor]], Any]
+
+
+@pytest.fixture
+def changed(made: dict[str, files.Layer], tmp_path: Path):
+    """A copy of a checkpoint with its tensors changed."""
+
+    def change(name: str, how: Change, **config: Any) -> Path:
+        source = made[name].path
+        tensors = dict(made[name].tensors)
+        how(tensors)
+        said = json.loads((source / "config.json").read_text())
+        if config:
+            said["quantization_config"] = said.get("quantization_config", {}) | config
+        files.save(tmp_path, tensors, said, shards=2)
+        return tmp_path
+
+    return change
+
+
+def load(path: Path, **how: Any) -> None:
+    load_experts(path, None, 0, problem_from_config(path, device="cpu"), **how)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_every_broken_file_is_named(made: dict[str, files.Layer], tmp_path: Path) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(made["bf16"].path, path)
+    first, second, third = sorted(path.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-10])
+    second.write_text("version https://example.invalid/pointer")
+    third.unlink()
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint(path)
+    said = str(caught.value)
+    assert f"{first}: truncated or not a safetensors file" in said and "ends at byte" in said
+    assert f"{second}: truncated or not" in said
+    assert f"{third}: no such file; the checkpoint is incomplete" in said
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x02\0\0", b"\xff" * 8, b"\2\0\0\0\0\0\0\0{", b"\2\0\0\0\0\0\0\0[]",
+     b'\x0c\0\0\0\0\0\0\0{"a":{"b":1}}',
+     b'\x3b\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[4],"data_offsets":[-16,0]}}   '],
+)  # fmt: skip
+def test_headers_that_are_none(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(WeightsError, match="truncated or not a safetensors file"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{}"])
+def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(WeightsError, match="not a safetensors index"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_config_that_is_none(text: str, made: dict[str, files.Layer], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(made["bf16"].path, path)
+    (path / "config.json").write_text(text)
+    with pytest.raises(WeightsError, match=r"config\.json: (not readable|holds a list)"):
+        detect(path)
+    (path / "config.json").unlink()
+    with pytest.raises(WeightsError, match="no config.json; describe the problem"):
+        detect(path)
+
+
+def test_truncated_while_open(made: dict[str, files.Layer], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(made["bf16"].path, path)
+    problem = problem_from_config(path, device="cpu")
+    sliced = problem.replace(parallel=ParallelConfig(tp_size=4))
+    with Checkpoint(path) as checkpoint:
+        for file in path.glob("*.safetensors"):
+            with file.open("r+b") as stream:
+                stream.truncate(file.stat().st_size // 2)
+        for asked in (problem, sliced):
+            with pytest.raises(WeightsError, match="truncated while it was read"):
+                load_experts(checkpoint, None, 0, asked)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def test_all_at_once(changed, tmp_path: Path) -> None:
+    """Missing, misshapen, of another dtype, unexpected; and in two files."""
+
+    def break_it(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{STEM}.1.up_proj.weight"]
+        tensors[f"{STEM}.2.down_proj.weight"] = torch.zeros(64, 63).bfloat16()
+        tensors[f"{STEM}.0.gate_proj.weight"] = torch.zeros(64, 64).int()
+        tensors[f"{STEM}.0.gate_proj.bias"] = torch.zeros(64)
+        tensors[f"{STEM}.4.gate_proj.weight"] = torch.zeros(64, 64)
+
+    path = changed("bf16", break_it)
+    file = sorted(path.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.startswith(STEM))
+    again = path / "model-again.safetensors"
+    save_file({name: tensors[name]}, again)
+    index = path / "model.safetensors.index.json"
+    held = json.loads(index.read_text())
+    held["weight_map"]["other"] = again.name
+    index.write_text(json.dumps(held))
+    with pytest.raises(WeightsError) as caught:
+        load(path)
+    said = str(caught.value)
+    for part in (
+        "6 tensor(s) or settings",
+        f"{STEM}.1.up_proj.weight is missing",
+        f"{STEM}.2.down_proj.weight is (64, 63), want (64, 64)",
+        f"{STEM}.0.gate_proj.weight is torch.int32, want torch.bfloat16 or",
+        f"{STEM}.0.gate_proj.bias is unexpected",
+        f"{STEM}.4.gate_proj.weight is unexpected",
+        f"{name} is duplicate, in {file.name}, {again.name}",
+    ):
+        assert part in said, said
+
+
+def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{STEM}.{name}"] = value(tensors[f"{STEM}.{name}"])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("format", "change", "said"),
+    [
+        (
+            "fp8",
+            put("2.up_proj.weight_scale", lambda t: t * float("nan")),
+            "2.up_proj.weight_scale holds values that are not finite and positive",
+        ),
+        ("fp8", put("0.down_proj.weight_scale", lambda t: -t), "0.down_proj.weight_scale holds"),
+        ("gptq", put("1.gate_proj.scales", lambda t: t * 0), "1.gate_proj.scales holds"),
+        (
+            "fp8",
+            put("3.up_proj.input_scale", lambda t: t * 2),
+            "3.gate_proj.input_scale is 0.03 and .*3.up_proj.input_scale 0.06: gate and up",
+        ),
+        (
+            "fp8",
+            put("3.down_proj.input_scale", lambda t: t * float("inf")),
+            "down_proj.input_scale is not finite and positive everywhere",
+        ),
+        (
+            "gptq",
+            put("1.gate_proj.qzeros", lambda t: t + 1),
+            "1.gate_proj.qzeros is not all 8, but the weights are symmetric",
+        ),
+        (
+            "ct",
+            put("1.down_proj.weight_shape", lambda t: t * 2),
+            r"1.down_proj.weight_shape says \[128, 128\], want \[64, 64\]",
+        ),
+        (
+            "act-order",
+            put("1.gate_proj.g_idx", lambda t: t.flip(0)),
+            "1.gate_proj.g_idx and .*1.up_proj.g_idx differ",
+        ),
+        (
+            "act-order",
+            put("1.down_proj.g_idx", lambda t: t * 0),
+            "1.down_proj.g_idx does not name groups of 32 columns",
+        ),
+    ],
+)
+def test_values_that_cannot_be(format: str, change: Change, said: str, changed) -> None:
+    with pytest.raises(WeightsError, match=said):
+        load(changed(format, change))
+
+
+def test_a_mix_of_dtypes(changed) -> None:
+    path = changed("bf16", put("2.down_proj.weight", lambda t: t.half()))
+    with pytest.raises(WeightsError, match="different dtypes: .* is torch.bfloat16, .*float16"):
+        load(path)
+
+
+def test_no_layer_is_read_before_all_are_checked(changed) -> None:
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    path = changed("bf16", lambda tensors: tensors.pop(name))
+    problem = problem_from_config(path, device="cpu")
+    with Checkpoint(path) as checkpoint:
+        with pytest.raises(WeightsError, match="layers.1.mlp.experts.0.up_proj.weight is missing"):
+            next(load_layers(checkpoint, None, [0, 1], problem))
+        assert checkpoint.bytes_read == 0
+    # another rank's lack is not this one's
+    elsewhere = problem.replace(parallel=ParallelConfig(ep_size=2, ep_rank=1))
+    assert len(load_experts(path, None, 1, elsewhere).w2) == 2
+
+
+# -- formats, schemes, sizes -----------------------------------------------------------------------
+
+
+def nothing(tensors: dict[str, Tensor]) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("format", "config", "change", "said"),
+    [
+        ("awq", dict(version="gemv"), nothing, "AWQ version 'gemv' is not read"),
+        ("gptq", dict(checkpoint_format="marlin"), nothing, "'marlin' is not read; want gptq"),
+        (
+            "gptq",
+            {},
+            put("0.down_proj.qweight", lambda t: t[:6].contiguous()),
+            "symmetric 3-bit GPTQ is not read",
+        ),
+        (
+            "bf16",
+            dict(quant_method="bitsandbytes"),
+            put("0.down_proj.weight", lambda t: t.view(torch.uint8)),
+            "is torch.uint8, and the quantization method bitsandbytes is not one",
+        ),
+        (
+            "fp8",
+            dict(activation_scheme="dynamic", quant_method="compressed-tensors",
+                 config_groups={"a": {"targets": ["Linear"], "weights": {},
+                                      "input_activations": {"num_bits": 4, "type": "float"}}}),
+            nothing,
+            "no scheme for them with float4 activations.*choose another scheme .* with quant=",
+        ),
+    ],
+)  # fmt: skip
+def test_formats_that_are_not_read(
+    format: str, config: dict[str, Any], change: Change, said: str, changed
+) -> None:
+    with pytest.raises(WeightsError, match=said):
+        problem_from_config(changed(format, change, **config), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme", "said"),
+    [
+        ("bf16", "fp8_block", "stored as unquantized, .*'fp8_block'.*float8_e4m3fn.*quant='none'"),
+        ("fp8", "int8_w8a16", "the scheme has int8 weights; use quant='fp8_tensor_static' or"),
+        ("gptq", "int4_w4a16_g32_zp", "the scheme has zero points"),
+        ("awq", "int4_w4a16_g32", "the scheme has no zero points"),
+        ("gptq", "int4_w4a16_g64", r"the scheme has one scale per \(1, 64\)"),
+        ("gptq", "int4_w4a16_channel", r"the scheme has one scale per \(1, -1\)"),
+        ("gptq", "none", "the scheme has unquantized weights; use quant='int4_w4a16_g32' or "),
+    ],
+)
+def test_another_scheme(format: str, scheme: str, said: str, made: dict[str, files.Layer]) -> None:
+    path = made[format].path
+    problem = problem_from_config(path, quant=scheme, device="cpu")
+    with pytest.raises(WeightsError, match=said):
+        load_experts(path, None, 0, problem)
+
+
+def test_weights_may_be_used_with_other_activations(made: dict[str, files.Layer]) -> None:
+    path = made["fp8"].path
+    for scheme in ("fp8_tensor", "fp8_w8a16_tensor", "fp8_channel_token", "fp8_block"):
+        problem = problem_from_config(path, quant=scheme, device="cpu")
+        weights = load_experts(path, None, 1, problem)
+        weights.check(problem)
+        got = weights.canonical(problem).dequantize(problem.quant)
+        assert torch.equal(got.w2, made["fp8"].down)
+
+
+def test_a_group_cut_by_tensor_parallelism(tmp_path: Path) -> None:
+    """I = 192 in groups of 64: halves fit groups of 32, quarters (48) none."""
+    weights = dict(num_bits=4, type="int", strategy="group", group_size=64)
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    config = dict(quant_method="compressed-tensors", config_groups=groups)
+    path = files.write(tmp_path, files.pack_quantized(64), config, E=2, I=192).path
+    halves, quarters = (ParallelConfig(tp_size=n, tp_rank=1) for n in (2, 4))
+    assert problem_from_config(path, device="cpu").quant.name == "int4_w4a16_g64"
+    assert problem_from_config(path, parallel=halves, device="cpu").quant.name == "int4_w4a16_g32"
+    problem = problem_from_config(path, parallel=halves, quant="int4_w4a16_g64", device="cpu")
+    said = "leaves 96 columns of w2 to a rank, .* groups of 64; use quant='int4_w4a16_g32'"
+    with pytest.raises(WeightsError, match=said):
+        load_experts(path, None, 0, problem)
+    said = "tp_size=4 cuts its groups of 64 columns of w2; use expert parallelism, or load"
+    with pytest.raises(WeightsError, match=said):
+        problem_from_config(path, parallel=quarters, device="cpu")
+    problem = problem_from_config(path, parallel=quarters, quant="int4_w4a16_g32", device="cpu")
+    with pytest.raises(WeightsError, match="use expert parallelism or quant='none' and dequant"):
+        load_experts(path, None, 0, problem)
+
+
+def test_sizes_that_do_not_divide(made: dict[str, files.Layer]) -> None:
+    path = made["gptq"].path
+    with pytest.raises(InvalidProblem, match="does not divide by tp_size=3"):
+        problem_from_config(path, parallel=ParallelConfig(tp_size=3), device="cpu")
+    with pytest.raises(InvalidProblem, match="ep_size=9 exceeds the 4 experts"):
+        problem_from_config(path, parallel=ParallelConfig(ep_size=9), device="cpu")
+    with pytest.raises(MoekitError, match="says none of hidden_size"):
+        config = json.loads((path / "config.json").read_text())
+        del config["hidden_size"]
+        (path / "config.json").write_text(json.dumps(config))
+        detect(path)
+
+
+def test_an_unknown_activation(changed) -> None:
+    path = changed("bf16", nothing)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | dict(hidden_act="snake")))
+    with pytest.raises(WeightsError, match="names the activation 'snake'; moekit maps silu"):
+        detect(path)
+
+
+def test_experts_that_are_not_there(tmp_path: Path) -> None:
+    files.save(tmp_path, {"a": torch.zeros(2)}, {"model_type": "olmoe", "num_hidden_layers": 3})
+    with pytest.raises(WeightsError, match=r"no layer has experts called model.layers.\{layer\}"):
+        detect(tmp_path)
+    problem = MoEProblem(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8, device="cpu")
+    with pytest.raises(WeightsError, match="6 tensor.*experts.0.down_proj.weight is missing"):
+        load_experts(tmp_path, None, 1, problem)

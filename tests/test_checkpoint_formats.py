@@ -1,0 +1,323 @@
+"""Every format in use, loaded on every rank of TP x EP: the very numbers that were packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+from torch import Tensor
+
+from moekit import ExpertWeights, MoEProblem, ParallelConfig
+from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_config
+
+pytest.importorskip("safetensors")
+
+RANKS = [
+    ParallelConfig(ep_size=ep, ep_rank=e, tp_size=tp, tp_rank=t, dp_size=1)
+    for ep in (1, 2, 3)
+    for e in range(ep)
+    for tp in (1, 2, 4)
+    for t in range(tp)
+]
+
+
+def ct(
+    bits: int = 4,
+    kind: str = "int",
+    strategy: str = "group",
+    group: int | None = None,
+    inputs: dict[str, Any] | None = None,
+    format: str = "pack-quantized",
+    **more: Any,
+) -> dict[str, Any]:
+    """compressed-tensors' quantization_config."""
+    weights = dict(num_bits=bits, type=kind, strategy=strategy, group_size=group, **more)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+    }
+
+
+TOKEN = dict(num_bits=8, type="float", strategy="token", dynamic=True)
+STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False)
+GROUP = dict(num_bits=8, type="float", strategy="group", group_size=128, dynamic=True)
+GPTQ = dict(quant_method="gptq", bits=4, group_size=32)
+FP8 = dict(quant_method="fp8", fmt="e4m3")
+
+
+@dataclass(frozen=True)
+class Case:
+    packer: files.Packer
+    config: dict[str, Any] | None
+    scheme: str | None  # None: none of moekit's
+    activation: str = ""
+
+
+CASES = {
+    "bf16": Case(files.bf16, None, "none"),
+    "fp8-tensor": Case(files.fp8(-1, -1), FP8 | dict(activation_scheme="dynamic"), "fp8_tensor"),
+    "fp8-tensor-static": Case(
+        files.fp8(-1, -1, static=True), FP8 | dict(activation_scheme="static"), "fp8_tensor_static"
+    ),
+    "modelopt-fp8": Case(
+        files.fp8(-1, -1, static=True),
+        dict(quant_method="modelopt", quant_algo="FP8"),
+        "fp8_tensor_static",
+    ),
+    "fbgemm-fp8": Case(files.fp8(1, -1), dict(quant_method="fbgemm_fp8"), "fp8_channel_token"),
+    "ct-fp8-channel": Case(
+        files.fp8(1, -1), ct(8, "float", "channel", inputs=TOKEN), "fp8_channel_token"
+    ),
+    "ct-fp8-tensor-static": Case(
+        files.fp8(-1, -1, static=True),
+        ct(8, "float", "tensor", inputs=STATIC),
+        "fp8_tensor_static",
+    ),
+    # no scheme has one scale per tensor and per token; one per channel serves
+    "ct-fp8-tensor-token": Case(
+        files.fp8(-1, -1), ct(8, "float", "tensor", inputs=TOKEN), "fp8_channel_token"
+    ),
+    "ct-fp8-weight-only": Case(files.fp8(1, -1), ct(8, "float", "channel"), "fp8_w8a16_channel"),
+    "ct-int8": Case(
+        files.int8, ct(8, "int", "channel", inputs=TOKEN | {"type": "int"}), "int8_channel_token"
+    ),
+    "ct-int8-weight-only": Case(files.int8, ct(8, "int", "channel"), "int8_w8a16"),
+    "ct-int8-packed": Case(files.pack_quantized_int8, ct(8, "int", "channel"), "int8_w8a16"),
+    "ct-int4-g32": Case(files.pack_quantized(32), ct(group=32), "int4_w4a16_g32"),
+    "ct-int4-g64": Case(files.pack_quantized(64), ct(group=64), "int4_w4a16_g64"),
+    "ct-int4-zp": Case(
+        files.pack_quantized(32, True), ct(group=32, symmetric=False), "int4_w4a16_g32_zp"
+    ),
+    "ct-int4-channel": Case(files.pack_quantized(-1), ct(strategy="channel"), "int4_w4a16_channel"),
+    "ct-int4-channel-zp": Case(
+        files.pack_quantized(-1, True), ct(strategy="channel"), "int4_w4a16_channel_zp"
+    ),
+    "ct-int4-act-order": Case(
+        files.pack_quantized(32, act_order=True), ct(group=32), "int4_w4a16_g32"
+    ),
+    "gptq": Case(files.gptq(32), GPTQ | dict(sym=True, desc_act=False), "int4_w4a16_g32"),
+    "gptq-channel": Case(
+        files.gptq(-1), GPTQ | dict(sym=True, group_size=-1), "int4_w4a16_channel"
+    ),
+    "gptq-zp": Case(files.gptq(32, zero_points=True), GPTQ | dict(sym=False), "int4_w4a16_g32_zp"),
+    "gptq-v2-zp": Case(
+        files.gptq(64, zero_points=True, v2=True),
+        GPTQ | dict(sym=False, group_size=64, checkpoint_format="gptq_v2"),
+        "int4_w4a16_g64_zp",
+    ),
+    "gptq-act-order": Case(
+        files.gptq(32, zero_points=True, act_order=True),
+        GPTQ | dict(sym=False, desc_act=True),
+        "int4_w4a16_g32_zp",
+    ),
+    "gptq-int8": Case(
+        files.gptq_int8, dict(quant_method="gptq", bits=8, group_size=-1, sym=True), "int8_w8a16"
+    ),
+    "awq": Case(
+        files.awq(32),
+        dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm"),
+        "int4_w4a16_g32_zp",
+    ),
+    "ct-mxfp4": Case(
+        files.mxfp4(("weight_packed", "weight_scale")), ct(4, "float", group=32), None
+    ),
+    "ct-nvfp4": Case(files.nvfp4(modelopt=False), ct(4, "float", group=16), None),
+    "modelopt-nvfp4": Case(
+        files.nvfp4(modelopt=True), dict(quant_method="modelopt", quant_algo="NVFP4"), None
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, files.Layer] = {}
+
+    def make(name: str) -> files.Layer:
+        if name not in made:
+            torch.manual_seed(len(name))
+            case = CASES[name]
+            made[name] = files.write(tmp_path_factory.mktemp(name), case.packer, case.config)
+        return made[name]
+
+    return make
+
+
+def shares(layer: files.Layer, problem: MoEProblem) -> tuple[Tensor, Tensor]:
+    """What a rank's w13 and w2 must stand for, in plain neuron order."""
+    i, rank = problem.local_intermediate_size, problem.parallel.tp_rank
+    mine = slice(rank * i, (rank + 1) * i)
+    experts = [p % problem.num_experts for p in problem.local_experts]
+    w13 = torch.cat([layer.gate[experts][:, mine], layer.up[experts][:, mine]], dim=1)
+    return w13, layer.down[experts][:, :, mine]
+
+
+def values(weights: ExpertWeights, problem: MoEProblem) -> tuple[Tensor, Tensor]:
+    """fp32, from each matrix and its own scale (gate and up apart where they have one each)."""
+    weights.check(problem)
+    scale = weights.w13_scale
+    if scale is not None and scale.dim() == 2 and scale.shape[1] == 2:
+        rows = weights.w13.shape[1] // 2
+        each = scale.repeat_interleave(rows, dim=1)[:, :, None]
+        return weights.w13.float() * each, weights.w2.float() * weights.w2_scale[:, :, None]
+    plain = weights.canonical(problem).dequantize(problem.quant)
+    return plain.w13, plain.w2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_detected(name: str, layer) -> None:
+    case, made = CASES[name], layer(name)
+    found = detect(made.path)
+    assert (found.scheme, found.layers, found.model_type) == (case.scheme, (0,), "qwen3_moe")
+    assert (found.num_experts, found.hidden_size, found.intermediate_size) == (5, 128, 256)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].scheme and "act-order" not in n])
+def test_every_rank_has_its_part_of_what_was_packed(name: str, layer) -> None:
+    made = layer(name)
+    with Checkpoint(made.path) as checkpoint:
+        for parallel in RANKS:
+            problem = problem_from_config(checkpoint, parallel=parallel, device="cpu")
+            assert problem.quant.name == CASES[name].scheme
+            weights = load_experts(checkpoint, None, 0, problem)
+            got = values(weights, problem)
+            for have, want in zip(got, shares(made, problem), strict=True):
+                assert torch.equal(have, want), parallel
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dequantized_at_load(name: str, layer) -> None:
+    made, dtype = layer(name), (torch.float32, torch.bfloat16)[len(name) % 2]
+    with Checkpoint(made.path) as checkpoint:
+        for parallel in (r for r in RANKS if r.ep_size == 3 and r.tp_size != 2):
+            problem = problem_from_config(
+                checkpoint, parallel=parallel, device="cpu", dequantize=True, dtype=dtype
+            )
+            weights = load_experts(checkpoint, None, 0, problem, dequantize=True)
+            weights.check(problem)
+            for have, want in zip((weights.w13, weights.w2), shares(made, problem), strict=True):
+                assert torch.equal(have, want.to(dtype)), parallel
+
+
+def neurons(w13: Tensor, w2: Tensor) -> Tensor:
+    """(I, 2 H + H): each neuron's gate row, up row and down column, in an order of their own."""
+    gate, up = w13.chunk(2)
+    return torch.unique(torch.cat([gate, up, w2.T], dim=1), dim=0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
+def test_act_order_is_cut_into_whole_groups(name: str, tp_size: int, layer) -> None:
+    """w2's groups are scattered over all neurons: each rank takes those of its groups."""
+    made, whole = layer(name), []
+    for rank in range(tp_size):
+        parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
+        problem = problem_from_config(made.path, parallel=parallel, device="cpu")
+        assert problem.quant.name == CASES[name].scheme
+        weights = load_experts(made.path, None, 0, problem)
+        assert weights.w13_g_idx is not None and (weights.w2_g_idx is None) == (tp_size > 1)
+        whole.append(values(weights, problem))
+    for expert in range(5):
+        got = [torch.cat([w13[expert].chunk(2)[half] for w13, _ in whole]) for half in (0, 1)]
+        w2 = torch.cat([w2[expert] for _, w2 in whole], dim=1)
+        want = neurons(torch.cat([made.gate[expert], made.up[expert]]), made.down[expert])
+        assert len(want) == 256 and torch.equal(neurons(torch.cat(got), w2), want)
+
+
+# -- blocks that a rank's share cuts ---------------------------------------------------------------
+
+FP8_BLOCK = FP8 | dict(activation_scheme="dynamic", weight_block_size=[128, 128])
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory):
+    """fp8 in blocks of 128 x 128, I a multiple of 128 or not."""
+    made: dict[int, files.Layer] = {}
+
+    def make(inner: int) -> files.Layer:
+        if inner not in made:
+            torch.manual_seed(inner)
+            path = tmp_path_factory.mktemp(f"blocks-{inner}")
+            packer = files.fp8(128, 128, "weight_scale_inv")
+            made[inner] = files.write(path, packer, FP8_BLOCK, E=2, H=256, I=inner)
+        return made[inner]
+
+    return make
+
+
+def cut_error(layer: files.Layer, problem: MoEProblem) -> list[float]:
+    """Relative RMS error of w13 and w2; checks each element against its rounding step."""
+    weights = load_experts(layer.path, None, 0, problem)
+    have, want, errors = values(weights, problem), shares(layer, problem), []
+    for name, got, meant in zip(("w13", "w2"), have, want, strict=True):
+        scale = getattr(weights, f"{name}_scale")
+        each = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        each = each[:, : got.shape[1], : got.shape[2]]
+        half_step = torch.maximum(meant.abs() * 2**-4, each * 2**-10)
+        assert ((got - meant).abs() <= half_step * 1.0001).all()
+        assert got.abs().max() > 0
+        errors.append(float((got - meant).norm() / meant.norm()))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("inner", "tp_size", "exact"),
+    [
+        (512, 1, "both"),
+        (512, 2, "both"),
+        (512, 4, "both"),
+        (256, 4, "w2"),  # 64 rows of gate and of up share a block
+        (320, 1, "w2"),
+        (320, 2, ""),
+        (384, 2, ""),
+    ],
+)
+def test_blocks_cut_by_tensor_parallelism(inner: int, tp_size: int, exact: str, blocks) -> None:
+    layer = blocks(inner)
+    for rank in range(tp_size):
+        parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
+        problem = problem_from_config(layer.path, parallel=parallel, device="cpu")
+        assert problem.quant.name == "fp8_block"
+        w13, w2 = cut_error(layer, problem)
+        assert w13 == 0 if exact == "both" else 0 < w13 < 0.03
+        assert w2 == 0 if exact else w2 < 0.03
+    assert exact or w2 > 0  # the last rank's columns begin within a block
+
+
+def test_block_values_under_the_larger_scale_stay_bit_for_bit(tmp_path: Path) -> None:
+    def pack(values: Tensor) -> files.Packed:
+        """All blocks of a matrix alike, powers of two apart: any merging is exact."""
+        scale = torch.full((-(-values.shape[0] // 128), -(-values.shape[1] // 128)), 2.0**-6)
+        scale[0] *= 2
+        each = files.spread(scale, *values.shape, 128, 128)
+        weight = (values / each).clamp(1, 448).to(files.FP8)
+        return {"weight": weight, "weight_scale_inv": scale}, weight.float() * each
+
+    layer = files.write(tmp_path, pack, FP8_BLOCK, E=2, H=256, I=320)
+    for rank in range(2):
+        problem = problem_from_config(
+            tmp_path, parallel=ParallelConfig(tp_size=2, tp_rank=rank), device="cpu"
+        )
+        assert cut_error(layer, problem) == [0.0, 0.0]
+
+
+def test_int4_groups_are_refined_not_cut(tmp_path: Path) -> None:
+    """I = 384 on four ranks: 96 columns each, so groups of 128 become groups of 32."""
+    layer = files.write(tmp_path, files.pack_quantized(128, True), ct(group=128), E=2, I=384)
+    names = []
+    for tp_size in (1, 2, 4):
+        for rank in range(tp_size):
+            parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
+            problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+            weights = load_experts(tmp_path, None, 0, problem)
+            got = values(weights, problem)
+            assert all(map(torch.equal, got, shares(layer, problem)))
+        names.append(problem.quant.name)
+    assert names == ["int4_w4a16_g128_zp", "int4_w4a16_g64_zp", "int4_w4a16_g32_zp"]

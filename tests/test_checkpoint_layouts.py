@@ -1,0 +1,333 @@
+"""Layouts: one tensor for all experts, transposed, interleaved; names and prefixes; replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+from torch import Tensor
+
+from moekit import MoEProblem, ParallelConfig
+from moekit.checkpoint import (
+    NAMES,
+    Checkpoint,
+    ExpertNames,
+    detect,
+    load_experts,
+    load_layers,
+    problem_from_config,
+)
+from moekit.errors import WeightsError
+
+pytest.importorskip("safetensors")
+
+E, H, I = 5, 128, 160
+RANKS = [
+    ParallelConfig(ep_size=3, ep_rank=e, tp_size=tp, tp_rank=t, dp_size=1)
+    for e in range(3)
+    for tp in (1, 2, 4)
+    for t in range(tp)
+]
+
+
+def config(model_type: str, **more: Any) -> dict[str, Any]:
+    sizes = dict(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=1)
+    return dict(model_type=model_type, hidden_act="silu", dtype="bfloat16", **sizes, **more)
+
+
+def stack(n: int, k: int, packer: files.Packer) -> tuple[dict[str, Tensor], Tensor]:
+    """(one tensor per suffix with the experts in dim 0, the values)."""
+    made = [packer(files.matrix(n, k)) for _ in range(E)]
+    return {s: torch.stack([t[s] for t, _ in made]) for s in made[0][0]}, torch.stack(
+        [back for _, back in made]
+    )
+
+
+def check(path: Path, gate: Tensor, up: Tensor, down: Tensor, **how: Any) -> None:
+    """Every rank's share, exactly."""
+    with Checkpoint(path) as checkpoint:
+        for parallel in RANKS:
+            problem = problem_from_config(
+                checkpoint, parallel=parallel, device="cpu", dequantize=bool(how)
+            )
+            weights = load_experts(checkpoint, None, 0, problem, **how)
+            weights.check(problem)
+            canonical = weights.canonical(problem)
+            plain = canonical if how else canonical.dequantize(problem.quant)
+            i, mine = problem.local_intermediate_size, list(problem.local_experts)
+            cut = slice(parallel.tp_rank * i, (parallel.tp_rank + 1) * i)
+            w13 = torch.cat([gate[mine][:, cut], up[mine][:, cut]], dim=1)
+            # dequantized at load, the values are rounded to the problem's dtype
+            w13, w2 = (t.to(plain.w13.dtype) for t in (w13, down[mine][:, :, cut]))
+            assert torch.equal(plain.w13, w13) and torch.equal(plain.w2, w2), parallel
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", ""])
+@pytest.mark.parametrize(
+    "model_type", ["llama4_text", "qwen3_vl_moe_text", "granitemoe", "mixtral"]
+)
+def test_one_tensor_for_all_experts(model_type: str, prefix: str, tmp_path: Path) -> None:
+    """bf16; Llama 4 stores (in, out); Qwen3-VL is found to; Mixtral saved as it is in memory."""
+    transposed = model_type in ("llama4_text", "qwen3_vl_moe_text")
+    names = NAMES[model_type].under(prefix)
+    if model_type == "mixtral":
+        stem = f"{prefix}layers.{{layer}}.mlp.experts"
+        names = ExpertNames(gate_up=f"{stem}.gate_up_proj", down=f"{stem}.down_proj")
+    (w13, back13), (w2, back2) = (stack(n, k, files.bf16) for n, k in ((2 * I, H), (H, I)))
+    tensors = {
+        template.format(layer=0): (t["weight"].mT if transposed else t["weight"])
+        for template, t in ((names.gate_up, w13), (names.down, w2))
+    }
+    text = config(model_type)
+    files.save(tmp_path, tensors, dict(model_type="wrapper", text_config=text), shards=2)
+    check(tmp_path, back13[:, :I], back13[:, I:], back2)
+    found = detect(tmp_path)
+    assert found.scheme == "none"
+    assert found.apply_router_weight_on_input == (model_type == "llama4_text")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("said", [False, True])
+def test_fused_fp8_blocks(said: bool, transposed: bool, tmp_path: Path) -> None:
+    """As transformers writes 3-D parameters, x_scale_inv beside x; the block is said, or seen."""
+    tensors, values = {}, []
+    for name, (n, k) in {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.items():
+        packed, back = stack(n, k, files.fp8(64, 64, "scale_inv"))
+        values.append(back)
+        stem = f"model.layers.0.mlp.experts.{name}"
+        tensors[stem] = packed["weight"].mT if transposed else packed["weight"]
+        scale = packed["scale_inv"]
+        tensors[f"{stem}_scale_inv"] = scale.mT if transposed else scale
+    quantization = dict(quant_method="fp8", weight_block_size=[64, 64]) if said else {}
+    files.save(
+        tmp_path, tensors, config("qwen3_vl_moe_text", quantization_config=quantization), shards=2
+    )
+    assert detect(tmp_path).format.group == (64, 64)
+    gate_up, down = values
+    check(tmp_path, gate_up[:, :I], gate_up[:, I:], down, dequantize=True)
+
+
+def test_modelopt_llama4(tmp_path: Path) -> None:
+    """fp8, (in, out), one scale and one input scale for all experts."""
+    stem, tensors, back = "language_model.model.layers.0.feed_forward.experts", {}, {}
+    for name, (n, k) in {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.items():
+        values = torch.randn(E, n, k)
+        scale = values.abs().max() / 448
+        weight = (values / scale).to(files.FP8)
+        back[name] = weight.float() * scale
+        tensors |= {
+            f"{stem}.{name}": weight.mT,
+            f"{stem}.{name}_weight_scale": scale,
+            f"{stem}.{name}_input_scale": torch.tensor(0.5),
+        }
+    quantization = dict(quant_method="modelopt", quant_algo="FP8")
+    files.save(tmp_path, tensors, config("llama4_text", quantization_config=quantization))
+    assert detect(tmp_path).scheme == "fp8_tensor_static"
+    gate_up = back["gate_up_proj"]
+    check(tmp_path, gate_up[:, :I], gate_up[:, I:], back["down_proj"])
+    problem = problem_from_config(tmp_path, device="cpu")
+    assert load_experts(tmp_path, None, 0, problem).w2_input_scale == 0.5
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """mxfp4 blocks as released: rows are outputs, gate and up alternate, with biases."""
+    stem, tensors, values = "model.layers.0.mlp.experts", {}, {}
+    for name, (n, k) in {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.items():
+        packed, values[name] = stack(n, k, files.mxfp4(("blocks", "scales")))
+        tensors |= {f"{stem}.{name}_{suffix}": t for suffix, t in packed.items()}
+        values[f"{name}_bias"] = tensors[f"{stem}.{name}_bias"] = torch.randn(E, n).bfloat16()
+    path = tmp_path_factory.mktemp("gpt_oss")
+    said = config("gpt_oss", swiglu_limit=7.0, quantization_config=dict(quant_method="mxfp4"))
+    files.save(path, tensors, said, shards=2)
+    return path, values | {"blocks": tensors[f"{stem}.down_proj_blocks"]} | {
+        "scales": tensors[f"{stem}.down_proj_scales"]
+    }
+
+
+def test_gpt_oss(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
+    """Four ranks have 40 columns each of groups of 32."""
+    path, values = gpt_oss
+    gate_up, down = values["gate_up_proj"], values["down_proj"]
+    check(path, gate_up[:, 0::2], gate_up[:, 1::2], down, dequantize=True)
+    found = detect(path)
+    assert (found.scheme, found.activation.name, found.has_bias) == (None, "swigluoai", True)
+    parallel = ParallelConfig(tp_size=2, tp_rank=1)
+    problem = problem_from_config(path, parallel=parallel, dequantize=True, device="cpu")
+    weights = load_experts(path, "gpt_oss", 0, problem, dequantize=True)
+    assert weights.w13.dtype == torch.bfloat16 and weights.interleaved
+    assert torch.equal(weights.w13_bias, values["gate_up_proj_bias"][:, I:])
+    assert torch.equal(weights.w2_bias, values["down_proj_bias"])
+
+
+def test_gpt_oss_as_transformers_reads_it(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    _, values = gpt_oss
+    theirs = mxfp4.convert_moe_packed_tensors(values["blocks"], values["scales"])
+    assert torch.equal(theirs.float().mT, values["down_proj"])
+
+
+def test_mxfp4_needs_to_be_asked_for(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
+    path, _ = gpt_oss
+    with pytest.raises(WeightsError, match="mxfp4 .*no scheme for them; load them with dequantize"):
+        problem_from_config(path, device="cpu")
+    problem = problem_from_config(path, dequantize=True, device="cpu")
+    with pytest.raises(WeightsError, match="use quant='none' and dequantize=True"):
+        load_experts(path, "gpt_oss", 0, problem)
+    with pytest.raises(WeightsError, match="dequantize=True needs a problem with quant='none'"):
+        load_experts(path, None, 0, problem.replace(quant="fp8_block"), dequantize=True)
+
+
+def test_experts_without_a_gate(tmp_path: Path) -> None:
+    """Nemotron-H: up and down, relu squared."""
+    ups, downs, tensors = [], [], {}
+    for expert in range(E):
+        stem = f"backbone.layers.1.mixer.experts.{expert}"
+        up, down = files.matrix(I, H).bfloat16(), files.matrix(H, I).bfloat16()
+        tensors |= {f"{stem}.up_proj.weight": up, f"{stem}.down_proj.weight": down}
+        ups.append(up)
+        downs.append(down)
+    files.save(
+        tmp_path,
+        tensors,
+        config("nemotron_h") | dict(hidden_act=None, mlp_hidden_act="relu2", num_hidden_layers=2),
+    )
+    found = detect(tmp_path)
+    assert (found.activation.name, found.layers) == ("relu2", (1,))
+    parallel = ParallelConfig(tp_size=2, tp_rank=1)
+    problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+    weights = load_experts(tmp_path, None, 1, problem)
+    assert torch.equal(weights.w13, torch.stack(ups)[:, I // 2 :])
+    assert torch.equal(weights.w2, torch.stack(downs)[:, :, I // 2 :])
+    with pytest.raises(WeightsError, match="names have no gate, activation silu does not fit"):
+        load_experts(tmp_path, None, 1, problem.replace(activation="silu"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> files.Layer:
+    path = tmp_path_factory.mktemp("plain")
+    return files.write(path, files.bf16, E=6, I=64, layers=3)
+
+
+def test_replicas_and_other_placements(plain: files.Layer) -> None:
+    """Redundant slots repeat the first experts; any map of slots may be given."""
+    slots = []
+    for rank in range(4):
+        parallel = ParallelConfig(ep_size=4, ep_rank=rank)
+        problem = problem_from_config(
+            plain.path, parallel=parallel, num_redundant_experts=3, device="cpu"
+        )
+        weights = load_experts(plain.path, None, 2, problem)
+        slots += [p % 6 for p in problem.local_experts]
+        assert torch.equal(weights.w2.float(), plain.down[slots[-len(weights.w2) :]])
+        if rank == 1:
+            moved = load_experts(plain.path, None, 2, problem, experts=[5, 5])
+            assert torch.equal(moved.w2.float(), plain.down[[5, 5]])
+            for wrong, said in (
+                ([1], "experts names 1, want"),
+                ([0, 6], r"experts \[6\] are none"),
+            ):
+                with pytest.raises(WeightsError, match=said):
+                    load_experts(plain.path, None, 2, problem, experts=wrong)
+    assert slots == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+
+
+def test_layers_one_after_the_other(plain: files.Layer) -> None:
+    with Checkpoint(plain.path) as checkpoint:
+        problem = problem_from_config(checkpoint, device="cpu")
+        kept = list(load_layers(checkpoint, None, detect(checkpoint).layers, problem))
+        assert [layer for layer, _ in kept] == [0, 1, 2]
+        assert torch.equal(kept[2][1].w2.float(), plain.down)
+        assert not torch.equal(kept[0][1].w2, kept[2][1].w2)
+        for (_, weights), (_, again) in zip(
+            kept, load_layers(checkpoint, "qwen3_moe", range(3), problem, reuse=True), strict=True
+        ):
+            assert torch.equal(again.w13, weights.w13) and torch.equal(again.w2, weights.w2)
+            memory = again.w2.data_ptr()
+        assert memory != kept[2][1].w2.data_ptr()
+
+
+def test_a_checkpoint_of_two_models(tmp_path: Path) -> None:
+    """Which one is meant cannot be guessed, only said."""
+    tensors: dict[str, Tensor] = {}
+    for prefix in ("thinker.model.", "talker.model."):
+        stem = prefix + "layers.{layer}.mlp.experts.{expert}"
+        made = files.write(tmp_path, files.bf16, E=2, I=64, stem=stem)
+        tensors |= made.tensors
+    files.save(tmp_path, tensors, config("qwen3_moe") | dict(num_local_experts=2))
+    problem = MoEProblem(num_experts=2, top_k=1, hidden_size=H, intermediate_size=64, device="cpu")
+    with pytest.raises(WeightsError, match=r"several models .* 'talker.model.', 'thinker.model.'"):
+        load_experts(tmp_path, "qwen3_moe", 0, problem)
+    names = NAMES["qwen3_moe"].under("talker.model.")
+    assert torch.equal(load_experts(tmp_path, names, 0, problem).w2.float(), made.down)
+
+
+def test_names_of_ones_own(tmp_path: Path) -> None:
+    made = files.write(
+        tmp_path, files.gptq(32), dict(quant_method="gptq", group_size=32, sym=True),
+        stem="net.{layer}.moe.{expert}", names=("a", "b", "c"), model_type="mystery",
+    )  # fmt: skip
+    stem = "net.{layer}.moe.{expert}"
+    names = ExpertNames(gate=f"{stem}.a.weight", up=f"{stem}.b.weight", down=f"{stem}.c.weight")
+    problem = problem_from_config(tmp_path, names=names, device="cpu")
+    assert problem.quant.name == "int4_w4a16_g32"
+    weights = load_experts(tmp_path, names, 0, problem).canonical(problem)
+    assert torch.equal(weights.dequantize(problem.quant).w2, made.down)
+    with pytest.raises(WeightsError, match=r"'mystery' has no name map .*ExpertNames\(gate="):
+        detect(tmp_path)
+
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts_per_tok=2,
+    max_position_embeddings=64, pad_token_id=0,
+)  # fmt: skip
+_MLA = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+    n_shared_experts=1,
+)  # fmt: skip
+_ROUTED = dict(
+    n_routed_experts=4, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1, topk_group=1
+)
+_QWEN = dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": dict(num_local_experts=4),
+    "minimax_m2": dict(num_local_experts=4, rotary_dim=8),
+    "phimoe": dict(num_local_experts=4),
+    "qwen2_moe": _QWEN,
+    "qwen3_moe": _QWEN,
+    "qwen3_next": _QWEN,
+    "deepseek_v2": dict(topk_method="greedy", **_ROUTED, **_MLA),
+    "deepseek_v3": _ROUTED | _MLA,
+    "glm4_moe": _ROUTED,
+    "olmoe": dict(num_experts=4),
+    "flex_olmo": dict(num_experts=4),
+    "dots1": dict(n_shared_experts=1, **_ROUTED),
+    "ernie4_5_moe": dict(moe_num_experts=4, moe_intermediate_size=16, moe_k=2),
+    "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
+    "granitemoe": dict(num_local_experts=4),
+    "gpt_oss": dict(num_local_experts=4),
+    "llama4_text": dict(num_local_experts=4, intermediate_size_mlp=48, num_experts_per_tok=1),
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
+    """The names are where transformers puts them: what is loaded is what the module holds."""
+    transformers = pytest.importorskip("transformers")
+    said = transformers.AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    model = transformers.AutoModelForCausalLM.from_config(said, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    found = detect(tmp_path)
+    problem = problem_from_config(tmp_path, device="cpu")
+    weights = load_experts(tmp_path, None, 1, problem)
+    assert found.num_experts == 4 and found.dtype == torch.bfloat16
+    (down,) = (
+        p
+        for name, p in model.named_parameters()
+        if "layers.1." in name and name.endswith("experts.down_proj")
+    )
+    assert torch.equal(weights.w2, down if down.shape == weights.w2.shape else down.mT)

@@ -1,0 +1,206 @@
+"""Experts move between gloo ranks, and between GPUs where there are two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eplb_on_ranks import (
+    Layer,
+    equal_bits,
+    failing_policy,
+    faults,
+    fused_layers,
+    half_way,
+    migrations,
+    rebalances,
+    staging,
+)
+
+from moekit import registry
+from moekit.eplb import Balanced
+from moekit.testing.distributed import RankPool
+
+LAYERS = {
+    "bfloat16": Layer(),
+    "float32": Layer(dtype="float32"),
+    "bias": Layer(dtype="float16", bias=True),
+    "fp8_block": Layer(quant="fp8_block"),
+    "fp8_channel": Layer(quant="fp8_channel_token"),
+    "fp8_static": Layer(quant="fp8_tensor_static"),
+    "int8": Layer(quant="int8_channel_token", top_k=3),
+    "int4": Layer(quant="int4_w4a16_g32_zp"),
+    "uneven": Layer(num_experts=7),
+    "no_replicas": Layer(num_experts=8, replicas=0),
+    "reference": Layer(experts="reference"),
+    "tensor_parallel": Layer(tp=2, bias=True),
+    "no_token_moves": Layer(dp=1, dtype="float32"),
+    "triton": Layer(experts="triton", hidden_size=128, intermediate_size=64),
+    "triton_float32": Layer(experts="triton", dtype="float32", hidden_size=64),
+    "triton_fp8_block": Layer(experts="triton", quant="fp8_block", hidden_size=128),
+    "triton_batched": Layer(experts="triton_batched", hidden_size=64, intermediate_size=64),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request):
+    with RankPool(request.param, timeout=120) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    with RankPool(2, "cuda", timeout=180) as ranks:
+        yield ranks
+
+
+def needs(layer: Layer) -> None:
+    if layer.experts not in registry().experts:
+        pytest.skip(f"experts {layer.experts!r} are not installed")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_and_outputs_after_migrations(pool, name):
+    needs(LAYERS[name])
+    slow = LAYERS[name].experts.startswith("triton")
+    if slow and pool.world_size == 4:
+        pytest.skip("two ranks show it; the interpreter is slow")
+    reports = pool.run(migrations, LAYERS[name], 1 if slow else 3)
+    for on_ranks in zip(*reports, strict=True):
+        assert len({(r.received, r.copied, r.bytes_moved) for r in on_ranks}) == 1
+        assert all(r.seconds > 0 for r in on_ranks)
+    # Tensor parallelism over all ranks leaves one expert-parallel rank: nothing can travel.
+    alone = pool.world_size == LAYERS[name].tp
+    assert any(report.received for report in reports[0]) is not alone
+
+
+@pytest.mark.parametrize(
+    ("experts", "within"), [("reference", False), ("torch", True), ("triton", True)]
+)
+def test_bits_stay_where_the_order_of_the_sum_does(pool, experts, within):
+    layer = Layer(
+        experts=experts,
+        num_experts=8,
+        replicas=0,
+        top_k=3 if within else 1,
+        hidden_size=64,
+        intermediate_size=32,
+    )
+    needs(layer)
+    assert pool.run(equal_bits, layer, within) == [8] * pool.world_size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rebalancer(pool, dtype):
+    results = pool.run(rebalances, Layer(dtype=dtype, num_experts=12, replicas=4))
+    for before, after, text in results:
+        assert after < before and after < 1.1
+        assert "max/mean load" in text and "MiB" in text and "layer 1" in text
+    assert len({(before, after) for before, after, _ in results}) == 1
+
+
+def test_rebalancer_hierarchical(pool):
+    if pool.world_size == 2:
+        pytest.skip("two nodes of one rank have nowhere to put replicas")
+    for options in (
+        {"policy": "hierarchical", "options": {"num_groups": 4, "num_nodes": 2}},
+        {"policy": Balanced(num_groups=4, num_nodes=2)},
+    ):
+        call = pool.run(rebalance_with, Layer(num_experts=12, replicas=4), options)
+        assert all(after < before for before, after, _ in call)
+
+
+def rebalance_with(rank, world_size, layer, options):
+    return rebalances(rank, world_size, layer, **options)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_with_the_same_tokens_choose_the_same_replicas(pool, tp):
+    """With fewer batches than ranks, only equal routing gives the right output."""
+    if pool.world_size == tp:
+        pytest.skip("one expert-parallel rank has nothing to balance")
+    layer = Layer(dtype="float32", num_experts=12, replicas=4, tp=tp, dp=tp)
+    assert all(after < before for before, after, _ in pool.run(rebalances, layer))
+
+
+@pytest.mark.parametrize("strategy", ["linear", "round_robin"])
+def test_layers(pool, strategy):
+    assert all(after < before for before, after in pool.run(fused_layers, strategy))
+
+
+def test_staging_is_bounded(pool):
+    for peak, weights in pool.run(staging, 2**16):
+        assert peak <= 2**16 + 2**12 < weights / 50
+    for peak, _ in pool.run(staging, 2**22):
+        assert 2**18 < peak <= 2**22 + 2**12
+
+
+@pytest.mark.parametrize(
+    ("fault", "on_culprit", "elsewhere", "says"),
+    [
+        ("new differs", "GroupMismatch", "GroupMismatch", "new placement"),
+        ("old differs", "GroupMismatch", "GroupMismatch", "old placement"),
+        ("staging differs", "GroupMismatch", "GroupMismatch", "staging_bytes"),
+        ("out of memory", "OutOfMemoryError", "PeerFailed", "tried to allocate"),
+        ("shared differs", "GroupMismatch", "GroupMismatch", "shared"),
+        ("tensor missing", "GroupMismatch", "GroupMismatch", "packed tensors"),
+        ("experts missing", "WeightsError", "PeerFailed", "dense block for each of"),
+        ("expanded", "WeightsError", "PeerFailed", "packed w2"),
+        ("other sizes", "InvalidInput", "PeerFailed", "cannot change"),
+        ("group", "GroupMismatch", "GroupMismatch", "process group of"),
+    ],
+)
+def test_a_migration_that_cannot_be_is_refused_on_all_ranks(
+    pool, fault, on_culprit, elsewhere, says
+):
+    caught = pool.run(faults, fault)
+    assert [name for name, _ in caught] == [elsewhere] * (len(caught) - 1) + [on_culprit]
+    assert all(says in message for _, message in caught)
+
+
+@pytest.mark.parametrize(
+    ("how", "on_culprit", "elsewhere", "says"),
+    [
+        ("nonsense everywhere", "InvalidInput", "InvalidInput", "nothing was moved"),
+        ("nonsense on one", "InvalidInput", "PeerFailed", "nothing was moved"),
+        ("raises on one", "KeyError", "PeerFailed", "no such model"),
+        ("disagrees", "GroupMismatch", "GroupMismatch", "placements wanted"),
+    ],
+)
+def test_a_bad_policy_moves_nothing_on_any_rank(pool, how, on_culprit, elsewhere, says):
+    caught = pool.run(failing_policy, how)
+    assert [name for name, _ in caught] == [elsewhere] * (len(caught) - 1) + [on_culprit]
+    assert all(says in message for _, message in caught)
+
+
+def test_a_transfer_that_breaks_off_says_so(pool):
+    for name, message in pool.run(half_way):
+        assert name == "WeightsError"
+        assert "connection reset" in message and "load them again" in message
+
+
+GPU_LAYERS = {
+    "bfloat16": Layer(device="cuda"),
+    "fp8_block": Layer(device="cuda", quant="fp8_block"),
+    "triton_fp8_block": Layer(device="cuda", experts="triton", quant="fp8_block"),
+    "triton_bfloat16": Layer(device="cuda", experts="triton", num_experts=7),
+    "deepgemm": Layer(device="cuda", experts="deepgemm", quant="fp8_block"),
+    "marlin": Layer(device="cuda", experts="marlin", quant="int4_w4a16_g128"),
+    "cutlass": Layer(device="cuda", experts="cutlass", quant="fp8_channel_token"),
+}
+
+
+@pytest.mark.parametrize("name", GPU_LAYERS)
+def test_on_gpus(gpus, name):
+    layer = GPU_LAYERS[name]
+    needs(layer)
+    if reasons := registry().experts[layer.experts].unsupported(layer.problem(0, 2)):
+        pytest.skip("; ".join(reasons))
+    assert any(report.received for report in gpus.run(migrations, layer)[0])
+
+
+def test_rebalancer_on_gpus(gpus):
+    layer = Layer(device="cuda", num_experts=12, replicas=4)
+    for before, after, _ in gpus.run(rebalances, layer):
+        assert after < before and after < 1.1

@@ -1,0 +1,261 @@
+"""What FusedMoE refuses, and how it says so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from layer_cases import E, H, I, K, check_logits, loaded_layer, logits_for, make_layer
+from torch import nn
+
+import moekit
+from moekit import Activation, ParallelConfig
+from moekit.errors import (
+    GroupMismatch,
+    InvalidInput,
+    InvalidProblem,
+    MoekitError,
+    Unsupported,
+    WeightsError,
+)
+from moekit.testing.cases import random_weights, random_x
+
+ROUTING = moekit.route(torch.randn(5, E), K)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "error", "said"),
+    [
+        ({"top_k": 7}, InvalidProblem, "top_k=7 exceeds num_experts=6"),
+        ({"activation": "swish"}, InvalidProblem, "activation 'swish' is unknown"),
+        ({"quant": "fp5"}, InvalidProblem, "quant scheme 'fp5' is unknown"),
+        ({"params_dtype": torch.float64}, InvalidProblem, "dtype=torch.float64"),
+        ({"scoring_func": "tanh"}, InvalidProblem, "scoring 'tanh'"),
+        ({"num_expert_group": 3}, InvalidProblem, "num_expert_group and topk_group go together"),
+        ({"num_expert_group": 4, "topk_group": 2}, InvalidProblem, "groups that divide the 6"),
+        ({"num_expert_group": 3, "topk_group": 1}, InvalidProblem, "top_k=3 exceeds the 2"),
+        (
+            {"e_score_correction_bias": torch.zeros(E), "zero_expert_num": 2},
+            InvalidInput,
+            r"correction_bias is \(6,\), want \(8,\)",
+        ),
+        ({"zero_expert_num": -1}, InvalidProblem, "zero_expert_num=-1"),
+        (
+            {"custom_routing_function": lambda *a: a, "routed_scaling_factor": 2.0},
+            InvalidProblem,
+            "would ignore routed_scaling_factor",
+        ),
+        (
+            {"custom_routing_function": lambda *a: a, "scoring_func": "sigmoid", "topk_group": 1},
+            InvalidProblem,
+            "would ignore scoring_func, topk_group",
+        ),
+        ({"activation": "relu2", "is_act_and_mul": True}, InvalidProblem, "has no gate"),
+        ({"activation": "swigluoai", "is_act_and_mul": False}, InvalidProblem, "has a gate in it"),
+        (
+            {"activation": Activation("silu", limit=1.0), "is_act_and_mul": False},
+            InvalidProblem,
+            "'silu_no_mul' has no clamp",
+        ),
+        ({"shared_experts_partial": True}, InvalidProblem, "give shared_experts"),
+        (
+            {
+                "shared_experts": nn.Identity(),
+                "shared_experts_partial": True,
+                "is_sequence_parallel": True,
+            },
+            InvalidProblem,
+            "without is_sequence_parallel",
+        ),
+        ({"apply_router_weight_on_input": True}, InvalidProblem, "needs top_k=1"),
+        ({"expert_placement_strategy": "random"}, InvalidProblem, "want one of linear, round_rob"),
+        (
+            {"expert_placement_strategy": "round_robin", "num_redundant_experts": 2},
+            InvalidProblem,
+            "places no replicas",
+        ),
+        ({"tp_size": 2}, InvalidProblem, "torch.distributed, which is not initialized"),
+        ({"dp_size": 0}, InvalidProblem, "dp_size=0"),
+        (
+            {"tp_size": 2, "parallel": ParallelConfig()},
+            InvalidProblem,
+            "tp_size, dp_size and enable_expert_parallel must not be",
+        ),
+        (
+            {"parallel": ParallelConfig(ep_size=3, dp_size=2)},
+            InvalidProblem,
+            "3 ranks do not divide into dp_size=2",
+        ),
+        ({"parallel": ParallelConfig(tp_size=5)}, InvalidProblem, "does not divide by tp_size=5"),
+        (
+            {"parallel": ParallelConfig(ep_size=2, dp_size=1)},
+            GroupMismatch,
+            "torch.distributed is not initialized",
+        ),
+        ({"parallel": ParallelConfig(ep_size=7)}, InvalidProblem, "ep_size=7 exceeds"),
+        ({"device": "tpu9000"}, InvalidProblem, "device='tpu9000'"),
+        ({"dispatcher": "batched_reference", "experts": "none"}, MoekitError, "no experts backend"),
+        (
+            {"experts": "torch", "dispatcher": "local", "parallel": ParallelConfig(ep_size=2)},
+            GroupMismatch,
+            "not initialized",
+        ),
+    ],
+)
+def test_bad_knobs(knobs, error, said) -> None:
+    with pytest.raises(error, match=said) as caught:
+        make_layer(**knobs)
+    assert isinstance(caught.value, MoekitError)
+
+
+def test_a_backend_that_lacks_a_knob_is_a_reason() -> None:
+    with pytest.raises(Unsupported, match="cannot do this problem") as caught:
+        make_layer(experts="triton", quant="int4_w4a16_g32", params_dtype=torch.float32)
+    assert caught.value.reasons
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_here() -> None:
+    with pytest.raises(InvalidProblem, match="device='cuda'.*no cuda device"):
+        make_layer(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": torch.randn(5, H + 1)}, r"x has shape \(5, 65\), want \(\.\.\., 64\)"),
+        ({"x": torch.randn(H)}, r"x has shape \(64,\)"),
+        ({"x": torch.randn(5, H).bfloat16()}, "x is torch.bfloat16, the problem's dtype"),
+        ({"router_logits": torch.randn(4, E)}, r"router_logits has shape \(4, 6\), want \(5, 6\)"),
+        ({"router_logits": torch.randn(5, E + 1)}, r"router_logits has shape \(5, 7\)"),
+        ({"router_logits": torch.full((5, E), float("nan"))}, "NaN or infinity, first token 0"),
+        ({"router_logits": torch.zeros(5, E, dtype=torch.long)}, "want .* float dtype"),
+        ({"router_logits": None}, "give router_logits, or both topk_weights and topk_ids"),
+        ({"topk_ids": ROUTING.topk_ids}, "not both"),
+        (
+            {"router_logits": None, "topk_ids": ROUTING.topk_ids},
+            "or both topk_weights and topk_ids",
+        ),
+        (
+            {
+                "router_logits": None,
+                "topk_ids": ROUTING.topk_ids[:, :2],
+                "topk_weights": ROUTING.topk_weights,
+            },
+            r"topk_ids has shape \(5, 2\), want \(5, 3\)",
+        ),
+        (
+            {
+                "router_logits": None,
+                "topk_ids": ROUTING.topk_ids + E,
+                "topk_weights": ROUTING.topk_weights,
+            },
+            r"topk_ids span .* 0\.\.5",
+        ),
+        (
+            {
+                "router_logits": None,
+                "topk_ids": ROUTING.topk_ids,
+                "topk_weights": ROUTING.topk_weights.half(),
+            },
+            "topk_weights are torch.float16, want float32",
+        ),
+        ({"is_padding": torch.zeros(4, dtype=torch.bool)}, r"is_padding has shape \(4,\)"),
+        ({"is_padding": torch.zeros(5)}, "want .* bool"),
+        ({"max_tokens": 3}, "max_tokens=3, but this rank passes 5"),
+    ],
+)
+def test_bad_calls(change, said) -> None:
+    layer, weights = loaded_layer()
+    call = {"x": torch.randn(5, H), "router_logits": torch.randn(5, E), **change}
+    with pytest.raises(InvalidInput, match=said):
+        layer(call.pop("x"), **call)
+    check_logits(layer, weights, renormalize=True)  # and nothing was left behind
+
+
+@pytest.mark.parametrize("knobs", [{"zero_expert_num": 2}, {"num_redundant_experts": 1}], ids=str)
+def test_ids_beyond_all_experts(knobs) -> None:
+    layer = make_layer(**knobs)
+    layer.load_weights(random_weights(layer.problem))
+    last = E + knobs.get("zero_expert_num", 0)
+    x, weights = torch.randn(1, H), torch.ones(1, K)
+    for bad in (last, -2):
+        with pytest.raises(InvalidInput, match=rf"topk_ids span .*0\.\.{last - 1}"):
+            layer(x, topk_weights=weights, topk_ids=torch.full((1, K), bad))
+
+
+def test_shared_experts_of_another_shape() -> None:
+    for function in (lambda x: x[:, :3], lambda x: x.double()):
+        layer, _ = loaded_layer(shared_experts=function)
+        with pytest.raises(InvalidInput, match="shared_experts returned .* want"):
+            layer(torch.randn(5, H), torch.randn(5, E))
+
+
+def test_nothing_half_loaded_runs() -> None:
+    layer, weights = loaded_layer()
+    x, logits = random_x(layer.problem, 5), logits_for(layer, 5)
+    layer(x, logits)
+    wrong = weights.select([0, 1, 2, 3, 4])
+    with pytest.raises(WeightsError, match=r"w13 has shape \(5, 192, 64\).*w2 has shape \(5, 64"):
+        layer.load_weights(wrong)
+    with pytest.raises(WeightsError, match="has no weights: call load_weights"):
+        layer(x, logits)
+    with pytest.raises(WeightsError, match="has no weights"):
+        layer.warmup(4)
+    assert "weights: none yet" in repr(layer)
+    layer.load_weights(weights)
+    layer.warmup(4)
+    check_logits(layer, weights, renormalize=True)
+    layer.destroy()
+    layer.destroy()
+    with pytest.raises(WeightsError, match="has no weights"):
+        layer(x, logits)
+
+
+def test_a_checkpoint_that_fails_leaves_no_weights(tmp_path) -> None:
+    layer, weights = loaded_layer()
+    (tmp_path / "model.safetensors").write_bytes(b"not one")
+    with pytest.raises(WeightsError):
+        layer.load_checkpoint(tmp_path / "model.safetensors", "qwen3_moe", 0)
+    assert layer.packed is None
+
+
+def test_replicas_of_another_shape() -> None:
+    layer, _ = loaded_layer()
+    for table in (torch.zeros(E + 1, 2, dtype=torch.long), torch.zeros(E, dtype=torch.long)):
+        with pytest.raises(InvalidInput, match=r"want \(6, M\)"):
+            layer.set_replicas(table)
+    with pytest.raises(InvalidInput, match="on meta, want cpu"):
+        layer.set_replicas(torch.zeros(E, 1, dtype=torch.long, device="meta"))
+
+
+def test_it_stays_where_and_what_it_is() -> None:
+    layer, weights = loaded_layer(shared_experts=nn.Linear(H, H))
+    assert layer.to("cpu") is layer and layer.to(torch.float32) is layer and layer.eval() is layer
+    for move in (
+        lambda: layer.to("meta"),
+        lambda: layer.bfloat16(),
+        lambda: nn.Sequential(layer).double(),
+    ):
+        with pytest.raises(MoekitError, match="build it with device and params_dtype"):
+            move()
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(MoekitError, match="cannot be copied or pickled"):
+            duplicate(layer)
+    check_logits(layer, weights, shared=layer._shared[0].requires_grad_(False), renormalize=True)
+
+
+def test_repr_says_what_runs_and_why() -> None:
+    layer, _ = loaded_layer(prefix="mlp", zero_expert_num=2, experts="torch")
+    text = repr(layer)
+    assert "mlp: 6 experts, top 3, hidden 64, intermediate 96, float32" in text
+    assert "2 zero experts" in text and "local + torch (dispatcher by priority" in text
+    assert "weights: 0.4 MiB" in text
+    parallel = ParallelConfig(ep_size=3, ep_rank=1, dp_size=1)
+    layer = make_layer(
+        parallel=parallel, reduce_results=False, expert_placement_strategy="round_robin"
+    )
+    assert "rank 1 of 3: experts 1, 4; partial" in repr(layer)
+    assert layer.problem.intermediate_size == I

@@ -1,0 +1,273 @@
+"""Single experts modules through the transformers integration: activations, formats, refusals."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import hf_models as hfm
+import pytest
+import torch
+from test_transformers_layer import installed, make  # noqa: F401 (an autouse fixture)
+from test_transformers_models import errors, logits
+from torch import Tensor, nn
+
+import moekit
+from moekit.errors import InvalidProblem, MoekitError, UnknownBackend, Unsupported
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
+
+import moekit.integrations.transformers as integration  # noqa: E402
+from moekit.integrations.packed_layer import Layer, experts_forward  # noqa: E402
+
+FP32 = torch.float32
+
+
+def experts_class(model: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+
+
+def module_of(model: str, name: str, dtype: torch.dtype = FP32, **config: Any) -> Any:
+    sizes = dict(
+        num_experts=8, num_local_experts=8, n_routed_experts=8, hidden_size=32,
+        intermediate_size=48, moe_intermediate_size=48, hidden_act="silu", mlp_hidden_act="relu2",
+    )  # fmt: skip
+    made = SimpleNamespace(**sizes | config, _experts_implementation="moekit")
+    module = experts_class(model, name)(made)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.4, generator=torch.Generator().manual_seed(parameter.numel()))
+    return module.requires_grad_(False).to(dtype)
+
+
+def inputs(tokens: int = 9, dtype: torch.dtype = FP32, top_k: int = 2, experts: int = 8) -> Any:
+    ids = torch.rand(tokens, experts).topk(top_k).indices
+    return 3 * torch.randn(tokens, 32, dtype=dtype), ids, torch.rand(tokens, top_k, dtype=dtype)
+
+
+def both(module: Any, *args: Tensor) -> tuple[Tensor, Tensor]:
+    """(moekit's, transformers' own)"""
+    ours = module(*args)
+    module.config._experts_implementation = "grouped_mm"
+    theirs = module(*args)
+    module.config._experts_implementation = "moekit"
+    return ours, theirs
+
+
+KINDS = {
+    "silu": ("qwen3_moe", "Qwen3MoeExperts", dict(), moekit.Activation("silu")),
+    "gelu": ("mixtral", "MixtralExperts", dict(hidden_act="gelu"), moekit.Activation("gelu")),
+    "gelu_tanh": (
+        "mixtral",
+        "MixtralExperts",
+        dict(hidden_act="gelu_pytorch_tanh"),
+        moekit.Activation("gelu_tanh"),
+    ),
+    "clamped": (
+        "deepseek_v4",
+        "DeepseekV4Experts",
+        dict(swiglu_limit=2.5),
+        moekit.Activation("silu", limit=2.5),
+    ),
+    "swigluoai": (
+        "gpt_oss",
+        "GptOssExperts",
+        dict(swiglu_alpha=1.702, swiglu_limit=7.0),
+        moekit.Activation("swigluoai", alpha=1.702, limit=7.0),
+    ),
+    "swigluoai in halves": (
+        "openai_privacy_filter",
+        "OpenAIPrivacyFilterExperts",
+        dict(swiglu_alpha=1.702, swiglu_limit=7.0),
+        moekit.Activation("swigluoai", alpha=1.702, limit=7.0),
+    ),
+    "without gate": (
+        "nemotron_h",
+        "NemotronHExperts",
+        dict(moe_latent_size=None),
+        moekit.Activation("relu2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_are_recognized(kind: str) -> None:
+    model, name, config, activation = KINDS[kind]
+    try:
+        experts_class(model, name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"this transformers has no {name}")
+    module = module_of(model, name, **config)
+    ours, theirs = both(module, *inputs())
+    kernel = Layer.of(module).kernel
+    assert kernel is not None and kernel.problem.activation == activation
+    assert errors(ours[None], theirs[None]).max() < 1e-5
+
+
+def test_ids_beyond_the_last_expert_belong_to_other_ranks() -> None:
+    module = module_of("qwen3_moe", "Qwen3MoeExperts")
+    module._is_expert_parallel = True
+    x, ids, weights = inputs(tokens=12)
+    ids[::2, 0] = 8
+    ids[3] = 8
+    weights = weights.masked_fill(ids == 8, 0.0)
+    ours, theirs = both(module, x, ids, weights)
+    assert not ours[3].any()
+    rows = torch.arange(12) != 3
+    assert errors(ours[None, rows], theirs[None, rows]).max() < 1e-5
+
+
+def test_autocast_inputs() -> None:
+    """The weights' dtype computes, the input's comes out."""
+    module = module_of("qwen3_moe", "Qwen3MoeExperts", torch.bfloat16)
+    x, ids, weights = inputs()
+    ours, theirs = module(x, ids, weights), both(module, x.bfloat16(), ids, weights)[1]
+    assert ours.dtype == FP32
+    assert errors(ours[None], theirs[None]).max() < 3e-2
+
+
+def test_no_tokens() -> None:
+    module = module_of("qwen3_moe", "Qwen3MoeExperts")
+    out = module(torch.empty(0, 32), torch.empty(0, 2, dtype=torch.long), torch.empty(0, 2))
+    assert out.shape == (0, 32)
+
+
+def test_transformers_fp8_experts() -> None:
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if not hasattr(fp8, "FP8ExpertsInterface"):
+        pytest.skip("fp8 experts of this transformers ask for no implementation")
+    config = SimpleNamespace(
+        num_local_experts=4, hidden_size=256, moe_intermediate_size=128, hidden_act="silu",
+        _experts_implementation="moekit",
+    )  # fmt: skip
+    wrap = importlib.import_module("transformers.integrations.moe").use_experts_implementation
+    made = wrap(
+        experts_class=type("Experts", (fp8.FP8Experts,), {}),
+        experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS,
+    )
+    module = made(config, block_size=(128, 128)).requires_grad_(False)
+    scheme = moekit.SCHEMES["fp8_block"]
+    full = moekit.ExpertWeights(torch.randn(4, 256, 256) / 16, torch.randn(4, 256, 128) / 11)
+    stored = full.quantize(scheme)
+    module.gate_up_proj.data, module.down_proj.data = stored.w13, stored.w2
+    module.gate_up_proj_scale_inv.data = stored.w13_scale
+    module.down_proj_scale_inv.data = stored.w2_scale
+    x = torch.randn(6, 256, dtype=torch.bfloat16)
+    routing = moekit.route(torch.randn(6, 4), 2)
+    out = module(x, routing.topk_ids, routing.topk_weights)
+    kernel = Layer.of(module).kernel
+    assert kernel is not None and kernel.problem.quant.name == "fp8_block"
+    problem = kernel.problem.replace(quant="none", dtype=FP32)
+    plain = moekit.compose(problem, "local", "torch")
+    weights = plain.pack(stored.canonical(kernel.problem).dequantize(scheme))
+    want = plain(x.float(), weights, routing)
+    assert errors(out[None], want[None]).max() < 9e-2
+
+    module.activation_scheme = "static"
+    integration.repack(module)
+    with pytest.raises(Unsupported, match="static activations"):
+        module(x, routing.topk_ids, routing.topk_weights)
+    module.activation_scheme = "dynamic"
+    integration.install(quant="int8_w8a16")
+    with pytest.raises(Unsupported, match="quantized already"):
+        module(x, routing.topk_ids, routing.topk_weights)
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+def test_options_are_checked_at_once() -> None:
+    with pytest.raises(UnknownBackend, match="nonesuch"):
+        integration.install(experts="nonesuch")
+    with pytest.raises(UnknownBackend, match="nonesuch"):
+        integration.install(dispatcher="nonesuch")
+    with pytest.raises(InvalidProblem, match="int3"):
+        integration.install(quant="int3")
+    with pytest.raises(InvalidProblem, match="activation scales from a checkpoint"):
+        integration.install(quant="fp8_tensor_static")
+
+
+def test_a_transformers_without_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    integration.uninstall()
+    moe = importlib.import_module("transformers.integrations.moe")
+    monkeypatch.delattr(moe, "ExpertsInterface")
+    with pytest.raises(MoekitError, match=r"pip install 'moekit\[hf\]'"):
+        integration.install()
+
+
+def test_experts_without_the_interface() -> None:
+    transformers = importlib.import_module("transformers")
+    config = transformers.LongcatFlashConfig(n_routed_experts=4, num_layers=1)
+    with torch.device("meta"), pytest.raises(Unsupported, match="LongcatFlash.* experts interface"):
+        transformers.AutoModelForCausalLM.from_config(config, experts_implementation="moekit")
+    with torch.device("meta"):  # no experts, nothing to refuse
+        dense = transformers.LlamaConfig(num_hidden_layers=1)
+        transformers.AutoModelForCausalLM.from_config(dense, experts_implementation="moekit")
+
+
+class Odd(nn.Module):
+    """An experts module, wrong in one way."""
+
+    def __init__(self, **parameters: Tensor) -> None:
+        super().__init__()
+        gate_up, down = torch.randn(8, 96, 32), torch.randn(8, 32, 48)
+        for name, value in (dict(gate_up_proj=gate_up, down_proj=down) | parameters).items():
+            if value is not None:
+                self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    def act_fn(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "no weights": (lambda: Odd(down_proj=None), "Odd: it has no parameters .*found: gate_up_proj"),
+    "a stranger's parameter": (lambda: Odd(scale=torch.ones(8)), "parameters scale mean"),
+    "integers": (
+        lambda: Odd(down_proj=torch.ones(8, 32, 48, dtype=torch.int8)),
+        "w2 is torch.int8 but w2_scale is missing",
+    ),
+    "packed": (
+        lambda: Odd(gate_up_proj=torch.ones(8, 96, 16, dtype=torch.uint8)),
+        "gate_up_proj is torch.uint8: want one of .*dequantized",
+    ),
+    "two dimensions": (lambda: Odd(down_proj=torch.ones(8, 48)), "want 3 dimensions"),
+    "no data": (
+        lambda: Odd(down_proj=torch.ones(8, 32, 48, device="meta")),
+        "down_proj of Odd has no data",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_modules_that_moekit_cannot_run(case: str) -> None:
+    build, match = REFUSED[case]
+    with pytest.raises(MoekitError, match=match):
+        experts_forward(build(), *inputs())
+    experts_forward(Odd(), *inputs())
+
+
+def test_an_activation_that_moekit_does_not_know() -> None:
+    module = Odd()
+    module.act_fn = lambda x: nn.functional.silu(x).clamp(max=3.0)  # type: ignore[method-assign]
+    with pytest.raises(Unsupported, match="none of moekit's activations"):
+        experts_forward(module, *inputs())
+    module.act_fn = torch.tanh  # type: ignore[method-assign]
+    with pytest.raises(Unsupported, match="tanh"):
+        experts_forward(module, *inputs())
+
+
+def test_a_norm_after_each_expert() -> None:
+    module = Odd()
+    module.has_post_expert_norm = True
+    with pytest.raises(Unsupported, match="norm after each expert"):
+        experts_forward(module, *inputs())
+
+
+def test_a_backend_that_cannot() -> None:
+    integration.install(experts="triton", quant="int4_w4a16_g32")
+    with pytest.raises(
+        Unsupported, match="experts 'triton' cannot do this problem.*int4_w4a16_g32"
+    ):
+        logits(make(hfm.QWEN3_MOE))
