@@ -6,6 +6,7 @@ Exact rearrangements; only memory and the copying cost something, and `workspace
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -59,6 +60,9 @@ class _Bridge(PermuteExpertsUnpermute):
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return self.inner.quantize(x_RH, weights, valid_rows)
+
+    def tuning(self) -> AbstractContextManager[object]:
+        return self.inner.tuning()
 
 
 class StandardAsBatched(_Bridge):

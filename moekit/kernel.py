@@ -27,6 +27,7 @@ from moekit.errors import InvalidInput
 from moekit.group import Agreement
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.workspace import BufferSpec as BufferSpec
+from moekit.workspace import Layout
 from moekit.workspace import MemoryReport as MemoryReport
 from moekit.workspace import Workspace as Workspace
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moekit")
 
 T = TypeVar("T")
+
+_MAX_LAYOUTS = 1024
 
 # (x_RH, valid_rows_R or None) -> (quantized_RH, scale)
 Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
@@ -243,6 +246,10 @@ class PermuteExpertsUnpermute(ABC):
         """Bytes `apply` allocates outside the workspace (a library's own buffers)."""
         return 0
 
+    def tuning(self) -> AbstractContextManager[object]:
+        """Calls of `apply` within it may search for a library's fastest kernels: warm-up's do."""
+        return nullcontext()
+
 
 def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tensor:
     """``out[r] = sum_k weight[r, k] * y[r, k]`` over slots with an expert, in fp32, in order of k.
@@ -295,6 +302,7 @@ class ModularKernel:
             if self.checked and dispatcher.group is not None
             else None
         )
+        self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
 
     # -- weights ----------------------------------------------------------------------------
@@ -425,7 +433,7 @@ class ModularKernel:
             return reduced
         standard = spec.format is ActivationFormat.STANDARD
         rows = shape[0] if standard else shape[1]
-        scratch = self.workspace.take(self.experts.workspace(rows), device)
+        scratch = self.workspace.take(self._layout(rows), device)
         if not standard or spec.reduces:
             self.experts.apply(reduced, tokens, weights, scratch)
             return reduced
@@ -434,6 +442,14 @@ class ModularKernel:
         y = torch.empty((rows, slots, shape[-1]), dtype=dtype, device=device)
         self.experts.apply(y, tokens, weights, scratch)
         return weight_and_reduce(y, tokens, reduced)
+
+    def _layout(self, rows: int) -> Layout:
+        layout = self._layouts.get(rows)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[rows] = Layout(self.experts.workspace(rows))
+        return layout
 
     # -- quantization: before the transfer if both sides can, else after, else by the experts ----
 
@@ -506,18 +522,22 @@ class ModularKernel:
         Calls that take over a second are logged with the time they took. Collective: every rank
         must call it with the same ``num_tokens``.
         """
-        p = self.problem
         device = next(iter(weights.experts.values())).device
         sizes = sorted({*(1 << n for n in range(num_tokens.bit_length())), num_tokens})
-        for step, tokens in enumerate(sizes):
-            begin = time.perf_counter()
-            x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device)
-            ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
-            ids = ids.view(tokens, p.top_k)
-            self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))
-            if (seconds := time.perf_counter() - begin) > 1:
-                logger.info("moekit: warm-up %d of %d (%d tokens) took %.1f s",
-                            step + 1, len(sizes), tokens, seconds)  # fmt: skip
+        with self.experts.tuning():
+            for step, tokens in enumerate(sizes):
+                begin = time.perf_counter()
+                self._random_call(weights, tokens, device)
+                if (seconds := time.perf_counter() - begin) > 1:
+                    logger.info("moekit: warm-up %d of %d (%d tokens) took %.1f s",
+                                step + 1, len(sizes), tokens, seconds)  # fmt: skip
+
+    def _random_call(self, weights: PackedWeights, tokens: int, device: torch.device) -> None:
+        p = self.problem
+        x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device)
+        ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
+        ids = ids.view(tokens, p.top_k)
+        self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))
 
     def destroy(self) -> None:
         """Frees the dispatcher's buffers; idempotent."""

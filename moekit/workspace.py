@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,22 @@ class BufferSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Layout:
+    """Where buffers lie in an arena: what a backend asks for again and again, computed once."""
+
+    def __init__(self, specs: Sequence[BufferSpec]) -> None:
+        self._specs = tuple(specs)
+        self.nbytes = Workspace.nbytes_for(specs)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The buffers, as disjoint parts of ``buffer`` (uint8)."""
+        views, offset = [], 0
+        for spec in self._specs:
+            views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
+            offset += Workspace.nbytes_for([spec])
+        return views
+
+
 class Workspace:
     """One growing arena per device, shared by every layer that runs on the same stream.
 
@@ -38,6 +55,10 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[torch.device, Tensor] = {}
         self._captured: list[Tensor] = []
+        # Views of the present buffers only, so that a buffer that was outgrown is freed.
+        self._views: WeakKeyDictionary[Layout, tuple[torch.device, list[Tensor]]] = (
+            WeakKeyDictionary()
+        )
 
     @classmethod
     def default(cls) -> Workspace:
@@ -54,25 +75,27 @@ class Workspace:
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self._buffers.values())
 
-    def take(self, specs: Sequence[BufferSpec], device: torch.device) -> list[Tensor]:
+    def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> list[Tensor]:
         """Disjoint uninitialised tensors, valid until the next `take`."""
-        wanted = self.nbytes_for(specs)
+        layout = wanted if isinstance(wanted, Layout) else Layout(wanted)
         buffer = self._buffers.get(device)
         capturing = _is_capturing(device)
-        if buffer is None or buffer.nbytes < wanted:
+        if buffer is None or buffer.nbytes < layout.nbytes:
             if capturing:
                 raise InvalidInput(
-                    f"the workspace must grow to {wanted} bytes while a graph is being captured; "
-                    "run the largest call once (kernel.warmup(num_tokens)) before capturing"
+                    f"the workspace must grow to {layout.nbytes} bytes while a graph is being "
+                    "captured; run the largest call once (kernel.warmup(num_tokens)) before "
+                    "capturing"
                 )
-            self._buffers[device] = buffer = torch.empty(wanted, dtype=torch.uint8, device=device)
+            self._views.clear()
+            buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+            self._buffers[device] = buffer
         if capturing and not any(b is buffer for b in self._captured):
             self._captured.append(buffer)
-        views, offset = [], 0
-        for spec in specs:
-            views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
-            offset += -(-spec.nbytes // self._ALIGN) * self._ALIGN
-        return views
+        made = self._views.get(layout)
+        if made is None or made[0] != device:
+            made = self._views[layout] = device, layout.views(buffer)
+        return made[1]
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,42 @@ def test_int4_groups_are_refined_not_cut(tmp_path: Path) -> None:
             assert all(map(torch.equal, got, shares(layer, problem)))
         names.append(problem.quant.name)
     assert names == ["int4_w4a16_g128_zp", "int4_w4a16_g64_zp", "int4_w4a16_g32_zp"]
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-zp", "gptq", "ct-int4-zp", "ct-int4", "bf16"])
+def test_a_share_that_ends_within_a_word(name: str, tmp_path: Path) -> None:
+    """36 of 72 neurons: words hold eight rows or columns."""
+    packers = {
+        "awq": files.awq(-1),
+        "gptq-zp": files.gptq(-1, zero_points=True),
+        "gptq": files.gptq(-1),
+        "ct-int4-zp": files.pack_quantized(-1, True),
+        "ct-int4": files.pack_quantized(-1),
+        "bf16": files.bf16,
+    }
+    if name.startswith("ct"):
+        config = ct(strategy="channel")
+    else:
+        config = (CASES[name].config or {}) | dict(group_size=-1)
+    layer = files.write(tmp_path, packers[name], config, E=2, H=64, I=72)
+    for rank in range(2):
+        parallel = ParallelConfig(tp_size=2, tp_rank=rank)
+        problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+        got = values(load_experts(tmp_path, None, 0, problem), problem)
+        assert all(map(torch.equal, got, shares(layer, problem)))
+
+
+def test_input_scales_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """Tokens may be quantized before they travel, by any rank for any expert."""
+    config = FP8 | dict(activation_scheme="static")
+    layer = files.write(tmp_path, files.fp8(-1, -1, static=True), config, E=4, H=64, I=64)
+    for expert, value in enumerate((0.5, 0.25, 0.75, 0.125)):
+        stem = f"model.layers.0.mlp.experts.{expert}"
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            layer.tensors[f"{stem}.{name}.input_scale"] = torch.tensor(value + (name[0] == "d"))
+    files.save(tmp_path, layer.tensors, json.loads((tmp_path / "config.json").read_text()))
+    for rank in range(4):
+        parallel = ParallelConfig(ep_size=4, ep_rank=rank)
+        problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+        weights = load_experts(tmp_path, None, 0, problem)
+        assert (weights.w13_input_scale, weights.w2_input_scale) == (0.75, 1.75)

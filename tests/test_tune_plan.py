@@ -105,6 +105,11 @@ def test_who_fails_does_not_serve_there():
     assert plan({}) is None and plan(curves, allowed=set()) is None
 
 
+def test_who_fails_below_serves_from_where_it_works():
+    curves = {"fast": [(1, INF), (16, 2.0), (64, 2.0)], "slow": [(1, 9.0), (16, 9.0), (64, 9.0)]}
+    assert plan(curves).buckets == ((15, "slow"), (None, "fast"))
+
+
 def test_memory_before_speed():
     """What packs weights in a form of its own serves alone, or not at all."""
     curves = {"a": power(10, 0.2), "b": power(1, 0.7), "own": power(0.9, 0.69)}
@@ -134,18 +139,22 @@ def random_curves(draw: random.Random) -> dict[str, tune.Curve]:
     return {f"b{i}": one() for i in range(draw.randint(1, 6))}
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_no_choice_is_slower_than_it_may_be(seed: int):
+def test_no_choice_is_slower_than_it_may_be():
     """At every whole T, measured or not, the interpolated time of the choice is within the
     tolerance of the best that is interpolated there."""
-    draw = random.Random(seed)
+    for seed in range(400):
+        check_no_choice_is_slower(random.Random(seed))
+
+
+def check_no_choice_is_slower(draw: random.Random):
     curves = random_curves(draw)
     high = draw.choice([None, 1, 7, 100, 5000, 40000])
     made = plan(curves, high)
-    if made is None:
-        assert all(us == INF for c in curves.values() for t, us in c if high is None or t <= high)
-        return
     most = high or max(t for curve in curves.values() for t, _ in curve)
+    if made is None:  # nobody works at two neighbouring sizes
+        pairs = [p for curve in curves.values() for p in itertools.pairwise(curve)]
+        assert all(INF in (us, later) for (t, us), (_, later) in pairs if t < most)
+        return
     bounds = [bound for bound, _ in made.buckets]
     assert bounds[-1] is None and all(1 <= b for b in bounds[:-1])
     assert all(a < b for a, b in itertools.pairwise(bounds[:-1]))
@@ -157,16 +166,18 @@ def test_no_choice_is_slower_than_it_may_be(seed: int):
         if not low <= tokens <= most:
             continue
         times = {name: time_at(curve, tokens) for name, curve in curves.items()}
-        fastest = min(times.values())
-        chosen = times[serving(made.buckets, tokens)]
-        if chosen == INF or fastest == INF:  # right at a failure, whose neighbourhood has no time
-            continue
-        assert chosen <= fastest * TOLERANCE * (1 + 1e-9), (tokens, made.buckets)
+        # Who works at this very T alone, between failures, does not serve.
+        sides = [t for t in (tokens * 0.999999, tokens * 1.000001) if low <= t <= most] or [tokens]
+        fit = [us for name, us in times.items()
+               if any(time_at(curves[name], side) < INF for side in sides)]  # fmt: skip
+        if min(fit, default=INF) < INF:
+            chosen = times[serving(made.buckets, tokens)]
+            assert chosen <= min(fit) * TOLERANCE * (1 + 1e-9), (tokens, made.buckets)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(20))
 def test_never_more_backends_than_needed(seed: int):
-    """No division with fewer switches is within the tolerance everywhere (all are tried)."""
+    """One alone exactly if one is within the tolerance everywhere, and nobody serves in vain."""
     draw = random.Random(seed)
     curves = {f"b{i}": power(draw.uniform(1, 20), draw.uniform(0, 1)) for i in range(4)}
     made = plan(curves)

@@ -110,12 +110,17 @@ def plan(
     _, cost, path = min(best.values())
     buckets: list[tuple[int | None, str]] = [(None, path[0])]
     for (start, _), name in zip(covered, path, strict=True):
-        if name != buckets[-1][1]:
-            most = math.floor(start * (1 + 1e-12))
-            buckets[-1] = (most, buckets[-1][1])
-            if len(buckets) > 1 and buckets[-2][0] == most:  # no whole number in between
-                del buckets[-1]
-            buckets.append((None, name))
+        if name == buckets[-1][1]:
+            continue
+        _, leaving = buckets.pop()
+        most = math.floor(start * (1 + 1e-9))
+        most -= time_at(curves[name], most) * (1 + 1e-9) < time_at(curves[leaving], most)
+        earlier = (buckets[-1][0] or 0) if buckets else 0
+        if most > earlier:  # else no whole number is left for it
+            buckets.append((most, leaving))
+        elif buckets and buckets[-1][1] == name:
+            buckets.pop()
+        buckets.append((None, name))
     return Plan(tuple(buckets), cost / sum(map(_width, covered)) + lacking)
 
 

@@ -128,6 +128,74 @@ def cutlass_moe_mm(
         out[start : start + m] = (wide * scale).to(out.dtype)
 
 
+def encode_and_reorder_int4b_grouped(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two's complement (L, N, K / 8), a row's first column lowest -> codes in another order, and a
+    description of the order for each expert. Which order is the library's secret; here columns
+    run backwards. Codes: 1..7 become 8 - value, that is -value without its sign."""
+    L, n, words = b.shape
+    assert b.dtype == torch.int32 and b.is_contiguous()
+    assert words * 8 % 256 == 0 and n % 16 == 0
+    values = _nibbles(b)
+    codes = torch.where((values > 0) & (values < 8), 8 - values, values).flip(2)
+    packed = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8).view(torch.int32)
+    return packed, torch.tensor([[77, n, 8 * words]] * L, dtype=torch.int32)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    halves = words.view(torch.uint8)
+    return torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2)
+
+
+def cutlass_w4a8_moe_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    b_group_scales: Tensor,
+    b_group_size: int,
+    expert_offsets: Tensor,
+    problem_sizes: Tensor,
+    a_strides: Tensor,
+    b_strides: Tensor,
+    c_strides: Tensor,
+    group_scale_strides: Tensor,
+    maybe_schedule: str | None,
+) -> None:
+    """vLLM's operator: weights are looked up in their group's table, and e4m3 from then on."""
+    (rows, k), (L, n, words) = a.shape, b.shape
+    assert a.dtype == b_group_scales.dtype == FP8 and b.dtype == torch.int32 and words * 8 == k
+    assert a_scale.dtype == b_scale.dtype == torch.float32 and out.dtype == torch.bfloat16
+    assert all(t.is_contiguous() for t in (out, a, b, a_scale, b_scale, b_group_scales))
+    assert out.shape == (rows, n) and a_scale.numel() == rows and b_scale.shape == (L, n)
+    assert b_group_size == 128 and b_group_scales.numel() == L * k // 128 * n * 8
+    assert expert_offsets.dtype == torch.int64 and expert_offsets.shape == (L,)
+    assert problem_sizes.dtype == torch.int32 and problem_sizes.is_contiguous()
+    assert maybe_schedule is None and b_strides.tolist() == [[77, n, k]] * L
+    for strides, value in ((a_strides, k), (c_strides, n), (group_scale_strides, [n, 0])):
+        assert strides.dtype == torch.int64 and strides.tolist() == [value] * L
+    for expert, (start, sizes) in enumerate(
+        zip(expert_offsets.tolist(), problem_sizes.tolist(), strict=True)
+    ):
+        m = sizes[1]
+        assert sizes == [n, m, k]
+        table = b_group_scales.float().view(L, k // 128, n, 8)[expert].transpose(0, 1)
+        codes = _nibbles(b[expert]).long().flip(1).view(n, k // 128, 128)
+        negative = table.gather(2, codes & 7)
+        positive = torch.where(codes == 0, 0.0, -negative)
+        weight = torch.where(codes >= 8, negative, positive).view(n, k)
+        wide = a[start : start + m].float() @ weight.T
+        scale = a_scale.view(-1)[start : start + m, None] * b_scale[expert]
+        out[start : start + m] = (wide * scale).to(out.dtype)
+
+
+VLLM = {
+    "cutlass_moe_mm": cutlass_moe_mm,
+    "cutlass_w4a8_moe_mm": cutlass_w4a8_moe_mm,
+    "cutlass_encode_and_reorder_int4b_grouped": encode_and_reorder_int4b_grouped,
+}
+
+
 @contextlib.contextmanager
 def installed(**preferred: str) -> Iterator[None]:
     """The stand-ins in place of the libraries; ``preferred``: scheme -> the only provider used."""
@@ -139,7 +207,7 @@ def installed(**preferred: str) -> Iterator[None]:
             (found, "missing", lambda provider: ""),
             (providers, "_quack_gemm", lambda: quack_gemm_act),
             (providers, "_quack_config", lambda tile: tile),
-            (providers, "_vllm_operator", lambda: cutlass_moe_mm),
+            (providers, "vllm_operator", VLLM.__getitem__),
             (providers, "PREFERRED", order),
             (torch, "_scaled_grouped_mm", scaled_grouped_mm),
         ):
@@ -151,6 +219,10 @@ def registry() -> moekit.Registry:
     """The core's backends, and both experts as if they ran on the CPU."""
     backends = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
     for spec in moekit_experts():
-        dtypes = frozenset({"bfloat16", "float16"})
-        backends.register(dataclasses.replace(spec, devices=("cpu",), dtypes=dtypes))
+        changes = {
+            "devices": ("cpu",),
+            "dtypes": frozenset({"bfloat16", "float16"}),
+            "schemes": frozenset(providers.PREFERRED),
+        }
+        backends.register(dataclasses.replace(spec, **changes))
     return backends

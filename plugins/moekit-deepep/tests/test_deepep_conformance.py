@@ -1,6 +1,10 @@
 """moekit's own judgement, on GPUs with the library itself; skipped with the reason elsewhere."""
 
+import pytest
+
 from moekit.testing import DispatcherConformance
+
+pytest.importorskip("deep_ep", reason="deep_ep is not installed")
 
 
 class TestNormal(DispatcherConformance):

@@ -3,11 +3,13 @@
     MOEKIT_VLLM_PATH=/folder/with/the/.so/files python tests/device_check.py [part ...]
 
 Parts (default: all): library layout operator experts graph memory blocks timing profile. A part
-that fails prints its traceback and the others go on; the last lines count failures.
+that fails prints its traceback and the others go on; the last lines count failures. --only TEXT:
+operator, experts and graph take only the weight types and schemes with TEXT in their name.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 import time
@@ -21,7 +23,13 @@ from torch import Tensor
 
 import moekit
 from moekit.kernel import Workspace
+from moekit.quant import E2M1
 from moekit.reference import oracle
+
+_arguments = argparse.ArgumentParser()
+_arguments.add_argument("parts", nargs="*")
+_arguments.add_argument("--only", default="")
+ARGS = _arguments.parse_args()
 
 DEVICE = torch.device("cuda")
 FAILURES: list[str] = []
@@ -31,8 +39,15 @@ UINT8B128 = 8 << 8 | 128 << 17 | 1 << 50
 FP8 = 4 | 3 << 8 | 1 << 16 | 1 << 49 | 2 << 50
 UINT4B8 = 4 << 8 | 8 << 17 | 1 << 50
 UINT4 = 4 << 8 | 1 << 50
-TYPES = {"int8": (UINT8B128, 8), "fp8": (FP8, 8), "int4": (UINT4B8, 4), "int4+zp": (UINT4, 4)}
-GROUPS = {"fp8": (-1, 128)}
+FP4 = 2 | 1 << 8 | 1 << 16 | 1 << 49
+TYPES = {
+    "int8": (UINT8B128, 8),
+    "fp8": (FP8, 8),
+    "int4": (UINT4B8, 4),
+    "int4+zp": (UINT4, 4),
+    "mxfp4": (FP4, 4),
+}
+GROUPS = {"fp8": (-1, 128), "mxfp4": (32,)}
 RAW_LIMIT = {torch.bfloat16: 5e-3, torch.float16: 8e-4}
 LIMIT = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 
@@ -122,6 +137,13 @@ def raw_weight(kind: str, experts: int, n: int, k: int, group: int, dtype: torch
     """(arguments of the operator: type id, weight, scale, zeros), dequantized fp32 (L, N, K)."""
     type_id, bits = TYPES[kind]
     groups = 1 if group < 0 else k // group
+    if kind == "mxfp4":
+        q = torch.randint(16, (experts, n, k), dtype=torch.uint8, device=DEVICE)
+        scale = torch.exp2(torch.randint(-20, -4, (experts, groups, n), device=DEVICE).float())
+        codes = torch.tensor([*E2M1, *(-v for v in E2M1)], device=DEVICE)
+        each = scale.transpose(1, 2).repeat_interleave(group, 2)
+        stored = layout.pack_exponents(scale).view(torch.float8_e8m0fnu)
+        return (type_id, layout.pack_weights(q, bits), stored, None), codes[q.long()] * each
     if kind == "fp8":
         f8 = torch.randn(experts, n, k, device=DEVICE).clamp(-4, 4).mul(100).to(torch.float8_e4m3fn)
         q, values = f8.view(torch.uint8), f8.float()
@@ -150,6 +172,8 @@ def operator() -> None:
     locks = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
     for dtype in (torch.bfloat16, torch.float16):
         for kind in TYPES:
+            if ARGS.only not in kind or (kind, dtype) == ("mxfp4", torch.float16):
+                continue  # no such kernel
             for group in GROUPS.get(kind, (-1, 32, 64, 128)):
                 worst, failed = 0.0, ""
                 for n, k in ((128, 128), (128, 192), (192, 256), (512, 384), (1024, 2048)):
@@ -209,11 +233,14 @@ def problems() -> Iterator[tuple[moekit.MoEProblem, int]]:
                 names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
                 given = dict(zip(names, sizes, strict=True))
                 problem = moekit.MoEProblem(**given, quant=scheme, dtype=dtype)
+                if (scheme, dtype) == ("mxfp4_w4a16", torch.float16):  # the spec refuses it
+                    continue
                 for tokens in (1, 2, 17, 64, 333, 1030):
                     yield problem, tokens
     base = problem.replace(quant="int8_w8a16", dtype=torch.bfloat16)
     for activation in sorted(moekit.registry().expert("marlin").activations):
         yield base.replace(activation=activation, has_bias=True), 65
+    yield base.replace(quant="mxfp4_w4a16", activation="swigluoai", has_bias=True), 65
     clamped = moekit.Activation("silu", limit=0.5)
     yield base.replace(activation=clamped, has_bias=True), 65
     yield base.replace(top_k=1, apply_router_weight_on_input=True), 65
@@ -271,7 +298,7 @@ def one(problem: moekit.MoEProblem, tokens: int, pair: tuple[str, str], **how: b
 
 def experts() -> None:
     pairs = (("local", "marlin"), ("batched_reference", "marlin_batched"))
-    jobs = [(p, t, {}) for p, t in problems()]
+    jobs = [(p, t, {}) for p, t in problems() if ARGS.only in p.quant.name]
     jobs += [
         (p, t, {"act_order": True})
         for p, t, _ in jobs
@@ -303,8 +330,13 @@ def graph() -> None:
     problem = moekit.MoEProblem(
         num_experts=16, top_k=4, hidden_size=2048, intermediate_size=768, quant="fp8_w8a16_block"
     )
-    for pair in (("local", "marlin"), ("local", "marlin_batched")):
-        for tokens in (5, 200):
+    for pair, quant in (
+        (("local", "marlin"), "fp8_w8a16_block"),
+        (("local", "marlin_batched"), "fp8_w8a16_block"),
+        (("local", "marlin"), "mxfp4_w4a16"),
+    ):
+        problem = problem.replace(quant=quant)
+        for tokens in (5, 200) if ARGS.only in quant else ():
             kernel = moekit.compose(problem, *pair, workspace=Workspace(), checked=False)
             packed = kernel.pack(make_weights(problem))
             x, routing = make_call(problem, tokens)
@@ -321,8 +353,8 @@ def graph() -> None:
                 captured.replay()
                 torch.cuda.synchronize()
                 same.append(torch.equal(out, kernel(x, packed, routing)))
-            verdict = judge(f"graph {pair} T={tokens}", float(not all(same)), 0)
-            say(f"  {pair} T={tokens}: replays equal eager calls {same}  {verdict}")
+            verdict = judge(f"graph {pair} {quant} T={tokens}", float(not all(same)), 0)
+            say(f"  {pair} {quant} T={tokens}: replays equal eager calls {same}  {verdict}")
 
 
 def memory() -> None:
@@ -364,7 +396,7 @@ PARTS = {
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in sys.argv[1:] or PARTS:
+    for part in ARGS.parts or PARTS:
         say(f"\n== {part}")
         begun = time.time()
         try:

@@ -7,11 +7,14 @@ import marlin_stand_in as stand_in
 import pytest
 import torch
 from moekit_marlin import sizes
+from moekit_marlin.layout import unpack_exponents, unpack_weights
 
 import moekit
 from moekit.errors import WeightsError
 from moekit.kernel import Workspace
+from moekit.quant import unpack_int4
 from moekit.reference import oracle
+from moekit.testing.cases import interleaved
 
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}  # relative RMS error
 PAIRS = [
@@ -107,6 +110,41 @@ def test_schemes(operator_device, backends, dispatcher, experts, dtype, scheme):
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
+def test_mxfp4(operator_device, backends, dispatcher, experts):
+    """As gpt-oss has it: biases, its clamped activation, gate and up rows alternating."""
+    problem = make_problem(operator_device, quant=MXFP4, activation="swigluoai", has_bias=True)
+    torch.manual_seed(1)
+    weights = make_weights(problem)
+    check(backends, problem, dispatcher, experts, weights=weights)
+    kernel = moekit.compose(problem, dispatcher, experts, backends=backends)
+    plain, mixed = kernel.pack(weights), kernel.pack(interleaved(weights))
+    for name, tensor in plain.experts.items():
+        assert torch.equal(tensor, mixed[name]), name
+
+
+def test_mxfp4_scales_far_apart(operator_device, backends):
+    """Every code, and scales from one end of e8m0 to the other: exact, but 2**-127 counts as 0."""
+    problem = make_problem(operator_device, quant=MXFP4, activation="relu2", num_experts=1, top_k=1)
+    kernel = moekit.compose(problem, "local", "marlin", backends=backends)
+    weights = make_weights(problem)
+    exponents = torch.linspace(-127, 60, weights.w13_scale.numel()).round()
+    w13_scale = torch.exp2(exponents).view(weights.w13_scale.shape).to(operator_device)
+    w13 = torch.randint(256, weights.w13.shape, dtype=torch.uint8, device=operator_device)
+    packed = kernel.pack(dataclasses.replace(weights, w13=w13, w13_scale=w13_scale))
+    got = unpack_exponents(packed["w13_scale"])[:, :, : problem.w13_rows].transpose(1, 2)
+    assert torch.equal(got, w13_scale.where(w13_scale > 2.0**-127, 0.0))
+    codes = unpack_weights(packed["w13"], 4)[:, : problem.w13_rows]
+    assert torch.equal(codes, unpack_int4(w13))
+
+
+def test_mxfp4_in_float16_is_refused(backends):
+    problem = make_problem(torch.device("cpu"), quant=MXFP4, dtype=torch.float16)
+    for experts in ("marlin", "marlin_batched"):
+        reasons = backends.expert(experts).unsupported(problem)
+        assert any("bfloat16 only" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
 @pytest.mark.parametrize("scheme", GROUPED)
 def test_act_order(operator_device, backends, dispatcher, experts, scheme):
     problem = make_problem(operator_device, quant=scheme, intermediate_size=256, has_bias=True)
@@ -142,7 +180,7 @@ def test_activations_with_bias(operator_device, backends, dispatcher, experts, a
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-@pytest.mark.parametrize("scheme", EIGHT_BITS + FOUR_BITS)
+@pytest.mark.parametrize("scheme", [*EIGHT_BITS, *FOUR_BITS, MXFP4])
 @pytest.mark.parametrize(("hidden", "inner"), [(192, 48), (320, 272), (128, 100), (256, 36)])
 def test_padded_intermediate(operator_device, backends, dispatcher, experts, scheme, hidden, inner):
     problem = make_problem(
@@ -191,7 +229,7 @@ def test_workspace_for_more_rows_serves_fewer(operator_device, backends):
 
 
 def test_packed_tensors_move_with_their_experts(operator_device, backends):
-    for scheme in EIGHT_BITS[:1] + GROUPED:
+    for scheme in [*EIGHT_BITS[:1], *GROUPED, MXFP4]:
         problem = make_problem(operator_device, quant=scheme, intermediate_size=256, has_bias=True)
         kernel = moekit.compose(problem, "local", "marlin", backends=backends)
         weights = make_weights(problem)
@@ -246,7 +284,7 @@ def test_padding_of_the_intermediate_size():
         return sizes.padded_intermediate(problem)
 
     assert padded(4096, 14336) == 14336 and padded(2048, 768) == 768
-    assert padded(2880, 2880) == 2944  # gpt-oss
+    assert padded(2880, 2880, MXFP4) == 2944  # gpt-oss
     assert padded(320, 272) == 384
     assert padded(2048, 704) == 704 and padded(2048, 704, "fp8_w8a16_block") == 768
     assert padded(192, 64, activation="relu2") == 128
@@ -256,7 +294,7 @@ def test_padding_of_the_intermediate_size():
 def test_captured_graph_replays_with_new_routing(operator_device, backends):
     if operator_device.type != "cuda":
         pytest.skip("CUDA graphs need a GPU")
-    for scheme in EIGHT_BITS:
+    for scheme in [*EIGHT_BITS, MXFP4]:
         problem = make_problem(operator_device, quant=scheme)
         kernel = moekit.compose(problem, "local", "marlin", backends=backends, checked=False)
         packed = kernel.pack(make_weights(problem))

@@ -50,6 +50,23 @@ def test_scales(groups):
     assert not torch.equal(permuted, scale)
 
 
+@pytest.mark.parametrize("groups", [2, 5])
+def test_exponents(groups):
+    scale = torch.exp2(torch.randint(-126, 128, (3, groups, 192)).float())
+    scale[0, 1, :7] = 0.0  # padding
+    packed = layout.pack_exponents(scale)
+    assert packed.dtype == torch.uint8 and packed.shape == scale.shape
+    assert torch.equal(stand_in.exponents_of(packed), scale)
+    assert torch.equal(layout.unpack_exponents(packed), scale)
+
+
+def test_exponents_by_hand():
+    """Lane 0's first word: columns 0, 8, 16 and 24, the middle two swapped."""
+    scale = torch.ones(1, 2, 64)
+    scale[0, 0, [0, 8, 16, 24]] = torch.tensor([2.0, 4.0, 8.0, 16.0])
+    assert layout.pack_exponents(scale)[0, 0, :5].tolist() == [128, 130, 129, 131, 127]
+
+
 def test_channels():
     bias = torch.randn(3, 96)
     permuted = layout.permute_channels(bias)

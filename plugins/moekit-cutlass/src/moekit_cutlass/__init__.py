@@ -4,7 +4,8 @@ Three libraries provide the grouped GEMMs; `moekit_cutlass.providers` chooses pe
 
     quack   quack-kernels (CuTe DSL): bf16, fp16; gather and activation fused into GEMM 1
     torch   the CUTLASS kernels inside torch: bf16, fp8
-    vllm    `cutlass_moe_mm` of vLLM's library, loaded alone: fp8
+    vllm    `cutlass_moe_mm` and `cutlass_w4a8_moe_mm` of vLLM's library, loaded alone: fp8, and
+            int4 weights x fp8
 
 MOEKIT_CUTLASS_PROVIDER=<name> insists on one. MOEKIT_VLLM_PATH names the folder of an unpacked
 `vllm` package; without it an installed vllm is used.
@@ -12,7 +13,7 @@ MOEKIT_CUTLASS_PROVIDER=<name> insists on one. MOEKIT_VLLM_PATH names the folder
 
 from moekit import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
-from .found import missing, providers_for
+from .found import W4A8, missing, providers_for
 
 _SCHEMES = ("none", "fp8_tensor", "fp8_tensor_static", "fp8_channel_token")
 
@@ -20,28 +21,31 @@ _SCHEMES = ("none", "fp8_tensor", "fp8_tensor_static", "fp8_channel_token")
 def _check(problem: MoEProblem) -> list[str]:
     reasons = []
     scheme = problem.quant.name
-    if scheme in _SCHEMES and problem.dtype_name in ("bfloat16", "float16"):
+    if scheme in (*_SCHEMES, W4A8) and problem.dtype_name in ("bfloat16", "float16"):
         usable, why_not = providers_for(scheme, problem.dtype_name)
         if not usable:
             reasons.append(f"no library for {scheme} in {problem.dtype_name}: {'; '.join(why_not)}")
-    # 16-byte rows, which the libraries' tensor maps need
-    multiple = 8 if problem.quant.activation is None else 16
+    if scheme == W4A8:
+        multiple, why = 256, "what cutlass_w4a8_moe_mm's layout of weights needs"
+    else:  # for the libraries' tensor maps
+        multiple, why = 8 if problem.quant.activation is None else 16, "rows of 16 bytes"
     sizes = {"hidden_size": problem.hidden_size, "I": problem.local_intermediate_size}
     for name, size in sizes.items():
         if size % multiple:
-            reasons.append(f"{name}={size} is no multiple of {multiple} (rows of 16 bytes)")
+            reasons.append(f"{name}={size} is no multiple of {multiple} ({why})")
     return reasons
 
 
 def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
-    # torch's grouped GEMM has no fp16; without quack it cannot be declared.
+    # Only one library has fp16, and only one has int4: without it these cannot be declared.
     dtypes = {"bfloat16"} if missing("quack") else {"bfloat16", "float16"}
+    schemes = _SCHEMES if missing("vllm") else (*_SCHEMES, W4A8)
     return ExpertsSpec(
         name=name,
         target=f"moekit_cutlass.experts:{target}",
         format=format,
         dtypes=frozenset(dtypes),
-        schemes=frozenset(_SCHEMES),
+        schemes=frozenset(schemes),
         devices=("cuda==9.0",),
         requires=("triton", "moekit_triton"),
         install_hint="pip install 'triton>=3.6' moekit-triton",

@@ -29,6 +29,8 @@ from moekit.plugins import ExpertsSpec
 from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights
 
+from . import w4a8
+from .found import W4A8
 from .groups import Groups, group_slab, sort_pairs, sort_scratch
 from .providers import Band, Provider, Scales, bands
 from .rows import add_bias, gather_sum, spread_rows
@@ -59,7 +61,9 @@ class _CutlassExperts(PermuteExpertsUnpermute):
     # -- weights ----------------------------------------------------------------------------
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """Weights as they are (gate and up in halves); scales (L, N) fp32."""
+        """Weights as they are (gate and up in halves; int4: `w4a8.pack`); scales (L, N) fp32."""
+        if self.problem.quant.name == W4A8:
+            return w4a8.pack(weights, self.problem, self.spec.name)
         experts, shared = weights.by_expert()
         if self._quantized:
             for name in ("w13", "w2"):
@@ -182,7 +186,12 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         def scales(name: str) -> Scales | None:
             if not self._quantized:
                 return None
-            return Scales(scale_S.view(S, 1), weights[f"{name}_scale"])
+            return Scales(
+                scale_S.view(S, 1),
+                weights[f"{name}_scale"],
+                weights.get(f"{name}_table"),
+                weights.get(f"{name}_layout"),
+            )
 
         x = x_RH
         if not provider.gathers:

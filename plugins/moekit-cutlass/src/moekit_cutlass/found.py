@@ -12,6 +12,7 @@ from moekit.plugins import importable
 
 QUACK_HINT = "pip install 'moekit-cutlass[quack]'"
 VLLM_LIBRARY = "_C_stable_libtorch.abi3.so"
+W4A8 = "int4_w4a8_g128"
 
 # distribution -> versions (from, up to but without) that this package was written against
 _RANGES = {
@@ -25,6 +26,7 @@ _HAS_SCHEME = {
     "fp8_tensor": ("torch", "vllm"),
     "fp8_tensor_static": ("torch", "vllm"),
     "fp8_channel_token": ("torch", "vllm"),
+    W4A8: ("vllm",),
 }
 
 
@@ -42,6 +44,8 @@ def providers_for(scheme: str, dtype_name: str) -> tuple[list[str], list[str]]:
             reason = f"MOEKIT_CUTLASS_PROVIDER={forced()} excludes {name}"
         if not reason and name == "torch" and scheme == "none" and dtype_name != "bfloat16":
             reason = f"torch's grouped GEMM has no {dtype_name}"
+        if not reason and scheme == W4A8 and dtype_name != "bfloat16":
+            reason = f"vLLM's cutlass_w4a8_moe_mm gives bfloat16, not {dtype_name}"
         if reason:
             why_not.append(reason)
         else:

@@ -22,7 +22,7 @@ from torch import Tensor
 from moekit.errors import BackendBroken
 from moekit.problem import MoEProblem
 
-from .found import providers_for, vllm_library
+from .found import W4A8, providers_for, vllm_library
 from .groups import Groups, problem_sizes
 
 logger = logging.getLogger("moekit")
@@ -40,6 +40,7 @@ PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
     "fp8_tensor": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
     "fp8_tensor_static": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
     "fp8_channel_token": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    W4A8: ((0, ("vllm",)),),
 }
 
 # Gated, plain: what quack's epilogue computes like moekit's definition. Not: gelu with a gate (its
@@ -91,10 +92,12 @@ def quack_plan(problem: MoEProblem, rows_per_expert: int) -> QuackPlan:
 
 
 class Scales(NamedTuple):
-    """a (S, 1) and w (L, N), fp32, contiguous."""
+    """a (S, 1) and w (L, N), fp32, contiguous. table, layout: of int4 weights (`w4a8.pack`)."""
 
     a: Tensor
     w: Tensor
+    table: Tensor | None = None
+    layout: Tensor | None = None
 
 
 class Provider(ABC):
@@ -176,7 +179,7 @@ class Vllm(Provider):
 
     def __init__(self, problem: MoEProblem) -> None:
         super().__init__(problem)
-        self._op = _vllm_operator()
+        self._op = vllm_operator("cutlass_moe_mm")
 
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
@@ -196,27 +199,75 @@ class Vllm(Provider):
     second = first
 
 
-@functools.cache
-def _stride(num_experts: int, value: int, device: torch.device) -> Tensor:
-    """Made at the first call (not while capturing a graph) and kept, for graphs use it."""
-    return torch.full((num_experts,), value, dtype=torch.int64, device=device)
+class VllmW4A8(Provider):
+    """`cutlass_w4a8_moe_mm` of vLLM's library: e4m3 rows x int4 weights as `w4a8.pack` leaves them.
+
+    Out is bf16. The operator always transposes, so problem sizes are (N, M, K); the rest is as
+    for `Vllm`. Weights' scales lie (groups, N), which is the stride it wants, and a zero beside.
+    """
+
+    name = "vllm"
+    scratch = 2 << 20
+
+    def __init__(self, problem: MoEProblem) -> None:
+        super().__init__(problem)
+        self._op = vllm_operator("cutlass_w4a8_moe_mm")
+
+    def first(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        """w_LNK: int32 (L, N, K / 8)."""
+        assert out is not None and scales is not None
+        (_, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
+        starts_L = torch.empty(L, dtype=torch.int64, device=device)
+        sizes_L3 = torch.empty((L, 3), dtype=torch.int32, device=device)
+        problem_sizes(groups, starts_L, sizes_L3, n, k, swap=True)
+        self._op(
+            out, x, w_LNK, scales.a, scales.w, scales.table, 128, starts_L, sizes_L3,
+            _stride(L, k, device), scales.layout, _stride(L, n, device),
+            _stride(L, n, device, 0), None,
+        )  # fmt: skip
+        return out
+
+    second = first
 
 
 @functools.cache
-def _vllm_operator() -> Callable[..., None]:
+def _stride(num_experts: int, value: int, device: torch.device, *more: int) -> Tensor:
+    """int64 (L,), or with ``more`` values (L, 1 + more).
+
+    Made at the first call (not while capturing a graph) and kept, for graphs use it.
+    """
+    row = torch.tensor([value, *more], dtype=torch.int64, device=device)
+    return row.repeat(num_experts, 1).squeeze(1)
+
+
+_ARGUMENTS = {
+    "cutlass_moe_mm": "out_tensors a_tensors b_tensors a_scales b_scales expert_offsets "
+    "problem_sizes a_strides b_strides c_strides per_act_token per_out_ch",
+    "cutlass_w4a8_moe_mm": "out_tensors a_tensors b_tensors a_scales b_scales b_group_scales "
+    "b_group_size expert_offsets problem_sizes a_strides b_strides c_strides group_scale_strides "
+    "maybe_schedule",
+    "cutlass_encode_and_reorder_int4b_grouped": "b_tensors",
+}
+
+
+@functools.cache
+def vllm_operator(name: str) -> Callable[..., Any]:
+    """An operator of vLLM's library, which is loaded if it is not yet. Raises BackendBroken."""
     library = vllm_library()
     assert library is not None
     try:
-        if not hasattr(torch.ops._C, "cutlass_moe_mm"):
+        if not hasattr(torch.ops._C, name):
             torch.ops.load_library(str(library))
-        op = torch.ops._C.cutlass_moe_mm
+        op = getattr(torch.ops._C, name)
         arguments = [a.name for a in op.default._schema.arguments]
     except (OSError, AttributeError, RuntimeError) as error:
         raise BackendBroken(
             f"{library} does not load: {error}; set MOEKIT_CUTLASS_PROVIDER=torch to do without"
         ) from error
-    if len(arguments) != 12 or arguments[5:7] != ["expert_offsets", "problem_sizes"]:
-        raise BackendBroken(f"cutlass_moe_mm of {library} takes {arguments}: another version")
+    if arguments != _ARGUMENTS[name].split():
+        raise BackendBroken(f"{name} of {library} takes {arguments}: another version")
     return op
 
 
@@ -305,6 +356,10 @@ def _quack_config(tile: Tile) -> Any:
 _CLASSES: Mapping[str, type[Provider]] = {c.name: c for c in (Quack, Torch, Vllm)}
 
 
+def _class_of(name: str, problem: MoEProblem) -> type[Provider]:
+    return VllmW4A8 if problem.quant.name == W4A8 else _CLASSES[name]
+
+
 @dataclass(frozen=True)
 class Band:
     """``provider`` serves calls that expect from ``low`` to (not with) ``high`` rows an expert."""
@@ -328,6 +383,8 @@ def bands(problem: MoEProblem) -> tuple[Band, ...]:
         name = next(name for name in order if name in usable)
         plan = quack_plan(problem, low) if name == "quack" else None
         if (name, plan) not in made:
-            made[name, plan] = Quack(problem, plan) if plan else _CLASSES[name](problem)
+            made[name, plan] = (
+                Quack(problem, plan) if plan else _class_of(name, problem)(problem)
+            )
         found.append(Band(low, high, made[name, plan]))
     return tuple(found)

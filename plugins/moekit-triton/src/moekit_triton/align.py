@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher
 from .numerics import INTERPRETED
 
 CHUNK = 256
@@ -61,20 +62,29 @@ def align(ids_RK: torch.Tensor, num_experts: int, out: AlignedPairs, scratch: to
     assert scratch.numel() >= align_scratch(n, num_experts) and ids_RK.is_contiguous()
     bins = max(triton.next_power_of_2(num_experts), 32)
     if n <= ONE_PROGRAM_PAIRS:
-        _align_in_one_program[(1,)](
+        _launch_align_in_one_program(
+        (1,),
             ids_RK, out.pairs_S, out.experts_B, out.num_rows, scratch, n, num_experts, blocks,
             BLOCK_M=block_m, BINS=bins, CHUNK=CHUNK, FILL=1024, num_warps=8, num_stages=1,
         )  # fmt: skip
         return
     chunks = triton.cdiv(n, CHUNK)
     counts, totals = scratch, scratch[chunks * num_experts :]
-    _count[(chunks,)](ids_RK, counts, n, num_experts, BINS=bins, CHUNK=CHUNK, num_warps=4)
+    _launch_count((chunks,), ids_RK, counts, n, num_experts, BINS=bins, CHUNK=CHUNK, num_warps=4)
     width = 128 if INTERPRETED else 16
-    _scan[(triton.cdiv(num_experts, width),)](
-        counts, totals, chunks, num_experts, WIDTH=width, ROWS=256, num_warps=8
+    _launch_scan(
+        (triton.cdiv(num_experts, width),),
+        counts,
+        totals,
+        chunks,
+        num_experts,
+        WIDTH=width,
+        ROWS=256,
+        num_warps=8,
     )
     programs = max(chunks, num_experts)
-    _scatter[(programs,)](
+    _launch_scatter(
+        (programs,),
         ids_RK, counts, totals, out.pairs_S, out.experts_B, out.num_rows, n, num_experts, blocks,
         BLOCK_M=block_m, BINS=bins, CHUNK=CHUNK,
         TAIL=triton.next_power_of_2(triton.cdiv(blocks, programs)), num_warps=8,
@@ -207,3 +217,8 @@ def _scatter(
 
     tail = p * TAIL + tl.arange(0, TAIL)
     tl.store(experts_ptr + tail, -1, mask=(tail >= used) & (tail < blocks))
+
+
+_launch_align_in_one_program, _launch_count, _launch_scan, _launch_scatter = map(
+    Launcher, (_align_in_one_program, _count, _scan, _scatter)
+)

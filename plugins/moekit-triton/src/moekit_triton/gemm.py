@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .align import AlignedPairs
+from .launch import Launcher
 from .numerics import (
     QMAX,
     SCALE_GROUP,
@@ -134,7 +135,8 @@ def grouped_gemm(
     # A tile has one scale if blocks begin where tiles do, for gate and for up.
     one_scale = SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if gated else 1) == 0
     slab_blocks = triton.cdiv(rows.slab, config.block_m)
-    _gemm[(rows.blocks * triton.cdiv(n, config.block_n),)](
+    _launch_gemm(
+        (rows.blocks * triton.cdiv(n, config.block_n),),
         a, w, out, rows.pairs, rows.experts, a_scale, w_scale, bias_LN, out_scale,
         n, k, out.shape[0], rows.blocks, slab_blocks, rows.slab,
         a.stride(0), out.stride(0), *a_scale_strides,
@@ -350,3 +352,6 @@ def _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, rows, row0, n_ok,
     if BIAS:
         value += tl.load(bias_ptr + offs_n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
     return value
+
+
+_launch_gemm = Launcher(_gemm)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher
 from .numerics import (
     INTERPRETED,
     QMAX,
@@ -78,7 +79,8 @@ def quantize_rows_per_tensor(
     `scale` is written, from the amax over valid rows; `scratch` has AMAX_PARTIALS fp32 entries."""
     rows, cols = x.shape
     if scratch is not None and rows > 0:
-        _amax[(AMAX_PARTIALS,)](
+        _launch_amax(
+        (AMAX_PARTIALS,),
             x, scratch, valid.tensor, rows, cols, x.stride(0), valid.slab,
             VALID=valid.kind, BLOCK=triton.next_power_of_2(cols), num_warps=_warps(cols),
         )  # fmt: skip
@@ -129,7 +131,8 @@ def _launch_rows(
     group = SCALE_GROUP if kind == "group" else triton.next_power_of_2(cols)
     row_stride, group_stride = (0, 0) if scale is None or kind == "tensor" else scale.stride()
     limit = activation.limit if activation is not None else None
-    _rows[(rows,)](
+    _launch_rows_kernel(
+        (rows,),
         x, out, scale, partials, valid.tensor, cols,
         x.stride(0), out.stride(0), row_stride, group_stride, valid.slab,
         0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
@@ -157,7 +160,8 @@ def weighted_sum(
     if rows == 0:
         return
     block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
-    _weighted_sum[(rows, triton.cdiv(cols, block))](
+    _launch_weighted_sum(
+        (rows, triton.cdiv(cols, block)),
         y_SH, weights_RK, ids_RK, out_RH, cols, y_SH.stride(0), out_RH.stride(0),
         TOP_K=top_k, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
@@ -268,3 +272,8 @@ def _weighted_sum(
             y *= tl.load(weights_ptr + pair)
         total += tl.where(present, y, 0.0)
     tl.store(out_ptr + row * out_stride + col, convert(total, out_ptr.dtype.element_ty), mask=ok)
+
+
+_launch_amax, _launch_rows_kernel, _launch_weighted_sum = map(
+    Launcher, (_amax, _rows, _weighted_sum)
+)
