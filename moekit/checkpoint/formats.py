@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from moekit.int4 import AWQ_ORDER, IN_ORDER, unpack_rows
-from moekit.quant import INT4_ZERO, OperandQuant, pack_int4, unpack_int4
+from moekit.quant import E2M1, INT4_ZERO, OperandQuant, pack_int4, unpack_int4
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # Columns of a matrix in one element of its tensor as the core holds it, by `Format.dtype`.
-_PACKED = ("int4", "float4_e2m1fn")
+_PACKED = ("int4", "float4_e2m1")
 
 Grid = tuple[int, int]
 """Rows and columns of the matrix that one entry stands for; -1: all of them."""
@@ -62,8 +61,7 @@ class Part:
 class Format:
     """How a checkpoint stores each expert matrix.
 
-    dtype: as in `OperandQuant`; also "" for unquantized weights and "float4_e2m1fn", which no
-    scheme of moekit has. group: what shares a scale. activation: how the checkpoint means
+    dtype: as in `OperandQuant`; "" for unquantized weights. group: what shares a scale. activation: how the checkpoint means
     activations to be quantized. parts: by role: weight, scale, and where the format has them
     global_scale, zeros, g_idx, shape, input_scale. ignored: suffixes of what needs no reading.
     order: of eight rows in a word, where ``weight`` packs rows. zero_offset: added to stored zeros.
@@ -123,7 +121,7 @@ class Format:
 
     def values(self, weight: Tensor, zeros: Tensor | None) -> Tensor:
         """The core's form (n, k) -> fp32 numbers that scales multiply. zeros: (n, k)."""
-        if self.dtype == "float4_e2m1fn":
+        if self.dtype == "float4_e2m1":
             pairs = _fp4_pairs(weight.device)
             return pairs.index_select(0, weight.flatten().int()).view(len(weight), -1)
         if self.dtype == "int4":
@@ -151,7 +149,7 @@ def scale_values(stored: Tensor) -> Tensor:
 
 def _fp4_pairs(device: torch.device) -> Tensor:
     """(256, 2): a byte's two numbers, the lower half's first."""
-    nibble = torch.tensor([*_FP4, *(-v for v in _FP4)], device=device)
+    nibble = torch.tensor([*E2M1, *(-v for v in E2M1)], device=device)
     byte = torch.arange(256, device=device)
     return torch.stack((nibble[byte & 15], nibble[byte >> 4]), dim=1)
 
@@ -255,7 +253,7 @@ def mxfp4_blocks() -> Format:
     byte = (torch.uint8,)
     return Format(
         name="mxfp4",
-        dtype="float4_e2m1fn",
+        dtype="float4_e2m1",
         group=(1, 32),
         parts={
             "weight": Part(suffix="blocks", dtypes=byte, grid=(1, 32), tail=(16,), fixed=True),
@@ -276,7 +274,7 @@ def fp4_bytes(name: str, weight: str, group: int, global_scale: str = "") -> For
         parts["global_scale"] = Part(suffix=global_scale, dtypes=FLOATS, grid=(-1, -1))
     return Format(
         name=name,
-        dtype="float4_e2m1fn",
+        dtype="float4_e2m1",
         group=(1, group),
         parts=parts,
         ignored=("input_scale", "input_global_scale"),

@@ -1,12 +1,14 @@
 """Scales on the grid on which they are stored -> scales on the grid of one rank's share.
 
 A rank's share may begin within a stored block, and its blocks count from its own first row and
-column. Along each axis, `sources` says which stored entry each position has; a new entry that
+column. `neuron_ranges` avoids that where it can. Along each axis, `sources` says which stored entry each position has; a new entry that
 covers one stored entry takes it as it is, one that covers several takes the largest, and 8-bit
 values under a smaller one are rounded again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,9 +31,31 @@ def sources(extent: range, group: int) -> Tensor:
     return positions // group - extent.start // group
 
 
-def cuts_a_cell(extent: range, stored: int, group: int) -> bool:
-    """Whether an entry per ``group`` positions of ``extent`` covers several stored entries."""
-    return _mixed(_cells(sources(extent, stored), group))
+def cuts_a_cell(extents: Sequence[range], stored: int, group: int) -> bool:
+    """Whether an entry per ``group`` of the positions in ``extents``, one after the other, covers
+    several stored entries."""
+    first = [0 if stored < 0 else extent.start // stored for extent in extents]
+    entries = [sources(extent, stored) + n for extent, n in zip(extents, first, strict=True)]
+    return _mixed(_cells(torch.cat(entries), group))
+
+
+def neuron_ranges(
+    total: int, tp_size: int, rank: int, stored: tuple[int, int], group: tuple[int, int]
+) -> tuple[range, ...]:
+    """The neurons of a rank of tensor parallelism, in order.
+
+    A run of ``total / tp_size``, if that is a multiple of the block that neurons are in (along N
+    of w13, along K of w2). Else, if the rest divides the block: whole blocks, and a part of one
+    of the last blocks. Which neurons a rank has makes no difference to the ranks' sum.
+    """
+    share = total // tp_size
+    block = max((g for s, g in zip(stored, group, strict=True) if s > 1), default=1)
+    whole, rest = divmod(share, block)
+    if tp_size == 1 or not rest or block % rest:
+        return (range(rank * share, (rank + 1) * share),)
+    start = tp_size * whole * block + rank * rest
+    runs = (range(rank * whole * block, (rank + 1) * whole * block), range(start, start + rest))
+    return tuple(run for run in runs if run)
 
 
 def mixes(rows: Tensor, columns: Tensor, group: tuple[int, int]) -> bool:

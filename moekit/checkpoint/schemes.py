@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from moekit.checkpoint.formats import Format
-from moekit.checkpoint.scales import cuts_a_cell, refines
+from moekit.checkpoint.scales import cuts_a_cell, neuron_ranges, refines
 from moekit.quant import SCHEMES, OperandQuant, QuantScheme
 
 
@@ -21,8 +21,8 @@ def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str 
         and not mismatch(format, scheme)
         and (
             scheme.weight is None
-            or scheme.weight.dtype != "int4"
-            or not _cut(format, scheme.weight, intermediate_size, tp_size)
+            or not scheme.weight.packed
+            or not cuts_groups(format, scheme.weight, intermediate_size, tp_size)
         )
     ]
 
@@ -48,9 +48,15 @@ def mismatch(format: Format, scheme: QuantScheme) -> str:
     return ""
 
 
-def _cut(format: Format, weight: OperandQuant, intermediate_size: int, tp_size: int) -> bool:
-    share = intermediate_size // tp_size
+def cuts_groups(
+    format: Format, weight: OperandQuant, intermediate_size: int, tp_size: int
+) -> bool:
+    """Whether some rank of tensor parallelism would have two stored groups of w2 in one."""
     return any(
-        cuts_a_cell(range(r * share, (r + 1) * share), format.group[1], weight.group[1])
-        for r in range(tp_size)
+        cuts_a_cell(
+            neuron_ranges(intermediate_size, tp_size, rank, format.group, weight.group),
+            format.group[1],
+            weight.group[1],
+        )
+        for rank in range(tp_size)
     )

@@ -14,8 +14,8 @@ from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import Part, stored
 from moekit.checkpoint.names import ExpertNames, names_in
 from moekit.checkpoint.probe import format_of
-from moekit.checkpoint.scales import cuts_a_cell
-from moekit.checkpoint.schemes import mismatch, scheme_for
+from moekit.checkpoint.scales import neuron_ranges
+from moekit.checkpoint.schemes import cuts_groups, mismatch, scheme_for
 from moekit.problem import MoEProblem
 
 
@@ -23,8 +23,8 @@ from moekit.problem import MoEProblem
 class Piece:
     """This rank's part of one stored matrix (n, k): some rows and columns.
 
-    at: the row of w13 or w2 that its first row becomes. base, per_neuron: neuron j of w13 is the
-    ``per_neuron`` rows from ``base + per_neuron * j``.
+    neurons: which these are, of all I. at, left: where in w13 or w2 its first row and column go.
+    base, per_neuron: neuron j of w13 is the ``per_neuron`` rows from ``base + per_neuron * j``.
     """
 
     template: str
@@ -32,7 +32,9 @@ class Piece:
     k: int
     rows: range
     columns: range
+    neurons: range
     at: int = 0
+    left: int = 0
     base: int = 0
     per_neuron: int = 1
 
@@ -44,8 +46,8 @@ class Piece:
 class Share:
     """One layer, seen from one rank: the matrices' names and cuts, and their format.
 
-    w13: one piece each for gate and up, or cuts of the tensor that holds both. w2: one piece.
-    experts: the logical expert in each local slot.
+    neurons: the rank's, see `neuron_ranges`. w13: the pieces of gate, then those of up; of
+    interleaved rows, pieces of both. w2: its pieces. experts: the logical expert in each slot.
     """
 
     def __init__(
@@ -62,41 +64,67 @@ class Share:
         self.names = names_in(checkpoint, names, layer)
         H, I = problem.hidden_size, problem.intermediate_size
         self.format = format_of(checkpoint, self.names, layer, self.experts[0], H, I)
-        self.w13, self.w2 = self._pieces()
+        self.neurons = self._neurons()
+        self.w13, self.w2 = self._w13(), self._w2()
 
-    def _pieces(self) -> tuple[tuple[Piece, ...], Piece]:
-        p, names = self.problem, self.names
-        H, I, i = p.hidden_size, p.intermediate_size, p.local_intermediate_size
-        mine = range(p.parallel.tp_rank * i, (p.parallel.tp_rank + 1) * i)
+    def _neurons(self) -> tuple[range, ...]:
+        p, weight = self.problem, self.problem.quant.weight
+        grids = ((-1, -1), (-1, -1)) if weight is None else (self.format.group, weight.group)
+        parallel = p.parallel
+        return neuron_ranges(p.intermediate_size, parallel.tp_size, parallel.tp_rank, *grids)
 
-        def cut(template: str, n: int, base: int = 0, per_neuron: int = 1, at: int = 0) -> Piece:
-            rows = range(base + per_neuron * mine.start, base + per_neuron * mine.stop)
-            return Piece(
-                template=template,
-                n=n,
-                k=H,
-                rows=rows,
-                columns=range(H),
-                at=at,
-                base=base,
-                per_neuron=per_neuron,
-            )
-
-        w13: tuple[Piece, ...]
+    def _w13(self) -> tuple[Piece, ...]:
+        names, H, I = self.names, self.problem.hidden_size, self.problem.intermediate_size
+        # (template, its rows, the first one, rows per neuron)
         if names.up and names.gate:
-            w13 = (cut(names.gate, I), cut(names.up, I, at=i))
-        elif names.up or not p.activation.gated:
-            w13 = (cut(names.up or names.gate_up, I),)
+            stored = [(names.gate, I, 0, 1), (names.up, I, 0, 1)]
+        elif names.up or not self.problem.activation.gated:
+            stored = [(names.up or names.gate_up, I, 0, 1)]
         elif names.interleaved:
-            w13 = (cut(names.gate_up, 2 * I, per_neuron=2),)
+            stored = [(names.gate_up, 2 * I, 0, 2)]
         else:
-            w13 = (cut(names.gate_up, 2 * I), cut(names.gate_up, 2 * I, base=I, at=i))
-        w2 = Piece(template=names.down, n=H, k=I, rows=range(H), columns=mine)
-        return w13, w2
+            stored = [(names.gate_up, 2 * I, 0, 1), (names.gate_up, 2 * I, I, 1)]
+        pieces, at = [], 0
+        for template, n, base, per in stored:
+            for run in self.neurons:
+                rows = range(base + per * run.start, base + per * run.stop)
+                pieces.append(
+                    Piece(
+                        template=template,
+                        n=n,
+                        k=H,
+                        rows=rows,
+                        columns=range(H),
+                        neurons=run,
+                        at=at,
+                        base=base,
+                        per_neuron=per,
+                    )
+                )
+                at += len(rows)
+        return tuple(pieces)
+
+    def _w2(self) -> tuple[Piece, ...]:
+        H, I = self.problem.hidden_size, self.problem.intermediate_size
+        pieces, left = [], 0
+        for run in self.neurons:
+            pieces.append(
+                Piece(
+                    template=self.names.down,
+                    n=H,
+                    k=I,
+                    rows=range(H),
+                    columns=run,
+                    neurons=run,
+                    left=left,
+                )
+            )
+            left += len(run)
+        return tuple(pieces)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        return (*self.w13, self.w2)
+        return (*self.w13, *self.w2)
 
     @property
     def static(self) -> bool:
@@ -124,7 +152,7 @@ class Share:
     def place(self, expert: int) -> tuple[Path, int, int]:
         """Sorts experts by where they lie on disk."""
         suffix = self.format.weight.suffix
-        return (*self.checkpoint.place(self.name(self.w2.template, expert, suffix)), expert)
+        return (*self.checkpoint.place(self.name(self.names.down, expert, suffix)), expert)
 
     @property
     def expert_nbytes(self) -> int:
@@ -165,14 +193,12 @@ class Share:
                 f"use {' or '.join(instead)}"
             )
         weight = scheme.weight
-        if weight is None or weight.dtype != "int4":
-            return ""
-        if cuts_a_cell(self.w2.columns, format.group[1], weight.group[1]):
+        if weight is not None and weight.packed and cuts_groups(format, weight, inner, tp):
             fits = scheme_for(format, inner, tp)
             instead = [f"quant={fits!r}"] * bool(fits) + ["expert parallelism", *instead]
             return (
-                f"tp_size={tp} leaves {len(self.w2.columns)} columns of w2 to a rank, which cuts "
-                f"int4 groups of {format.group[1]}; use {' or '.join(instead)}"
+                f"tp_size={tp} leaves {inner // tp} columns of w2 to a rank, which cuts "
+                f"{weight.dtype} groups of {weight.group[1]}; use {' or '.join(instead)}"
             )
         return ""
 
