@@ -23,6 +23,7 @@ _arguments = argparse.ArgumentParser()
 _arguments.add_argument("--site")
 _arguments.add_argument("--only", nargs="*", default=[])
 _arguments.add_argument("--variants", nargs="*", default=[])
+_arguments.add_argument("--schemes", nargs="*", default=[])
 _arguments.add_argument("--shapes", nargs="*", default=[])
 _arguments.add_argument("--tokens", nargs="*", type=int, default=[])
 _arguments.add_argument("--budget", type=float, default=200.0)
@@ -61,14 +62,15 @@ VARIANTS = {
         "torch-slow-accum": ("torch", GATHER, False),
         "vllm": ("vllm", GATHER, True),
     },
+    "w4a8": {"vllm": ("vllm", GATHER, True)},
 }
 if ARGS.variants:
     VARIANTS = {
         kind: {name: v for name, v in variants.items() if name in ARGS.variants}
         for kind, variants in VARIANTS.items()
     }
-SCHEMES = ("none", "fp8_channel_token", "fp8_tensor", "fp8_tensor_static")
-LIMIT = {"none": 8e-3, "fp8": 9e-2}
+SCHEMES = ("none", "fp8_channel_token", "fp8_tensor", "fp8_tensor_static", found.W4A8)
+LIMIT = {"none": 8e-3, "fp8": 9e-2, "w4a8": 9e-2}
 DEVICE = torch.device("cuda")
 
 
@@ -87,7 +89,11 @@ def part(name: str) -> Iterator[None]:
 
 
 def family(scheme: str) -> str:
-    return "none" if scheme == "none" else "fp8"
+    return {"none": "none", found.W4A8: "w4a8"}.get(scheme, "fp8")
+
+
+def chosen_schemes(*default: str) -> tuple[str, ...]:
+    return tuple(ARGS.schemes) or default
 
 
 @contextlib.contextmanager

@@ -18,10 +18,11 @@ from cutlass_device import (
     say,
     sorted_groups,
 )
-from moekit_cutlass import providers
+from moekit_cutlass import found, providers, w4a8
 from moekit_cutlass.providers import Quack, QuackPlan, Scales, Tile
 
 import moekit
+from moekit.quant import pack_int4
 
 
 def probe() -> None:
@@ -75,6 +76,45 @@ def probe() -> None:
                 wide = scales.w[:, :, None] * q.float()
                 want = by_group(a.float() * scales.a, wide, offsets)
                 report(f"probe {name} fp8 {counts}", out, want, offsets[-1])
+
+
+def probe_w4a8() -> None:
+    """The operator against the weights that the packed tables hold: no error but bf16's is left."""
+    for L, H, inner in ((5, 512, 256), (3, 1024, 1280)):
+        problem = problem_of((L, 2, H, inner), found.W4A8)
+        n = problem.w13_rows
+        codes = torch.randint(16, (L, n, H), dtype=torch.uint8, device=DEVICE)
+        groups_of_scales = torch.rand(L, n, H // 128, device=DEVICE) + 0.1
+        weights = moekit.ExpertWeights(
+            pack_int4(codes), torch.zeros(L, H, inner // 2, dtype=torch.uint8, device=DEVICE),
+            w13_scale=groups_of_scales, w2_scale=torch.ones(L, H, inner // 128, device=DEVICE),
+        )  # fmt: skip
+        with part(f"w4a8 {L} {H} {inner}"):
+            packed = w4a8.pack(weights, problem, "cutlass")
+            layout = packed["w13_layout"]
+            say(f"layout {tuple(layout.shape)}: {layout[0].tolist()}, all alike "
+                f"{bool((layout == layout[0]).all())}")  # fmt: skip
+            table = packed["w13_table"].float().transpose(1, 2)  # (L, n, G, 8)
+            value = codes.view(L, n, -1, 128).long() - 8
+            found_there = table.gather(3, torch.where(value < 0, value + 8, (8 - value) % 8))
+            real = torch.where(value < 0, found_there, -found_there) * (value != 0)
+            real = real.view(L, n, H) * packed["w13_scale"][:, :, None]
+            exact = (value * groups_of_scales[..., None]).view(L, n, H)
+            say(f"tables: error {error_of(real, exact):.2e}")
+            for rows in (1, 20, 40, 200, 1500):
+                for holes in (0.0, 0.5, 1.0):
+                    ids = routing_of(problem, rows, holes=holes).topk_ids
+                    groups = sorted_groups(ids, L)
+                    S, offsets = ids.numel(), groups.offsets_L1.tolist()
+                    a = torch.randn(S, H, device=DEVICE).mul(40).to(torch.float8_e4m3fn)
+                    scales = Scales(
+                        torch.rand(S, 1, device=DEVICE) + 0.1, packed["w13_scale"],
+                        packed["w13_table"], layout,
+                    )  # fmt: skip
+                    out = torch.full((S, n), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+                    providers.VllmW4A8(problem).first(a, packed["w13"], groups, out, scales)
+                    want = by_group(a.float() * scales.a, real, offsets)
+                    report(f"w4a8 L {L} H {H} N {n} rows {S} holes {holes}", out, want, offsets[-1])
 
 
 def by_group(x_SH: torch.Tensor, w_LNH: torch.Tensor, offsets: list[int]) -> torch.Tensor:

@@ -3,12 +3,12 @@
     MOEKIT_VLLM_PATH=<.../vllm> python plugins/moekit-cutlass/tests/device_check.py --site <DIR>
 
 --site: a folder named site-packages with quack, nvidia_cutlass_dsl, tvm_ffi ... unpacked in it.
---only: some of `probe numbers graph time profile sweep` (default: all; an illegal memory access
-ends a whole process: run each in its own). --variants: some of `quack quack-copy torch
-torch-slow-accum vllm`. --shapes, --tokens: cut the times. --budget: seconds for the sweep of
-quack's tiles. Nothing need be installed besides torch, triton and pluggy; cutlass_device.py and
-cutlass_libraries.py beside this file belong to it. A failing part prints its traceback and the
-rest goes on. With $OUT set, times go to $OUT/cutlass_times.jsonl.
+--only: some of `probe w4a8 numbers graph time profile sweep` (default: all; an illegal memory
+access ends a whole process: run each in its own). --variants: some of `quack quack-copy torch
+torch-slow-accum vllm`. --schemes: cut numbers, graph, time. --shapes, --tokens: cut the times.
+--budget: seconds for the sweep of quack's tiles. Nothing need be installed besides torch, triton
+and pluggy; cutlass_device.py and cutlass_libraries.py beside this file belong to it. A failing part
+prints its traceback and the rest goes on. With $OUT set, times go to $OUT/cutlass_times.jsonl.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from cutlass_device import (
     TOKENS,
     VARIANTS,
     NaNWorkspace,
+    chosen_schemes,
     chosen_shapes,
     error_of,
     family,
@@ -46,7 +47,7 @@ from cutlass_device import (
     tokens_of,
     weights_of,
 )
-from cutlass_libraries import probe, sweep
+from cutlass_libraries import probe, probe_w4a8, sweep
 from moekit_cutlass import found
 
 import moekit
@@ -55,9 +56,10 @@ from moekit.reference import oracle
 
 
 def numbers(backends: moekit.Registry) -> None:
-    shapes = [(8, 2, 320, 272), (8, 2, 1024, 512), (40, 4, 2048, 768)]
     pairs = (("local", "cutlass"), ("batched_reference", "cutlass_batched"))
-    for scheme in SCHEMES:
+    for scheme in chosen_schemes(*SCHEMES):
+        odd = (8, 2, 512, 256) if scheme == found.W4A8 else (8, 2, 320, 272)
+        shapes = [odd, (8, 2, 1024, 512), (40, 4, 2048, 768)]
         for variant in VARIANTS[family(scheme)]:
             worst, calls = 0.0, 0
             for dispatcher, experts in pairs:
@@ -80,6 +82,10 @@ def numbers(backends: moekit.Registry) -> None:
                             continue
                         with part(what), only(scheme, variant):
                             problem = problem_of(shape, scheme, **change)
+                            refused = backends.expert(experts).unsupported(problem)
+                            if refused and "dtype" in change:
+                                say(f"skipped {what}: {'; '.join(refused)}")
+                                continue
                             kernel = moekit.compose(
                                 problem, dispatcher, experts, backends=backends,
                                 workspace=NaNWorkspace(), checked=False,
@@ -113,7 +119,7 @@ def graph_of(kernel: ModularKernel, packed, inputs) -> torch.cuda.CUDAGraph:
 
 
 def graph(backends: moekit.Registry) -> None:
-    for scheme in ("none", "fp8_channel_token", "fp8_tensor_static"):
+    for scheme in chosen_schemes("none", "fp8_channel_token", "fp8_tensor_static", found.W4A8):
         for variant in VARIANTS[family(scheme)]:
             with part(f"graph {scheme} {variant}"), only(scheme, variant):
                 problem = problem_of((8, 2, 1024, 512), scheme)
@@ -142,7 +148,9 @@ def graph(backends: moekit.Registry) -> None:
 def limit_of(shape: tuple[int, int, int, int], T: int, scheme: str) -> float:
     """Microseconds: arithmetic, or the bytes of the experts that expectedly get a token."""
     E, K, H, inner = shape
-    flops, size = (BF16_PEAK, 2) if scheme == "none" else (FP8_PEAK, 1)
+    flops, size = {
+        "none": (BF16_PEAK, 2), "fp8": (FP8_PEAK, 1), "w4a8": (FP8_PEAK, 0.5)
+    }[family(scheme)]  # fmt: skip
     active = E * (1 - (1 - K / E) ** T)
     return 1e6 * max(6 * T * K * H * inner / flops, 3 * active * H * inner * size / READ)
 
@@ -150,7 +158,7 @@ def limit_of(shape: tuple[int, int, int, int], T: int, scheme: str) -> float:
 def times(backends: moekit.Registry) -> None:
     folder = os.environ.get("OUT")
     for name, shape in chosen_shapes().items():
-        for scheme in ("none", "fp8_channel_token"):
+        for scheme in chosen_schemes("none", "fp8_channel_token", found.W4A8):
             problem = problem_of(shape, scheme)
             weights = weights_of(problem)
             for variant in VARIANTS[family(scheme)]:
@@ -220,6 +228,7 @@ def main() -> None:
     backends = registry()
     steps = {
         "probe": probe,
+        "w4a8": probe_w4a8,
         "numbers": lambda: numbers(backends),
         "graph": lambda: graph(backends),
         "time": lambda: times(backends),

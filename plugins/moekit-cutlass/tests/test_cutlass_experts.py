@@ -4,14 +4,16 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import cutlass_standins
 import pytest
 import torch
-from moekit_cutlass import found
+from moekit_cutlass import found, w4a8
 from moekit_cutlass.providers import Quack, QuackPlan, bands
 
 import moekit
+from moekit.errors import WeightsError
 from moekit.testing import ExpertsConformance
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
@@ -19,6 +21,7 @@ from moekit.testing.cases import make_case
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins are for the CPU")
 
 SIZES = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=80, device="cpu")
+FP8 = torch.float8_e4m3fn
 FP8_SCHEMES = ("fp8_tensor", "fp8_tensor_static", "fp8_channel_token")
 
 
@@ -57,6 +60,73 @@ def test_vllm(dispatcher, experts, tokens, scheme):
     with cutlass_standins.installed(**{scheme: "vllm"}):
         check(dispatcher, experts, tokens=tokens, quant=scheme)
         check(dispatcher, experts, tokens=tokens, quant=scheme, dtype=torch.float16, has_bias=True)
+
+
+W4A8 = dict(quant="int4_w4a8_g128", hidden_size=256, intermediate_size=512)
+
+
+@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+def test_w4a8(dispatcher, experts, tokens, activation):
+    for has_bias in (False, True):
+        changes = {**W4A8, "activation": activation, "has_bias": has_bias}
+        check(dispatcher, experts, tokens=tokens, **changes)
+
+
+def test_w4a8_all_codes_and_wide_scales():
+    """-8 too, which quantizing never gives, and groups whose scales lie a factor 1000 apart."""
+    problem = moekit.MoEProblem(**{**SIZES, **W4A8})
+    kernel = moekit.compose(problem, "local", "cutlass", backends=cutlass_standins.registry())
+    case = make_case(problem, 9)
+    changes = {}
+    for name in ("w13", "w2"):
+        w, scale = getattr(case.weights, name), getattr(case.weights, f"{name}_scale")
+        changes[name] = torch.randint(256, w.shape, dtype=torch.uint8)
+        changes[f"{name}_scale"] = scale * torch.logspace(-3, 0, scale.shape[2])
+    check_call(kernel, replace(case, weights=replace(case.weights, **changes)))
+
+
+def test_w4a8_tables():
+    torch.manual_seed(0)
+    scale = torch.rand(300, 8) * 0.5 + 0.75
+    steps = torch.arange(-8.0, 0.0)
+    table, channel = w4a8.tables(scale)
+    assert table.shape == (300, 8, 8) and table.dtype == torch.float8_e4m3fn
+    assert bool(torch.isfinite(table.float()).all())
+
+    def error(values: torch.Tensor) -> float:
+        exact = scale[:, :, None] * steps
+        return float((values - exact).norm() / exact.norm())
+
+    eighth = (scale / scale.amax(1, keepdim=True) * 448).to(FP8).float() / 8
+    packed = (eighth.to(FP8).float()[:, :, None] * steps).to(FP8).float()
+    library = error(packed * scale.amax(1)[:, None, None] / 56)
+    ours = error(table.float() * channel[:, None, None])
+    assert ours < 0.8 * library and ours < 0.027
+    table, channel = w4a8.tables(torch.exp2(torch.randint(-5, 5, (300, 8)).float()) * 0.3)
+    assert torch.equal(table.float() / table.float()[:, :, 7:], (-steps).expand(300, 8, 8))
+
+
+def test_w4a8_refuses():
+    sizes = {**SIZES, **W4A8}
+    spec = cutlass_standins.registry().expert("cutlass")
+    assert spec.unsupported(moekit.MoEProblem(**sizes)) == []
+    for change, words in (
+        ({"dtype": torch.float16}, "gives bfloat16, not float16"),
+        ({"hidden_size": 384}, "hidden_size=384 is no multiple of 256"),
+        ({"intermediate_size": 128}, "I=128 is no multiple of 256"),
+    ):
+        (reason,) = spec.unsupported(moekit.MoEProblem(**{**sizes, **change}))
+        assert words in reason
+    problem = moekit.MoEProblem(**sizes)
+    kernel = moekit.compose(problem, "local", "cutlass", backends=cutlass_standins.registry())
+    weights = make_case(problem, 1).weights
+    ordered = torch.arange(512).expand(5, -1) // 128
+    with pytest.raises(WeightsError, match="w2_g_idx is given.*requantize without act-order"):
+        kernel.pack(replace(weights, w2_g_idx=ordered))
+    with pytest.raises(WeightsError, match=r"w13 is on cpu.*pack weights.to\('cuda'\)"):
+        w4a8.pack(weights, problem.replace(device="sm90"), "cutlass")
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
@@ -135,6 +205,8 @@ def test_listing_and_reasons_without_libraries_import_nothing():
         assert "multiple of 8" in " ".join(reasons(hidden_size=100))
         assert "multiple of 16" in " ".join(reasons(hidden_size=264, quant="fp8_tensor"))
         assert "not supported" in " ".join(reasons(quant="fp8_block"))
+        four_bits = " ".join(reasons(quant="int4_w4a8_g128"))
+        assert "set MOEKIT_VLLM_PATH" in four_bits and "I=128 is no multiple" in four_bits
         vendors = {"triton", "quack", "cutlass", "vllm", "moekit_triton", "tvm_ffi"}
         assert not vendors & set(sys.modules), vendors & set(sys.modules)
     """

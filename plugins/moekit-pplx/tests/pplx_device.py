@@ -8,6 +8,7 @@ Prints markdown. Needs pplx_kernels and as many GPUs as ranks.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 
@@ -220,6 +221,8 @@ def adapter_times(rank, world, tokens, quantized):
     x, ids, weights, out = random_call(rank, tokens)
     sent, scale = wire(x, quantized)
     routing = Routing(weights, ids)
+    gc.collect()  # what earlier calls left must not be freed in between
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     dispatcher = dispatcher_for(rank, world, tokens, quant="fp8_block" if quantized else "none")

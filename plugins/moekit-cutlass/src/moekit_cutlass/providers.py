@@ -383,8 +383,6 @@ def bands(problem: MoEProblem) -> tuple[Band, ...]:
         name = next(name for name in order if name in usable)
         plan = quack_plan(problem, low) if name == "quack" else None
         if (name, plan) not in made:
-            made[name, plan] = (
-                Quack(problem, plan) if plan else _class_of(name, problem)(problem)
-            )
+            made[name, plan] = Quack(problem, plan) if plan else _class_of(name, problem)(problem)
         found.append(Band(low, high, made[name, plan]))
     return tuple(found)
