@@ -9,6 +9,7 @@ keeps its backend. `moekit.composite_experts` runs them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,6 +45,14 @@ class CompositeSpec(ExpertsSpec):
             return ()
         made = tune.plan(curves, found.high)
         return () if made is None else made.buckets
+
+    def memory_note(self, problem: MoEProblem) -> str:
+        """What the weights of all members take together, for people."""
+        found = tune.lookup(problem)
+        held = math.inf if found is None else found.held("local", [m.name for m in self.members])
+        if held == math.inf:
+            return "what the weights take in all is known when they are packed (extra_bytes)"
+        return f"weights held {held:.2f} times"
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
         reasons = [f"{why} ({m.name})" for m in self.members for why in m.unsupported(problem)]

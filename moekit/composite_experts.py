@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,8 +25,11 @@ from moekit.kernel import (
 from moekit.plugins import ExpertsSpec
 from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights
+from moekit.workspace import Layout
 
 logger = logging.getLogger("moekit")
+
+_MAX_LAYOUTS = 1024
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         index = {m.name: i for i, m in enumerate(used)}
         self._serving = [index[name] for _, name in buckets]
         self._most = [most for most, _ in buckets if most is not None]
+        self._arena, self._views = 0, dict[int, Sequence[Tensor]]()
 
     def member(self, rows: int) -> PermuteExpertsUnpermute:
         """Who serves a call of ``rows`` rows (STANDARD: R, BATCHED: C)."""
@@ -72,9 +77,9 @@ class CompositeExperts(PermuteExpertsUnpermute):
         dense = {name: t.contiguous() for name, t in weights.tensors().items()}
         weights = replace(weights, **dense)  # type: ignore[arg-type]
         packed = _merge(self.spec.name, [member.pack(weights) for member in self.members])
-        if packed.extra_bytes > packed.nbytes // 20:
-            logger.warning(
-                "%s: packed weights take %.3g GB, %.3g GB more than one backend's",
+        if packed.extra_bytes:
+            logger.info(
+                "moekit: %s: packed weights take %.3g GB, %.3g GB more than one backend's",
                 self.spec.name, packed.nbytes / 1e9, packed.extra_bytes / 1e9,
             )  # fmt: skip
         return packed
@@ -122,12 +127,26 @@ class CompositeExperts(PermuteExpertsUnpermute):
         quantizes = self.problem.quant.activation is not None and tokens.x_scale is None
         if quantizes and not member.spec.takes_unquantized:
             tokens = _quantized(member, tokens, own)
-        views, offset = [], 0
-        for spec in member.workspace(rows):
-            view = workspace[0][offset : offset + spec.nbytes]
-            views.append(view.view(spec.dtype).view(spec.shape))
-            offset += Workspace.nbytes_for([spec])
-        member.apply(y, tokens, own, views)
+        member.apply(y, tokens, own, self._scratch(member, rows, workspace[0]))
+
+    def _scratch(
+        self, member: PermuteExpertsUnpermute, rows: int, arena: Tensor
+    ) -> Sequence[Tensor]:
+        """The member's buffers in ``arena``: made once for each number of rows, as that costs the
+        host time, and forgotten with the arena."""
+        if arena.data_ptr() != self._arena or len(self._views) >= _MAX_LAYOUTS:
+            self._arena = arena.data_ptr()
+            self._views.clear()
+        if rows not in self._views:
+            self._views[rows] = Layout(member.workspace(rows)).views(arena)
+        return self._views[rows]
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.tuning())
+            yield
 
 
 class CompositeKernel(ModularKernel):

@@ -160,6 +160,10 @@ class PrepareAndFinalize(ABC):
         (R, H) weighted and summed over K. Tokens without any expert get zeros.
         """
 
+    def finalize_new(self, y: Tensor, dispatched: Dispatched, x_TH: Tensor) -> Pending[Tensor]:
+        """`finalize` into a new tensor like x_TH, for libraries that bring their own."""
+        return self.finalize(y, dispatched, torch.empty_like(x_TH))
+
     def output(self, dispatched: Dispatched) -> Tensor | None:
         """Where `finalize` reads y from without copying it, shaped as it takes it; None: anywhere.
 
@@ -360,16 +364,15 @@ class ModularKernel:
             what += f" with x {tuple(x.shape)}"
         with self._together(what, otherwise=self.dispatcher.abort):
             check_call(self.problem, self.experts, x, weights, routing, out, self.checked)
-            result = (
-                torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-            )
+            if out is None and not self.dispatcher.spec.moves_tokens:  # the experts write there
+                out = torch.empty_like(x, memory_format=torch.contiguous_format)
             x, topk_weights = x.contiguous(), routing.topk_weights.contiguous()
             if self.problem.apply_router_weight_on_input:
                 x = (x * topk_weights).to(x.dtype)
                 topk_weights = torch.ones_like(topk_weights)
             routing = Routing(topk_weights, routing.topk_ids.to(self._ids_dtype).contiguous())
         arriving = self.dispatcher.prepare(x, routing, self._quantizer_before_dispatch(weights))
-        return Pending(lambda: self._finish(arriving, weights, result, meanwhile))
+        return Pending(lambda: self._finish(arriving, weights, x, out, meanwhile))
 
     def abort(self, error: Exception) -> None:
         """This rank cannot start its next call: the others raise PeerFailed with ``error``."""
@@ -380,7 +383,8 @@ class ModularKernel:
         self,
         arriving: Pending[Dispatched],
         weights: PackedWeights,
-        out: Tensor,
+        x: Tensor,
+        out: Tensor | None,
         meanwhile: Callable[[], object] | None,
     ) -> Tensor:
         tokens: Dispatched | None = None
@@ -398,6 +402,8 @@ class ModularKernel:
             if tokens is not None:
                 self.dispatcher.abandon(tokens)
             raise
+        if out is None:
+            return self.dispatcher.finalize_new(y, tokens, x).result()
         return self.dispatcher.finalize(y, tokens, out).result()
 
     @contextmanager
@@ -420,15 +426,23 @@ class ModularKernel:
         if self._agreement is not None:
             self._agreement.agree(what)
 
-    def _run_experts(self, tokens: Dispatched, weights: PackedWeights, out: Tensor) -> Tensor:
+    def _run_experts(
+        self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
+    ) -> Tensor:
         spec, dtype, device = self.experts.spec, self.problem.dtype, tokens.x.device
         shape = tokens.x.shape
         reduced = self.dispatcher.output(tokens)
         if reduced is None:
             # Without transfer, the experts write the caller's output directly.
-            in_place = not self.dispatcher.spec.moves_tokens and out.is_contiguous()
-            fits = in_place and out.shape == shape
-            reduced = out if fits else torch.empty(shape, dtype=dtype, device=device)
+            reduced = out
+            if (
+                out is None
+                or self.dispatcher.spec.moves_tokens
+                or not out.is_contiguous()
+                or out.shape != shape
+            ):
+                reduced = torch.empty(shape, dtype=dtype, device=device)
+        assert reduced is not None
         if math.prod(shape[:-1]) == 0:
             return reduced
         standard = spec.format is ActivationFormat.STANDARD

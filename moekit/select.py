@@ -47,7 +47,7 @@ class Explanation:
     """What could do ``problem``, best first, and why each other backend could not.
 
     rejected_dispatchers, rejected_experts: name -> every reason. why: what decided the order. note:
-    what else there is to know of a choice by measurement, else empty.
+    what else there is to know of a choice by measurement, or of a composite; else empty.
     """
 
     problem: MoEProblem
@@ -160,6 +160,8 @@ def explain(
             scored.append(((-score, d.name, e.name), Pair(d.name, e.name, bridged)))
     pairs = tuple(pair for _, pair in sorted(scored, key=lambda item: item[0]))
     pairs, found, note = _by_measurement(problem, pairs, dispatchers, candidates)
+    if isinstance(named := candidates.get(experts or ""), CompositeSpec):
+        note = named.memory_note(problem)
     if found is not None and experts_by == _BY_PRIORITY:
         experts_by = f"by measurement ({found})"
     if found is not None and dispatcher_by == _BY_PRIORITY and not found.borrowed:

@@ -142,12 +142,13 @@ def run_case(rank: int, world_size: int, case: Case, device: str = "cpu") -> str
     return "; ".join(faults)
 
 
-def chunks_of(rank: int, world_size: int, tokens: tuple[int, ...], most: int | None) -> Any:
-    """Kernel calls of one layer call, each rank with its ``tokens``, and how far it is off."""
-    case = Case(dp=len(tokens), ep=True, knobs={"max_num_tokens": 3})
-    layer = my_layer(case, rank)
-    if layer is None:
-        return None
+def chunks_of(
+    rank: int, world_size: int, case: Case, tokens: tuple[int, ...], most: int | None
+) -> Any:
+    """Kernel calls of one layer call, each batch with its ``tokens``, and how far it is off."""
+    layer = my_layer(replace(case, knobs={**case.knobs, "max_num_tokens": 3}), rank)
+    assert layer is not None
+    batch = rank * case.batches // case.ranks
     mine, everything = my_weights(layer)
     layer.load_weights(mine)
     sizes, start, all_reduce = [], layer.kernel.start, dist.all_reduce
@@ -163,7 +164,7 @@ def chunks_of(rank: int, world_size: int, tokens: tuple[int, ...], most: int | N
     if most is not None:
         dist.all_reduce = refused
     try:
-        x, logits = random_x(layer.problem, tokens[rank], rank), logits_for(layer, tokens[rank])
+        x, logits = random_x(layer.problem, tokens[batch], batch), logits_for(layer, tokens[batch])
         out = layer(x, logits, max_tokens=most)
     finally:
         dist.all_reduce = all_reduce
@@ -223,7 +224,7 @@ def balanced(rank: int, world_size: int, case: Case) -> tuple[list[str], float, 
     for _ in range(2):
         batch = rank * case.batches // case.ranks
         x, logits = random_x(layer.problem, 40, batch), logits_for(layer, 40, batch)
-        logits[:, :3] += 3.0  # experts of one rank
+        logits[:, 3:5] += 3.0  # experts of one rank, without replicas
         want = expected(layer.problem, everything, x, moekit.route(logits, K, renormalize=True))
         faults.append(complain(layer(x, logits), want, layer.problem))
         rebalancer.step()

@@ -264,6 +264,12 @@ def nothing(tensors: dict[str, Tensor]) -> None:
             "symmetric 3-bit GPTQ is not read",
         ),
         (
+            "gptq",
+            {},
+            put("0.down_proj.qweight", lambda t: t.flatten()),
+            r"0.down_proj.qweight is \(512,\) for each expert, want a matrix",
+        ),
+        (
             "bf16",
             dict(quant_method="bitsandbytes"),
             put("0.down_proj.weight", lambda t: t.view(torch.uint8)),
@@ -316,24 +322,22 @@ def test_weights_may_be_used_with_other_activations(made: dict[str, files.Layer]
 
 
 def test_a_group_cut_by_tensor_parallelism(tmp_path: Path) -> None:
-    """I = 192 in groups of 64: halves fit groups of 32, quarters (48) none."""
+    """I = 240 in groups of 64: 120 = 64 + 56, which is no part of 64; 32 * 3 + 24 is none of 32."""
     weights = dict(num_bits=4, type="int", strategy="group", group_size=64)
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     config = dict(quant_method="compressed-tensors", config_groups=groups)
-    path = files.write(tmp_path, files.pack_quantized(64), config, E=2, I=192).path
-    halves, quarters = (ParallelConfig(tp_size=n, tp_rank=1) for n in (2, 4))
+    path = files.write(tmp_path, files.pack_quantized(64), config, E=2, I=240).path
+    halves, thirds = ParallelConfig(tp_size=2, tp_rank=1), ParallelConfig(tp_size=3, tp_rank=2)
     assert problem_from_config(path, device="cpu").quant.name == "int4_w4a16_g64"
-    assert problem_from_config(path, parallel=halves, device="cpu").quant.name == "int4_w4a16_g32"
-    problem = problem_from_config(path, parallel=halves, quant="int4_w4a16_g64", device="cpu")
-    said = "leaves 96 columns of w2 to a rank, .* groups of 64; use quant='int4_w4a16_g32'"
+    said = "tp_size=2 cuts its groups of 64 columns of w2; use expert parallelism, or load"
+    with pytest.raises(WeightsError, match=said):
+        problem_from_config(path, parallel=halves, device="cpu")
+    problem = problem_from_config(path, parallel=halves, quant="int4_w4a16_g32", device="cpu")
+    said = "leaves 120 columns of w2 to a rank, which cuts int4 groups of 32; use expert paral"
     with pytest.raises(WeightsError, match=said):
         load_experts(path, None, 0, problem)
-    said = "tp_size=4 cuts its groups of 64 columns of w2; use expert parallelism, or load"
-    with pytest.raises(WeightsError, match=said):
-        problem_from_config(path, parallel=quarters, device="cpu")
-    problem = problem_from_config(path, parallel=quarters, quant="int4_w4a16_g32", device="cpu")
-    with pytest.raises(WeightsError, match="use expert parallelism or quant='none' and dequant"):
-        load_experts(path, None, 0, problem)
+    # 80 = 64 + 16
+    assert problem_from_config(path, parallel=thirds, device="cpu").quant.name == "int4_w4a16_g64"
 
 
 def test_sizes_that_do_not_divide(made: dict[str, files.Layer]) -> None:

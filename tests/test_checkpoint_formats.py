@@ -17,12 +17,13 @@ from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_con
 
 pytest.importorskip("safetensors")
 
+# All ranks of EP 3 x TP 1, 2, 4; the last ones of EP 1 and 2.
 RANKS = [
     ParallelConfig(ep_size=ep, ep_rank=e, tp_size=tp, tp_rank=t, dp_size=1)
     for ep in (1, 2, 3)
     for e in range(ep)
     for tp in (1, 2, 4)
-    for t in range(tp)
+    for t in range(0 if ep == 3 else tp - 1, tp)
 ]
 
 
@@ -128,8 +129,9 @@ CASES = {
         "int4_w4a16_g32_zp",
     ),
     "ct-mxfp4": Case(
-        files.mxfp4(("weight_packed", "weight_scale")), ct(4, "float", group=32), None
+        files.mxfp4(("weight_packed", "weight_scale")), ct(4, "float", group=32), "mxfp4_w4a16"
     ),
+    "ct-int4-fp8": Case(files.pack_quantized(128), ct(group=128, inputs=TOKEN), "int4_w4a8_g128"),
     "ct-nvfp4": Case(files.nvfp4(modelopt=False), ct(4, "float", group=16), None),
     "modelopt-nvfp4": Case(
         files.nvfp4(modelopt=True), dict(quant_method="modelopt", quant_algo="NVFP4"), None
@@ -145,16 +147,26 @@ def layer(tmp_path_factory: pytest.TempPathFactory):
         if name not in made:
             torch.manual_seed(len(name))
             case = CASES[name]
-            made[name] = files.write(tmp_path_factory.mktemp(name), case.packer, case.config)
+            made[name] = files.write(tmp_path_factory.mktemp(name), case.packer, case.config, E=4)
         return made[name]
 
     return make
 
 
-def shares(layer: files.Layer, problem: MoEProblem) -> tuple[Tensor, Tensor]:
-    """What a rank's w13 and w2 must stand for, in plain neuron order."""
-    i, rank = problem.local_intermediate_size, problem.parallel.tp_rank
-    mine = slice(rank * i, (rank + 1) * i)
+def held(problem: MoEProblem, block: int = 1) -> list[int]:
+    """The rank's neurons: a run; or whole blocks of them, and a part of one of the last."""
+    i, p = problem.local_intermediate_size, problem.parallel
+    whole, rest = divmod(i, block)
+    if not rest or block % rest or p.tp_size == 1:
+        return list(range(p.tp_rank * i, (p.tp_rank + 1) * i))
+    mine = list(range(p.tp_rank * whole * block, (p.tp_rank + 1) * whole * block))
+    first = p.tp_size * whole * block + p.tp_rank * rest
+    return mine + list(range(first, first + rest))
+
+
+def shares(layer: files.Layer, problem: MoEProblem, block: int = 1) -> tuple[Tensor, Tensor]:
+    """What a rank's w13 and w2 must stand for."""
+    mine = held(problem, block)
     experts = [p % problem.num_experts for p in problem.local_experts]
     w13 = torch.cat([layer.gate[experts][:, mine], layer.up[experts][:, mine]], dim=1)
     return w13, layer.down[experts][:, :, mine]
@@ -177,7 +189,7 @@ def test_detected(name: str, layer) -> None:
     case, made = CASES[name], layer(name)
     found = detect(made.path)
     assert (found.scheme, found.layers, found.model_type) == (case.scheme, (0,), "qwen3_moe")
-    assert (found.num_experts, found.hidden_size, found.intermediate_size) == (5, 128, 256)
+    assert (found.num_experts, found.hidden_size, found.intermediate_size) == (4, 128, 256)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].scheme and "act-order" not in n])
@@ -187,7 +199,7 @@ def test_every_rank_has_its_part_of_what_was_packed(name: str, layer) -> None:
         for parallel in RANKS:
             problem = problem_from_config(checkpoint, parallel=parallel, device="cpu")
             assert problem.quant.name == CASES[name].scheme
-            weights = load_experts(checkpoint, None, 0, problem)
+            weights = load_experts(checkpoint, None, 0, problem, threads=1)
             got = values(weights, problem)
             for have, want in zip(got, shares(made, problem), strict=True):
                 assert torch.equal(have, want), parallel
@@ -201,7 +213,7 @@ def test_dequantized_at_load(name: str, layer) -> None:
             problem = problem_from_config(
                 checkpoint, parallel=parallel, device="cpu", dequantize=True, dtype=dtype
             )
-            weights = load_experts(checkpoint, None, 0, problem, dequantize=True)
+            weights = load_experts(checkpoint, None, 0, problem, dequantize=True, threads=1)
             weights.check(problem)
             for have, want in zip((weights.w13, weights.w2), shares(made, problem), strict=True):
                 assert torch.equal(have, want.to(dtype)), parallel
@@ -225,7 +237,7 @@ def test_act_order_is_cut_into_whole_groups(name: str, tp_size: int, layer) -> N
         weights = load_experts(made.path, None, 0, problem)
         assert weights.w13_g_idx is not None and (weights.w2_g_idx is None) == (tp_size > 1)
         whole.append(values(weights, problem))
-    for expert in range(5):
+    for expert in range(4):
         got = [torch.cat([w13[expert].chunk(2)[half] for w13, _ in whole]) for half in (0, 1)]
         w2 = torch.cat([w2[expert] for _, w2 in whole], dim=1)
         want = neurons(torch.cat([made.gate[expert], made.up[expert]]), made.down[expert])
@@ -256,7 +268,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory):
 def cut_error(layer: files.Layer, problem: MoEProblem) -> list[float]:
     """Relative RMS error of w13 and w2; checks each element against its rounding step."""
     weights = load_experts(layer.path, None, 0, problem)
-    have, want, errors = values(weights, problem), shares(layer, problem), []
+    have, want, errors = values(weights, problem), shares(layer, problem, 128), []
     for name, got, meant in zip(("w13", "w2"), have, want, strict=True):
         scale = getattr(weights, f"{name}_scale")
         each = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
@@ -276,20 +288,23 @@ def cut_error(layer: files.Layer, problem: MoEProblem) -> list[float]:
         (512, 4, "both"),
         (256, 4, "w2"),  # 64 rows of gate and of up share a block
         (320, 1, "w2"),
-        (320, 2, ""),
-        (384, 2, ""),
+        (320, 2, "w2"),  # 128 + 32 neurons each
+        (384, 2, "w2"),  # 128 + 64
+        (448, 2, ""),  # 224 is no block and an even part of one
     ],
 )
 def test_blocks_cut_by_tensor_parallelism(inner: int, tp_size: int, exact: str, blocks) -> None:
-    layer = blocks(inner)
+    layer, seen = blocks(inner), []
     for rank in range(tp_size):
         parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
         problem = problem_from_config(layer.path, parallel=parallel, device="cpu")
         assert problem.quant.name == "fp8_block"
+        seen += held(problem, 128)
         w13, w2 = cut_error(layer, problem)
         assert w13 == 0 if exact == "both" else 0 < w13 < 0.03
         assert w2 == 0 if exact else w2 < 0.03
     assert exact or w2 > 0  # the last rank's columns begin within a block
+    assert sorted(seen) == list(range(inner))
 
 
 def test_block_values_under_the_larger_scale_stay_bit_for_bit(tmp_path: Path) -> None:
@@ -309,19 +324,39 @@ def test_block_values_under_the_larger_scale_stay_bit_for_bit(tmp_path: Path) ->
         assert cut_error(layer, problem) == [0.0, 0.0]
 
 
-def test_int4_groups_are_refined_not_cut(tmp_path: Path) -> None:
-    """I = 384 on four ranks: 96 columns each, so groups of 128 become groups of 32."""
+def test_4_bit_groups_are_refined_not_cut(tmp_path: Path) -> None:
+    """I = 384: halves are 192 = 128 + 64 columns; quarters, 96, are no part of 128, but 64 + 32."""
     layer = files.write(tmp_path, files.pack_quantized(128, True), ct(group=128), E=2, I=384)
     names = []
     for tp_size in (1, 2, 4):
+        seen = []
         for rank in range(tp_size):
             parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
             problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
             weights = load_experts(tmp_path, None, 0, problem)
-            got = values(weights, problem)
-            assert all(map(torch.equal, got, shares(layer, problem)))
+            got, block = values(weights, problem), problem.quant.weight.group[1]
+            assert all(map(torch.equal, got, shares(layer, problem, block)))
+            seen += held(problem, block)
+        assert sorted(seen) == list(range(384))
         names.append(problem.quant.name)
-    assert names == ["int4_w4a16_g128_zp", "int4_w4a16_g64_zp", "int4_w4a16_g32_zp"]
+    assert names == ["int4_w4a16_g128_zp", "int4_w4a16_g128_zp", "int4_w4a16_g64_zp"]
+
+
+def test_act_order_and_groups_that_are_shared(tmp_path: Path) -> None:
+    """Quarters of 6 groups of 32: one and a half each, of sorted columns."""
+    packer = files.gptq(32, zero_points=True, act_order=True)
+    config = GPTQ | dict(sym=False, desc_act=True)
+    layer, whole = files.write(tmp_path, packer, config, E=2, H=64, I=192), []
+    for rank in range(4):
+        parallel = ParallelConfig(tp_size=4, tp_rank=rank)
+        problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+        assert problem.quant.name == "int4_w4a16_g32_zp"
+        whole.append(values(load_experts(tmp_path, None, 0, problem), problem))
+    for expert in range(2):
+        halves = [torch.cat([w13[expert].chunk(2)[half] for w13, _ in whole]) for half in (0, 1)]
+        w2 = torch.cat([w2[expert] for _, w2 in whole], dim=1)
+        want = neurons(torch.cat([layer.gate[expert], layer.up[expert]]), layer.down[expert])
+        assert len(want) == 192 and torch.equal(neurons(torch.cat(halves), w2), want)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-zp", "gptq", "ct-int4-zp", "ct-int4", "bf16"])

@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import re
+import threading
 from pathlib import Path
 
 import checkpoint_files as files
@@ -140,6 +141,22 @@ def test_peak_memory(
     assert mine == 3 * E * H * I * 2 // ep // tp
     peak = resident("VmHWM") - before
     assert mine * 0.5 < peak < mine + shard, (peak / MIB, mine / MIB, shard / MIB)
+
+
+def test_threads_are_as_before(tmp_path: Path) -> None:
+    """Loading threads use one core each; threads that come later are none of its business."""
+    files.write(tmp_path, files.awq(32), dict(quant_method="awq", group_size=32), E=4)
+    problem, seen = problem_from_config(tmp_path, device="cpu"), []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        load_experts(tmp_path, None, 0, problem)
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (torch.get_num_threads(), seen) == (3, [3])
+    finally:
+        torch.set_num_threads(before)
 
 
 class TestProgress:

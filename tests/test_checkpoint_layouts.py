@@ -53,7 +53,7 @@ def check(path: Path, gate: Tensor, up: Tensor, down: Tensor, **how: Any) -> Non
             problem = problem_from_config(
                 checkpoint, parallel=parallel, device="cpu", dequantize=bool(how)
             )
-            weights = load_experts(checkpoint, None, 0, problem, **how)
+            weights = load_experts(checkpoint, None, 0, problem, threads=1, **how)
             weights.check(problem)
             canonical = weights.canonical(problem)
             plain = canonical if how else canonical.dequantize(problem.quant)
@@ -149,12 +149,41 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, T
 
 
 def test_gpt_oss(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
+    """As it is stored: quarters of 5 groups of 32 are a group and 8 columns of the last each."""
+    path, values = gpt_oss
+    found = detect(path)
+    assert (found.scheme, found.activation.name) == ("mxfp4_w4a16", "swigluoai")
+    gate_up, down = values["gate_up_proj"], values["down_proj"]
+    bias = values["gate_up_proj_bias"]
+    for tp_size in (1, 2, 4):
+        seen = []
+        for rank in range(tp_size):
+            parallel = ParallelConfig(ep_size=2, tp_size=tp_size, tp_rank=rank, dp_size=1)
+            problem = problem_from_config(path, parallel=parallel, device="cpu")
+            assert (problem.quant.name, problem.has_bias) == ("mxfp4_w4a16", True)
+            weights = load_experts(path, "gpt_oss", 0, problem)
+            weights.check(problem)
+            canonical = weights.canonical(problem)
+            plain = canonical.dequantize(problem.quant)
+            mine = {
+                1: list(range(160)),
+                2: [*range(64 * rank, 64 * rank + 64), *range(128 + 16 * rank, 144 + 16 * rank)],
+                4: [*range(32 * rank, 32 * rank + 32), *range(128 + 8 * rank, 136 + 8 * rank)],
+            }[tp_size]
+            seen += mine
+            want = torch.cat([gate_up[:3, 0::2][:, mine], gate_up[:3, 1::2][:, mine]], dim=1)
+            assert torch.equal(plain.w13, want)
+            assert torch.equal(plain.w2, down[:3, :, mine])
+            want = torch.cat([bias[:3, 0::2][:, mine], bias[:3, 1::2][:, mine]], dim=1)
+            assert torch.equal(canonical.w13_bias, want)
+        assert sorted(seen) == list(range(160))
+
+
+def test_gpt_oss_dequantized(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
     """Four ranks have 40 columns each of groups of 32."""
     path, values = gpt_oss
     gate_up, down = values["gate_up_proj"], values["down_proj"]
     check(path, gate_up[:, 0::2], gate_up[:, 1::2], down, dequantize=True)
-    found = detect(path)
-    assert (found.scheme, found.activation.name, found.has_bias) == (None, "swigluoai", True)
     parallel = ParallelConfig(tp_size=2, tp_rank=1)
     problem = problem_from_config(path, parallel=parallel, dequantize=True, device="cpu")
     weights = load_experts(path, "gpt_oss", 0, problem, dequantize=True)
@@ -170,13 +199,16 @@ def test_gpt_oss_as_transformers_reads_it(gpt_oss: tuple[Path, dict[str, Tensor]
     assert torch.equal(theirs.float().mT, values["down_proj"])
 
 
-def test_mxfp4_needs_to_be_asked_for(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
-    path, _ = gpt_oss
-    with pytest.raises(WeightsError, match="mxfp4 .*no scheme for them; load them with dequantize"):
+def test_nvfp4_needs_to_be_asked_for(tmp_path: Path) -> None:
+    config = dict(quant_method="modelopt", quant_algo="NVFP4")
+    path = files.write(tmp_path, files.nvfp4(modelopt=True), config, E=2, H=64, I=64).path
+    with pytest.raises(WeightsError, match="nvfp4 .*no scheme for them; load them with dequantize"):
         problem_from_config(path, device="cpu")
     problem = problem_from_config(path, dequantize=True, device="cpu")
     with pytest.raises(WeightsError, match="use quant='none' and dequantize=True"):
-        load_experts(path, "gpt_oss", 0, problem)
+        load_experts(path, None, 0, problem)
+    with pytest.raises(WeightsError, match=r"the scheme has one scale per \(1, 32\)"):
+        load_experts(path, None, 0, problem.replace(quant="mxfp4_w4a16"))
     with pytest.raises(WeightsError, match="dequantize=True needs a problem with quant='none'"):
         load_experts(path, None, 0, problem.replace(quant="fp8_block"), dequantize=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from dataclasses import replace
 
 import pytest
@@ -19,11 +21,16 @@ from moekit.problem import ActivationFormat
 from moekit.testing import ExpertsConformance
 from moekit.testing.calls import QUANTIZED_WIRE, check_call, kit_registry
 from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import assert_close
 from moekit.torch_experts import TorchExperts
 
 PROBLEM = moekit.MoEProblem(
     num_experts=4, top_k=2, hidden_size=64, intermediate_size=48, dtype=torch.float32, device="cpu"
 )
+
+
+# Away from GPUs only: with one, triton is compiled for it, and does not run on the CPU.
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
 
 
 class Turned(TorchExperts):
@@ -185,6 +192,7 @@ def test_sizes_are_tokens_of_one_rank() -> None:
     assert kernel.experts.largest_calls(20) == [20, 8]
 
 
+@interpreted
 @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
 @pytest.mark.parametrize("name", ["torch:5|triton_batched", "triton_batched:5|torch"])
 def test_formats_are_bridged_inside(dispatcher: str, name: str) -> None:
@@ -215,8 +223,10 @@ def packed(name: str, problem=PROBLEM, weights=None):
     return kernel, kernel.pack(weights or random_weights(problem))
 
 
+@interpreted
 @pytest.mark.parametrize("scheme", ["none", "fp8_tensor", "fp8_block", "int8_w8a16"])
 def test_equal_layouts_are_held_once(scheme: str, caplog) -> None:
+    caplog.set_level(logging.INFO, "moekit")
     problem = PROBLEM.replace(hidden_size=128, intermediate_size=128, quant=scheme)
     weights = random_weights(problem)
     strided = replace(weights, w13=weights.w13.transpose(1, 2).contiguous().transpose(1, 2))
@@ -225,20 +235,22 @@ def test_equal_layouts_are_held_once(scheme: str, caplog) -> None:
         _, alone = packed("torch", problem, given)
         assert both.nbytes == alone.nbytes and both.extra_bytes == 0
         assert all(name.startswith("torch.") for name in (*both.experts, *both.shared))
-    assert not caplog.records
+    assert "weights take" not in caplog.text
 
 
 def test_other_layouts_cost_memory_and_it_is_said(caplog) -> None:
+    caplog.set_level(logging.INFO, "moekit")
     _, alone = packed("torch")
-    _, both = packed("torch:4|turned:8|torch")
+    kernel, both = packed("torch:4|turned:8|torch")
     assert both.nbytes == 2 * alone.nbytes and both.extra_bytes == alone.nbytes
     assert "weights take" in caplog.text and "more than one backend's" in caplog.text
+    assert "known when they are packed" in kernel.explanation.note
 
 
 @pytest.mark.parametrize(
     "name",
-    ["torch:4|triton", "torch:4|turned", "torch:4|halved", "halved:4|torch",
-     "halved:4|turned:8|torch"],
+    [pytest.param("torch:4|triton", marks=interpreted), "torch:4|turned", "torch:4|halved",
+     "halved:4|torch", "halved:4|turned:8|torch"],
 )  # fmt: skip
 def test_experts_move_in_all_members(name: str) -> None:
     """After a migration in place every member computes with the moved experts."""
@@ -286,6 +298,48 @@ def test_workspace_is_the_largest_members() -> None:
     assert need(101) == (100096, 101 * 7000)
     assert need(9000) == (100096, 9000 * 7000)
     assert need(20000)[0] == 200192
+
+
+def test_buffers_follow_the_arena() -> None:
+    """Fewer rows than were asked for, and an arena that grew: always its own present memory."""
+    kernel, both = packed("torch:5|turned")
+    arenas = set()
+
+    def apply(y, tokens, weights, workspace, run=kernel.experts.members[1].apply):
+        (buffer,) = workspace
+        arenas.add(buffer.untyped_storage().data_ptr())
+        assert buffer.untyped_storage().nbytes() == wide.nbytes
+        run(y, tokens, weights, workspace)
+
+    kernel.experts.members[1].apply = apply
+    for rows in (9, 40, 9):
+        wide = torch.empty(kernel.experts.workspace(rows)[0].nbytes, dtype=torch.uint8)
+        for tokens in (7, 9, 7):
+            case = make_case(PROBLEM, tokens)
+            y = torch.full_like(case.x, float("nan"))
+            given = moekit.kernel.Dispatched(
+                case.x, None, case.routing.topk_ids, case.routing.topk_weights
+            )
+            kernel.experts.apply(y, given, both, [wide])
+            assert_close(y, case.reference(), PROBLEM)
+    assert len(kernel.experts._views) == 2 and arenas
+
+
+def test_tuning_is_handed_on() -> None:
+    kernel, _ = packed("torch:5|turned")
+    entered = []
+
+    @contextlib.contextmanager
+    def tuning(name):
+        entered.append(name)
+        yield
+        entered.append(f"not {name}")
+
+    for member in kernel.experts.members:
+        member.tuning = lambda name=member.spec.name: tuning(name)
+    with kernel.experts.tuning():
+        assert entered == ["torch", "turned"]
+    assert sorted(entered[2:]) == ["not torch", "not turned"]
 
 
 def test_warmup_reaches_the_largest_call_of_each_member() -> None:

@@ -236,7 +236,13 @@ def test_bfloat16_with_everything() -> None:
 
 
 def test_more_tokens_than_the_kernel_takes(monkeypatch) -> None:
-    layer, weights = loaded_layer(max_num_tokens=4, shared_experts=torch.sin)
+    shared_sizes = []
+
+    def shared(x):
+        shared_sizes.append(x.shape[0])
+        return torch.sin(x)
+
+    layer, weights = loaded_layer(max_num_tokens=4, shared_experts=shared)
     sizes = []
     start = layer.kernel.start
 
@@ -248,7 +254,7 @@ def test_more_tokens_than_the_kernel_takes(monkeypatch) -> None:
     for tokens, chunks in ((0, [0]), (4, [4]), (5, [3, 2]), (13, [4, 3, 3, 3])):
         sizes.clear()
         check_logits(layer, weights, tokens=tokens, shared=torch.sin, renormalize=True)
-        assert sizes == chunks
+        assert sizes == chunks and shared_sizes.pop() == tokens and not shared_sizes
 
 
 def test_replicas_compute_what_their_expert_does() -> None:

@@ -86,10 +86,16 @@ def test_experts_spread_over_ranks(ranks, spread, knobs) -> None:
 
 @pytest.mark.parametrize("most", [None, 8])
 def test_every_rank_makes_the_same_number_of_chunks(ranks, most) -> None:
-    results = ranks.run(chunks_of, (8, 0, 3, 1), most)
-    assert [sizes for sizes, _ in results] == [[3, 3, 2], [0, 0, 0], [1, 1, 1], [1, 0, 0]]
-    assert [complaint for _, complaint in results] == [""] * 4
-    assert [sizes for sizes, _ in ranks.run(chunks_of, (3, 2, 0, 1), None)] == [[3], [2], [0], [1]]
+    def chunks(tokens, most=most, **spread):
+        results = ranks.run(chunks_of, Case(ep=True, **spread), tokens, most)
+        assert [complaint for _, complaint in results] == [""] * 4
+        return [sizes for sizes, _ in results]
+
+    assert chunks((8, 0, 3, 1), dp=4) == [[3, 3, 2], [0, 0, 0], [1, 1, 1], [1, 0, 0]]
+    assert chunks((3, 2, 0, 1), None, dp=4) == [[3], [2], [0], [1]]
+    # In sequence parallel, two ranks share each batch.
+    sequence = {"tp": 2, "dp": 2, "knobs": {"is_sequence_parallel": True}}
+    assert chunks((8, 1), **sequence) == [[2, 2], [2, 2], [1, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("fault", ["no weights", "shape", "nan", "shared raises"])

@@ -13,6 +13,7 @@ import torch
 from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
+from moekit import plugins
 from moekit.__main__ import main
 from moekit.composite_experts import CompositeExperts
 from moekit.errors import BackendBroken, Unsupported
@@ -52,7 +53,7 @@ def test_names_and_variables_come_before_the_table(tuned: Path, monkeypatch) -> 
     write_table(tuned / "x.json", make_table({"a": (3, 1), "b": (1, 1)}))
     found = fakes("a", "b")
     named = moekit.explain(PROBLEM, experts="a", backends=found)
-    assert named.chosen.experts == "a" and "experts by name" in named.why and not named.note
+    assert named.chosen.experts == "a" and "experts by name" in named.why and named.note == ""
     there = moekit.explain(PROBLEM, "local", backends=found)
     assert there.why == "dispatcher by name, experts by measurement (cpu, T=1..256)"
     assert there.chosen.experts == "b"
@@ -99,7 +100,8 @@ def test_a_composite_where_it_pays(tuned: Path, caplog) -> None:
         kernel = moekit.compose(PROBLEM, backends=found)
     assert str(kernel.explanation.chosen) == "local + steep:100|flat"
     assert "steep:100|flat (by measurement" in caplog.text
-    assert order(kernel.explanation)[1:] == ["flat", "steep", "torch", "reference"]
+    assert kernel.explanation.note.startswith("weights held once; measured 2026-01-02")
+    assert order(kernel.explanation)[1:] == ["steep", "flat", "torch", "reference"]
     experts = kernel.experts
     assert isinstance(experts, CompositeExperts)
     assert [experts.member(rows).spec.name for rows in (1, 100, 101)] == ["steep", "steep", "flat"]
@@ -122,14 +124,17 @@ def test_only_sizes_that_can_occur_count(tuned: Path, most: int, chosen: str) ->
 
 
 def test_no_second_copy_of_the_weights_unless_asked_for(tuned: Path) -> None:
-    times = {**CROSSING, "own": (0.9, 0.69)}
+    times = {**CROSSING, "own": {1: 50.0, 16: 50.0, 64: 8.0, 256: 90.0}}
     found = fakes("flat", "steep", "own")
     write_table(tuned / "x.json", make_table(times, copied={"own": 1.0}))
     explanation = moekit.explain(PROBLEM, backends=found)
     assert explanation.chosen.experts == "steep:100|flat"
-    assert "experts='own:" in explanation.note and "more than one form" in explanation.note
+    assert "|own:" in explanation.note and "more than one form" in explanation.note
     wanted = explanation.note.partition("experts='")[2].partition("'")[0]
-    assert moekit.compose(PROBLEM, experts=wanted, backends=found).experts.spec.name == wanted
+    kernel = moekit.compose(PROBLEM, experts=wanted, backends=found)
+    assert (
+        kernel.experts.spec.name == wanted and kernel.explanation.note == "weights held 2.00 times"
+    )
     for copied in ({"flat": 0.5}, {"flat": None}):
         write_table(tuned / "x.json", make_table(CROSSING, copied=copied))
         assert "|" not in moekit.explain(PROBLEM, backends=found).chosen.experts
@@ -230,19 +235,21 @@ def test_pairs_that_were_measured_together_order_dispatchers_too(tuned: Path) ->
 # -- the command line --------------------------------------------------------------------------
 
 
-def test_explain_says_it(tuned: Path, capsys) -> None:
-    write_table(tuned / "x.json", make_table({"torch": (1, 1), "triton": (2, 1)}))
-    sizes = "--num-experts 4 --top-k 2 --hidden-size 64 --intermediate-size 48 --dtype float32"
-    assert main(["explain", *sizes.split(), "--device", "cpu", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["why"] == "by priority" and told["note"] == "", "triton is for those who name it"
+def test_explain_says_it(tuned: Path, capsys, monkeypatch) -> None:
+    """For a device elsewhere, too, by its architecture."""
+    monkeypatch.setattr(plugins, "_registry", fakes("flat", "steep"))
     h200 = PROBLEM.replace(device=moekit.DeviceSpec("cuda", (9, 0), "NVIDIA H200"))
-    write_table(tuned / "x.json", make_table({"torch": (1, 1), "triton": (2, 1)}, h200))
+    write_table(tuned / "x.json", make_table(CROSSING, h200))
+    sizes = "--num-experts 4 --top-k 2 --hidden-size 64 --intermediate-size 48 --dtype float32"
     args = ["explain", *sizes.split(), "--device", "sm90"]
-    if moekit.registry().experts["triton"].priority < 0:
-        pytest.skip("triton is interpreted here, and therefore not compared")
     assert main([*args, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["why"] == "by measurement (NVIDIA H200, T=1..256)"
+    told = json.loads(capsys.readouterr().out)
+    assert told["why"] == "by measurement (NVIDIA H200, T=1..256)"
+    assert told["chosen"]["experts"] == "steep:100|flat" and "acme 1.0" in told["note"]
+    assert main(args) == 0
+    assert "chosen: local + steep:100|flat (by measurement" in capsys.readouterr().out
+    assert main([*args, "--experts", "steep:7|flat", "--max-num-tokens", "9"]) == 0
+    assert "chosen: local + steep:7|flat (dispatcher by priority" in capsys.readouterr().out
 
 
 def test_looking_up_imports_no_backend(tuned: Path, tmp_path: Path) -> None:

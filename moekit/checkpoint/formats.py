@@ -61,9 +61,10 @@ class Part:
 class Format:
     """How a checkpoint stores each expert matrix.
 
-    dtype: as in `OperandQuant`; "" for unquantized weights. group: what shares a scale. activation: how the checkpoint means
-    activations to be quantized. parts: by role: weight, scale, and where the format has them
-    global_scale, zeros, g_idx, shape, input_scale. ignored: suffixes of what needs no reading.
+    dtype: as in `OperandQuant`; "" for unquantized weights. group: what shares a scale.
+    activation: how the checkpoint means activations to be quantized. parts: by role: weight,
+    scale, and where the format has them global_scale, zeros, g_idx, shape, input_scale. ignored:
+    suffixes of what needs no reading.
     order: of eight rows in a word, where ``weight`` packs rows. zero_offset: added to stored zeros.
     biased: int8 stored plus 128. divides: by the global scale, rather than multiplies.
     """
@@ -182,11 +183,15 @@ def gptq(bits: int, group: int, *, zero_points: bool, zero_offset: int, act_orde
     """qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), g_idx (K,)."""
     word = 32 // bits
     parts = {
-        "weight": Part(suffix="qweight", dtypes=(torch.int32,), axes="KN", grid=(1, word)),
-        "scale": Part(suffix="scales", dtypes=FLOATS, axes="KN", grid=(1, group)),
+        "weight": Part(
+            suffix="qweight", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(1, word)
+        ),
+        "scale": Part(suffix="scales", dtypes=FLOATS, axes="KN", fixed=True, grid=(1, group)),
     }
     if bits == 4:
-        parts["zeros"] = Part(suffix="qzeros", dtypes=(torch.int32,), axes="KN", grid=(8, group))
+        parts["zeros"] = Part(
+            suffix="qzeros", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(8, group)
+        )
     if act_order:
         parts["g_idx"] = Part(suffix="g_idx", dtypes=(torch.int32,), axes="K")
     return Format(
@@ -209,9 +214,13 @@ def awq(group: int) -> Format:
         group=(1, group),
         zero_points=True,
         parts={
-            "weight": Part(suffix="qweight", dtypes=(torch.int32,), axes="KN", grid=(8, 1)),
-            "scale": Part(suffix="scales", dtypes=FLOATS, axes="KN", grid=(1, group)),
-            "zeros": Part(suffix="qzeros", dtypes=(torch.int32,), axes="KN", grid=(8, group)),
+            "weight": Part(
+                suffix="qweight", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(8, 1)
+            ),
+            "scale": Part(suffix="scales", dtypes=FLOATS, axes="KN", fixed=True, grid=(1, group)),
+            "zeros": Part(
+                suffix="qzeros", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(8, group)
+            ),
         },
         order=AWQ_ORDER,
     )
@@ -262,7 +271,13 @@ def mxfp4_blocks() -> Format:
     )
 
 
-def fp4_bytes(name: str, weight: str, group: int, global_scale: str = "") -> Format:
+def fp4_bytes(
+    name: str,
+    weight: str,
+    group: int,
+    global_scale: str = "",
+    activation: OperandQuant | None = None,
+) -> Format:
     """Two fp4 values a byte, (N, K / 2), scales (N, K / group): compressed-tensors' and ModelOpt's
     mxfp4 and nvfp4."""
     scale = (*_SCALES, torch.float8_e4m3fn)
@@ -276,6 +291,7 @@ def fp4_bytes(name: str, weight: str, group: int, global_scale: str = "") -> For
         name=name,
         dtype="float4_e2m1",
         group=(1, group),
+        activation=activation,
         parts=parts,
         ignored=("input_scale", "input_global_scale"),
         divides=global_scale == "weight_global_scale",

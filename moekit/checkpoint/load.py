@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,13 @@ def load_experts(
 
     Reads this rank's experts and slices only (input scales of all experts: they share the
     largest). Weights stay as they are stored: in the file's dtype, or in the problem's scheme,
-    whose activations need not be those that the checkpoint means. Scales may be repeated over
-    finer groups. Where tensor parallelism, or I, is no multiple of a block, 8-bit values in
-    blocks that meet are rounded again, under the larger scale. int4 groups are never cut; a w2 in
-    act-order is, by giving each rank the neurons of whole groups, for which it reads whole
-    experts.
+    whose activations need not be those that the checkpoint means, and whose scales may be finer.
+
+    Where a rank's share of I is no multiple of a scale's block, it is made of whole blocks and a
+    part of one more, which need not lie together: the neurons' order makes no difference. Where
+    blocks of gate and up, or parts of blocks, still meet in one, 8-bit values are rounded again
+    under the larger scale; 4-bit values never are. A w2 in act-order is cut into whole groups,
+    for which whole experts are read.
 
     path: an open `Checkpoint` saves reading the headers for each layer.
     names: an ExpertNames, a model type of `NAMES`, or None for the one that config.json says.
@@ -99,15 +101,23 @@ def load_layers(
         shares = [Share(checkpoint, named, layer, problem, local, dequantize) for layer in layers]
         _raise(checkpoint, [fault for share in shares for fault in share.faults()])
         total = sum(share.expert_nbytes * len(local) for share in shares)
-        with (
-            ThreadPoolExecutor(threads or THREADS, "moekit-load") as pool,
-            Progress(total, "loading experts", progress) as bar,
-        ):
-            out: dict[str, Tensor] = {}
+        out: dict[str, Tensor] = {}
+        with _pool(threads or THREADS) as pool, Progress(total, "loading experts", progress) as bar:
             for share in shares:
                 if not reuse or not out or out["w2"].dtype != _dtype(share):
                     out = _destination(share, pin_memory)
                 yield share.layer, _load(share, out, pool, bar)
+
+
+@contextmanager
+def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads whose torch operators use no further threads."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, "moekit-load", torch.set_num_threads, (1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)  # also what threads that are new from now on use
 
 
 def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
@@ -184,9 +194,12 @@ def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
 def _biases(share: Share) -> dict[str, Tensor]:
     """w13_bias (L, 2I or I) and w2_bias (L, H), where the names have them."""
     names, found = share.names, {}
-    halves = [names.gate_bias, names.up_bias] if names.up else [names.gate_up_bias] * 2
-    pieces = zip(halves, share.w13, strict=False)
-    w13 = [_stack(share, t, slice(p.rows.start, p.rows.stop)) for t, p in pieces if t]
+    of = {names.gate: names.gate_bias, names.up: names.up_bias, names.gate_up: names.gate_up_bias}
+    w13 = [
+        _stack(share, of[piece.template], slice(piece.rows.start, piece.rows.stop))
+        for piece in share.w13
+        if of[piece.template]
+    ]
     if w13:
         found["w13_bias"] = torch.cat(w13, dim=1)
     if names.down_bias:
@@ -223,12 +236,12 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
     for other in w13[1:]:
         apart = ((other - w13[0]).abs() > _AGREE * w13[0]).nonzero().flatten().tolist()
         for expert in apart:
-            gate, up = (share.name(p.template, expert, suffix) for p in share.w13)
+            gate, up = (share.name(t, expert, suffix) for t in (share.names.gate, share.names.up))
             faults.append(
                 f"{gate} is {float(w13[0][expert]):g} and {up} {float(other[expert]):g}: gate "
                 "and up have one input"
             )
-    return {"w13_input_scale": w13[0].max(), "w2_input_scale": scales(share.w2.template).max()}
+    return {"w13_input_scale": w13[0].max(), "w2_input_scale": scales(share.names.down).max()}
 
 
 def _raise(checkpoint: Checkpoint, faults: Sequence[Any]) -> None:

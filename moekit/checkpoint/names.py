@@ -175,10 +175,8 @@ def _of_type(model_type: str) -> list[ExpertNames]:
 def _elsewhere(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> list[ExpertNames]:
     if not names.down.startswith(_MODEL):
         return []
-    marker = names.down.removeprefix("model.").removesuffix("weight")
-    marker = (
-        marker.format(layer=layer, expert=0) if "{expert}" in marker else marker.format(layer=layer)
-    )
+    marker = names.down.removeprefix("model.").replace("{layer}", str(layer))
+    marker = marker.partition("{expert}")[0].removesuffix("weight")
     found = {name.partition(marker)[0] for name in checkpoint.names() if marker in name}
     found = {prefix for prefix in found if not prefix or prefix.endswith(".")}
     if len(found) > 1:

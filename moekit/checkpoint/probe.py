@@ -82,6 +82,13 @@ class _Probe:
         shape = self.checkpoint.shape(self.name(suffix))
         return shape[1:] if self.stacked and shape else shape
 
+    def matrix(self, suffix: str) -> tuple[int, int]:
+        """`shape`, of two dimensions."""
+        shape = self.shape(suffix)
+        if len(shape) != 2:
+            raise WeightsError(f"{self.name(suffix)} is {shape} for each expert, want a matrix")
+        return shape[0], shape[1]
+
     def _columns(self, groups: int) -> int:
         """The group size of this many groups along K."""
         if groups == 1:
@@ -91,11 +98,13 @@ class _Probe:
     # -- packed integers
 
     def _gptq_or_awq(self) -> Format:
-        rows, columns = self.shape("qweight")
-        groups = self.shape("scales")[0] if self.has("scales") else 1
-        config, group = self.config, self.config.get("group_size")
-        group = int(group) if group is not None else self._columns(groups)
-        if rows == self.k and columns * 8 == self.n:
+        rows, columns = self.matrix("qweight")
+        groups = self.matrix("scales")[0] if self.has("scales") else 1
+        config, said = self.config, self.config.get("group_size")
+        group = self._columns(groups) if said is None else int(said)
+        if self.method == "awq" or (
+            self.method != "gptq" and (rows, columns * 8) == (self.k, self.n)
+        ):
             version = str(config.get("version", "gemm")).lower()
             if version != "gemm":
                 raise WeightsError(f"AWQ version {version!r} is not read; convert it to 'gemm'")
@@ -119,14 +128,15 @@ class _Probe:
         )
 
     def _weight_packed(self) -> Format:
-        groups = self.shape("weight_scale")[-1] if self.has("weight_scale") else 1
-        if self.checkpoint.dtype(self.name("weight_packed")) == torch.uint8:
-            if self.has("weight_global_scale"):
-                name, scale = "compressed-tensors nvfp4", "weight_global_scale"
-                return formats.fp4_bytes(name, "weight_packed", 16, scale)
-            return formats.fp4_bytes("compressed-tensors mxfp4", "weight_packed", 32)
+        groups = self.matrix("weight_scale")[1] if self.has("weight_scale") else 1
         weights, activation = self._compressed_tensors()
-        bits = round(32 * self.shape("weight_packed")[-1] / self.k)
+        if self.checkpoint.dtype(self.name("weight_packed")) == torch.uint8:
+            name, columns, scale = "mxfp4", 32, ""
+            if self.has("weight_global_scale"):
+                name, columns, scale = "nvfp4", 16, "weight_global_scale"
+            label = f"compressed-tensors {name}"
+            return formats.fp4_bytes(label, "weight_packed", columns, scale, activation)
+        bits = round(32 * self.matrix("weight_packed")[1] / self.k)
         zero_points = self.has("weight_zero_point")
         if bits not in (4, 8) or (bits == 8 and zero_points):
             raise WeightsError(

@@ -52,20 +52,32 @@ class Reader:
         """Everything of the expert in ``slot``."""
         share, expert = self.share, self.share.experts[slot]
         self._check_shapes(expert)
-        order = self._order(share.w2, expert)
-        shared = order is not None and share.problem.parallel.tp_size > 1
-        mine = slice(share.w2.columns.start, share.w2.columns.stop)
-        neurons = order[mine] if order is not None and shared else None
-        for which, pieces in (("w13", share.w13), ("w2", (share.w2,))):
+        # Where w2's groups are scattered over all neurons, a rank takes those of its groups.
+        order = None
+        if share.problem.parallel.tp_size > 1 and not share.dequantize:
+            order = self._order(share.w2[0], expert)
+        for which, pieces in (("w13", share.w13), ("w2", share.w2)):
             matrix = self.out[which][slot]
             for piece in pieces:
-                rows = matrix[piece.at : piece.at + len(piece.rows)]
-                if share.dequantize:
-                    self._dequantize(piece, expert, rows)
-                else:
-                    self._weight(piece, expert, rows, neurons)
+                self._place(piece, expert, matrix, order)
             if self.format.dtype and not share.dequantize:
-                self._scale(slot, which, pieces, matrix, neurons)
+                self._scale(slot, which, pieces, matrix, order)
+
+    def _place(self, piece: Piece, expert: int, matrix: Tensor, order: Tensor | None) -> None:
+        """The piece, into its rows and columns of w13 or w2."""
+        halved = 2 if matrix.dtype == torch.uint8 else 1
+        left, width = piece.left // halved, len(piece.columns) // halved
+        target = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
+        # What does not fill whole rows is not contiguous, as reading wants it.
+        out = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+        if self.share.dequantize:
+            self._dequantize(piece, expert, out)
+        elif order is None:
+            self._read(piece, expert, piece.rows, piece.columns, out)
+        else:
+            self._read_neurons(piece, expert, order, out)
+        if out is not target:
+            target.copy_(out)
 
     # -- stored entries -----------------------------------------------------------------------
 
@@ -100,13 +112,12 @@ class Reader:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def _weight(self, piece: Piece, expert: int, out: Tensor, neurons: Tensor | None) -> None:
-        """This rank's part of the matrix in the core's form; given neurons, their part."""
-        if neurons is None:
-            return self._read(piece, expert, piece.rows, piece.columns, out)
+    def _read_neurons(self, piece: Piece, expert: int, order: Tensor, out: Tensor) -> None:
+        """The piece's neurons, counted in ``order``, of the whole int4 matrix."""
+        neurons = order[piece.neurons.start : piece.neurons.stop]
         whole = empty((piece.n, piece.k // 2), out.dtype)
         self._read(piece, expert, range(piece.n), range(piece.k), whole)
-        if piece is self.share.w2:
+        if piece in self.share.w2:
             out.copy_(pack_int4(unpack_int4(whole)[:, neurons]))
         else:
             out.copy_(whole[piece.rows_of(neurons)])
@@ -149,41 +160,40 @@ class Reader:
         which: str,
         pieces: Sequence[Piece],
         matrix: Tensor,
-        neurons: Tensor | None,
+        order: Tensor | None,
     ) -> None:
         """Scales, zero points and g_idx of w13 or w2, for the groups of the problem's scheme;
         where a group meets several stored scales, ``matrix`` is rounded to the largest."""
         weight = self.share.problem.quant.weight
         assert weight is not None
         extras, expert = self.extras[slot], self.share.experts[slot]
-        stored = [self._scales_of(piece, expert, neurons) for piece in pieces]
+        stored = [self._scales_of(piece, expert, order) for piece in pieces]
         if weight.per_tensor:
             distinct = {piece.template: s.scale for piece, s in zip(pieces, stored, strict=True)}
             extras[f"{which}_scale"] = torch.cat([s.view(1) for s in distinct.values()])
             return
-        scale = torch.cat([s.scale for s in stored])
-        counts = [0, *(len(s.scale) for s in stored[:-1])]
-        rows = torch.cat([s.rows + n for s, n in zip(stored, counts, strict=True)])
-        columns = stored[0].columns
-        new = regrid(scale, rows, columns, weight.group)
+        whole = _joined(stored, 0 if which == "w13" else 1)
+        new = regrid(whole.scale, whole.rows, whole.columns, weight.group)
         extras[f"{which}_scale"] = new
-        if mixes(rows, columns, weight.group):
-            requantize(matrix, scale, rows, columns, new, weight)
-        if weight.zero_points:
-            zeros = torch.cat([s.zeros for s in stored if s.zeros is not None])
-            extras[f"{which}_zero_points"] = regrid(
-                zeros, torch.arange(len(zeros)), columns, weight.group
-            )
+        if mixes(whole.rows, whole.columns, weight.group):
+            requantize(matrix, whole.scale, whole.rows, whole.columns, new, weight)
+        if whole.zeros is not None:
+            rows = torch.arange(len(whole.zeros))
+            zeros = regrid(whole.zeros, rows, whole.columns, weight.group)
+            extras[f"{which}_zero_points"] = zeros
         if "g_idx" in self.format.parts:
-            self._place_g_idx(slot, which, pieces, plain=which == "w2" and neurons is not None)
+            self._place_g_idx(
+                slot, which, pieces, sorted_columns=which == "w2" and order is not None
+            )
 
     def _scales_of(
-        self, piece: Piece, expert: int, neurons: Tensor | None = None, whole_k: bool = False
+        self, piece: Piece, expert: int, order: Tensor | None = None, whole_k: bool = False
     ) -> _Scales:
         rows, columns = piece.rows, range(piece.k) if whole_k else piece.columns
         picked = None
-        if neurons is not None and piece is not self.share.w2:
-            picked, rows = piece.rows_of(neurons), range(piece.n)
+        if order is not None and piece in self.share.w13:
+            picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
+            rows = range(piece.n)
         name = self._stored(piece, "scale", expert).name
         scale = scale_values(self._entries(piece, "scale", expert, rows, columns))
         if "global_scale" in self.format.parts:
@@ -234,17 +244,22 @@ class Reader:
             return None
         return order
 
-    def _place_g_idx(self, slot: int, which: str, pieces: Sequence[Piece], *, plain: bool) -> None:
-        """Each column's group in the problem's scheme; ``plain``: columns are sorted already."""
+    def _place_g_idx(
+        self, slot: int, which: str, pieces: Sequence[Piece], *, sorted_columns: bool
+    ) -> None:
+        """Each column's group in the problem's scheme."""
         weight, expert = self.share.problem.quant.weight, self.share.experts[slot]
         assert weight is not None
-        groups = torch.arange(len(pieces[0].columns)) // weight.group[1]
-        orders = [None] if plain else [self._order(piece, expert) for piece in pieces]
-        g_idx = groups.clone()
-        if orders[0] is not None:
-            g_idx[orders[0]] = groups
-        if len(orders) > 1 and not torch.equal(*(self._g_idx(p, expert) for p in pieces)):
-            names = " and ".join(self._stored(p, "g_idx", expert).name for p in pieces)
+        columns = self.out[which].shape[2] * 2
+        g_idx = groups = torch.arange(columns) // weight.group[1]
+        # Matrices that share their inputs, gate and up, share the order.
+        matrices = list({piece.template: piece for piece in pieces}.values())
+        order = None if sorted_columns else self._order(matrices[0], expert)
+        if order is not None:
+            g_idx = torch.empty_like(groups)
+            g_idx[order] = groups
+        if len({tuple(self._g_idx(p, expert).tolist()) for p in matrices}) > 1:
+            names = " and ".join(self._stored(p, "g_idx", expert).name for p in matrices)
             self.faults.append(f"{names} differ: gate and up have one order; use dequantize=True")
         self.extras[slot][f"{which}_g_idx"] = g_idx.int()
 
@@ -275,6 +290,19 @@ class Reader:
             values = format.values(q[part], zeros)
             values *= scales.scale[scales.rows[part]][:, entries]
             out[part].copy_(values)
+
+
+def _joined(stored: Sequence[_Scales], dim: int) -> _Scales:
+    """The pieces' scales side by side: rows below rows (0) or columns beside columns (1)."""
+    counts = [0]
+    for s in stored:
+        counts.append(counts[-1] + s.scale.shape[dim])
+    scale = torch.cat([s.scale for s in stored], dim)
+    zeros = [s.zeros for s in stored if s.zeros is not None]
+    entries = [s.columns if dim else s.rows for s in stored]
+    joined = torch.cat([e + n for e, n in zip(entries, counts, strict=False)])
+    rows, columns = (stored[0].rows, joined) if dim else (joined, stored[0].columns)
+    return _Scales(scale, rows, columns, torch.cat(zeros, dim) if zeros else None)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

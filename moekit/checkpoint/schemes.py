@@ -48,9 +48,7 @@ def mismatch(format: Format, scheme: QuantScheme) -> str:
     return ""
 
 
-def cuts_groups(
-    format: Format, weight: OperandQuant, intermediate_size: int, tp_size: int
-) -> bool:
+def cuts_groups(format: Format, weight: OperandQuant, intermediate_size: int, tp_size: int) -> bool:
     """Whether some rank of tensor parallelism would have two stored groups of w2 in one."""
     return any(
         cuts_a_cell(

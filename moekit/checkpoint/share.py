@@ -186,16 +186,16 @@ class Share:
             return f"dequantize=True needs a problem with quant='none', not {scheme.name!r}"
         instead = ["quant='none' and dequantize=True"] if format.dtype else []
         if why := mismatch(format, scheme):
-            fits = scheme_for(format, inner, tp)
-            instead = [f"quant={fits!r}"] * bool(fits) + instead
+            other = scheme_for(format, inner, tp)
+            instead = [f"quant={other!r}"] * bool(other) + instead
             return (
                 f"the experts are stored as {format}, not as quant={scheme.name!r} wants: {why}; "
                 f"use {' or '.join(instead)}"
             )
         weight = scheme.weight
         if weight is not None and weight.packed and cuts_groups(format, weight, inner, tp):
-            fits = scheme_for(format, inner, tp)
-            instead = [f"quant={fits!r}"] * bool(fits) + ["expert parallelism", *instead]
+            other = scheme_for(format, inner, tp)
+            instead = [f"quant={other!r}"] * bool(other) + ["expert parallelism", *instead]
             return (
                 f"tp_size={tp} leaves {inner // tp} columns of w2 to a rank, which cuts "
                 f"{weight.dtype} groups of {weight.group[1]}; use {' or '.join(instead)}"

@@ -61,7 +61,8 @@ class Found:
         latest = max(
             (r for n in serving for r in self.times[dispatcher, n].values()), key=lambda r: r.date
         )
-        notes = [f"measured {latest.date[:10]} with {latest.made_with}"]
+        notes = ["weights held once"] if len(made.buckets) > 1 else []
+        notes += [f"measured {latest.date[:10]} with {latest.made_with}"]
         if missing := sorted(set(names) - curves.keys()):
             notes.append(f"not measured: {', '.join(missing)} (python -m moekit tune --select)")
         free = plan(curves, self.high)
@@ -72,8 +73,13 @@ class Found:
             )
         return Choice(made, tuple(order), "; ".join(notes))
 
+    def held(self, dispatcher: str, names: Collection[str]) -> float:
+        """How often these backends together hold the weights; infinite if it is not known."""
+        copied = [self._copied(dispatcher, name) for name in names]
+        return sum(copied) + max(1 - min(1, share) for share in copied)
+
     def _copied(self, dispatcher: str, experts: str) -> float:
-        shares = [r.copied for r in self.times[dispatcher, experts].values()]
+        shares = [r.copied for r in self.times.get((dispatcher, experts), {}).values()]
         return max((s for s in shares if s is not None), default=math.inf)
 
     def __str__(self) -> str:

@@ -98,8 +98,10 @@ class _Select(Sweep):
         place, name = args.output or tables.user_path(), self.spec.name or self.spec.type
         in_place = place / ("-".join(name.lower().split()) + ".json")
         self.file = place if place.suffix == ".json" else in_place
-        self.table: Table = tables.read(self.file) if self.file.exists() else {}
-        self.made_with = {c.name: _made_with(c) for c in self.contestants}
+        add_to(self.file, {})  # what cannot be written or read ends the run before it begins
+        self.table = tables.read(self.file)
+        able = {name for p in self.problems.values() for name in self.wanted(p)}
+        self.made_with = {c.name: _made_with(c) for c in self.contestants if c.name in able}
         self.progress.total = sum(len(self.cells(p)) for p in self.problems.values())
 
     def wanted(self, problem: MoEProblem) -> list[str]:
@@ -146,8 +148,7 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     sweep = _Select(args)
     sweep.progress.say(f"{sweep.progress.total} cells to measure for {sweep.file}")
     complete = _on_many(sweep, argv) if args.gpus else sweep.measure()
-    table = tables.read(sweep.file) if sweep.file.exists() else {}
-    cells = []
+    table, cells = tables.read(sweep.file), []
     for (shape, scheme), problem in sweep.problems.items():
         known = {c.name: registry().expert(c.name) for c in sweep.contestants}
         names = [n for n in sweep.wanted(problem) if known[n].priority_for(problem) >= 0]
@@ -202,6 +203,8 @@ def _on_many(sweep: _Select, argv: Sequence[str]) -> bool:
     except KeyboardInterrupt:  # the processes got it, too, and end
         left.clear()
         codes.append(1)
+        for worker in workers:
+            worker.join()
     return not any(codes)
 
 

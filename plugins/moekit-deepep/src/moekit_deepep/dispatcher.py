@@ -53,9 +53,9 @@ class DeepEPDispatcher(PrepareAndFinalize):
 
     @abstractmethod
     def _combine(
-        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor
+        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
     ) -> Pending[Tensor]:
-        """`finalize` over deep_ep's ``buffer``."""
+        """`finalize` over deep_ep's ``buffer``; without ``out_TH`` into the library's tensor."""
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
@@ -74,6 +74,11 @@ class DeepEPDispatcher(PrepareAndFinalize):
         if self.group is None:
             return self._local.finalize(y, dispatched, out_TH)
         return self._combine(self._buffer, y, dispatched, out_TH)
+
+    def finalize_new(self, y: Tensor, dispatched: Dispatched, x_TH: Tensor) -> Pending[Tensor]:
+        if self.group is None:
+            return super().finalize_new(y, dispatched, x_TH)
+        return self._combine(self._buffer, y, dispatched, None)
 
     @property
     def _buffer(self) -> Any:

@@ -57,14 +57,14 @@ class ElasticDispatcher(DeepEPDispatcher):
         return Pending(arrive)
 
     def _combine(
-        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor
+        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
     ) -> Pending[Tensor]:
         combined_TH, _, event = buffer.combine(y, dispatched.handle, async_with_compute_stream=True)
         transfer = Transfer(event)
 
         def arrive() -> Tensor:
             transfer.wait()
-            return out_TH.copy_(combined_TH)
+            return combined_TH if out_TH is None else out_TH.copy_(combined_TH)
 
         return Pending(arrive)
 

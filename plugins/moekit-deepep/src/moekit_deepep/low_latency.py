@@ -12,7 +12,6 @@ and it would forbid to start a second call before the first one's tokens are tak
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import deep_ep
@@ -20,24 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.kernel import Dispatched, Pending, Quantizer, Routing
-from moekit.reference import BatchedReference
+from moekit.local import LocalSlabs
 
 from . import buffers
 from .dispatcher import DeepEPDispatcher, Transfer
-
-
-class _Local(BatchedReference):
-    """Where nothing moves, tokens are quantized in their slabs, each row by itself."""
-
-    def prepare(
-        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
-    ) -> Pending[Dispatched]:
-        tokens = super().prepare(x_TH, routing, None).result()
-        if quantize is not None:
-            x, scale = quantize(tokens.x.flatten(0, 1), None)
-            slab = tokens.x.shape[:2]
-            tokens = replace(tokens, x=x.unflatten(0, slab), x_scale=scale.unflatten(0, slab))
-        return Pending.ready(tokens)
 
 
 class LowLatencyDispatcher(DeepEPDispatcher):
@@ -46,7 +31,7 @@ class LowLatencyDispatcher(DeepEPDispatcher):
     All dispatchers of one shape share a buffer, but several shapes may be in use at a time.
     """
 
-    local = _Local
+    local = LocalSlabs
 
     def _protocol(self) -> str:
         return f"{super()._protocol()}, NVSHMEM between ranks {buffers.connected()}"
@@ -82,7 +67,7 @@ class LowLatencyDispatcher(DeepEPDispatcher):
         return Pending(arrive)
 
     def _combine(
-        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor
+        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
     ) -> Pending[Tensor]:
         handle, ids, topk_weights = dispatched.handle
         combined_TH, event, _ = buffer.low_latency_combine(
@@ -91,14 +76,15 @@ class LowLatencyDispatcher(DeepEPDispatcher):
             topk_weights,
             handle,
             async_finish=True,
-            out=out_TH if out_TH.is_contiguous() else None,
+            out=out_TH if out_TH is not None and out_TH.is_contiguous() else None,
         )
         transfer = Transfer(event)
 
         def arrive() -> Tensor:
             transfer.wait()
-            in_place = combined_TH.data_ptr() == out_TH.data_ptr()
-            return out_TH if in_place else out_TH.copy_(combined_TH)
+            if out_TH is None or combined_TH.data_ptr() == out_TH.data_ptr():
+                return combined_TH
+            return out_TH.copy_(combined_TH)
 
         return Pending(arrive)
 

@@ -67,7 +67,7 @@ class NormalDispatcher(DeepEPDispatcher):
         return Pending(arrive)
 
     def _combine(
-        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor
+        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
     ) -> Pending[Tensor]:
         combined_TH, _, event = buffer.combine(
             y, dispatched.handle, config=self._combine_config, async_finish=True
@@ -76,7 +76,7 @@ class NormalDispatcher(DeepEPDispatcher):
 
         def arrive() -> Tensor:
             transfer.wait()
-            return out_TH.copy_(combined_TH)
+            return combined_TH if out_TH is None else out_TH.copy_(combined_TH)
 
         return Pending(arrive)
 

@@ -199,6 +199,11 @@ class OneSidedDispatcher(PrepareAndFinalize):
             return self._local.finalize(y, dispatched, out_TH)
         return Pending.ready(out_TH.copy_(self._combine(y, dispatched.handle, self._slots)))
 
+    def finalize_new(self, y: Tensor, dispatched: Dispatched, x_TH: Tensor) -> Pending[Tensor]:
+        if self._slots is None:
+            return super().finalize_new(y, dispatched, x_TH)
+        return Pending.ready(self._combine(y, dispatched.handle, self._slots))
+
     def _combine(self, y_RH: Tensor, call: _Call, slots: Slots) -> Tensor:
         p, peers, slot = self.problem, slots.peers, call.slot
         mine = slot.memory.tensor[peers.rank]

@@ -21,12 +21,12 @@ from torch import Tensor
 from moekit.errors import BackendBroken, GroupMismatch
 from moekit.group import has_backend, resolve
 from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
+from moekit.local import LocalSlabs
 from moekit.problem import MoEProblem
 
 from .lanes import Lane, Lanes, lane_bytes, shared
 from .layout import TOKENS_PER_ROUND, Layout, Wire
 from .route import translate
-from .slabs import OneRankSlabs
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -68,7 +68,7 @@ class PplxDispatcher(PrepareAndFinalize):
             self._layout = Layout.of(problem, self._multiprocessors)
             common = f"{self._layout.rounds} rounds of pplx-kernels on host {socket.gethostname()}"
         super().__init__(spec, problem, resolve(problem, group, common))
-        self._here = OneRankSlabs(spec, problem)
+        self._here = LocalSlabs(spec, problem)
         self._lanes: dict[Hashable, Lanes] = {}
         if self.group is None:
             return
