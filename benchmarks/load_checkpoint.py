@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import moekit
@@ -92,6 +91,27 @@ def write(folder: Path, format: str, nbytes: float, shard: float, H: int, I: int
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def save(tensors: dict[str, Tensor], file: Path) -> None:
+    """The safetensors format, written here so that nothing but torch is needed."""
+    dtypes = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32",
+              torch.float16: "F16", torch.int32: "I32"}  # fmt: skip
+    header, offset = {}, 0
+    for name, t in tensors.items():
+        stop = offset + t.nbytes
+        header[name] = {
+            "dtype": dtypes[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [offset, stop],
+        }
+        offset = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for t in tensors.values():
+            stream.write(t.view(torch.uint8).numpy())
+
+
 def _file(index: int) -> str:
     return f"model-{index + 1:05}.safetensors"
 
@@ -99,7 +119,7 @@ def _file(index: int) -> str:
 def _flush(folder: Path, shards: list[dict[str, Tensor]], index: int) -> None:
     """Writes a shard and forgets its data, not its names."""
     if all(t.numel() for t in shards[index].values()):
-        save_file(shards[index], str(folder / _file(index)))
+        save(shards[index], folder / _file(index))
         shards[index] = dict.fromkeys(shards[index], torch.empty(0))
 
 

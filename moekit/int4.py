@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moekit.errors import WeightsError
-from moekit.quant import pack_int4
 
 Int4 = tuple[Tensor, "Tensor | None"]
 
@@ -40,8 +39,8 @@ def from_awq(qweight: Tensor, qzeros: Tensor) -> Int4:
 
     The scales (G, N) need only be transposed.
     """
-    weight = unpack_rows(_words(qweight, "qweight").mT, AWQ_ORDER)
-    return pack_int4(weight), unpack_rows(_words(qzeros, "qzeros").mT, AWQ_ORDER)
+    weight = repack_rows(_words(qweight, "qweight").mT.contiguous(), AWQ_ORDER)
+    return weight, unpack_rows(_words(qzeros, "qzeros").mT, AWQ_ORDER)
 
 
 def from_compressed_tensors(packed: Tensor, zeros: Tensor | None = None) -> Int4:
@@ -60,6 +59,23 @@ def unpack_rows(words: Tensor, order: Sequence[int] = IN_ORDER) -> Tensor:
     """
     shifts = torch.tensor(order, dtype=torch.int32, device=words.device).view(-1, 1) * 4
     return ((words.unsqueeze(-2) >> shifts) & 15).to(torch.uint8).flatten(-3, -2)
+
+
+def repack_rows(words: Tensor, order: Sequence[int] = IN_ORDER) -> Tensor:
+    """`unpack_rows` of contiguous words and `pack_int4` of that, at once: int32 (..., n, K), K
+    even -> uint8 (..., 8 n, K / 2)."""
+    even, odd = words[..., 0::2], words[..., 1::2]
+    nibble, upper = 0x0F0F0F0F, -0x0F0F0F10  # the lower nibbles of four bytes, the upper ones
+    # Bytes of a word of these: two columns' values of four of the eight rows.
+    of = (
+        ((even & nibble) | (odd & nibble) << 4).view(torch.uint8),
+        ((even >> 4) & nibble | (odd & upper)).view(torch.uint8),
+    )
+    *lead, n, columns = even.shape
+    out = torch.empty(*lead, n, 8, columns, dtype=torch.uint8, device=words.device)
+    for row, place in enumerate(order):
+        out[..., row, :] = of[place % 2][..., place // 2 :: 4]
+    return out.flatten(-3, -2)
 
 
 def _words(tensor: Tensor, name: str) -> Tensor:

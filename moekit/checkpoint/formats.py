@@ -12,8 +12,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from moekit.int4 import AWQ_ORDER, IN_ORDER, unpack_rows
-from moekit.quant import E2M1, INT4_ZERO, OperandQuant, pack_int4, unpack_int4
+from moekit.int4 import AWQ_ORDER, IN_ORDER, repack_rows, unpack_rows
+from moekit.quant import E2M1, INT4_ZERO, OperandQuant, unpack_int4
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
@@ -111,7 +111,7 @@ class Format:
         """Stored entries (n, k', *tail), contiguous -> the core's tensor of the same rows and
         columns, those that only complete a word included."""
         if self.packs_rows:
-            return pack_int4(unpack_rows(stored, self.order))
+            return repack_rows(stored, self.order)
         if self.dtype and stored.dtype == torch.int32:
             return stored.view(torch.int8 if self.dtype == "int8" else torch.uint8)
         return stored.flatten(1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import empty
-from moekit.checkpoint.formats import Part, scale_values
-from moekit.checkpoint.scales import mixes, regrid, requantize, sources
+from moekit.checkpoint.formats import Grid, Part, scale_values
+from moekit.checkpoint.scales import Regrid, requantize, sources
 from moekit.checkpoint.share import Piece, Share
 from moekit.quant import INT4_ZERO, pack_int4, unpack_int4
 
@@ -26,12 +26,9 @@ class _Stored(NamedTuple):
 
 
 class _Scales(NamedTuple):
-    """Scales of a piece as stored, the entries of its rows and columns, and zero points (rows,
-    entries along K)."""
+    """As stored: (entries along N, along K); zero points (rows, entries along K)."""
 
     scale: Tensor
-    rows: Tensor
-    columns: Tensor
     zeros: Tensor | None
 
 
@@ -47,6 +44,25 @@ class Reader:
         self.out = out
         self.extras: list[dict[str, Tensor]] = [{} for _ in share.experts]
         self.faults: list[str] = []
+        self._regrid: dict[str, Regrid] = {}
+        weight = share.problem.quant.weight
+        if weight is not None and self.format.dtype:
+            for which, pieces in (("w13", share.w13), ("w2", share.w2)):
+                self._regrid[which] = self._side_by_side(pieces, which == "w2", weight.group)
+
+    def _side_by_side(self, pieces: Sequence[Piece], beside: bool, group: Grid) -> Regrid:
+        """The entries of each row and column of w13, whose pieces lie one below the other, or of
+        w2, whose pieces lie ``beside`` each other."""
+        first, joined = 0, []
+        for piece in pieces:
+            extent = piece.columns if beside else piece.rows
+            entries = sources(extent, self.format.group[1 if beside else 0])
+            joined.append(entries + first)
+            first = int(joined[-1][-1]) + 1
+        if beside:
+            return Regrid(sources(pieces[0].rows, self.format.group[0]), torch.cat(joined), group)
+        columns = sources(pieces[0].columns, self.format.group[1])
+        return Regrid(torch.cat(joined), columns, group)
 
     def expert(self, slot: int) -> None:
         """Everything of the expert in ``slot``."""
@@ -172,15 +188,15 @@ class Reader:
             distinct = {piece.template: s.scale for piece, s in zip(pieces, stored, strict=True)}
             extras[f"{which}_scale"] = torch.cat([s.view(1) for s in distinct.values()])
             return
-        whole = _joined(stored, 0 if which == "w13" else 1)
-        new = regrid(whole.scale, whole.rows, whole.columns, weight.group)
+        dim, regrid = (0 if which == "w13" else 1), self._regrid[which]
+        scale = torch.cat([s.scale for s in stored], dim)
+        new = regrid(scale)
         extras[f"{which}_scale"] = new
-        if mixes(whole.rows, whole.columns, weight.group):
-            requantize(matrix, whole.scale, whole.rows, whole.columns, new, weight)
-        if whole.zeros is not None:
-            rows = torch.arange(len(whole.zeros))
-            zeros = regrid(whole.zeros, rows, whole.columns, weight.group)
-            extras[f"{which}_zero_points"] = zeros
+        if regrid.mixes:
+            requantize(matrix, scale, regrid, new, weight)
+        zeros = [s.zeros for s in stored if s.zeros is not None]
+        if zeros:
+            extras[f"{which}_zero_points"] = regrid(torch.cat(zeros, dim))
         if "g_idx" in self.format.parts:
             self._place_g_idx(
                 slot, which, pieces, sorted_columns=which == "w2" and order is not None
@@ -189,25 +205,24 @@ class Reader:
     def _scales_of(
         self, piece: Piece, expert: int, order: Tensor | None = None, whole_k: bool = False
     ) -> _Scales:
+        """Of the piece's rows (of its neurons in ``order``) and columns, or all columns."""
         rows, columns = piece.rows, range(piece.k) if whole_k else piece.columns
         picked = None
         if order is not None and piece in self.share.w13:
             picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
             rows = range(piece.n)
-        name = self._stored(piece, "scale", expert).name
         scale = scale_values(self._entries(piece, "scale", expert, rows, columns))
         if "global_scale" in self.format.parts:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
             scale = scale / factor if self.format.divides else scale * factor
-        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        low, high = torch.aminmax(scale)
+        if not (low > 0 and high < torch.inf):  # also where either is NaN
+            name = self._stored(piece, "scale", expert).name
             self.faults.append(f"{name} holds values that are not finite and positive")
-        group = self.format.group
-        row_entries = sources(rows, group[0])
         zeros = self._zeros_of(piece, expert, rows, columns)
-        if picked is not None:
-            row_entries = row_entries[picked]
-            zeros = None if zeros is None else zeros[picked]
-        return _Scales(scale, row_entries, sources(columns, group[1]), zeros)
+        if picked is not None:  # int4: each row has scales of its own
+            scale, zeros = scale[picked], None if zeros is None else zeros[picked]
+        return _Scales(scale, zeros)
 
     def _zeros_of(self, piece: Piece, expert: int, rows: range, columns: range) -> Tensor | None:
         """uint8 (rows, entries along K)."""
@@ -279,7 +294,8 @@ class Reader:
             return
         ordered = self._order(piece, expert) is not None
         scales = self._scales_of(piece, expert, whole_k=ordered)
-        entries = scales.columns
+        rows = sources(piece.rows, format.group[0])
+        entries = sources(piece.columns, format.group[1])
         if ordered:
             mine = slice(piece.columns.start, piece.columns.stop)
             entries = self._g_idx(piece, expert)[mine]
@@ -288,21 +304,8 @@ class Reader:
             part = slice(start, start + step)
             zeros = None if scales.zeros is None else scales.zeros[part][:, entries].float()
             values = format.values(q[part], zeros)
-            values *= scales.scale[scales.rows[part]][:, entries]
+            values *= scales.scale[rows[part]][:, entries]
             out[part].copy_(values)
-
-
-def _joined(stored: Sequence[_Scales], dim: int) -> _Scales:
-    """The pieces' scales side by side: rows below rows (0) or columns beside columns (1)."""
-    counts = [0]
-    for s in stored:
-        counts.append(counts[-1] + s.scale.shape[dim])
-    scale = torch.cat([s.scale for s in stored], dim)
-    zeros = [s.zeros for s in stored if s.zeros is not None]
-    entries = [s.columns if dim else s.rows for s in stored]
-    joined = torch.cat([e + n for e, n in zip(entries, counts, strict=False)])
-    rows, columns = (stored[0].rows, joined) if dim else (joined, stored[0].columns)
-    return _Scales(scale, rows, columns, torch.cat(zeros, dim) if zeros else None)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

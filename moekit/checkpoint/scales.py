@@ -58,23 +58,29 @@ def neuron_ranges(
     return tuple(run for run in runs if run)
 
 
-def mixes(rows: Tensor, columns: Tensor, group: tuple[int, int]) -> bool:
-    """Whether `regrid` would choose among several entries anywhere."""
-    return any(_mixed(_cells(s, g)) for s, g in zip((rows, columns), group, strict=True))
+class Regrid:
+    """From the scales of stored entries to those of an (n, k) matrix per ``group``.
 
+    rows (n,), columns (k,): the entry of each position. mixes: some new entries cover several.
+    """
 
-def regrid(scale: Tensor, rows: Tensor, columns: Tensor, group: tuple[int, int]) -> Tensor:
-    """scale (entries along N, along K), rows (n,), columns (k,): entries of each position ->
-    the scale of the (n, k) matrix per ``group``."""
-    return _regrid(_regrid(scale, 0, rows, group[0]), 1, columns, group[1])
+    def __init__(self, rows: Tensor, columns: Tensor, group: tuple[int, int]) -> None:
+        self.rows, self.columns = rows, columns
+        self._cells = tuple(_cells(s, g) for s, g in zip((rows, columns), group, strict=True))
+        self._mixed = tuple(_mixed(cells) for cells in self._cells)
+        self.mixes = any(self._mixed)
 
-
-def _regrid(scale: Tensor, dim: int, source: Tensor, group: int) -> Tensor:
-    cells = _cells(source, group)
-    if not _mixed(cells):
-        return scale.index_select(dim, cells[:, 0])
-    covered = torch.unflatten(scale.index_select(dim, cells.flatten()), dim, tuple(cells.shape))
-    return covered.amax(dim + 1)
+    def __call__(self, stored: Tensor) -> Tensor:
+        """stored (entries along N, along K): the new entries, the largest of those they cover."""
+        for dim, (cells, mixed) in enumerate(zip(self._cells, self._mixed, strict=True)):
+            first = cells[:, 0]
+            if not mixed:
+                if len(first) != stored.shape[dim] or int(first[-1]) != len(first) - 1:
+                    stored = stored.index_select(dim, first)
+                continue
+            covered = stored.index_select(dim, cells.flatten())
+            stored = torch.unflatten(covered, dim, tuple(cells.shape)).amax(dim + 1)
+        return stored
 
 
 def _cells(source: Tensor, group: int) -> Tensor:
@@ -89,14 +95,9 @@ def _mixed(cells: Tensor) -> bool:
 
 
 def requantize(
-    q: Tensor,
-    scale: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    new_scale: Tensor,
-    quant: OperandQuant,
+    q: Tensor, stored: Tensor, regrid: Regrid, new_scale: Tensor, quant: OperandQuant
 ) -> None:
-    """Rounds the 8-bit ``q`` (n, k) under ``scale`` (see `regrid`) to ``new_scale``, in place.
+    """Rounds the 8-bit ``q`` (n, k) under its ``stored`` scales to ``new_scale``, in place.
 
     Values whose scale stays are kept bit for bit.
     """
@@ -105,7 +106,7 @@ def requantize(
     )
     for start in range(0, len(q), _CHUNK):
         part = slice(start, start + _CHUNK)
-        old = scale[rows[part]][:, columns]
+        old = stored[regrid.rows[part]][:, regrid.columns]
         new = new_scale[new_rows[part]][:, new_columns]
         if torch.equal(old, new):
             continue

@@ -172,8 +172,10 @@ def operator() -> None:
     locks = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
     for dtype in (torch.bfloat16, torch.float16):
         for kind in TYPES:
-            if ARGS.only not in kind or (kind, dtype) == ("mxfp4", torch.float16):
-                continue  # no such kernel
+            if ARGS.only not in kind:
+                continue
+            if (kind, dtype) == ("mxfp4", torch.float16):  # no such kernel
+                continue
             for group in GROUPS.get(kind, (-1, 32, 64, 128)):
                 worst, failed = 0.0, ""
                 for n, k in ((128, 128), (128, 192), (192, 256), (512, 384), (1024, 2048)):
