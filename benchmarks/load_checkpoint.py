@@ -3,14 +3,14 @@
     python benchmarks/load_checkpoint.py [--gigabytes 2] [--format bf16] [--tp 1] [--ep 1] [--cold]
         [--fresh] [--threads 8] [--repeats 3] [--expert-shape 2048,768] [--directory DIR]
 
-Writes a synthetic checkpoint (128 experts a layer, sharded, with an index), to --directory if that
-holds none, else to a folder that is removed in the end. Then, in turns, with equally many threads: all files are read into
-memory; all files are read into one small buffer per thread, which leaves out what fresh memory
-costs; all layers are loaded for one rank, each into the memory of the one before (--fresh: into
-new memory). The fractions are the time for this rank's bytes at either reader's speed over the
-loading time; medians. CPU is the process's, user and system. --cold drops the files from the page
-cache before each run. A first round is not counted: it touches memory that a virtual machine may
-not have had before.
+Writes a synthetic checkpoint (128 experts a layer, sharded, with an index) to --directory, if that
+holds none, else to a folder that is removed in the end. Then, in turns, with equally many threads:
+all files are read into memory; all files are read into one small buffer per thread, which leaves
+out what fresh memory costs; all layers are loaded for one rank, each into the memory of the one
+before (--fresh: into new memory). The fractions are the time for this rank's bytes at either
+reader's speed over the loading time; medians. CPU is the process's, user and system. --cold drops
+the files from the page cache before each run. A first round is not counted: it touches memory
+that a virtual machine may not have had before.
 """
 
 from __future__ import annotations

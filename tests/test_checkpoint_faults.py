@@ -188,6 +188,7 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
             "2.up_proj.weight_scale holds values that are not finite and positive",
         ),
         ("fp8", put("0.down_proj.weight_scale", lambda t: -t), "0.down_proj.weight_scale holds"),
+        ("fp8", put("3.up_proj.weight_scale", lambda t: t / 0), "3.up_proj.weight_scale holds"),
         ("gptq", put("1.gate_proj.scales", lambda t: t * 0), "1.gate_proj.scales holds"),
         (
             "fp8",

@@ -6,12 +6,13 @@
         for layer, weights in load_layers(checkpoint, None, detect(checkpoint).layers, problem):
             packed[layer] = kernel.pack(weights)
 
-`files` knows safetensors, `names` what tensors are called, `formats` how a matrix is stored,
-`detect` which of these a checkpoint has; `share` is what one rank takes of a layer, `read` takes
-it, `scales` keeps scales right where a rank's share cuts their blocks.
+`headers` and `files` know safetensors, `names` what tensors are called, `formats` how a matrix may
+be stored, `probe` how it is, `schemes` which of moekit's schemes computes with it, `config` the
+sizes; `share` is what one rank takes of a layer and what is wrong with it, `read` takes it, and
+`scales` keeps scales right where a rank's share cuts their blocks; `load` is all of it.
 """
 
-from moekit.checkpoint.detect import Detected, detect, problem_from_config
+from moekit.checkpoint.config import Detected, detect, problem_from_config
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.load import load_experts, load_layers

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.detect import model_type_of
+from moekit.checkpoint.config import model_type_of
 from moekit.checkpoint.files import Checkpoint, empty
 from moekit.checkpoint.formats import stored
 from moekit.checkpoint.names import ExpertNames

@@ -73,10 +73,9 @@ class Regrid:
     def __call__(self, stored: Tensor) -> Tensor:
         """stored (entries along N, along K): the new entries, the largest of those they cover."""
         for dim, (cells, mixed) in enumerate(zip(self._cells, self._mixed, strict=True)):
-            first = cells[:, 0]
             if not mixed:
-                if len(first) != stored.shape[dim] or int(first[-1]) != len(first) - 1:
-                    stored = stored.index_select(dim, first)
+                if len(cells) != stored.shape[dim]:  # else they are the stored ones
+                    stored = stored.index_select(dim, cells[:, 0])
                 continue
             covered = stored.index_select(dim, cells.flatten())
             stored = torch.unflatten(covered, dim, tuple(cells.shape)).amax(dim + 1)

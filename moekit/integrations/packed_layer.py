@@ -223,9 +223,14 @@ def experts_forward(
         inputs = (hidden_states, top_k_weights, *self.parameters(recurse=False))
         needs_grad = [t for t in inputs if t.requires_grad]
     if needs_grad or torch.compiler.is_compiling():
-        _bind(self, hidden_states.dtype, int(top_k_index.shape[1]), weight_on_input)
+        top_k = int(top_k_index.shape[1])
+        if getattr(self, _ATTRIBUTE, None) is None:
+            if torch.compiler.is_compiling() and not _BINDS_MODULES:
+                raise Unsupported(f"this layer has not run yet: {_RUN_FIRST}", [_RUN_FIRST])
+            _bind(self, hidden_states.dtype, top_k, weight_on_input)
         # Read from the module, so that compiled code is bound to it by a guard.
         number = getattr(self, _ATTRIBUTE).number
+        _prepare(number, hidden_states.dtype, top_k, weight_on_input)
         out: Tensor = _operator(
             hidden_states, top_k_index, top_k_weights, needs_grad, number, weight_on_input
         )
@@ -233,11 +238,23 @@ def experts_forward(
     return Layer.of(self).run(hidden_states, top_k_index, top_k_weights, weight_on_input)
 
 
+# Whether dynamo evaluates functions of modules while it compiles; 2.11 was seen not to.
+_BINDS_MODULES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+_RUN_FIRST = "before torch 2.13, run the model once before torch.compile sees it"
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _bind(module: nn.Module, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
     """While code is compiled: gives the module its Layer, packed before any graph is captured."""
     with suppress(MoekitError):  # the call will raise it
         Layer.of(module).prepare(dtype, top_k, on_input)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prepare(number: int, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
+    """The same for a module that has its Layer."""
+    with suppress(MoekitError):
+        Layer._all[number].prepare(dtype, top_k, on_input)
 
 
 @torch.library.custom_op("moekit::transformers_experts", mutates_args=())

@@ -84,12 +84,16 @@ def markdown(title: str, cells: Sequence[Cell], limit: float) -> str:
         lines.append("|---" * (len(names) + 4) + "|")
         for cell in mine:
             times = [cell.times.get(name) for name in names]
-            *others, own = ["–" if us is None else f"{us:.4g}" for us in (*times, cell.us)]
+            *others, own = ["–" if us is None else _number(us) for us in (*times, cell.us)]
             regret = "–" if cell.us is None else f"{cell.regret:.1f} %"
             lines.append(_line(str(cell.tokens), *others, cell.pick or "–", own, regret))
     above = sum(not cell.regret <= limit for cell in cells)
     summary = f"{len(cells)} cells; worst regret {worst(cells):.1f} %; {above} above {limit:g} %."
     return "\n".join([*lines, "", summary, ""])
+
+
+def _number(us: float) -> str:
+    return f"{us:.0f}" if us >= 1000 else f"{us:.4g}"
 
 
 def _line(*fields: str) -> str:
