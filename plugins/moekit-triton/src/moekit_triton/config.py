@@ -169,7 +169,10 @@ def _measured(problem: MoEProblem, per_expert: float) -> Plan | None:
     plans = best[1]["plans"]
     wanted = math.log(max(per_expert, 1e-3))
     plan = min(plans, key=lambda p: abs(math.log(p["rows_per_expert"]) - wanted))
-    return Plan(GemmConfig(**plan["first"]), GemmConfig(**plan["second"]), plan["fused"])
+    first, second = GemmConfig(**plan["first"]), GemmConfig(**plan["second"])
+    if not tma_possible(problem):  # measured on sizes that only come near these
+        first, second = replace(first, tma=False), replace(second, tma=False)
+    return Plan(first, second, plan["fused"] and fusable(problem, first.block_n))
 
 
 @functools.cache

@@ -96,6 +96,14 @@ class _TritonExperts(PermuteExpertsUnpermute):
             BufferSpec((rows, groups), torch.float32),
         )
 
+    @staticmethod
+    def tune(argv: Sequence[str]) -> int:
+        """`python -m moekit tune triton ...`: searches tiles, see `moekit_triton.tune`."""
+        from . import tune
+
+        tune.main(argv)
+        return 0
+
     def _plan(self, rows: int, slots: int) -> Plan:
         plan = self._plans.get((rows, slots))
         if plan is None:

@@ -1,0 +1,119 @@
+"""Tiles: what the shipped tables hold, which entry is taken, and what the heuristic may give."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import pytest
+from moekit_triton import config, tune
+from moekit_triton.config import BLOCKS_M, choose_plan, fusable, heuristic, operand_bits
+from moekit_triton.gemm import GemmConfig
+
+from moekit import DeviceSpec, MoEProblem
+
+H200 = DeviceSpec("cuda", (9, 0), "NVIDIA H200")
+TABLES = [f for f in (resources.files("moekit_triton") / "tuned").iterdir() if f.suffix == ".json"]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """As on a GPU: the interpreter takes no measured tiles."""
+    monkeypatch.setattr(config, "INTERPRETED", False)
+
+
+def problem(**changes) -> MoEProblem:
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 4096, "intermediate_size": 14336}
+    return MoEProblem(**{**sizes, "device": H200, **changes})
+
+
+def shared_bytes(plan: config.Plan, p: MoEProblem) -> list[int]:
+    a_bits, w_bits = operand_bits(p)
+    wide = 2 if plan.fused and p.activation.gated else 1
+    return [
+        (c.block_m * a_bits + c.block_n * w * w_bits) * c.block_k // 8 * c.num_stages
+        for c, w in ((plan.first, wide), (plan.second, 1))
+    ]
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda f: f.name)
+def test_shipped_tables(file) -> None:
+    entries = json.loads(file.read_text())["entries"]
+    assert entries
+    for entry in entries:
+        p = problem(
+            num_experts=entry["experts"], hidden_size=entry["hidden"],
+            intermediate_size=entry["intermediate"], quant=entry["scheme"],
+        )  # fmt: skip
+        assert config.table_key(p) == {
+            k: v for k, v in entry.items() if k not in ("plans", "triton")
+        }
+        rows = [plan["rows_per_expert"] for plan in entry["plans"]]
+        assert rows == sorted(set(rows)) and rows[0] > 0
+        for plan in entry["plans"]:
+            first, second = GemmConfig(**plan["first"]), GemmConfig(**plan["second"])
+            assert first.block_m == second.block_m in BLOCKS_M
+            assert fusable(p, first.block_n) or not plan["fused"]
+            chosen = config.Plan(first, second, plan["fused"])
+            assert max(shared_bytes(chosen, p)) <= 227 << 10
+
+
+def test_the_nearest_entry_is_taken(monkeypatch) -> None:
+    def entry(experts: int, hidden: int, *rows: float, **more) -> dict:
+        tile = {"block_m": 16, "block_n": hidden // 32, "block_k": 64}
+        plans = [
+            {"rows_per_expert": r, "fused": True, "first": {**tile, "group_m": round(r)},
+             "second": tile} for r in rows
+        ]  # fmt: skip
+        key = config.table_key(problem(num_experts=experts, hidden_size=hidden))
+        return {**key, **more, "plans": plans}
+
+    table = (entry(8, 2048, 4, 64), entry(8, 4096, 4, 64), entry(8, 4096, 5, scheme="fp8_block"))
+    monkeypatch.setattr(config, "_table", lambda name: table if name == H200.name else ())
+    assert choose_plan(problem(), 16, 2).first.group_m == 4
+    assert choose_plan(problem(), 120, 2).first.group_m == 64
+    assert choose_plan(problem(), 16, 2).first.block_n == 128
+    assert choose_plan(problem(hidden_size=2560), 16, 2).first.block_n == 64
+    far = problem(hidden_size=512)
+    assert choose_plan(far, 16, 2) == heuristic(far, 4.0)
+    other = problem(device=DeviceSpec("cuda", (9, 0), "another"))
+    assert choose_plan(other, 16, 2) == heuristic(other, 4.0)
+    odd = problem(hidden_size=4100)  # rows of 8200 bytes: no tensor descriptor
+    plan = choose_plan(odd, 16, 2)
+    assert plan.first.group_m == 4 and not plan.first.tma
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_channel_token", "int8_w8a16"])
+@pytest.mark.parametrize("inner", [64, 96, 768, 14336])
+def test_the_heuristic_fits_the_device(scheme, inner) -> None:
+    for capability, limit in (((9, 0), 227 << 10), ((8, 9), 99 << 10), ((8, 0), 163 << 10)):
+        p = problem(
+            quant=scheme, intermediate_size=inner, device=DeviceSpec("cuda", capability, "any")
+        )
+        for per_expert in (0.25, 3, 20, 60, 300, 5000):
+            plan = heuristic(p, per_expert)
+            assert plan.first.block_m == plan.second.block_m
+            assert fusable(p, plan.first.block_n) or not plan.fused
+            assert max(shared_bytes(plan, p)) <= limit
+            assert not plan.first.tma or capability >= (9, 0)
+
+
+def test_one_token_needs_no_alignment() -> None:
+    assert choose_plan(problem(num_experts=128, top_k=8), 1, 8).direct
+    assert choose_plan(problem(num_experts=128, top_k=2), 16, 2).direct
+    assert not choose_plan(problem(num_experts=128, top_k=8), 16, 8).direct
+    assert not choose_plan(problem(), 1, 2, slabs=True).direct
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_channel_token"])
+def test_candidates_of_the_tuner(scheme) -> None:
+    p = problem(quant=scheme)
+    for per_expert in tune.ROWS_PER_EXPERT:
+        for wide in (1, 2):
+            found = tune.candidates(p, per_expert, wide)
+            assert found and len(set(found)) == len(found)
+            for c in found:
+                plan = config.Plan(c, c, wide == 2)
+                assert min(shared_bytes(plan, p)) <= 227 << 10 and c.block_m in BLOCKS_M
+                if scheme == "fp8_block":
+                    assert 128 % c.block_k == 0
