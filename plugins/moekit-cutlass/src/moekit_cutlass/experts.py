@@ -46,13 +46,8 @@ class _CutlassExperts(PermuteExpertsUnpermute):
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
-        activation, operand = problem.activation, problem.quant.activation
-        self._activation = Activation(
-            name=activation.name.removesuffix("_no_mul"),
-            gated=activation.gated,
-            alpha=activation.alpha or 0.0,
-            limit=activation.limit,
-        )
+        operand = problem.quant.activation
+        self._activation = Activation.of(problem.activation)
         self._a_dtype = problem.dtype if operand is None else operand.torch_dtype
         self._quantized = operand is not None
         self._static = operand is not None and operand.static

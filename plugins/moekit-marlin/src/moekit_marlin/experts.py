@@ -40,20 +40,14 @@ class _MarlinExperts(PermuteExpertsUnpermute):
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
-        activation = problem.activation
-        self._activation = Activation(
-            name=activation.name.removesuffix("_no_mul"),
-            gated=activation.gated,
-            alpha=activation.alpha or 0.0,
-            limit=activation.limit,
-        )
+        self._activation = Activation.of(problem.activation)
         operand = problem.quant.weight
         assert operand is not None
         kind = stored(operand, problem.dtype)
         self._type_id = kind.type_id
         self._scale_dtype = torch.float8_e8m0fnu if kind.e8m0 else problem.dtype
         self._inner = padded_intermediate(problem)
-        self._w13_rows = self._inner * (2 if activation.gated else 1)
+        self._w13_rows = self._inner * (2 if problem.activation.gated else 1)
         # Columns sorted by act-order are known with the weights, after the workspace is asked for.
         self._may_sort_columns = operand.dtype == "int4" and operand.group[1] > 0
 

@@ -41,13 +41,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
-        activation = problem.activation
-        self._activation = Activation(
-            name=activation.name.removesuffix("_no_mul"),
-            gated=activation.gated,
-            alpha=activation.alpha or 0.0,
-            limit=activation.limit,
-        )
+        self._activation = Activation.of(problem.activation)
         operand = problem.quant.activation
         self._a_dtype = problem.dtype if operand is None else operand.torch_dtype
         self._plans: dict[tuple[int, int], Plan] = {}

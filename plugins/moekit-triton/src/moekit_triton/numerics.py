@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+import moekit
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels of this process run in Triton's interpreter (TRITON_INTERPRET=1 at import)."""
 
@@ -33,6 +35,12 @@ class Activation:
     gated: bool = True
     alpha: float = 1.702
     limit: float | None = None
+
+    @classmethod
+    def of(cls, activation: moekit.Activation) -> "Activation":
+        """A problem's activation, as the kernels name it."""
+        name = activation.name.removesuffix("_no_mul")
+        return cls(name, activation.gated, activation.alpha or 0.0, activation.limit)
 
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
