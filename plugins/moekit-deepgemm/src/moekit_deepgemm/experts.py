@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from moekit_triton.numerics import Activation
 from moekit_triton.rows import ValidRows, quantize_rows
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from .config import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up
 from .library import Gemms
 from .rows import (
     GROUP,
-    ActivationKind,
     activate_pairs,
     activate_slabs,
     combine,
@@ -57,13 +57,7 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
-        activation = problem.activation
-        self._activation = ActivationKind(
-            name=activation.name.removesuffix("_no_mul"),
-            gated=activation.gated,
-            alpha=activation.alpha or 0.0,
-            limit=activation.limit,
-        )
+        self._activation = Activation.of(problem.activation)
         self._quantized = problem.quant.activation is not None
         operand = problem.quant.activation
         self._a_dtype = problem.dtype if operand is None else operand.torch_dtype

@@ -15,23 +15,12 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from moekit_triton.numerics import INTERPRETED
+from moekit_triton.numerics import INTERPRETED, Activation
 
 from . import kernels
 
 GROUP = 128
 """Columns that share a scale."""
-
-
-@dataclass(frozen=True)
-class ActivationKind:
-    """Name without `_no_mul`, and parameters. gated: reads [gate; up] halves; limit None: no
-    clamp."""
-
-    name: str
-    gated: bool
-    alpha: float
-    limit: float | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +96,7 @@ def activate_pairs(
     rows_S: torch.Tensor,
     ids_S: torch.Tensor,
     bias_LN: torch.Tensor | None,
-    activation: ActivationKind,
+    activation: Activation,
     a_MI: torch.Tensor,
     scale_GM: torch.Tensor | None,
 ) -> None:
@@ -127,7 +116,7 @@ def activate_slabs(
     h_LCN: torch.Tensor,
     counts_L: torch.Tensor,
     bias_LN: torch.Tensor | None,
-    activation: ActivationKind,
+    activation: Activation,
     a_LCI: torch.Tensor,
     scale_LGC: torch.Tensor | None,
 ) -> None:
@@ -198,7 +187,7 @@ def _lead(scale: torch.Tensor | None) -> int:
     return 0 if scale is None else scale.stride(-2)
 
 
-def _flags(activation: ActivationKind) -> dict[str, str | bool]:
+def _flags(activation: Activation) -> dict[str, str | bool]:
     clamp = activation.limit is not None
     return {"ACTIVATION": activation.name, "GATED": activation.gated, "CLAMP": clamp}
 
