@@ -224,13 +224,15 @@ def experts_forward(
         needs_grad = [t for t in inputs if t.requires_grad]
     if needs_grad or torch.compiler.is_compiling():
         top_k = int(top_k_index.shape[1])
-        if getattr(self, _ATTRIBUTE, None) is None:
-            if torch.compiler.is_compiling() and not _BINDS_MODULES:
-                raise Unsupported(f"this layer has not run yet: {_RUN_FIRST}", [_RUN_FIRST])
+        if _BINDS_MODULES or not torch.compiler.is_compiling():
             _bind(self, hidden_states.dtype, top_k, weight_on_input)
+        elif getattr(self, _ATTRIBUTE, None) is None:
+            raise Unsupported(f"this layer has not run yet: {_RUN_FIRST}", [_RUN_FIRST])
+        else:
+            number = getattr(self, _ATTRIBUTE).number
+            _prepare(number, hidden_states.dtype, top_k, weight_on_input)
         # Read from the module, so that compiled code is bound to it by a guard.
         number = getattr(self, _ATTRIBUTE).number
-        _prepare(number, hidden_states.dtype, top_k, weight_on_input)
         out: Tensor = _operator(
             hidden_states, top_k_index, top_k_weights, needs_grad, number, weight_on_input
         )

@@ -12,7 +12,6 @@ from moekit.kernel import Dispatched, Routing
 from moekit.problem import MoEProblem
 from moekit.testing.calls import Watch, check_graph
 from moekit.testing.cases import device_of
-from moekit.testing.compare import assert_close
 from moekit.testing.memory import poison
 from moekit.testing.ranks import Call, Job, Rank
 
@@ -47,7 +46,12 @@ def deliveries(
     result = dispatcher.finalize(_identity(tokens), tokens, out).result()
     assert result.data_ptr() == out.data_ptr(), "finalize did not return the out it was given"
     watch.check("prepare or finalize")
-    assert_close(out, _identity_result(x, routing, r), p, "identity experts")
+    ref = _identity_result(x, routing, r)
+    # Each element is a token's value times its weights, rounded by the experts and in combine.
+    apart = (out.float() - ref).abs() / ref.abs().clamp(min=1e-30)
+    assert bool((apart <= 4 * torch.finfo(p.dtype).eps).all()), (
+        f"identity experts: got {out[:, :3].tolist()}, want {ref[:, :3].tolist()}"
+    )
     r.kernel.destroy()
 
     sent = [
