@@ -71,6 +71,7 @@ def routing_times(rank: int, world_size: int) -> dict[int, float]:
         ids = torch.rand(tokens, 256, device="cuda").argsort(dim=1)[:, :8].contiguous()
         routing = Routing(torch.ones(tokens, 8, device="cuda"), ids)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         for capturing in (False, True):
             with torch.cuda.graph(graph) if capturing else torch.cuda.stream(stream):
                 for _ in range(20):

@@ -58,6 +58,8 @@ def gpus():
 def needs(layer: Layer) -> None:
     if layer.experts not in registry().experts:
         pytest.skip(f"experts {layer.experts!r} are not installed")
+    if reasons := registry().experts[layer.experts].unsupported(layer.problem(0, 2)):
+        pytest.skip("; ".join(reasons))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -195,8 +197,6 @@ GPU_LAYERS = {
 def test_on_gpus(gpus, name):
     layer = GPU_LAYERS[name]
     needs(layer)
-    if reasons := registry().experts[layer.experts].unsupported(layer.problem(0, 2)):
-        pytest.skip("; ".join(reasons))
     assert any(report.received for report in gpus.run(migrations, layer)[0])
 
 

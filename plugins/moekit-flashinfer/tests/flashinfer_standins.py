@@ -35,6 +35,10 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
 # -- memory of all ranks ----------------------------------------------------------------------
 
 
+class Descriptor:
+    """What torch reads when the last view of the memory goes; Python must not drop it before."""
+
+
 class Memory:
     """MnnvlMemory: a segment for each rank, further apart than their size, in one file."""
 
@@ -62,7 +66,9 @@ class Memory:
         Memory.opened.add(self.ptr)
 
     def as_torch_strided_tensor(self, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(self._map).view(dtype)[:, : self._size // dtype.itemsize]
+        tensor = torch.from_numpy(self._map).view(dtype)[:, : self._size // dtype.itemsize]
+        tensor._capsule_wrapper = Descriptor()  # type: ignore[attr-defined]
+        return tensor
 
     @staticmethod
     def close_mnnvl_memory(ptr: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import time
+import weakref
 from types import SimpleNamespace
 
 import flashinfer_registry
@@ -73,6 +75,21 @@ def slots_are_shared_and_freed(rank, ranks):
 
 def test_slots_are_shared_and_freed(pool):
     pool.run(slots_are_shared_and_freed)
+
+
+def views_outlive_the_memory(rank, ranks):
+    d = made(rank, ranks)
+    tensor = d._slots._slots[0].memory.tensor
+    view, descriptor = tensor[0, :8], weakref.ref(tensor._capsule_wrapper)
+    del tensor
+    d.destroy()
+    gc.collect()
+    assert descriptor() is not None, "torch reads it when the view goes"
+    del view
+
+
+def test_views_outlive_the_memory(pool):
+    pool.run(views_outlive_the_memory)
 
 
 def a_third_call_in_flight_is_refused(rank, ranks):

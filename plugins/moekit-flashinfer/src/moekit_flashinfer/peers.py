@@ -17,6 +17,10 @@ from . import library
 # What the driver hands out memory in.
 _PAGE = 2 << 20
 
+# The library makes its tensors of descriptors that only the tensor object keeps alive, but torch
+# reads a descriptor once more when the storage goes, which views of the tensor can put off.
+_descriptors: list[object] = []
+
 
 def protocol(name: str) -> str:
     """What ranks must have in common to share memory."""
@@ -70,6 +74,7 @@ class SharedMemory:
                 f"{nbytes} bytes could not be shared between {peers.size} ranks: {error}"
             ) from error
         self.tensor: Tensor = self._memory.as_torch_strided_tensor(dtype)
+        _descriptors.append(getattr(self.tensor, "_capsule_wrapper", None))
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
 
     def free(self) -> None:
