@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import deep_ep
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from moekit.kernel import Dispatched, Pending, Quantizer, Routing
 
 from . import buffers
 from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
+from .rows import clear_unused
 
 
 class ElasticDispatcher(DeepEPDispatcher):
@@ -28,7 +28,6 @@ class ElasticDispatcher(DeepEPDispatcher):
 
     def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease:
         p, device = self.problem, self.problem.device.type
-        self._row_R1 = torch.arange(self.max_rows(0), device=device)[:, None]
         return buffers.elastic(group, self._tokens(0), p.hidden_size, p.top_k, device)
 
     def _dispatch(
@@ -50,9 +49,8 @@ class ElasticDispatcher(DeepEPDispatcher):
 
         def arrive() -> Dispatched:
             transfer.wait()
-            arrived = self._row_R1 < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-            ids = torch.where(arrived, ids_RK, -1)
-            return Dispatched(x_RH, scale, ids, weights_RK, handle=handle)
+            clear_unused(ids_RK, handle.psum_num_recv_tokens_per_scaleup_rank)
+            return Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle)
 
         return Pending(arrive)
 
@@ -73,14 +71,11 @@ class ElasticDispatcher(DeepEPDispatcher):
         assert most is not None
         return most
 
-    def buffer_bytes(self) -> int:
-        return super().buffer_bytes() + (self._row_R1.nbytes if self._lease else 0)
-
     def _transient_bytes(self, num_tokens: int, rows: int) -> int:
         p = self.problem
         row = 2 * p.hidden_size + 4 * self._scales_per_row
-        # ids as they came and as they are handed on; where rows come from
-        received = rows * (row + p.top_k * (8 + 8 + 4) + 1 + 4 * (p.top_k + 2))
+        # ids and weights; where rows come from
+        received = rows * (row + p.top_k * (8 + 4) + 4 * (p.top_k + 2))
         # quantized tokens and combined ones; ids and where they go to
         sent = num_tokens * (row + 2 * p.hidden_size + p.top_k * (8 + 4))
         return received + sent
