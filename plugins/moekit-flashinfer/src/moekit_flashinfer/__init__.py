@@ -9,10 +9,18 @@ The all-to-alls map memory of the other GPUs of a host, which takes NVLink or PC
 the right to pass file descriptors between processes (root, or ptrace permission).
 """
 
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
 from moekit import ActivationFormat, DispatcherSpec, ExpertsSpec, MoEProblem, hookimpl
 from moekit.quant import SCHEMES
 
 from . import library
+
+if TYPE_CHECKING:
+    from moekit.topology import Footprint
 
 # Compiled into the library's kernels.
 _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)
@@ -93,6 +101,13 @@ def _check_experts(problem: MoEProblem) -> list[str]:
     return reasons
 
 
+def _footprint(mode: str, problem: MoEProblem) -> Footprint:
+    from . import exchange_sizes as sizes
+
+    made = {"one_sided": sizes.one_sided, "two_sided": sizes.two_sided}
+    return made.get(mode, sizes.allgather)(problem)
+
+
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
     return [
@@ -109,6 +124,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
+            footprint=partial(_footprint, "one_sided"),
             check=_check_one_sided,
         ),
         DispatcherSpec(
@@ -124,6 +140,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
+            footprint=partial(_footprint, "two_sided"),
             check=_check_two_sided,
         ),
         DispatcherSpec(
@@ -138,6 +155,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             graph_safe=True,
             deterministic=True,
             overlaps=True,
+            spans_hosts=True,
+            footprint=partial(_footprint, "allgather"),
             check=_check_allgather,
         ),
     ]

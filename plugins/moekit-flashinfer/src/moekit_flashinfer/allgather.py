@@ -23,6 +23,7 @@ from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Ro
 from moekit.local import LocalDispatcher, local_ids
 from moekit.problem import MoEProblem
 
+from . import exchange_sizes
 from .one_sided import quantized_payloads
 
 if TYPE_CHECKING:
@@ -119,16 +120,7 @@ class AllGatherDispatcher(PrepareAndFinalize):
         return num_tokens if self.group is None else self.group.size() * self._capacity
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """What arrives and what comes back, this rank's padded part of it, and the fp32 sum."""
         if self.group is None:
             return 0
-        p, rows = self.problem, self.max_rows(num_tokens)
-        x = p.hidden_size * p.dtype.itemsize
-        scales = 0
-        if p.quant.activation is not None:
-            scales = p.quant.activation.scale_shape(1, p.hidden_size)[1]
-        meta = 4 * (2 * p.top_k + scales)
-        # as gathered; ids, weights and scales apart; ids shifted, with two masks, and selected
-        arriving = rows * (x + 2 * meta + p.top_k * (3 * 4 + 2))
-        sent = self._capacity * (x + 2 * meta)
-        return arriving + sent + rows * x + num_tokens * p.hidden_size * 4
+        rows = self.max_rows(num_tokens)
+        return exchange_sizes.allgather_transient(self.problem, num_tokens, rows, self._capacity)

@@ -23,7 +23,7 @@ from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Ro
 from moekit.local import LocalDispatcher
 from moekit.problem import MoEProblem
 
-from . import library
+from . import exchange_sizes, library
 from .ids import local_ids, reroute
 from .peers import Peers, SharedMemory, protocol
 
@@ -136,13 +136,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
             self._slots = _shared.acquire(self._key, lambda: Slots(made_in, capacity, sizes))
 
     def _row_bytes(self) -> tuple[int, int]:
-        p = self.problem
-        back = p.hidden_size * p.dtype.itemsize
-        there = back
-        if (activation := p.quant.activation) is not None:
-            groups = activation.scale_shape(1, p.hidden_size)[1]
-            there = max(back, p.hidden_size * activation.torch_dtype.itemsize + 4 * groups)
-        return there + 8 * p.top_k, back
+        return exchange_sizes.one_sided_row_bytes(self.problem)
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -234,12 +228,10 @@ class OneSidedDispatcher(PrepareAndFinalize):
         return 0 if self._slots is None else self._slots.nbytes
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Local ids, ids to send by, scales to send, and the combined rows."""
         if self._slots is None:
             return 0
-        p = self.problem
-        ids = 4 * p.top_k * (self.max_rows(num_tokens) + num_tokens)
-        return ids + num_tokens * (4 + p.hidden_size * p.dtype.itemsize)
+        rows = self.max_rows(num_tokens)
+        return exchange_sizes.one_sided_transient(self.problem, num_tokens, rows)
 
     def destroy(self) -> None:
         if self._slots is not None:

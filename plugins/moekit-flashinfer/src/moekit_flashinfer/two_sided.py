@@ -22,16 +22,13 @@ from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Ro
 from moekit.local import LocalDispatcher
 from moekit.problem import MoEProblem
 
-from . import library
+from . import exchange_sizes, library
 from .ids import local_ids
 from .one_sided import REROUTED_FROM, quantized_payloads
 from .peers import Peers, SharedMemory, protocol
 
 if TYPE_CHECKING:
     from moekit.plugins import DispatcherSpec
-
-# Scales of a row are padded to what the FIFOs carry: 16 bytes.
-_SCALES = 4
 
 
 class Fifos:
@@ -106,7 +103,7 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         for name, rows in payloads.items():
             columns = rows.shape[1]
             if name == "scale":
-                rows = F.pad(rows, (0, -columns % _SCALES))
+                rows = F.pad(rows, (0, -columns % exchange_sizes.SCALES))
             sent = fifos.library.MnnvlMoe.mnnvl_moe_alltoallv(
                 rows, info, fifos.data.tensor, rank, ranks
             )
@@ -156,18 +153,10 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         return 0 if self._fifos is None else self._fifos.nbytes
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """What arrives, the indices of who sent what, and a row for each slot on the way back."""
         if self._fifos is None:
             return 0
-        p, rows = self.problem, self.max_rows(num_tokens)
-        x = p.hidden_size * p.dtype.itemsize
-        scales = 0
-        if (activation := p.quant.activation) is not None:
-            scales = 8 * (activation.scale_shape(1, p.hidden_size)[1] + _SCALES)
-        slots = max(self._fifos.peers.size, p.top_k)
-        indices = rows * 4 * (3 * p.top_k + 2) + self._capacity * slots * 4 * 4
-        back = num_tokens * (p.top_k * x + 4 * p.top_k + x)
-        return rows * (x + scales) + indices + back
+        rows = self.max_rows(num_tokens)
+        return exchange_sizes.two_sided_transient(self.problem, num_tokens, rows, self._capacity)
 
     def destroy(self) -> None:
         if self._fifos is not None:
