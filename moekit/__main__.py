@@ -1,4 +1,4 @@
-"""The command line: ``python -m moekit {plugins, explain, check, bench, tune, demo}``.
+"""The command line: ``python -m moekit {plugins, explain, check, bench, tune, doctor, demo}``.
 
 Exit codes: 0 yes, 1 no, 2 the question was wrong. docs/cli.md documents the ``--json`` output.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import moekit
-from moekit import plugins, select
+from moekit import plugins, select, topology
 from moekit.activation import ACTIVATIONS, Activation
 from moekit.errors import MoekitError, UnknownBackend
 from moekit.plugins import BackendSpec, PluginState, importable, registry
@@ -29,7 +29,7 @@ _WIDTH = 100
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args, rest = _parser().parse_known_args(argv)
-    if rest and args.command not in (_demo, _bench, _tune):
+    if rest and args.command not in (_demo, _bench, _tune, _doctor):
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("pytest_args", nargs=argparse.REMAINDER, help="passed to pytest")
     check.set_defaults(command=_check, parser=check)
 
-    # moekit.bench, moekit.tune and moekit.demo have parsers of their own, --help included.
+    # These have parsers of their own, --help included.
     bench = commands.add_parser(
         "bench", help="how fast the installed experts backends are, and how right", add_help=False
     )
@@ -76,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
         "tune", help="measure the experts backends, for the choice among them", add_help=False
     )
     tune.set_defaults(command=_tune, parser=tune)
+
+    doctor = commands.add_parser(
+        "doctor", help="try what is installed: devices, backends, Triton, caches", add_help=False
+    )
+    doctor.set_defaults(command=_doctor, parser=doctor)
 
     demo = commands.add_parser(
         "demo", help="a Hugging Face model's MoE layer through moekit", add_help=False
@@ -103,6 +108,12 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dp", type=int, default=0, metavar="N", help="batches of tokens (default: as --ep)"
     )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="hosts the ranks are spread over; also prints what each rank would need",
+    )
     parser.add_argument("--device", help="e.g. cpu, sm90 (default: this machine's)")
 
 
@@ -119,15 +130,25 @@ def _explain(args: argparse.Namespace) -> int:
         apply_router_weight_on_input=args.weight_on_input,
         num_redundant_experts=args.redundant_experts,
         max_num_tokens=args.max_num_tokens,
-        parallel=moekit.ParallelConfig(ep_size=args.ep, tp_size=args.tp, dp_size=args.dp),
+        parallel=moekit.ParallelConfig(
+            ep_size=args.ep,
+            tp_size=args.tp,
+            dp_size=args.dp,
+            nodes=1 if args.nodes is None else args.nodes,
+        ),
         device=args.device,
     )
     explanation = moekit.explain(problem, args.dispatcher, args.experts)
+    hosts = None if args.nodes is None else topology.on_hosts(problem, explanation)
     if args.json:
-        print(json.dumps(explanation.as_dict(), indent=2))
+        answer = explanation.as_dict()
+        if hosts is not None:
+            answer["topology"] = topology.as_dict(problem, hosts)
+        print(json.dumps(answer, indent=2))
     else:
         lines = f"{select.summary(problem)}\n{explanation}".splitlines()
         lines += [f"  note: {fault}" for fault in registry().faults()]
+        lines += [] if hosts is None else topology.lines(problem, hosts)
         print("\n".join(_wrap(line, 6) for line in lines))
     return 0 if explanation.chosen else 1
 
@@ -251,6 +272,10 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _tune(args: argparse.Namespace) -> int:
     return int(importlib.import_module("moekit.tune.cli").main(args.rest))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    return int(importlib.import_module("moekit.doctor").main(args.rest))
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -14,6 +14,8 @@ from moekit.problem import MoEProblem
 if TYPE_CHECKING:
     from moekit.kernel import PackedWeights, PermuteExpertsUnpermute, Routing
 
+_IDS = (torch.int32, torch.int64)
+
 
 def check_call(
     problem: MoEProblem,
@@ -29,25 +31,26 @@ def check_call(
     by_value: look into ids and weights, which waits for the device.
     """
     p, ids, topk_weights = problem, routing.topk_ids, routing.topk_weights
-    if x.dim() != 2 or x.shape[1] != p.hidden_size:
-        raise InvalidInput(f"x has shape {tuple(x.shape)}, want (T, {p.hidden_size})")
+    shape, device = x.shape, x.device
+    if len(shape) != 2 or shape[1] != p.hidden_size:
+        raise InvalidInput(f"x has shape {tuple(shape)}, want (T, {p.hidden_size})")
     if x.dtype != p.dtype:
         raise InvalidInput(
             f"x is {x.dtype}, the problem's dtype is {p.dtype}: convert x, or compose for it"
         )
-    wanted = (x.shape[0], p.top_k)
+    wanted = (shape[0], p.top_k)
     for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):
-        if tuple(tensor.shape) != wanted:
+        if tensor.shape != wanted:
             raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}, want (T, K) {wanted}")
-        if tensor.device != x.device:
-            raise InvalidInput(f"{name} is on {tensor.device}, x on {x.device}: move one")
-    if ids.dtype not in (torch.int32, torch.int64):
+        if tensor.device != device:
+            raise InvalidInput(f"{name} is on {tensor.device}, x on {device}: move one")
+    if ids.dtype not in _IDS:
         raise InvalidInput(f"topk_ids are {ids.dtype}, want int32 or int64")
     if topk_weights.dtype != torch.float32:
         raise InvalidInput(f"topk_weights are {topk_weights.dtype}, want float32")
-    if x.device.type != p.device.type:
+    if device.type != p.device.type:
         raise InvalidInput(
-            f"x is on {x.device}, the kernel was composed for {p.device}: "
+            f"x is on {device}, the kernel was composed for {p.device}: "
             "move x, or set device in the problem"
         )
     if weights.backend != experts.spec.name:
@@ -56,11 +59,11 @@ def check_call(
             f"{experts.spec.name!r}: pack them with this kernel's pack()"
         )
     packed = next(iter(weights.experts.values()))
-    if packed.device != x.device:
-        raise InvalidInput(f"weights are on {packed.device}, x on {x.device}: move one")
-    if p.max_num_tokens is not None and x.shape[0] > p.max_num_tokens:
+    if packed.device != device:
+        raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
+    if p.max_num_tokens is not None and shape[0] > p.max_num_tokens:
         raise CapacityExceeded(
-            f"{x.shape[0]} tokens, but max_num_tokens={p.max_num_tokens}: "
+            f"{shape[0]} tokens, but max_num_tokens={p.max_num_tokens}: "
             "split the call, or compose for more"
         )
     if out is not None:

@@ -21,6 +21,7 @@ from moekit.kernel import (
     PackedWeights,
     PermuteExpertsUnpermute,
     Workspace,
+    quantize_dispatched,
 )
 from moekit.plugins import ExpertsSpec
 from moekit.problem import MoEProblem
@@ -126,7 +127,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         member, own = self.members[index], weights.members[index]
         quantizes = self.problem.quant.activation is not None and tokens.x_scale is None
         if quantizes and not member.spec.takes_unquantized:
-            tokens = _quantized(member, tokens, own)
+            tokens = quantize_dispatched(member, tokens, own)
         member.apply(y, tokens, own, self._scratch(member, rows, workspace[0]))
 
     def _scratch(
@@ -183,18 +184,3 @@ def _same_experts(a: Tensor, b: Tensor) -> bool:
         (t.data_ptr(), t.nbytes, t.stride(0) * t.itemsize if t.shape[0] > 1 else 0) for t in (a, b)
     )
     return place_a == place_b and a.numel() > 0
-
-
-def _quantized(
-    member: PermuteExpertsUnpermute, tokens: Dispatched, weights: PackedWeights
-) -> Dispatched:
-    """What ModularKernel does for experts that take quantized tokens only."""
-    if tokens.topk_ids is not None:
-        x, scale = member.quantize(tokens.x, weights, (tokens.topk_ids >= 0).any(dim=1))
-        return replace(tokens, x=x, x_scale=scale)
-    assert tokens.expert_num_tokens is not None
-    L, C, H = tokens.x.shape
-    real = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
-    x, scale = member.quantize(tokens.x.view(L * C, H), weights, real.view(-1))
-    scale = scale.view(1, 1, 1) if scale.shape[0] == 1 else scale.view(L, C, -1)
-    return replace(tokens, x=x.view(L, C, H), x_scale=scale)

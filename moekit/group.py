@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
@@ -16,7 +16,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from moekit.errors import GroupMismatch, PeerFailed
+from moekit.errors import GroupMismatch, MoekitError, PeerFailed
 from moekit.problem import MoEProblem
 
 T = TypeVar("T")
@@ -43,6 +43,18 @@ def resolve(
     assert group is not None
     _agree(problem, group, protocol)
     return group if parallel.moves_tokens else None
+
+
+def same_choice(chosen: str, group: dist.ProcessGroup | None) -> None:
+    """All ranks chose alike, or all raise GroupMismatch. Collective where ranks are known."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return  # `resolve` says what is missing
+    group = group or dist.group.WORLD
+    assert group is not None
+    if faults := _differences({"dispatcher and experts": chosen}, None, group):
+        raise GroupMismatch(
+            f"{'; '.join(faults)} plugins, tuned tables (MOEKIT_TUNED) and variables, or name both"
+        )
 
 
 def has_backend(group: dist.ProcessGroup, device_type: str, *names: str) -> bool:
@@ -122,6 +134,25 @@ class Agreement:
             ) from error
 
 
+class Transfers:
+    """``with`` it around collectives: where one fails since a rank is gone, PeerFailed names that.
+
+    The library's own error says no more than that some connection broke. timeout: seconds in which
+    the ranks that are left, whose transfer fails too, say that they are there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float = 3.0) -> None:
+        """All ranks make them, and a group's agreements, in one order."""
+        self._roll_call = Agreement(group, timeout)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, MoekitError):
+            self._roll_call.agree("go on after a failed transfer")
+
+
 @dataclass
 class _Shared(Generic[T]):
     value: T
@@ -166,7 +197,14 @@ class SharedBuffers(Generic[T]):
 
 def _agree(problem: MoEProblem, group: dist.ProcessGroup, protocol: str) -> None:
     # This rank's own fault travels too: raising before the exchange would leave the others in it.
-    mine = (_fingerprint(problem) | {"protocol": protocol}, _fault(problem, group))
+    said = _fingerprint(problem) | {"protocol": protocol}
+    if faults := _differences(said, _fault(problem, group), group):
+        raise GroupMismatch("; ".join(faults))
+
+
+def _differences(said: Mapping[str, str], fault: str | None, group: dist.ProcessGroup) -> list[str]:
+    """In what ranks differ, and their faults; the same on every rank. Collective."""
+    mine = (dict(said), fault)
     everyone: list[tuple[dict[str, str], str | None]] = [mine] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     faults = []
@@ -177,9 +215,7 @@ def _agree(problem: MoEProblem, group: dist.ProcessGroup, protocol: str) -> None
         if len(holders) > 1:
             values = ", ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
             faults.append(f"ranks disagree on {name}: {values}; give all ranks the same")
-    faults += [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(everyone) if fault]
-    if faults:
-        raise GroupMismatch("; ".join(faults))
+    return faults + [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(everyone) if fault]
 
 
 def _fingerprint(problem: MoEProblem) -> dict[str, str]:
@@ -191,6 +227,7 @@ def _fingerprint(problem: MoEProblem) -> dict[str, str]:
         "ep_size": str(parallel.ep_size),
         "tp_size": str(parallel.tp_size),
         "dp_size": str(parallel.dp_size),
+        "nodes": str(parallel.nodes),
         "device": problem.device.type,
     }
 

@@ -10,11 +10,10 @@ L local experts, R dispatched rows, C rows of a batched expert's slab.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -86,13 +85,15 @@ class Dispatched:
 class Pending(Generic[T]):
     """A value that is on its way. `result` waits for it; calling it again is free."""
 
-    def __init__(self, wait: Callable[[], T]) -> None:
-        self._wait: Callable[[], T] | None = wait
+    def __init__(self, wait: Callable[[], T] | None) -> None:
+        self._wait = wait
         self._value: T
 
     @classmethod
     def ready(cls, value: T) -> Pending[T]:
-        return cls(lambda: value)
+        made = cls(None)
+        made._value = value
+        return made
 
     def result(self) -> T:
         if self._wait is not None:
@@ -163,6 +164,11 @@ class PrepareAndFinalize(ABC):
     def finalize_new(self, y: Tensor, dispatched: Dispatched, x_TH: Tensor) -> Pending[Tensor]:
         """`finalize` into a new tensor like x_TH, for libraries that bring their own."""
         return self.finalize(y, dispatched, torch.empty_like(x_TH))
+
+    @property
+    def offers_output(self) -> bool:
+        """Whether `output` gives a place, so that the experts' output takes no other memory."""
+        return False
 
     def output(self, dispatched: Dispatched) -> Tensor | None:
         """Where `finalize` reads y from without copying it, shaped as it takes it; None: anywhere.
@@ -255,6 +261,22 @@ class PermuteExpertsUnpermute(ABC):
         return nullcontext()
 
 
+def quantize_dispatched(
+    experts: PermuteExpertsUnpermute, tokens: Dispatched, weights: PackedWeights
+) -> Dispatched:
+    """Tokens that travelled unquantized, as ``experts`` that take no such ones want them."""
+    if tokens.topk_ids is not None:
+        valid = (tokens.topk_ids >= 0).any(dim=1)
+        x, scale = experts.quantize(tokens.x, weights, valid)
+        return replace(tokens, x=x, x_scale=scale)
+    assert tokens.expert_num_tokens is not None
+    L, C, H = tokens.x.shape
+    valid = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
+    x, scale = experts.quantize(tokens.x.view(L * C, H), weights, valid.view(-1))
+    scale = scale.view(1, 1, 1) if scale.shape[0] == 1 else scale.view(L, C, scale.shape[1])
+    return replace(tokens, x=x.view(L, C, H), x_scale=scale)
+
+
 def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tensor:
     """``out[r] = sum_k weight[r, k] * y[r, k]`` over slots with an expert, in fp32, in order of k.
 
@@ -266,6 +288,32 @@ def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tens
         used = tokens.topk_ids[:, k, None] >= 0
         total += torch.where(used, y_RKH[:, k].float() * tokens.topk_weights[:, k, None], 0.0)
     return out_RH.copy_(total)
+
+
+class _Together:
+    """In checked mode (there is an agreement), all ranks get past the block or none does.
+
+    otherwise: what an unchecked rank does with its own failure.
+    """
+
+    def __init__(
+        self, agreement: Agreement | None, what: str, otherwise: Callable[[str], None] | None
+    ) -> None:
+        self._agreement, self._what, self._otherwise = agreement, what, otherwise
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            if self._agreement is not None:
+                self._agreement.agree(self._what)
+        elif isinstance(error, Exception):  # whatever it is, no peer may wait for this rank
+            reason = f"{type(error).__name__}: {error}"
+            if self._agreement is not None:
+                self._agreement.agree(self._what, reason)
+            elif self._otherwise is not None:
+                self._otherwise(reason)
 
 
 class ModularKernel:
@@ -308,6 +356,16 @@ class ModularKernel:
         )
         self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
+        activation = self.problem.quant.activation
+        self._moves = dispatcher.spec.moves_tokens
+        # What experts return goes to the dispatcher as it is.
+        self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
+        self._quantizes_itself = activation is None or experts.spec.takes_unquantized
+        self._sends_quantized = (
+            activation is not None
+            and experts.spec.takes_quantized
+            and self.problem.quant.name in dispatcher.spec.wire_schemes
+        )
 
     # -- weights ----------------------------------------------------------------------------
 
@@ -336,10 +394,12 @@ class ModularKernel:
         tokens travel; its (T, H) result is added. Under dp_size=1 with several ranks the result
         is this rank's partial sum.
         """
+        if shared is None:
+            return self._finish(*self._start(x, weights, routing, out), weights, None)
         extra: list[Tensor] = []
-        meanwhile = None if shared is None else lambda: extra.append(shared(x))
-        result = self.start(x, weights, routing, out=out, meanwhile=meanwhile).result()
-        return result.add_(extra[0]) if extra else result
+        started = self._start(x, weights, routing, out)
+        result = self._finish(*started, weights, lambda: extra.append(shared(x)))
+        return result.add_(extra[0])
 
     def start(
         self,
@@ -359,20 +419,31 @@ class ModularKernel:
         stay unchanged until then. Where tokens move, all ranks must start their calls, and take
         the results, in one order.
         """
-        what = "start a call"
-        if not self.dispatcher.spec.moves_tokens:  # ranks hold the same tokens
-            what += f" with x {tuple(x.shape)}"
-        with self._together(what, otherwise=self.dispatcher.abort):
+        started = self._start(x, weights, routing, out)
+        return Pending(lambda: self._finish(*started, weights, meanwhile))
+
+    def _start(
+        self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
+    ) -> tuple[Pending[Dispatched], Tensor, Tensor | None]:
+        """What is on its way; x as it was sent, and where the result goes if that is known."""
+        alone, moves = self._agreement is None, self._moves
+        # Where nothing moves, ranks hold the same tokens.
+        what = "start a call" if alone or moves else f"start a call with x {tuple(x.shape)}"
+        with self._together(what, self.dispatcher.abort):
             check_call(self.problem, self.experts, x, weights, routing, out, self.checked)
-            if out is None and not self.dispatcher.spec.moves_tokens:  # the experts write there
+            if out is None and not moves:  # the experts write there
                 out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            x, topk_weights = x.contiguous(), routing.topk_weights.contiguous()
+            x, topk_weights, topk_ids = x.contiguous(), routing.topk_weights, routing.topk_ids
             if self.problem.apply_router_weight_on_input:
                 x = (x * topk_weights).to(x.dtype)
                 topk_weights = torch.ones_like(topk_weights)
-            routing = Routing(topk_weights, routing.topk_ids.to(self._ids_dtype).contiguous())
-        arriving = self.dispatcher.prepare(x, routing, self._quantizer_before_dispatch(weights))
-        return Pending(lambda: self._finish(arriving, weights, x, out, meanwhile))
+            if topk_ids.dtype != self._ids_dtype:
+                topk_ids = topk_ids.to(self._ids_dtype)
+            topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+            if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
+                routing = Routing(topk_weights, topk_ids)
+        quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
+        return self.dispatcher.prepare(x, routing, quantizer), x, out
 
     def abort(self, error: Exception) -> None:
         """This rank cannot start its next call: the others raise PeerFailed with ``error``."""
@@ -382,9 +453,9 @@ class ModularKernel:
     def _finish(
         self,
         arriving: Pending[Dispatched],
-        weights: PackedWeights,
         x: Tensor,
         out: Tensor | None,
+        weights: PackedWeights,
         meanwhile: Callable[[], object] | None,
     ) -> Tensor:
         tokens: Dispatched | None = None
@@ -396,7 +467,7 @@ class ModularKernel:
                 finally:  # what travels must arrive
                     tokens = arriving.result()
                 if tokens.x_scale is None and not self._quantizes_itself:
-                    tokens = self._quantize_after_dispatch(tokens, weights)
+                    tokens = quantize_dispatched(self.experts, tokens, weights)
                 y = self._run_experts(tokens, weights, out)
         except Exception:
             if tokens is not None:
@@ -406,49 +477,24 @@ class ModularKernel:
             return self.dispatcher.finalize_new(y, tokens, x).result()
         return self.dispatcher.finalize(y, tokens, out).result()
 
-    @contextmanager
-    def _together(
-        self, what: str, otherwise: Callable[[str], None] = lambda reason: None
-    ) -> Iterator[None]:
-        """In checked mode, all ranks get past the block or none does.
-
-        otherwise: what an unchecked rank does with its own failure.
-        """
-        try:
-            yield
-        except Exception as error:  # whatever it is, no peer may wait for this rank
-            reason = f"{type(error).__name__}: {error}"
-            if self._agreement is None:
-                otherwise(reason)
-            else:
-                self._agreement.agree(what, reason)
-            raise
-        if self._agreement is not None:
-            self._agreement.agree(what)
+    def _together(self, what: str, otherwise: Callable[[str], None] | None = None) -> _Together:
+        return _Together(self._agreement, what, otherwise)
 
     def _run_experts(
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
     ) -> Tensor:
-        spec, dtype, device = self.experts.spec, self.problem.dtype, tokens.x.device
-        shape = tokens.x.shape
+        dtype, device, shape = self.problem.dtype, tokens.x.device, tokens.x.shape
         reduced = self.dispatcher.output(tokens)
-        if reduced is None:
+        if reduced is None and not self._moves and out is not None:
             # Without transfer, the experts write the caller's output directly.
-            reduced = out
-            if (
-                out is None
-                or self.dispatcher.spec.moves_tokens
-                or not out.is_contiguous()
-                or out.shape != shape
-            ):
-                reduced = torch.empty(shape, dtype=dtype, device=device)
-        assert reduced is not None
-        if math.prod(shape[:-1]) == 0:
+            reduced = out if out.is_contiguous() and out.shape == shape else None
+        if reduced is None:
+            reduced = torch.empty(shape, dtype=dtype, device=device)
+        if 0 in shape[:-1]:
             return reduced
-        standard = spec.format is ActivationFormat.STANDARD
-        rows = shape[0] if standard else shape[1]
-        scratch = self.workspace.take(self._layout(rows), device)
-        if not standard or spec.reduces:
+        rows = shape[-2]
+        scratch = self.workspace.take(self._layouts.get(rows) or self._layout(rows), device)
+        if self._reduced:
             self.experts.apply(reduced, tokens, weights, scratch)
             return reduced
         assert tokens.topk_ids is not None
@@ -458,42 +504,15 @@ class ModularKernel:
         return weight_and_reduce(y, tokens, reduced)
 
     def _layout(self, rows: int) -> Layout:
-        layout = self._layouts.get(rows)
-        if layout is None:
-            if len(self._layouts) >= _MAX_LAYOUTS:
-                self._layouts.clear()
-            layout = self._layouts[rows] = Layout(self.experts.workspace(rows))
+        if len(self._layouts) >= _MAX_LAYOUTS:
+            self._layouts.clear()
+        layout = self._layouts[rows] = Layout(self.experts.workspace(rows))
         return layout
 
     # -- quantization: before the transfer if both sides can, else after, else by the experts ----
 
-    @property
-    def _quantizes_itself(self) -> bool:
-        return self.problem.quant.activation is None or self.experts.spec.takes_unquantized
-
-    def _quantizer_before_dispatch(self, weights: PackedWeights) -> Quantizer | None:
-        sends = (
-            self.problem.quant.activation is not None
-            and self.experts.spec.takes_quantized
-            and self.problem.quant.name in self.dispatcher.spec.wire_schemes
-        )
-        if not sends:
-            return None
+    def _quantizer_before_dispatch(self, weights: PackedWeights) -> Quantizer:
         return lambda x_RH, valid_R: self.experts.quantize(x_RH, weights, valid_R)
-
-    def _quantize_after_dispatch(self, tokens: Dispatched, weights: PackedWeights) -> Dispatched:
-        if tokens.topk_ids is not None:
-            valid = (tokens.topk_ids >= 0).any(dim=1)
-            x, scale = self.experts.quantize(tokens.x, weights, valid)
-            return replace(tokens, x=x, x_scale=scale)
-        assert tokens.expert_num_tokens is not None
-        L, C, H = tokens.x.shape
-        valid = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
-        x, scale = self.experts.quantize(tokens.x.view(L * C, H), weights, valid.view(-1))
-        batched_scale = (
-            scale.view(1, 1, 1) if scale.shape[0] == 1 else scale.view(L, C, scale.shape[1])
-        )
-        return replace(tokens, x=x.view(L, C, H), x_scale=batched_scale)
 
     # -- facts ------------------------------------------------------------------------------
 
@@ -511,6 +530,7 @@ class ModularKernel:
             slab = rows * self.problem.num_local_experts
         # The experts write the caller's output where nothing moves and rows are tokens.
         in_place = not self.dispatcher.spec.moves_tokens and slab == tokens
+        in_place = in_place or self.dispatcher.offers_output
         intermediate = 0 if in_place else slab * row_bytes
         if self.experts.spec.format is ActivationFormat.STANDARD and not self.experts.spec.reduces:
             # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries

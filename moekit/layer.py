@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -279,14 +280,15 @@ class FusedMoE(nn.Module):
         nowhere. max_tokens: the most tokens any rank passes to this call; saves ranks from asking
         each other when there is a max_num_tokens, which CUDA graphs over NCCL alone need.
         """
-        floats = (x, router_logits, topk_weights)
-        grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
+        grad_enabled = torch.is_grad_enabled()
+        floats = (x, router_logits, topk_weights) if grad_enabled else ()
+        grads = any(t is not None and t.requires_grad for t in floats)
         if torch.compiler.is_compiling() or grads:
             operator = ops.fused_moe if self.graph_safe else ops.fused_moe_without_graphs
             return operator(
                 x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, self.prefix
             )
-        with torch.no_grad():
+        with torch.no_grad() if grad_enabled else nullcontext():
             return self.run(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens)
 
     @property
@@ -320,7 +322,7 @@ class FusedMoE(nn.Module):
         self._add(out, call, shared)
         if self.ranks.splits:
             out = self.ranks.gather(out, call.num_tokens)
-        return out.view(x.shape)
+        return out if out.shape == x.shape else out.view(x.shape)
 
     def _prepare(
         self,
@@ -338,7 +340,8 @@ class FusedMoE(nn.Module):
                 f"x has shape {tuple(x.shape)}, want (..., {self.problem.hidden_size})"
             )
         leading = x.shape[:-1]
-        x_TH = x.flatten(0, x.dim() - 2)
+        flat = len(leading) == 1 and not self.ranks.splits
+        x_TH = x if flat else x.flatten(0, len(leading) - 1)
         tokens = x_TH.shape[0]
         if max_tokens is not None and max_tokens < tokens:
             raise InvalidInput(f"max_tokens={max_tokens}, but this rank passes {tokens}")
@@ -350,8 +353,10 @@ class FusedMoE(nn.Module):
                     f"{name} has shape {tuple(tensor.shape)}, want {(*leading, *width)} for x "
                     f"{tuple(x.shape)}"
                 )
-            flat = tensor.flatten(0, len(leading) - 1)
-            return flat[share] if self.ranks.splits else flat
+            if flat:
+                return tensor
+            rows = tensor.flatten(0, len(leading) - 1)
+            return rows[share] if self.ranks.splits else rows
 
         if self.ranks.splits:
             x_TH = x_TH[share]

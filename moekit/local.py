@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from moekit.bridge import slab_slots
 from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
 from moekit.problem import MoEProblem
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from moekit.plugins import DispatcherSpec
 
 
 def local_ids(topk_ids: Tensor, problem: MoEProblem) -> Tensor:
@@ -22,17 +29,23 @@ def local_ids(topk_ids: Tensor, problem: MoEProblem) -> Tensor:
 class LocalDispatcher(PrepareAndFinalize):
     """STANDARD. The experts write the caller's output; `finalize` has nothing left to do."""
 
+    def __init__(
+        self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(spec, problem, group)
+        self._holds_all = problem.num_local_experts == problem.num_physical_experts
+
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        ids = local_ids(routing.topk_ids, self.problem)
+        ids = routing.topk_ids if self._holds_all else local_ids(routing.topk_ids, self.problem)
         x, scale = x_TH, None
         if quantize is not None:
             x, scale = quantize(x_TH, (ids >= 0).any(dim=1))
         return Pending.ready(Dispatched(x, scale, ids, routing.topk_weights))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        if y.data_ptr() != out_TH.data_ptr():
+        if y is not out_TH and y.data_ptr() != out_TH.data_ptr():
             out_TH.copy_(y)
         return Pending.ready(out_TH)
 

@@ -30,6 +30,7 @@ from moekit.quant import SCHEMES
 
 if TYPE_CHECKING:
     from moekit.kernel import PermuteExpertsUnpermute, PrepareAndFinalize
+    from moekit.topology import Footprint
 
 GROUP = "moekit"
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
@@ -146,6 +147,8 @@ class DispatcherSpec(BackendSpec):
     needs_capacity: works with buffers sized from ``problem.max_num_tokens``.
     ids_dtype: dtype of the ids it is given: int32 or int64.
     overlaps: `prepare` and `finalize` return before the transfer is done.
+    spans_hosts: its ranks may be on several hosts; without, they share one.
+    footprint: what it takes on a rank, told without creating it; None: it does not tell.
     """
 
     moves_tokens: bool
@@ -153,6 +156,8 @@ class DispatcherSpec(BackendSpec):
     needs_capacity: bool = False
     ids_dtype: str = "int64"
     overlaps: bool = False
+    spans_hosts: bool = False
+    footprint: Callable[[MoEProblem], Footprint] | None = None
     schemes: frozenset[str] = frozenset(SCHEMES)
 
     def __post_init__(self) -> None:
@@ -174,6 +179,11 @@ class DispatcherSpec(BackendSpec):
         if problem.parallel.moves_tokens and not self.moves_tokens:
             reasons.append(
                 f"tokens must move between {problem.parallel.dp_size} ranks, and it moves none"
+            )
+        parallel = problem.parallel
+        if parallel.moves_tokens and parallel.nodes > 1 and not self.spans_hosts:
+            reasons.append(
+                f"the {parallel.num_ranks} ranks are on {parallel.nodes} hosts, and it serves one"
             )
         if self.needs_capacity and problem.max_num_tokens is None:
             reasons.append("its buffers have a fixed size: set max_num_tokens in the problem")

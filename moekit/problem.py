@@ -107,6 +107,7 @@ class ParallelConfig:
     is a partial sum that the caller all-reduces. With more, every rank's output is complete, and
     where there are fewer batches than ranks, consecutive ranks share one.
     A rank's place in the layer's process group is ``ep_rank * tp_size + tp_rank``.
+    nodes: hosts that these ranks are spread over, as many on each, in the order of their places.
     """
 
     ep_size: int = 1
@@ -114,6 +115,7 @@ class ParallelConfig:
     tp_size: int = 1
     tp_rank: int = 0
     dp_size: int = 0
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         for kind in ("ep", "tp"):
@@ -125,7 +127,17 @@ class ParallelConfig:
                 )
         if self.dp_size < 0:
             raise InvalidProblem(f"dp_size={self.dp_size}: want at least 1 (or 0 for ep_size)")
+        if self.nodes < 1 or self.num_ranks % self.nodes:
+            raise InvalidProblem(
+                f"nodes={self.nodes}: want a number of hosts that the {self.num_ranks} ranks "
+                "(ep_size x tp_size) divide by"
+            )
         object.__setattr__(self, "dp_size", self.dp_size or self.ep_size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the layer's process group."""
+        return self.ep_size * self.tp_size
 
     @property
     def moves_tokens(self) -> bool:

@@ -70,17 +70,25 @@ def route(
     else:
         if scoring not in _SCORING:
             raise InvalidProblem(f"scoring {scoring!r}: want one of {', '.join(_SCORING)}")
-        scores_TE = _SCORING[scoring](scores_TE)
+        # A softmax keeps the order, so that the chosen alone need one where they sum to one.
+        late = scoring == "softmax" and renormalize and correction_bias is None
+        late = late and num_expert_group is None
+        if not late:
+            scores_TE = _SCORING[scoring](scores_TE)
         choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.float()
         if num_expert_group is not None and topk_group is not None:
             choice_TE = _keep_best_groups(
                 choice_TE, num_expert_group, topk_group, biased=correction_bias is not None
             )
-        ids = _top(choice_TE, top_k)
-        weights = scores_TE.gather(1, ids)
-        if renormalize:
+        weights, ids = _top(choice_TE, top_k)
+        if choice_TE is not scores_TE:
+            weights = scores_TE.gather(1, ids)
+        if late:
+            weights = weights.softmax(dim=1)
+        elif renormalize:
             weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-20)
-        weights = weights * routed_scaling_factor
+        if routed_scaling_factor != 1.0:
+            weights = weights * routed_scaling_factor
     if is_padding is not None:
         ids = ids.masked_fill(is_padding[:, None], -1)
         weights = weights.masked_fill(is_padding[:, None], 0.0)
@@ -108,9 +116,10 @@ def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
     return Routing(routing.topk_weights, torch.where(ids < 0, ids, physical))
 
 
-def _top(scores: Tensor, k: int) -> Tensor:
-    """Ids of the k largest, ties to the lower id (torch.topk leaves ties open)."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+def _top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest and their ids, ties to the lower id (torch.topk leaves ties open)."""
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], ids[..., :k]
 
 
 def _keep_best_groups(choice_TE: Tensor, groups: int, keep: int, biased: bool) -> Tensor:
@@ -119,7 +128,7 @@ def _keep_best_groups(choice_TE: Tensor, groups: int, keep: int, biased: bool) -
     best = min(2, grouped.shape[-1]) if biased else 1
     group_scores = grouped.topk(best, dim=-1).values.sum(dim=-1)
     kept = torch.zeros_like(group_scores, dtype=torch.bool)
-    kept.scatter_(1, _top(group_scores, keep), True)
+    kept.scatter_(1, _top(group_scores, keep)[1], True)
     return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
 

@@ -14,6 +14,7 @@ from moekit.bridge import bridge
 from moekit.composite import CompositeSpec, composite
 from moekit.composite_experts import CompositeKernel
 from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
+from moekit.group import same_choice
 from moekit.kernel import ModularKernel, Workspace
 from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, Registry, SpecT, registry
 from moekit.problem import ActivationFormat, MoEProblem
@@ -121,6 +122,7 @@ def summary(problem: MoEProblem) -> str:
     for kind in ("ep", "tp", "dp"):
         if (size := getattr(parallel, f"{kind}_size")) > 1:
             words.append(f"{kind} {size}")
+    words += [f"{parallel.nodes} hosts"] if parallel.nodes > 1 else []
     return f"{', '.join(words)} on {p.device}"
 
 
@@ -256,7 +258,8 @@ def compose(
     dispatchers that move tokens; default: the default process group.
 
     Raises Unsupported (a named backend cannot), NoBackend (none can), UnknownBackend, NameClash,
-    BackendBroken, GroupMismatch. A backend that fails to load is passed over when nobody named it.
+    BackendBroken, GroupMismatch (also where ranks choose differently). A backend that fails to load
+    is passed over when nobody named it.
     """
     backends = backends or registry()
     explanation = explain(problem, dispatcher, experts, backends=backends)
@@ -279,6 +282,8 @@ def compose(
             logger.warning("passing over %s: %s", spec.name, error)
             explanation = explanation._without(spec, str(error))
             continue
+        if problem.parallel.moves_tokens:
+            same_choice(str(pair), group)
         logger.info("moekit: %s", explanation)
         # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
         gemms = bridge(experts_class, experts_spec, problem, dispatcher_spec.format)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -98,11 +99,14 @@ class Workspace:
         return made[1]
 
 
+@cache
+def _probe(device_type: str) -> Callable[[], bool]:
+    module = None if device_type == "cpu" else torch.get_device_module(device_type)
+    return getattr(module, "is_current_stream_capturing", lambda: False)
+
+
 def _is_capturing(device: torch.device) -> bool:
-    if device.type == "cpu":
-        return False
-    probe = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return bool(probe()) if probe is not None else False
+    return bool(_probe(device.type)())
 
 
 @dataclass(frozen=True)

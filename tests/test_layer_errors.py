@@ -112,7 +112,7 @@ def test_bad_knobs(knobs, error, said) -> None:
 
 def test_a_backend_that_lacks_a_knob_is_a_reason() -> None:
     with pytest.raises(Unsupported, match="cannot do this problem") as caught:
-        make_layer(experts="triton", quant="int4_w4a16_g32", params_dtype=torch.float32)
+        make_layer(experts="triton", quant="int4_w4a8_g128", params_dtype=torch.float32)
     assert caught.value.reasons
 
 

@@ -266,8 +266,8 @@ def test_a_norm_after_each_expert() -> None:
 
 
 def test_a_backend_that_cannot() -> None:
-    integration.install(experts="triton", quant="int4_w4a16_g32")
+    integration.install(experts="triton", quant="int4_w4a8_g128")
     with pytest.raises(
-        Unsupported, match="experts 'triton' cannot do this problem.*int4_w4a16_g32"
+        Unsupported, match="experts 'triton' cannot do this problem.*int4_w4a8_g128"
     ):
         logits(make(hfm.QWEN3_MOE))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,15 +82,90 @@ def merge(ranks: Sequence[Json]) -> Json:
     return result
 
 
-class _Rank:
+class Clock:
+    """Times what ranks do together on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def meet(self) -> None:
+        """All ranks are here, and their devices have nothing left to do."""
+        synchronize(self.device)
+        dist.barrier()
+        synchronize(self.device)
+
+    def sleep(self, us: float) -> None:
+        """Keeps a GPU busy, while what it shall do next is enqueued."""
+        if self.device.type == "cuda":
+            sleep: Any = torch.cuda._sleep
+            sleep(int(us * _CYCLES_PER_US))
+
+    def mark(self) -> Any:
+        if self.device.type != "cuda":
+            synchronize(self.device)
+            return time.perf_counter()
+        event: Any = torch.cuda.Event
+        mark = event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def between(self, start: Any, end: Any) -> float:
+        """µs between two marks."""
+        if self.device.type != "cuda":
+            return float(end - start) * 1e6
+        return float(start.elapsed_time(end)) * 1e3
+
+    def replay_us(self, graph: Any) -> float:
+        self.meet()
+        self.sleep(200.0)
+        start = self.mark()
+        graph.replay()
+        end = self.mark()
+        synchronize(self.device)
+        return self.between(start, end)
+
+    def eager_us(self, call: Callable[[], object]) -> float:
+        """From a drained queue to a drained queue."""
+        self.meet()
+        start = time.perf_counter()
+        call()
+        synchronize(self.device)
+        return (time.perf_counter() - start) * 1e6
+
+
+def current_device(problem: MoEProblem) -> torch.device:
+    """This process's device of the problem's kind."""
+    kind = problem.device.type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def capture(call: Callable[[], object]) -> tuple[Any, str]:
+    """A CUDA graph of ``call``, or None and why; the same on all ranks. Collective."""
+    graph, fault = torch.cuda.CUDAGraph(), ""
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except Exception as error:
+        fault = f"capture failed: {first_line(error)}"
+    fault = first_fault(fault)
+    return (None if fault else graph), fault
+
+
+def first_fault(fault: str) -> str:
+    """Of all ranks' faults the first, or an empty string. Collective."""
+    faults = [fault] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    return next(filter(None, faults), "")
+
+
+class _Rank(Clock):
     """One rank's dispatcher and inputs."""
 
     def __init__(self, dispatcher: PrepareAndFinalize, cell: DispatchCell, rank: int) -> None:
         self.dispatcher, self.cell, self.problem = dispatcher, cell, dispatcher.problem
-        kind = self.problem.device.type
-        self.device = torch.device("cpu")
-        if kind != "cpu":
-            self.device = torch.device(kind, torch.get_device_module(kind).current_device())
+        super().__init__(current_device(self.problem))
         seed = cell.seed * 1009 + rank
         whole = self.problem.replace(parallel=ParallelConfig())
         made = inputs(cell.routing, cell.tokens, cell.inputs, whole, self.device, seed)
@@ -107,7 +182,7 @@ class _Rank:
         host = self._host_us()
         dispatch, combine = self._phases(host or 0.0)
         note, graph = self._graph_us()
-        eager = [self._eager_us() for _ in range(self.cell.replays)]
+        eager = [self.eager_us(self._all_pairs) / len(self.pairs) for _ in range(self.cell.replays)]
         counted = graph or eager
         link_rows, rows = self._rows()
         q, scale = self.sent[0]
@@ -216,18 +291,18 @@ class _Rank:
         """µs of each dispatch and combine; a GPU starts when all of a turn has been enqueued."""
         dispatch, combine = [], []
         for _ in range(self.cell.replays):
-            self._meet()
-            self._sleep(1.5 * host_us * len(self.pairs) + 200.0)
+            self.meet()
+            self.sleep(1.5 * host_us * len(self.pairs) + 200.0)
             marks = []
             for index in range(len(self.pairs)):
-                start = self._mark()
+                start = self.mark()
                 tokens = self._dispatch(index)
-                middle = self._mark()
+                middle = self.mark()
                 self._combine(index, tokens)
-                marks.append((start, middle, self._mark()))
+                marks.append((start, middle, self.mark()))
             synchronize(self.device)
-            dispatch += [self._between(start, middle) for start, middle, _ in marks]
-            combine += [self._between(middle, end) for _, middle, end in marks]
+            dispatch += [self.between(start, middle) for start, middle, _ in marks]
+            combine += [self.between(middle, end) for _, middle, end in marks]
         return dispatch, combine
 
     def _graph_us(self) -> tuple[str, list[float]]:
@@ -238,33 +313,11 @@ class _Rank:
             return "graphs not asked for", []
         if not self.cell.spec.graph_safe:
             return "declared not graph-safe", []
-        graph, fault = torch.cuda.CUDAGraph(), ""
-        try:
-            with torch.cuda.graph(graph):
-                self._all_pairs()
-        except Exception as error:
-            fault = f"capture failed: {first_line(error)}"
-        faults = [fault] * dist.get_world_size()
-        dist.all_gather_object(faults, fault)
-        if any(faults):
-            return next(filter(None, faults)), []
-        times = []
-        for _ in range(self.cell.replays):
-            self._meet()
-            self._sleep(200.0)
-            start = self._mark()
-            graph.replay()
-            end = self._mark()
-            synchronize(self.device)
-            times.append(self._between(start, end) / len(self.pairs))
-        return "", times
-
-    def _eager_us(self) -> float:
-        self._meet()
-        start = time.perf_counter()
-        self._all_pairs()
-        synchronize(self.device)
-        return (time.perf_counter() - start) * 1e6 / len(self.pairs)
+        graph, fault = capture(self._all_pairs)
+        if graph is None:
+            return fault, []
+        count = len(self.pairs)
+        return "", [self.replay_us(graph) / count for _ in range(self.cell.replays)]
 
     def _host_us(self) -> float | None:
         """Until a pair's calls return; None on the CPU, where that is all of it."""
@@ -272,33 +325,9 @@ class _Rank:
             return None
         times = []
         for index in range(len(self.pairs) * 3):
-            self._meet()
+            self.meet()
             start = time.perf_counter()
             self._combine(index % len(self.pairs), self._dispatch(index % len(self.pairs)))
             times.append((time.perf_counter() - start) * 1e6)
         synchronize(self.device)
         return statistics.median(times)
-
-    def _meet(self) -> None:
-        synchronize(self.device)
-        dist.barrier()
-        synchronize(self.device)
-
-    def _sleep(self, us: float) -> None:
-        if self.device.type == "cuda":
-            sleep: Any = torch.cuda._sleep
-            sleep(int(us * _CYCLES_PER_US))
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            synchronize(self.device)
-            return time.perf_counter()
-        event: Any = torch.cuda.Event
-        mark = event(enable_timing=True)
-        mark.record()
-        return mark
-
-    def _between(self, start: Any, end: Any) -> float:
-        if self.device.type != "cuda":
-            return float(end - start) * 1e6
-        return float(start.elapsed_time(end)) * 1e3

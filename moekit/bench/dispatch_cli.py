@@ -43,9 +43,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         environment = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("MOEKIT_")]
         command = [*sorted(environment), "python", "-m", "moekit", "bench", "--dispatch", *argv]
-        sweep = _Sweep(args, shlex.join(command))
-        with_ranks = _torchrun if "RANK" in os.environ and args.ranks is None else _spawned
-        return with_ranks(sweep)
+        return on_ranks(_Sweep(args, shlex.join(command)), args.ranks)
     except (MoekitError, OSError, json.JSONDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -95,19 +93,19 @@ class _Sweep:
         self.args = args
         here = DeviceSpec.detect() if args.device is None else DeviceSpec.parse(args.device)
         self.device = here
-        self.ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 0)) or _default_ranks(here)
+        self.ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 0)) or default_ranks(here)
         if self.ranks < 2:
             raise MoekitError(f"{self.ranks} rank: tokens move between at least 2; set --ranks")
         if args.inputs < 1 or args.replays < 1:
             raise MoekitError("--inputs and --replays: want at least 1")
-        self.sizes = _numbers(args.sizes.replace(":", ","), "--sizes")
+        self.sizes = numbers(args.sizes.replace(":", ","), "--sizes")
         if len(self.sizes) != 3:
             raise MoekitError(f"--sizes {args.sizes}: want EXPERTS:TOP_K:HIDDEN, as in 256:8:7168")
-        self.tokens = _numbers(args.tokens, "--tokens")
-        self.routings = _known(args.routing, shapes.ROUTINGS, "--routing")
-        self.schemes = _known(args.quant, SCHEMES, "--quant")
+        self.tokens = numbers(args.tokens, "--tokens")
+        self.routings = known(args.routing, shapes.ROUTINGS, "--routing")
+        self.schemes = known(args.quant, SCHEMES, "--quant")
         every = registry().dispatchers
-        names = list(every) if args.dispatchers is None else _split(args.dispatchers)
+        names = list(every) if args.dispatchers is None else split(args.dispatchers)
         self.specs = [registry().dispatcher(name) for name in names]
         if args.dispatchers is None:
             self.specs = [spec for spec in self.specs if spec.moves_tokens]
@@ -118,7 +116,7 @@ class _Sweep:
             "format": FORMAT,
             "command": command,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "versions": versions([]) | _distributions(self.specs),
+            "versions": versions([]) | distributions(self.specs),
             "device": device_facts(device, here),
             "ranks": self.ranks,
             "settings": {
@@ -180,7 +178,7 @@ class _Sweep:
         try:
             return {"reason": ""} | merge(ranks.run(measure_rank, cell))
         except Exception as error:
-            return {"reason": _cause(error), "right": False, "us": None}
+            return {"reason": cause(error), "right": False, "us": None}
 
     def _refuse(self, scheme: str, tokens: int, name: str, reason: str) -> None:
         self.data["refused"].append(
@@ -189,6 +187,23 @@ class _Sweep:
 
 
 # -- where ranks come from ----------------------------------------------------------------------
+
+
+class Sweep(Protocol):
+    """What runs on ranks: over ``ranks`` of them, on devices of one kind."""
+
+    device: DeviceSpec
+    ranks: int
+
+    def run(self, ranks: Ranks, leader: bool = True) -> int: ...
+
+
+def on_ranks(sweep: Sweep, asked: int | None) -> int:
+    """``sweep.run`` on torchrun's ranks if this process is one and none were asked for, else on
+    ranks of our own."""
+    if "RANK" in os.environ and asked is None:
+        return _torchrun(sweep)
+    return _spawned(sweep)
 
 
 class _Pools:
@@ -233,7 +248,7 @@ class _Torchrun:
         return everyone
 
 
-def _spawned(sweep: _Sweep) -> int:
+def _spawned(sweep: Sweep) -> int:
     if sweep.device.type == "cuda" and sweep.ranks > torch.cuda.device_count():
         raise MoekitError(
             f"{sweep.ranks} ranks want as many GPUs, there are {torch.cuda.device_count()}"
@@ -245,7 +260,7 @@ def _spawned(sweep: _Sweep) -> int:
         pools.close()
 
 
-def _torchrun(sweep: _Sweep) -> int:
+def _torchrun(sweep: Sweep) -> int:
     backend = "gloo"
     if sweep.device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -257,7 +272,7 @@ def _torchrun(sweep: _Sweep) -> int:
         dist.destroy_process_group()
 
 
-def _default_ranks(device: DeviceSpec) -> int:
+def default_ranks(device: DeviceSpec) -> int:
     return torch.cuda.device_count() if device.type == "cuda" else 2
 
 
@@ -282,7 +297,7 @@ def _write(data: Json, args: argparse.Namespace, *, last: bool) -> None:
         print(markdown(data), end="")
 
 
-def _cause(error: Exception) -> str:
+def cause(error: Exception) -> str:
     """What a rank raised, rather than that ranks failed."""
     tracebacks = getattr(error, "tracebacks", {})
     for rank, text in sorted(tracebacks.items()):
@@ -290,7 +305,7 @@ def _cause(error: Exception) -> str:
     return first_line(error)
 
 
-def _distributions(specs: Sequence[DispatcherSpec]) -> dict[str, str]:
+def distributions(specs: Sequence[DispatcherSpec]) -> dict[str, str]:
     names = {spec.name for spec in specs}
     return {
         state.distribution: state.version
@@ -299,20 +314,20 @@ def _distributions(specs: Sequence[DispatcherSpec]) -> dict[str, str]:
     }
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _known(text: str, known: Sequence[str] | Any, option: str) -> list[str]:
-    names = _split(text)
-    if not names or (unknown := [n for n in names if n not in known]):
+def known(text: str, choices: Sequence[str] | Any, option: str) -> list[str]:
+    names = split(text)
+    if not names or (unknown := [n for n in names if n not in choices]):
         wrong = "nothing" if not names else ", ".join(unknown)
-        raise MoekitError(f"{option}: {wrong} is no choice; choose from {', '.join(known)}")
+        raise MoekitError(f"{option}: {wrong} is no choice; choose from {', '.join(choices)}")
     return names
 
 
-def _numbers(text: str, option: str) -> list[int]:
-    parts = _split(text)
+def numbers(text: str, option: str) -> list[int]:
+    parts = split(text)
     if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
         raise MoekitError(f"{option} {text!r}: want positive whole numbers")
     return [int(part) for part in parts]

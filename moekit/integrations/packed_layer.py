@@ -6,22 +6,28 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moekit import graphs
 from moekit.errors import MoekitError, Unsupported, WeightsError
 from moekit.integrations.experts_module import read
 from moekit.kernel import ModularKernel, PackedWeights, Routing
 from moekit.problem import MoEProblem
 from moekit.quant import QuantScheme, scheme
 from moekit.select import compose
+
+logger = logging.getLogger("moekit")
 
 _ATTRIBUTE = "_moekit_layer"
 _weak: Any = StorageWeakRef  # untyped
@@ -35,6 +41,7 @@ class Options:
     experts: str | None = None
     quant: QuantScheme = field(default_factory=lambda: scheme("none"))
     free_original: bool = False
+    graph_tokens: int = 16
 
 
 class Layer:
@@ -50,7 +57,8 @@ class Layer:
         self.kernel: ModularKernel | None = None
         self.weights: PackedWeights | None = None
         self._module = weakref.ref(module)
-        self._sentinels = False
+        self._eager: Callable[..., Tensor] | None = None
+        self._graphed: graphs.Graphed | None = None
         self._seen: tuple[Any, ...] | None = None
         # While these live, no other storage can be taken for one in `_seen`.
         self._storages: list[StorageWeakRef] = []
@@ -88,23 +96,21 @@ class Layer:
                 "(install(free_original=True)): delete that model first"
             )
         for layer in chosen:
-            layer.kernel = layer.weights = layer._seen = None
+            layer._drop()
         if layers is None:
             cls._kernels.clear()
 
-    def run(self, x: Tensor, ids: Tensor, topk_weights: Tensor, on_input: bool) -> Tensor:
+    def run(
+        self, x: Tensor, ids: Tensor, topk_weights: Tensor, on_input: bool, replays: bool = False
+    ) -> Tensor:
+        """replays: it may be a replay, whose output is not the caller's alone (see `Graphed`)."""
         self.prepare(x.dtype, ids.shape[1], on_input)
-        kernel, weights = self.kernel, self.weights
-        assert kernel is not None and weights is not None
-        problem = kernel.problem
-        if self._sentinels:
-            ids = ids.masked_fill(ids >= problem.num_experts, -1)
-        routing = Routing(topk_weights.float(), ids)
-        index = x.device.index
-        if index is None or index == torch.accelerator.current_device_index():
-            return kernel(x.to(problem.dtype), weights, routing).to(x.dtype)
-        with torch.accelerator.device_index(index):  # a model spread over devices
-            return kernel(x.to(problem.dtype), weights, routing).to(x.dtype)
+        call = self._graphed if replays and self._graphed is not None else self._eager
+        assert call is not None
+        return call(x, ids, topk_weights)
+
+    def _drop(self) -> None:
+        self.kernel = self.weights = self._eager = self._graphed = self._seen = None
 
     # -- packing --------------------------------------------------------------------------------
 
@@ -119,19 +125,26 @@ class Layer:
         options = self.options
         with torch.inference_mode(False), torch.no_grad():
             problem, weights = read(module, dtype, top_k, options.quant, on_input)
-            self.kernel = self.weights = self._seen = None  # no two packed copies at a time
+            self._drop()  # no two packed copies at a time
             key = problem, weights.w13.device
             kernel = self._kernels.get(key)
             if kernel is None:
                 kernel = compose(problem, options.dispatcher, options.experts)
                 self._kernels[key] = kernel
+                if options.graph_tokens and (reasons := graphs.unsupported(kernel)):
+                    logger.debug("moekit: no CUDA graphs of small calls: %s", "; ".join(reasons))
             packed = kernel.pack(weights)
             del weights
             if options.free_original:
                 _free(module, packed)
         # transformers' expert parallelism gives experts of other ranks ids beyond the last; a
-        # version without the flag may do so in every call.
-        self._sentinels = bool(getattr(module, "_is_expert_parallel", True)) and not on_input
+        # version without the flag may do so wherever there are ranks.
+        spread = dist.is_available() and dist.is_initialized()
+        sentinels = bool(getattr(module, "_is_expert_parallel", spread)) and not on_input
+        self._eager = partial(_compute, kernel, packed, sentinels)
+        if options.graph_tokens and not graphs.unsupported(kernel):
+            captured = partial(_compute, graphs.graph_kernel(kernel), packed, sentinels)
+            self._graphed = graphs.Graphed(self._eager, captured, options.graph_tokens)
         self._storages = [_weak(p.untyped_storage()) for p in _parameters(module)]
         self._seen = _seen(module, dtype, top_k)
         self.kernel, self.weights = kernel, packed
@@ -147,6 +160,29 @@ class Layer:
         module = self._module()
         assert module is not None and self.weights is not None
         return _storages(_parameters(module)), _storages(_tensors(self.weights))
+
+
+def _compute(
+    kernel: ModularKernel,
+    weights: PackedWeights,
+    sentinels: bool,
+    x: Tensor,
+    ids: Tensor,
+    topk_weights: Tensor,
+) -> Tensor:
+    """The module's output (T, H) in x's dtype; sentinels: ids beyond the last stand for none."""
+    problem = kernel.problem
+    if sentinels:
+        ids = ids.masked_fill(ids >= problem.num_experts, -1)
+    routing = Routing(topk_weights.float(), ids)
+    converts, index = x.dtype != problem.dtype, x.device.index
+    given = x.to(problem.dtype) if converts else x
+    if index is None or index == torch.accelerator.current_device_index():
+        out = kernel(given, weights, routing)
+    else:
+        with torch.accelerator.device_index(index):  # a model spread over devices
+            out = kernel(given, weights, routing)
+    return out.to(x.dtype) if converts else out
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -237,7 +273,8 @@ def experts_forward(
             hidden_states, top_k_index, top_k_weights, needs_grad, number, weight_on_input
         )
         return out
-    return Layer.of(self).run(hidden_states, top_k_index, top_k_weights, weight_on_input)
+    layer = Layer.of(self)
+    return layer.run(hidden_states, top_k_index, top_k_weights, weight_on_input, replays=True)
 
 
 # Whether dynamo evaluates functions of modules while it compiles; 2.11 was seen not to.

@@ -42,6 +42,7 @@ def install(
     experts: str | None = None,
     quant: str = "none",
     free_original: bool = False,
+    graph_tokens: int = 16,
 ) -> None:
     """Makes ``experts_implementation="moekit"`` known to transformers. Idempotent.
 
@@ -49,6 +50,9 @@ def install(
     the best for each layer). quant: quantize unquantized weights to this scheme when packing.
     free_original: where packing copies weights, drop the parameters they were copied from (they
     become meta tensors): such a model cannot be saved, moved or run by another implementation.
+    graph_tokens: on CUDA, eager calls of so many tokens at most are replayed as CUDA graphs from
+    their third time on, where the backends allow it; 0: none are. See `moekit.graphs.Graphed` for
+    what that asks of code on other streams.
     Installed again with other options, every layer is packed anew.
 
     Raises MoekitError without a transformers that has the experts interface; UnknownBackend;
@@ -64,7 +68,9 @@ def install(
         registry().dispatcher(dispatcher)
     if experts is not None:
         registry().expert(experts)
-    options = Options(dispatcher, experts, found, free_original)
+    if graph_tokens < 0:
+        raise InvalidProblem(f"graph_tokens={graph_tokens}: want 0 (no graphs) or more")
+    options = Options(dispatcher, experts, found, free_original, graph_tokens)
     if options != Layer.options:
         Layer.forget()
         Layer.options = options

@@ -4,6 +4,8 @@
     moekit/tune/plan.py    from times over tokens to a choice per range of tokens
     moekit/tune/choice.py  a problem's times, or the nearest shape's, and what follows from them
     moekit/tune/cli.py     ``python -m moekit tune``: measures, by moekit.bench
+    moekit/tune/ranks.py   the same for pairs of dispatcher and experts on several ranks
+    moekit/tune/write.py   where measurements go, and what they were made with
     moekit/tune/regret.py  what the choice loses
 
 `moekit.select` uses the first three, which import no backend. docs/bench.md documents the file.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from moekit.problem import MoEProblem
-from moekit.tune.plan import Curve, Plan, best_plan, join, plan
+from moekit.tune.plan import Curve, Plan, best_plan, join, plan, time_at
 from moekit.tune.table import Key, Times, known
 
 # Of log2 of all four sizes together: how far the nearest shape may be. 1: one size twice as large.
@@ -39,12 +39,19 @@ class Found:
     borrowed: bool
 
     def curves(self, dispatcher: str, names: Collection[str]) -> dict[str, Curve]:
-        """Of these experts backends, those measured behind ``dispatcher``: times by tokens."""
-        return {
+        """Of these experts backends, those measured behind ``dispatcher``: times by tokens.
+
+        Where tokens move, times are of calls that fill the dispatcher's capacity. A kernel's is
+        ``high``, whatever a call brings, so nothing but the time at ``high`` counts.
+        """
+        curves: dict[str, Curve] = {
             experts: [(t, math.inf if r.us is None else r.us) for t, r in sorted(records.items())]
             for (d, experts), records in self.times.items()
             if d == dispatcher and experts in names
         }
+        if self.key.ranks == 1 or self.high is None:
+            return curves
+        return {name: [(self.high, time_at(curve, self.high))] for name, curve in curves.items()}
 
     def choose(self, dispatcher: str, names: Collection[str]) -> Choice | None:
         """The best of these experts backends behind ``dispatcher``; None if none was measured."""
@@ -86,6 +93,8 @@ class Found:
         tokens = sorted({t for records in self.times.values() for t in records})
         text = f"{self.key.device or self.key.arch}, T={tokens[0]}..{tokens[-1]}"
         text += ", experts on one rank" if self.borrowed else ""
+        if self.key.ranks > 1 and self.high is not None:
+            text += f", at T={self.high} on {self.key.ranks} ranks"
         return text + (f", nearest shape {self.key}" if self.distance else "")
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
-import functools
-import importlib.metadata
 import json
 import os
 import shlex
@@ -22,17 +19,18 @@ from torch import Tensor
 from moekit import select
 from moekit.bench import contestants
 from moekit.bench.cells import Case, Result
-from moekit.bench.cli import Sweep, add_sweep, replace_file
+from moekit.bench.cli import Sweep, add_sweep
 from moekit.bench.contestants import AUTO, Contestant, KernelCall
-from moekit.bench.environment import versions
 from moekit.bench.measure import Call
 from moekit.bench.shapes import Shape
 from moekit.errors import MoekitError
 from moekit.plugins import registry
 from moekit.problem import MoEProblem
-from moekit.tune import regret
+from moekit.tune import ranks, regret
 from moekit.tune import table as tables
-from moekit.tune.table import Key, Record, Table
+from moekit.tune.table import Key, Record
+from moekit.tune.write import add_to as add_to
+from moekit.tune.write import made_with, table_file, write
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,6 +40,10 @@ def main(argv: Sequence[str]) -> int:
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
     try:
+        if args.select and args.measured is not None:
+            return ranks.record(args)
+        if args.ep > 1:
+            return ranks.main(args, argv)
         return _regret(args, argv) if args.regret else _select(args, argv)
     except (MoekitError, OSError, json.JSONDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -69,8 +71,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--again", action="store_true", help="--select: measure what the table has, too")
     add("--gpus", type=int, default=0, metavar="N", help="--select: on the first N devices")
+    add(
+        "--ep",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pairs of dispatcher and experts on N ranks, one per device; --shapes are then whole "
+        "layers (dsv3, or E:K:H:I), --dispatcher a list (default: all that move tokens)",
+    )
     add("--json", type=Path, metavar="FILE", help="--regret: write the measurements")
-    add("--from", dest="measured", type=Path, metavar="FILE", help="--regret: a bench's --json")
+    add(
+        "--from",
+        dest="measured",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: --regret of a "
+        "bench's --json; --select: the pairs in benchmarks/layer_dispatch.py's",
+    )
     parser.set_defaults(
         routing="uniform", peers=[], only_peers=None, no_graph=False, ceilings=None,
         markdown=None, plot=None,
@@ -95,9 +112,7 @@ class _Select(Sweep):
         super().__init__(args, "")
         if bad := [c.name for c in self.contestants if c.name == AUTO or "|" in c.name]:
             raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
-        place, name = args.output or tables.user_path(), self.spec.name or self.spec.type
-        in_place = place / ("-".join(name.lower().split()) + ".json")
-        self.file = place if place.suffix == ".json" else in_place
+        self.file = table_file(args.output, self.spec)
         add_to(self.file, {})  # what cannot be written or read ends the run before it begins
         self.table = tables.read(self.file)
         able = {name for p in self.problems.values() for name in self.wanted(p)}
@@ -154,17 +169,8 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
         names = [n for n in sweep.wanted(problem) if known[n].priority_for(problem) >= 0]
         key = Key.of(problem)
         cells += regret.of_table(f"{shape} {scheme}", key, table, args.dispatcher, names)
-    _write(regret.markdown(f"Tuned table {sweep.file.name}", cells, args.limit), args)
+    write(regret.markdown(f"Tuned table {sweep.file.name}", cells, args.limit), args.summary)
     return int(not complete)
-
-
-def add_to(file: Path, table: Table) -> None:
-    """Merges ``table`` into ``file``, at once, and after whoever else is doing so."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file.with_name(f".{file.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        old = tables.read(file) if file.exists() else {}
-        replace_file(file, tables.encode(tables.merge([old, table])))
 
 
 def _on_many(sweep: _Select, argv: Sequence[str]) -> bool:
@@ -209,25 +215,7 @@ def _on_many(sweep: _Select, argv: Sequence[str]) -> bool:
 
 
 def _made_with(contestant: Contestant) -> str:
-    """What a time depends on: torch, triton, CUDA, the plugin, and the libraries it requires; also
-    those that the experts class names in ``libraries()`` (name -> version), if it has that."""
-    found = versions([contestant])
-    del found["python"]
-    spec = registry().experts.get(contestant.name)
-    if spec is not None:
-        for name in {required.partition(".")[0] for required in spec.requires}:
-            for distribution in _owners().get(name, ()):
-                found[distribution] = importlib.metadata.version(distribution)
-        try:
-            found |= getattr(spec.load(), "libraries", dict)()
-        except MoekitError:  # said when it is made
-            pass
-    return ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
-
-
-@functools.lru_cache
-def _owners() -> Mapping[str, Sequence[str]]:
-    return importlib.metadata.packages_distributions()
+    return made_with([contestant], registry().experts.get(contestant.name))
 
 
 def _copied(case: Case, call: KernelCall) -> float:
@@ -261,16 +249,11 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         data = json.loads(args.measured.read_text())
     try:
-        cells, title = regret.of_bench(data), f"The choice on {data['device']['name']}"
+        layers = isinstance(data, dict) and data.get("what") == "layers"
+        of = regret.of_layers if layers else regret.of_bench
+        cells, title = of(data), f"The choice on {data['device']['name']}"
     except (KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise MoekitError(f"{args.measured} is no JSON of `moekit bench`: {what}") from error
-    _write(regret.markdown(title, cells, args.limit), args)
+    write(regret.markdown(title, cells, args.limit), args.summary)
     return int(not (complete and regret.worst(cells) <= args.limit))
-
-
-def _write(text: str, args: argparse.Namespace) -> None:
-    if args.summary is None:
-        print(text, end="")
-    elif args.summary != Path(os.devnull):
-        replace_file(args.summary, text)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moekit import select
+from moekit.bench import dispatch_layers_cli as layers
 from moekit.bench import shapes
 from moekit.bench.contestants import AUTO, MOEKIT
 from moekit.problem import DTYPES, DeviceSpec
@@ -47,6 +48,37 @@ def of_table(
         pick = serving(choice.plan.buckets, tokens) if choice else ""
         cells.append(Cell(title, tokens, times, pick, times.get(pick)))
     return cells
+
+
+def of_pairs(title: str, key: Key, table: Table, able: Mapping[str, Collection[str]]) -> list[Cell]:
+    """What a table says itself of the choice among pairs over several ranks, for kernels whose
+    ``max_num_tokens`` is each of its T. able: dispatcher -> experts that may be chosen behind."""
+    records = {
+        pair: r for pair, r in table.get(key, {}).items() if pair[1] in able.get(pair[0], ())
+    }
+    cells = []
+    for tokens in sorted({t for r in records.values() for t in r}):
+        found = Found(key, 0.0, table[key], tokens, False)
+        times = {f"{d} + {e}": r[tokens].us for (d, e), r in records.items() if tokens in r}
+        made = {d: found.choose(d, names) for d, names in able.items()}
+        costs = {d: (c.plan.cost, c.plan.buckets) for d, c in made.items() if c is not None}
+        pick = ""
+        if costs:
+            best = min(costs, key=lambda d: costs[d][0])
+            pick = f"{best} + {serving(costs[best][1], tokens)}"
+        cells.append(Cell(title, tokens, times, pick, times.get(pick)))
+    return cells
+
+
+def of_layers(data: Mapping[str, Any]) -> list[Cell]:
+    """What is chosen now for the cells of the JSON of benchmarks/layer_dispatch.py."""
+    made = []
+    for cell in data["cells"]:
+        times = layers.times(cell)
+        pick = layers.choice(layers.problem_of(dict(data), cell["scheme"], cell["tokens"]))
+        title = f"{data['settings']['layer']} {cell['scheme']} on {data['ranks']} ranks"
+        made.append(Cell(title, cell["tokens"], times, pick, times.get(pick)))
+    return made
 
 
 def of_bench(data: Mapping[str, Any]) -> list[Cell]:

@@ -74,8 +74,16 @@ LIMIT = {"none": 8e-3, "fp8": 9e-2, "w4a8": 9e-2}
 DEVICE = torch.device("cuda")
 
 
-def say(*words: object) -> None:
-    print(*words, flush=True)
+def say(*words: object, sep: str = " ") -> None:
+    print(*words, sep=sep, flush=True)
+
+
+FAILURES: list[str] = []
+
+
+def bad(what: str) -> None:
+    say(what)
+    FAILURES.append(what.splitlines()[0])
 
 
 @contextlib.contextmanager
@@ -83,7 +91,7 @@ def part(name: str) -> Iterator[None]:
     try:
         yield
     except Exception:
-        say(f"FAILED {name}\n{traceback.format_exc(limit=-6)}")
+        bad(f"FAILED {name}\n{traceback.format_exc(limit=-6)}")
         with contextlib.suppress(Exception):
             torch.cuda.synchronize()
 
@@ -104,10 +112,10 @@ def only(scheme: str, variant: str) -> Iterator[None]:
         raise RuntimeError(why)
     bounds = tuple((low, (name,)) for low, _ in providers.PREFERRED[scheme])
     table = {**providers.PREFERRED, scheme: bounds}
-    tuned = providers.quack_plan
+    plans = providers.quack_plans if plan is None else lambda problem: ((0, plan),)
     with (
         mock.patch.object(providers, "PREFERRED", table),
-        mock.patch.object(providers, "quack_plan", lambda p, rows: plan or tuned(p, rows)),
+        mock.patch.object(providers, "quack_plans", plans),
         mock.patch.object(providers.Torch, "fast_accum", fast),
     ):
         yield
@@ -150,8 +158,13 @@ def weights_of(problem: moekit.MoEProblem) -> moekit.ExpertWeights:
     return moekit.ExpertWeights(**whole, **bias)
 
 
-def routing_of(problem: moekit.MoEProblem, tokens: int, holes: float = 0.0) -> moekit.Routing:
+def routing_of(
+    problem: moekit.MoEProblem, tokens: int, holes: float = 0.0, crowded: bool = False
+) -> moekit.Routing:
+    """crowded: every token goes to the last top_k experts, and the others stay empty."""
     scores = torch.rand(tokens, problem.num_experts, device=DEVICE)
+    if crowded:
+        scores[:, -problem.top_k :] += 1
     ids = scores.topk(problem.top_k, dim=1).indices
     weights = torch.rand(ids.shape, device=DEVICE) + 0.3
     if holes and tokens:

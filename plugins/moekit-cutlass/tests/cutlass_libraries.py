@@ -9,6 +9,7 @@ from cutlass_device import (
     ARGS,
     DEVICE,
     SHAPES,
+    bad,
     chosen_shapes,
     error_of,
     microseconds,
@@ -127,8 +128,8 @@ def by_group(x_SH: torch.Tensor, w_LNH: torch.Tensor, offsets: list[int]) -> tor
 def report(what: str, out: torch.Tensor, want: torch.Tensor, used: int, more: str = "") -> None:
     error = error_of(out[:used], want[:used]) if used else 0.0
     tail = out[used:].float().isnan().all()
-    verdict = "ok" if error < 1e-2 else "WRONG"
-    say(f"{verdict} {what}: error {error:.1e}, rows behind untouched {bool(tail)} {more}")
+    told = f"{what}: error {error:.1e}, rows behind untouched {bool(tail)} {more}"
+    say(f"ok {told}") if error < 1e-2 else bad(f"WRONG {told}")
 
 
 FIRST_TILES = [

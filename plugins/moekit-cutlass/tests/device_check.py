@@ -3,12 +3,13 @@
     MOEKIT_VLLM_PATH=<.../vllm> python plugins/moekit-cutlass/tests/device_check.py --site <DIR>
 
 --site: a folder named site-packages with quack, nvidia_cutlass_dsl, tvm_ffi ... unpacked in it.
---only: some of `probe w4a8 numbers graph time profile sweep` (default: all; an illegal memory
+--only: some of `probe w4a8 numbers graph time profile sweep plans` (default: all; an illegal memory
 access ends a whole process: run each in its own). --variants: some of `quack quack-copy torch
 torch-slow-accum vllm`. --schemes: cut numbers, graph, time. --shapes, --tokens: cut the times.
 --budget: seconds for the sweep of quack's tiles. Nothing need be installed besides torch, triton
-and pluggy; cutlass_device.py and cutlass_libraries.py beside this file belong to it. A failing part
-prints its traceback and the rest goes on. With $OUT set, times go to $OUT/cutlass_times.jsonl.
+and pluggy; cutlass_*.py beside this file belong to it. A failing part prints its traceback and the
+rest goes on; what failed is listed last, and the exit code is 1. With $OUT set, times go to
+$OUT/cutlass_times.jsonl.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from cutlass_device import (
     ARGS,
     BF16_PEAK,
+    FAILURES,
     FP8_PEAK,
     LIMIT,
     READ,
@@ -33,6 +35,7 @@ from cutlass_device import (
     TOKENS,
     VARIANTS,
     NaNWorkspace,
+    bad,
     chosen_schemes,
     chosen_shapes,
     error_of,
@@ -48,6 +51,7 @@ from cutlass_device import (
     weights_of,
 )
 from cutlass_libraries import probe, probe_w4a8, sweep
+from cutlass_plans import plans
 from moekit_cutlass import found
 
 import moekit
@@ -92,8 +96,9 @@ def numbers(backends: moekit.Registry) -> None:
                             )  # fmt: skip
                             weights = weights_of(problem)
                             packed = kernel.pack(weights)
-                            for T in (0, 1, 7, 133, 1500):
-                                routing = routing_of(problem, T, holes=0.2)
+                            for T in (0, 1, 7, 133, 1500, -133):
+                                crowded, T = T < 0, abs(T)
+                                routing = routing_of(problem, T, holes=0.2, crowded=crowded)
                                 x = tokens_of(problem, routing)
                                 out, again = (kernel(x, packed, routing) for _ in range(2))
                                 want = oracle(x, weights, routing, problem)
@@ -101,9 +106,9 @@ def numbers(backends: moekit.Registry) -> None:
                                 calls += 1
                                 worst = max(worst, error) if error == error else error
                                 if not error < LIMIT[family(scheme)] * (2 if T < 9 else 1):
-                                    say(f"WRONG {what} T={T}: {error:.2e}")
+                                    bad(f"WRONG {what} T={T} {crowded=}: {error:.2e}")
                                 if not torch.equal(out, again):
-                                    say(f"NOT DETERMINISTIC {what} T={T}")
+                                    bad(f"NOT DETERMINISTIC {what} T={T} {crowded=}")
             say(f"numbers {scheme} {variant}: {calls} calls, worst error {worst:.2e}")
 
 
@@ -141,8 +146,9 @@ def graph(backends: moekit.Registry) -> None:
                     captured.replay()
                     torch.cuda.synchronize()
                     errors.append(error_of(out, oracle(x, weights, new, problem)))
-                verdict = "ok" if all(e < LIMIT[family(scheme)] for e in errors) else "WRONG"
-                say(verdict, "graph", scheme, variant, *(f"{e:.1e}" for e in errors))
+                right = all(e < LIMIT[family(scheme)] for e in errors)
+                told = f"graph {scheme} {variant} {' '.join(f'{e:.1e}' for e in errors)}"
+                say(f"ok {told}") if right else bad(f"WRONG {told}")
 
 
 def limit_of(shape: tuple[int, int, int, int], T: int, scheme: str) -> float:
@@ -217,7 +223,7 @@ def profile(backends: moekit.Registry) -> None:
                     say(f"  {event.self_device_time_total:9.0f} us x{event.count} {event.key[:90]}")
 
 
-def main() -> None:
+def main() -> int:
     say("torch", torch.__version__, torch.cuda.get_device_name(), sys.version.split()[0])
     for name in ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -234,6 +240,7 @@ def main() -> None:
         "time": lambda: times(backends),
         "profile": lambda: profile(backends),
         "sweep": sweep,
+        "plans": lambda: plans(backends),
     }
     for name in ARGS.only or steps:
         start = time.monotonic()
@@ -241,7 +248,9 @@ def main() -> None:
         with part(name):
             steps[name]()
         say(f"== {name} took {time.monotonic() - start:.0f} s")
+    say(f"{len(FAILURES)} failures", *FAILURES, sep="\n  ")
+    return int(bool(FAILURES))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -134,7 +134,7 @@ def test_w4a8_refuses():
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu2", "swigluoai"])
 def test_quack(dispatcher, experts, gather, activation, monkeypatch):
     plan = QuackPlan(gather=gather)
-    monkeypatch.setattr("moekit_cutlass.providers.quack_plan", lambda problem, rows: plan)
+    monkeypatch.setattr("moekit_cutlass.providers.quack_plans", lambda problem: ((0, plan),))
     with cutlass_standins.installed(none="quack"):
         for has_bias in (False, True):
             check(dispatcher, experts, activation=activation, has_bias=has_bias)
@@ -155,7 +155,10 @@ def test_provider_by_size():
     backends = cutlass_standins.registry()
     kernel = moekit.compose(problem, "local", "cutlass", backends=backends)
     names = [(b.low, b.provider.name) for b in bands(problem)]
-    assert names == [(0, "torch"), (128, "quack"), (512, "quack"), (2048, "quack")]
+    assert names == [(0, "torch"), (128, "quack"), (512, "quack")]
+    wide = bands(problem.replace(intermediate_size=8192))
+    assert [b.low for b in wide] == [0, 128, 512, 2048]
+    assert all(a.high == b.low for a, b in zip(wide, wide[1:], strict=False))
     experts = kernel.experts
     assert experts._provider(1, 2).name == "torch"
     assert experts._provider(512 * 5, 1).name == experts._provider(256 * 5, 2).name == "quack"

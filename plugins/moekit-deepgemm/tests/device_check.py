@@ -3,9 +3,10 @@
     MOEKIT_DEEPGEMM_PATH=<.../deep_gemm> python plugins/moekit-deepgemm/tests/device_check.py
 
 Needs torch, triton, pluggy and nvcc; not that the packages are installed. Options: --only with some
-of `probe numbers graph time batched bf16 profile`, --shapes, --tokens, --workers (processes that
-compile the library's kernels beforehand; 0: none). A failing part prints its traceback, and the
-rest goes on. Kernels are kept in DG_JIT_CACHE_DIR (default: /tmp/moekit_deepgemm_jit).
+of `probe numbers graph time batched bf16 profile expected` (default: all but the last), --shapes,
+--tokens, --workers (processes that compile the library's kernels beforehand; 0: none). A failing
+part prints its traceback, and the rest goes on. Kernels are kept in DG_JIT_CACHE_DIR (default:
+/tmp/moekit_deepgemm_jit).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from device_common import (
     problem_of,
     say,
 )
-from device_times import profile, time_batched, time_standard
+from device_times import profile, time_batched, time_expected, time_standard
 from moekit_deepgemm import moekit_experts, provider
 
 import moekit
@@ -38,7 +39,7 @@ from moekit import quant
 from moekit.kernel import Dispatched, Workspace
 from moekit.reference import oracle
 
-PARTS = ("probe", "numbers", "graph", "time", "batched", "bf16", "profile")
+PARTS = ("probe", "numbers", "graph", "time", "batched", "bf16", "profile", "expected")
 
 # -- the library alone
 
@@ -283,7 +284,7 @@ def compile_all(todo: list[tuple[str, str, int]], workers: int) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser()
-    options.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
+    options.add_argument("--only", nargs="+", default=PARTS[:-1], choices=PARTS)
     options.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     options.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     options.add_argument("--workers", type=int, default=14)
@@ -318,6 +319,7 @@ def main() -> None:
         ("bf16", lambda: time_standard(
             chosen.shapes, [t for t in chosen.tokens if t in (16, 1024, 16384)], quant="none")),
         ("profile", lambda: profile(chosen.shapes)),
+        ("expected", lambda: time_expected(chosen.shapes, chosen.tokens)),
     ):  # fmt: skip
         if name in chosen.only:
             with part(name):

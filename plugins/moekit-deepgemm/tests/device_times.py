@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +27,8 @@ from moekit_deepgemm.config import expected_slab_rows
 
 import moekit
 from moekit import quant
-from moekit.kernel import Dispatched, Workspace
+from moekit.bench.measure import Prepared, take_turns
+from moekit.kernel import Dispatched, Routing, Workspace
 from moekit.reference import oracle
 
 # Microseconds of the pipeline that the issue names, on an H200 (shared/measured.md)
@@ -38,25 +41,23 @@ FP8_FLOPS, BF16_FLOPS, BANDWIDTH = 1424e12, 791e12, 4.49e12
 ROUTINGS = 3
 
 
-def timed(calls: list[Callable[[], None]]) -> float:
-    """Microseconds of one call: a graph over all of them, median of 10 replays."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    del graph
-    return statistics.median(times[2:])
+def prepared(calls: list[Callable[[], object]]) -> Prepared:
+    """A graph over all calls, for moekit.bench to time: its inputs are not looked at."""
+    turn, unused = itertools.cycle(calls), torch.empty(1, device="cuda")
+
+    def call(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        next(turn)()
+        return x
+
+    made = Prepared(call, [(unused, Routing(unused, unused))] * len(calls), unused.device)
+    assert made.graph is not None, made.note
+    return made
+
+
+def timed(calls: list[Callable[[], object]]) -> float:
+    """Microseconds of one call in a graph, median of 10 replays."""
+    made = prepared(calls)
+    return statistics.median(made.graph_us() for _ in range(10))
 
 
 def limit_us(p: moekit.MoEProblem, tokens: int) -> float:
@@ -135,6 +136,38 @@ def time_cell(shape, p, tokens, weights, packed, workspace) -> None:
             say(f"{shape:9} {p.quant.name:9} T={tokens:5} block_m {tag:4} block {block_us:8.1f} us "
                 f"bare GEMMs {bare_us:8.1f} us limit/block {limit / block_us:.2f} "
                 f"{flop / block_us * 1e-6:6.0f} TFLOP/s{note}")  # fmt: skip
+
+
+def time_expected(shapes: list[str], token_counts: list[int]) -> None:
+    """The bare GEMMs when the library is told of other numbers of rows an expert: it chooses its
+    tiles by them. In turns, so that clocks are the same for all."""
+    for shape, tokens in itertools.product(shapes, token_counts):
+        p = problem_of(SHAPES[shape])
+        x = torch.randn(tokens, p.hidden_size, device="cuda").bfloat16()
+        out, workspace = torch.empty_like(x), Workspace()
+        routings = [make_routing(p, tokens) for _ in range(ROUTINGS)]
+        packed = experts_of(p, "deepgemm").pack(make_weights(p).canonical(p))
+        default = experts_of(p, "deepgemm")._plan(tokens * p.top_k)
+        if default.expected_m is None:
+            say(f"expected {shape} T={tokens}: by the number of pairs")
+            continue
+        contestants = {}
+        for expected_m in (default.expected_m * n // 4 for n in (1, 2, 3, 4, 8)):
+            plan = replace(default, expected_m=max(1, expected_m))
+            with part(f"expected {shape} T={tokens} {plan}"):
+                experts = experts_of(p, "deepgemm")
+                experts._plan = lambda pairs, plan=plan: plan
+                experts._first_use = lambda key, device: False  # smaller sizes are not needed
+                blocks, bare = standard_calls(p, experts, packed, x, routings, out, workspace)
+                for block in blocks:  # fills what the bare GEMMs read
+                    block()
+                contestants[str(plan.expected_m)] = prepared(bare)
+        for expected_m, timing in take_turns(contestants, 15, host=False).items():
+            told = "" if int(expected_m) != default.expected_m else " (in use)"
+            us = timing if isinstance(timing, Exception) else f"{timing.us:.1f} us"
+            say(f"expected {shape:9} T={tokens:5} expected_m {expected_m:5}{told} bare GEMMs {us}")
+        del packed, workspace
+        torch.cuda.empty_cache()
 
 
 def bare_masked(experts, packed, scratch, counts, y) -> Callable[[], None]:

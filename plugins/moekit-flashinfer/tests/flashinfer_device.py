@@ -9,7 +9,7 @@ Needs the library (see the package's docstring) and the GPUs; the packages may b
 from __future__ import annotations
 
 import argparse
-import statistics
+import itertools
 import sys
 import time
 import traceback
@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from moekit_flashinfer import library, moekit_dispatchers, moekit_experts  # noqa: E402
 
 import moekit  # noqa: E402
+from moekit.bench.measure import Timing, measure  # noqa: E402
 from moekit.kernel import Dispatched, Workspace  # noqa: E402
 from moekit.plugins import Registry, registry  # noqa: E402
 from moekit.reference import oracle  # noqa: E402
@@ -69,37 +70,19 @@ def backends() -> Registry:
     return found
 
 
-def timed(calls: list[Callable[[], object]], replays: int = 10) -> float:
-    """Microseconds of one call: a graph over all of them, median of the replays."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[2:])
+def timed(calls: list[Callable[[], object]]) -> Timing:
+    """Of one call, in a graph over all of them and on the host; by moekit.bench, whose inputs are
+    not looked at."""
+    turn, unused = itertools.cycle(calls), torch.empty(1, device="cuda")
 
+    def call(x: torch.Tensor, routing: moekit.Routing) -> torch.Tensor:
+        next(turn)()
+        return x
 
-def host_us(call: Callable[[], object], times: int = 30) -> float:
-    """Microseconds of host time of one eager call."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(times):
-        call()
-    spent = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return spent / times * 1e6
+    pairs = [(unused, moekit.Routing(unused, unused))] * len(calls)
+    timing = measure(call, pairs, unused.device)
+    assert timing.graph_us is not None, timing.note
+    return timing
 
 
 def limit_us(p: moekit.MoEProblem, tokens: int) -> float:
@@ -162,7 +145,7 @@ def experts(shape: str, scheme: str, tokens: list[int], tune: bool) -> None:
         return bare, adapted
 
     say(f"\n### {shape}, {scheme}: E {E}, K {K}, H {H}, I {inner}; microseconds\n")
-    untuned = {T: timed(calls(T)[0]) for T in tokens}
+    untuned = {T: timed(calls(T)[0]).us for T in tokens}
     if tune and scheme != "fp8_block":
         tuner = made._core.AutoTuner.get()
         tuner.warmup, tuner.repeat = 1, 3
@@ -176,12 +159,12 @@ def experts(shape: str, scheme: str, tokens: list[int], tune: bool) -> None:
         bare, adapted = calls(T)
         # alternating: clocks drift
         runs = [(timed(bare), timed(adapted)) for _ in range(2)]
-        library_us, adapter_us = (min(column) for column in zip(*runs, strict=True))
+        library_us, adapter_us = (min(t.us for t in column) for column in zip(*runs, strict=True))
+        host = " · ".join(f"{timing.host_us:.0f}" for timing in runs[-1])
         limit = limit_us(p, T)
         say(
             f"| {T} | {limit:.0f} | {untuned[T]:.0f} | {library_us:.0f} | {adapter_us:.0f} | "
-            f"{adapter_us / library_us:.3f} | {limit / adapter_us:.2f} | "
-            f"{host_us(bare[0]):.0f} · {host_us(adapted[0]):.0f} |"
+            f"{adapter_us / library_us:.3f} | {limit / adapter_us:.2f} | {host} |"
         )
     T = 64
     x = torch.randn(T, H, dtype=p.dtype, device="cuda")

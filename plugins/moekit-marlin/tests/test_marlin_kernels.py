@@ -4,6 +4,7 @@ import pytest
 import torch
 from moekit_marlin.kernels import (
     FEW_PAIRS,
+    ONE_LAUNCH_PAIRS,
     Blocks,
     activate_columns,
     gather_columns,
@@ -51,8 +52,11 @@ def wanted(members: list[list[int]], block: int) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize("block", [8, 16, 32, 64])
 @pytest.mark.parametrize(
     ("rows", "top_k", "experts"),
-    [(1, 1, 1), (1, 8, 128), (3, 2, 5), (16, 8, 4), (7, 3, 300), (FEW_PAIRS, 1, 2), (90, 3, 11)],
-)
+    [
+        (1, 1, 1), (1, 8, 128), (3, 2, 5), (16, 8, 4), (7, 3, 300), (FEW_PAIRS, 1, 2), (90, 3, 11),
+        (ONE_LAUNCH_PAIRS // 4, 4, 7), (ONE_LAUNCH_PAIRS + 1, 1, 7),
+    ],
+)  # fmt: skip
 def test_list_pairs(device, rows, top_k, experts, block):
     for skip in (0.0, 0.3, 1.0):
         ids = torch.randint(experts, (rows, top_k), device=device)

@@ -83,7 +83,9 @@ def test_the_nearest_entry_is_taken(monkeypatch) -> None:
     assert plan.first.group_m == 4 and not plan.first.tma
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_channel_token", "int8_w8a16"])
+@pytest.mark.parametrize(
+    "scheme", ["none", "fp8_block", "fp8_channel_token", "int8_w8a16", "int4_w4a16_g32_zp"]
+)
 @pytest.mark.parametrize("inner", [64, 96, 768, 14336])
 def test_the_heuristic_fits_the_device(scheme, inner) -> None:
     for capability, limit in (((9, 0), 227 << 10), ((8, 9), 99 << 10), ((8, 0), 163 << 10)):
@@ -105,7 +107,7 @@ def test_one_token_needs_no_alignment() -> None:
     assert not choose_plan(problem(), 1, 2, slabs=True).direct
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_channel_token"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_channel_token", "mxfp4_w4a16"])
 def test_candidates_of_the_tuner(scheme) -> None:
     p = problem(quant=scheme)
     for per_expert in tune.ROWS_PER_EXPERT:

@@ -93,7 +93,10 @@ class NaNWorkspace(Workspace):
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-@pytest.mark.parametrize("scheme", sorted(moekit.registry().expert("triton").schemes))
+@pytest.mark.parametrize(
+    "scheme",  # of 4 bits: test_triton_packed.py
+    sorted(s for s in moekit.registry().expert("triton").schemes if "4a16" not in s),
+)
 def test_schemes(device, dispatcher, experts, scheme):
     check(make_problem(device, quant=scheme), dispatcher, experts)
 

@@ -50,7 +50,6 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         requires=("triton", "moekit_triton"),
         install_hint="pip install 'triton>=3.6' moekit-triton",
         priority=5,
-        scheme_priority=((W4A8, -150),) if W4A8 in schemes else (),  # by name, until a GPU ran it
         check=_check,
         reduces=format is ActivationFormat.STANDARD,
         graph_safe=True,

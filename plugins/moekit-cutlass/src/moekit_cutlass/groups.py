@@ -131,15 +131,16 @@ def _place(
     count_B = tl.histogram(bin_C, BINS)
     bin_B = tl.arange(0, BINS)
     if MANY:
-        total_B = tl.zeros((BINS,), tl.int32)
-        before_B = tl.zeros((BINS,), tl.int32)
+        total_TB = tl.zeros((TILE, BINS), tl.int32)  # summed over T behind the loop, not in it
+        before_TB = tl.zeros((TILE, BINS), tl.int32)
         for first in range(0, chunks, TILE):
             other_T = first + tl.arange(0, TILE)
             inside = (other_T < chunks)[:, None] & (bin_B <= num_experts)[None, :]
             pointers = counts_ptr + other_T[:, None] * (num_experts + 1) + bin_B[None, :]
             counts = tl.load(pointers, mask=inside, other=0)
-            total_B += tl.sum(counts, axis=0)
-            before_B += tl.sum(tl.where((other_T < chunk)[:, None], counts, 0), axis=0)
+            total_TB += counts
+            before_TB += tl.where((other_T < chunk)[:, None], counts, 0)
+        total_B, before_B = tl.sum(total_TB, axis=0), tl.sum(before_TB, axis=0)
     else:
         total_B = tl.where(bin_B <= num_experts, count_B, 0)
         before_B = tl.zeros((BINS,), tl.int32)

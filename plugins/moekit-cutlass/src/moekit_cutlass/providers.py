@@ -11,9 +11,9 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +27,13 @@ from .groups import Groups, problem_sizes
 
 logger = logging.getLogger("moekit")
 
+T = TypeVar("T")
+
 # Which library runs a call, by the expected rows per expert: from each bound on, the first usable.
 # H200, benchmarks/results: vLLM's operator swaps the operands of small calls, and torch's kernels
 # are ahead of it from 512 rows per expert on; for bf16 quack is ahead of torch's from 128 on.
 PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
-    "none": (
-        (0, ("torch", "quack")),
-        (128, ("quack", "torch")),
-        (512, ("quack", "torch")),
-        (2048, ("quack", "torch")),
-    ),
+    "none": ((0, ("torch", "quack")), (128, ("quack", "torch"))),
     "fp8_tensor": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
     "fp8_tensor_static": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
     "fp8_channel_token": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
@@ -75,20 +72,19 @@ class QuackPlan:
     second: Tile = Tile()
 
 
-def quack_plan(problem: MoEProblem, rows_per_expert: int) -> QuackPlan:
-    """The fastest of device_check.py's sweep on an H200, for calls of at least so many rows.
+def quack_plans(problem: MoEProblem) -> tuple[tuple[int, QuackPlan], ...]:
+    """The fastest of device_check.py's sweep on an H200, by the rows per expert from which on.
 
     Copying rows into order first pays where GEMM 1 is wide, or its rows few: then it is cheap, and
     a plain GEMM 1 is 4 to 10 % faster than one that gathers.
     """
-    wide = problem.w13_rows >= 16384
-    if rows_per_expert < 512:
-        return QuackPlan(False, Tile(128, 192, True, (1, 1)), Tile(128, 160, True, (1, 1)))
-    if not wide:
-        return QuackPlan(True, Tile(128, 192, True, (2, 1)), Tile(128, 192, True, (2, 1)))
-    if rows_per_expert < 2048:
-        return QuackPlan(False, Tile(128, 256, False, (1, 1)), Tile(128, 160, True, (1, 2)))
-    return QuackPlan(False, Tile(256, 192, False, (1, 1)), Tile(256, 192, False, (1, 2)))
+    few = QuackPlan(False, Tile(128, 192, True, (1, 1)), Tile(128, 160, True, (1, 1)))
+    if problem.w13_rows < 16384:
+        narrow = QuackPlan(True, Tile(128, 192, True, (2, 1)), Tile(128, 192, True, (2, 1)))
+        return (0, few), (512, narrow)
+    some = QuackPlan(False, Tile(128, 256, False, (1, 1)), Tile(128, 160, True, (1, 2)))
+    many = QuackPlan(False, Tile(192, 128, True, (1, 2)), Tile(256, 192, False, (1, 2)))
+    return (0, few), (512, some), (2048, many)
 
 
 class Scales(NamedTuple):
@@ -375,14 +371,20 @@ def bands(problem: MoEProblem) -> tuple[Band, ...]:
     usable, why_not = providers_for(scheme, problem.dtype_name)
     if not usable:
         raise BackendBroken(f"no library for {scheme}: {'; '.join(why_not)}")
-    made: dict[object, Provider] = {}
-    table = PREFERRED[scheme]
     found = []
-    for index, (low, order) in enumerate(table):
-        high = table[index + 1][0] if index + 1 < len(table) else float("inf")
+    for low, high, order in _between(PREFERRED[scheme]):
         name = next(name for name in order if name in usable)
-        plan = quack_plan(problem, low) if name == "quack" else None
-        if (name, plan) not in made:
-            made[name, plan] = Quack(problem, plan) if plan else _class_of(name, problem)(problem)
-        found.append(Band(low, high, made[name, plan]))
+        if name != Quack.name:
+            found.append(Band(low, high, _class_of(name, problem)(problem)))
+            continue
+        for start, end, plan in _between(quack_plans(problem)):
+            if start < high and low < end:
+                found.append(Band(max(low, start), min(high, end), Quack(problem, plan)))
     return tuple(found)
+
+
+def _between(table: Sequence[tuple[int, T]]) -> Iterator[tuple[int, float, T]]:
+    """(from, up to but without, what) of a table of what holds from where on."""
+    ends = [*(low for low, _ in table[1:]), float("inf")]
+    for (low, what), end in zip(table, ends, strict=True):
+        yield low, end, what

@@ -99,9 +99,11 @@ def _spread(
     TOP_K: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    last = tl.load(slots_ptr + row * TOP_K)
-    for k in range(1, TOP_K):
-        last = tl.maximum(last, tl.load(slots_ptr + row * TOP_K + k))
+    slots = ()
+    last = tl.full((), -1, tl.int32)
+    for k in tl.static_range(TOP_K):
+        slots += (tl.load(slots_ptr + row * TOP_K + k),)
+        last = tl.maximum(last, slots[k])
     if last < 0:
         return
     col = tl.arange(0, BLOCK)[None, :]
@@ -115,8 +117,8 @@ def _spread(
         if KIND == "row":
             scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
         x = quantize(value, tl.broadcast_to(scale, value.shape), QMAX, out_ptr.dtype.element_ty)
-    for k in range(TOP_K):
-        slot = tl.load(slots_ptr + row * TOP_K + k).to(tl.int64)
+    for k in tl.static_range(TOP_K):
+        slot = slots[k].to(tl.int64)
         end = tl.where(slot >= 0, cols, 0)
         tl.store(out_ptr + slot * out_stride + col, x, mask=col < end)
         if SCALED or KIND == "row":
@@ -151,16 +153,32 @@ def _gather_sum(
         if tl.load(slots_ptr + row) < 0:
             return
     total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        slot = tl.load(slots_ptr + row * TOP_K + k).to(tl.int64)
-        present = slot >= 0
-        end = tl.where(present, cols, 0)
-        z = tl.load(z_ptr + slot * z_stride + col, mask=col < end, other=0.0).to(tl.float32)
-        if BIAS:
-            expert = tl.load(experts_ptr + slot, mask=present, other=0).to(tl.int64)
-            z += tl.load(bias_ptr + expert * cols + col, mask=ok, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            z *= tl.load(weights_ptr + row * TOP_K + k)
-        total += tl.where(present, z, 0.0)
+    for first in tl.static_range(0, TOP_K, 8):
+        slots, rows, weights = (), (), ()
+        for k in tl.static_range(first, first + 8):
+            if k < TOP_K:
+                slots += (tl.load(slots_ptr + row * TOP_K + k),)
+        for k in tl.static_range(first, first + 8):
+            if k < TOP_K:
+                slot = slots[k - first].to(tl.int64)
+                end = tl.where(slot >= 0, cols, 0)
+                rows += (tl.load(z_ptr + slot * z_stride + col, mask=col < end, other=0.0),)
+        # ptxas saves registers by asking for a row only when the one before it is added up. Behind
+        # a barrier all rows have been asked for, and the weights hold the arithmetic back there.
+        tl.debug_barrier()
+        for k in tl.static_range(first, first + 8):
+            if k < TOP_K and WEIGHTED:
+                weights += (tl.load(weights_ptr + row * TOP_K + k),)
+        for k in tl.static_range(first, first + 8):
+            if k < TOP_K:
+                slot = slots[k - first]
+                present = slot >= 0
+                z = rows[k - first].to(tl.float32)
+                if BIAS:
+                    expert = tl.load(experts_ptr + slot, mask=present, other=0).to(tl.int64)
+                    z += tl.load(bias_ptr + expert * cols + col, mask=ok, other=0.0).to(tl.float32)
+                if WEIGHTED:
+                    z *= weights[k - first]
+                total += tl.where(present, z, 0.0)
     result = convert(total, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * out_stride + col, result, mask=ok)

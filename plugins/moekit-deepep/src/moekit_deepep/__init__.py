@@ -11,9 +11,13 @@ With dp_size=1 nothing moves, no group is needed, and they do what `local` does.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 from moekit.quant import SCHEMES
+
+if TYPE_CHECKING:
+    from moekit.topology import Footprint
 
 RANKS = (2, 4, 8)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -89,6 +93,24 @@ def check_elastic(problem: MoEProblem) -> list[str]:
     return reasons
 
 
+def _footprint_ht(problem: MoEProblem) -> Footprint:
+    from .sizes import ht
+
+    return ht(problem)
+
+
+def _footprint_ll(problem: MoEProblem) -> Footprint:
+    from .sizes import ll
+
+    return ll(problem)
+
+
+def _footprint_elastic(problem: MoEProblem) -> Footprint:
+    from .sizes import elastic
+
+    return elastic(problem)
+
+
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
     return [
@@ -106,6 +128,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             overlaps=True,
             graph_safe=True,
             deterministic=True,
+            footprint=_footprint_ht,
             check=check_ht,
         ),
         DispatcherSpec(
@@ -122,6 +145,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             overlaps=True,
             graph_safe=True,
+            footprint=_footprint_ll,
             check=check_ll,
         ),
         DispatcherSpec(
@@ -138,6 +162,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             overlaps=True,
             graph_safe=True,
+            footprint=_footprint_elastic,
             check=check_elastic,
         ),
     ]

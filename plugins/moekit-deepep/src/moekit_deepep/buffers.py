@@ -17,11 +17,10 @@ import torch.distributed as dist
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.group import Agreement, SharedBuffers
 
+from .sizes import LEGACY_WORKSPACE_BYTES, NUM_SMS
+
 logger = logging.getLogger("moekit")
 
-# Of an H200's 132. They fill the links, and leave the others to the experts.
-NUM_SMS = 24
-_LEGACY_WORKSPACE_BYTES = 32 << 20
 # How long a rank waits for the others before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0
 
@@ -117,7 +116,7 @@ def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease:
 
     def make() -> tuple[Any, int]:
         buffer = deep_ep.Buffer(group, num_nvl_bytes=nbytes, explicitly_destroy=True)
-        return buffer, nbytes + _LEGACY_WORKSPACE_BYTES
+        return buffer, nbytes + LEGACY_WORKSPACE_BYTES
 
     return Lease(group, ("normal", nbytes), make)
 
@@ -148,7 +147,7 @@ def low_latency(
             explicitly_destroy=True,
         )
         _connected[buffer] = ranks
-        return buffer, nbytes + _LEGACY_WORKSPACE_BYTES
+        return buffer, nbytes + LEGACY_WORKSPACE_BYTES
 
     return Lease(group, ("low_latency", capacity, hidden_size, num_experts), make)
 

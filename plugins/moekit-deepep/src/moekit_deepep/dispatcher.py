@@ -110,11 +110,6 @@ class DeepEPDispatcher(PrepareAndFinalize):
         if lease is not None:
             lease.release()
 
-    @property
-    def _scales_per_row(self) -> int:
-        activation = self.problem.quant.activation
-        return 0 if activation is None else activation.scale_shape(1, self.problem.hidden_size)[1]
-
 
 class Transfer:
     """A transfer on the library's stream, whose tensors must live until it is done.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moekit.kernel import Dispatched, Pending, Quantizer, Routing
 
-from . import buffers
+from . import buffers, sizes
 from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
 from .rows import clear_unused
 
@@ -72,10 +72,4 @@ class ElasticDispatcher(DeepEPDispatcher):
         return most
 
     def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        p = self.problem
-        row = 2 * p.hidden_size + 4 * self._scales_per_row
-        # ids and weights; where rows come from
-        received = rows * (row + p.top_k * (8 + 4) + 4 * (p.top_k + 2))
-        # quantized tokens and combined ones; ids and where they go to
-        sent = num_tokens * (row + 2 * p.hidden_size + p.top_k * (8 + 4))
-        return received + sent
+        return sizes.elastic_transient(self.problem, num_tokens, rows)

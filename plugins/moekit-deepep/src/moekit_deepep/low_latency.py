@@ -21,7 +21,7 @@ from torch import Tensor
 from moekit.kernel import Dispatched, Pending, Quantizer, Routing
 from moekit.local import LocalSlabs
 
-from . import buffers
+from . import buffers, sizes
 from .dispatcher import DeepEPDispatcher, Transfer
 
 
@@ -89,14 +89,9 @@ class LowLatencyDispatcher(DeepEPDispatcher):
         return Pending(arrive)
 
     def _tokens(self, num_tokens: int) -> int:
-        """The library wants C to be a multiple of 4, with 2 ranks too."""
         most = self.problem.max_num_tokens
         assert most is not None
-        return most + most % 2
+        return sizes.even(most)
 
     def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        p = self.problem
-        slots = p.num_local_experts * rows
-        row = 2 * p.hidden_size + 4 * self._scales_per_row
-        ranges = p.num_local_experts * p.parallel.ep_size * 8
-        return slots * (row + 4) + ranges + num_tokens * 2 * p.hidden_size
+        return sizes.ll_transient(self.problem, num_tokens, rows)

@@ -20,11 +20,8 @@ from torch import Tensor
 from moekit.errors import InvalidInput
 from moekit.kernel import Dispatched, Pending, Quantizer, Routing
 
-from . import buffers
+from . import buffers, sizes
 from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
-
-# So many rows of padding cost the experts less than it costs the host to wait for their number.
-_FEW_ROWS = 4096
 
 
 class NormalDispatcher(DeepEPDispatcher):
@@ -88,17 +85,11 @@ class NormalDispatcher(DeepEPDispatcher):
                 "deepep_ht is captured in a CUDA graph, which wants room for all tokens of other "
                 "ranks: set max_num_tokens in the problem"
             )
-        return self._most_rows if capturing or self._most_rows <= _FEW_ROWS else 0
+        return self._most_rows if capturing or self._most_rows <= sizes.FEW_ROWS else 0
 
     def _tokens(self, num_tokens: int) -> int:
         """As outside of CUDA graphs."""
-        most = self.problem.max_num_tokens
-        return most if most is not None and self._most_rows <= _FEW_ROWS else num_tokens
+        return sizes.ht_tokens(self.problem, num_tokens)
 
     def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        p = self.problem
-        row = 2 * p.hidden_size + 4 * self._scales_per_row
-        received = rows * (row + p.top_k * (8 + 4) + 4)
-        # Quantized tokens and combined ones; of each token, whether and where it goes to a rank.
-        sent = num_tokens * (row + 2 * p.hidden_size + 5 * p.parallel.ep_size)
-        return received + sent
+        return sizes.ht_transient(self.problem, num_tokens, rows)

@@ -14,7 +14,7 @@ from moekit_triton.numerics import INTERPRETED
 CHUNK = 256
 """Pairs ranked together: each is compared with every other of its chunk."""
 
-ONE_LAUNCH_PAIRS = 2048
+ONE_LAUNCH_PAIRS = 1024 if INTERPRETED else 8192
 """Up to this many pairs every program counts all of them by itself; above, three kernels."""
 
 
@@ -42,9 +42,10 @@ def align(
     assert scratch.numel() >= align_scratch(n, num_experts)
     bins = max(triton.next_power_of_2(num_experts), 32)
     if n <= ONE_LAUNCH_PAIRS:
+        tile = max(256, triton.next_power_of_2(min(n, 256 if INTERPRETED else 2048)))
         _align_small[(max(1, triton.cdiv(n, 64)),)](
             ids_S, rows_S, ends_L, n, num_experts,
-            BLOCK_M=block_m, BINS=bins, CHUNK=64, TILE=256, num_warps=4,
+            BLOCK_M=block_m, BINS=bins, CHUNK=64, TILE=tile, num_warps=8 if tile > 512 else 4,
         )  # fmt: skip
         return
     chunks = triton.cdiv(n, CHUNK)
@@ -79,6 +80,16 @@ def _earlier_equals(id_C, pair_C, id_T, pair_T):
     return tl.sum(same.to(tl.int32), axis=1)
 
 
+@triton.jit
+def _count_between(ids_ptr, start, end, BINS: tl.constexpr, TILE: tl.constexpr):
+    """How many of these pairs go to each expert."""
+    count_L = tl.zeros((BINS,), tl.int32)
+    for first in range(start, end, TILE):
+        id_T = _load_ids(ids_ptr, first + tl.arange(0, TILE), end)
+        count_L += tl.histogram(id_T, BINS, mask=id_T >= 0)
+    return count_L
+
+
 @triton.jit(do_not_specialize=["n"])
 def _align_small(
     ids_ptr, rows_ptr, ends_ptr, n, num_experts,
@@ -86,19 +97,16 @@ def _align_small(
 ):  # fmt: skip
     """Program c places chunk c; each counts all pairs, so that none waits for another."""
     expert_L = tl.arange(0, BINS)
-    pair_C = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    id_C = _load_ids(ids_ptr, pair_C, n)
-    count_L = tl.zeros((BINS,), tl.int32)
-    rank_C = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, n, TILE):
-        pair_T = start + tl.arange(0, TILE)
-        id_T = _load_ids(ids_ptr, pair_T, n)
-        count_L += tl.histogram(id_T, BINS, mask=id_T >= 0)
-        rank_C += _earlier_equals(id_C, pair_C, id_T, pair_T)
+    start = tl.program_id(0) * CHUNK
+    before_L = _count_between(ids_ptr, 0, start, BINS, TILE)
+    count_L = before_L + _count_between(ids_ptr, start, n, BINS, TILE)
     start_L = _starts(count_L, BLOCK_M)
-    if tl.program_id(0) == 0:
+    if start == 0:
         tl.store(ends_ptr + expert_L, start_L + count_L, mask=expert_L < num_experts)
-    row_C = tl.gather(start_L, tl.maximum(id_C, 0), 0) + rank_C
+    pair_C = start + tl.arange(0, CHUNK)
+    id_C = _load_ids(ids_ptr, pair_C, n)
+    row_C = tl.gather(start_L + before_L, tl.maximum(id_C, 0), 0)
+    row_C += _earlier_equals(id_C, pair_C, id_C, pair_C)
     tl.store(rows_ptr + pair_C, tl.where(id_C >= 0, row_C, -1), mask=pair_C < n)
 
 

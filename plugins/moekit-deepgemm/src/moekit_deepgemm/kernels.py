@@ -42,13 +42,15 @@ def _read(x_ptrs, scale_ptrs, ok, group_ok, MODE: tl.constexpr, DTYPE: tl.conste
 def scatter_rows(
     x_ptr, x_scale_ptr, rows_ptr, a_ptr, scale_ptr, cols,
     x_stride, xs_row_stride, xs_group_stride, a_stride, scale_lead,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, MODE: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
-    slot_K = tl.arange(0, SLOTS)
-    row_K = tl.load(rows_ptr + r * TOP_K + slot_K, mask=slot_K < TOP_K, other=-1)
-    if tl.max(row_K, axis=0) < 0:
+    rows = ()
+    last = tl.full((), -1, tl.int32)
+    for k in tl.static_range(TOP_K):
+        rows += (tl.load(rows_ptr + r * TOP_K + k),)
+        last = tl.maximum(last, rows[k])
+    if last < 0:
         return
     group, col, ok = _columns(tl.program_id(1), cols, GROUPS, GROUP)
     group_ok = group * GROUP < cols
@@ -58,12 +60,13 @@ def scatter_rows(
     x, scale = _read(
         x_ptr + r * x_stride + col, scale_ptrs, ok, group_ok, MODE, a_ptr.dtype.element_ty
     )
-    for k in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + r * TOP_K + k).to(tl.int64)
-        if row >= 0:
-            tl.store(a_ptr + row * a_stride + col, x, mask=ok)
-            if MODE != "copy":
-                tl.store(scale_ptr + group.to(tl.int64) * scale_lead + row, scale, mask=group_ok)
+    for k in tl.static_range(TOP_K):  # masks, as the layout of scales is converted in each branch
+        row = rows[k].to(tl.int64)
+        end = tl.where(row >= 0, cols, 0)
+        tl.store(a_ptr + row * a_stride + col, x, mask=col < end)
+        if MODE != "copy":
+            scale_ptrs = scale_ptr + group.to(tl.int64) * scale_lead + row
+            tl.store(scale_ptrs, scale, mask=group * GROUP < end)
 
 
 @triton.jit
@@ -173,17 +176,32 @@ def combine(
     r = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        pair = r * TOP_K + k
-        row = tl.load(rows_ptr + pair).to(tl.int64)
-        present = row >= 0
-        ok = col < tl.where(present, cols, 0)
-        y = tl.load(y_ptr + row * y_stride + col, mask=ok, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            bias_row = tl.load(ids_ptr + pair).to(tl.int64) * cols
-            y += tl.load(bias_ptr + bias_row + col, mask=ok, other=0.0).to(tl.float32)
-        # the weight of an absent pair may be NaN
-        total += tl.where(present, y * tl.load(weights_ptr + pair), 0.0)
+    for first in tl.static_range(0, TOP_K, 8):
+        rows, values, weights = (), (), ()
+        for k in tl.static_range(first, first + 8):
+            if k < TOP_K:
+                rows += (tl.load(rows_ptr + r * TOP_K + k),)
+        for k in tl.static_range(first, first + 8):
+            if k < TOP_K:
+                row = rows[k - first].to(tl.int64)
+                ok = col < tl.where(row >= 0, cols, 0)
+                values += (tl.load(y_ptr + row * y_stride + col, mask=ok, other=0.0),)
+        # ptxas saves registers by asking for a row only when the one before it is added up. Behind
+        # a barrier all rows have been asked for, and the weights hold the arithmetic back there.
+        tl.debug_barrier()
+        for k in tl.static_range(first, first + 8):
+            if k < TOP_K:
+                weights += (tl.load(weights_ptr + r * TOP_K + k),)
+        for k in tl.static_range(first, first + 8):
+            if k < TOP_K:
+                present = rows[k - first] >= 0
+                y = values[k - first].to(tl.float32)
+                if HAS_BIAS:
+                    bias_row = tl.load(ids_ptr + r * TOP_K + k).to(tl.int64) * cols
+                    ok = col < tl.where(present, cols, 0)
+                    y += tl.load(bias_ptr + bias_row + col, mask=ok, other=0.0).to(tl.float32)
+                # the weight of an absent pair may be NaN
+                total += tl.where(present, y * weights[k - first], 0.0)
     out_ptrs = out_ptr + r * out_stride + col
     tl.store(out_ptrs, convert(total, out_ptr.dtype.element_ty), mask=col < cols)
 

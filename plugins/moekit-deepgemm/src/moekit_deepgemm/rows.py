@@ -59,8 +59,7 @@ def scatter_rows(
     kernels.scatter_rows[(rows, tiling.programs)](
         x, x_scale, rows_S, a, scale_GM, cols, x.stride(0), *xs_strides, a.stride(0),
         _lead(scale_GM),
-        TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), MODE=mode, GROUP=GROUP,
-        GROUPS=tiling.groups, num_warps=tiling.warps,
+        TOP_K=top_k, MODE=mode, GROUP=GROUP, GROUPS=tiling.groups, num_warps=tiling.warps,
     )  # fmt: skip
 
 

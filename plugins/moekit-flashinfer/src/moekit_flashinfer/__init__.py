@@ -11,7 +11,6 @@ the right to pass file descriptors between processes (root, or ptrace permission
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from moekit import ActivationFormat, DispatcherSpec, ExpertsSpec, MoEProblem, hookimpl
@@ -101,11 +100,22 @@ def _check_experts(problem: MoEProblem) -> list[str]:
     return reasons
 
 
-def _footprint(mode: str, problem: MoEProblem) -> Footprint:
-    from . import exchange_sizes as sizes
+def _footprint_one_sided(problem: MoEProblem) -> Footprint:
+    from .exchange_sizes import one_sided
 
-    made = {"one_sided": sizes.one_sided, "two_sided": sizes.two_sided}
-    return made.get(mode, sizes.allgather)(problem)
+    return one_sided(problem)
+
+
+def _footprint_two_sided(problem: MoEProblem) -> Footprint:
+    from .exchange_sizes import two_sided
+
+    return two_sided(problem)
+
+
+def _footprint_allgather(problem: MoEProblem) -> Footprint:
+    from .exchange_sizes import allgather
+
+    return allgather(problem)
 
 
 @hookimpl
@@ -124,7 +134,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
-            footprint=partial(_footprint, "one_sided"),
+            footprint=_footprint_one_sided,
             check=_check_one_sided,
         ),
         DispatcherSpec(
@@ -140,7 +150,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
-            footprint=partial(_footprint, "two_sided"),
+            footprint=_footprint_two_sided,
             check=_check_two_sided,
         ),
         DispatcherSpec(
@@ -156,7 +166,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             deterministic=True,
             overlaps=True,
             spans_hosts=True,
-            footprint=partial(_footprint, "allgather"),
+            footprint=_footprint_allgather,
             check=_check_allgather,
         ),
     ]

@@ -12,13 +12,14 @@ is not needed; it runs on gloo too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.group import resolve
+from moekit.group import Transfers, resolve
 from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
 from moekit.local import LocalDispatcher, local_ids
 from moekit.problem import MoEProblem
@@ -49,6 +50,7 @@ class AllGatherDispatcher(PrepareAndFinalize):
         super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
         self._local = LocalDispatcher(spec, problem)
         self._capacity = problem.max_num_tokens or 0
+        self._transfers = nullcontext() if self.group is None else Transfers(self.group)
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
@@ -62,12 +64,14 @@ class AllGatherDispatcher(PrepareAndFinalize):
         columns = [ids, routing.topk_weights.view(torch.int32)]
         if "scale" in payloads:
             columns.append(payloads["scale"].view(torch.int32))
-        x_RH, wait_x = self._gather(payloads["x"])
-        meta_RM, wait_meta = self._gather(torch.cat(columns, dim=1))
+        with self._transfers:
+            x_RH, wait_x = self._gather(payloads["x"])
+            meta_RM, wait_meta = self._gather(torch.cat(columns, dim=1))
 
         def arrive() -> Dispatched:
-            wait_x()
-            wait_meta()
+            with self._transfers:
+                wait_x()
+                wait_meta()
             k = p.top_k
             scale = meta_RM[:, 2 * k :].contiguous().view(torch.float32)
             return Dispatched(
@@ -102,15 +106,17 @@ class AllGatherDispatcher(PrepareAndFinalize):
         if self.group is None:
             return self._local.finalize(y, dispatched, out_TH)
         partial_RH = torch.empty_like(y)
-        work = dist.all_to_all_single(
-            partial_RH.view(torch.uint8),
-            y.contiguous().view(torch.uint8),
-            group=self.group,
-            async_op=True,
-        )
+        with self._transfers:
+            work = dist.all_to_all_single(
+                partial_RH.view(torch.uint8),
+                y.contiguous().view(torch.uint8),
+                group=self.group,
+                async_op=True,
+            )
 
         def combine() -> Tensor:
-            work.wait()
+            with self._transfers:
+                work.wait()
             partial_GTH = partial_RH.view(-1, self._capacity, y.shape[1])[:, : dispatched.handle]
             return out_TH.copy_(torch.sum(partial_GTH, dim=0, dtype=torch.float32))
 

@@ -175,6 +175,10 @@ class OneSidedDispatcher(PrepareAndFinalize):
         )
         return Pending.ready(tokens)
 
+    @property
+    def offers_output(self) -> bool:
+        return self._slots is not None
+
     def output(self, dispatched: Dispatched) -> Tensor | None:
         """(R, H) in the buffer that peers read: what is written here needs no copy in finalize.
 

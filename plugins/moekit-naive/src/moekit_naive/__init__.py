@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 from moekit.quant import SCHEMES
+
+if TYPE_CHECKING:
+    from moekit.topology import Footprint
 
 
 def _check(problem: MoEProblem) -> list[str]:
@@ -17,6 +22,12 @@ def _check(problem: MoEProblem) -> list[str]:
     return []
 
 
+def _footprint(problem: MoEProblem) -> Footprint:
+    from .sizes import footprint
+
+    return footprint(problem)
+
+
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
     return [
@@ -28,6 +39,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             moves_tokens=True,
             wire_schemes=frozenset(n for n, s in SCHEMES.items() if s.activation is not None),
             overlaps=True,
+            spans_hosts=True,
+            footprint=_footprint,
             deterministic=True,
             check=_check,
         )

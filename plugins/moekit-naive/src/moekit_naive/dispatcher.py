@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,10 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import GroupMismatch, PeerFailed
-from moekit.group import has_backend, resolve
+from moekit.group import Transfers, has_backend, resolve
 from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
 from moekit.local import LocalDispatcher, local_ids
 from moekit.problem import MoEProblem
+
+from .sizes import transient_bytes
 
 if TYPE_CHECKING:
     from moekit.plugins import DispatcherSpec
@@ -79,6 +82,7 @@ class NaiveDispatcher(PrepareAndFinalize):
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
         self._local = LocalDispatcher(spec, problem)
+        self._transfers = nullcontext() if self.group is None else Transfers(self.group)
         # Sizes are read by the host: over a CPU backend, if there is one, the GPU need not drain.
         on_cpu = self.group is None or has_backend(self.group, "cpu")
         self._header_device = "cpu" if on_cpu else problem.device.type
@@ -93,13 +97,15 @@ class NaiveDispatcher(PrepareAndFinalize):
         except Exception as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
-        sizes = self._agree(x.shape[0], x.dtype, meta.shape[1] - 2 * self.problem.top_k)
-        x_RH, wait_x = self._gather(x, sizes)
-        meta_RM, wait_meta = self._gather(meta, sizes)
+        with self._transfers:
+            sizes = self._agree(x.shape[0], x.dtype, meta.shape[1] - 2 * self.problem.top_k)
+            x_RH, wait_x = self._gather(x, sizes)
+            meta_RM, wait_meta = self._gather(meta, sizes)
 
         def arrive() -> Dispatched:
-            wait_x()
-            wait_meta()
+            with self._transfers:
+                wait_x()
+                wait_meta()
             return self._arrived(x_RH, meta_RM, sizes)
 
         return Pending(arrive)
@@ -115,17 +121,19 @@ class NaiveDispatcher(PrepareAndFinalize):
             y = torch.cat(self._shares(y, sizes))
         ranks = self.group.size()
         partial_GTH = torch.empty((ranks, tokens, hidden), dtype=y.dtype, device=y.device)
-        work = dist.all_to_all_single(
-            _bytes(partial_GTH.view(ranks * tokens, hidden)),
-            _bytes(y.contiguous()),
-            output_split_sizes=[tokens] * ranks,
-            input_split_sizes=list(sizes.out),
-            group=self.group,
-            async_op=True,
-        )
+        with self._transfers:
+            work = dist.all_to_all_single(
+                _bytes(partial_GTH.view(ranks * tokens, hidden)),
+                _bytes(y.contiguous()),
+                output_split_sizes=[tokens] * ranks,
+                input_split_sizes=list(sizes.out),
+                group=self.group,
+                async_op=True,
+            )
 
         def combine() -> Tensor:
-            work.wait()
+            with self._transfers:
+                work.wait()
             if out_TH.dtype is torch.float32:
                 total = out_TH.copy_(partial_GTH[0])
             else:
@@ -140,19 +148,7 @@ class NaiveDispatcher(PrepareAndFinalize):
         return num_tokens * (1 if self.group is None else self.problem.parallel.dp_size)
 
     def transient_bytes(self, num_tokens: int) -> int:
-        if self.group is None:
-            return 0
-        p, rows, ranks = self.problem, self.max_rows(num_tokens), self.group.size()
-        row_bytes = p.hidden_size * p.dtype.itemsize
-        scales = 0
-        if p.quant.activation is not None:
-            scales = p.quant.activation.scale_shape(1, p.hidden_size)[1]
-        meta_bytes = 4 * (2 * p.top_k + scales)
-        # int64 ids: as gathered, shifted, and selected, with two masks; weights and scales again.
-        unpacked_bytes = p.top_k * (3 * 8 + 2 + 4) + 4 * scales
-        gathered = rows * (row_bytes + meta_bytes + unpacked_bytes) + num_tokens * meta_bytes
-        returned = ranks * num_tokens * row_bytes * (2 if ranks != p.parallel.dp_size else 1)
-        return gathered + returned + num_tokens * p.hidden_size * 4
+        return 0 if self.group is None else transient_bytes(self.problem, num_tokens)
 
     def abort(self, reason: str) -> None:
         """Takes this rank's place in the header exchange: every other rank raises PeerFailed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 from moekit.quant import SCHEMES
 
-from .layout import MAX_TOKENS
+from .layout import MAX_TOKENS, footprint
 
 # The library sends a token by way of one block's shared memory.
 _LARGEST_ROW = 48 * 1024 - 1024
@@ -50,6 +50,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             # Measured on 8 x H200: the slowest from 64 tokens a rank on.
             priority=-10,
             check=_check,
+            footprint=footprint,
             moves_tokens=True,
             wire_schemes=frozenset(n for n, s in SCHEMES.items() if s.activation is not None),
             needs_capacity=True,

@@ -24,8 +24,8 @@ from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Ro
 from moekit.local import LocalSlabs
 from moekit.problem import MoEProblem
 
-from .lanes import Lane, Lanes, lane_bytes, shared
-from .layout import TOKENS_PER_ROUND, Layout, Wire
+from .lanes import Lane, Lanes, shared
+from .layout import TOKENS_PER_ROUND, Layout, Wire, scale_columns
 from .route import translate
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class PplxDispatcher(PrepareAndFinalize):
         x_SCH = x.new_empty((at.slabs, at.slab_rows, at.hidden_size))
         scale_SCG = None
         if scale_TS is not None:
-            scale_SCG = x.new_empty((*x_SCH.shape[:2], _columns(groups)), dtype=torch.float32)
+            scale_SCG = x.new_empty((*x_SCH.shape[:2], scale_columns(groups)), dtype=torch.float32)
 
         def dispatch(send: bool) -> None:
             lanes.keep_order()
@@ -142,6 +142,10 @@ class PplxDispatcher(PrepareAndFinalize):
             )
 
         return Pending(arrive)
+
+    @property
+    def offers_output(self) -> bool:
+        return self.group is not None
 
     def output(self, dispatched: Dispatched) -> Tensor | None:
         """(L, C, H) where the library reads: what is written here needs no copy in finalize."""
@@ -187,18 +191,12 @@ class PplxDispatcher(PrepareAndFinalize):
         if self._lanes:
             return sum(lanes.nbytes for lanes in self._lanes.values())
         row = self._layout.hidden_size * self.problem.dtype.itemsize
-        return lane_bytes(self._layout, Wire(row, 0), self.problem.dtype)
+        return self._layout.lane_bytes(Wire(row, 0), self.problem.dtype)
 
     def transient_bytes(self, num_tokens: int) -> int:
         if self.group is None:
             return self._here.transient_bytes(num_tokens)
-        at, p = self._layout, self.problem
-        rows, groups = at.slabs * at.slab_rows, 0
-        if p.quant.activation is not None:
-            groups = p.quant.activation.scale_shape(1, p.hidden_size)[1]
-        slabs = rows * (at.hidden_size * p.dtype.itemsize + 2 * 4 * _columns(groups))
-        tokens = at.top_k * (4 + 4 + 8) + 4 * _columns(groups) + 2 * at.hidden_size
-        return slabs + num_tokens * tokens + 4 * at.slabs
+        return self._layout.transient_bytes(self.problem, num_tokens)
 
     def destroy(self) -> None:
         for key in self._lanes:
@@ -250,11 +248,6 @@ def _device(problem: MoEProblem) -> torch.device:
     if problem.device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(problem.device.type)
-
-
-def _columns(groups: int) -> int:
-    """fp32 scales of a row as they lie in the slab: one, or a multiple of 16 bytes."""
-    return groups if groups < 2 else -(-groups // 4) * 4
 
 
 def _for_library(scale: Tensor, tokens: int) -> Tensor:

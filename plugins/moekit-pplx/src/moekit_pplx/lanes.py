@@ -8,7 +8,6 @@ their calls in one order.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +62,7 @@ class Lanes:
 
     @property
     def lane_bytes(self) -> int:
-        return lane_bytes(self._layout, self._wire, self._dtype)
+        return self._layout.lane_bytes(self._wire, self._dtype)
 
     @property
     def nbytes(self) -> int:
@@ -173,12 +172,6 @@ class Lanes:
 
 
 def _nothing() -> None: ...
-
-
-def lane_bytes(layout: Layout, wire: Wire, dtype: torch.dtype) -> int:
-    """Device memory that one call in flight keeps."""
-    y = math.prod((layout.slabs, layout.slab_rows, layout.hidden_size)) * dtype.itemsize
-    return layout.library_bytes(wire) + y
 
 
 # One for the process: layers of one shape find each other here.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moekit.problem import MoEProblem, partition
+from moekit.topology import Footprint
 
 TOKENS_PER_ROUND = 128
 MAX_TOKENS = 1024
@@ -96,6 +97,43 @@ class Layout:
         peer = per_peer + rows * max(sent, _up(4 * self.hidden_size))
         indices = 6 * 4 * rows * self.ranks + 4 * self.slabs * self.ranks * 2 + 4 * self.tokens
         return self.rounds * (self.ranks * peer + indices)
+
+    def lane_bytes(self, wire: Wire, dtype: torch.dtype) -> int:
+        """Device memory that one call in flight keeps."""
+        y = self.slabs * self.slab_rows * self.hidden_size * dtype.itemsize
+        return self.library_bytes(wire) + y
+
+    def transient_bytes(self, problem: MoEProblem, num_tokens: int) -> int:
+        """Bytes that a call allocates and frees."""
+        p, rows, groups = problem, self.slabs * self.slab_rows, 0
+        if p.quant.activation is not None:
+            groups = p.quant.activation.scale_shape(1, p.hidden_size)[1]
+        slabs = rows * (self.hidden_size * p.dtype.itemsize + 2 * 4 * scale_columns(groups))
+        tokens = self.top_k * (4 + 4 + 8) + 4 * scale_columns(groups) + 2 * self.hidden_size
+        return slabs + num_tokens * tokens + 4 * self.slabs
+
+
+def scale_columns(groups: int) -> int:
+    """fp32 scales of a row as they lie in the slab: one, or a multiple of 16 bytes."""
+    return groups if groups < 2 else -(-groups // 4) * 4
+
+
+def footprint(problem: MoEProblem) -> Footprint:
+    tokens = problem.max_num_tokens
+    assert tokens is not None
+    at = Layout.of(problem, TOKENS_PER_ROUND)
+    lane = at.lane_bytes(Wire(problem.hidden_size * problem.dtype.itemsize, 0), problem.dtype)
+    return Footprint(
+        rows=at.slab_rows,
+        buffers={"objects and slabs, for each call in flight": lane},
+        transient=at.transient_bytes(problem, tokens),
+        source="the dispatcher's own function, over the library's intranode sizes",
+        across=(
+            "needs the library's internode kernels, over NVSHMEM with IBGDA and a network card per "
+            "GPU (RDMA); this adapter drives the intranode ones, which map memory of one host",
+            "layout: any order; every rank writes to every other one",
+        ),
+    )
 
 
 def _up(nbytes: int) -> int:

@@ -20,6 +20,12 @@ _SCHEMES = frozenset(
         "fp8_w8a16_channel",
         "fp8_w8a16_block",
         "int8_w8a16",
+        "mxfp4_w4a16",
+        *(
+            f"int4_w4a16_{group}{zeros}"
+            for group in ("channel", "g32", "g64", "g128")
+            for zeros in ("", "_zp")
+        ),
     }
 )
 _FP8_CAPABILITY = (8, 9)
@@ -48,6 +54,12 @@ def _check(problem: MoEProblem) -> list[str]:
     fp8 = weight is not None and weight.dtype.startswith("float8")
     if fp8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
         reasons.append(f"fp8 needs compute capability 8.9 or later, not {device}")
+    if weight is not None and weight.packed:
+        if problem.dtype_name == "float32":
+            reasons.append("weights of 4 bits are multiplied with 16-bit activations, not float32")
+        for name in ("hidden_size", "local_intermediate_size"):
+            if (size := getattr(problem, name)) % 2:
+                reasons.append(f"{name}={size} is odd, and 4 bits pack two columns in a byte")
     return reasons
 
 
@@ -64,7 +76,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         priority=-50 if _interpreted() else 10,
         check=_check,
         reduces=format is ActivationFormat.STANDARD,
-        takes_unquantized=False,
+        takes_unquantized=format is ActivationFormat.STANDARD,
         graph_safe=True,
         deterministic=True,
     )

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher
+from .launch import Launcher, take_turn
 from .numerics import INTERPRETED
 
 CHUNK = 256
@@ -117,8 +117,11 @@ def _load_chunk(ids_ptr, start, n, CHUNK: tl.constexpr):
 def _align_in_one_program(
     ids_ptr, pairs_ptr, experts_ptr, num_rows_ptr, next_ptr, n, num_experts, blocks,
     BLOCK_M: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, FILL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """next_ptr: scratch (L,), where the next pair of each expert goes."""
+    if PDL:
+        take_turn()
     expert_L = tl.arange(0, BINS)
     count_L = tl.zeros((BINS,), tl.int32)
     for start in range(0, n, CHUNK):
@@ -154,8 +157,11 @@ def _align_in_one_program(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _count(ids_ptr, counts_ptr, n, num_experts, BINS: tl.constexpr, CHUNK: tl.constexpr):
+def _count(ids_ptr, counts_ptr, n, num_experts,
+           BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """counts (chunks, L): pairs of each chunk that go to each expert."""
+    if PDL:
+        take_turn()
     chunk = tl.program_id(0)
     expert_L = tl.arange(0, BINS)
     pair_C, id_C = _load_chunk(ids_ptr, chunk * CHUNK, n, CHUNK)
@@ -164,9 +170,12 @@ def _count(ids_ptr, counts_ptr, n, num_experts, BINS: tl.constexpr, CHUNK: tl.co
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _scan(counts_ptr, totals_ptr, chunks, num_experts, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _scan(counts_ptr, totals_ptr, chunks, num_experts,
+          WIDTH: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """counts (chunks, L) becomes the sum over earlier chunks, in place; totals (L,) the sum over
     all."""
+    if PDL:
+        take_turn()
     expert_W = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     total_W = tl.zeros((WIDTH,), tl.int32)
     for start in range(0, chunks, ROWS):
@@ -184,9 +193,12 @@ def _scan(counts_ptr, totals_ptr, chunks, num_experts, WIDTH: tl.constexpr, ROWS
 def _scatter(
     ids_ptr, before_ptr, totals_ptr, pairs_ptr, experts_ptr, num_rows_ptr, n, num_experts, blocks,
     BLOCK_M: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program p places the pairs of chunk p, the padding and block ids of expert p, and a share of
     the tail."""
+    if PDL:
+        take_turn()
     p = tl.program_id(0)
     expert_L = tl.arange(0, BINS)
     count_L = tl.load(totals_ptr + expert_L, mask=expert_L < num_experts, other=0)

@@ -11,17 +11,29 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+import torch
 import triton
 
 from moekit.problem import MoEProblem
 
 from .gemm import GemmConfig
+from .gemv import GemvConfig
 from .numerics import INTERPRETED
+from .packed import CHUNK
 
-BLOCKS_M = (16, 32, 64, 128)
+BLOCKS_M = (8, 16, 32, 64, 128)  # 8: weights of 4 bits only
 # Shared memory one program may use, in bytes, where it is not Hopper's 227 KiB.
 _SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10}
 _SMS = 132
+# Rows per expert and width from which rows are copied into order first: that costs reading and
+# writing x once for each pair, and saves some 9 % of both products.
+_SORTED_FROM, _SORTED_WIDTH = 128, 2048
+# Dot products read an expert's weights for each of its pairs: at most so many times on average.
+_MOST_SHARING = {2: 1.3, 1: 1.5}  # by a weight's bytes
+PACKED_BLOCK_M = 64
+"""Most rows of a tile with weights of 4 bits: group sums take as many registers again."""
+# Where programs share GEMM 2's K: how many at most, and rows of addends.
+_MOST_SPLITS, _MOST_ADDENDS = 4, 16
 # A shape is close enough to a measured one if no size differs by more than this factor.
 _NEAR = 2.0
 
@@ -29,12 +41,16 @@ _NEAR = 2.0
 @dataclass(frozen=True)
 class Plan:
     """direct: no alignment, each (token, slot) is a block of its own. fused: GEMM 1 applies the
-    activation (and quantizes its result where groups or one given scale allow it)."""
+    activation (and quantizes its result where groups or one given scale allow it). dots: both GEMMs
+    by dot products instead, see `gemv`. sorted: rows are copied into the order of their experts
+    first, see `sorted_gemm`."""
 
     first: GemmConfig
     second: GemmConfig
     fused: bool
     direct: bool = False
+    dots: tuple[GemvConfig, GemvConfig] | None = None
+    sorted: bool = False
 
     @property
     def block_m(self) -> int:
@@ -45,20 +61,73 @@ def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = Fal
     """For calls of `rows` rows with `slots` ids each; slabs: of `rows` rows for each expert."""
     # Tokens spread over all physical experts, so a local one expects rows * slots / P.
     per_expert = rows * slots / problem.num_physical_experts
-    plan = _measured(problem, per_expert) or heuristic(problem, per_expert)
+    pays = not slabs and sorting_pays(problem, rows, slots)
+    plan = _measured(problem, per_expert)
+    if plan is None:
+        plan = sorted_plan(problem) if pays else heuristic(problem, per_expert)
+    elif plan.sorted and not pays:  # the tiles serve as well without
+        plan = replace(plan, sorted=False)
     pairs = rows * slots
     if slabs:
         return plan
+    plan = replace(plan, second=replace(plan.second, splits=_splits(problem, pairs)))
+    if dots_pay(problem, rows, slots):
+        plan = replace(plan, dots=dot_configs(problem, rows, slots))
     # Few pairs hardly share experts, one token's pairs never do: then alignment gains nothing.
     direct = rows == 1 or 4 * pairs <= problem.num_local_experts
-    return replace(plan, direct=direct) if direct and plan.block_m == 16 else plan
+    return replace(plan, direct=direct) if direct and plan.block_m <= 16 else plan
+
+
+def most_addends(problem: MoEProblem, pairs: int) -> int:
+    """Rows of GEMM 2's output, for calls of up to so many pairs, where programs share K."""
+    return min(pairs * _MOST_SPLITS, _MOST_ADDENDS) if operand_bits(problem)[1] == 4 else 0
+
+
+def _splits(problem: MoEProblem, pairs: int) -> int:
+    """How many programs share GEMM 2's K, which few pairs leave too long for each: up to sixteen
+    warps for every multiprocessor, a warp for 16 columns, and eight steps at least for each."""
+    if operand_bits(problem)[1] > 4 or pairs == 0:
+        return 1
+    chunks = triton.cdiv(problem.local_intermediate_size, CHUNK)
+    warps = pairs * triton.cdiv(problem.hidden_size, 16)
+    most = min(_MOST_SPLITS, _MOST_ADDENDS // pairs, chunks // 8, 16 * _SMS // warps)
+    return 1 << most.bit_length() - 1 if most > 1 else 1
+
+
+def dots_pay(problem: MoEProblem, rows: int, slots: int) -> bool:
+    """Whether so few pairs share an expert that each can read its weights for itself.
+
+    An expert is named by a token with probability K / P, so by rows * K / P of them on average, and
+    by any at all with probability 1 - (1 - K / P) ** rows: the quotient is how often the weights of
+    an expert that is named are read.
+    """
+    if problem.quant.weight is not None and problem.quant.weight.packed:
+        return False
+    named = min(1.0, slots / problem.num_physical_experts)
+    most = _MOST_SHARING.get(operand_bits(problem)[1] // 8, 1.3)
+    return rows * named <= most * (1 - (1 - named) ** rows)
+
+
+def dot_configs(problem: MoEProblem, rows: int, slots: int) -> tuple[GemvConfig, GemvConfig]:
+    """As many columns a program as leave four programs to each multiprocessor."""
+    p, wanted = problem, 4 * _SMS
+    if INTERPRETED:  # which takes its time for each program, not for its size
+        return GemvConfig(64), GemvConfig(64)
+
+    def columns(n: int, rows: int, most: int) -> int:
+        return next((c for c in (8, 4, 2) if c <= most and rows * n // c >= wanted), 1)
+
+    first = columns(p.local_intermediate_size, rows * slots, 8)
+    return GemvConfig(first), GemvConfig(columns(p.hidden_size, rows, 8))
 
 
 def operand_bits(problem: MoEProblem) -> tuple[int, int]:
-    """Of activations and weights, as they are multiplied or stored."""
+    """Of activations and weights, as they are stored."""
     scheme, bits = problem.quant, 8 * problem.dtype.itemsize
     activation = bits if scheme.activation is None else 8 * scheme.activation.torch_dtype.itemsize
     weight = bits if scheme.weight is None else 8 * scheme.weight.torch_dtype.itemsize
+    if scheme.weight is not None and scheme.weight.packed:
+        weight = 4
     return activation, weight
 
 
@@ -76,8 +145,12 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     block_m = next((b for b, most in ((16, 8), (32, 24), (64, 64)) if per_expert <= most), 128)
     if a_bits == 32:  # without tensor cores
         block_m = min(block_m, 64)
+    if w_bits == 4:
+        block_m = 8 if per_expert <= 4 else min(block_m, PACKED_BLOCK_M)
     p = problem
     busy = p.num_local_experts * max(1, math.ceil(per_expert / block_m))
+    if w_bits == 4:  # experts without rows keep nothing busy
+        busy = math.ceil(busy * min(1.0, per_expert))
     tma = tma_possible(problem)
     grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
     # GEMM 1 with a gate holds two tiles of block_n columns.
@@ -97,10 +170,38 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     )
 
 
+def sorting_pays(problem: MoEProblem, rows: int, slots: int) -> bool:
+    """Whether products of so many rows gain more by both operands' descriptors than copying rows
+    into order takes."""
+    if problem.quant.weight is not None or problem.dtype.itemsize != 2:
+        return False
+    if problem.local_intermediate_size < _SORTED_WIDTH:
+        return False
+    per_expert = rows * slots / problem.num_physical_experts
+    return per_expert >= _SORTED_FROM and tma_possible(problem)
+
+
+def sorted_plan(problem: MoEProblem) -> Plan:
+    """The tiles that win wherever they were measured. With a gate, registers are too few for
+    persistent programs."""
+    gated, second = problem.activation.gated, GemmConfig(128, 256, 64, 8, 8, 4, True, True)
+    first = GemmConfig(128, 128, 64, 8, 8, 4, tma=True) if gated else second
+    return Plan(first, second, fused=True, sorted=True)
+
+
+def num_sms(problem: MoEProblem) -> int:
+    if problem.device.type != "cuda":
+        return _SMS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
 def tma_possible(problem: MoEProblem) -> bool:
-    """Whether weights can come through tensor descriptors: Hopper, rows of whole 16 bytes."""
+    """Whether weights can come through tensor descriptors: Hopper, rows of whole 16 bytes. Those of
+    4 bits never do: their tiles are contiguous anyway."""
     _, w_bits = operand_bits(problem)
-    if INTERPRETED or problem.device.capability is None or problem.device.capability < (9, 0):
+    if w_bits == 4 or INTERPRETED:
+        return False
+    if problem.device.capability is None or problem.device.capability < (9, 0):
         return False
     widths = problem.hidden_size, problem.local_intermediate_size
     return all(n * w_bits // 8 % 16 == 0 for n in widths)
@@ -110,6 +211,8 @@ def _tile(
     block_m: int, busy: int, n: int, k: int, a_bits: int, w_bits: int, wide: int
 ) -> GemmConfig:
     """block_n counts output columns, of which each reads `wide` rows of weights."""
+    if w_bits == 4:
+        return _packed_tile(block_m, busy, n, wide)
     if a_bits == 32:
         block_n, block_k, warps, stages = 64, 32, 4, 3
     elif block_m <= 32:  # bound by reading weights: keep every SM streaming
@@ -124,6 +227,17 @@ def _tile(
     block_n = min(max(32, block_n // wide), max(32, triton.next_power_of_2(n)))
     block_k = min(block_k, max(32, triton.next_power_of_2(k)))
     return GemmConfig(block_m, block_n, block_k, num_warps=warps, num_stages=stages)
+
+
+def _packed_tile(block_m: int, busy: int, n: int, wide: int) -> GemmConfig:
+    """4 bits: a warp makes 16 rows of weights; four warps and 64 or more rows are warp groups."""
+    most = 64 if block_m <= 32 or wide == 2 else 128
+    sizes = [b for b in (most, 64, 32, 16) if b <= max(16, triton.next_power_of_2(n))]
+    block_n = sizes[0]
+    if block_m <= 32 and not INTERPRETED:  # bound by reading weights: keep every SM streaming
+        block_n = next((b for b in sizes if busy * triton.cdiv(n, b) >= 3 * _SMS), sizes[-1])
+    stages = 3 if block_n >= 64 else 5
+    return GemmConfig(block_m, block_n, CHUNK, num_warps=block_n // 16, num_stages=stages)
 
 
 def _within(config: GemmConfig, a_bits: int, w_bits: int, wide: int, shared: int) -> GemmConfig:
@@ -172,7 +286,8 @@ def _measured(problem: MoEProblem, per_expert: float) -> Plan | None:
     first, second = GemmConfig(**plan["first"]), GemmConfig(**plan["second"])
     if not tma_possible(problem):  # measured on sizes that only come near these
         first, second = replace(first, tma=False), replace(second, tma=False)
-    return Plan(first, second, plan["fused"] and fusable(problem, first.block_n))
+    fused = plan["fused"] and fusable(problem, first.block_n)
+    return Plan(first, second, fused, sorted=plan.get("sorted", False))
 
 
 @functools.cache

@@ -17,8 +17,10 @@ from moekit.problem import ActivationFormat, MoEProblem
 from moekit.weights import ExpertWeights
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
-from .config import BLOCKS_M, Plan, choose_plan
+from .config import BLOCKS_M, Plan, choose_plan, most_addends, num_sms, sorting_pays
 from .gemm import Epilogue, Rows, grouped_gemm
+from .gemv import gemv_down, gemv_up
+from .packed import pack_weights
 from .rows import (
     AMAX_PARTIALS,
     Activation,
@@ -28,15 +30,17 @@ from .rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
+from .sorted_gemm import gather_rows, sorted_gemm
 
 
 class _TritonExperts(PermuteExpertsUnpermute):
     """What both formats share.
 
-    Quantized schemes: x arrives quantized. The input of GEMM 2 is quantized in the activation's
-    kernel or, fused with it, in GEMM 1: with the static scale, per group, or per row (also for
-    fp8_tensor with dynamic activations: one scale per row is finer than one for all, needs no
-    second pass, and keeps rows independent).
+    Quantized schemes: x arrives quantized, or (STANDARD) `apply` quantizes it, except for few
+    tokens, whose dot products take it as it is. The input of GEMM 2 is quantized in the
+    activation's kernel or, fused with it, in GEMM 1. Both: with the static scale, per group, or per
+    row (also for fp8_tensor with dynamic activations: one scale per row is finer than one for all,
+    needs no second pass, and keeps rows independent).
     """
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
@@ -46,11 +50,17 @@ class _TritonExperts(PermuteExpertsUnpermute):
         self._a_dtype = problem.dtype if operand is None else operand.torch_dtype
         self._plans: dict[tuple[int, int], Plan] = {}
         self._static = operand is not None and operand.static
+        self._num_sms = num_sms(problem)
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """Weights as they are; scales (L,) per tensor, (L, N) per channel, (L, N/128, K/128)."""
-        experts, shared = weights.by_expert()
+        """Weights as they are; scales (L,) per tensor, (L, N) per channel, (L, N/128, K/128).
+
+        Of 4 bits: `moekit_triton.packed`. Raises WeightsError for columns in act-order.
+        """
         operand = self.problem.quant.weight
+        if operand is not None and operand.packed:
+            return PackedWeights(self.spec.name, pack_weights(weights, self.problem))
+        experts, shared = weights.by_expert()
         if operand is not None:
             dims = 1 if operand.per_tensor else 2 if operand.group[1] < 0 else 3
             for name in ("w13_scale", "w2_scale"):
@@ -107,7 +117,8 @@ class _TritonExperts(PermuteExpertsUnpermute):
 
     def _run(
         self,
-        tokens: Dispatched,
+        x: Tensor,
+        x_scale: Tensor | None,
         weights: PackedWeights,
         plan: Plan,
         rows: tuple[Rows, Rows],
@@ -131,8 +142,9 @@ class _TritonExperts(PermuteExpertsUnpermute):
         out = a if plan.fused else h
         assert out is not None
         grouped_gemm(
-            tokens.x, weights["w13"], out, first, plan.first, a_scale=tokens.x_scale,
-            w_scale=weights.get("w13_scale"), bias_LN=weights.get("w13_bias"), epilogue=epilogue,
+            x, weights["w13"], out, first, plan.first, a_scale=x_scale,
+            w_scale=weights.get("w13_scale"), w_offset=weights.get("w13_offset"),
+            bias_LN=weights.get("w13_bias"), epilogue=epilogue,
         )  # fmt: skip
         if not plan.fused:
             activate_rows(
@@ -144,7 +156,8 @@ class _TritonExperts(PermuteExpertsUnpermute):
             a_scale = a_scale.view(*a.shape[:2], -1)
         grouped_gemm(
             a, weights["w2"], y, second, plan.second, a_scale=a_scale,
-            w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"),
+            w_scale=weights.get("w2_scale"), w_offset=weights.get("w2_offset"),
+            bias_LN=weights.get("w2_bias"),
         )  # fmt: skip
 
 
@@ -156,14 +169,30 @@ class TritonExperts(_TritonExperts):
         pairs, L = rows * p.top_k, p.num_local_experts
         # Calls of fewer rows may use other blocks: large ones need more entries, small ones blocks.
         most, least = max(BLOCKS_M), min(BLOCKS_M)
+        entries = align_capacity(pairs, L, most)
+        sorted_rows = entries if sorting_pays(p, rows, p.top_k) else 0
+        gemm_out = max(pairs * max(p.w13_rows, p.hidden_size), sorted_rows * p.hidden_size)
+        gemm_out = max(gemm_out, most_addends(p, pairs) * p.hidden_size)
         return (
-            BufferSpec((align_capacity(pairs, L, most),), torch.int32),
+            BufferSpec((entries,), torch.int32),
             BufferSpec((align_capacity(pairs, L, least) // least,), torch.int32),
             BufferSpec((1,), torch.int32),
             BufferSpec((align_scratch(pairs, L),), torch.int32),
-            # GEMM 1's output, and after the activation has read it, GEMM 2's
-            BufferSpec((pairs * max(p.w13_rows, p.hidden_size),), p.dtype),
-            *self._activated(pairs),
+            # GEMM 1's output, or its input in order; and when that has been read, GEMM 2's output
+            BufferSpec((gemm_out,), p.dtype),
+            *self._activated(max(pairs, sorted_rows)),
+            *self._input(rows),
+        )
+
+    def _input(self, rows: int) -> tuple[BufferSpec, BufferSpec]:
+        """The quantized input of GEMM 1 and its scale, for x that arrives unquantized."""
+        hidden, operand = self.problem.hidden_size, self.problem.quant.activation
+        if operand is None:
+            return BufferSpec((0,), self._a_dtype), BufferSpec((0,), torch.float32)
+        groups = 0 if self._static else operand.scale_shape(1, hidden)[1]
+        return (
+            BufferSpec((rows, hidden), self._a_dtype),
+            BufferSpec((rows, groups), torch.float32),
         )
 
     def apply(
@@ -178,9 +207,24 @@ class TritonExperts(_TritonExperts):
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         rows, slots = ids_RK.shape
         pairs = rows * slots
-        entries, experts, num_rows, scratch, gemm_out, activated, scale = workspace
+        entries, experts, num_rows, scratch, gemm_out, activated, scale, q, q_scale = workspace
 
         plan = self._plan(rows, slots)
+        if plan.dots is not None:
+            a_SI = gemm_out[: pairs * p.local_intermediate_size].view(pairs, -1)
+            gemv_up(
+                tokens.x, weights["w13"], a_SI, ids_RK, self._activation, plan.dots[0],
+                x_scale=tokens.x_scale, w_scale=weights.get("w13_scale"),
+                bias_LN=weights.get("w13_bias"),
+            )  # fmt: skip
+            gemv_down(
+                a_SI, weights["w2"], y, ids_RK, topk_weights_RK, plan.dots[1],
+                w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"),
+            )  # fmt: skip
+            return
+        x, x_scale = tokens.x, tokens.x_scale
+        if x_scale is None and self.problem.quant.activation is not None:
+            x, x_scale = self._quantize_into(q[:rows], q_scale[:rows], x, weights)
         if plan.direct:
             first, second = Rows.direct(ids_RK, slots), Rows.direct(ids_RK)
         else:
@@ -189,15 +233,47 @@ class TritonExperts(_TritonExperts):
             aligned = AlignedPairs(entries[:capacity], experts[:blocks], num_rows, plan.block_m)
             align(ids_RK, p.num_local_experts, aligned, scratch)
             first, second = Rows.aligned(aligned, slots), Rows.aligned(aligned)
-        y_SH = gemm_out[: pairs * p.hidden_size].view(pairs, p.hidden_size)
-        h_SN = None
-        if not plan.fused:
-            h_SN = gemm_out[: pairs * p.w13_rows].view(pairs, p.w13_rows)
-        self._run(
-            tokens, weights, plan, (first, second), ValidRows(ids=ids_RK),
-            h_SN, activated[:pairs], scale[:pairs], y_SH,
-        )  # fmt: skip
+        addends = pairs * plan.second.splits
+        y_SH = gemm_out[: addends * p.hidden_size].view(addends, p.hidden_size)
+        if plan.sorted:
+            self._run_sorted(x, weights, plan, aligned, gemm_out, activated[:capacity], y_SH)
+        else:
+            h_SN = None
+            if not plan.fused:
+                h_SN = gemm_out[: pairs * p.w13_rows].view(pairs, p.w13_rows)
+            self._run(
+                x, x_scale, weights, plan, (first, second), ValidRows(ids=ids_RK),
+                h_SN, activated[:pairs], scale[:pairs], y_SH,
+            )  # fmt: skip
         weighted_sum(y_SH, topk_weights_RK, ids_RK, y)
+
+    def _run_sorted(
+        self, x: Tensor, weights: PackedWeights, plan: Plan, aligned: AlignedPairs,
+        gemm_out: Tensor, a_SI: Tensor, y_SH: Tensor,
+    ) -> None:  # fmt: skip
+        """Rows in the order of their experts. y_SH may lie where GEMM 1's input is."""
+        p, entries = self.problem, len(a_SI)
+        x_SH = gemm_out[: entries * p.hidden_size].view(entries, p.hidden_size)
+        gather_rows(x, aligned, len(y_SH) // len(x), x_SH)
+        sorted_gemm(
+            x_SH, weights["w13"], a_SI, aligned, plan.first, self._num_sms,
+            bias_LN=weights.get("w13_bias"), activation=self._activation,
+        )  # fmt: skip
+        sorted_gemm(
+            a_SI, weights["w2"], y_SH, aligned, plan.second, self._num_sms,
+            bias_LN=weights.get("w2_bias"), by_pair=True,
+        )  # fmt: skip
+
+    def _quantize_into(
+        self, q: Tensor, scale: Tensor, x: Tensor, weights: PackedWeights
+    ) -> tuple[Tensor, Tensor]:
+        """Every row by itself, so that it does not matter what padding rows hold."""
+        if self._static:
+            static = weights.shared["a1_scale"]
+            quantize_rows_per_tensor(x, q, static, scratch=None)
+            return q, static
+        quantize_rows(x, q, scale)
+        return q, scale
 
 
 class BatchedTritonExperts(_TritonExperts):
@@ -224,6 +300,7 @@ class BatchedTritonExperts(_TritonExperts):
         plan = self._plan(C, self.problem.top_k)
         rows = Rows.slabs(counts_L, C, plan.block_m)
         self._run(
-            tokens, weights, plan, (rows, rows), ValidRows(counts_L=counts_L, slab=C),
+            tokens.x, tokens.x_scale, weights, plan, (rows, rows),
+            ValidRows(counts_L=counts_L, slab=C),
             h_SN.view(L, C, -1), a_SI.view(L, C, -1), scale, y,
         )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .align import AlignedPairs
-from .launch import Launcher
+from .launch import Launcher, take_turn
 from .numerics import (
     QMAX,
     SCALE_GROUP,
@@ -24,6 +24,7 @@ from .numerics import (
     quantize,
     scale_of,
 )
+from .packed import CHUNK, packed_products
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class GemmConfig:
 
     block_n counts output columns: with a gate, twice as many weight rows are read. `group_m` row
     blocks run next to each other per column block, for L2 reuse. tma: weight tiles come through a
-    tensor descriptor.
+    tensor descriptor. splits: programs that share K, for weights of 4 bits and few rows.
     """
 
     block_m: int
@@ -42,6 +43,8 @@ class GemmConfig:
     num_warps: int = 4
     num_stages: int = 3
     tma: bool = False
+    persistent: bool = False
+    splits: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def grouped_gemm(
     *,
     a_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
+    w_offset: torch.Tensor | None = None,
     bias_LN: torch.Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
@@ -108,18 +112,32 @@ def grouped_gemm(
     or (rows or 1, ceil(K / 128)), BATCHED with L and C in front, which may be 1 for all; w_scale:
     None, (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); all fp32. out: any float dtype or the
     epilogue's quantized one, last dim contiguous; other rows stay untouched.
+
+    Weights of 4 bits (w int16, with w_scale and w_offset as `packed` lays them out) go with an
+    a of 16 bits; scales of uint8 say that the codes are e2m1. With config.splits = S there is no
+    epilogue, and out is (S * pairs, N): S addends in a row for each, as `weighted_sum` takes them.
     """
     if rows.blocks == 0:
         return
     if a.dim() == 3:
         a, out = a.flatten(0, 1), out.view(-1, out.shape[-1])
-    num_experts, w_rows, k = w_LNK.shape
+    packed = w_LNK.dtype == torch.int16
+    if packed:
+        num_experts, chunks, w_rows, _ = w_LNK.shape
+        k = a.shape[1]
+        assert triton.cdiv(k, CHUNK) == chunks and config.block_k == CHUNK and not config.tma
+    else:
+        num_experts, w_rows, k = w_LNK.shape
+    assert config.splits == 1 or (packed and epilogue is None and rows.kind != "slabs")
     gated = epilogue is not None and epilogue.activation.gated
     n = w_rows // 2 if gated else w_rows
     assert a.shape[1] == k and out.shape[1] == n and w_LNK.is_contiguous()
     assert a.stride(1) == 1 and out.stride(1) == 1
     a_kind, a_scale_strides = _a_scale_layout(a_scale)
     w_kind = "none" if w_scale is None else _W_SCALE_KINDS[w_scale.dim()]
+    w_group = 0
+    if packed and w_scale is not None and w_kind == "block":
+        w_kind, w_group = "group", CHUNK * chunks // w_scale.shape[1]
     if w_kind == "block" or a_kind == "group":
         assert SCALE_GROUP % config.block_k == 0, "a step of K must lie within one scale group"
     w: object = w_LNK
@@ -136,14 +154,16 @@ def grouped_gemm(
     one_scale = SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if gated else 1) == 0
     slab_blocks = triton.cdiv(rows.slab, config.block_m)
     _launch_gemm(
-        (rows.blocks * triton.cdiv(n, config.block_n),),
-        a, w, out, rows.pairs, rows.experts, a_scale, w_scale, bias_LN, out_scale,
-        n, k, out.shape[0], rows.blocks, slab_blocks, rows.slab,
+        (rows.blocks * triton.cdiv(n, config.block_n), config.splits),
+        a, w, out, rows.pairs, rows.experts, a_scale, w_scale, w_offset, bias_LN, out_scale,
+        n, k, out.shape[0] // config.splits, rows.blocks, slab_blocks, rows.slab,
         a.stride(0), out.stride(0), *a_scale_strides,
         0 if out_scale is None else out_scale.stride(0),
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None or activation.limit is None else activation.limit,
         PAIRS_PER_ROW=rows.pairs_per_row, ROWS=rows.kind, A_SCALE=a_kind, W_SCALE=w_kind,
+        PACKED=packed, SPLITS=config.splits, W_GROUP=w_group, W_OFFSET=w_offset is not None,
+        E2M1=packed and w_scale is not None and w_scale.dtype == torch.uint8,
         SCALE_GROUP=SCALE_GROUP, BIAS=bias_LN is not None,
         # Hopper's fp8 tensor cores accumulate with about 14 bits; sums per step of K are added up
         # in fp32.
@@ -210,21 +230,83 @@ def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
     return partial * a_scale_M[:, None]
 
 
+@triton.jit
+def _products(
+    a_rows, row_ok, w, a_scale_ptr, a_scale_row, a_scale_stride_k, w_scale_ptr, expert, row0,
+    up_rows, W_ROWS, K, n_ok, A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, GATED: tl.constexpr,
+    TMA: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sums over K (BLOCK_M, BLOCK_N) with the weights' rows from row0, and `up_rows` further on."""
+    PER_STEP: tl.constexpr = (W_SCALE == "block") or (A_SCALE == "group")
+    ACC: tl.constexpr = tl.int32 if INT8 and not PER_STEP else tl.float32
+    # fp32 inputs are multiplied exactly (no tf32); 16- and 8-bit inputs ignore this.
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    offs_k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_rows[:, None] + offs_k[None, :]
+    scale_cols = tl.cdiv(K, SCALE_GROUP)
+    w_scales = w_scale_ptr
+    if W_SCALE == "block":
+        w_scales += expert * tl.cdiv(W_ROWS, SCALE_GROUP) * scale_cols
+    for step in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=row_ok[:, None], other=0.0)
+        else:
+            k_ok = offs_k < K - step * BLOCK_K
+            a = tl.load(a_ptrs, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        w_tile = _w_tile(w, expert, row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
+                         BLOCK_N, BLOCK_K)  # fmt: skip
+        if GATED:
+            u_tile = _w_tile(w, expert, up_rows + row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
+                             BLOCK_N, BLOCK_K)  # fmt: skip
+        if PER_STEP:
+            scale_col = step * BLOCK_K // SCALE_GROUP
+            a_scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
+            if A_SCALE == "group":
+                pointers = a_scale_ptr + a_scale_row + scale_col * a_scale_stride_k
+                a_scale_M = tl.load(pointers, mask=row_ok, other=0.0)
+            acc += _scaled_partial(a, w_tile, a_scale_M, w_scales + scale_col, row0, scale_cols,
+                                   n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8, BLOCK_M,
+                                   BLOCK_N)  # fmt: skip
+            if GATED:
+                up += _scaled_partial(a, u_tile, a_scale_M, w_scales + scale_col, up_rows + row0,
+                                      scale_cols, n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8,
+                                      BLOCK_M, BLOCK_N)  # fmt: skip
+        elif PROMOTE:
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            acc += dot(a, w_tile, zeros, "ieee")
+            if GATED:
+                up += dot(a, u_tile, zeros, "ieee")
+        else:
+            acc = dot(a, w_tile, acc, "ieee")
+            if GATED:
+                up = dot(a, u_tile, up, "ieee")
+        a_ptrs += BLOCK_K
+    return acc, up
+
+
 # Integers that change with the number of tokens must not compile a kernel each.
 @triton.jit(do_not_specialize=["num_rows", "row_blocks", "slab_blocks", "slab"])
 def _gemm(
-    a_ptr, w, out_ptr, pairs_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, out_scale_ptr,
-    N, K, num_rows, row_blocks, slab_blocks, slab, a_stride, out_stride,
+    a_ptr, w, out_ptr, pairs_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, w_offset_ptr, bias_ptr,
+    out_scale_ptr, N, K, num_rows, row_blocks, slab_blocks, slab, a_stride, out_stride,
     a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
     PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr,
     A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
+    PACKED: tl.constexpr, SPLITS: tl.constexpr, W_GROUP: tl.constexpr, W_OFFSET: tl.constexpr,
+    E2M1: tl.constexpr,
     SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
     QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr, ONE_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS: see `Rows`. With a gate, two tiles of weights, N rows apart, share each tile of a."""
+    if PDL:
+        take_turn()
     pid = tl.program_id(0)
     col_blocks = tl.cdiv(N, BLOCK_N)
     group = pid // (GROUP_M * col_blocks)
@@ -259,54 +341,21 @@ def _gemm(
 
     row0 = block_n * BLOCK_N
     offs_n = row0 + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
     n_ok = offs_n < N
-    a_ptrs = a_ptr + a_row[:, None] * a_stride + offs_k[None, :]
+    a_rows = a_ptr + a_row * a_stride
     W_ROWS = 2 * N if GATED else N
 
-    PER_STEP: tl.constexpr = (W_SCALE == "block") or (A_SCALE == "group")
-    ACC: tl.constexpr = tl.int32 if INT8 and not PER_STEP else tl.float32
-    # fp32 inputs are multiplied exactly (no tf32); 16- and 8-bit inputs ignore this.
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    scale_cols = tl.cdiv(K, SCALE_GROUP)
-    w_scales = w_scale_ptr
-    if W_SCALE == "block":
-        w_scales += expert * tl.cdiv(W_ROWS, SCALE_GROUP) * scale_cols
-    for step in range(0, tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
-            a = tl.load(a_ptrs, mask=row_ok[:, None], other=0.0)
-        else:
-            k_ok = offs_k < K - step * BLOCK_K
-            a = tl.load(a_ptrs, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
-        w_tile = _w_tile(w, expert, row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
-                         BLOCK_N, BLOCK_K)  # fmt: skip
-        if GATED:
-            u_tile = _w_tile(w, expert, N + row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
-                             BLOCK_N, BLOCK_K)  # fmt: skip
-        if PER_STEP:
-            scale_col = step * BLOCK_K // SCALE_GROUP
-            a_scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
-            if A_SCALE == "group":
-                pointers = a_scale_ptr + a_scale_row + scale_col * a_scale_stride_k
-                a_scale_M = tl.load(pointers, mask=row_ok, other=0.0)
-            acc += _scaled_partial(a, w_tile, a_scale_M, w_scales + scale_col, row0, scale_cols,
-                                   n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8, BLOCK_M,
-                                   BLOCK_N)  # fmt: skip
-            if GATED:
-                up += _scaled_partial(a, u_tile, a_scale_M, w_scales + scale_col, N + row0,
-                                      scale_cols, n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8,
-                                      BLOCK_M, BLOCK_N)  # fmt: skip
-        elif PROMOTE:
-            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            acc += dot(a, w_tile, zeros, "ieee")
-            if GATED:
-                up += dot(a, u_tile, zeros, "ieee")
-        else:
-            acc = dot(a, w_tile, acc, "ieee")
-            if GATED:
-                up = dot(a, u_tile, up, "ieee")
-        a_ptrs += BLOCK_K
+    if PACKED:
+        acc, up = packed_products(
+            a_rows, row_ok, w, w_scale_ptr, w_offset_ptr, expert, row0, N, W_ROWS, K, n_ok,
+            tl.program_id(1), SPLITS, W_GROUP, E2M1, W_OFFSET, GATED, EVEN_K, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        acc, up = _products(
+            a_rows, row_ok, w, a_scale_ptr, a_scale_row, a_scale_stride_k, w_scale_ptr, expert,
+            row0, N, W_ROWS, K, n_ok, A_SCALE, W_SCALE, SCALE_GROUP, PROMOTE, INT8, GATED, TMA,
+            ONE_SCALE, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
     scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
     if A_SCALE == "tensor":
@@ -322,6 +371,8 @@ def _gemm(
     elif ACTIVATION != "none":
         value = activate(value, ACTIVATION)
 
+    if SPLITS > 1:
+        out_row = out_row * SPLITS + tl.program_id(1)
     ok = row_ok[:, None] & n_ok[None, :]
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if QUANTIZE == "none":
@@ -349,8 +400,9 @@ def _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, rows, row0, n_ok,
         value *= tl.load(w_scale_ptr + expert)
     elif W_SCALE == "channel":
         value *= tl.load(w_scale_ptr + offs_n, mask=n_ok, other=0.0)[None, :]
-    if BIAS:
-        value += tl.load(bias_ptr + offs_n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
+    if BIAS:  # of programs that share K the first adds it
+        bias_N = tl.load(bias_ptr + offs_n, mask=n_ok, other=0.0).to(tl.float32)
+        value += tl.where(tl.program_id(1) == 0, bias_N, 0.0)[None, :]
     return value
 
 

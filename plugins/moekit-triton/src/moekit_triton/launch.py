@@ -1,13 +1,21 @@
 """Launches by a short key, instead of Triton's inspection of every argument on every call.
 
 That inspection takes the host longer than a small kernel takes the device.
+
+Programmatic dependent launch (Hopper and later): a kernel starts while the one before it ends,
+which hides the time between them. In return every program of a kernel with a constant PDL calls
+`take_turn` before it touches what the kernel before writes or reads. What is older than that kernel
+is there at once, as it has taken its own turn by then. MOEKIT_TRITON_PDL=0 in the environment turns
+all this off.
 """
 
-from __future__ import annotations
-
+import functools
+import os
 from typing import Any
 
 import torch
+import triton
+from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .numerics import INTERPRETED
@@ -22,6 +30,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
+        self._pdl = "PDL" in kernel.arg_names
         self._compiled: dict[tuple[object, ...], tuple[Any, list[object]]] = {}
 
     def __call__(
@@ -32,11 +41,17 @@ class Launcher:
         num_stages: int = 3,
         **constants: Any,
     ) -> None:
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
         if INTERPRETED:
+            if self._pdl:
+                constants["PDL"] = False
             self._kernel[grid](*args, **constants, **options)
             return
         device = torch.cuda.current_device()
+        if self._pdl:
+            constants["PDL"] = overlaps(device)
+            if constants["PDL"]:
+                options["launch_pdl"] = True
         key = (device, num_warps, num_stages, *constants.values(), *map(_kind, args))
         found = self._compiled.get(key)
         if found is None:
@@ -46,6 +61,21 @@ class Launcher:
             return
         compiled, values = found
         compiled[(*grid, 1, 1)[:3]](*args, *values)
+
+
+@functools.cache
+def overlaps(device: int) -> bool:
+    """Whether kernels on this device are launched before the one before them has ended."""
+    wanted = os.environ.get("MOEKIT_TRITON_PDL", "1") != "0"
+    return wanted and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def take_turn():
+    """Waits until the kernel before has ended and what it wrote is visible, then lets the next one
+    start (which it does when every program has said so or ended)."""
+    cuda.gdc_wait()
+    cuda.gdc_launch_dependents()
 
 
 def _kind(value: Any) -> object:

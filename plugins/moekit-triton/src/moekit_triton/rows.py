@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher
+from .launch import Launcher, take_turn
 from .numerics import (
     INTERPRETED,
     QMAX,
@@ -151,11 +151,13 @@ def weighted_sum(
     accumulation.
 
     weights: fp32, None = ones. Pairs with a negative id are skipped whatever y holds; rows without
-    any give 0.
+    any give 0. y may hold several addends in a row for each pair.
     """
     rows, top_k = ids_RK.shape
     cols = out_RH.shape[1]
-    assert y_SH.shape == (rows * top_k, cols) and y_SH.stride(1) == 1 and out_RH.stride(1) == 1
+    addends = max(1, y_SH.shape[0] // max(1, rows * top_k))
+    assert y_SH.shape == (rows * top_k * addends, cols)
+    assert y_SH.stride(1) == 1 and out_RH.stride(1) == 1
     assert ids_RK.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
     if rows == 0:
         return
@@ -163,7 +165,7 @@ def weighted_sum(
     _launch_weighted_sum(
         (rows, triton.cdiv(cols, block)),
         y_SH, weights_RK, ids_RK, out_RH, cols, y_SH.stride(0), out_RH.stride(0),
-        TOP_K=top_k, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
+        TOP_K=top_k, ADDENDS=addends, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -188,8 +190,11 @@ def _amax(
     slab,
     VALID: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """partials[p] = max |x| over the valid rows p, p + programs, ..."""
+    if PDL:
+        take_turn()
     col = tl.arange(0, BLOCK)
     amax_B = tl.zeros((BLOCK,), tl.float32)
     x_ptrs = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + col
@@ -210,9 +215,11 @@ def _rows(
     scale_row_stride, scale_group_stride, slab, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, QUANTIZE: tl.constexpr,
     PARTIALS: tl.constexpr, QMAX: tl.constexpr, VALID: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program, as a tile (GROUPS, GROUP); each group has its own scale."""
+    if PDL:
+        take_turn()
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0)
     if PARTIALS > 0:
@@ -257,20 +264,38 @@ def _rows(
 @triton.jit
 def _weighted_sum(
     y_ptr, weights_ptr, ids_ptr, out_ptr, cols, y_stride, out_stride,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, ADDENDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        take_turn()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = col < cols
     total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        pair = row * TOP_K + k
-        present = tl.load(ids_ptr + pair) >= 0
-        end = tl.where(present, cols, 0)
-        y = tl.load(y_ptr + pair * y_stride + col, mask=col < end, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            y *= tl.load(weights_ptr + pair)
-        total += tl.where(present, y, 0.0)
+    ROWS: tl.constexpr = TOP_K * ADDENDS
+    for first in tl.static_range(0, ROWS, 8):
+        ids, ys, weights = (), (), ()
+        for i in tl.static_range(first, first + 8):
+            if i < ROWS:
+                ids += (tl.load(ids_ptr + row * TOP_K + i // ADDENDS),)
+        for i in tl.static_range(first, first + 8):
+            if i < ROWS:
+                end = tl.where(ids[i - first] >= 0, cols, 0)
+                y_ptrs = y_ptr + (row * ROWS + i) * y_stride + col
+                ys += (tl.load(y_ptrs, mask=col < end, other=0.0),)
+        # ptxas saves registers by asking for a row only when the one before it is added up. Behind
+        # a barrier all rows have been asked for, and the weights hold the arithmetic back there.
+        tl.debug_barrier()
+        for i in tl.static_range(first, first + 8):
+            if i < ROWS and WEIGHTED:
+                weights += (tl.load(weights_ptr + row * TOP_K + i // ADDENDS),)
+        for i in tl.static_range(first, first + 8):
+            if i < ROWS:
+                y = ys[i - first].to(tl.float32)
+                if WEIGHTED:
+                    y *= weights[i - first]
+                total += tl.where(ids[i - first] >= 0, y, 0.0)
     tl.store(out_ptr + row * out_stride + col, convert(total, out_ptr.dtype.element_ty), mask=ok)
 
 

@@ -3,8 +3,9 @@
     python -m moekit_triton.tune --shapes mixtral,8:2:4096:14336 --quant none,fp8_block --out FILE
 
 Every candidate is compiled by a pool of processes into Triton's cache first, then timed in a CUDA
-graph over several routings. A shape's plans are written when it is done, atomically, and a shape
-that the file holds already is skipped, so that a stopped run goes on where it was.
+graph over several routings, a shape and scheme on each GPU. An entry is written when it is done,
+atomically, and one that the file holds already is skipped, so that a stopped run goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -32,13 +33,27 @@ from moekit import MoEProblem, registry
 from moekit.bench.shapes import random_weights, shape
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
-from .config import fusable, operand_bits, table_key, tma_possible
+from .config import (
+    PACKED_BLOCK_M,
+    fusable,
+    num_sms,
+    operand_bits,
+    sorting_pays,
+    table_key,
+    tma_possible,
+)
 from .experts import TritonExperts
 from .gemm import Epilogue, GemmConfig, Rows, grouped_gemm
+from .packed import CHUNK
 from .rows import Activation, ValidRows, activate_rows
+from .sorted_gemm import gather_rows, sorted_gemm
 
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
 _SHARED = 227 << 10
+# Longer calls than this are rare, and take the plan of the longest measured.
+_MOST_TOKENS = 32768
+# Microseconds beyond which a launch's own time is small beside the kernel's.
+_TELLING = 200.0
 
 
 def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmConfig]:
@@ -46,6 +61,8 @@ def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmCo
     a_bits, w_bits = operand_bits(problem)
     blocks_m = [b for b in (16, 32, 64, 128) if b == 16 or per_expert * 3 >= b]
     blocks_m = blocks_m[-2:] if per_expert < 200 else [64, 128]
+    if w_bits == 4:
+        return _packed_candidates([8, 16] if per_expert <= 4 else blocks_m, wide)
     block_scales = problem.quant.name.endswith("_block")
     found = []
     for block_m, columns, warps, tma in itertools.product(
@@ -66,6 +83,34 @@ def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmCo
             if stages >= 2:
                 found.append(GemmConfig(block_m, block_n, block_k, 8, warps, stages, tma))
     return found
+
+
+def _packed_candidates(blocks_m: Sequence[int], wide: int) -> list[GemmConfig]:
+    """4 bits: a warp makes 16 rows of weights, or 32 of them for few columns."""
+    found = []
+    tiles = ((16, 1), (32, 2), (64, 4), (64, 2), (128, 8), (128, 4))
+    for block_m, (block_n, warps), stages in itertools.product(
+        [b for b in blocks_m if b <= PACKED_BLOCK_M], tiles, (3, 5)
+    ):
+        per_thread = block_m * block_n * wide / (32 * warps)  # sums, and partial ones besides
+        if per_thread <= (32 if block_n > 16 * warps else 64):
+            stage = (16 * block_m + 4 * block_n * wide) * CHUNK // 8
+            if stages * stage <= _SHARED and (block_m < 64 or block_n >= 64):
+                found.append(GemmConfig(block_m, block_n, CHUNK, 8, warps, stages))
+    return found
+
+
+def sorted_candidates(problem: MoEProblem, rows: int, wide: int) -> list[GemmConfig]:
+    """Tiles for rows in order, see `sorted_gemm`; none where that does not pay."""
+    if not sorting_pays(problem, rows, problem.top_k):
+        return []
+    shapes = [(128, 256, 8, 4), (128, 256, 8, 3), (128, 128, 4, 4), (64, 256, 4, 4)]
+    return [
+        GemmConfig(m, columns // wide, 64, group, warps, stages, True, persistent)
+        for m, columns, warps, stages in shapes
+        for group in (4, 8, 16)
+        for persistent in ((False,) if wide == 2 else (False, True))
+    ]
 
 
 def variations(best: GemmConfig) -> list[GemmConfig]:
@@ -106,6 +151,14 @@ class Case:
         y = torch.empty(pairs, p.hidden_size, dtype=p.dtype, device=device)
         return cls(p, packed, ids, x, x_scale, a, a_scale, h, y, experts._activation)
 
+    def calls(
+        self, gemm: str, config: GemmConfig, fused: bool = True, in_order: bool = False
+    ) -> list[Callable[[], None]]:
+        """gemm: `first` or `second`; in_order: rows in the order of their experts."""
+        if in_order:
+            return (self.sorted_first if gemm == "first" else self.sorted_second)(config)
+        return self.first(config, fused) if gemm == "first" else self.second(config)
+
     def rows_for(self, block_m: int) -> list[AlignedPairs]:
         p, found = self.problem, []
         for ids in self.ids:
@@ -133,7 +186,7 @@ class Case:
                 grouped_gemm(
                     self.x, w["w13"], self.a if fused else self.h,
                     Rows.aligned(aligned, p.top_k), config, a_scale=self.x_scale,
-                    w_scale=w.get("w13_scale"), epilogue=epilogue,
+                    w_scale=w.get("w13_scale"), w_offset=w.get("w13_offset"), epilogue=epilogue,
                 )  # fmt: skip
                 if not fused:
                     activate_rows(
@@ -144,98 +197,125 @@ class Case:
             calls.append(call)
         return calls
 
+    def sorted_first(self, config: GemmConfig) -> list[Callable[[], None]]:
+        """Copying included, the price that both GEMMs pay for order."""
+        p, routings = self.problem, self.rows_for(config.block_m)
+        entries = routings[0].pairs_S.numel()
+        x_SH = self.x.new_empty(entries, p.hidden_size)
+        a_SI = self.a.new_empty(entries, p.local_intermediate_size)
+
+        def call(aligned: AlignedPairs) -> None:
+            gather_rows(self.x, aligned, p.top_k, x_SH)
+            sorted_gemm(
+                x_SH, self.packed["w13"], a_SI, aligned, config, num_sms(p),
+                activation=self.activation,
+            )  # fmt: skip
+
+        return [partial(call, aligned) for aligned in routings]
+
+    def sorted_second(self, config: GemmConfig) -> list[Callable[[], None]]:
+        routings = self.rows_for(config.block_m)
+        a_SI = torch.randn(
+            routings[0].pairs_S.numel(), self.a.shape[1], dtype=self.a.dtype, device="cuda"
+        )
+
+        def call(aligned: AlignedPairs) -> None:
+            w, sms = self.packed["w2"], num_sms(self.problem)
+            sorted_gemm(a_SI, w, self.y, aligned, config, sms, by_pair=True)
+
+        return [partial(call, aligned) for aligned in routings]
+
     def second(self, config: GemmConfig) -> list[Callable[[], None]]:
         w = self.packed
 
         def call(aligned: AlignedPairs) -> Callable[[], None]:
             return lambda: grouped_gemm(
                 self.a, w["w2"], self.y, Rows.aligned(aligned), config, a_scale=self.a_scale,
-                w_scale=w.get("w2_scale"),
+                w_scale=w.get("w2_scale"), w_offset=w.get("w2_offset"),
             )  # fmt: skip
 
         return [call(aligned) for aligned in self.rows_for(config.block_m)]
 
 
-def microseconds(calls: Sequence[Callable[[], None]]) -> float:
-    """Of one call: a graph over all, the fastest of a few replays."""
-    for call in calls[:1]:
-        call()
+def microseconds(calls: Sequence[Callable[[], None]], enough: float = float("inf")) -> float:
+    """Of one call: a graph over all, the fastest of a few replays. A call far slower than `enough`
+    is told by one launch."""
+    calls[0]()
+    once = _elapsed(calls[0])
+    if once > max(_TELLING, 1.5 * enough):
+        return once
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    graph.replay()
-    best = float("inf")
-    for _ in range(4):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1e3 / len(calls))
-    return best
+    replays = 5 if once < 10 * _TELLING else 2
+    return min(_elapsed(graph.replay) for _ in range(replays)) / len(calls)
 
 
-def _try(calls: Callable[[], list[Callable[[], None]]]) -> float:
+def _elapsed(call: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def _try(calls: Callable[[], list[Callable[[], None]]], enough: float) -> float:
     try:
-        return microseconds(calls())
+        return microseconds(calls(), enough)
     except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
         return float("inf")
 
 
 def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
-    """The fastest plan: both GEMMs with one block_m, each with its own tile."""
+    """The fastest plan: both GEMMs with one block_m and one order, each with its own tile."""
     p = case.problem
     wide = 2 if p.activation.gated else 1
-    firsts: dict[int, tuple[float, GemmConfig, bool]] = {}
-    seconds: dict[int, tuple[float, GemmConfig]] = {}
+    # (block_m, in order) -> gemm -> microseconds, tile, fused
+    found: dict[tuple[int, bool], dict[str, tuple[float, GemmConfig, bool]]] = {}
 
-    def first(config: GemmConfig, fused: bool) -> None:
-        us = _try(partial(case.first, config, fused))
-        if us < firsts.get(config.block_m, (float("inf"),))[0]:
-            firsts[config.block_m] = us, config, fused
-
-    def second(config: GemmConfig) -> None:
-        us = _try(partial(case.second, config))
-        if us < seconds.get(config.block_m, (float("inf"),))[0]:
-            seconds[config.block_m] = us, config
+    def attempt(gemm: str, config: GemmConfig, fused: bool = True, in_order: bool = False) -> None:
+        best = found.setdefault((config.block_m, in_order), {})
+        enough = best.get(gemm, (float("inf"),))[0]
+        us = _try(partial(case.calls, gemm, config, fused, in_order), enough)
+        if us < enough:
+            best[gemm] = us, config, fused
 
     for config in candidates(p, per_expert, wide):
         if fusable(p, config.block_n):
-            first(config, True)
+            attempt("first", config)
     for config in candidates(p, per_expert, 1):
         if not fusable(p, 128) or p.quant.activation is not None:
-            first(config, False)
-        second(config)
-    for _, config, fused in list(firsts.values()):
+            attempt("first", config, fused=False)
+        attempt("second", config)
+    for gemm, (_, config, fused) in [item for best in found.values() for item in best.items()]:
         for other in variations(config):
-            first(other, fused)
-    for _, config in list(seconds.values()):
-        for other in variations(config):
-            second(other)
-    both = [b for b in firsts if b in seconds]
+            attempt(gemm, other, fused)
+    for gemm, columns in (("first", wide), ("second", 1)):
+        for config in sorted_candidates(p, len(case.x), columns):
+            attempt(gemm, config, in_order=True)
+    both = {key: best for key, best in found.items() if len(best) == 2}
     if not both:
         return None
-    block = min(both, key=lambda b: firsts[b][0] + seconds[b][0])
-    us1, first_config, fused = firsts[block]
-    us2, second_config = seconds[block]
+    (_, in_order), best = min(both.items(), key=lambda item: sum(us for us, *_ in item[1].values()))
+    (us1, first_config, fused), (us2, second_config, _) = best["first"], best["second"]
     return {
         "rows_per_expert": per_expert, "us": [round(us1, 1), round(us2, 1)], "fused": fused,
-        "first": asdict(first_config), "second": asdict(second_config),
+        "sorted": in_order, "first": asdict(first_config), "second": asdict(second_config),
     }  # fmt: skip
 
 
-def _compile(job: tuple[str, bool, list[dict[str, Any]]]) -> None:
+def _compile(job: tuple[str, str, bool, list[dict[str, Any]]]) -> None:
     """Runs every config once on tiny tensors of the same kind, which fills Triton's cache."""
-    scheme, first, configs = job
+    scheme, gemm, in_order, configs = job
     sizes = {"hidden_size": 512, "intermediate_size": 512}
     problem = MoEProblem(num_experts=2, top_k=2, quant=scheme, device="cuda", **sizes)
     case = _case(problem, 16, 1)
     for values in configs:
         values = dict(values)
-        fused = values.pop("fused", False)
-        config = GemmConfig(**values)
-        _try(partial(case.first, config, fused) if first else partial(case.second, config))
+        fused = values.pop("fused", True)
+        _try(partial(case.calls, gemm, GemmConfig(**values), fused, in_order), enough=0.0)
 
 
 def _case(problem: MoEProblem, rows: int, routings: int, packed: Any = None) -> Case:
@@ -245,31 +325,71 @@ def _case(problem: MoEProblem, rows: int, routings: int, packed: Any = None) -> 
     return Case.make(experts, packed, rows, routings)
 
 
-def compile_all(schemes: Iterable[str], activation: str = "silu") -> None:
-    """All candidates of all sizes, by as many processes as there are cores."""
-    jobs: list[tuple[str, bool, list[dict[str, Any]]]] = []
+def compile_all(schemes: Iterable[str]) -> None:
+    """All candidates of all sizes, by as many processes as there are cores, up to 48."""
+    jobs: list[tuple[str, str, bool, list[dict[str, Any]]]] = []
     for scheme in schemes:
         p = MoEProblem(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=4096,
                        quant=scheme, device="cuda")  # fmt: skip
-        first: dict[str, dict[str, Any]] = {}
-        second: dict[str, dict[str, Any]] = {}
+        wanted: dict[tuple[str, bool], dict[str, dict[str, Any]]] = {
+            (gemm, order): {} for gemm in ("first", "second") for order in (False, True)
+        }
         for per_expert in ROWS_PER_EXPERT:
             for c in candidates(p, per_expert, 2):
                 if fusable(p, c.block_n):
-                    first[repr(c)] = {**asdict(c), "fused": True}
+                    wanted["first", False][repr(c)] = {**asdict(c), "fused": True}
             for c in candidates(p, per_expert, 1):
                 if p.quant.activation is not None:
-                    first[repr(c) + "apart"] = {**asdict(c), "fused": False}
-                second[repr(c)] = asdict(c)
-        for is_first, configs in ((True, list(first.values())), (False, list(second.values()))):
-            jobs += [(scheme, is_first, configs[i : i + 3]) for i in range(0, len(configs), 3)]
-    workers = min(16, os.cpu_count() or 1)
-    context = multiprocessing.get_context("spawn")
-    begin, count = time.monotonic(), sum(len(job[2]) for job in jobs)
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+                    wanted["first", False][repr(c) + "apart"] = {**asdict(c), "fused": False}
+                wanted["second", False][repr(c)] = asdict(c)
+        for gemm, columns in (("first", 2), ("second", 1)):
+            for c in sorted_candidates(p, 1 << 14, columns):
+                wanted[gemm, True][repr(c)] = asdict(c)
+        for (gemm, order), unique in wanted.items():
+            configs = list(unique.values())
+            jobs += [(scheme, gemm, order, configs[i : i + 3]) for i in range(0, len(configs), 3)]
+    begin, count = time.monotonic(), sum(len(job[3]) for job in jobs)
+    with _pool(min(48, os.cpu_count() or 1), torch.cuda.device_count()) as pool:
         for _ in pool.map(_compile, jobs):
             pass
     print(f"compiled {count} candidates in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+
+
+def _pool(workers: int, gpus: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes that share the first `gpus` devices evenly."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(
+        workers, context, _take_device, (context.Value("i", 0), gpus)
+    )
+
+
+def _take_device(counter: Any, gpus: int) -> None:
+    with counter.get_lock():
+        torch.cuda.set_device(counter.value % gpus)
+        counter.value += 1
+
+
+def _tune(job: tuple[str, str, Sequence[float]]) -> tuple[dict[str, Any], float]:
+    """The table's entry of one (shape, scheme, rows per expert), and the seconds it took."""
+    name, scheme, sizes = job
+    problem = shape(name).problem(quant=scheme, device="cuda")
+    packed, plans, begin = None, [], time.monotonic()
+    for per_expert in sizes:
+        rows = max(1, round(per_expert * problem.num_experts / problem.top_k))
+        if rows > _MOST_TOKENS:
+            break
+        case = _case(problem, rows, 3 if rows < 4096 else 2, packed)
+        packed = case.packed
+        plan = tune_size(case, rows * problem.top_k / problem.num_experts)
+        if plan is not None:
+            plans.append(plan)
+        del case
+        torch.cuda.empty_cache()
+    return {**_key(problem), "plans": plans}, time.monotonic() - begin
+
+
+def _key(problem: MoEProblem) -> dict[str, Any]:
+    return table_key(problem) | {"triton": triton.__version__}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -277,33 +397,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", default="mixtral,qwen3-30b,dsv3-ep8")
     parser.add_argument("--quant", default="none,fp8_block")
     parser.add_argument("--rows", default=",".join(map(str, ROWS_PER_EXPERT)))
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    schemes = args.quant.split(",")
+    schemes, sizes = args.quant.split(","), [float(rows) for rows in args.rows.split(",")]
     device = re.sub(r"\W+", "_", torch.cuda.get_device_name())
     out = args.out or Path(__file__).parent / "tuned" / f"{device}.json"
     table = json.loads(out.read_text()) if out.exists() else {"entries": []}
-    compile_all(schemes)
-    for scheme, sizes in itertools.product(schemes, map(shape, args.shapes.split(","))):
-        problem = sizes.problem(quant=scheme, device="cuda")
-        key = table_key(problem) | {"triton": triton.__version__}
-        if any(all(entry[k] == v for k, v in key.items()) for entry in table["entries"]):
-            continue
-        packed, plans, begin = None, [], time.monotonic()
-        for per_expert in map(float, args.rows.split(",")):
-            rows = max(1, round(per_expert * problem.num_experts / problem.top_k))
-            case = _case(problem, rows, 3 if rows < 4096 else 2, packed)
-            packed = case.packed
-            plan = tune_size(case, rows * problem.top_k / problem.num_experts)
-            if plan is not None:
-                plans.append(plan)
-                print(sizes.name, scheme, plan, file=sys.stderr, flush=True)
-        table["entries"].append({**key, "plans": plans})
-        part = out.with_suffix(".part")
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(table, indent=1))
-        part.replace(out)
-        print(f"{sizes.name} {scheme}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    jobs = []
+    for name, scheme in itertools.product(args.shapes.split(","), schemes):
+        key = _key(shape(name).problem(quant=scheme, device="cuda"))
+        if not any(all(entry[k] == v for k, v in key.items()) for entry in table["entries"]):
+            jobs.append((name, scheme, sizes))
+    if not jobs:
+        print(f"{out} has them all", file=sys.stderr)
+        return
+    compile_all({scheme: None for _, scheme, _ in jobs})
+    begin = time.monotonic()
+    with _pool(min(args.gpus, len(jobs)), args.gpus) as pool:
+        running = {pool.submit(_tune, job): job for job in jobs}
+        for done, future in enumerate(concurrent.futures.as_completed(running), 1):
+            entry, seconds = future.result()
+            table["entries"].append(entry)
+            part = out.with_suffix(".part")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(table, indent=1))
+            part.replace(out)
+            name, scheme, _ = running[future]
+            left = (time.monotonic() - begin) / done * (len(jobs) - done)
+            print(
+                f"[{done}/{len(jobs)}] {name} {scheme}: {seconds:.0f} s, about {left:.0f} s left",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

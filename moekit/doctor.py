@@ -1,0 +1,312 @@
+"""``python -m moekit doctor``: is this machine fit for what is installed, and if not, why not?
+
+Unlike `plugins` and `explain` it tries things: it loads every backend that could serve this device,
+compiles a kernel and writes to the caches. Nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moekit
+from moekit.errors import MoekitError
+from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, importable, registry
+from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
+from moekit.quant import SCHEMES
+from moekit.tune import table
+
+_NAME, _WIDTH = 30, 100
+_FEW_BYTES = 1 << 30
+_PREFIXES = ("MOEKIT_", "NCCL_", "NVSHMEM_", "GLOO_", "TRITON_", "CUDA_", "TORCH_NCCL_")
+
+
+_Found = Iterator[tuple[str, str, str]]  # name, state, text of each finding of a group
+
+
+@dataclass(frozen=True)
+class Finding:
+    """state: ok; no: it is not here or not for this machine, which is no fault; bad: a fault."""
+
+    group: str
+    name: str
+    state: str
+    text: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; 0: no fault was found, 1: some was."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moekit doctor",
+        description="Tries what is installed on this machine: versions, devices, backends, Triton, "
+        "network, caches. Exit code 0: nothing is at fault; 1: something is.",
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    args = parser.parse_args(argv)
+    found: list[Finding] = []
+    for finding in examine():
+        if not args.json:  # at once: a library may take the process down
+            if not found or found[-1].group != finding.group:
+                print(f"{finding.group}:")
+            print(_line(finding), flush=True)
+        found.append(finding)
+    faults = [finding for finding in found if finding.state == "bad"]
+    if args.json:
+        listed = [asdict(finding) for finding in found]
+        print(json.dumps({"moekit": moekit.__version__, "findings": listed}, indent=2))
+    else:
+        print(f"{len(faults)} faults" if len(faults) != 1 else "1 fault")
+    return int(bool(faults))
+
+
+def _line(finding: Finding) -> str:
+    text = f"  {finding.state:<3} {finding.name:<{_NAME}} {finding.text}".rstrip()
+    indent = " " * (_NAME + 7)
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def examine() -> Iterator[Finding]:
+    """Everything, in the order in which it is tried."""
+    for group, look in (
+        ("versions", _versions),
+        ("devices", _devices),
+        ("backends", _backends),
+        ("triton", _triton),
+        ("network", lambda: _network(os.environ)),
+        ("caches", lambda: _caches(os.environ)),
+    ):
+        try:
+            for name, state, text in look():
+                yield Finding(group, name, state, text)
+        except Exception as error:  # the other groups may tell why
+            yield Finding(group, "looking", "bad", f"{type(error).__name__}: {error}")
+
+
+def _versions() -> _Found:
+    for name, version in (
+        ("moekit", moekit.__version__),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("cuda of torch", torch.version.cuda or ""),
+        ("triton", _installed("triton")),
+    ):
+        yield name, "ok" if version else "no", str(version) or "none"
+    compiler = shutil.which("nvcc") or shutil.which("nvcc", path=_cuda_path())
+    text = compiler or "none; libraries that compile at first use need it (PATH, CUDA_HOME)"
+    yield "nvcc", "ok" if compiler else "no", text
+
+
+def _devices() -> _Found:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        text = f"{platform.machine()}, {torch.get_num_threads()} threads; torch sees no accelerator"
+        yield "cpu", "ok", text
+        return
+    count = torch.accelerator.device_count()
+    for index in range(count):
+        device = torch.device(accelerator.type, index)
+        try:
+            spec = DeviceSpec.of(device)
+            ones = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+            works = bool((ones @ ones == 64).all())
+            memory = ""
+            if device.type == "cuda":
+                free, total = torch.cuda.mem_get_info(device)
+                memory = f", {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+            text = f"{spec.name}, {spec}{memory}" if works else f"{spec.name}: 1 * 1 is not 1"
+        except Exception as error:  # a driver fails in every imaginable way
+            works, text = False, f"{type(error).__name__}: {error}"
+        yield str(device), "ok" if works else "bad", text
+    if accelerator.type == "cuda" and count > 1:
+        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+        text = "none between " + ", ".join(apart) if apart else "between all"
+        yield "peer access", "no" if apart else "ok", text
+
+
+def _backends() -> _Found:
+    device = DeviceSpec.detect()
+    for plugin in registry().plugins:
+        owner = f"{plugin.distribution} {plugin.version}".strip() or plugin.name
+        if plugin.state != "ok":
+            state = "no" if plugin.state == "blocked" else "bad"
+            yield plugin.name, state, f"{plugin.state}: {plugin.reason}"
+        if plugin.state in ("ok", "clash"):
+            for spec in plugin.backends:
+                state, text = _try_backend(spec, device)
+                yield spec.name, state, f"{text} ({owner})"
+
+
+def _try_backend(spec: BackendSpec, device: DeviceSpec) -> tuple[str, str]:
+    """Loads a backend if it could serve some problem here: ok, no or bad; what it serves, or why
+    not."""
+    served, reasons = [], dict[str, None]()
+    for problem in _problems(spec, device):
+        why_not = spec.unsupported(problem)
+        reasons.update(dict.fromkeys(why_not))
+        if not why_not:
+            served.append(problem.quant.name)
+    if not served:
+        return "no", "; ".join(reasons)
+    assert isinstance(spec, DispatcherSpec | ExpertsSpec)
+    try:
+        spec.load()
+    except MoekitError as error:
+        return "bad", str(error)
+    if isinstance(spec, DispatcherSpec):
+        return "ok", "loads"
+    if len(served) == len(SCHEMES):
+        return "ok", "serves every scheme"
+    refused = ", ".join(sorted(spec.schemes - set(served)))
+    return "ok", f"serves {', '.join(served)}" + (f"; refuses {refused}" if refused else "")
+
+
+def _problems(spec: BackendSpec, device: DeviceSpec) -> Iterator[MoEProblem]:
+    """A harmless one for each scheme (a dispatcher: one), of sizes that suit everybody's tiles."""
+    moves = isinstance(spec, DispatcherSpec) and spec.moves_tokens
+    parallel = ParallelConfig(ep_size=2) if moves else ParallelConfig()
+    dtype = next(d for name, d in DTYPES.items() if name in spec.dtypes)
+    for scheme in sorted(spec.schemes) if isinstance(spec, ExpertsSpec) else ["none"]:
+        yield MoEProblem(
+            num_experts=8, top_k=2, hidden_size=2048, intermediate_size=1024, dtype=dtype,
+            quant=scheme, max_num_tokens=64, parallel=parallel, device=device,
+        )  # fmt: skip
+
+
+def _triton() -> _Found:
+    yield "kernel", *_try_triton()
+
+
+def _try_triton() -> tuple[str, str]:
+    """Compiles and runs a kernel, as the first call of every Triton backend does."""
+    if not importable("triton"):
+        return "no", "triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not interpreted and not torch.cuda.is_available():
+        return "no", "no GPU to compile for (TRITON_INTERPRET=1 runs kernels on the CPU, slowly)"
+    begin = time.monotonic()
+    try:
+        right = _add_one("cpu" if interpreted else "cuda")
+    except Exception as error:  # a missing C compiler, a wrong driver, an unwritable cache
+        return "bad", f"{type(error).__name__}: {error}"
+    if not right:
+        return "bad", "x + 1 came out wrong"
+    return "ok", "interpreted" if interpreted else f"compiled in {time.monotonic() - begin:.1f} s"
+
+
+def _add_one(device: str) -> bool:
+    triton: Any = importlib.import_module("triton")
+    tl: Any = importlib.import_module("triton.language")
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def kernel(x_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = x_ptr + tl.arange(0, BLOCK)
+        tl.store(place, tl.load(place) + 1)
+
+    x = torch.arange(64, dtype=torch.float32, device=device)
+    kernel[(1,)](x, BLOCK=64)
+    return torch.equal(x.cpu(), torch.arange(1, 65, dtype=torch.float32))
+
+
+def _network(environ: Mapping[str, str]) -> _Found:
+    """What ranks talk over. Hints: a machine of one GPU needs nothing of it."""
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        version: Any = torch.cuda.nccl.version
+        nccl = ".".join(map(str, version())) if torch.cuda.is_available() else ""
+        yield "NCCL", "ok", nccl or "in torch"
+    else:
+        yield "NCCL", "no", "not in this torch: ranks use gloo"
+    distributions = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
+    nvshmem = [f"{name} {_installed(name)}" for name in distributions if _installed(name)]
+    yield "NVSHMEM", "ok" if nvshmem else "no", ", ".join(nvshmem) or "none"
+    yield from _cards(Path("/sys/class/infiniband"), Path("/proc/modules"))
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        text = f"{free / 2**30:.1f} GiB free"
+        if free < _FEW_BYTES:
+            text += "; NCCL may need more between ranks (docker: --shm-size=8g)"
+        yield str(shared), "ok" if free >= _FEW_BYTES else "no", text
+    for name in sorted(n for n in environ if n.startswith(_PREFIXES)):
+        yield name, "ok", environ[name] or "(empty)"
+
+
+def _cards(folder: Path, modules: Path) -> _Found:
+    """RDMA network cards: what ranks on several hosts want."""
+    cards = sorted(folder.iterdir()) if folder.is_dir() else []
+    if not cards:
+        text = "none: ranks of several hosts would talk over TCP"
+        yield "RDMA cards", "no", text
+        return
+    states = {}
+    for card in cards:
+        ports = sorted(card.glob("ports/*/state"))
+        states[card.name] = ", ".join(port.read_text().split(":")[-1].strip() for port in ports)
+    active = any("ACTIVE" in state for state in states.values())
+    text = "; ".join(f"{name} {state}" for name, state in states.items())
+    yield "RDMA cards", "ok" if active else "no", text
+    loaded = modules.read_text() if modules.is_file() else ""
+    peer = [name for name in ("nvidia_peermem", "gdrdrv") if name in loaded]
+    text = ", ".join(peer) or "neither nvidia_peermem nor gdrdrv: cards cannot read GPU memory"
+    yield "GPUDirect", "ok" if peer else "no", text
+
+
+def _caches(environ: Mapping[str, str]) -> _Found:
+    """Where kernels and tables are kept. A folder that is named by a variable, or a default."""
+    home = Path.home()
+    folders = {
+        "tuned tables": table.user_path(environ),
+        "cache": Path(environ.get("XDG_CACHE_HOME") or home / ".cache"),
+        "TRITON_CACHE_DIR": Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache",
+        "temporary files": Path(tempfile.gettempdir()),
+    }
+    named = {n: Path(v) for n, v in environ.items() if n.endswith("_CACHE_DIR") and v}
+    for name, path in {**folders, **named}.items():
+        yield name, *_try_folder(path)
+
+
+def _try_folder(path: Path) -> tuple[str, str]:
+    """Writes to it, or where it would be made: ok or bad; where, or why not."""
+    place = path.parent if path.is_file() else path.absolute()
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"moekit")
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return "bad", f"{path}: {error.strerror or error}; kernels would be compiled at every start"
+    if free < _FEW_BYTES:
+        return "bad", f"{path}: {free / 2**20:.0f} MiB free, want {_FEW_BYTES >> 20}"
+    return "ok", str(path)
+
+
+def _cuda_path() -> str:
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    return os.pathsep.join(str(Path(home) / "bin") for home in homes if home)
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Bytes on a rank, without the library.
+
+Transient ones are what the dispatchers state of their calls. Buffers are sized by the library's own
+helpers where it runs; here by the formulas behind these (DeepEP 2.1), which tests hold to recorded
+sizes.
+"""
+
+from __future__ import annotations
+
+from moekit.problem import MoEProblem
+from moekit.topology import Footprint
+
+# Of an H200's 132. They fill the links, and leave the others to the experts.
+NUM_SMS = 24
+LEGACY_WORKSPACE_BYTES = 32 << 20
+# So many rows of padding cost the experts less than it costs the host to wait for their number.
+FEW_ROWS = 4096
+
+# Of `Buffer`: GPUs of a host that it connects over NVLink.
+_NVLINK_PEERS = 8
+# Tokens that queues hold, by ranks (NVLink's; the network's hold 128, a multiple of what is sent at
+# a time), and of each the most slots and scales.
+_QUEUE = {16: 288, 24: 288, 32: 288, 48: 288, 64: 288, 96: 480, 128: 560, 144: 720, 160: 720}
+_SENT = {16: 20, 24: 8, 32: 8, 48: 8, 64: 8}
+_META = 8 + 128 * (8 + 4) + 128 * 4
+_ELASTIC_PAGE = 2 << 20
+_ELASTIC_CHANNELS = 8 * 160
+_SOURCE = "the library's formula"
+
+
+# -- of a call -----------------------------------------------------------------------------------
+
+
+def ht_tokens(problem: MoEProblem, num_tokens: int) -> int:
+    """Tokens of each rank that a call of `deepep_ht` has room for, outside of CUDA graphs."""
+    most = problem.max_num_tokens
+    few = problem.parallel.ep_size * (most or 0) <= FEW_ROWS
+    return most if most is not None and few else num_tokens
+
+
+def even(num_tokens: int) -> int:
+    """`deepep_ll` wants C to be a multiple of 4, with 2 ranks too."""
+    return num_tokens + num_tokens % 2
+
+
+def ht_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
+    p = problem
+    row = 2 * p.hidden_size + 4 * _scales(p)
+    received = rows * (row + p.top_k * (8 + 4) + 4)
+    # Quantized tokens and combined ones; of each token, whether and where it goes to a rank.
+    sent = num_tokens * (row + 2 * p.hidden_size + 5 * p.parallel.ep_size)
+    return received + sent
+
+
+def ll_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
+    p = problem
+    slots = p.num_local_experts * rows
+    row = 2 * p.hidden_size + 4 * _scales(p)
+    ranges = p.num_local_experts * p.parallel.ep_size * 8
+    return slots * (row + 4) + ranges + num_tokens * 2 * p.hidden_size
+
+
+def elastic_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
+    p = problem
+    row = 2 * p.hidden_size + 4 * _scales(p)
+    # ids as they came and as they are handed on; where rows come from
+    received = rows * (row + p.top_k * (8 + 8 + 4) + 1 + 4 * (p.top_k + 2))
+    # quantized tokens and combined ones; ids and where they go to
+    sent = num_tokens * (row + 2 * p.hidden_size + p.top_k * (8 + 4))
+    return received + sent
+
+
+def _scales(problem: MoEProblem) -> int:
+    activation = problem.quant.activation
+    return 0 if activation is None else activation.scale_shape(1, problem.hidden_size)[1]
+
+
+# -- buffers -------------------------------------------------------------------------------------
+
+
+def normal_buffers(hidden_size: int, ranks: int) -> dict[str, int]:
+    """`deep_ep.Buffer` for bf16 rows: queues to the GPUs of the host, and to other hosts."""
+    channels, row = NUM_SMS // 2, 2 * hidden_size + _META
+    near, hosts = min(ranks, _NVLINK_PEERS), max(ranks // _NVLINK_PEERS, 1)
+    queue = next((n for most, n in _QUEUE.items() if ranks <= most), 720) if hosts > 1 else 256
+    nvlink = channels * near * ((2 * hosts + 3) * 4 + queue * row)
+    buffers = {"NVLink queues": _up(nvlink, 128), "workspace": LEGACY_WORKSPACE_BYTES}
+    if hosts > 1:
+        sent = next((n for most, n in _SENT.items() if ranks <= most), 12)
+        counters = (2 * _NVLINK_PEERS + 2) * 2 * 4
+        network = channels * hosts * (counters + 2 * _up(128, sent) * (row + 16))
+        buffers["network queues (NVSHMEM)"] = _up(network, 128)
+    return buffers
+
+
+def low_latency_buffers(capacity: int, hidden_size: int, num_experts: int) -> dict[str, int]:
+    """`deep_ep.Buffer` in low-latency mode: two sets, whatever the number of ranks."""
+    groups = hidden_size // 128
+    there = 16 + max(2 * hidden_size, hidden_size + 4 * groups)
+    back = 4 * groups + 2 * hidden_size
+    rows = num_experts * capacity
+    send, receive = max(capacity * there, rows * back), rows * max(there, back)
+    nbytes = 2 * (send + receive + _up(4 * num_experts, 128))
+    return {"slots (NVSHMEM)": _up(nbytes + 1, 128), "workspace": LEGACY_WORKSPACE_BYTES}
+
+
+def elastic_buffer(capacity: int, hidden_size: int, top_k: int, ranks: int, hosts: int = 1) -> int:
+    """`deep_ep.ElasticBuffer` for bf16 tokens; in its hybrid mode if there are several hosts."""
+    near = ranks // hosts
+    there = 2 * hidden_size + _up(8 * top_k + 4 * (1 + top_k), 32)
+    back = 2 * hidden_size + _up(8 * top_k, 32)
+    if hosts == 1:
+        return _up(
+            max(ranks * capacity * there, min(ranks, top_k) * capacity * back), _ELASTIC_PAGE
+        )
+    channel_rows = hosts * (capacity + _ELASTIC_CHANNELS)
+    dispatch = (near * hosts * capacity + capacity + channel_rows) * there
+    combine = (min(near, top_k) * hosts + min(hosts, top_k)) * capacity + channel_rows
+    return _up(max(dispatch, combine * back), _ELASTIC_PAGE)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+# -- on paper ------------------------------------------------------------------------------------
+
+
+def _layout(problem: MoEProblem) -> str:
+    parallel = problem.parallel
+    near = parallel.num_ranks // parallel.nodes
+    return (
+        f"the library wants {_NVLINK_PEERS} ranks of a host in a row (here {near}); ranks of equal "
+        "place on their hosts talk over the network, the others by way of these"
+    )
+
+
+def ht(problem: MoEProblem) -> Footprint:
+    p, (T, ranks) = problem, _sizes(problem)
+    rows = ranks * ht_tokens(p, T)
+    return Footprint(
+        rows=rows,
+        buffers=normal_buffers(p.hidden_size, ranks),
+        transient=ht_transient(p, T, rows),
+        source=_SOURCE,
+        across=(
+            f"layout: {_layout(p)}",
+            "needs NVSHMEM with IBGDA and a mlx5 network card per GPU (RDMA); the library's "
+            "internode kernels exist, this adapter does not drive them",
+            "no CUDA graphs: the library's fixed number of rows is for one host",
+        ),
+    )
+
+
+def ll(problem: MoEProblem) -> Footprint:
+    p, (T, ranks) = problem, _sizes(problem)
+    rows = ranks * even(T)
+    return Footprint(
+        rows=rows,
+        buffers=low_latency_buffers(even(T), p.hidden_size, p.num_physical_experts),
+        transient=ll_transient(p, T, rows),
+        source=_SOURCE + "; it does not depend on the number of ranks, the slabs do",
+        across=(
+            "layout: any order; every rank writes to every other one, over NVLink or RDMA",
+            "needs NVSHMEM with IBGDA and a mlx5 network card per GPU (RDMA), a queue pair for "
+            f"each of the {p.num_local_experts} local experts and each peer; the library's kernels "
+            "are the same as on one host, this adapter has been run there alone",
+        ),
+    )
+
+
+def elastic(problem: MoEProblem) -> Footprint:
+    p, (T, ranks) = problem, _sizes(problem)
+    rows = ranks * T
+    buffer = elastic_buffer(T, p.hidden_size, p.top_k, ranks, p.parallel.nodes)
+    return Footprint(
+        rows=rows,
+        buffers={"slots (NCCL windows)": buffer},
+        transient=elastic_transient(p, T, rows),
+        source=_SOURCE + (", hybrid mode" if p.parallel.nodes > 1 else ""),
+        across=(
+            "layout: NCCL's own, NVLink domains first; hybrid mode sends a token once per host and "
+            "spreads it there",
+            "needs NCCL's GIN (a network card with RDMA); no NVSHMEM. This adapter switches GIN "
+            "and hybrid mode off",
+        ),
+    )
+
+
+def _sizes(problem: MoEProblem) -> tuple[int, int]:
+    assert problem.max_num_tokens is not None
+    return problem.max_num_tokens, problem.parallel.ep_size

@@ -1,0 +1,39 @@
+"""What the dispatcher takes on a rank: the same for its calls and on paper."""
+
+from __future__ import annotations
+
+from moekit.problem import MoEProblem
+from moekit.topology import Footprint
+
+
+def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:
+    """Bytes of a call in which every rank passes ``num_tokens``."""
+    p, parallel = problem, problem.parallel
+    rows = num_tokens * parallel.dp_size
+    row_bytes = p.hidden_size * p.dtype.itemsize
+    scales = 0
+    if p.quant.activation is not None:
+        scales = p.quant.activation.scale_shape(1, p.hidden_size)[1]
+    meta_bytes = 4 * (2 * p.top_k + scales)
+    # int64 ids: as gathered, shifted, and selected, with two masks; weights and scales again.
+    unpacked_bytes = p.top_k * (3 * 8 + 2 + 4) + 4 * scales
+    gathered = rows * (row_bytes + meta_bytes + unpacked_bytes) + num_tokens * meta_bytes
+    ranks = parallel.num_ranks
+    returned = ranks * num_tokens * row_bytes * (2 if ranks != parallel.dp_size else 1)
+    return gathered + returned + num_tokens * p.hidden_size * 4
+
+
+def footprint(problem: MoEProblem) -> Footprint:
+    tokens, parallel = problem.max_num_tokens, problem.parallel
+    assert tokens is not None
+    return Footprint(
+        rows=tokens * parallel.dp_size,
+        buffers={},
+        transient=transient_bytes(problem, tokens),
+        source="it keeps none",
+        across=(
+            f"one NCCL communicator of {parallel.num_ranks} ranks, in any order over the hosts: "
+            "NCCL finds the NVLink and network paths; InfiniBand, RoCE or plain TCP, no NVSHMEM",
+            f"every token goes to all {parallel.num_ranks} ranks: traffic and rows grow with them",
+        ),
+    )

@@ -1,0 +1,287 @@
+"""The block for a handful of tokens: two kernels of dot products, each pair on its own.
+
+With so few rows an expert is hardly shared, and the time is that of reading weights: no tensor
+cores, no alignment, no padding to a tile of rows. `gemv_up` is GEMM 1 with the activation,
+`gemv_down` is GEMM 2 with the weighted sum over K, in a fixed order.
+
+What lies between them is neither quantized nor scaled: it is rounded once to the problem's dtype.
+
+A program's tile has four dimensions: chunks x parts x weight rows x values. A chunk is what one
+thread loads at once, and neighbours in a warp load neighbouring chunks (the order of dimensions is
+the one in which Triton deals out threads: the last, then from the first on). Parts are gate and up,
+or a token's K slots. Products are summed within a thread first, so that a scale of a group of
+columns costs one multiplication a chunk.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Launcher, take_turn
+from .numerics import SCALE_GROUP, Activation, activate, activate_gated, convert
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """rows: output columns of a program, each a row of weights (two with a gate); a power of two.
+    warps_k: warps that share a row; num_warps: of a program."""
+
+    rows: int
+    num_warps: int = 4
+    warps_k: int = 1
+
+
+def gemv_up(
+    x: torch.Tensor,
+    w_LNK: torch.Tensor,
+    out: torch.Tensor,
+    ids_RK: torch.Tensor,
+    activation: Activation,
+    config: GemvConfig,
+    *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    bias_LN: torch.Tensor | None = None,
+) -> None:
+    """out[pair] = act(x[pair // K] @ w[id of pair].T + bias), pairs without expert untouched.
+
+    x (R, H) of any dtype with the scales `grouped_gemm` takes, w (L, 2I if gated else I, H) and
+    w_scale likewise; out (R * K, I) of a float dtype. Sums and activation are fp32.
+    """
+    pairs, slots = ids_RK.numel(), ids_RK.shape[1]
+    _, w_rows, k = w_LNK.shape
+    n = w_rows // 2 if activation.gated else w_rows
+    assert x.shape[1] == k and x.stride(1) == 1 and w_LNK.is_contiguous()
+    assert out.shape == (pairs, n) and out.stride(1) == 1 and ids_RK.is_contiguous()
+    if pairs == 0:
+        return
+    x_kind, x_row_stride, x_group_stride = _x_scale_layout(x_scale)
+    _launch_up(
+        (pairs, triton.cdiv(n, config.rows)),
+        x, w_LNK, out, ids_RK, x_scale, w_scale, bias_LN,
+        x.stride(0), out.stride(0), x_row_stride, x_group_stride,
+        activation.alpha, 0.0 if activation.limit is None else activation.limit,
+        SLOTS=slots, ACTIVATION=activation.name, GATED=activation.gated,
+        CLAMP=activation.limit is not None,
+        **_constants(x, w_LNK, n, x_kind, w_scale, bias_LN, config),
+        CHUNKS=32 * config.num_warps,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def gemv_down(
+    x: torch.Tensor,
+    w_LNK: torch.Tensor,
+    out: torch.Tensor,
+    ids_RK: torch.Tensor,
+    weights_RK: torch.Tensor,
+    config: GemvConfig,
+    *,
+    w_scale: torch.Tensor | None = None,
+    bias_LN: torch.Tensor | None = None,
+) -> None:
+    """out[r] = sum over k of weights[r, k] * (x[r * K + k] @ w[ids[r, k]].T + bias), in fp32.
+
+    x (R * K, I), w (L, H, I), out (R, H). Slots with a negative id are skipped whatever x and
+    weights hold; rows without any give 0.
+    """
+    rows, slots = ids_RK.shape
+    _, n, k = w_LNK.shape
+    assert x.shape == (rows * slots, k) and x.stride(1) == 1 and w_LNK.is_contiguous()
+    assert out.shape == (rows, n) and out.stride(1) == 1
+    assert ids_RK.is_contiguous() and weights_RK.is_contiguous()
+    if rows == 0:
+        return
+    parts = triton.next_power_of_2(slots)
+    warps_k = max(config.warps_k, config.num_warps // parts)
+    _launch_down(
+        (rows, triton.cdiv(n, config.rows)),
+        x, w_LNK, out, ids_RK, weights_RK, w_scale, bias_LN, x.stride(0), out.stride(0),
+        SLOTS=slots, PARTS=parts, **_constants(x, w_LNK, n, "none", w_scale, bias_LN, config),
+        CHUNKS=32 * warps_k,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _constants(
+    x: torch.Tensor, w: torch.Tensor, n: int, x_kind: str, w_scale: torch.Tensor | None,
+    bias: torch.Tensor | None, config: GemvConfig,
+) -> dict[str, object]:  # fmt: skip
+    k, values = w.shape[2], 16 // max(x.itemsize, w.itemsize)
+    w_kind = "none" if w_scale is None else ("tensor", "channel", "block")[w_scale.dim() - 1]
+    return {
+        "N": n, "W_ROWS": w.shape[1], "K": k, "X_SCALE": x_kind, "W_SCALE": w_kind,
+        "GROUP": SCALE_GROUP, "BIAS": bias is not None, "EVEN_N": n % config.rows == 0,
+        "ROWS": config.rows, "VALUES": values,
+    }  # fmt: skip
+
+
+def _x_scale_layout(scale: torch.Tensor | None) -> tuple[str, int, int]:
+    """Kind, and the strides of row and group."""
+    if scale is None:
+        return "none", 0, 0
+    kind = "row" if scale.shape[1] == 1 else "group"
+    return kind, 0 if scale.shape[0] == 1 else scale.stride(0), scale.stride(1)
+
+
+@triton.jit
+def _step(
+    x_rows, x_ok, x_scales, x_group_stride, w_rows, w_ok, w_scales, step,
+    X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    MASKED: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """(chunks, parts, rows): products of x and w, summed over the values of a chunk, scaled.
+
+    x_rows (1, parts or 1, 1, 1), w_rows (1, parts, rows, 1): where the rows begin. x_scales,
+    w_scales: likewise, without the last dimension. WAIT: x comes from the kernel before.
+    """
+    chunk_C = step * CHUNKS + tl.arange(0, CHUNKS)
+    col = (chunk_C[:, None] * VALUES + tl.arange(0, VALUES)[None, :])[:, None, None, :]
+    if K % (CHUNKS * VALUES) != 0:
+        w = tl.load(w_rows + col, mask=w_ok & (col < K), other=0.0)
+        if WAIT:
+            take_turn()
+        x = tl.load(x_rows + col, mask=x_ok & (col < K), other=0.0)
+    elif MASKED:
+        w = tl.load(w_rows + col, mask=w_ok, other=0.0)
+        if WAIT:
+            take_turn()
+        x = tl.load(x_rows + col, mask=x_ok, other=0.0)
+    else:
+        w = tl.load(w_rows + col)
+        if WAIT:
+            take_turn()
+        x = tl.load(x_rows + col)
+    sums = tl.sum(x.to(tl.float32) * w.to(tl.float32), axis=3)
+    group = (chunk_C * VALUES // GROUP)[:, None, None]
+    in_k = (chunk_C * VALUES < K)[:, None, None]
+    if X_SCALE == "group":
+        sums *= tl.load(x_scales + group * x_group_stride, mask=in_k, other=0.0)
+    if W_SCALE == "block":
+        sums *= tl.load(w_scales + group, mask=in_k, other=0.0)
+    return sums
+
+
+@triton.jit
+def _dot(
+    x_rows, x_ok, x_scales, x_group_stride, w_rows, w_ok, w_scales,
+    X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    MASKED: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """(parts, rows): the dot products over all of K."""
+    sums = _step(x_rows, x_ok, x_scales, x_group_stride, w_rows, w_ok, w_scales, 0,
+                 X_SCALE, W_SCALE, GROUP, K, MASKED, CHUNKS, VALUES, WAIT)  # fmt: skip
+    STEPS: tl.constexpr = (K + CHUNKS * VALUES - 1) // (CHUNKS * VALUES)
+    for step in tl.range(1, STEPS):
+        sums += _step(x_rows, x_ok, x_scales, x_group_stride, w_rows, w_ok, w_scales, step,
+                      X_SCALE, W_SCALE, GROUP, K, MASKED, CHUNKS, VALUES, False)  # fmt: skip
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _up(
+    x_ptr, w_ptr, out_ptr, ids_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
+    x_stride, out_stride, x_scale_row_stride, x_scale_group_stride, alpha, limit,
+    SLOTS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
+    N: tl.constexpr, W_ROWS: tl.constexpr, K: tl.constexpr,
+    X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # Pairs vary fastest: those that do share an expert read the same weights at the same time.
+    pair, first = tl.program_id(0), tl.program_id(1) * ROWS
+    if PDL:
+        take_turn()
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if expert < 0:
+        return
+    token = (pair // SLOTS).to(tl.int64)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    col_N = first + tl.arange(0, ROWS)
+    row_PN = N * tl.arange(0, PARTS)[:, None] + col_N[None, :]
+    n_ok = col_N < N
+    ok_PN = n_ok[None, :] & (tl.arange(0, PARTS) >= 0)[:, None]
+    w_rows = w_ptr + expert * (W_ROWS * K) + (row_PN.to(tl.int64) * K)[None, :, :, None]
+    x_row = x_ptr + token * x_stride + tl.zeros((1, 1, 1, 1), tl.int32)
+    x_scales = x_scale_ptr
+    if X_SCALE != "none":
+        x_scales += token * x_scale_row_stride
+    GROUPS_N: tl.constexpr = (W_ROWS + GROUP - 1) // GROUP
+    GROUPS_K: tl.constexpr = (K + GROUP - 1) // GROUP
+    w_scales = w_scale_ptr
+    if W_SCALE == "block":
+        w_scales += expert * (GROUPS_N * GROUPS_K)
+        if GROUP % ROWS == 0 and N % GROUP == 0:  # one scale for all rows of a part
+            w_scales += ((N * tl.arange(0, PARTS) + first) // GROUP * GROUPS_K)[None, :, None]
+        else:
+            w_scales += (tl.minimum(row_PN, W_ROWS - 1) // GROUP * GROUPS_K)[None, :, :]
+    value = _dot(x_row, True, x_scales, x_scale_group_stride, w_rows, ok_PN[None, :, :, None],
+                 w_scales, X_SCALE, W_SCALE, GROUP, K, not EVEN_N, CHUNKS, VALUES,
+                 False)  # fmt: skip
+    if X_SCALE == "row":
+        value *= tl.load(x_scales)
+    if W_SCALE == "tensor":
+        value *= tl.load(w_scale_ptr + expert)
+    elif W_SCALE == "channel":
+        value *= tl.load(w_scale_ptr + expert * W_ROWS + row_PN, mask=ok_PN, other=0.0)
+    if BIAS:
+        value += tl.load(bias_ptr + expert * W_ROWS + row_PN, mask=ok_PN, other=0.0).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.trans(value))
+        result = activate_gated(gate, up, alpha, limit, ACTIVATION, CLAMP)
+    else:
+        result = activate(tl.reshape(value, (ROWS,)), ACTIVATION)
+    out_ptrs = out_ptr + pair.to(tl.int64) * out_stride + col_N
+    tl.store(out_ptrs, convert(result, out_ptr.dtype.element_ty), mask=n_ok)
+
+
+@triton.jit
+def _down(
+    x_ptr, w_ptr, out_ptr, ids_ptr, weights_ptr, w_scale_ptr, bias_ptr, x_stride, out_stride,
+    SLOTS: tl.constexpr, PARTS: tl.constexpr,
+    N: tl.constexpr, W_ROWS: tl.constexpr, K: tl.constexpr,
+    X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Ids, router weights and w are older than the kernel before, which has waited for them: only x
+    is not read before this one waits."""
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
+    slot_P = tl.arange(0, PARTS)
+    pair_P = token * SLOTS + slot_P
+    expert_P = tl.load(ids_ptr + pair_P, mask=slot_P < SLOTS, other=-1).to(tl.int64)
+    present_P = expert_P >= 0
+    expert_P = tl.maximum(expert_P, 0)
+    weight_P = tl.load(weights_ptr + pair_P, mask=present_P, other=0.0)
+    col_N = first + tl.arange(0, ROWS)
+    n_ok = col_N < N
+    ok_PN = present_P[:, None] & n_ok[None, :]
+    offset_PN = expert_P[:, None] * N + col_N[None, :]
+    w_rows = w_ptr + (offset_PN * K)[None, :, :, None]
+    x_rows = x_ptr + (pair_P * x_stride)[None, :, None, None]
+    GROUPS_N: tl.constexpr = (N + GROUP - 1) // GROUP
+    GROUPS_K: tl.constexpr = (K + GROUP - 1) // GROUP
+    w_scales = w_scale_ptr
+    if W_SCALE == "block":
+        w_scales += (expert_P * (GROUPS_N * GROUPS_K))[None, :, None]
+        if GROUP % ROWS == 0:
+            w_scales += first // GROUP * GROUPS_K
+        else:
+            w_scales += (tl.minimum(col_N, N - 1) // GROUP * GROUPS_K)[None, None, :]
+    value = _dot(x_rows, present_P[None, :, None, None], x_ptr, 0, w_rows,
+                 ok_PN[None, :, :, None], w_scales,
+                 X_SCALE, W_SCALE, GROUP, K, True, CHUNKS, VALUES, PDL)  # fmt: skip
+    if W_SCALE == "tensor":
+        value *= tl.load(w_scale_ptr + expert_P)[:, None]
+    elif W_SCALE == "channel":
+        value *= tl.load(w_scale_ptr + offset_PN, mask=ok_PN, other=0.0)
+    if BIAS:
+        value += tl.load(bias_ptr + offset_PN, mask=ok_PN, other=0.0).to(tl.float32)
+    result = tl.sum(value * weight_P[:, None], axis=0)
+    out_ptrs = out_ptr + token * out_stride + col_N
+    tl.store(out_ptrs, convert(result, out_ptr.dtype.element_ty), mask=n_ok)
+
+
+_launch_up, _launch_down = map(Launcher, (_up, _down))

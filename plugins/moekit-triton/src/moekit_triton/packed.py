@@ -1,0 +1,320 @@
+"""Weights of 4 bits: how they lie in memory, and the products with them.
+
+K is cut into chunks of 128 columns, a chunk into quarters of 32. An int16 holds one column of each
+quarter, the first in its lowest bits, and a chunk of all rows lies in one piece:
+
+    w       int16 (L, K / 128, N, 32)
+    scale   (L, K / group, N) by chunks, or (L, N) where one serves all of K
+    offset  int32 (L, K / group or 1, N), where zero points differ: twice the bits of -(bias + zero)
+
+A pair of columns becomes a pair of 16-bit floats by one mask: int4's v in the lowest bits of the
+mantissa of `bias`, whose unit in the last place is 1, so that adding the offset leaves v - zero;
+e2m1's bits in their places in the wider format, which differs by a power of two. Scales multiply a
+group's sums, not the weights, so that nothing is rounded on the way.
+
+Products are transposed, W @ A.T: tensor cores take their left operand from registers, where the
+weights were made, and tokens are the side that may be narrow.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from moekit.errors import WeightsError
+from moekit.problem import MoEProblem
+from moekit.quant import INT4_ZERO, unpack_int4
+from moekit.weights import ExpertWeights
+
+from .numerics import INTERPRETED, convert, dot
+
+CHUNK = 128
+"""Columns of a step; their quarters lie within one scale group each."""
+
+_QUARTER = CHUNK // 4
+# -128 in bf16, -1024 in fp16: the lowest bits are free for a zero point.
+_BIAS = {torch.bfloat16: 0xC300, torch.float16: 0xE400}
+
+
+def pack_weights(weights: ExpertWeights, problem: MoEProblem) -> dict[str, torch.Tensor]:
+    """w13, w2 and what belongs to them, as above; biases as they are.
+
+    Scales are bf16 where activations are (one rounding more), else fp32; powers of two are e8m0.
+    Raises WeightsError for columns in act-order.
+    """
+    operand = problem.quant.weight
+    assert operand is not None and operand.packed
+    group = operand.group[1]
+    packed = {}
+    for name in ("w13", "w2"):
+        codes: torch.Tensor = getattr(weights, name)
+        packed[name] = pack_codes(codes)
+        _check_order(getattr(weights, f"{name}_g_idx"), name, group)
+        scale = getattr(weights, f"{name}_scale")
+        if operand.microscaled:
+            packed[f"{name}_scale"] = _by_chunks((scale.view(torch.int32) >> 23).byte(), group)
+        elif group < 0:
+            packed[f"{name}_scale"] = scale[..., 0].contiguous()
+        else:
+            dtype = torch.bfloat16 if problem.dtype == torch.bfloat16 else torch.float32
+            packed[f"{name}_scale"] = _by_chunks(scale.to(dtype), group)
+        zeros = getattr(weights, f"{name}_zero_points")
+        if zeros is not None:
+            bits = zeros.int() + _BIAS[problem.dtype]
+            packed[f"{name}_offset"] = _by_chunks(bits << 16 | bits, group)
+        bias = getattr(weights, f"{name}_bias")
+        if bias is not None:
+            packed[f"{name}_bias"] = bias.contiguous()
+    return packed
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 (L, N, K / 2), two columns a byte -> int16 (L, ceil(K / 128), N, 32); zero padding."""
+    experts, n, half = codes.shape
+    chunks = triton.cdiv(2 * half, CHUNK)
+    out = codes.new_empty((experts, chunks, n, _QUARTER), dtype=torch.int16)
+    for one, into in zip(codes, out, strict=True):  # little memory besides the result
+        columns = F.pad(unpack_int4(one), (0, chunks * CHUNK - 2 * half))
+        first, second, third, fourth = columns.view(n, chunks, 4, _QUARTER).unbind(2)
+        bytes_ = torch.stack((first | second << 4, third | fourth << 4), dim=-1)
+        into.copy_(bytes_.view(torch.int16).squeeze(-1).transpose(0, 1))
+    return out
+
+
+def _by_chunks(x_LNG: torch.Tensor, group: int) -> torch.Tensor:
+    """(L, N, G) -> (L, G, N), with zeros up to whole chunks."""
+    missing = 0 if group < 0 else -x_LNG.shape[2] % (CHUNK // group)
+    return F.pad(x_LNG, (0, missing)).transpose(1, 2).contiguous()
+
+
+def _check_order(g_idx: torch.Tensor | None, name: str, group: int) -> None:
+    if g_idx is None:
+        return
+    runs = torch.arange(g_idx.shape[1], device=g_idx.device) // group
+    if not bool((g_idx == runs).all()):
+        raise WeightsError(
+            f"{name}_g_idx is in act-order, and moekit-triton takes groups of {group} neighbouring "
+            "columns: use experts that sort columns (marlin), or quantize without act-order"
+        )
+
+
+# -- device -------------------------------------------------------------------------------------
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_ZERO = tl.constexpr(INT4_ZERO)
+_CHUNK, _PART = tl.constexpr(CHUNK), tl.constexpr(_QUARTER)
+
+
+def _int4_asm(kind: str, bias: int, one: int) -> str:
+    """$0-$3: pairs of the four quarters' values; $4: two int16 of one row; from $5, for each
+    quarter, the offsets of both, which are the same (every layout has neighbours along K in a
+    register, where K is contiguous)."""
+    lines = [f"mov.b32 one, {one:#x}{one:04x};", "mov.b32 s, $4;"]
+    for quarter in range(4):
+        if quarter:
+            lines.append(f"shr.u32 s, $4, {4 * quarter};")
+        lines.append(f"lop3.b32 ${quarter}, s, 0x000f000f, {bias:#x}{bias:04x}, 0xea;")  # & |
+        lines.append(f"fma.rn.{kind} ${quarter}, ${quarter}, one, ${5 + 2 * quarter};")
+    return "{ .reg .b32 s, one;\n" + "\n".join(lines) + "\n}"
+
+
+def _e2m1_asm(kind: str, mantissa: int, power: int) -> str:
+    """$0-$3: pairs of the four quarters' values; $4: two int16. mantissa: bits of the format."""
+    low = 7 << (mantissa - 1)
+    lines = [f"mov.b32 p, {power:#x}{power:04x};", "mov.b32 z, 0x80008000;"]
+    for quarter in range(4):
+        to_sign, to_value = 12 - 4 * quarter, mantissa - 1 - 4 * quarter
+        lines.append(f"shl.b32 s, $4, {to_sign};")
+        lines.append("and.b32 s, s, 0x80008000;")
+        shift = "shl.b32" if to_value >= 0 else "shr.u32"
+        lines.append(f"{shift} t, $4, {abs(to_value)};")
+        lines.append(f"lop3.b32 t, t, {low << 16 | low:#x}, s, 0xea;")  # (t & low) | s
+        lines.append(f"fma.rn.{kind} ${quarter}, t, p, z;")  # minus zero keeps the sign of zero
+    return "{ .reg .b32 s, t, p, z;\n" + "\n".join(lines) + "\n}"
+
+
+# 128 and 1 in bf16, 1024 and 1 in fp16; 2**126 in bf16, 2**14 in fp16.
+_INT4_BF16 = tl.constexpr(_int4_asm("bf16x2", 0x4300, 0x3F80))
+_INT4_FP16 = tl.constexpr(_int4_asm("f16x2", 0x6400, 0x3C00))
+_E2M1_BF16 = tl.constexpr(_e2m1_asm("bf16x2", 7, 0x7E80))
+_E2M1_FP16 = tl.constexpr(_e2m1_asm("f16x2", 10, 0x7400))
+
+
+@triton.jit
+def _value(w, offset, QUARTER: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr):
+    """One quarter's values by plain arithmetic, for the interpreter."""
+    code = (w.to(tl.int32) >> (4 * QUARTER)) & 15
+    if E2M1:
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    else:
+        value = (code - (offset & 15)).to(tl.float32)
+    return convert(value, DTYPE)
+
+
+@triton.jit
+def _values(w, o0, o1, o2, o3, E2M1: tl.constexpr, DTYPE: tl.constexpr):
+    """int16 (BLOCK_N, 32), offsets (BLOCK_N, 1) -> the quarters' values, DTYPE (BLOCK_N, 32)."""
+    if _INTERPRETED:
+        w0, w1 = _value(w, o0, 0, E2M1, DTYPE), _value(w, o1, 1, E2M1, DTYPE)
+        w2, w3 = _value(w, o2, 2, E2M1, DTYPE), _value(w, o3, 3, E2M1, DTYPE)
+    else:
+        HALVES: tl.constexpr = (tl.int16, tl.int16, tl.int16, tl.int16)
+        if E2M1:
+            ASM: tl.constexpr = _E2M1_BF16 if DTYPE == tl.bfloat16 else _E2M1_FP16
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,r", [w], dtype=HALVES, is_pure=True, pack=2
+            )
+        else:
+            ASM: tl.constexpr = _INT4_BF16 if DTYPE == tl.bfloat16 else _INT4_FP16
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [w, o0, o1, o2, o3],
+                dtype=HALVES, is_pure=True, pack=2,
+            )  # fmt: skip
+        w0, w1 = w0.to(DTYPE, bitcast=True), w1.to(DTYPE, bitcast=True)
+        w2, w3 = w2.to(DTYPE, bitcast=True), w3.to(DTYPE, bitcast=True)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _terms(ptr, step, rows, ok, GROUP: tl.constexpr):
+    """Four vectors of a step's scales or offsets, one per quarter. ptr: (BLOCK_N,), group 0."""
+    if GROUP == 32:
+        p = ptr + (4 * step) * rows
+        return (
+            tl.load(p, mask=ok, other=0.0),
+            tl.load(p + rows, mask=ok, other=0.0),
+            tl.load(p + 2 * rows, mask=ok, other=0.0),
+            tl.load(p + 3 * rows, mask=ok, other=0.0),
+        )
+    elif GROUP == 64:
+        p = ptr + (2 * step) * rows
+        first = tl.load(p, mask=ok, other=0.0)
+        second = tl.load(p + rows, mask=ok, other=0.0)
+        return first, first, second, second
+    else:
+        t = tl.load(ptr + step * rows, mask=ok, other=0.0)
+        return t, t, t, t
+
+
+@triton.jit
+def _scaled(acc, sums, scale, E2M1: tl.constexpr):
+    """scale: of e2m1 the exponent's field of an fp32."""
+    if E2M1:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return acc + sums * scale.to(tl.float32)[:, None]
+
+
+@triton.jit
+def _chunk_product(acc, w, a0, a1, a2, a3, scales, offsets, GROUP: tl.constexpr,
+                   E2M1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """acc (BLOCK_N, BLOCK_M) plus a chunk of w times a0 ... a3, (32, BLOCK_M) each."""
+    SHAPE: tl.constexpr = (BLOCK_N, _PART)
+    w0, w1, w2, w3 = _values(
+        w, tl.broadcast_to(offsets[0][:, None], SHAPE), tl.broadcast_to(offsets[1][:, None], SHAPE),
+        tl.broadcast_to(offsets[2][:, None], SHAPE), tl.broadcast_to(offsets[3][:, None], SHAPE),
+        E2M1, a0.dtype,
+    )  # fmt: skip
+    if GROUP == 0:
+        acc = dot(w0, a0, acc, "ieee")
+        acc = dot(w1, a1, acc, "ieee")
+        acc = dot(w2, a2, acc, "ieee")
+        acc = dot(w3, a3, acc, "ieee")
+    else:
+        zeros = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        sums = dot(w0, a0, zeros, "ieee")
+        if GROUP == 32:
+            acc = _scaled(acc, sums, scales[0], E2M1)
+            sums = zeros
+        sums = dot(w1, a1, sums, "ieee")
+        if GROUP <= 64:
+            acc = _scaled(acc, sums, scales[1], E2M1)
+            sums = zeros
+        sums = dot(w2, a2, sums, "ieee")
+        if GROUP == 32:
+            acc = _scaled(acc, sums, scales[2], E2M1)
+            sums = zeros
+        sums = dot(w3, a3, sums, "ieee")
+        acc = _scaled(acc, sums, scales[3], E2M1)
+    return acc
+
+
+@triton.jit
+def _quarter(a_ptrs, row_ok, left, QUARTER: tl.constexpr, EVEN_K: tl.constexpr):
+    """(32, BLOCK_M): A's columns of one quarter. left: columns from the chunk's first on."""
+    mask = row_ok[:, None]
+    if not EVEN_K:
+        mask = mask & (tl.arange(0, _PART) < left - QUARTER * _PART)[None, :]
+    return tl.trans(tl.load(a_ptrs + QUARTER * _PART, mask=mask, other=0.0))
+
+
+@triton.jit
+def _group_start(ptr, expert, rows, offs_n, K, GROUP: tl.constexpr):
+    """Pointers (BLOCK_N,) to an expert's first group."""
+    groups = 1 if GROUP == 0 else tl.cdiv(K, _CHUNK) * (_CHUNK // GROUP)
+    return ptr + expert * groups * rows + offs_n
+
+
+@triton.jit
+def packed_products(
+    a_rows, row_ok, w_ptr, scale_ptr, offset_ptr, expert, row0, up_rows, rows, K, n_ok, split,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(acc, up), fp32 (BLOCK_M, BLOCK_N): sums over a split's share of K.
+
+    a_rows: pointers (BLOCK_M,). up: with weights `up_rows` further on, if GATED. GROUP: columns
+    that share a scale; 0: no scale is applied here.
+    """
+    DTYPE: tl.constexpr = a_rows.dtype.scalar.element_ty
+    chunks = tl.cdiv(K, _CHUNK)
+    share = tl.cdiv(chunks, SPLITS)
+    begin, end = split * share, tl.minimum((split + 1) * share, chunks)
+    offs_n = row0 + tl.arange(0, BLOCK_N)
+    col = tl.arange(0, _PART)
+    a_ptrs = a_rows[:, None] + (begin * _CHUNK + col)[None, :]
+    w_ptrs = w_ptr + ((expert * chunks + begin) * rows + offs_n)[:, None] * _PART + col[None, :]
+    HALF: tl.constexpr = (0xE400 if DTYPE == tl.float16 else 0xC300) + _ZERO
+    same = tl.full((BLOCK_N,), HALF, tl.int32) * 0x10001
+    offsets, up_offsets = (same, same, same, same), (same, same, same, same)
+    if OFFSETS:
+        offset_ptrs = _group_start(offset_ptr, expert, rows, offs_n, K, GROUP)
+        if GROUP == 0:
+            offsets = _terms(offset_ptrs, 0, rows, n_ok, GROUP)
+            if GATED:
+                up_offsets = _terms(offset_ptrs + up_rows, 0, rows, n_ok, GROUP)
+    scales, up_scales = offsets, up_offsets
+    if GROUP > 0:
+        scale_ptrs = _group_start(scale_ptr, expert, rows, offs_n, K, GROUP)
+        first = tl.minimum(begin, chunks - 1)
+        scales = _terms(scale_ptrs, first, rows, n_ok, GROUP)
+        if GATED:
+            up_scales = _terms(scale_ptrs + up_rows, first, rows, n_ok, GROUP)
+
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for step in range(begin, end):
+        left = K - step * _CHUNK
+        a0 = _quarter(a_ptrs, row_ok, left, 0, EVEN_K)
+        a1 = _quarter(a_ptrs, row_ok, left, 1, EVEN_K)
+        a2 = _quarter(a_ptrs, row_ok, left, 2, EVEN_K)
+        a3 = _quarter(a_ptrs, row_ok, left, 3, EVEN_K)
+        w = tl.load(w_ptrs, mask=n_ok[:, None], other=0)
+        if OFFSETS and GROUP > 0:
+            offsets = _terms(offset_ptrs, step, rows, n_ok, GROUP)
+        acc = _chunk_product(acc, w, a0, a1, a2, a3, scales, offsets, GROUP, E2M1,
+                             BLOCK_M, BLOCK_N)  # fmt: skip
+        if GATED:
+            w = tl.load(w_ptrs + up_rows * _PART, mask=n_ok[:, None], other=0)
+            if OFFSETS and GROUP > 0:
+                up_offsets = _terms(offset_ptrs + up_rows, step, rows, n_ok, GROUP)
+            up = _chunk_product(up, w, a0, a1, a2, a3, up_scales, up_offsets, GROUP, E2M1,
+                                BLOCK_M, BLOCK_N)  # fmt: skip
+        if GROUP > 0:  # a step ahead: the compiler fetches early only what a product needs
+            following = tl.minimum(step + 1, chunks - 1)
+            scales = _terms(scale_ptrs, following, rows, n_ok, GROUP)
+            if GATED:
+                up_scales = _terms(scale_ptrs + up_rows, following, rows, n_ok, GROUP)
+        a_ptrs += _CHUNK
+        w_ptrs += rows * _PART
+    return tl.trans(acc), tl.trans(up)

@@ -1,0 +1,250 @@
+"""Few tokens on a GPU: are the numbers right, and which way through the block is fastest?
+
+    python plugins/moekit-triton/tests/small_device.py [--only numbers,table,sweep] [--shapes a,b]
+
+numbers: dot products against the oracle, all schemes, dtypes and activations, and bit for bit the
+same with and without programmatic dependent launch (PDL). table: the whole block in a CUDA graph,
+microseconds, by dot products, GEMMs without and with alignment, each with PDL and without. sweep:
+the block by dot products with other configs of each kernel, one token. Kernels are compiled by a
+pool of processes first. Exit code 1 if a number is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from moekit_triton import config, launch
+from moekit_triton.config import Plan, choose_plan, dot_configs
+from moekit_triton.experts import TritonExperts
+from moekit_triton.gemv import GemvConfig
+from torch import Tensor
+
+import moekit
+from moekit.bench.cells import Case
+from moekit.bench.limits import known_ceilings, limit_us
+from moekit.bench.measure import Prepared, take_turns
+from moekit.bench.shapes import random_weights, shape
+from moekit.kernel import Dispatched, PackedWeights, Routing, Workspace
+from moekit.problem import DTYPES, MoEProblem
+from moekit.quant import SCHEMES
+from moekit.testing.cases import make_case
+from moekit.testing.compare import complain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS = (1, 2, 4, 8, 16)
+PATHS = ("dots", "direct", "aligned")
+_PARTS = 8  # of the numbers, each a process
+
+
+def plan_for(problem: MoEProblem, rows: int, path: str) -> Plan:
+    """What `choose_plan` chooses, by another way; `direct` needs blocks of 16 rows."""
+    plan = replace(choose_plan(problem, rows, problem.top_k), dots=None, sorted=False)
+    if path == "dots":
+        return replace(plan, dots=dot_configs(problem, rows, problem.top_k))
+    return replace(plan, direct=path == "direct" and plan.block_m <= 16)
+
+
+class Variant:
+    """A call of the block with a plan and PDL of its own."""
+
+    def __init__(
+        self, kernel: moekit.ModularKernel, packed: PackedWeights, plan: Plan, pdl: bool
+    ) -> None:
+        self.kernel, self.packed, self.plan, self.pdl = kernel, packed, plan, pdl
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        launch.overlaps = lambda device: self.pdl
+        experts: Any = self.kernel.experts
+        experts._plans[x.shape[0], routing.topk_ids.shape[1]] = self.plan
+        return self.kernel(x, self.packed, routing)
+
+
+# -- compile ------------------------------------------------------------------------------------
+
+
+def sweep_plans(problem: MoEProblem) -> Iterator[tuple[str, Plan]]:
+    """Every config of one kernel beside the usual one of the other."""
+    usual = plan_for(problem, 1, "dots")
+    assert usual.dots is not None
+    for rows, warps in itertools.product((2, 4, 8, 16), (2, 4, 8)):
+        yield (
+            f"up rows {rows} warps {warps}",
+            replace(usual, dots=(GemvConfig(rows, warps), usual.dots[1])),
+        )
+    for rows, warps, warps_k in itertools.product((1, 2, 4, 8), (2, 4, 8), (1, 2)):
+        yield (
+            f"down rows {rows} warps {warps} k {warps_k}",
+            replace(usual, dots=(usual.dots[0], GemvConfig(rows, warps, warps_k))),
+        )
+
+
+def compile_one(job: tuple[str, str, bool, bool]) -> None:
+    """Runs every plan once on weights of no particular value, which fills Triton's cache."""
+    name, scheme, pdl, sweep = job
+    launch.overlaps = lambda device: pdl
+    problem = shape(name).problem(quant=scheme, device=DEVICE)
+    experts: Any = TritonExperts(moekit.registry().expert("triton"), problem)
+    one = experts.pack(random_weights(problem.replace(num_experts=problem.top_k), cuda()))
+    arrays = {
+        key: torch.zeros((problem.num_experts, *t.shape[1:]), dtype=t.dtype, device=DEVICE)
+        for key, t in one.experts.items()
+    }
+    packed = PackedWeights("triton", arrays, one.shared)
+    plans = [(t, plan_for(problem, t, path)) for t in TOKENS for path in PATHS]
+    if sweep:
+        plans = [(1, plan) for _, plan in sweep_plans(problem)]
+    for rows, plan in plans:
+        experts._plans[rows, problem.top_k] = plan
+        x = torch.zeros(rows, problem.hidden_size, dtype=problem.dtype, device=DEVICE)
+        ids = torch.arange(problem.top_k, device=DEVICE).repeat(rows, 1)
+        tokens = Dispatched(x, None, ids, torch.ones(ids.shape, device=DEVICE))
+        experts.apply(x, tokens, packed, Workspace().take(experts.workspace(rows), x.device))
+    torch.cuda.synchronize()
+
+
+def cuda() -> torch.device:
+    return torch.device(DEVICE)
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def problems() -> Iterator[MoEProblem]:
+    """Whole tiles and odd sizes of every scheme, then dtypes and activations."""
+    odd: dict[str, Any] = dict(num_experts=9, top_k=3, hidden_size=264, intermediate_size=136)
+    even: dict[str, Any] = dict(num_experts=9, top_k=2, hidden_size=1024, intermediate_size=512)
+    for scheme in sorted(moekit.registry().expert("triton").schemes):
+        weight = SCHEMES[scheme].weight
+        if (
+            weight is None
+            or not weight.packed
+            or config.dots_pay(MoEProblem(**even, quant=scheme, device=DEVICE), 1, 2)
+        ):
+            yield MoEProblem(**odd, quant=scheme, device=DEVICE, has_bias=True)
+            yield MoEProblem(**even, quant=scheme, device=DEVICE)
+    for dtype in ("float16", "float32"):
+        yield MoEProblem(**even, dtype=DTYPES[dtype], device=DEVICE)
+    for name in sorted(moekit.activation.ACTIVATIONS):
+        yield MoEProblem(**odd, dtype=torch.float32, activation=name, device=DEVICE, has_bias=True)
+
+
+def numbers(part: int) -> tuple[int, list[str]]:
+    """How many cases of this part were tried, and what was wrong with some."""
+    wrong, count = [], 0
+    for problem in list(problems())[part::_PARTS]:
+        kernel = moekit.compose(problem, "local", "triton")
+        for rows in (1, 2):
+            case = make_case(problem, rows, "slots", key=rows)
+            packed, want, got = kernel.pack(case.weights), case.reference(), []
+            for pdl in (False, True, True):
+                call = Variant(kernel, packed, plan_for(problem, rows, "dots"), pdl)
+                kernel.workspace.take(kernel.experts.workspace(rows), cuda())
+                for buffer in kernel.workspace._buffers.values():
+                    buffer.fill_(255)
+                got.append(call(case.x, case.routing).clone())
+            complaint = complain(got[0], want, problem)
+            if not torch.equal(got[0], got[1]) or not torch.equal(got[1], got[2]):
+                complaint += "; differs between calls, or with PDL"
+            count += 1
+            if complaint:
+                wrong.append(f"WRONG {problem!r} T={rows}: {complaint}")
+    return count, wrong
+
+
+# -- times --------------------------------------------------------------------------------------
+
+
+def cell(name: str, scheme: str, tokens: int, weights: Any, plans: list[tuple[str, Plan, bool]]):
+    problem = shape(name).problem(quant=scheme, device=DEVICE)
+    case = Case.make(problem, weights, tokens)
+    kernel = moekit.compose(problem, "local", "triton", workspace=Workspace())
+    packed = kernel.pack(weights)
+    with torch.inference_mode():
+        ready = {
+            label: Prepared(Variant(kernel, packed, plan, pdl), case.pairs, cuda())
+            for label, plan, pdl in plans
+        }
+        times = take_turns(ready, 10, host=False)
+    limit = limit_us(case.work, problem, known_ceilings(torch.cuda.get_device_name()))
+    return limit or 0.0, {label: getattr(t, "us", float("nan")) for label, t in times.items()}
+
+
+def table(name: str, scheme: str, weights: Any) -> None:
+    problem = shape(name).problem(quant=scheme, device=DEVICE)
+    labels = [f"{path}{'+pdl' if pdl else ''}" for path in PATHS for pdl in (False, True)]
+    print(f"\n{name} {scheme}\n| T | limit | {' | '.join(labels)} | best/limit | chosen |")
+    for tokens in TOKENS:
+        plans = [
+            (label, plan_for(problem, tokens, label.split("+")[0]), label.endswith("+pdl"))
+            for label in labels
+        ]
+        limit, us = cell(name, scheme, tokens, weights, plans)
+        chosen = choose_plan(problem, tokens, problem.top_k)
+        way = "dots" if chosen.dots else "direct" if chosen.direct else "aligned"
+        cells = " | ".join(f"{us[label]:.1f}" for label in labels)
+        best = limit / min(us.values())
+        print(f"| {tokens} | {limit:.1f} | {cells} | {best:.2f} | {way} |", flush=True)
+
+
+def sweep(name: str, scheme: str, weights: Any) -> None:
+    problem = shape(name).problem(quant=scheme, device=DEVICE)
+    plans = [(label, plan, True) for label, plan in sweep_plans(problem)]
+    plans.append(("usual", plan_for(problem, 1, "dots"), True))
+    _, us = cell(name, scheme, 1, weights, plans)
+    print(f"\n{name} {scheme} T=1, usual {dot_configs(problem, 1, problem.top_k)}")
+    for kind in ("usual", "up", "down"):
+        found = sorted((t, label) for label, t in us.items() if label.startswith(kind))
+        print("  " + " · ".join(f"{label} {t:.1f}" for t, label in found[:8]), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="numbers,table")
+    parser.add_argument("--shapes", default="qwen3-30b,mixtral,dsv3-ep8")
+    parser.add_argument("--quant", default="none,fp8_block")
+    args = parser.parse_args()
+    only, names, schemes = args.only.split(","), args.shapes.split(","), args.quant.split(",")
+    begin = time.monotonic()
+    jobs = [
+        (n, s, pdl, kind == "sweep")
+        for n, s, kind in itertools.product(names, schemes, only)
+        for pdl in ((True,) if kind == "sweep" else (False, True))
+        if kind != "numbers"
+    ]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(16, os.cpu_count() or 1), context) as pool:
+        checking = [pool.submit(numbers, i) for i in range(_PARTS) if "numbers" in only]
+        compiling = [pool.submit(compile_one, job) for job in jobs]
+        checked = [future.result() for future in checking]
+        wrong = [line for _, lines in checked for line in lines]
+        count = sum(n for n, _ in checked)
+        print("\n".join([*wrong, f"numbers: {count - len(wrong)} of {count} right"]), flush=True)
+        for future in compiling:
+            future.result()
+    print(f"compiled and checked after {time.monotonic() - begin:.0f} s", flush=True)
+    for name, scheme in itertools.product(names, schemes):
+        if set(only) <= {"numbers"}:
+            break
+        weights = random_weights(shape(name).problem(quant=scheme, device=DEVICE), cuda())
+        if "table" in only:
+            table(name, scheme, weights)
+        if "sweep" in only:
+            sweep(name, scheme, weights)
+        del weights
+        torch.cuda.empty_cache()
+    print(f"done after {time.monotonic() - begin:.0f} s", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""The block by dot products: the two kernels against plain fp32, and when they are chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from moekit_triton import config
+from moekit_triton.config import choose_plan, dot_configs, dots_pay
+from moekit_triton.gemv import GemvConfig, gemv_down, gemv_up
+from moekit_triton.numerics import INTERPRETED, Activation
+
+import moekit
+from moekit import quant
+from moekit.bench.shapes import SHAPES
+from moekit.kernel import Workspace
+from moekit.quant import SCHEMES
+from moekit.reference import oracle
+from moekit.testing.compare import assert_close
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+NAN = float("nan")
+UNPACKED = sorted(
+    name
+    for name in moekit.registry().expert("triton").schemes
+    if (weight := SCHEMES[name].weight) is None or not weight.packed
+)
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    assert torch.isfinite(out.float()).all()
+    return float((out.float() - reference.float()).norm() / reference.float().norm())
+
+
+def make_ids(rows: int, slots: int, experts: int, device: torch.device) -> torch.Tensor:
+    """Different experts for each row, some slots and the whole last row without."""
+    ids = torch.stack([torch.randperm(experts)[:slots] for _ in range(rows)])
+    ids[torch.rand(ids.shape) < 0.2] = -1
+    ids[0, 0], ids[-1] = 0, -1
+    return ids.to(device)
+
+
+def make_weight(scheme: str, *shape: int, device: torch.device):
+    """(as stored, scale as the experts pack it, fp32)."""
+    operand, full = SCHEMES[scheme].weight, torch.randn(shape) / shape[-1] ** 0.5
+    if operand is None:
+        return full.bfloat16().to(device), None, full.bfloat16().float()
+    q, scale = quant.quantize(full, operand)
+    dims = 1 if operand.per_tensor else 2 if operand.group[1] < 0 else 3
+    value = quant.dequantize(q, scale, operand)
+    return q.to(device), scale.view(scale.shape[:dims]).to(device), value
+
+
+def activated(h: torch.Tensor, act: Activation) -> torch.Tensor:
+    functions = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "relu2": lambda v: F.relu(v).square(),
+    }
+    if not act.gated:
+        return functions[act.name](h)
+    gate, up = h.chunk(2, dim=-1)
+    if act.limit is not None:
+        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+    if act.name == "swigluoai":
+        return (up + 1) * gate * torch.sigmoid(act.alpha * gate)
+    return functions[act.name](gate) * up
+
+
+# (N, K): whole tiles, several steps; partial ones in both; one scale block over gate and up
+SHAPES_NK = [(128, 1024), (136, 328)]
+CONFIGS = [GemvConfig(64, 1), GemvConfig(32, 2, 2), GemvConfig(128)]
+if not INTERPRETED:
+    CONFIGS = [GemvConfig(8), GemvConfig(1, 1), GemvConfig(4, 2, 2), GemvConfig(2, 8)]
+
+
+@pytest.mark.parametrize("scheme", UNPACKED)
+@pytest.mark.parametrize(("n", "k"), SHAPES_NK)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_up(device, scheme, n, k, quantized):
+    """All weight and activation scales, bias; x in 16 bits too where the scheme quantizes it."""
+    operand = SCHEMES[scheme].activation
+    if quantized and operand is None:
+        pytest.skip("does not quantize activations")
+    torch.manual_seed(0)
+    rows, slots, experts = 3, 3, 4
+    ids = make_ids(rows, slots, experts, device)
+    w, w_scale, w_fp32 = make_weight(scheme, experts, 2 * n, k, device=device)
+    x, x_scale = torch.randn(rows, k).bfloat16(), None
+    value = x.float()
+    if quantized:
+        static = torch.tensor([[0.01]]) if operand.static else None
+        x, x_scale = quant.quantize(x, operand, static)
+        value, x_scale = quant.dequantize(x, x_scale, operand), x_scale.to(device)
+    bias = torch.randn(experts, 2 * n).bfloat16()
+    h = torch.einsum("rk,rsnk->rsn", value, w_fp32[ids.cpu()]) + bias.float()[ids.cpu()]
+    want = activated(h, Activation("silu")).flatten(0, 1)
+    if x.dtype != INT8:
+        x[-1] = torch.full((k,), NAN).to(x.dtype)  # no expert reads it
+    used = ids.flatten().cpu() >= 0
+    for gemv in CONFIGS:
+        out = torch.full((rows * slots, n), NAN, dtype=torch.float32, device=device)
+        gemv_up(
+            x.to(device), w, out, ids, Activation("silu"), gemv,
+            x_scale=x_scale, w_scale=w_scale, bias_LN=bias.to(device),
+        )  # fmt: skip
+        assert out[~used].isnan().all(), "a pair without expert was written"
+        assert relative_error(out.cpu()[used], want[used]) < 2e-6
+
+
+@pytest.mark.parametrize("scheme", UNPACKED)
+@pytest.mark.parametrize(("n", "k"), SHAPES_NK)
+def test_down(device, scheme, n, k):
+    torch.manual_seed(0)
+    rows, slots, experts = 3, 3, 4
+    ids = make_ids(rows, slots, experts, device)
+    w, w_scale, w_fp32 = make_weight(scheme, experts, n, k, device=device)
+    x = torch.randn(rows * slots, k).bfloat16()
+    weights = torch.rand(rows, slots) + 0.5
+    bias = torch.randn(experts, n).bfloat16()
+    used = ids.cpu() >= 0
+    y = torch.einsum("rsk,rsnk->rsn", x.float().view(rows, slots, k), w_fp32[ids.cpu()])
+    y = (y + bias.float()[ids.cpu()]) * weights[:, :, None]
+    want = torch.where(used[:, :, None], y, 0.0).sum(dim=1)
+    x[~used.flatten()] = NAN
+    weights[~used] = NAN
+    for gemv in CONFIGS:
+        found = []
+        for _ in range(2):
+            out = torch.full((rows, n), NAN, dtype=torch.float32, device=device)
+            gemv_down(
+                x.to(device), w, out, ids, weights.to(device), gemv,
+                w_scale=w_scale, bias_LN=bias.to(device),
+            )  # fmt: skip
+            found.append(out.cpu())
+        assert torch.equal(found[0], found[1])
+        assert (found[0][-1] == 0).all()
+        assert relative_error(found[0], want) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation("silu", limit=0.5),
+        Activation("gelu"),
+        Activation("gelu_tanh"),
+        Activation("swigluoai", alpha=1.3, limit=1.0),
+        *(Activation(name, gated=False) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_activations(device, activation, dtype):
+    torch.manual_seed(0)
+    rows, slots, experts, n, k = 2, 2, 3, 40, 136
+    ids = make_ids(rows, slots, experts, device)
+    w_rows = n * (1 + activation.gated)
+    w, x = torch.randn(experts, w_rows, k).to(dtype), torch.randn(rows, k).to(dtype)
+    h = torch.einsum("rk,rsnk->rsn", x.float(), w.float()[ids.cpu()])
+    out = torch.full((rows * slots, n), NAN, dtype=torch.float32, device=device)
+    gemv_up(x.to(device), w.to(device), out, ids, activation, CONFIGS[1])
+    used = ids.flatten().cpu() >= 0
+    want = activated(h, activation).flatten(0, 1)
+    assert relative_error(out.cpu()[used], want[used]) < 3e-6
+
+
+class NaNWorkspace(Workspace):
+    """Scratch filled with NaN (all ones): what is read before it is written shows."""
+
+    def take(self, specs, device):
+        views = super().take(specs, device)
+        for view in views:
+            view.view(-1).view(torch.uint8).fill_(255)
+        return views
+
+
+def weights_for(problem: moekit.MoEProblem) -> moekit.ExpertWeights:
+    p = problem
+
+    def randn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape) / shape[-1] ** 0.5).to(p.dtype)
+
+    biases = (randn(p.num_experts, p.w13_rows), randn(p.num_experts, p.hidden_size))
+    weights = moekit.ExpertWeights(
+        randn(p.num_experts, p.w13_rows, p.hidden_size),
+        randn(p.num_experts, p.hidden_size, p.local_intermediate_size),
+        w13_bias=biases[0] if p.has_bias else None,
+        w2_bias=biases[1] if p.has_bias else None,
+    ).quantize(p.quant)
+    scales = {}
+    if p.quant.activation is not None and p.quant.activation.static:
+        scales = {"w13_input_scale": torch.tensor(0.01), "w2_input_scale": torch.tensor(0.02)}
+    return moekit.ExpertWeights(**weights.tensors(), **scales)
+
+
+@pytest.mark.parametrize("scheme", UNPACKED)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_block(device, scheme, rows, has_bias):
+    """Through compose, with NaN wherever nothing was written, against the oracle."""
+    problem = moekit.MoEProblem(
+        num_experts=9, top_k=2, hidden_size=264, intermediate_size=136, quant=scheme,
+        device=device, has_bias=has_bias,
+    )  # fmt: skip
+    torch.manual_seed(rows)
+    kernel = moekit.compose(problem, "local", "triton", workspace=NaNWorkspace())
+    assert kernel.experts._plan(rows, 2).dots is not None
+    weights = weights_for(problem)
+    packed = kernel.pack(weights.to(problem.device.type))
+    x = torch.randn(rows, 264).bfloat16()
+    ids = torch.stack([torch.randperm(9)[:2] for _ in range(rows)])
+    ids[0, 1] = -1
+    routing = moekit.Routing(torch.rand(rows, 2) + 0.2, ids)
+    on_device = moekit.Routing(routing.topk_weights.to(device), ids.to(device))
+    out = kernel(x.to(device), packed, on_device)
+    assert_close(out.cpu(), oracle(x, weights, routing, problem), problem)
+    assert torch.equal(out, kernel(x.to(device), packed, on_device)), "not deterministic"
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("qwen3-30b", 4), ("mixtral", 2), ("dsv3-ep8", 2), ("dsv3-tp8", 8)]
+)
+def test_when_experts_are_hardly_shared(name, tokens):
+    problem = SHAPES[name].problem(device="sm90")
+    slots = problem.top_k
+    assert all(dots_pay(problem, rows, slots) for rows in range(1, tokens + 1))
+    assert not dots_pay(problem, 4 * tokens, slots)
+    assert choose_plan(problem, 1, slots).dots is not None
+    assert choose_plan(problem, 1, slots, slabs=True).dots is None
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_enough_programs(name, monkeypatch):
+    """Four to a multiprocessor, unless even one column a program is not enough."""
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    problem = SHAPES[name].problem(device="sm90")
+    first, second = dot_configs(problem, 1, problem.top_k)
+    for gemv, columns in (
+        (first, problem.top_k * problem.intermediate_size),
+        (second, problem.hidden_size),
+    ):
+        assert columns // gemv.rows >= 4 * 132 or gemv.rows == 1

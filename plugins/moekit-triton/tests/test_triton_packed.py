@@ -1,0 +1,297 @@
+"""Weights of 4 bits: the layout, the products, checkpoints' packings, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from moekit_triton import config, packed
+from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
+from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
+from moekit_triton.rows import Activation
+
+import moekit
+from moekit import quant
+from moekit.errors import WeightsError
+from moekit.int4 import AWQ_ORDER, IN_ORDER, from_awq, from_gptq
+from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import assert_close, complain
+
+NAN = float("nan")
+SCHEMES = sorted(name for name, s in moekit.SCHEMES.items() if s.weight and s.weight.packed)
+SCHEMES = [name for name in SCHEMES if moekit.SCHEMES[name].activation is None]
+FORMATS = [("local", "triton"), ("batched_reference", "triton_batched")]
+
+
+def problem_of(device: torch.device, scheme: str, **changes) -> moekit.MoEProblem:
+    # no multiple of a chunk or a tile; one group of 128 and a part of another
+    sizes = dict(num_experts=3, top_k=2, hidden_size=168, intermediate_size=42)
+    return moekit.MoEProblem(**{**sizes, "quant": scheme, "device": device, **changes})
+
+
+def run(problem, dispatcher, experts, weights=None, tokens=7, kind="rows"):
+    """(output, oracle's output) of a random call."""
+    case = make_case(problem, tokens, kind, weights=weights)
+    kernel = moekit.compose(problem, dispatcher, experts)
+    return kernel(case.x, kernel.pack(case.weights), case.routing), case.reference()
+
+
+# Every scheme runs in test_triton_experts.py and in the kit.
+VARIANTS = {
+    "bias": dict(has_bias=True),
+    "fp16": dict(dtype=torch.float16),
+    "no_gate": dict(activation="relu2"),
+    "swigluoai_clamp": dict(
+        activation=moekit.Activation("swigluoai", limit=1.0), has_bias=True, dtype=torch.float16
+    ),
+    "gelu": dict(activation="gelu", dtype=torch.float16),
+    "narrow": dict(hidden_size=6, intermediate_size=2),
+    "chunks": dict(hidden_size=256, intermediate_size=128),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g64_zp", "mxfp4_w4a16"])
+def test_variants(device, scheme, variant):
+    problem = problem_of(device, scheme, **VARIANTS[variant])
+    index = (list(VARIANTS).index(variant) + SCHEMES.index(scheme)) % 2
+    assert_close(*run(problem, *FORMATS[index]), problem)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_one_token_and_many(device, tokens):
+    problem = problem_of(device, "int4_w4a16_g32")
+    assert_close(*run(problem, *FORMATS[0], tokens=tokens, kind="random"), problem)
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g64_zp", "int4_w4a16_channel"])
+def test_programs_share_k(device, scheme, monkeypatch):
+    """Four programs for three chunks: the last has none. Biases count once."""
+    sizes = dict(hidden_size=40, intermediate_size=300, num_experts=4)
+    problem = problem_of(device, scheme, has_bias=True, **sizes)
+    alone, want = run(problem, *FORMATS[0], tokens=2, kind="random")
+    monkeypatch.setattr(config, "_splits", lambda problem, pairs: 4)
+    shared, _ = run(problem, *FORMATS[0], tokens=2, kind="random")
+    assert_close(shared, want, problem)
+    assert not torch.equal(alone, shared)
+
+
+def test_few_pairs_share_k(monkeypatch):
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    sizes = dict(num_experts=8, hidden_size=4096, intermediate_size=14336)
+    problem = problem_of("sm90", "int4_w4a16_g128", **sizes)
+    plan = config.choose_plan(problem, 1, 2)
+    assert plan.direct and plan.block_m == 8 and plan.first.splits == 1 < plan.second.splits
+    assert config.choose_plan(problem, 64, 2).second.splits == 1
+    assert config.choose_plan(problem, 1, 2, slabs=True).second.splits == 1
+    for rows in range(1, 40):  # workspace for more rows serves fewer
+        splits = config.choose_plan(problem, rows, 2).second.splits
+        assert 2 * rows * splits <= max(2 * rows, config.most_addends(problem, 2 * rows))
+        assert config.most_addends(problem, 2 * rows) <= config.most_addends(problem, 80)
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "int4_w4a16_channel_zp"])
+def test_a_wrong_zero_point_shows(device, scheme):
+    problem = problem_of(device, scheme)
+    weights = random_weights(problem)
+    assert weights.w2_zero_points is not None
+    zeros = weights.w2_zero_points.clone()
+    zeros[:, 5] ^= 1
+    wrong = dataclasses.replace(weights, w2_zero_points=zeros)
+    out, _ = run(problem, *FORMATS[0], weights=wrong, kind="random")
+    right = make_case(problem, 7, "random", weights=weights).reference()
+    assert complain(out, right, problem)
+    assert not complain(out, make_case(problem, 7, "random", weights=wrong).reference(), problem)
+
+
+def dequantized(name: str, weights: moekit.ExpertWeights, problem) -> torch.Tensor:
+    """What `packed` lays out, read back as its docstring says: fp32 (L, N, K)."""
+    tensors = packed.pack_weights(weights, problem)
+    codes = tensors[name].int()
+    values = torch.stack([(codes >> 4 * q) & 15 for q in range(4)], dim=-2)  # L C N 4 32
+    values = values.transpose(1, 2).flatten(2).float()
+    N, K = values.shape[1:]
+    scale = tensors[f"{name}_scale"]
+
+    def each(x_LGN: torch.Tensor) -> torch.Tensor:
+        groups = x_LGN.float().transpose(1, 2)
+        return groups.repeat_interleave(K // groups.shape[2], dim=2)
+
+    if scale.dtype == torch.uint8:
+        table = torch.tensor([*quant.E2M1, *(-v for v in quant.E2M1)], device=codes.device)
+        return table[values.long()] * each((scale.int() << 23).view(torch.float32))
+    offset = tensors.get(f"{name}_offset")
+    values -= 8 if offset is None else each(offset & 15)
+    return values * (scale[..., None] if scale.dim() == 2 else each(scale))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layout(device, scheme):
+    problem = problem_of(device, scheme)
+    weights = random_weights(problem).canonical(problem)
+    plain = weights.dequantize(problem.quant)
+    for name, K in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
+        got, want = dequantized(name, weights, problem)[..., :K], getattr(plain, name)
+        exact = problem.quant.weight.microscaled or problem.quant.weight.group[1] < 0
+        torch.testing.assert_close(got, want, rtol=0 if exact else 2**-8, atol=0)
+
+
+def execute(ptx: str, dtype: torch.dtype, inputs: dict[str, int]) -> dict[str, int]:
+    """The few PTX instructions that `packed` uses, on 32-bit registers."""
+    registers = dict(inputs)
+
+    def value(text: str) -> int:
+        return registers[text] if text in registers else int(text, 16 if "x" in text else 10)
+
+    def pair(bits: int) -> torch.Tensor:
+        signed = bits - (bits >> 31 << 32)
+        return torch.tensor([signed], dtype=torch.int32).view(dtype).double()
+
+    for line in ptx[ptx.index("\n") : ptx.rindex("}")].split(";")[:-1]:
+        name, *operands = line.replace(",", " ").split()
+        target, values = operands[0], [value(o) for o in operands[1:]]
+        if name == "mov.b32":
+            result = values[0]
+        elif name in ("shr.u32", "shl.b32"):
+            result = values[0] >> values[1] if name == "shr.u32" else values[0] << values[1]
+        elif name == "and.b32":
+            result = values[0] & values[1]
+        elif name == "lop3.b32":
+            assert values[3] == 0xEA  # the table of (a & b) | c
+            result = values[0] & values[1] | values[2]
+        else:
+            assert name == f"fma.rn.{'bf16x2' if dtype == torch.bfloat16 else 'f16x2'}"
+            a, b, c = map(pair, values)
+            result = int((a * b + c).to(dtype).view(torch.int32)) & 0xFFFFFFFF
+        registers[target] = result & 0xFFFFFFFF
+    return registers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_instructions(dtype):
+    """What only a GPU runs: every code in every place, beside every other, with every zero."""
+    bf16 = dtype == torch.bfloat16
+    int4 = packed._INT4_BF16 if bf16 else packed._INT4_FP16
+    e2m1 = packed._E2M1_BF16 if bf16 else packed._E2M1_FP16
+    table = [*quant.E2M1, *(-v for v in quant.E2M1)]
+    offset = packed._BIAS[dtype]
+    for seed in range(16):
+        columns = (
+            [(5 * i + seed) % 16 for i in range(4)],
+            [(3 * i + 7 * seed) % 16 for i in range(4)],
+        )
+        word = sum(v << 4 * i + 16 * half for half in (0, 1) for i, v in enumerate(columns[half]))
+        zeros = [(seed + 3 * q) % 16 for q in range(4)]
+        twice = [(offset + z) * 0x10001 for z in zeros for _ in (0, 1)]
+        inputs = {"$4": word, **{f"${5 + i}": bits for i, bits in enumerate(twice)}}
+        for ptx, wanted in (
+            (int4.value, lambda v, q, zeros=zeros: v - zeros[q]),
+            (e2m1.value, lambda v, q: table[v]),
+        ):
+            registers = execute(ptx, dtype, inputs)
+            for q in range(4):
+                bits = registers[f"${q}"]
+                got = torch.tensor([bits - (bits >> 31 << 32)], dtype=torch.int32).view(dtype)
+                assert got.tolist() == [wanted(half[q], q) for half in columns]
+
+
+def words(values: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """uint8 (8 n, c) -> int32 (n, c), row i of eight in nibble order[i]."""
+    split = values.unflatten(0, (-1, 8)).long()
+    packed_ = sum(split[:, row] << 4 * place for row, place in enumerate(order))
+    return torch.where(packed_ >= 2**31, packed_ - 2**32, packed_).int()
+
+
+@pytest.mark.parametrize("packing", ["gptq", "awq"])
+def test_checkpoints_packings(device, packing):
+    """From a checkpoint's int32 words of known values to the output."""
+    problem = problem_of(device, "int4_w4a16_g64_zp", hidden_size=128, intermediate_size=64)
+    parts: dict[str, torch.Tensor] = {}
+    for name, n, k in (("w13", 128, 128), ("w2", 128, 64)):
+        values = torch.randint(0, 16, (3, n, k), dtype=torch.uint8)
+        zeros = torch.randint(1, 16, (3, n, k // 64), dtype=torch.uint8)
+        loaded = []
+        for v, z in zip(values, zeros, strict=True):
+            if packing == "gptq":  # words along K; zero points less one, along N
+                loaded.append(from_gptq(words(v.T, IN_ORDER), words(z - 1, IN_ORDER).T))
+            else:
+                loaded.append(from_awq(words(v, AWQ_ORDER).T, words(z, AWQ_ORDER).T))
+        parts[name] = torch.stack([weight for weight, _ in loaded])
+        parts[f"{name}_zero_points"] = torch.stack([zero for _, zero in loaded])
+        assert torch.equal(quant.unpack_int4(parts[name]), values)
+        parts[f"{name}_scale"] = (torch.rand(3, n, k // 64) + 0.5) * 0.1 / k**0.5
+    weights = moekit.ExpertWeights(**parts).to(device)
+    assert_close(*run(problem, *FORMATS[0], weights=weights), problem)
+
+
+def test_act_order_is_refused_unless_in_order(device):
+    problem = problem_of(device, "int4_w4a16_g32", hidden_size=64, intermediate_size=64)
+    kernel = moekit.compose(problem, *FORMATS[0])
+    weights = random_weights(problem)
+    in_order = (torch.arange(64, device=device) // 32).expand(3, 64)
+    plain = kernel.pack(weights)
+    same = kernel.pack(dataclasses.replace(weights, w13_g_idx=in_order, w2_g_idx=in_order))
+    assert plain.experts.keys() == same.experts.keys()
+    assert all(torch.equal(t, same.experts[name]) for name, t in plain.experts.items())
+    with pytest.raises(WeightsError, match="w2_g_idx is in act-order.*marlin"):
+        kernel.pack(dataclasses.replace(weights, w2_g_idx=in_order.flip(1)))
+
+
+def test_odd_sizes_and_fp32_are_refused():
+    spec = moekit.registry().expert("triton")
+    problem = problem_of("sm90", "mxfp4_w4a16", hidden_size=33, intermediate_size=31)
+    reasons = spec.unsupported(problem)
+    assert len(reasons) == 2 and "hidden_size=33 is odd" in reasons[0]
+    (reason,) = spec.unsupported(problem_of("sm90", "int4_w4a16_g64", dtype=torch.float32))
+    assert "not float32" in reason
+    assert spec.unsupported(problem_of("sm80", "int4_w4a16_g32_zp")) == []
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "int4_w4a16_channel", "mxfp4_w4a16"])
+@pytest.mark.parametrize("block_n", [16, 64])
+@pytest.mark.parametrize("kind", ["aligned", "direct", "slabs"])
+def test_grouped_gemm(device, scheme, block_n, kind):
+    """Every way of listing rows and the narrowest tile; padding and other rows' outputs are NaN."""
+    torch.manual_seed(0)
+    experts, rows, top_k, n, k = 3, 5, 2, 40, 140
+    problem = problem_of(device, scheme, hidden_size=k, intermediate_size=n)
+    problem = problem.replace(activation="silu_no_mul")
+    weights = random_weights(problem).canonical(problem)
+    tensors = packed.pack_weights(weights, problem)
+    plain = weights.dequantize(problem.quant).w13
+    epilogue = Epilogue(Activation("silu", gated=False))
+    config = GemmConfig(16, block_n, packed.CHUNK, group_m=2, num_warps=block_n // 16)
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(device)
+    ids[2, 1] = -1
+    if kind == "slabs":
+        counts = torch.tensor([0, 3, 20], dtype=torch.int32, device=device)
+        a = torch.full((experts, 20, k), NAN, dtype=problem.dtype, device=device)
+        out = torch.full((experts, 20, n), NAN, dtype=problem.dtype, device=device)
+        for e, count in enumerate(counts.tolist()):
+            a[e, :count] = torch.randn(count, k)
+        named = Rows.slabs(counts, 20, 16)
+        pairs = [(a[e, c], e, out[e, c]) for e, used in enumerate(counts) for c in range(used)]
+    else:
+        a = torch.randn(rows, k).to(problem.dtype).to(device)
+        out = torch.full((rows * top_k, n), NAN, dtype=problem.dtype, device=device)
+        named = Rows.direct(ids, top_k)
+        if kind == "aligned":
+            capacity = align_capacity(ids.numel(), experts, 16)
+            ints = [torch.empty(c, dtype=torch.int32, device=device) for c in (capacity, 99, 1)]
+            aligned = AlignedPairs(ints[0], ints[1][: capacity // 16], ints[2], 16)
+            scratch = torch.empty(
+                align_scratch(ids.numel(), experts), dtype=torch.int32, device=device
+            )
+            align(ids, experts, aligned, scratch)
+            named = Rows.aligned(aligned, top_k)
+        chosen = enumerate(ids.flatten().tolist())
+        pairs = [(a[pair // top_k], e, out[pair]) for pair, e in chosen if e >= 0]
+        assert len(pairs) == rows * top_k - 1
+    grouped_gemm(
+        a, tensors["w13"], out, named, config, w_scale=tensors["w13_scale"],
+        w_offset=tensors.get("w13_offset"), epilogue=epilogue,
+    )  # fmt: skip
+    got = torch.stack([row for *_, row in pairs]).float()
+    want = torch.stack([plain[e] @ row.float() for row, e, _ in pairs])
+    want = torch.nn.functional.silu(want)
+    assert float((got - want).norm() / want.norm()) < 6e-3
+    assert int(torch.isnan(out).sum()) == out.numel() - got.numel()

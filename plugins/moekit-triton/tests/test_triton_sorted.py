@@ -1,0 +1,143 @@
+"""Both GEMMs over sorted rows against plain torch in fp32; NaN wherever nothing should look."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from moekit_triton import experts
+from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
+from moekit_triton.config import Plan, choose_plan
+from moekit_triton.gemm import GemmConfig
+from moekit_triton.numerics import INTERPRETED, Activation
+from moekit_triton.sorted_gemm import gather_rows, sorted_gemm
+
+import moekit
+from moekit import MoEProblem
+from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import assert_close
+
+BLOCK_M, SMS = 64, 3
+CONFIG = GemmConfig(BLOCK_M, 32, 32, group_m=2, num_warps=4, num_stages=3, tma=True)
+LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def hopper(device):
+    if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors need compute capability 9.0")
+
+
+def aligned_pairs(ids: torch.Tensor, num_experts: int) -> AlignedPairs:
+    capacity = align_capacity(ids.numel(), num_experts, BLOCK_M)
+
+    def ints(n: int) -> torch.Tensor:
+        return torch.full((n,), 2**30, dtype=torch.int32, device=ids.device)
+
+    out = AlignedPairs(ints(capacity), ints(capacity // BLOCK_M), ints(1), BLOCK_M)
+    align(ids, num_experts, out, ints(align_scratch(ids.numel(), num_experts)))
+    return out
+
+
+def nan(*shape: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=like.dtype, device=like.device)
+
+
+def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if not activation.gated:
+        return F.relu(h).square()
+    gate, up = h.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.name == "swigluoai":
+        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias"),
+    [
+        (Activation("silu"), False),
+        (Activation("silu", limit=0.5), True),
+        (Activation("swigluoai", limit=1.0), True),
+        (Activation("relu2", gated=False), True),
+    ],
+)
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (72, 40)])
+def test_block(device, activation, bias, persistent, dtype, hidden, inner):
+    experts, rows, slots = 3, 150, 2
+    config = GemmConfig(**{**vars(CONFIG), "persistent": persistent})
+    wide = 2 * inner if activation.gated else inner
+
+    def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape) * by).to(device, dtype)
+
+    x, ids = randn(rows, hidden), torch.randint(-1, experts, (rows, slots), device=device)
+    ids[: rows // 2, 0] = 1  # several blocks, the last of them not full
+    w13, w2 = randn(experts, wide, hidden, by=hidden**-0.5), randn(experts, hidden, inner, by=0.2)
+    b13, b2 = (randn(experts, n) if bias else None for n in (wide, hidden))
+    aligned = aligned_pairs(ids, experts)
+    entries = aligned.pairs_S.numel()
+
+    x_SH = nan(entries, hidden, like=x)
+    gather_rows(x, aligned, slots, x_SH)
+    a_SI = nan(entries, inner, like=x)
+    sorted_gemm(x_SH, w13, a_SI, aligned, config, SMS, bias_LN=b13, activation=activation)
+    y = nan(rows * slots, hidden, like=x)
+    sorted_gemm(a_SI, w2, y, aligned, config, SMS, bias_LN=b2, by_pair=True)
+
+    flat, pair = ids.flatten(), torch.arange(rows * slots, device=device)
+    assert bool(torch.isnan(y[flat < 0]).all()), "wrote where no pair is"
+    for expert in range(experts):
+        mine = pair[flat == expert]
+        h = x[mine // slots].float() @ w13[expert].float().T
+        a = activated(h if b13 is None else h + b13[expert].float(), activation).to(dtype).float()
+        want = a @ w2[expert].float().T + (0 if b2 is None else b2[expert].float())
+        error = float((y[mine].float() - want).norm() / want.norm())
+        assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"
+
+
+def test_no_pairs(device):
+    ids = torch.full((5, 2), -1, device=device)
+    aligned = aligned_pairs(ids, 3)
+    x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
+    x_SH = nan(aligned.pairs_S.numel(), 64, like=x)
+    gather_rows(x, aligned, 2, x_SH)
+    y = nan(10, 32, like=x)
+    w = torch.randn(3, 32, 64, device=device).bfloat16()
+    for persistent in (False, True):
+        config = GemmConfig(**{**vars(CONFIG), "persistent": persistent})
+        sorted_gemm(x_SH, w, y, aligned, config, SMS, by_pair=True)
+    assert bool(torch.isnan(y).all() and torch.isnan(x_SH).all())
+
+
+def sorted_everywhere(problem, rows, slots, *, slabs=False):
+    return Plan(CONFIG, GemmConfig(**{**vars(CONFIG), "persistent": True}), True, sorted=True)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts(device, monkeypatch, bias):
+    """The whole block, with the workspace's buffers on top of each other as they come."""
+    monkeypatch.setattr(experts, "choose_plan", sorted_everywhere)
+    monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
+    sizes = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=160)
+    problem = MoEProblem(**sizes, has_bias=bias, device=device.type)
+    check(problem, tokens=200)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="large")
+def test_experts_by_heuristic(device):
+    sizes = dict(num_experts=8, top_k=2, hidden_size=1024, intermediate_size=2048)
+    problem = MoEProblem(**sizes, device="cuda")
+    assert choose_plan(problem, 1500, 2).sorted
+    check(problem, tokens=1500)
+
+
+def check(problem: MoEProblem, tokens: int) -> None:
+    weights = random_weights(problem)
+    kernel = moekit.compose(problem, "local", "triton")
+    packed = kernel.pack(weights)
+    for kind in ("random", "hot", "slots"):
+        case = make_case(problem, tokens, kind)
+        out = kernel(case.x, packed, case.routing)
+        assert_close(out, case.reference(), problem, kind)
