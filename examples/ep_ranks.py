@@ -70,7 +70,8 @@ def main() -> None:
     want = oracle(x, weights.to(device), routing, whole) + x.float()
     error = float((out.float() - want).norm() / want.norm()) if tokens else 0.0
     held = ", ".join(map(str, layer.local_experts))
-    print(f"rank {rank}: experts {held}; {tokens} tokens, error {error:.1e}", flush=True)
+    # One write a line: torchrun's workers are unbuffered, and ranks share the terminal.
+    print(f"rank {rank}: experts {held}; {tokens} tokens, error {error:.1e}\n", end="")
     if rank == 0:
         print(layer, flush=True)
     layer.destroy()
