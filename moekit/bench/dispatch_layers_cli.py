@@ -24,6 +24,7 @@ from moekit.bench.dispatch_cli import Ranks, cause, default_ranks, distributions
 from moekit.bench.dispatch_cli import on_ranks as on_ranks
 from moekit.bench.dispatch_cli import split as split
 from moekit.bench.dispatch_layers import LayerCell, measure_layers, merge_layers
+from moekit.bench.dispatch_report import not_measured
 from moekit.bench.environment import device_facts, versions
 from moekit.errors import MoekitError
 from moekit.plugins import DispatcherSpec, registry
@@ -274,12 +275,7 @@ def markdown(data: Json) -> str:
         cells = [c for c in data["cells"] if c["scheme"] == scheme]
         lines += ["", f"## {scheme}", "", *_table(cells), "", *_choices(data, cells)]
         lines += _overlaps(cells)
-    if data["refused"]:
-        lines += ["", "## Not measured", ""]
-        for name, reason in dict.fromkeys((r["name"], r["reason"]) for r in data["refused"]):
-            same = [r for r in data["refused"] if (r["name"], r["reason"]) == (name, reason)]
-            where = ", ".join(dict.fromkeys(f"{r['scheme']} T={r['tokens']}" for r in same))
-            lines.append(f"- {name}: {reason} ({where})")
+    lines += not_measured(data["refused"])
     return "\n".join(lines) + "\n"
 
 

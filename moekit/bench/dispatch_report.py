@@ -29,13 +29,20 @@ def markdown(data: Json) -> str:
     for scheme, routing in groups:
         group = [c for c in data["cells"] if (c["scheme"], c["routing"]) == (scheme, routing)]
         lines += ["", f"## {scheme}, {routing}", "", *_pairs(group), "", *_details(group)]
-    if data["refused"]:
-        lines += ["", "## Not measured", ""]
-        for name, reason in dict.fromkeys((r["name"], r["reason"]) for r in data["refused"]):
-            same = [r for r in data["refused"] if (r["name"], r["reason"]) == (name, reason)]
-            where = ", ".join(dict.fromkeys(f"{r['scheme']} T={r['tokens']}" for r in same))
-            lines.append(f"- {name}: {reason} ({where})")
+    lines += not_measured(data["refused"])
     return "\n".join(lines) + "\n"
+
+
+def not_measured(refused: Sequence[Json]) -> list[str]:
+    """A section of who was left out of which cells, and why; empty if nobody was."""
+    if not refused:
+        return []
+    lines = ["", "## Not measured", ""]
+    for name, reason in dict.fromkeys((r["name"], r["reason"]) for r in refused):
+        same = [r for r in refused if (r["name"], r["reason"]) == (name, reason)]
+        where = ", ".join(dict.fromkeys(f"{r['scheme']} T={r['tokens']}" for r in same))
+        lines.append(f"- {name}: {reason} ({where})")
+    return lines
 
 
 def _pairs(group: Sequence[Json]) -> list[str]:

@@ -195,6 +195,15 @@ def _a_scale_layout(a_scale: torch.Tensor | None) -> tuple[str, tuple[int, int, 
 
 
 @triton.jit
+def tile_at(index, row_blocks, col_blocks, GROUP_M: tl.constexpr):
+    """Row and column block of a tile: GROUP_M row blocks next to each other per column block."""
+    group = index // (GROUP_M * col_blocks)
+    group_rows = tl.minimum(row_blocks - group * GROUP_M, GROUP_M)
+    in_group = index - group * (GROUP_M * col_blocks)
+    return group * GROUP_M + in_group % group_rows, in_group // group_rows
+
+
+@triton.jit
 def _w_tile(w, expert, row0, rows, K, step, n_ok,
             TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
@@ -307,13 +316,7 @@ def _gemm(
     """ROWS: see `Rows`. With a gate, two tiles of weights, N rows apart, share each tile of a."""
     if PDL:
         take_turn()
-    pid = tl.program_id(0)
-    col_blocks = tl.cdiv(N, BLOCK_N)
-    group = pid // (GROUP_M * col_blocks)
-    group_rows = tl.minimum(row_blocks - group * GROUP_M, GROUP_M)
-    in_group = pid - group * (GROUP_M * col_blocks)
-    block_m = group * GROUP_M + in_group % group_rows
-    block_n = in_group // group_rows
+    block_m, block_n = tile_at(tl.program_id(0), row_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
 
     if ROWS == "slabs":
         expert = (block_m // slab_blocks).to(tl.int64)

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .align import AlignedPairs
-from .gemm import GemmConfig
+from .gemm import GemmConfig, tile_at
 from .launch import Launcher, take_turn
 from .numerics import Activation, activate, activate_gated, convert, dot
 
@@ -107,13 +107,8 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """One tile of the output; with a gate, two tiles of weights, N rows apart."""
-    col_blocks = tl.cdiv(N, BLOCK_N)
-    group = tile // (GROUP_M * col_blocks)
-    group_rows = tl.minimum(row_blocks - group * GROUP_M, GROUP_M)
-    in_group = tile - group * (GROUP_M * col_blocks)
-    block_m = group * GROUP_M + in_group % group_rows
-    col0 = in_group // group_rows * BLOCK_N
-    row0 = block_m * BLOCK_M
+    block_m, block_n = tile_at(tile, row_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
+    row0, col0 = block_m * BLOCK_M, block_n * BLOCK_N
     w_row = tl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col0
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
