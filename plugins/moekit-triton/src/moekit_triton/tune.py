@@ -378,7 +378,7 @@ def _tune(job: tuple[str, str, Sequence[float]]) -> tuple[dict[str, Any], float]
         rows = max(1, round(per_expert * problem.num_experts / problem.top_k))
         if rows > _MOST_TOKENS:
             break
-        case = _case(problem, rows, 3 if rows < 4096 else 2, packed)
+        case = _case(problem, rows, 8 if rows <= 64 else 3 if rows < 4096 else 2, packed)
         packed = case.packed
         plan = tune_size(case, rows * problem.top_k / problem.num_experts)
         if plan is not None:
