@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from moekit.bench import contestants, dispatch_cli, report, shapes
 from moekit.bench.cells import Case, Result, release, run_cell
 from moekit.bench.contestants import Contestant, KernelCall
-from moekit.bench.environment import device_facts, versions
+from moekit.bench.environment import answered, command, device_facts, recorded, versions
 from moekit.bench.limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
 from moekit.bench.measure import Call, DeviceLost, check_alive, first_line
 from moekit.bench.progress import Progress
@@ -37,20 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--dispatch" in given:  # has options of its own, --help included
         return dispatch_cli.main([a for a in given if a != "--dispatch"])
     args = _parser().parse_args(argv)
-    try:
+
+    def answer() -> int:
         if args.list_shapes:
             print(_shape_list())
             return 0
         if args.from_json is not None:
-            data: Json = json.loads(args.from_json.read_text())
-            _write(data, args, last=True)
+            _write(recorded(args.from_json), args, last=True)
             return 0
-        environment = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("MOEKIT_")]
-        command = [*sorted(environment), "python", "-m", "moekit", "bench", *given]
-        return Sweep(args, shlex.join(command)).run()
-    except (MoekitError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return Sweep(args, command("bench", *given)).run()
+
+    return answered(answer)
 
 
 def _parser() -> argparse.ArgumentParser:

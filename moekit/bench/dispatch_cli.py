@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import shlex
 import sys
 import time
 import traceback
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from moekit.bench import shapes
 from moekit.bench.dispatch import DispatchCell, measure_rank, merge
 from moekit.bench.dispatch_report import markdown
-from moekit.bench.environment import device_facts, versions
+from moekit.bench.environment import answered, command, device_facts, recorded, versions
 from moekit.bench.measure import first_line
 from moekit.bench.report import Json
 from moekit.errors import MoekitError
@@ -37,16 +36,14 @@ _SECONDS_A_CELL = 180.0
 def main(argv: Sequence[str]) -> int:
     """Runs the command; 0: all that was measured is right, 1: not so, 2: a wrong question."""
     args = _parser().parse_args(argv)
-    try:
+
+    def answer() -> int:
         if args.from_json is not None:
-            _write(json.loads(args.from_json.read_text()), args, last=True)
+            _write(recorded(args.from_json), args, last=True)
             return 0
-        environment = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("MOEKIT_")]
-        command = [*sorted(environment), "python", "-m", "moekit", "bench", "--dispatch", *argv]
-        return on_ranks(_Sweep(args, shlex.join(command)), args.ranks)
-    except (MoekitError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return on_ranks(_Sweep(args, command("bench", "--dispatch", *argv)), args.ranks)
+
+    return answered(answer)
 
 
 def _parser() -> argparse.ArgumentParser:

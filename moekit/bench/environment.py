@@ -1,17 +1,49 @@
-"""Where and with what a run was made."""
+"""Where and with what a run was made, and how it was asked for."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import os
 import platform
-from collections.abc import Iterable
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import moekit
 from moekit.bench.contestants import Contestant
+from moekit.errors import MoekitError
 from moekit.problem import DeviceSpec
+
+
+def command(*words: str) -> str:
+    """``python -m moekit words...``, with the variables that moekit reads, as a shell takes it."""
+    variables = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("MOEKIT_"))
+    return shlex.join([*variables, "python", "-m", "moekit", *words])
+
+
+def answered(question: Callable[[], int]) -> int:
+    """A command's exit code; 2, and the reason on standard error, for a wrong question."""
+    try:
+        return question()
+    except (MoekitError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def recorded(file: Path) -> dict[str, Any]:
+    """What a run wrote with --json. MoekitError if it is no JSON object."""
+    try:
+        data = json.loads(file.read_text())
+    except ValueError as error:
+        raise MoekitError(f"{file} is no JSON, as a run's --json writes it: {error}") from error
+    if not isinstance(data, dict):
+        raise MoekitError(f"{file} holds no JSON object, as a run's --json writes it")
+    return data
 
 
 def versions(people: Iterable[Contestant]) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import shlex
 import subprocess
@@ -21,6 +20,7 @@ from moekit.bench import contestants
 from moekit.bench.cells import Case, Result
 from moekit.bench.cli import Sweep, add_sweep
 from moekit.bench.contestants import AUTO, Contestant, KernelCall
+from moekit.bench.environment import answered, recorded
 from moekit.bench.measure import Call
 from moekit.bench.shapes import Shape
 from moekit.errors import MoekitError
@@ -39,15 +39,15 @@ def main(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-"):
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
-    try:
+
+    def answer() -> int:
         if args.select and args.measured is not None:
             return ranks.record(args)
         if args.ep > 1:
             return ranks.main(args, argv)
         return _regret(args, argv) if args.regret else _select(args, argv)
-    except (MoekitError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    return answered(answer)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -247,9 +247,9 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
         sweep = _Regret(args, shlex.join(["python", "-m", "moekit", "tune", *argv]))
         complete, data = sweep.measure(), sweep.data
     else:
-        data = json.loads(args.measured.read_text())
+        data = recorded(args.measured)
     try:
-        layers = isinstance(data, dict) and data.get("what") == "layers"
+        layers = data.get("what") == "layers"
         of = regret.of_layers if layers else regret.of_bench
         cells, title = of(data), f"The choice on {data['device']['name']}"
     except (KeyError, TypeError) as error:

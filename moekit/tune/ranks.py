@@ -15,6 +15,7 @@ import torch
 from moekit.bench import contestants
 from moekit.bench.dispatch_cli import distributions, on_ranks
 from moekit.bench.dispatch_layers_cli import Json, LayerSweep, problem_of
+from moekit.bench.environment import recorded
 from moekit.errors import MoekitError
 from moekit.plugins import DispatcherSpec, registry
 from moekit.problem import MoEProblem
@@ -121,8 +122,8 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def record(args: argparse.Namespace) -> int:
     """Puts the pairs that benchmarks/layer_dispatch.py measured into the table."""
-    data = json.loads(args.measured.read_text())
-    if not isinstance(data, dict) or data.get("what") != "layers":
+    data = recorded(args.measured)
+    if data.get("what") != "layers":
         raise MoekitError(f"{args.measured} is no JSON of benchmarks/layer_dispatch.py")
     found = {n: v for n, v in data["versions"].items() if n != "python"}
     made = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib import resources
 
 import pytest
 from moekit_triton import config, tune
+from moekit_triton.align import align_capacity
 from moekit_triton.config import BLOCKS_M, choose_plan, fusable, heuristic, operand_bits
+from moekit_triton.experts import TritonExperts
 from moekit_triton.gemm import GemmConfig
 
-from moekit import DeviceSpec, MoEProblem
+from moekit import DeviceSpec, MoEProblem, registry
 
 H200 = DeviceSpec("cuda", (9, 0), "NVIDIA H200")
 TABLES = [f for f in (resources.files("moekit_triton") / "tuned").iterdir() if f.suffix == ".json"]
@@ -119,3 +122,13 @@ def test_candidates_of_the_tuner(scheme) -> None:
                 assert min(shared_bytes(plan, p)) <= 227 << 10 and c.block_m in BLOCKS_M
                 if scheme == "fp8_block":
                     assert 128 % c.block_k == 0
+
+
+def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
+    """`explain --device sm90` and `memory()` ask this of machines without CUDA."""
+    p = problem()
+    rows = 8192
+    assert choose_plan(p, rows, p.top_k).sorted
+    buffers = TritonExperts(registry().expert("triton"), p).workspace(rows)
+    x_SH = align_capacity(rows * p.top_k, 8, 128) * p.hidden_size
+    assert max(math.prod(b.shape) for b in buffers) >= x_SH

@@ -50,7 +50,6 @@ class _TritonExperts(PermuteExpertsUnpermute):
         self._a_dtype = problem.dtype if operand is None else operand.torch_dtype
         self._plans: dict[tuple[int, int], Plan] = {}
         self._static = operand is not None and operand.static
-        self._num_sms = num_sms(problem)
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Weights as they are; scales (L,) per tensor, (L, N) per channel, (L, N/128, K/128).
@@ -252,15 +251,15 @@ class TritonExperts(_TritonExperts):
         gemm_out: Tensor, a_SI: Tensor, y_SH: Tensor,
     ) -> None:  # fmt: skip
         """Rows in the order of their experts. y_SH may lie where GEMM 1's input is."""
-        p, entries = self.problem, len(a_SI)
+        p, entries, sms = self.problem, len(a_SI), num_sms(self.problem)
         x_SH = gemm_out[: entries * p.hidden_size].view(entries, p.hidden_size)
         gather_rows(x, aligned, len(y_SH) // len(x), x_SH)
         sorted_gemm(
-            x_SH, weights["w13"], a_SI, aligned, plan.first, self._num_sms,
+            x_SH, weights["w13"], a_SI, aligned, plan.first, sms,
             bias_LN=weights.get("w13_bias"), activation=self._activation,
         )  # fmt: skip
         sorted_gemm(
-            a_SI, weights["w2"], y_SH, aligned, plan.second, self._num_sms,
+            a_SI, weights["w2"], y_SH, aligned, plan.second, sms,
             bias_LN=weights.get("w2_bias"), by_pair=True,
         )  # fmt: skip
 
