@@ -351,3 +351,12 @@ def test_the_shipped_peers_load_and_answer(capsys, tmp_path):
     refused = {r["name"]: r["reason"] for r in data["refused"]}
     assert set(refused) == {"vllm_triton", "deepgemm_bare", "quack", "marlin_bare"}
     assert not any("does not load" in reason for reason in refused.values())
+
+
+@pytest.mark.parametrize("text", ["# no JSON", "[1]", '{"cells": [{}]}'])
+@pytest.mark.parametrize("command", ["bench", "bench --dispatch", "tune --regret", "tune --select"])
+def test_a_recording_that_is_none(tmp_path, capsys, text, command):
+    file = tmp_path / "recording.json"
+    file.write_text(text)
+    assert main([*command.split(), "--from", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err

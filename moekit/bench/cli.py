@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_shape_list())
             return 0
         if args.from_json is not None:
-            _write(recorded(args.from_json), args, last=True)
+            recorded(args.from_json, lambda data: _write(data, args, last=True))
             return 0
         return Sweep(args, command("bench", *given)).run()
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
     def answer() -> int:
         if args.from_json is not None:
-            _write(recorded(args.from_json), args, last=True)
+            recorded(args.from_json, lambda data: _write(data, args, last=True))
             return 0
         return on_ranks(_Sweep(args, command("bench", "--dispatch", *argv)), args.ranks)
 

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ import moekit
 from moekit.bench.contestants import Contestant
 from moekit.errors import MoekitError
 from moekit.problem import DeviceSpec
+
+T = TypeVar("T")
 
 
 def command(*words: str) -> str:
@@ -35,15 +37,19 @@ def answered(question: Callable[[], int]) -> int:
         return 2
 
 
-def recorded(file: Path) -> dict[str, Any]:
-    """What a run wrote with --json. MoekitError if it is no JSON object."""
+def recorded(file: Path, use: Callable[[dict[str, Any]], T]) -> T:
+    """``use`` of what a run wrote with --json. MoekitError if it is something else."""
+    wanted = "is not what this command's --json writes"
     try:
         data = json.loads(file.read_text())
     except ValueError as error:
-        raise MoekitError(f"{file} is no JSON, as a run's --json writes it: {error}") from error
+        raise MoekitError(f"{file} {wanted}: no JSON, {error}") from error
     if not isinstance(data, dict):
-        raise MoekitError(f"{file} holds no JSON object, as a run's --json writes it")
-    return data
+        raise MoekitError(f"{file} {wanted}: no JSON object")
+    try:
+        return use(data)
+    except (KeyError, TypeError) as error:
+        raise MoekitError(f"{file} {wanted}: {type(error).__name__}: {error}") from error
 
 
 def versions(people: Iterable[Contestant]) -> dict[str, str]:

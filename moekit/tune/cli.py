@@ -22,6 +22,7 @@ from moekit.bench.cli import Sweep, add_sweep
 from moekit.bench.contestants import AUTO, Contestant, KernelCall
 from moekit.bench.environment import answered, recorded
 from moekit.bench.measure import Call
+from moekit.bench.report import Json
 from moekit.bench.shapes import Shape
 from moekit.errors import MoekitError
 from moekit.plugins import registry
@@ -245,15 +246,15 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
     complete = True
     if args.measured is None:
         sweep = _Regret(args, shlex.join(["python", "-m", "moekit", "tune", *argv]))
-        complete, data = sweep.measure(), sweep.data
+        complete = sweep.measure()
+        title, cells = _choice(sweep.data)
     else:
-        data = recorded(args.measured)
-    try:
-        layers = data.get("what") == "layers"
-        of = regret.of_layers if layers else regret.of_bench
-        cells, title = of(data), f"The choice on {data['device']['name']}"
-    except (KeyError, TypeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise MoekitError(f"{args.measured} is no JSON of `moekit bench`: {what}") from error
+        title, cells = recorded(args.measured, _choice)
     write(regret.markdown(title, cells, args.limit), args.summary)
     return int(not (complete and regret.worst(cells) <= args.limit))
+
+
+def _choice(data: Json) -> tuple[str, list[regret.Cell]]:
+    """Of the JSON of a bench, or of benchmarks/layer_dispatch.py."""
+    of = regret.of_layers if data.get("what") == "layers" else regret.of_bench
+    return f"The choice on {data['device']['name']}", of(data)

@@ -122,7 +122,10 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def record(args: argparse.Namespace) -> int:
     """Puts the pairs that benchmarks/layer_dispatch.py measured into the table."""
-    data = recorded(args.measured)
+    return recorded(args.measured, lambda data: _record(args, data))
+
+
+def _record(args: argparse.Namespace, data: Json) -> int:
     if data.get("what") != "layers":
         raise MoekitError(f"{args.measured} is no JSON of benchmarks/layer_dispatch.py")
     found = {n: v for n, v in data["versions"].items() if n != "python"}
