@@ -70,7 +70,7 @@ DEATHS = [
     (device, name, where)
     for device, name in EACH
     for where in ("before", "dispatch", "experts", "combine")
-    if device == "cpu" or where == "dispatch" or (name == "naive" and where != "combine")
+    if where == "dispatch" or (name == "naive" and (device == "cpu" or where != "combine"))
 ]
 
 

@@ -191,8 +191,9 @@ def real_figures(rank, world_size, name, changes):
     return said
 
 
-@pytest.mark.parametrize("quant", ["none", "fp8_block"])
-@pytest.mark.parametrize("name", ["naive", "flashinfer_allgather"])
+@pytest.mark.parametrize(
+    ("name", "quant"), [("naive", "none"), ("flashinfer_allgather", "fp8_block")]
+)
 def test_on_paper_as_created(name: str, quant: str) -> None:
     """What a real group of ranks states, the footprint states of the same problem."""
     if name not in registry().dispatchers:

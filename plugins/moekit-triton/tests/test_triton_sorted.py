@@ -122,7 +122,7 @@ def test_experts(device, monkeypatch, bias):
     monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
     sizes = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=160)
     problem = MoEProblem(**sizes, has_bias=bias, device=device.type)
-    check(problem, tokens=200)
+    check(problem, tokens=90)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="large")
