@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 import moekit
+from moekit.bench.environment import installed
 from moekit.errors import MoekitError
 from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, importable, registry
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
@@ -103,7 +103,7 @@ def _versions() -> _Found:
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("cuda of torch", torch.version.cuda or ""),
-        ("triton", _installed("triton")),
+        ("triton", installed("triton")),
     ):
         yield name, "ok" if version else "no", str(version) or "none"
     compiler = shutil.which("nvcc") or shutil.which("nvcc", path=_cuda_path())
@@ -232,7 +232,7 @@ def _network(environ: Mapping[str, str]) -> _Found:
     else:
         yield "NCCL", "no", "not in this torch: ranks use gloo"
     distributions = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
-    nvshmem = [f"{name} {_installed(name)}" for name in distributions if _installed(name)]
+    nvshmem = [f"{name} {installed(name)}" for name in distributions if installed(name)]
     yield "NVSHMEM", "ok" if nvshmem else "no", ", ".join(nvshmem) or "none"
     yield from _cards(Path("/sys/class/infiniband"), Path("/proc/modules"))
     shared = Path("/dev/shm")
@@ -299,13 +299,6 @@ def _try_folder(path: Path) -> tuple[str, str]:
 def _cuda_path() -> str:
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     return os.pathsep.join(str(Path(home) / "bin") for home in homes if home)
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moekit.errors import InvalidInput, Unsupported
 from moekit.kernel import ModularKernel, PackedWeights, Routing
-from moekit.workspace import Workspace, _is_capturing
+from moekit.workspace import Workspace, is_capturing
 
 logger = logging.getLogger("moekit")
 
@@ -85,7 +85,7 @@ class Graphed:
         return sum(t.nbytes for g in self._graphs.values() for t in (*g.inputs, g.out))
 
     def _new(self, rows: int, inputs: Sequence[Tensor]) -> _Graph | None:
-        if not 0 < rows <= self._max_rows or _is_capturing(inputs[0].device):
+        if not 0 < rows <= self._max_rows or is_capturing(inputs[0].device):
             return None
         if rows not in self._called:  # sizes that never come again need no graph
             self._called.add(rows)
@@ -147,7 +147,7 @@ class _Graph:
         for t, (shape, dtype, device) in zip(inputs, self._kinds, strict=True):
             if t.shape != shape or t.dtype != dtype or t.device != device:
                 return False
-        return _uses(self._storage) == self._own_uses and not _is_capturing(self._device)
+        return _uses(self._storage) == self._own_uses and not is_capturing(self._device)
 
     def replay(self, inputs: Sequence[Tensor]) -> Tensor:
         follow(self._device)

@@ -528,9 +528,9 @@ class ModularKernel:
         slab = rows
         if self.experts.spec.format is ActivationFormat.BATCHED:
             slab = rows * self.problem.num_local_experts
-        # The experts write the caller's output where nothing moves and rows are tokens.
-        in_place = not self.dispatcher.spec.moves_tokens and slab == tokens
-        in_place = in_place or self.dispatcher.offers_output
+        # The experts write where the dispatcher reads, if it gives a place, or the caller's output
+        # where nothing moves and rows are tokens.
+        in_place = self.dispatcher.offers_output or (not self._moves and slab == tokens)
         intermediate = 0 if in_place else slab * row_bytes
         if self.experts.spec.format is ActivationFormat.STANDARD and not self.experts.spec.reduces:
             # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries

@@ -12,7 +12,7 @@ from moekit.eplb.placement import Placement
 from moekit.errors import GroupMismatch, InvalidInput, InvalidProblem
 from moekit.group import has_backend, resolve
 from moekit.problem import MoEProblem, ParallelConfig
-from moekit.workspace import _is_capturing
+from moekit.workspace import is_capturing
 
 PLACEMENTS = ("linear", "round_robin")
 
@@ -142,7 +142,7 @@ class LayerRanks:
             most = -(-most // self.copies) if self.splits else most
             return max(1, -(-most // self._capacity))
         assert self.group is not None
-        if not self._on_host and _is_capturing(torch.device(self._device)):
+        if not self._on_host and is_capturing(torch.device(self._device)):
             raise InvalidInput(
                 "ranks must agree on the number of chunks, which a graph being captured cannot "
                 "wait for: pass max_tokens, the most tokens of any rank, or give the process "

@@ -7,9 +7,9 @@ Nothing is created, and neither a GPU nor a vendor's library is needed: dispatch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -29,9 +29,6 @@ from moekit.kernel import (
 from moekit.plugins import DispatcherSpec, Registry, registry
 from moekit.problem import MoEProblem
 from moekit.select import Explanation, find_experts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ class Workspace:
         """Disjoint uninitialised tensors, valid until the next `take`."""
         layout = wanted if isinstance(wanted, Layout) else Layout(wanted)
         buffer = self._buffers.get(device)
-        capturing = _is_capturing(device)
+        capturing = is_capturing(device)
         if buffer is None or buffer.nbytes < layout.nbytes:
             if capturing:
                 raise InvalidInput(
@@ -105,7 +105,7 @@ def _probe(device_type: str) -> Callable[[], bool]:
     return getattr(module, "is_current_stream_capturing", lambda: False)
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     return bool(_probe(device.type)())
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import moekit
+from moekit import plugins, select
 from moekit.plugins import PluginState, Registry
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
@@ -86,6 +87,22 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+def only_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fakes]]:
+    """Body of the tests' fixture ``only``: ``only("a", "b")`` loads, of all plugins, just these."""
+    for variable in (*plugins.SWITCHES, *select.SWITCHES):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(plugins, "_registry", None)
+    for fakes in installed(tmp_path, monkeypatch):
+
+        def choose(*names: str, fakes: Fakes = fakes) -> Fakes:
+            monkeypatch.setenv("MOEKIT_PLUGINS", ",".join(names))
+            importlib.invalidate_caches()
+            return fakes
+
+        choose()
+        yield choose
 
 
 def state(found: Registry, name: str) -> PluginState:

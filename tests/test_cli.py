@@ -9,17 +9,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_plugins import Fakes, installed, offers
+from fake_plugins import offers, only_named
 
 import moekit
-from moekit import plugins, select
 from moekit.__main__ import main
 
 DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
@@ -28,21 +26,7 @@ VENDORS = ("triton", "deep_ep", "deep_gemm", "flashinfer", "pplx_kernels", "vllm
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
 
 
-@pytest.fixture
-def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fakes]]:
-    """``only("a", "b")``: of all plugins, just these are loaded."""
-    for variable in (*plugins.SWITCHES, *select.SWITCHES):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(plugins, "_registry", None)
-    for fakes in installed(tmp_path, monkeypatch):
-
-        def choose(*names: str, fakes: Fakes = fakes) -> Fakes:
-            monkeypatch.setenv("MOEKIT_PLUGINS", ",".join(names))
-            importlib.invalidate_caches()
-            return fakes
-
-        choose()
-        yield choose
+only = pytest.fixture(only_named)
 
 
 # -- plugins ---------------------------------------------------------------------------------------

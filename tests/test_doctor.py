@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from fake_plugins import Fakes, installed, offers
+from fake_plugins import Fakes, offers, only_named
 
-from moekit import doctor, plugins, select
+from moekit import doctor
 from moekit.__main__ import main
 
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
@@ -21,19 +20,10 @@ GROUPS = ["versions", "devices", "backends", "triton", "network", "caches"]
 @pytest.fixture(autouse=True)
 def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fakes]]:
     """No plugins but those that a test names; caches in a folder of the test's."""
-    for variable in (*plugins.SWITCHES, *select.SWITCHES, "TRITON_CACHE_DIR", "MOEKIT_TUNED"):
+    for variable in ("TRITON_CACHE_DIR", "MOEKIT_TUNED"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(plugins, "_registry", None)
-    for fakes in installed(tmp_path, monkeypatch):
-
-        def choose(*names: str, fakes: Fakes = fakes) -> Fakes:
-            monkeypatch.setenv("MOEKIT_PLUGINS", ",".join(names))
-            importlib.invalidate_caches()
-            return fakes
-
-        choose()
-        yield choose
+    yield from only_named(tmp_path, monkeypatch)
 
 
 def examined(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:

@@ -49,7 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr(graphs, "capture", made.capture)
     monkeypatch.setattr(graphs, "follow", lambda device: None)
-    monkeypatch.setattr(graphs, "_is_capturing", lambda device: made.capturing)
+    monkeypatch.setattr(graphs, "is_capturing", lambda device: made.capturing)
     monkeypatch.setattr(graphs, "unsupported", lambda kernel: [])
     return made
 

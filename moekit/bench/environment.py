@@ -58,7 +58,7 @@ def versions(people: Iterable[Contestant]) -> dict[str, str]:
         "moekit": moekit.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": _installed("triton"),
+        "triton": installed("triton"),
         "cuda": torch.version.cuda or "",
     }
     # What offers a contestant, under the offering distribution's name: "moekit-triton 0.1.0".
@@ -86,7 +86,8 @@ def device_facts(device: torch.device, spec: DeviceSpec) -> dict[str, Any]:
     return result
 
 
-def _installed(distribution: str) -> str:
+def installed(distribution: str) -> str:
+    """Its version; empty if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -28,8 +28,9 @@ _SMS = 132
 # Rows per expert and width from which rows are copied into order first: that costs reading and
 # writing x once for each pair, and saves some 9 % of both products.
 _SORTED_FROM, _SORTED_WIDTH = 128, 2048
-# Dot products read an expert's weights for each of its pairs: at most so many times on average.
-_MOST_SHARING = {2: 1.3, 1: 1.5}  # by a weight's bytes
+# Dot products read an expert's weights for each of its pairs: at most so many times on average,
+# for weights of more than 8 bits and for those of 8.
+_MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
 PACKED_BLOCK_M = 64
 """Most rows of a tile with weights of 4 bits: group sums take as many registers again."""
 # Where programs share GEMM 2's K: how many at most, and rows of addends.
@@ -101,10 +102,11 @@ def dots_pay(problem: MoEProblem, rows: int, slots: int) -> bool:
     by any at all with probability 1 - (1 - K / P) ** rows: the quotient is how often the weights of
     an expert that is named are read.
     """
-    if problem.quant.weight is not None and problem.quant.weight.packed:
+    bits = operand_bits(problem)[1]
+    if bits == 4:
         return False
     named = min(1.0, slots / problem.num_physical_experts)
-    most = _MOST_SHARING.get(operand_bits(problem)[1] // 8, 1.3)
+    most = _MOST_SHARING_8_BITS if bits == 8 else _MOST_SHARING
     return rows * named <= most * (1 - (1 - named) ** rows)
 
 
@@ -114,11 +116,11 @@ def dot_configs(problem: MoEProblem, rows: int, slots: int) -> tuple[GemvConfig,
     if INTERPRETED:  # which takes its time for each program, not for its size
         return GemvConfig(64), GemvConfig(64)
 
-    def columns(n: int, rows: int, most: int) -> int:
-        return next((c for c in (8, 4, 2) if c <= most and rows * n // c >= wanted), 1)
+    def columns(n: int, rows: int) -> int:
+        return next((c for c in (8, 4, 2) if rows * n // c >= wanted), 1)
 
-    first = columns(p.local_intermediate_size, rows * slots, 8)
-    return GemvConfig(first), GemvConfig(columns(p.hidden_size, rows, 8))
+    first = columns(p.local_intermediate_size, rows * slots)
+    return GemvConfig(first), GemvConfig(columns(p.hidden_size, rows))
 
 
 def operand_bits(problem: MoEProblem) -> tuple[int, int]:
@@ -190,6 +192,7 @@ def sorted_plan(problem: MoEProblem) -> Plan:
 
 
 def num_sms(problem: MoEProblem) -> int:
+    """Multiprocessors of the current device; Hopper's where a problem runs in the interpreter."""
     if problem.device.type != "cuda":
         return _SMS
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

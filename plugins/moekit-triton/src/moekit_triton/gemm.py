@@ -33,7 +33,8 @@ class GemmConfig:
 
     block_n counts output columns: with a gate, twice as many weight rows are read. `group_m` row
     blocks run next to each other per column block, for L2 reuse. tma: weight tiles come through a
-    tensor descriptor. splits: programs that share K, for weights of 4 bits and few rows.
+    tensor descriptor. persistent: as many programs as multiprocessors take tiles in turn
+    (`sorted_gemm` only). splits: programs that share K, for weights of 4 bits and few rows.
     """
 
     block_m: int
