@@ -13,14 +13,13 @@ was measured is right; 1: not so; 2: a wrong question. docs/bench.md has the JSO
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from moekit.bench.dispatch_layers_cli import LayerSweep, add_options, markdown, on_ranks
-from moekit.errors import MoekitError
+from moekit.bench.environment import answered, recorded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,15 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--from", dest="recorded", type=Path, metavar="FILE", help="measure nothing"
     )
     args = parser.parse_args(argv)
-    try:
+
+    def answer() -> int:
         if args.recorded is not None:
-            print(markdown(json.loads(args.recorded.read_text())), end="")
+            print(recorded(args.recorded, markdown), end="")
             return 0
         command = shlex.join(["python", *(sys.argv if argv is None else [__file__, *argv])])
         return on_ranks(LayerSweep(args, command), args.ranks)
-    except (MoekitError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    return answered(answer)
 
 
 if __name__ == "__main__":
