@@ -14,6 +14,7 @@ from moekit.errors import MoekitError
 from moekit.kernel import (
     BufferSpec,
     Dispatched,
+    InFlight,
     MemoryReport,
     ModularKernel,
     PackedWeights,
@@ -44,6 +45,7 @@ __all__ = [
     "ExpertsSpec",
     "Explanation",
     "FusedMoE",
+    "InFlight",
     "MemoryReport",
     "ModularKernel",
     "MoEProblem",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -73,10 +74,11 @@ class Agreement:
     """
 
     _made: ClassVar[Counter[str]] = Counter()
+    _spoilt: ClassVar[WeakKeyDictionary[dist.ProcessGroup, str]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         """All ranks make a group's agreements in one order. timeout: seconds to wait for a rank."""
-        self._rank, self._size = group.rank(), group.size()
+        self._group, self._rank, self._size = group, group.rank(), group.size()
         ranks = str(dist.get_process_group_ranks(group))
         self._made[ranks] += 1
         self._store = PrefixStore(
@@ -86,10 +88,12 @@ class Agreement:
         self._step = 0
         self._old: list[str] = []
 
-    def agree(self, what: str, fault: str | None = None) -> None:
+    def agree(self, what: str, fault: str | None = None, *, moving: bool = False) -> None:
         """Returns on every rank, or raises PeerFailed on every rank that brought no ``fault``.
 
         what: the step all ranks must be at. A rank with a fault does not wait for the others.
+        moving: this rank's tokens are on their way, and never arrive where this step fails: the
+        group is `spoilt` then.
         """
         keys = [f"{self._step}/{rank}" for rank in range(self._size)]
         self._step += 1
@@ -98,7 +102,20 @@ class Agreement:
         self._old.append(keys[self._rank])
         if fault is not None:
             return
-        said = self._everyones(keys, what)
+        try:
+            self._compare(self._everyones(keys, what), mine, moving)
+        except PeerFailed as error:
+            if moving:
+                self._spoilt[self._group] = f"an earlier call was left half-way: {error}"
+            raise
+
+    @property
+    def spoilt(self) -> str:
+        """What left this rank's tokens on their way in the group: what is sent later would be taken
+        for them. Or nothing."""
+        return self._spoilt.get(self._group, "")
+
+    def _compare(self, said: list[str], mine: str, moving: bool) -> None:
         # Who is at this step has read everything of the steps before.
         for key in self._old[:-1]:
             self._store.delete_key(key)
@@ -106,14 +123,15 @@ class Agreement:
         failed = {rank: text[1:] for rank, text in enumerate(said) if text.startswith("-")}
         if failed:
             text = "; ".join(f"rank {rank} failed: {why}" for rank, why in failed.items())
-            raise PeerFailed(
-                f"{text}. No rank finished this call; correct it there, then all can call again"
-            )
+            after = "correct it there, then all can call again"
+            if moving:
+                after = "tokens are left on their way: start the ranks anew, or make another group"
+            raise PeerFailed(f"{text}. No rank finished this call; {after}")
         other = {rank: text[1:] for rank, text in enumerate(said) if text != mine}
         if other:
             raise PeerFailed(
-                f"rank {self._rank} is at '{what}', others are not: {other}; start calls and take "
-                "results in one order on all ranks"
+                f"rank {self._rank} is at '{mine[1:]}', others are not: {other}; start and run "
+                "calls in one order on all ranks"
             )
 
     def _everyones(self, keys: list[str], what: str) -> list[str]:
@@ -132,6 +150,42 @@ class Agreement:
                 f"{self._timeout.total_seconds():g} s: it died, hangs, or makes its calls in "
                 "another order"
             ) from error
+
+
+class Together:
+    """``with`` it around a step: where there is an agreement, all ranks get past it or none does.
+
+    Nobody begins one in a group that is spoilt, where its device may wait for ever.
+    what, moving: as in `Agreement.agree`. otherwise: what a rank without an agreement does with
+    its own failure.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement | None,
+        what: str,
+        otherwise: Callable[[str], None] | None = None,
+        *,
+        moving: bool = False,
+    ) -> None:
+        self._agreement, self._what = agreement, what
+        self._otherwise, self._moving = otherwise, moving
+
+    def __enter__(self) -> None:
+        if self._agreement is not None and (why := self._agreement.spoilt):
+            self._agreement.agree(self._what, why)
+            raise PeerFailed(why)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            if self._agreement is not None:
+                self._agreement.agree(self._what, moving=self._moving)
+        elif isinstance(error, Exception):  # whatever it is, no peer may wait for this rank
+            reason = f"{type(error).__name__}: {error}"
+            if self._agreement is not None:
+                self._agreement.agree(self._what, reason)
+            elif self._otherwise is not None:
+                self._otherwise(reason)
 
 
 class Transfers:

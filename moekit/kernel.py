@@ -15,15 +15,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moekit import quant
 from moekit.checks import check_call
-from moekit.errors import InvalidInput
-from moekit.group import Agreement
+from moekit.errors import InvalidInput, PeerFailed
+from moekit.group import Agreement, Together
+from moekit.overlap import InFlight as InFlight
+from moekit.overlap import Pending as Pending
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.workspace import BufferSpec as BufferSpec
 from moekit.workspace import Layout
@@ -39,9 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("moekit")
 
-T = TypeVar("T")
-
 _MAX_LAYOUTS = 1024
+_ALONE = nullcontext()
 
 # (x_RH, valid_rows_R or None) -> (quantized_RH, scale)
 Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
@@ -80,26 +81,6 @@ class Dispatched:
     topk_weights: Tensor | None = None
     expert_num_tokens: Tensor | None = None
     handle: Any = None
-
-
-class Pending(Generic[T]):
-    """A value that is on its way. `result` waits for it; calling it again is free."""
-
-    def __init__(self, wait: Callable[[], T] | None) -> None:
-        self._wait = wait
-        self._value: T
-
-    @classmethod
-    def ready(cls, value: T) -> Pending[T]:
-        made = cls(None)
-        made._value = value
-        return made
-
-    def result(self) -> T:
-        if self._wait is not None:
-            self._value = self._wait()
-            self._wait = None
-        return self._value
 
 
 @dataclass(frozen=True)
@@ -157,6 +138,7 @@ class PrepareAndFinalize(ABC):
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         """Combines the experts' output into ``out_TH`` and returns it. Every element is written.
 
+        What overlaps is launched and returns; y and ``dispatched`` live until the result is taken.
         y, in the problem's dtype: BATCHED (L, C, H) raw expert rows, padding undefined; STANDARD
         (R, H) weighted and summed over K. Tokens without any expert get zeros.
         """
@@ -290,30 +272,14 @@ def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tens
     return out_RH.copy_(total)
 
 
-class _Together:
-    """In checked mode (there is an agreement), all ranks get past the block or none does.
+class _Started(NamedTuple):
+    """A call that has been dispatched: x as it was sent; out if that is known."""
 
-    otherwise: what an unchecked rank does with its own failure.
-    """
-
-    def __init__(
-        self, agreement: Agreement | None, what: str, otherwise: Callable[[str], None] | None
-    ) -> None:
-        self._agreement, self._what, self._otherwise = agreement, what, otherwise
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            if self._agreement is not None:
-                self._agreement.agree(self._what)
-        elif isinstance(error, Exception):  # whatever it is, no peer may wait for this rank
-            reason = f"{type(error).__name__}: {error}"
-            if self._agreement is not None:
-                self._agreement.agree(self._what, reason)
-            elif self._otherwise is not None:
-                self._otherwise(reason)
+    number: int
+    x: Tensor
+    out: Tensor | None
+    weights: PackedWeights
+    arriving: Pending[Dispatched]
 
 
 class ModularKernel:
@@ -325,9 +291,13 @@ class ModularKernel:
     the token is scaled here, and the weights handed on are ones.
 
     checked: verify ids and weights by value on every call and, where tokens move, let all ranks
-    agree before they move and again before they return: one that failed makes the others raise
-    PeerFailed with its reason, and one that is silent for ``peer_timeout`` seconds is named. Costs
-    host synchronizations, so the default is on for the CPU only.
+    agree four times a call: to start it, and after `prepare` was launched; when the experts are
+    launched, and after `finalize` was. One that failed makes the others raise PeerFailed with its
+    reason, and one that is silent for ``peer_timeout`` seconds is named, both before this rank
+    waits for what never comes. (A dispatcher that waits within `prepare` does so first: there it
+    names the missing itself, or its library's timeout ends it.) Where a failure leaves tokens on
+    their way, later checked calls in that group raise, too. Costs host synchronizations, so the
+    default is on for the CPU only.
     """
 
     def __init__(
@@ -354,6 +324,7 @@ class ModularKernel:
             if self.checked and dispatcher.group is not None
             else None
         )
+        self._calls = 0
         self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
         activation = self.problem.quant.activation
@@ -394,11 +365,11 @@ class ModularKernel:
         tokens travel; its (T, H) result is added. Under dp_size=1 with several ranks the result
         is this rank's partial sum.
         """
-        if shared is None:
-            return self._finish(*self._start(x, weights, routing, out), weights, None)
-        extra: list[Tensor] = []
         started = self._start(x, weights, routing, out)
-        result = self._finish(*started, weights, lambda: extra.append(shared(x)))
+        if shared is None:
+            return self._run(started, None).result()
+        extra: list[Tensor] = []
+        result = self._run(started, lambda: extra.append(shared(x))).result()
         return result.add_(extra[0])
 
     def start(
@@ -409,26 +380,29 @@ class ModularKernel:
         *,
         out: Tensor | None = None,
         meanwhile: Callable[[], object] | None = None,
-    ) -> Pending[Tensor]:
-        """Dispatches and returns at once; ``.result()`` runs the experts and combines.
+    ) -> InFlight:
+        """Dispatches and returns at once. ``.run()`` runs the experts and sets off their output,
+        ``.result()`` waits for it, after ``.run()`` if that was not called.
 
-        meanwhile: ``.result()`` calls it while tokens travel; if it raises, so does the call, on
-        all ranks.
+        meanwhile: ``.run()`` calls it while tokens travel; if it raises, so does the call, on all
+        ranks.
 
-        Several calls may be in flight; take their results in the order they were started. x must
-        stay unchanged until then. Where tokens move, all ranks must start their calls, and take
-        the results, in one order.
+        Several calls may be in flight: run them, and take their results, in the order they were
+        started. Of two micro-batches, tokens of the second travel while the first one's experts
+        run, and results of the first while the second's do: start, start, run, run, result, result.
+        x must stay unchanged until the result is taken. Where tokens move, all ranks must start
+        and run their calls in one order; checked kernels tell if they do not.
         """
         started = self._start(x, weights, routing, out)
-        return Pending(lambda: self._finish(*started, weights, meanwhile))
+        return InFlight(lambda: self._run(started, meanwhile))
 
     def _start(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
-    ) -> tuple[Pending[Dispatched], Tensor, Tensor | None]:
-        """What is on its way; x as it was sent, and where the result goes if that is known."""
-        alone, moves = self._agreement is None, self._moves
-        # Where nothing moves, ranks hold the same tokens.
-        what = "start a call" if alone or moves else f"start a call with x {tuple(x.shape)}"
+    ) -> _Started:
+        number, moves = self._next_call(), self._moves
+        what = f"start call {number}"
+        if self._agreement is not None and not moves:  # ranks hold the same tokens
+            what += f" with x {tuple(x.shape)}"
         with self._together(what, self.dispatcher.abort):
             check_call(self.problem, self.experts, x, weights, routing, out, self.checked)
             if out is None and not moves:  # the experts write there
@@ -443,24 +417,22 @@ class ModularKernel:
             if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
                 routing = Routing(topk_weights, topk_ids)
         quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
-        return self.dispatcher.prepare(x, routing, quantizer), x, out
+        with self._together(f"dispatch call {number}", moving=True):
+            arriving = self.dispatcher.prepare(x, routing, quantizer)
+        return _Started(number, x, out, weights, arriving)
 
     def abort(self, error: Exception) -> None:
         """This rank cannot start its next call: the others raise PeerFailed with ``error``."""
-        with suppress(type(error)), self._together("start a call", self.dispatcher.abort):
+        what = f"start call {self._next_call()}"
+        with suppress(type(error), PeerFailed), self._together(what, self.dispatcher.abort):
             raise error
 
-    def _finish(
-        self,
-        arriving: Pending[Dispatched],
-        x: Tensor,
-        out: Tensor | None,
-        weights: PackedWeights,
-        meanwhile: Callable[[], object] | None,
-    ) -> Tensor:
+    def _run(self, call: _Started, meanwhile: Callable[[], object] | None) -> Pending[Tensor]:
+        """The experts' output on its way back."""
+        number, x, out, weights, arriving = call
         tokens: Dispatched | None = None
         try:
-            with self._together("finish its experts"):
+            with self._together(f"run the experts of call {number}"):
                 try:
                     if meanwhile is not None:
                         meanwhile()
@@ -473,12 +445,28 @@ class ModularKernel:
             if tokens is not None:
                 self.dispatcher.abandon(tokens)
             raise
-        if out is None:
-            return self.dispatcher.finalize_new(y, tokens, x).result()
-        return self.dispatcher.finalize(y, tokens, out).result()
+        with self._together(f"combine call {number}", moving=True):
+            if out is None:
+                combining = self.dispatcher.finalize_new(y, tokens, x)
+            else:
+                combining = self.dispatcher.finalize(y, tokens, out)
 
-    def _together(self, what: str, otherwise: Callable[[str], None] | None = None) -> _Together:
-        return _Together(self._agreement, what, otherwise)
+        def arrive(kept: object = (y, tokens)) -> Tensor:  # until all of it was sent
+            return combining.result()
+
+        return Pending(arrive)
+
+    def _next_call(self) -> int:
+        """Counted on all ranks alike, so that they notice when they are at different calls."""
+        self._calls += 1
+        return self._calls
+
+    def _together(
+        self, what: str, otherwise: Callable[[str], None] | None = None, *, moving: bool = False
+    ) -> AbstractContextManager[None]:
+        if self._agreement is None and otherwise is None:
+            return _ALONE
+        return Together(self._agreement, what, otherwise, moving=moving)
 
     def _run_experts(
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
@@ -523,30 +511,7 @@ class ModularKernel:
             raise InvalidInput(
                 "memory() needs a token count: pass num_tokens, or set max_num_tokens"
             )
-        rows = self.dispatcher.max_rows(tokens)
-        row_bytes = self.problem.hidden_size * self.problem.dtype.itemsize
-        slab = rows
-        if self.experts.spec.format is ActivationFormat.BATCHED:
-            slab = rows * self.problem.num_local_experts
-        # The experts write where the dispatcher reads, if it gives a place, or the caller's output
-        # where nothing moves and rows are tokens.
-        in_place = self.dispatcher.offers_output or (not self._moves and slab == tokens)
-        intermediate = 0 if in_place else slab * row_bytes
-        if self.experts.spec.format is ActivationFormat.STANDARD and not self.experts.spec.reduces:
-            # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries
-            intermediate += rows * self.problem.top_k * row_bytes
-            intermediate += 3 * rows * self.problem.hidden_size * 4
-        if self.problem.quant.activation is not None:
-            # the quantized copy of the rows, and fp32 on the way to it
-            intermediate += slab * self.problem.hidden_size * 10
-        return MemoryReport(
-            num_tokens=tokens,
-            workspace=Workspace.nbytes_for(self.experts.workspace(rows)),
-            intermediate=intermediate
-            + self.dispatcher.transient_bytes(tokens)
-            + self.experts.transient_bytes(rows),
-            buffers=self.dispatcher.buffer_bytes(),
-        )
+        return MemoryReport.of(self.dispatcher, self.experts, tokens)
 
     def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
         """Runs calls of 1, 2, 4 ... and ``num_tokens`` random tokens.

@@ -1,18 +1,71 @@
-"""Work beside the current stream: shared experts run while the routed tokens travel."""
+"""What runs beside the rest: values on their way, and shared experts while tokens travel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from moekit.errors import MoekitError
+
+T = TypeVar("T")
 
 # A side stream for each stream that forked one. No other stream uses it, and each fork waits for
 # the stream it belongs to: so memory of the side stream is not used again before the current
 # stream has read it, without any further bookkeeping, in CUDA graphs too.
 _sides: dict[tuple[torch.device, int], Any] = {}
+
+
+class Pending(Generic[T]):
+    """A value that is on its way. `result` waits for it; calling it again is free."""
+
+    def __init__(self, wait: Callable[[], T] | None) -> None:
+        self._wait = wait
+        self._failed = ""
+        self._value: T
+
+    @classmethod
+    def ready(cls, value: T) -> Pending[T]:
+        made = cls(None)
+        made._value = value
+        return made
+
+    def result(self) -> T:
+        """The value. What raised is not tried again: from then on it raises MoekitError."""
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            try:
+                self._value = wait()
+            except BaseException as error:
+                self._failed = f"{type(error).__name__}: {error}"
+                raise
+        if self._failed:
+            raise MoekitError(f"this call failed before, start another: {self._failed}")
+        return self._value
+
+
+class InFlight(Pending[Tensor]):
+    """A call whose tokens have set off, from `ModularKernel.start`; its result is (T, H).
+
+        first, second = kernel.start(...), kernel.start(...)
+        first.run()                                      # the experts; their output sets off ...
+        second.run()                                     # ... and travels while these experts run
+        outs = first.result(), second.result()
+
+    `result` runs what was not run. Both belong on the stream that the call was started on.
+    """
+
+    def __init__(self, run: Callable[[], Pending[Tensor]]) -> None:
+        combining = Pending(run)
+        super().__init__(lambda: combining.result().result())
+        self._combining = combining
+
+    def run(self) -> None:
+        """Runs the experts and sets off their output, without waiting for it; once."""
+        self._combining.result()
 
 
 class Beside:

@@ -146,7 +146,8 @@ class DispatcherSpec(BackendSpec):
     are quantized on arrival.
     needs_capacity: works with buffers sized from ``problem.max_num_tokens``.
     ids_dtype: dtype of the ids it is given: int32 or int64.
-    overlaps: `prepare` and `finalize` return before the transfer is done.
+    overlaps: `prepare` returns before tokens have arrived, and they take no room on the current
+    stream; so does `finalize` where the library can.
     spans_hosts: its ranks may be on several hosts; without, they share one.
     footprint: what it takes on a rank, told without creating it; None: it does not tell.
     """

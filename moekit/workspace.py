@@ -6,12 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from moekit.errors import InvalidInput
+from moekit.problem import ActivationFormat
+
+if TYPE_CHECKING:
+    from moekit.kernel import PermuteExpertsUnpermute, PrepareAndFinalize
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,34 @@ class MemoryReport:
     workspace: int
     intermediate: int
     buffers: int
+
+    @classmethod
+    def of(
+        cls, dispatcher: PrepareAndFinalize, experts: PermuteExpertsUnpermute, num_tokens: int
+    ) -> MemoryReport:
+        """Of a kernel of these two when every rank passes ``num_tokens``."""
+        p, batched = experts.problem, experts.spec.format is ActivationFormat.BATCHED
+        rows = dispatcher.max_rows(num_tokens)
+        row_bytes = p.hidden_size * p.dtype.itemsize
+        slab = rows * p.num_local_experts if batched else rows
+        # The experts write where the dispatcher reads, if it gives a place, or the caller's output
+        # where nothing moves and rows are tokens.
+        stays = not dispatcher.spec.moves_tokens and slab == num_tokens
+        intermediate = 0 if dispatcher.offers_output or stays else slab * row_bytes
+        if not batched and not experts.spec.reduces:
+            # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries
+            intermediate += rows * p.top_k * row_bytes + 3 * rows * p.hidden_size * 4
+        if p.quant.activation is not None:
+            # the quantized copy of the rows, and fp32 on the way to it
+            intermediate += slab * p.hidden_size * 10
+        return cls(
+            num_tokens=num_tokens,
+            workspace=Workspace.nbytes_for(experts.workspace(rows)),
+            intermediate=intermediate
+            + dispatcher.transient_bytes(num_tokens)
+            + experts.transient_bytes(rows),
+            buffers=dispatcher.buffer_bytes(),
+        )
 
     @property
     def total(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moekit import ParallelConfig
-from moekit.errors import GroupMismatch
+from moekit.errors import GroupMismatch, PeerFailed
 from moekit.kernel import ModularKernel
 from moekit.overlap import Beside
 from moekit.plugins import registry
@@ -33,8 +33,8 @@ def _fail(how: str, *_: Any, **__: Any) -> Any:
 
 
 def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
-    """The culprit raises or dies in its second call. The others must raise, not hang, in that call
-    or in the next one: what they raise is what the test looks at."""
+    """The culprit raises or dies in its second call. The others must raise, not hang, in that very
+    call, or in the next one if it dies before it: what they raise is what the test looks at."""
     r = Rank(rank, world_size, job)
     made = [r.case(Call((5, 9)), index) for index in range(3)]  # no copies to a GPU that hangs
     for index, (case, ref) in enumerate(made):
@@ -63,6 +63,39 @@ def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
         if index == 0:
             assert_close(out, ref, r.problem, f"rank {rank}, before the fault")
     raise AssertionError(f"rank {rank} noticed nothing in three calls")
+
+
+def after_a_fault(rank: int, world_size: int, job: Job) -> list[str]:
+    """The culprit raises in the combine of its first call. What this and the next call raise."""
+    r, said = Rank(rank, world_size, job), []
+    finalize = r.kernel.dispatcher.finalize
+    if rank == CULPRIT:
+        r.kernel.dispatcher.finalize = lambda *a: _fail("raises")
+    for index in range(2):
+        case, _ = r.case(Call((5, 9)), index)
+        try:
+            r.kernel(case.x, r.packed, case.routing, out=torch.empty_like(case.x))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        r.kernel.dispatcher.finalize = finalize
+    return said
+
+
+def out_of_order(rank: int, world_size: int, job: Job) -> str:
+    """The culprit runs the second of two calls first, then all make one more. What that raises."""
+    r, said = Rank(rank, world_size, job), "no error"
+    made = [r.case(Call((5, 9)), index) for index in range(3)]
+    started = [r.kernel.start(c.x, r.packed, c.routing) for c, _ in made[:2]]
+    for call_ in reversed(started) if rank == CULPRIT else started:
+        try:
+            call_.run()
+        except PeerFailed as error:
+            said = str(error)
+            break
+    case, ref = made[2]
+    assert_close(call(r.kernel, r.packed, case), ref, r.problem, f"rank {rank}, the next call")
+    r.kernel.destroy()
+    return said
 
 
 def mismatch(rank: int, world_size: int, job: Job, changes: dict[str, Any]) -> str:
@@ -116,9 +149,10 @@ def side_by_side(rank: int, world_size: int, jobs: list[Job]) -> None:
     last.kernel.destroy()
 
 
-def micro_batches(rank: int, world_size: int, job: Job, beside: bool) -> set[bool]:
+def micro_batches(rank: int, world_size: int, job: Job, beside: bool, ahead: bool) -> set[bool]:
     """Two calls in flight, each with shared experts that start late: on a stream of their own, or
-    within the call. Returns whether they ran on the caller's stream."""
+    within the call. ahead: both are run before the first one's result is waited for. Returns
+    whether the shared experts ran on the caller's stream."""
     r = Rank(rank, world_size, job)
     gpu = r.problem.device.type == "cuda"
     where: set[bool] = set()
@@ -148,6 +182,8 @@ def micro_batches(rank: int, world_size: int, job: Job, beside: bool) -> set[boo
                 case, ref, extra,
                 r.kernel.start(case.x, r.packed, case.routing, meanwhile=meanwhile),
             ))  # fmt: skip
+        for *_, pending in started if ahead else ():
+            pending.run()
         for index, (case, ref, extra, pending) in enumerate(started):
             out = pending.result()
             more = extra[0].join() if beside else extra[0]

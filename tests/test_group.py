@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import PeerFailed
-from moekit.group import Agreement, SharedBuffers
+from moekit.group import Agreement, SharedBuffers, Together
 from moekit.testing.distributed import RankPool
 
 
@@ -81,6 +81,56 @@ def test_calls_in_another_order(pool):
         step = "start a call" if rank else "finish its experts"
         assert text.startswith(f"rank {rank} is at '{step}', others are not")
         assert "in one order on all ranks" in text
+
+
+def leave_half_way(rank, world_size, moving, silent):
+    """In a group of its own, one rank fails, or stays silent, at a step; all go on to two more,
+    one of them another kernel's. What each step came to, and the steps whose block was run."""
+    group = dist.new_group(range(world_size))
+    agreements, outcomes, entered = [Agreement(group, 1.0) for _ in range(2)], [], []
+    for step in range(3):
+        if step == 0 and rank == 1 and silent:
+            time.sleep(2)  # longer than the others wait
+        try:
+            with Together(agreements[step // 2], f"step {step}", moving=moving):
+                entered.append(step)
+                if step == 0 and rank == 1 and not silent:
+                    raise ValueError("planted")
+            outcomes.append("ok")
+        except (PeerFailed, ValueError) as error:
+            outcomes.append(str(error))
+    return outcomes, entered
+
+
+def test_tokens_left_on_their_way_spoil_what_follows(pool):
+    (others, entered), (culprit, _), _ = pool.run(leave_half_way, True, False)
+    assert entered == [0], "a step that waits for the device would hang"
+    assert culprit[0] == "planted" and others[0].startswith("rank 1 failed: ValueError: planted")
+    for step in (1, 2):
+        assert others[step].startswith("an earlier call was left half-way: rank 1 failed")
+        assert "rank 0 failed: an earlier call was left half-way" in culprit[step]
+
+
+def test_a_late_rank_does_not_go_on_alone(pool):
+    (others, _), (late, _), _ = pool.run(leave_half_way, True, True)
+    assert others[0].startswith("rank 1 did not come to 'step 0' within 1 s")
+    assert late[0] == "ok", "it finds what the others said in time"
+    assert "half-way: rank 1 did not come" in late[1] and "half-way" in others[1]
+
+
+def test_a_failure_with_nothing_on_its_way_is_over(pool):
+    for rank, (outcomes, entered) in enumerate(pool.run(leave_half_way, False, False)):
+        assert outcomes[0] == "planted" if rank == 1 else "then all can call again" in outcomes[0]
+        assert outcomes[1:] == ["ok", "ok"] and entered == [0, 1, 2]
+
+
+def test_without_agreement_a_failure_is_told_otherwise():
+    told: list[str] = []
+    with pytest.raises(ValueError, match="planted"), Together(None, "start", told.append):
+        raise ValueError("planted")
+    with Together(None, "start", told.append):
+        pass
+    assert told == ["ValueError: planted"]
 
 
 def of_a_subgroup(rank, world_size):

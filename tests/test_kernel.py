@@ -12,6 +12,7 @@ from moekit import ExpertWeights, MoEProblem, Pending, Routing, Workspace
 from moekit.errors import (
     CapacityExceeded,
     InvalidInput,
+    MoekitError,
     NoBackend,
     UnknownBackend,
     Unsupported,
@@ -158,6 +159,58 @@ def test_two_calls_in_flight() -> None:
     pending = [kernel.start(x, packed, r) for x, r in calls]
     for (x, r), call in zip(calls, pending, strict=True):
         torch.testing.assert_close(call.result(), oracle(x, w, r, PROBLEM))
+
+
+def test_results_travel_while_the_next_experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """start, start, run, run, result, result: nothing is waited for before its time, or twice."""
+    kernel, w, log = moekit.compose(PROBLEM, experts="torch"), weights(), []
+    packed, calls = kernel.pack(w), [tokens(n) for n in (5, 7)]
+
+    def logging(name: str, owner: object, waits: bool) -> None:
+        inner = getattr(owner, name)
+
+        def logged(x, *args):
+            log.append((name, len(x)))
+            made = inner(x, *args)
+            return (
+                Pending(lambda: log.append((f"{name}d", len(x))) or made.result())
+                if waits
+                else made
+            )
+
+        monkeypatch.setattr(owner, name, logged)
+
+    logging("prepare", kernel.dispatcher, True)
+    logging("apply", kernel.experts, False)
+    logging("finalize", kernel.dispatcher, True)
+    first, second = [kernel.start(x, packed, routing) for x, routing in calls]
+    first.run()
+    first.run()
+    second.run()
+    outs = [call.result() for call in (first, second, first)]
+    assert log == [
+        ("prepare", 5), ("prepare", 7),
+        ("prepared", 5), ("apply", 5), ("finalize", 5),
+        ("prepared", 7), ("apply", 7), ("finalize", 7),
+        ("finalized", 5), ("finalized", 7),
+    ]  # fmt: skip
+    assert outs[2] is outs[0]
+    for out, (x, routing) in zip(outs, calls, strict=False):
+        torch.testing.assert_close(out, oracle(x, w, routing, PROBLEM))
+
+
+def test_a_call_that_failed_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, runs = moekit.compose(PROBLEM, experts="torch"), []
+    packed, (x, routing) = kernel.pack(weights()), tokens()
+    started = kernel.start(x, packed, routing)
+    with monkeypatch.context() as broken:
+        broken.setattr(kernel.experts, "apply", lambda *args: runs.append(1) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            started.run()
+    for step in (started.run, started.result):
+        with pytest.raises(MoekitError, match="failed before, start another: ZeroDivisionError"):
+            step()
+    assert runs == [1] and kernel(x, packed, routing).isfinite().all()
 
 
 def test_pending_waits_once() -> None:

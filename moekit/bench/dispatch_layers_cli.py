@@ -350,11 +350,13 @@ def _overlaps(cells: Sequence[Json]) -> list[str]:
         "",
     ]
     lines += report._table_head(
-        ["T", "dispatcher", "experts", "one after the other", "in flight", "saved",
+        ["T", "dispatcher", "experts", "one after the other", "in flight", "run ahead", "saved",
          "shared after", "meanwhile", "beside", "saved", "difference"]
     )  # fmt: skip
     for tokens, r in rows:
         o = r["overlap"]
+        ahead = o.get("run_ahead_us", o["in_flight_us"])  # absent in older records
+        apart, batches = o["one_after_the_other_us"], min(o["in_flight_us"], ahead)
         best = min(o["meanwhile_us"], o["beside_us"])
         lines.append(
             report._table_row(
@@ -362,9 +364,10 @@ def _overlaps(cells: Sequence[Json]) -> list[str]:
                     tokens,
                     r["dispatcher"],
                     r["experts"],
-                    report._us(o["one_after_the_other_us"]),
+                    report._us(apart),
                     report._us(o["in_flight_us"]),
-                    f"{100 * (1 - o['in_flight_us'] / o['one_after_the_other_us']):.0f} %",
+                    report._us(o.get("run_ahead_us")),
+                    f"{100 * (1 - batches / apart):.0f} %",
                     report._us(o["after_us"]),
                     report._us(o["meanwhile_us"]),
                     report._us(o["beside_us"]),

@@ -134,12 +134,15 @@ def calls(
 
 
 def in_flight(rank: int, world_size: int, job: Job, first: Call, second: Call) -> None:
-    """Two calls are started before either is finished."""
+    """Two calls are started before either is run; then run before either is waited for."""
     r = Rank(rank, world_size, job)
-    made = [r.case(first, 1), r.case(second, 2)]
-    pending = [r.kernel.start(case.x, r.packed, case.routing) for case, _ in made]
-    for index, ((_, ref), arriving) in enumerate(zip(made, pending, strict=True)):
-        assert_close(arriving.result(), ref, r.problem, f"rank {rank}, call {index} of two")
+    for ahead in (False, True):
+        made = [r.case(first, (ahead, 1)), r.case(second, (ahead, 2))]
+        started = [r.kernel.start(case.x, r.packed, case.routing) for case, _ in made]
+        for flying in started if ahead else ():
+            flying.run()
+        for index, ((_, ref), flying) in enumerate(zip(made, started, strict=True)):
+            assert_close(flying.result(), ref, r.problem, f"rank {rank}, call {index}, {ahead=}")
     r.kernel.destroy()
 
 
