@@ -367,10 +367,11 @@ class ModularKernel:
         """
         started = self._start(x, weights, routing, out)
         if shared is None:
-            return self._run(started, None).result()
+            combining, _sent = self._run(started, None)
+            return combining.result()
         extra: list[Tensor] = []
-        result = self._run(started, lambda: extra.append(shared(x))).result()
-        return result.add_(extra[0])
+        combining, _sent = self._run(started, lambda: extra.append(shared(x)))
+        return combining.result().add_(extra[0])
 
     def start(
         self,
@@ -394,16 +395,24 @@ class ModularKernel:
         and run their calls in one order; checked kernels tell if they do not.
         """
         started = self._start(x, weights, routing, out)
-        return InFlight(lambda: self._run(started, meanwhile))
+
+        def run() -> Pending[Tensor]:
+            combining, sent = self._run(started, meanwhile)
+
+            def arrive(kept: object = sent) -> Tensor:
+                return combining.result()
+
+            return Pending(arrive)
+
+        return InFlight(run)
 
     def _start(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
     ) -> _Started:
         number, moves = self._next_call(), self._moves
-        what = f"start call {number}"
-        if self._agreement is not None and not moves:  # ranks hold the same tokens
-            what += f" with x {tuple(x.shape)}"
-        with self._together(what, self.dispatcher.abort):
+        # Where nothing moves, ranks hold the same tokens.
+        same = "" if self._agreement is None or moves else f" with x {tuple(x.shape)}"
+        with self._together("start", number, same, self.dispatcher.abort if moves else None):
             check_call(self.problem, self.experts, x, weights, routing, out, self.checked)
             if out is None and not moves:  # the experts write there
                 out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -417,22 +426,24 @@ class ModularKernel:
             if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
                 routing = Routing(topk_weights, topk_ids)
         quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
-        with self._together(f"dispatch call {number}", moving=True):
+        with self._together("dispatch", number, moving=True):
             arriving = self.dispatcher.prepare(x, routing, quantizer)
         return _Started(number, x, out, weights, arriving)
 
     def abort(self, error: Exception) -> None:
         """This rank cannot start its next call: the others raise PeerFailed with ``error``."""
-        what = f"start call {self._next_call()}"
-        with suppress(type(error), PeerFailed), self._together(what, self.dispatcher.abort):
+        together = self._together("start", self._next_call(), "", self.dispatcher.abort)
+        with suppress(type(error), PeerFailed), together:
             raise error
 
-    def _run(self, call: _Started, meanwhile: Callable[[], object] | None) -> Pending[Tensor]:
-        """The experts' output on its way back."""
+    def _run(
+        self, call: _Started, meanwhile: Callable[[], object] | None
+    ) -> tuple[Pending[Tensor], object]:
+        """The experts' output on its way back, and what must live until it has arrived."""
         number, x, out, weights, arriving = call
         tokens: Dispatched | None = None
         try:
-            with self._together(f"run the experts of call {number}"):
+            with self._together("run the experts of", number):
                 try:
                     if meanwhile is not None:
                         meanwhile()
@@ -445,16 +456,12 @@ class ModularKernel:
             if tokens is not None:
                 self.dispatcher.abandon(tokens)
             raise
-        with self._together(f"combine call {number}", moving=True):
+        with self._together("combine", number, moving=True):
             if out is None:
                 combining = self.dispatcher.finalize_new(y, tokens, x)
             else:
                 combining = self.dispatcher.finalize(y, tokens, out)
-
-        def arrive(kept: object = (y, tokens)) -> Tensor:  # until all of it was sent
-            return combining.result()
-
-        return Pending(arrive)
+        return combining, (y, tokens)
 
     def _next_call(self) -> int:
         """Counted on all ranks alike, so that they notice when they are at different calls."""
@@ -462,11 +469,17 @@ class ModularKernel:
         return self._calls
 
     def _together(
-        self, what: str, otherwise: Callable[[str], None] | None = None, *, moving: bool = False
+        self,
+        step: str,
+        number: int,
+        more: str = "",
+        otherwise: Callable[[str], None] | None = None,
+        *,
+        moving: bool = False,
     ) -> AbstractContextManager[None]:
         if self._agreement is None and otherwise is None:
             return _ALONE
-        return Together(self._agreement, what, otherwise, moving=moving)
+        return Together(self._agreement, f"{step} call {number}{more}", otherwise, moving=moving)
 
     def _run_experts(
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
