@@ -3,8 +3,6 @@
 import pytest
 import torch
 from moekit_marlin.kernels import (
-    FEW_PAIRS,
-    ONE_LAUNCH_PAIRS,
     Blocks,
     activate_columns,
     gather_columns,
@@ -14,6 +12,7 @@ from moekit_marlin.kernels import (
     pairs_scratch,
     slab_capacity,
 )
+from moekit_triton.align import FEW_PAIRS, ONE_LAUNCH_PAIRS
 from moekit_triton.rows import Activation
 
 from moekit.activation import Activation as CoreActivation

@@ -7,7 +7,7 @@ import math
 from importlib import resources
 
 import pytest
-from moekit_triton import config, tune
+from moekit_triton import config, tables, tune
 from moekit_triton.align import align_capacity
 from moekit_triton.config import BLOCKS_M, choose_plan, fusable, heuristic, operand_bits
 from moekit_triton.experts import TritonExperts
@@ -48,7 +48,7 @@ def test_shipped_tables(file) -> None:
             num_experts=entry["experts"], hidden_size=entry["hidden"],
             intermediate_size=entry["intermediate"], quant=entry["scheme"],
         )  # fmt: skip
-        assert config.table_key(p) == {
+        assert tables.table_key(p) == {
             k: v for k, v in entry.items() if k not in ("plans", "triton")
         }
         rows = [plan["rows_per_expert"] for plan in entry["plans"]]
@@ -68,11 +68,11 @@ def test_the_nearest_entry_is_taken(monkeypatch) -> None:
             {"rows_per_expert": r, "fused": True, "first": {**tile, "group_m": round(r)},
              "second": tile} for r in rows
         ]  # fmt: skip
-        key = config.table_key(problem(num_experts=experts, hidden_size=hidden))
+        key = tables.table_key(problem(num_experts=experts, hidden_size=hidden))
         return {**key, **more, "plans": plans}
 
     table = (entry(8, 2048, 4, 64), entry(8, 4096, 4, 64), entry(8, 4096, 5, scheme="fp8_block"))
-    monkeypatch.setattr(config, "_table", lambda name: table if name == H200.name else ())
+    monkeypatch.setattr(tables, "entries", lambda name: table if name == H200.name else ())
     assert choose_plan(problem(), 16, 2).first.group_m == 4
     assert choose_plan(problem(), 120, 2).first.group_m == 64
     assert choose_plan(problem(), 16, 2).first.block_n == 128

@@ -1,16 +1,28 @@
 """The raw kernels against plain torch in fp32."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
+from moekit_triton.align import (
+    COMPARED,
+    FEW_PAIRS,
+    ONE_LAUNCH_PAIRS,
+    PROGRAMS,
+    TILE,
+    AlignedPairs,
+    align,
+    align_capacity,
+    align_scratch,
+)
 from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
-from moekit_triton.numerics import QMAX
+from moekit_triton.numerics import INTERPRETED, QMAX
 from moekit_triton.rows import (
     AMAX_PARTIALS,
     Activation,
+    Tiling,
     ValidRows,
     activate_rows,
     quantize_rows,
@@ -42,48 +54,100 @@ def rand_scale(*shape: int, device: torch.device) -> torch.Tensor:
     return (torch.rand(shape) + 0.5).to(device)
 
 
-def run_align(ids: torch.Tensor, num_experts: int, block_m: int) -> AlignedPairs:
+def run_align(
+    ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
+) -> AlignedPairs:
     capacity = align_capacity(ids.numel(), num_experts, block_m)
 
     def ints(n: int) -> torch.Tensor:
-        return torch.full((n,), -77, dtype=torch.int32, device=ids.device)
+        return torch.full((n + 32,), -77, dtype=torch.int32, device=ids.device)
 
-    out = AlignedPairs(ints(capacity), ints(capacity // block_m), ints(1), block_m)
-    align(ids, num_experts, out, ints(align_scratch(ids.numel(), num_experts)))
+    whole = [ints(n) for n in (capacity, capacity // block_m, 1, ids.numel())]
+    pairs, experts, num_rows, entries = (x[:-32] for x in whole)
+    out = AlignedPairs(pairs, experts, num_rows, block_m, entries)
+    scratch = ints(align_scratch(ids.numel(), num_experts))
+    align(ids, num_experts, out, scratch[:-32], zeros)
+    assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
     return out
 
 
-def aligned_reference(
-    ids: torch.Tensor, num_experts: int, block_m: int
-) -> tuple[list[int], list[int]]:
-    pairs: list[int] = []
-    experts: list[int] = []
+def check_aligned(out: AlignedPairs, ids: torch.Tensor, num_experts: int) -> None:
+    """Compares with lists made on the CPU."""
+    flat, block_m = ids.flatten().cpu(), out.block_m
+    pairs, experts = [], []
     for expert in range(num_experts):
-        mine = (ids.flatten() == expert).nonzero().flatten().tolist()
+        mine = (flat == expert).nonzero().flatten()
         blocks = cdiv(len(mine), block_m)
-        pairs += mine + [ids.numel()] * (blocks * block_m - len(mine))
+        padding = torch.full((blocks * block_m - len(mine),), len(flat))
+        pairs += [mine, padding]
         experts += [expert] * blocks
-    return pairs, experts
+    want = torch.cat(pairs).int()
+    assert out.num_rows.item() == len(want)
+    assert torch.equal(out.pairs_S[: len(want)].cpu(), want)
+    assert out.experts_B.tolist() == experts + [-1] * (out.experts_B.numel() - len(experts))
+    if out.entries_P is not None:
+        entries = torch.full((len(flat) + 1,), -1, dtype=torch.int32)
+        entries[want.long()] = torch.arange(len(want), dtype=torch.int32)
+        entries[-1] = -1  # of padding
+        assert torch.equal(out.entries_P.cpu(), entries[:-1])
 
 
-@pytest.mark.parametrize(
-    ("rows", "top_k", "num_experts", "block_m"),
-    [(0, 2, 4, 16), (1, 1, 1, 16), (1, 8, 128, 16), (5, 2, 8, 64), (37, 8, 40, 16),
-     (100, 8, 512, 16),     (300, 4, 8, 128), (700, 3, 33, 32), (1100, 1, 60, 16)],
-)  # fmt: skip
+ALIGN_SIZES = [
+    (0, 2, 4, 16), (1, 1, 1, 16), (1, 8, 128, 16), (4, 8, 512, 128), (5, 2, 8, 64),
+    (FEW_PAIRS + 1, 1, 60, 128), (37, 8, 40, 16), (100, 3, 512, 16), (ONE_LAUNCH_PAIRS, 1, 8, 8),
+    (ONE_LAUNCH_PAIRS + 1, 1, 60, 16), (300, 8, 8, 128), (700, 3, 33, 32),
+    (COMPARED * PROGRAMS + 1, 1, 5, 64), (2 * COMPARED * PROGRAMS + 1, 1, 512, 8),
+    (4 * COMPARED * PROGRAMS + 1, 1, 33, 64), (TILE * PROGRAMS + 1, 1, 40, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "top_k", "num_experts", "block_m"), ALIGN_SIZES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("routing", ["uniform", "one_expert", "none"])
 def test_align(device, rows, top_k, num_experts, block_m, dtype, routing):
-    torch.manual_seed(0)
     low = {"uniform": -1, "one_expert": num_experts - 1, "none": -1}[routing]
     high = {"uniform": num_experts, "one_expert": num_experts, "none": 0}[routing]
     ids = torch.randint(low, high, (rows, top_k), dtype=dtype, device=device)
-    out = run_align(ids, num_experts, block_m)
-    pairs, experts = aligned_reference(ids, num_experts, block_m)
-    assert out.num_rows.item() == len(pairs)
-    assert out.pairs_S[: len(pairs)].tolist() == pairs
-    unused = out.experts_B.numel() - len(experts)
-    assert out.experts_B.tolist() == experts + [-1] * unused
+    locks = torch.full((1100,), 3, dtype=torch.int32, device=device)
+    out = run_align(ids, num_experts, block_m, locks[:1050])
+    check_aligned(out, ids, num_experts)
+    assert not locks[:1050].any() and (locks[1050:] == 3).all()
+
+
+@pytest.mark.parametrize("most", [FEW_PAIRS, ONE_LAUNCH_PAIRS, 3 * ONE_LAUNCH_PAIRS])
+def test_align_any_size(device, most):
+    """Random numbers of everything; uneven routing; more blocks than can be used; no entries."""
+    for block_m in (8, 16, 32, 64, 128):
+        pairs, num_experts = (int(torch.randint(1, high + 1, ())) for high in (most, 300))
+        ids = (torch.rand(pairs, 1, device=device) ** 3 * (num_experts + 1)).long() - 1
+        blocks = align_capacity(pairs, num_experts, block_m) // block_m + 70
+        sizes = (blocks * block_m, blocks, 1, align_scratch(pairs, num_experts))
+        lists = [torch.full((n,), -77, dtype=torch.int32, device=device) for n in sizes]
+        out = AlignedPairs(*lists[:3], block_m)
+        align(ids, num_experts, out, lists[3])
+        check_aligned(out, ids, num_experts)
+
+
+def test_align_scratch_suffices_for_fewer_pairs():
+    sizes = [align_scratch(pairs, 60) for pairs in range(0, 3 * TILE * PROGRAMS, 77)]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("pairs", [20, 200, 3 * ONE_LAUNCH_PAIRS + 5])
+def test_check_aligned_sees_faults(device, pairs):
+    """An order that is not stable; wrong padding, expert, entry, number of rows."""
+    ids = torch.arange(pairs, device=device).view(-1, 1) % 3
+    first = cdiv(pairs, 3)  # of expert 0's padding
+    for name, at, wrong in [
+        ("pairs_S", slice(0, 2), [3, 0]), ("pairs_S", slice(first, first + 1), 0),
+        ("experts_B", slice(0, 1), 1), ("experts_B", slice(-1, None), 0),
+        ("entries_P", slice(0, 1), 1), ("num_rows", slice(0, 1), pairs),
+    ]:  # fmt: skip
+        out = run_align(ids, 3, 32)
+        check_aligned(out, ids, 3)
+        getattr(out, name)[at] = torch.tensor(wrong, dtype=torch.int32, device=device)
+        with pytest.raises(AssertionError):
+            check_aligned(out, ids, 3)
 
 
 def dequantized(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -184,6 +248,28 @@ def test_grouped_gemm(device, a_dtype, w_dtype, a_kind, w_kind, n, k, block_n, b
         assert relative_error(out[flat >= 0], reference[flat >= 0]) < limit
 
 
+@pytest.mark.parametrize("a_kind", ["none", "group"])
+@pytest.mark.parametrize("columns", [128, 96])  # 96: one tile and a half, done singly
+def test_wide(device, a_kind, columns):
+    """Two tiles side by side against one at a time, to the bit."""
+    torch.manual_seed(0)
+    rows, experts, k = 70, 3, 256
+    dtype = torch.bfloat16 if a_kind == "none" else FP8
+    a, w = randn(rows, k, dtype=dtype, device=device), randn(experts, columns, k, device=device)
+    scales = {"bias_LN": randn(experts, columns, dtype=torch.bfloat16, device=device)}
+    if a_kind == "group":
+        scales["a_scale"] = rand_scale(rows, 2, device=device)
+        scales["w_scale"] = rand_scale(experts, 1, 2, device=device)
+    ids = torch.randint(-1, experts, (rows, 1), device=device)
+    named = Rows.aligned(run_align(ids, experts, 64), 1)
+    config = GemmConfig(64, 64, 64, num_stages=2)
+    single, double = (torch.full((rows, columns), NAN, device=device) for _ in range(2))
+    grouped_gemm(a, w.to(dtype), single, named, config, **scales)
+    grouped_gemm(a, w.to(dtype), double, named, replace(config, wide=True), **scales)
+    assert single[ids.flatten() >= 0].isfinite().all()
+    assert torch.equal(single.nan_to_num(7.0), double.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("inner", [96, 256, 300])
 @pytest.mark.parametrize(
     ("activation", "quantize"),
@@ -198,7 +284,8 @@ def test_grouped_gemm(device, a_dtype, w_dtype, a_kind, w_kind, n, k, block_n, b
 def test_fused_activation(device, activation, quantize, inner):
     """GEMM 1 with its activation, and quantization, against the same steps apart."""
     torch.manual_seed(0)
-    rows, top_k, experts, k = 9, 2, 3, 128
+    block_m, rows = (16, 9) if INTERPRETED else (128, 120)  # blocks more and less than half full
+    top_k, experts, k = 2, 3, 128
     w_rows = inner * (2 if activation.gated else 1)
     a = randn(rows, k, dtype=FP8, device=device)
     w = randn(experts, w_rows, k, dtype=FP8, device=device)
@@ -206,9 +293,9 @@ def test_fused_activation(device, activation, quantize, inner):
     a_scale, w_scale = (rand_scale(*s, device=device) for s in ((rows, 1), (experts, groups, 1)))
     bias = randn(experts, w_rows, dtype=torch.bfloat16, device=device)
     ids = torch.randint(-1, experts, (rows, top_k), device=device)
-    named = Rows.aligned(run_align(ids, experts, 16), top_k)
+    named = Rows.aligned(run_align(ids, experts, block_m), top_k)
     used = ids.flatten() >= 0
-    config = GemmConfig(16, 128, 64, num_stages=2)
+    config = GemmConfig(block_m, 128, 64, num_warps=8, num_stages=2, halves=True)
     scales = {"a_scale": a_scale, "w_scale": w_scale, "bias_LN": bias}
 
     h = torch.full((rows * top_k, w_rows), NAN, device=device)
@@ -236,8 +323,10 @@ def test_fused_activation(device, activation, quantize, inner):
 @pytest.mark.parametrize(("a_dtype", "w_dtype", "a_kind", "w_kind"), SCHEMES)
 def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind):
     torch.manual_seed(0)
-    experts, slab, n, k = 4, 20, 96, 200
-    counts = torch.tensor([0, 20, 1, 17], dtype=torch.int32, device=device)
+    experts, n, k = 4, 96, 200
+    block_m, slab = (16, 30) if INTERPRETED else (128, 240)
+    # Last blocks more than half full, and less.
+    counts = torch.tensor([0, slab, 1, block_m + 5], dtype=torch.int32, device=device)
     a = randn(experts, slab, k, dtype=a_dtype, device=device)
     w = randn(experts, n, k, dtype=w_dtype, device=device)
     shape = a_scale_shape(a_kind, slab, k)
@@ -255,8 +344,8 @@ def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind):
         a_scale[~used] = NAN
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((experts, slab, n), NAN, dtype=out_dtype, device=device)
-    config = GemmConfig(16, 64, 64, num_stages=2)
-    rows = Rows.slabs(counts, slab, 16)
+    config = GemmConfig(block_m, 64, 64, num_stages=2, halves=True)
+    rows = Rows.slabs(counts, slab, block_m)
     grouped_gemm(a, w, out, rows, config, a_scale=a_scale, w_scale=w_scale)
     limit = GEMM_LIMITS[a_dtype]
     assert relative_error(out[used], reference[used]) < limit
@@ -396,6 +485,77 @@ def test_activation_quantized(device, dtype, kind):
     assert (q[~present].float() == 0).all()
 
 
+TILINGS = [
+    (300, "row", Tiling(4, 2, 256, 4)), (300, "row", Tiling(1, 5, 64, 2)),
+    (96, "row", Tiling(2, 3, 32, 2)), (768, "row", Tiling(8, 3, 256, 4)),
+    (300, "group", Tiling(32, 1, 128, 4)), (768, "group", Tiling(8, 1, 128, 2)),
+    (300, "static", Tiling(16, 1, 128, 4)), (96, "static", Tiling(4, 2, 64, 1)),
+    (300, "none", Tiling(32, 1, 128, 4)), (96, "none", Tiling(16, 2, 32, 4)),
+    (768, "none", Tiling(1, 3, 128, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cols", "kind", "tiling"), TILINGS, ids=str)
+@pytest.mark.parametrize("valid_kind", ["all", "mask", "ids", "one slab", "slabs"])
+def test_rows_tilings(device, monkeypatch, cols, kind, tiling, valid_kind):
+    """Several rows a program, more than one tile a row, odd ends of both; what is absent is NaN."""
+    monkeypatch.setattr(Tiling, "of", lambda *_: tiling)
+    torch.manual_seed(0)
+    rows, act = 42, Activation("silu")
+    counts = [29] if valid_kind == "one slab" else [5, 0, 1, 7, 6, 7]
+    slab = rows // len(counts)
+    present = torch.rand(rows) < 0.6
+    present[8:29] = False  # programs without any row
+    if valid_kind not in ("mask", "ids"):
+        full = valid_kind == "all"
+        present = torch.tensor([full or r % slab < counts[r // slab] for r in range(rows)])
+    present = present.to(device)
+    slabs = ValidRows(counts_L=torch.tensor(counts).int().to(device), slab=slab)
+    ids = ValidRows(ids=torch.where(present, 3, -1))
+    others = {"all": ValidRows(), "mask": ValidRows(mask=present), "ids": ids}
+    valid = others.get(valid_kind, slabs)
+    x = randn(rows, 2 * cols, dtype=torch.bfloat16, device=device)
+    x[~present] = NAN
+    h = activation_reference(x[present], act)
+
+    if kind == "none":
+        out = torch.full((rows, cols), 7.0, dtype=torch.bfloat16, device=device)
+        activate_rows(x, out, act, valid)
+        assert relative_error(out[present], h) < 3e-3
+        assert (out[~present] == 7.0).all()
+        return
+    group = {"row": cols, "group": 128, "static": None}[kind]
+    for source, activation in ((x[:, :cols], None), (x, act)):
+        want = source[present] if activation is None else h
+        q_ref, scale_ref = quantize_reference(want, FP8, group)
+        q = torch.full((rows, cols), 7.0, device=device).to(FP8)
+        written = group is not None
+        shape = (rows, cdiv(cols, group)) if written else (1, 1)
+        scale = torch.full(shape, NAN, device=device) if written else scale_ref.to(device)
+        if activation is not None:
+            activate_rows(source, q, act, valid, scale=scale, static_scale=not written)
+        elif not written:
+            quantize_rows_per_tensor(source, q, scale, valid, scratch=None)
+        else:
+            quantize_rows(source, q, scale, valid)
+        assert (q[~present].float() == 7.0).all()
+        if written:
+            assert scale[~present].isnan().all()
+            torch.testing.assert_close(scale[present].cpu(), scale_ref, rtol=1e-5, atol=0)
+        moved = (q[present].float().cpu() != q_ref.float()).float().mean()
+        assert moved == 0 if activation is None else moved < 0.01
+
+
+def test_tilings_fit():
+    """Every width and number of rows: tiles that cover a row, within what a thread can hold."""
+    sizes, flags = itertools.product((1, 64, 1000, 1 << 17), range(16, 32_000, 112)), (False, True)
+    for (rows, cols), whole, gated in itertools.product(sizes, flags, flags):
+        t = Tiling.of(rows, cols, whole, gated)
+        assert all(n & (n - 1) == 0 for n in (t.lines, t.block, t.warps)) and t.warps <= 32
+        assert t.lines * t.width <= 64 * 32 * t.warps
+        assert t.width >= cols if whole else t.width == 128
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_weighted_sum(device, dtype, weighted):
@@ -413,6 +573,14 @@ def test_weighted_sum(device, dtype, weighted):
     weighted_sum(y, weights if weighted else None, ids, out)
     assert relative_error(out, reference) < (3e-3 if dtype == torch.bfloat16 else 2e-6)
     assert (out[1] == 0).all()
+
+    entries = torch.randperm(2 * rows * top_k, device=device)[: rows * top_k].int()
+    entries[ids.flatten() < 0] = -1
+    y_S = torch.full((2 * rows * top_k, cols), NAN, dtype=dtype, device=device)
+    y_S[entries[ids.flatten() >= 0].long()] = y[ids.flatten() >= 0]
+    by_entry = torch.full_like(out, NAN)
+    weighted_sum(y_S, weights if weighted else None, ids, by_entry, entries)
+    assert torch.equal(by_entry, out)
 
 
 def test_empty(device):

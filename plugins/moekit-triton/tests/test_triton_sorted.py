@@ -1,14 +1,16 @@
 """Both GEMMs over sorted rows against plain torch in fp32; NaN wherever nothing should look."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from moekit_triton import experts
 from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
 from moekit_triton.config import Plan, choose_plan
-from moekit_triton.gemm import GemmConfig
+from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from moekit_triton.numerics import INTERPRETED, Activation
-from moekit_triton.sorted_gemm import gather_rows, sorted_gemm
+from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
 
 import moekit
 from moekit import MoEProblem
@@ -26,19 +28,25 @@ def hopper(device):
         pytest.skip("tensor descriptors need compute capability 9.0")
 
 
-def aligned_pairs(ids: torch.Tensor, num_experts: int) -> AlignedPairs:
-    capacity = align_capacity(ids.numel(), num_experts, BLOCK_M)
+def aligned_pairs(ids: torch.Tensor, num_experts: int, block_m: int = BLOCK_M) -> AlignedPairs:
+    capacity = align_capacity(ids.numel(), num_experts, block_m)
 
     def ints(n: int) -> torch.Tensor:
         return torch.full((n,), 2**30, dtype=torch.int32, device=ids.device)
 
-    out = AlignedPairs(ints(capacity), ints(capacity // BLOCK_M), ints(1), BLOCK_M)
+    out = AlignedPairs(
+        ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel())
+    )
     align(ids, num_experts, out, ints(align_scratch(ids.numel(), num_experts)))
     return out
 
 
 def nan(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=like.dtype, device=like.device)
+
+
+def relative(out: torch.Tensor, want: torch.Tensor) -> float:
+    return float((out.float() - want).norm() / want.norm())
 
 
 def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -61,39 +69,53 @@ def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
         (Activation("relu2", gated=False), True),
     ],
 )
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("tiles", ["plain", "persistent", "halves"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (72, 40)])
-def test_block(device, activation, bias, persistent, dtype, hidden, inner):
+def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     experts, rows, slots = 3, 150, 2
-    config = GemmConfig(**{**vars(CONFIG), "persistent": persistent})
+    pairs = rows * slots
+    block_m = BLOCK_M if INTERPRETED else 128
+    config = replace(CONFIG, block_m=block_m, **({} if tiles == "plain" else {tiles: True}))
     wide = 2 * inner if activation.gated else inner
 
     def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape) * by).to(device, dtype)
 
     x, ids = randn(rows, hidden), torch.randint(-1, experts, (rows, slots), device=device)
-    ids[: rows // 2, 0] = 1  # several blocks, the last of them not full
+    ids[:, 0], ids[:, 1] = -1, torch.arange(rows, device=device) % 2 * 2
+    ids[: block_m + 9, 0] = 1  # two blocks, the second less than half full; else more, or less
     w13, w2 = randn(experts, wide, hidden, by=hidden**-0.5), randn(experts, hidden, inner, by=0.2)
     b13, b2 = (randn(experts, n) if bias else None for n in (wide, hidden))
-    aligned = aligned_pairs(ids, experts)
+    aligned = aligned_pairs(ids, experts, block_m)
     entries = aligned.pairs_S.numel()
 
     x_SH = nan(entries, hidden, like=x)
-    gather_rows(x, aligned, slots, x_SH)
-    a_SI = nan(entries, inner, like=x)
-    sorted_gemm(x_SH, w13, a_SI, aligned, config, SMS, bias_LN=b13, activation=activation)
-    y = nan(rows * slots, hidden, like=x)
-    sorted_gemm(a_SI, w2, y, aligned, config, SMS, bias_LN=b2, by_pair=True)
+    copy_rows(x, aligned, x_SH)
+    real = torch.arange(entries, device=device) < int(aligned.num_rows)
+    real &= aligned.pairs_S < pairs
+    assert torch.equal(x_SH[real], x[aligned.pairs_S[real] // slots])
+    assert bool(x_SH[~real].isnan().all()), "copied to an entry of no pair"
+    a_SI, gathered_SI = (nan(entries, inner, like=x) for _ in range(2))
+    sorted_gemm(x_SH, w13, a_SI, aligned, config, pairs, SMS, bias_LN=b13, activation=activation)
+    if tiles != "persistent":
+        gathering = Rows.aligned(aligned, slots, in_order=True)
+        plain = replace(config, tma=config.tma and not INTERPRETED)
+        grouped_gemm(x, w13, gathered_SI, gathering, plain, bias_LN=b13,
+                     epilogue=Epilogue(activation))  # fmt: skip
+        assert bool(gathered_SI[~real].isnan().all()), "wrote an entry of no pair"
+        assert relative(gathered_SI[real], a_SI[real].float()) < LIMIT[dtype]
+    y = nan(pairs, hidden, like=x)
+    sorted_gemm(a_SI, w2, y, aligned, config, pairs, SMS, bias_LN=b2, by_pair=True)
 
-    flat, pair = ids.flatten(), torch.arange(rows * slots, device=device)
+    flat, pair = ids.flatten(), torch.arange(pairs, device=device)
     assert bool(torch.isnan(y[flat < 0]).all()), "wrote where no pair is"
     for expert in range(experts):
         mine = pair[flat == expert]
         h = x[mine // slots].float() @ w13[expert].float().T
         a = activated(h if b13 is None else h + b13[expert].float(), activation).to(dtype).float()
         want = a @ w2[expert].float().T + (0 if b2 is None else b2[expert].float())
-        error = float((y[mine].float() - want).norm() / want.norm())
+        error = relative(y[mine], want)
         assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"
 
 
@@ -102,23 +124,22 @@ def test_no_pairs(device):
     aligned = aligned_pairs(ids, 3)
     x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
     x_SH = nan(aligned.pairs_S.numel(), 64, like=x)
-    gather_rows(x, aligned, 2, x_SH)
+    copy_rows(x, aligned, x_SH)
     y = nan(10, 32, like=x)
     w = torch.randn(3, 32, 64, device=device).bfloat16()
     for persistent in (False, True):
-        config = GemmConfig(**{**vars(CONFIG), "persistent": persistent})
-        sorted_gemm(x_SH, w, y, aligned, config, SMS, by_pair=True)
+        config = replace(CONFIG, persistent=persistent)
+        sorted_gemm(x_SH, w, y, aligned, config, ids.numel(), SMS, by_pair=True)
     assert bool(torch.isnan(y).all() and torch.isnan(x_SH).all())
 
 
-def sorted_everywhere(problem, rows, slots, *, slabs=False):
-    return Plan(CONFIG, GemmConfig(**{**vars(CONFIG), "persistent": True}), True, sorted=True)
-
-
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts(device, monkeypatch, bias):
+@pytest.mark.parametrize("copied", [False, True])
+def test_experts(device, monkeypatch, bias, copied):
     """The whole block, with the workspace's buffers on top of each other as they come."""
-    monkeypatch.setattr(experts, "choose_plan", sorted_everywhere)
+    first = replace(CONFIG, tma=not INTERPRETED)
+    plan = Plan(first, replace(CONFIG, persistent=True), True, sorted=True, copied=copied)
+    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: plan)
     monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
     sizes = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=160)
     problem = MoEProblem(**sizes, has_bias=bias, device=device.type)

@@ -10,17 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
-from moekit_triton.numerics import INTERPRETED, activate, activate_gated, convert
+from moekit_triton.numerics import activate, activate_gated, convert
 from moekit_triton.rows import Activation
-
-FEW_PAIRS = 32
-"""Up to this many pairs one program compares each with each, which takes no loop."""
-
-ONE_LAUNCH_PAIRS = 512 if INTERPRETED else 8192
-"""Up to this many pairs every program counts all of them by itself."""
-
-CHUNK = 64
-"""Pairs that such a program places."""
 
 
 @dataclass(frozen=True)
@@ -49,35 +40,13 @@ def pairs_capacity(pairs: int, num_experts: int, block: int) -> int:
 
 def pairs_scratch(pairs: int, num_experts: int) -> int:
     """int32 scratch that `list_pairs` needs."""
-    return 0 if pairs <= ONE_LAUNCH_PAIRS else align_scratch(pairs, num_experts)
+    return align_scratch(pairs, num_experts)
 
 
 def list_pairs(ids_RK: torch.Tensor, num_experts: int, out: Blocks, scratch: torch.Tensor) -> None:
     """Fills ``out``, locks included, from ids_RK (contiguous; -1 = no expert)."""
-    n = ids_RK.numel()
-    if n > ONE_LAUNCH_PAIRS:
-        out.locks.zero_()
-        align(
-            ids_RK,
-            num_experts,
-            AlignedPairs(out.entries, out.experts, out.num_rows, out.block),
-            scratch,
-        )
-        return
-    assert out.capacity >= pairs_capacity(n, num_experts, out.block)
-    if n <= FEW_PAIRS:
-        _list_few[(1,)](
-            ids_RK, out.entries, out.experts, out.num_rows, out.locks, n,
-            BLOCK=out.block, PAIRS=max(16, triton.next_power_of_2(n)), LOCKS=out.locks.numel(),
-            num_warps=4,
-        )  # fmt: skip
-        return
-    tile = max(256, triton.next_power_of_2(min(n, 256 if INTERPRETED else 2048)))
-    _list_pairs[(triton.cdiv(n, CHUNK),)](
-        ids_RK, out.entries, out.experts, out.num_rows, out.locks, n,
-        BLOCK=out.block, BINS=max(32, triton.next_power_of_2(num_experts)), CHUNK=CHUNK,
-        TILE=tile, LOCKS=out.locks.numel(), num_warps=8 if tile > 512 else 4,
-    )  # fmt: skip
+    pairs = AlignedPairs(out.entries, out.experts, out.num_rows, out.block)
+    align(ids_RK, num_experts, pairs, scratch, zeros=out.locks)
 
 
 def slab_capacity(num_experts: int, slab: int, block: int) -> int:
@@ -132,78 +101,6 @@ def gather_columns(
         x_RH, columns_LH, out_SH, blocks.entries, blocks.experts, blocks.num_rows, pairs, cols,
         top_k, ROWS=blocks.block, BLOCK=block, num_warps=4,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n"])
-def _list_few(
-    ids_ptr, entries_ptr, experts_ptr, num_rows_ptr, locks_ptr, n,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr, LOCKS: tl.constexpr,
-):  # fmt: skip
-    """A block begins with each pair whose rank in its expert is a multiple of BLOCK: counting these
-    among smaller experts gives an expert's first block.
-    """
-    pair = tl.arange(0, PAIRS)
-    id = tl.load(ids_ptr + pair, mask=pair < n, other=-1).to(tl.int32)
-    same = id[:, None] == id[None, :]
-    rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), axis=1)
-    rank_across = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), axis=0)
-    count = tl.sum(same.to(tl.int32), axis=1)
-    begins = (rank_across % BLOCK == 0) & (id >= 0)
-    earlier = begins[None, :] & (id[None, :] < id[:, None])
-    first_block = tl.sum(earlier.to(tl.int32), axis=1)
-    _fill_blocks(entries_ptr, experts_ptr, pair, id, rank, count, first_block, n, BLOCK)
-    tl.store(num_rows_ptr, tl.sum(begins.to(tl.int32), axis=0) * BLOCK)
-    tl.store(locks_ptr + tl.arange(0, LOCKS), tl.zeros((LOCKS,), tl.int32))
-
-
-@triton.jit(do_not_specialize=["n"])
-def _list_pairs(
-    ids_ptr, entries_ptr, experts_ptr, num_rows_ptr, locks_ptr, n, BLOCK: tl.constexpr,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, LOCKS: tl.constexpr,
-):  # fmt: skip
-    """Program c places chunk c; each counts all pairs, so that none waits for another."""
-    start = tl.program_id(0) * CHUNK
-    before_L = _count_between(ids_ptr, 0, start, BINS, TILE)
-    count_L = before_L + _count_between(ids_ptr, start, n, BINS, TILE)
-    blocks_L = tl.cdiv(count_L, BLOCK)
-    first_block_L = tl.cumsum(blocks_L, axis=0) - blocks_L
-    pair = start + tl.arange(0, CHUNK)
-    id = tl.load(ids_ptr + pair, mask=pair < n, other=-1).to(tl.int32)
-    bin = tl.maximum(id, 0)
-    earlier = (id[None, :] == id[:, None]) & (pair[None, :] < pair[:, None])
-    rank = tl.gather(before_L, bin, 0) + tl.sum(earlier.to(tl.int32), axis=1)
-    count, first_block = tl.gather(count_L, bin, 0), tl.gather(first_block_L, bin, 0)
-    _fill_blocks(entries_ptr, experts_ptr, pair, id, rank, count, first_block, n, BLOCK)
-    if start == 0:
-        tl.store(num_rows_ptr, tl.sum(blocks_L, axis=0) * BLOCK)
-        tl.store(locks_ptr + tl.arange(0, LOCKS), tl.zeros((LOCKS,), tl.int32))
-
-
-@triton.jit
-def _count_between(ids_ptr, start, end, BINS: tl.constexpr, TILE: tl.constexpr):
-    """How many of these pairs go to each expert."""
-    count_L = tl.zeros((BINS,), tl.int32)
-    for first in range(start, end, TILE):
-        pair = first + tl.arange(0, TILE)
-        id = tl.load(ids_ptr + pair, mask=pair < end, other=-1).to(tl.int32)
-        count_L += tl.histogram(id, BINS, mask=id >= 0)
-    return count_L
-
-
-@triton.jit
-def _fill_blocks(
-    entries_ptr, experts_ptr, pair, id, rank, count, first_block, n, BLOCK: tl.constexpr
-):
-    """Stores these pairs; an expert's last one stores the padding behind it. No store depends on
-    another, so nothing has to wait."""
-    real = id >= 0
-    tl.store(entries_ptr + first_block * BLOCK + rank, pair, mask=real)
-    tl.store(experts_ptr + first_block + rank // BLOCK, id, mask=real & (rank % BLOCK == 0))
-    end = tl.cdiv(count, BLOCK) * BLOCK
-    entry = count[:, None] + tl.arange(0, BLOCK)[None, :]
-    padding = (real & (rank == count - 1))[:, None] & (entry < end[:, None])
-    filler = tl.zeros(entry.shape, tl.int32) + n
-    tl.store(entries_ptr + first_block[:, None] * BLOCK + entry, filler, mask=padding)
 
 
 @triton.jit(do_not_specialize=["slab"])

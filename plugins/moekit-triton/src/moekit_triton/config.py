@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+import os
 from dataclasses import dataclass, replace
-from importlib import resources
-from typing import Any
 
 import torch
 import triton
@@ -20,14 +15,15 @@ from .gemm import GemmConfig
 from .gemv import GemvConfig
 from .numerics import INTERPRETED
 from .packed import CHUNK
+from .tables import nearest_plan
 
 BLOCKS_M = (8, 16, 32, 64, 128)  # 8: weights of 4 bits only
 # Shared memory one program may use, in bytes, where it is not Hopper's 227 KiB.
 _SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10}
 _SMS = 132
-# Rows per expert and width from which rows are copied into order first: that costs reading and
-# writing x once for each pair, and saves some 9 % of both products.
-_SORTED_FROM, _SORTED_WIDTH = 128, 2048
+# Rows per expert from which they are sorted, and the width from which x is copied into order first:
+# that costs writing x once for each pair, and saves some 9 % of GEMM 1.
+_SORTED_FROM, _COPIED_WIDTH = 128, 1024
 # Dot products read an expert's weights for each of its pairs: at most so many times on average,
 # for weights of more than 8 bits and for those of 8.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
@@ -35,16 +31,14 @@ PACKED_BLOCK_M = 64
 """Most rows of a tile with weights of 4 bits: group sums take as many registers again."""
 # Where programs share GEMM 2's K: how many at most, and rows of addends.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
-# A shape is close enough to a measured one if no size differs by more than this factor.
-_NEAR = 2.0
 
 
 @dataclass(frozen=True)
 class Plan:
     """direct: no alignment, each (token, slot) is a block of its own. fused: GEMM 1 applies the
     activation (and quantizes its result where groups or one given scale allow it). dots: both GEMMs
-    by dot products instead, see `gemv`. sorted: rows are copied into the order of their experts
-    first, see `sorted_gemm`."""
+    by dot products instead, see `gemv`. sorted: GEMM 2 takes rows in the order of their experts,
+    see `sorted_gemm`; copied: so does GEMM 1, of x copied into that order first."""
 
     first: GemmConfig
     second: GemmConfig
@@ -52,6 +46,7 @@ class Plan:
     direct: bool = False
     dots: tuple[GemvConfig, GemvConfig] | None = None
     sorted: bool = False
+    copied: bool = False
 
     @property
     def block_m(self) -> int:
@@ -66,8 +61,10 @@ def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = Fal
     plan = _measured(problem, per_expert)
     if plan is None:
         plan = sorted_plan(problem) if pays else heuristic(problem, per_expert)
-    elif plan.sorted and not pays:  # the tiles serve as well without
-        plan = replace(plan, sorted=False)
+    elif plan.sorted:  # else the tiles serve as well without
+        plan = replace(plan, sorted=pays, copied=plan.copied and pays)
+    if not specializable(problem):
+        plan = replace(plan, first=_plain(plan.first), second=_plain(plan.second))
     pairs = rows * slots
     if slabs:
         return plan
@@ -165,30 +162,51 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
         first = _tile(block_m, busy, p.w13_rows, p.hidden_size, a_bits, w_bits, 1)
     second = _tile(block_m, busy, p.hidden_size, p.local_intermediate_size, a_bits, w_bits, 1)
     shared = _SHARED.get(p.device.capability or (9, 0), 227 << 10)
+    first, second = (replace(c, tma=tma, halves=block_m == 128) for c in (first, second))
     return Plan(
-        _within(replace(first, tma=tma), a_bits, w_bits, wide if fused else 1, shared),
-        _within(replace(second, tma=tma), a_bits, w_bits, 1, shared),
+        _within(first, a_bits, w_bits, wide if fused else 1, shared),
+        _within(second, a_bits, w_bits, 1, shared),
         fused,
     )
 
 
 def sorting_pays(problem: MoEProblem, rows: int, slots: int) -> bool:
-    """Whether products of so many rows gain more by both operands' descriptors than copying rows
-    into order takes."""
+    """Whether GEMM 2 gains by rows in the order of their experts, which both operands' descriptors
+    want."""
     if problem.quant.weight is not None or problem.dtype.itemsize != 2:
-        return False
-    if problem.local_intermediate_size < _SORTED_WIDTH:
         return False
     per_expert = rows * slots / problem.num_physical_experts
     return per_expert >= _SORTED_FROM and tma_possible(problem)
 
 
+def specializable(problem: MoEProblem) -> bool:
+    """Whether `specialized` can do both products. Gluon still changes with Triton's versions.
+    MOEKIT_TRITON_GLUON=0 in the environment does without."""
+    wanted = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"
+    plain = problem.activation.name == "silu" and problem.activation.gated
+    return (
+        wanted and plain and not problem.activation.clamped and not problem.has_bias
+        and not INTERPRETED
+        and problem.device.capability == (9, 0) and triton.__version__.startswith("3.6.")
+    )  # fmt: skip
+
+
+def _plain(tile: GemmConfig) -> GemmConfig:
+    """What comes near a specialized tile: with a gate, registers are too few for persistence."""
+    if not tile.specialized:
+        return tile
+    wide = tile.block_n == 256
+    return replace(tile, specialized=False, persistent=wide, halves=not wide)
+
+
 def sorted_plan(problem: MoEProblem) -> Plan:
-    """The tiles that win wherever they were measured. With a gate, registers are too few for
-    persistent programs."""
-    gated, second = problem.activation.gated, GemmConfig(128, 256, 64, 8, 8, 4, True, True)
-    first = GemmConfig(128, 128, 64, 8, 8, 4, tma=True) if gated else second
-    return Plan(first, second, fused=True, sorted=True)
+    """The tiles that win wherever they were measured."""
+    first = GemmConfig(128, 128, 64, 8, 8, 4, tma=True, halves=True, specialized=True)
+    second = replace(first, block_n=256)
+    if not problem.activation.gated:
+        first = second
+    copied = problem.local_intermediate_size >= _COPIED_WIDTH
+    return Plan(first, second, fused=True, sorted=True, copied=copied)
 
 
 def num_sms(problem: MoEProblem) -> int:
@@ -250,57 +268,13 @@ def _within(config: GemmConfig, a_bits: int, w_bits: int, wide: int, shared: int
     return replace(config, num_stages=max(2, min(config.num_stages, shared // stage)))
 
 
-# -- measured tables ----------------------------------------------------------------------------
-
-
-def table_key(problem: MoEProblem) -> dict[str, Any]:
-    """What a table's entry was measured for; sizes may be near, the rest must be equal."""
-    p = problem
-    return {
-        "experts": p.num_local_experts,
-        "hidden": p.hidden_size,
-        "intermediate": p.local_intermediate_size,
-        "scheme": p.quant.name,
-        "dtype": p.dtype_name,
-        "gated": p.activation.gated,
-    }
-
-
-_SIZES = ("experts", "hidden", "intermediate")
-
-
 def _measured(problem: MoEProblem, per_expert: float) -> Plan | None:
-    """The plan of the nearest measured shape and, on a log scale, rows per expert."""
-    if INTERPRETED:
+    plan = None if INTERPRETED else nearest_plan(problem, per_expert)
+    if plan is None:
         return None
-    key = table_key(problem)
-    best: tuple[float, Mapping[str, Any]] | None = None
-    for entry in _table(problem.device.name):
-        if any(entry[name] != value for name, value in key.items() if name not in _SIZES):
-            continue
-        apart = [abs(math.log(entry[name] / key[name])) for name in _SIZES]
-        if max(apart) <= math.log(_NEAR) and (best is None or sum(apart) < best[0]):
-            best = sum(apart), entry
-    if best is None:
-        return None
-    plans = best[1]["plans"]
-    wanted = math.log(max(per_expert, 1e-3))
-    plan = min(plans, key=lambda p: abs(math.log(p["rows_per_expert"]) - wanted))
     first, second = GemmConfig(**plan["first"]), GemmConfig(**plan["second"])
     if not tma_possible(problem):  # measured on sizes that only come near these
         first, second = replace(first, tma=False), replace(second, tma=False)
-    fused = plan["fused"] and fusable(problem, first.block_n)
-    return Plan(first, second, fused, sorted=plan.get("sorted", False))
-
-
-@functools.cache
-def _table(device_name: str) -> tuple[Mapping[str, Any], ...]:
-    """Entries shipped for a device, none for an unknown one."""
-    return tuple(_entries(device_name)) if device_name else ()
-
-
-def _entries(device_name: str) -> Iterator[Mapping[str, Any]]:
-    name = re.sub(r"\W+", "_", device_name) + ".json"
-    file = resources.files("moekit_triton") / "tuned" / name
-    if file.is_file():
-        yield from json.loads(file.read_text())["entries"]
+    fused, in_order = plan["fused"] and fusable(problem, first.block_n), plan.get("sorted", False)
+    copied = plan.get("copied", in_order)
+    return Plan(first, second, fused, sorted=in_order, copied=copied)

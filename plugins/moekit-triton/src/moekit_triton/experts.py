@@ -17,7 +17,14 @@ from moekit.problem import ActivationFormat, MoEProblem
 from moekit.weights import ExpertWeights
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
-from .config import BLOCKS_M, Plan, choose_plan, most_addends, num_sms, sorting_pays
+from .config import (
+    BLOCKS_M,
+    Plan,
+    choose_plan,
+    most_addends,
+    num_sms,
+    sorting_pays,
+)
 from .gemm import Epilogue, Rows, grouped_gemm
 from .gemv import gemv_down, gemv_up
 from .packed import pack_weights
@@ -30,7 +37,7 @@ from .rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
-from .sorted_gemm import gather_rows, sorted_gemm
+from .sorted_gemm import copy_rows, sorted_gemm
 
 
 class _TritonExperts(PermuteExpertsUnpermute):
@@ -176,6 +183,7 @@ class TritonExperts(_TritonExperts):
             BufferSpec((entries,), torch.int32),
             BufferSpec((align_capacity(pairs, L, least) // least,), torch.int32),
             BufferSpec((1,), torch.int32),
+            BufferSpec((pairs if sorted_rows else 0,), torch.int32),
             BufferSpec((align_scratch(pairs, L),), torch.int32),
             # GEMM 1's output, or its input in order; and when that has been read, GEMM 2's output
             BufferSpec((gemm_out,), p.dtype),
@@ -206,7 +214,8 @@ class TritonExperts(_TritonExperts):
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         rows, slots = ids_RK.shape
         pairs = rows * slots
-        entries, experts, num_rows, scratch, gemm_out, activated, scale, q, q_scale = workspace
+        entries, experts, num_rows, of_pairs, scratch, *buffers = workspace
+        gemm_out, activated, scale, q, q_scale = buffers
 
         plan = self._plan(rows, slots)
         if plan.dots is not None:
@@ -229,39 +238,58 @@ class TritonExperts(_TritonExperts):
         else:
             capacity = align_capacity(pairs, p.num_local_experts, plan.block_m)
             blocks = capacity // plan.block_m
-            aligned = AlignedPairs(entries[:capacity], experts[:blocks], num_rows, plan.block_m)
+            aligned = AlignedPairs(
+                entries[:capacity], experts[:blocks], num_rows, plan.block_m,
+                of_pairs[:pairs] if plan.sorted else None,
+            )  # fmt: skip
             align(ids_RK, p.num_local_experts, aligned, scratch)
             first, second = Rows.aligned(aligned, slots), Rows.aligned(aligned)
+        if plan.sorted:
+            y_SH, of_pairs = self._run_sorted(
+                x, weights, plan, aligned, gemm_out, activated[:capacity], pairs
+            )
+            weighted_sum(y_SH, topk_weights_RK, ids_RK, y, of_pairs)
+            return
         addends = pairs * plan.second.splits
         y_SH = gemm_out[: addends * p.hidden_size].view(addends, p.hidden_size)
-        if plan.sorted:
-            self._run_sorted(x, weights, plan, aligned, gemm_out, activated[:capacity], y_SH)
-        else:
-            h_SN = None
-            if not plan.fused:
-                h_SN = gemm_out[: pairs * p.w13_rows].view(pairs, p.w13_rows)
-            self._run(
-                x, x_scale, weights, plan, (first, second), ValidRows(ids=ids_RK),
-                h_SN, activated[:pairs], scale[:pairs], y_SH,
-            )  # fmt: skip
+        h_SN = None
+        if not plan.fused:
+            h_SN = gemm_out[: pairs * p.w13_rows].view(pairs, p.w13_rows)
+        self._run(
+            x, x_scale, weights, plan, (first, second), ValidRows(ids=ids_RK),
+            h_SN, activated[:pairs], scale[:pairs], y_SH,
+        )  # fmt: skip
         weighted_sum(y_SH, topk_weights_RK, ids_RK, y)
 
     def _run_sorted(
         self, x: Tensor, weights: PackedWeights, plan: Plan, aligned: AlignedPairs,
-        gemm_out: Tensor, a_SI: Tensor, y_SH: Tensor,
-    ) -> None:  # fmt: skip
-        """Rows in the order of their experts. y_SH may lie where GEMM 1's input is."""
-        p, entries, sms = self.problem, len(a_SI), num_sms(self.problem)
-        x_SH = gemm_out[: entries * p.hidden_size].view(entries, p.hidden_size)
-        gather_rows(x, aligned, len(y_SH) // len(x), x_SH)
+        gemm_out: Tensor, a_SI: Tensor, pairs: int,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Rows in the order of their experts: GEMM 2's output, and where a pair's row is in it.
+
+        That output may lie where GEMM 1's input was.
+        """
+        entries, hidden, sms = len(a_SI), x.shape[1], num_sms(self.problem)
+        slots, bias = pairs // len(x), weights.get("w13_bias")
+        x_SH = gemm_out[: entries * hidden].view(entries, hidden)
+        if plan.copied:
+            copy_rows(x, aligned, x_SH)
+            sorted_gemm(
+                x_SH, weights["w13"], a_SI, aligned, plan.first, pairs, sms, bias_LN=bias,
+                activation=self._activation,
+            )  # fmt: skip
+        else:
+            grouped_gemm(
+                x, weights["w13"], a_SI, Rows.aligned(aligned, slots, in_order=True), plan.first,
+                bias_LN=bias, epilogue=Epilogue(self._activation),
+            )  # fmt: skip
+        in_order = plan.second.specialized
+        y_SH = x_SH if in_order else x_SH[:pairs]
         sorted_gemm(
-            x_SH, weights["w13"], a_SI, aligned, plan.first, sms,
-            bias_LN=weights.get("w13_bias"), activation=self._activation,
+            a_SI, weights["w2"], y_SH, aligned, plan.second, pairs, sms,
+            bias_LN=weights.get("w2_bias"), by_pair=not in_order,
         )  # fmt: skip
-        sorted_gemm(
-            a_SI, weights["w2"], y_SH, aligned, plan.second, sms,
-            bias_LN=weights.get("w2_bias"), by_pair=True,
-        )  # fmt: skip
+        return y_SH, aligned.entries_P if in_order else None
 
     def _quantize_into(
         self, q: Tensor, scale: Tensor, x: Tensor, weights: PackedWeights

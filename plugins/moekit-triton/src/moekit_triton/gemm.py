@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .align import AlignedPairs
 from .launch import Launcher, take_turn
 from .numerics import (
+    INTERPRETED,
     QMAX,
     SCALE_GROUP,
     Activation,
@@ -34,7 +35,10 @@ class GemmConfig:
     block_n counts output columns: with a gate, twice as many weight rows are read. `group_m` row
     blocks run next to each other per column block, for L2 reuse. tma: weight tiles come through a
     tensor descriptor. persistent: as many programs as multiprocessors take tiles in turn
-    (`sorted_gemm` only). splits: programs that share K, for weights of 4 bits and few rows.
+    (`sorted_gemm` only). splits: programs that share K, for weights of 4 bits and few rows. halves:
+    a block with no row in its second half is multiplied as half a block. wide: two tiles of weights
+    side by side share each tile of a, as gate and up do, where there is no epilogue. specialized:
+    by `specialized_gemm`, where it can.
     """
 
     block_m: int
@@ -46,6 +50,9 @@ class GemmConfig:
     tma: bool = False
     persistent: bool = False
     splits: int = 1
+    halves: bool = False
+    wide: bool = False
+    specialized: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,9 @@ class Epilogue:
 class Rows:
     """Which rows a launch multiplies, in row blocks of the config's block_m.
 
-    STANDARD, aligned: `pairs` and `experts` of `AlignedPairs`. STANDARD, direct: `experts` are the
-    ids (R, K) themselves, and each pair is a block of its own, for few pairs. BATCHED: `experts`
-    are the rows used in each slab of `slab` rows.
+    STANDARD, aligned: `pairs` and `experts` of `AlignedPairs`; in_order: what is stored lies in
+    their order. STANDARD, direct: `experts` are the ids (R, K) themselves, and each pair is a block
+    of its own, for few pairs. BATCHED: `experts` are the rows used in each slab of `slab` rows.
     """
 
     kind: str
@@ -76,11 +83,14 @@ class Rows:
     pairs: torch.Tensor | None = None
     pairs_per_row: int = 1
     slab: int = 0
+    in_order: bool = False
 
     @classmethod
-    def aligned(cls, aligned: AlignedPairs, pairs_per_row: int = 1) -> "Rows":
-        experts = aligned.experts_B
-        return cls("aligned", experts, experts.numel(), aligned.pairs_S, pairs_per_row)
+    def aligned(
+        cls, aligned: AlignedPairs, pairs_per_row: int = 1, *, in_order: bool = False
+    ) -> "Rows":
+        experts, pairs = aligned.experts_B, aligned.pairs_S
+        return cls("aligned", experts, experts.numel(), pairs, pairs_per_row, in_order=in_order)
 
     @classmethod
     def direct(cls, ids_RK: torch.Tensor, pairs_per_row: int = 1) -> "Rows":
@@ -107,12 +117,12 @@ def grouped_gemm(
 ) -> None:
     """out[row] = epilogue(a[row] @ w[expert of row].T + bias), for the rows that `rows` names.
 
-    STANDARD: a (R, K), out (S, N) by pair, a's row being pair // pairs_per_row. BATCHED: a (L, C,
-    K), out (L, C, N). N is half of w's rows if the epilogue has a gate. a and w of one dtype (bf16,
-    fp16, fp32, e4m3, int8), or w e4m3 or int8 and a of 16 bits. a_scale: None, one value, (rows, 1)
-    or (rows or 1, ceil(K / 128)), BATCHED with L and C in front, which may be 1 for all; w_scale:
-    None, (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); all fp32. out: any float dtype or the
-    epilogue's quantized one, last dim contiguous; other rows stay untouched.
+    STANDARD: a (R, K), out (S, N) by pair or in order, a's row being pair // pairs_per_row.
+    BATCHED: a (L, C, K), out (L, C, N). N is half of w's rows if the epilogue has a gate. a and w
+    of one dtype (bf16, fp16, fp32, e4m3, int8), or w e4m3 or int8 and a of 16 bits. a_scale: None,
+    one value, (rows, 1) or (rows or 1, ceil(K / 128)), BATCHED with L and C in front, which may be
+    1 for all; w_scale: None, (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); all fp32. out: any
+    float dtype or the epilogue's quantized one, last dim contiguous; other rows stay untouched.
 
     Weights of 4 bits (w int16, with w_scale and w_offset as `packed` lays them out) go with an
     a of 16 bits; scales of uint8 say that the codes are e2m1. With config.splits = S there is no
@@ -130,6 +140,7 @@ def grouped_gemm(
     else:
         num_experts, w_rows, k = w_LNK.shape
     assert config.splits == 1 or (packed and epilogue is None and rows.kind != "slabs")
+    assert not config.halves or config.block_m >= 128 or INTERPRETED, "wgmma takes 64 rows"
     gated = epilogue is not None and epilogue.activation.gated
     n = w_rows // 2 if gated else w_rows
     assert a.shape[1] == k and out.shape[1] == n and w_LNK.is_contiguous()
@@ -141,6 +152,7 @@ def grouped_gemm(
         w_kind, w_group = "group", CHUNK * chunks // w_scale.shape[1]
     if w_kind == "block" or a_kind == "group":
         assert SCALE_GROUP % config.block_k == 0, "a step of K must lie within one scale group"
+    wide = config.wide and epilogue is None and n % (2 * config.block_n) == 0
     w: object = w_LNK
     if config.tma:
         box = [config.block_n, config.block_k]
@@ -155,14 +167,15 @@ def grouped_gemm(
     one_scale = SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if gated else 1) == 0
     slab_blocks = triton.cdiv(rows.slab, config.block_m)
     _launch_gemm(
-        (rows.blocks * triton.cdiv(n, config.block_n), config.splits),
+        (rows.blocks * triton.cdiv(n, config.block_n * (2 if wide else 1)), config.splits),
         a, w, out, rows.pairs, rows.experts, a_scale, w_scale, w_offset, bias_LN, out_scale,
-        n, k, out.shape[0] // config.splits, rows.blocks, slab_blocks, rows.slab,
+        n, k, a.shape[0] * rows.pairs_per_row, rows.blocks, slab_blocks, rows.slab, config.group_m,
         a.stride(0), out.stride(0), *a_scale_strides,
         0 if out_scale is None else out_scale.stride(0),
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None or activation.limit is None else activation.limit,
-        PAIRS_PER_ROW=rows.pairs_per_row, ROWS=rows.kind, A_SCALE=a_kind, W_SCALE=w_kind,
+        PAIRS_PER_ROW=rows.pairs_per_row, ROWS=rows.kind, IN_ORDER=rows.in_order,
+        A_SCALE=a_kind, W_SCALE=w_kind,
         PACKED=packed, SPLITS=config.splits, W_GROUP=w_group, W_OFFSET=w_offset is not None,
         E2M1=packed and w_scale is not None and w_scale.dtype == torch.uint8,
         SCALE_GROUP=SCALE_GROUP, BIAS=bias_LN is not None,
@@ -172,8 +185,8 @@ def grouped_gemm(
         ACTIVATION="none" if activation is None else activation.name, GATED=gated, CLAMP=clamp,
         QUANTIZE=quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma, ONE_SCALE=one_scale,
         EVEN_N=n % config.block_n == 0, EVEN_K=k % config.block_k == 0,
+        HALVES=config.halves and rows.kind != "direct", WIDE=wide,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -196,12 +209,12 @@ def _a_scale_layout(a_scale: torch.Tensor | None) -> tuple[str, tuple[int, int, 
 
 
 @triton.jit
-def tile_at(index, row_blocks, col_blocks, GROUP_M: tl.constexpr):
-    """Row and column block of a tile: GROUP_M row blocks next to each other per column block."""
-    group = index // (GROUP_M * col_blocks)
-    group_rows = tl.minimum(row_blocks - group * GROUP_M, GROUP_M)
-    in_group = index - group * (GROUP_M * col_blocks)
-    return group * GROUP_M + in_group % group_rows, in_group // group_rows
+def tile_at(index, row_blocks, col_blocks, group_m):
+    """Row and column block of a tile: group_m row blocks next to each other per column block."""
+    group = index // (group_m * col_blocks)
+    group_rows = tl.minimum(row_blocks - group * group_m, group_m)
+    in_group = index - group * (group_m * col_blocks)
+    return group * group_m + in_group % group_rows, in_group // group_rows
 
 
 @triton.jit
@@ -244,11 +257,12 @@ def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
 def _products(
     a_rows, row_ok, w, a_scale_ptr, a_scale_row, a_scale_stride_k, w_scale_ptr, expert, row0,
     up_rows, W_ROWS, K, n_ok, A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, GATED: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, PAIR: tl.constexpr,
     TMA: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sums over K (BLOCK_M, BLOCK_N) with the weights' rows from row0, and `up_rows` further on."""
+    """Sums over K (BLOCK_M, BLOCK_N) with the weights' rows from row0, and of a pair of tiles, with
+    those `up_rows` further on."""
     PER_STEP: tl.constexpr = (W_SCALE == "block") or (A_SCALE == "group")
     ACC: tl.constexpr = tl.int32 if INT8 and not PER_STEP else tl.float32
     # fp32 inputs are multiplied exactly (no tf32); 16- and 8-bit inputs ignore this.
@@ -268,7 +282,7 @@ def _products(
             a = tl.load(a_ptrs, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         w_tile = _w_tile(w, expert, row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
                          BLOCK_N, BLOCK_K)  # fmt: skip
-        if GATED:
+        if PAIR:
             u_tile = _w_tile(w, expert, up_rows + row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
                              BLOCK_N, BLOCK_K)  # fmt: skip
         if PER_STEP:
@@ -280,70 +294,59 @@ def _products(
             acc += _scaled_partial(a, w_tile, a_scale_M, w_scales + scale_col, row0, scale_cols,
                                    n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8, BLOCK_M,
                                    BLOCK_N)  # fmt: skip
-            if GATED:
+            if PAIR:
                 up += _scaled_partial(a, u_tile, a_scale_M, w_scales + scale_col, up_rows + row0,
                                       scale_cols, n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8,
                                       BLOCK_M, BLOCK_N)  # fmt: skip
         elif PROMOTE:
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             acc += dot(a, w_tile, zeros, "ieee")
-            if GATED:
+            if PAIR:
                 up += dot(a, u_tile, zeros, "ieee")
         else:
             acc = dot(a, w_tile, acc, "ieee")
-            if GATED:
+            if PAIR:
                 up = dot(a, u_tile, up, "ieee")
         a_ptrs += BLOCK_K
     return acc, up
 
 
-# Integers that change with the number of tokens must not compile a kernel each.
-@triton.jit(do_not_specialize=["num_rows", "row_blocks", "slab_blocks", "slab"])
-def _gemm(
-    a_ptr, w, out_ptr, pairs_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, w_offset_ptr, bias_ptr,
-    out_scale_ptr, N, K, num_rows, row_blocks, slab_blocks, slab, a_stride, out_stride,
+@triton.jit
+def _tile(
+    block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr, w_scale_ptr,
+    w_offset_ptr, bias_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride, out_stride,
     a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
-    PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
     A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
     PACKED: tl.constexpr, SPLITS: tl.constexpr, W_GROUP: tl.constexpr, W_OFFSET: tl.constexpr,
     E2M1: tl.constexpr,
     SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
     QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr, ONE_SCALE: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """ROWS: see `Rows`. With a gate, two tiles of weights, N rows apart, share each tile of a."""
-    if PDL:
-        take_turn()
-    block_m, block_n = tile_at(tl.program_id(0), row_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
-
+    """BLOCK_M rows of one expert from slot0 on, of its slab's `used` or of the aligned pairs; a
+    direct block's one pair is slot0. Two tiles of weights share each tile of a: with a gate, which
+    lie N rows apart, and if WIDE, which lie side by side."""
+    slot_M = slot0 + tl.arange(0, BLOCK_M)
     if ROWS == "slabs":
-        expert = (block_m // slab_blocks).to(tl.int64)
-        used = tl.load(experts_ptr + expert)
-        first = block_m % slab_blocks * BLOCK_M
-        if first >= used:
-            return
-        slot_M = first + tl.arange(0, BLOCK_M)
-        row_ok = slot_M < tl.minimum(used, slab)
+        row_ok = slot_M < used
         out_row = expert * slab + slot_M
         a_row = out_row
         a_scale_row = expert * a_scale_stride_l + slot_M * a_scale_stride_m
     else:
-        expert = tl.load(experts_ptr + block_m).to(tl.int64)
-        if expert < 0:
-            return
         if ROWS == "direct":
-            pair_M = tl.where(tl.arange(0, BLOCK_M) == 0, block_m, num_rows)
+            pair_M = tl.where(slot_M == slot0, slot0, num_rows)
         else:
-            pair_M = tl.load(pairs_ptr + block_m * BLOCK_M + tl.arange(0, BLOCK_M))
+            pair_M = tl.load(pairs_ptr + slot_M)
         row_ok = pair_M < num_rows
-        out_row = pair_M.to(tl.int64)
+        out_row = (slot_M if IN_ORDER else pair_M).to(tl.int64)
         a_row = (pair_M // PAIRS_PER_ROW).to(tl.int64)
         a_scale_row = a_row * a_scale_stride_m
 
-    row0 = block_n * BLOCK_N
+    row0 = block_n * BLOCK_N * (2 if WIDE else 1)
+    up_rows = N if GATED else BLOCK_N
     offs_n = row0 + tl.arange(0, BLOCK_N)
     n_ok = offs_n < N
     a_rows = a_ptr + a_row * a_stride
@@ -357,8 +360,8 @@ def _gemm(
     else:
         acc, up = _products(
             a_rows, row_ok, w, a_scale_ptr, a_scale_row, a_scale_stride_k, w_scale_ptr, expert,
-            row0, N, W_ROWS, K, n_ok, A_SCALE, W_SCALE, SCALE_GROUP, PROMOTE, INT8, GATED, TMA,
-            ONE_SCALE, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            row0, up_rows, W_ROWS, K, n_ok, A_SCALE, W_SCALE, SCALE_GROUP, PROMOTE, INT8,
+            GATED or WIDE, TMA, ONE_SCALE, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
     scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -391,7 +394,12 @@ def _gemm(
         else:
             scale = tl.load(out_scale_ptr + tl.zeros((1, 1), tl.int32))
         result = quantize(value, tl.broadcast_to(scale, value.shape), QMAX, DTYPE)
-    tl.store(out_ptr + out_row[:, None] * out_stride + offs_n[None, :], result, mask=ok)
+    out_ptrs = out_ptr + out_row[:, None] * out_stride + offs_n[None, :]
+    tl.store(out_ptrs, result, mask=ok)
+    if WIDE:
+        value = _finish(up, scale_M, w_scale_ptr, bias_ptr, expert, W_ROWS, row0 + BLOCK_N, n_ok,
+                        W_SCALE, BIAS, BLOCK_N)  # fmt: skip
+        tl.store(out_ptrs + BLOCK_N, convert(value, DTYPE), mask=ok)
 
 
 @triton.jit
@@ -408,6 +416,65 @@ def _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, rows, row0, n_ok,
         bias_N = tl.load(bias_ptr + offs_n, mask=n_ok, other=0.0).to(tl.float32)
         value += tl.where(tl.program_id(1) == 0, bias_N, 0.0)[None, :]
     return value
+
+
+# Integers that change with the number of tokens must not compile a kernel each.
+@triton.jit(do_not_specialize=["num_rows", "row_blocks", "slab_blocks", "slab", "group_m"])
+def _gemm(
+    a_ptr, w, out_ptr, pairs_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, w_offset_ptr, bias_ptr,
+    out_scale_ptr, N, K, num_rows, row_blocks, slab_blocks, slab, group_m, a_stride, out_stride,
+    a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
+    PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
+    A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
+    PACKED: tl.constexpr, SPLITS: tl.constexpr, W_GROUP: tl.constexpr, W_OFFSET: tl.constexpr,
+    E2M1: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
+    QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr, ONE_SCALE: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS: see `Rows`."""
+    if PDL:
+        take_turn()
+    COLUMNS: tl.constexpr = BLOCK_N * (2 if WIDE else 1)
+    block_m, block_n = tile_at(tl.program_id(0), row_blocks, tl.cdiv(N, COLUMNS), group_m)
+    HALF: tl.constexpr = BLOCK_M // 2
+    if ROWS == "slabs":
+        expert = (block_m // slab_blocks).to(tl.int64)
+        used = tl.minimum(tl.load(experts_ptr + expert), slab)
+        slot0 = block_m % slab_blocks * BLOCK_M
+        if slot0 >= used:
+            return
+        half = slot0 + HALF >= used
+    else:
+        expert = tl.load(experts_ptr + block_m).to(tl.int64)
+        if expert < 0:
+            return
+        used = 0
+        slot0 = block_m if ROWS == "direct" else block_m * BLOCK_M
+        if HALVES:
+            half = tl.load(pairs_ptr + slot0 + HALF) >= num_rows
+    if HALVES:
+        if half:
+            _tile(
+                block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr,
+                w_scale_ptr, w_offset_ptr, bias_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride,
+                out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride,
+                alpha, limit, PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS,
+                W_GROUP, W_OFFSET, E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP,
+                QUANTIZE, QMAX, TMA, ONE_SCALE, EVEN_N, EVEN_K, WIDE, HALF, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            return
+    _tile(
+        block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr, w_scale_ptr,
+        w_offset_ptr, bias_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride, out_stride,
+        a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
+        PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET, E2M1,
+        SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA, ONE_SCALE,
+        EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 _launch_gemm = Launcher(_gemm)

@@ -25,6 +25,8 @@ from .numerics import (
 )
 from .numerics import Activation as Activation
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
 AMAX_PARTIALS = 4 if INTERPRETED else 256
 """fp32 entries of scratch for a dynamic per-tensor scale; one program each."""
 
@@ -117,6 +119,38 @@ def _warps(cols: int) -> int:
     )
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """Rows are cut into lines, each quantized by itself. A program takes `lines` of them, each as
+    `chunks` tiles of `block` columns."""
+
+    lines: int
+    chunks: int
+    block: int
+    warps: int
+
+    @property
+    def width(self) -> int:
+        return self.chunks * self.block
+
+    @classmethod
+    def of(cls, rows: int, cols: int, whole_rows: bool, gated: bool) -> "Tiling":
+        """whole_rows: a row is one line. Otherwise lines are as wide as a group of scales.
+
+        What is small is spread over many threads. What is large gives each thread a few loads of 16
+        bytes, all of which ptxas asks for before it computes; beyond that it waits in between.
+        """
+        if not whole_rows:
+            lines = 8 if rows * cols < 1 << 22 else 16 if gated else 32
+            return cls(lines, 1, SCALE_GROUP, 4)
+        warps, most = 1, 4 if gated else 7
+        while warps < 32 and cols > 256 * warps * (1 if rows * warps < 4096 else most):
+            warps *= 2
+        block = 256 * warps  # 8 columns a thread
+        lines = max(1, 4 // warps)
+        return cls(lines, triton.cdiv(cols, block), block, lines * warps)
+
+
 def _launch_rows(
     x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None, partials: torch.Tensor | None,
     kind: str, valid: ValidRows, activation: Activation | None,
@@ -128,35 +162,44 @@ def _launch_rows(
     assert valid.ids is None or (valid.ids.numel() == rows and valid.ids.is_contiguous())
     if rows == 0:
         return
-    group = SCALE_GROUP if kind == "group" else triton.next_power_of_2(cols)
+    tiling = Tiling.of(rows, cols, kind == "row", gated)
+    parts = triton.cdiv(cols, tiling.width)
+    slab = valid.slab if valid.kind == "counts" else rows
+    assert rows % slab == 0
     row_stride, group_stride = (0, 0) if scale is None or kind == "tensor" else scale.stride()
     limit = activation.limit if activation is not None else None
     _launch_rows_kernel(
-        (rows,),
-        x, out, scale, partials, valid.tensor, cols,
-        x.stride(0), out.stride(0), row_stride, group_stride, valid.slab,
+        (triton.cdiv(slab * parts, tiling.lines), rows // slab),
+        x, out, scale, partials, valid.tensor, slab,
+        x.stride(0), out.stride(0), row_stride, group_stride,
         0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
         ACTIVATION="none" if activation is None else activation.name,
         GATED=gated, CLAMP=limit is not None, QUANTIZE=kind,
         PARTIALS=0 if partials is None else AMAX_PARTIALS, QMAX=QMAX.get(out.dtype, 0.0),
-        VALID=valid.kind, GROUP=group, GROUPS=triton.next_power_of_2(triton.cdiv(cols, group)),
-        num_warps=_warps(cols),
+        VALID=valid.kind, COLS=cols, PARTS=parts, LINES=tiling.lines, CHUNKS=tiling.chunks,
+        BLOCK=tiling.block, num_warps=tiling.warps,
     )  # fmt: skip
 
 
 def weighted_sum(
-    y_SH: torch.Tensor, weights_RK: torch.Tensor | None, ids_RK: torch.Tensor, out_RH: torch.Tensor
+    y_SH: torch.Tensor,
+    weights_RK: torch.Tensor | None,
+    ids_RK: torch.Tensor,
+    out_RH: torch.Tensor,
+    entries_P: torch.Tensor | None = None,
 ) -> None:
     """out[r] = sum over k, in order, of weights[r, k] * y[r * K + k] where ids[r, k] >= 0; fp32
     accumulation.
 
     weights: fp32, None = ones. Pairs with a negative id are skipped whatever y holds; rows without
-    any give 0. y may hold several addends in a row for each pair.
+    any give 0. y may hold several addends in a row for each pair; or, with ``entries_P`` (int32),
+    the row of a pair is its entry.
     """
     rows, top_k = ids_RK.shape
     cols = out_RH.shape[1]
-    addends = max(1, y_SH.shape[0] // max(1, rows * top_k))
-    assert y_SH.shape == (rows * top_k * addends, cols)
+    addends = 1 if entries_P is not None else max(1, y_SH.shape[0] // max(1, rows * top_k))
+    assert y_SH.shape[1] == cols
+    assert entries_P is not None or len(y_SH) == rows * top_k * addends
     assert y_SH.stride(1) == 1 and out_RH.stride(1) == 1
     assert ids_RK.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
     if rows == 0:
@@ -164,8 +207,9 @@ def weighted_sum(
     block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
     _launch_weighted_sum(
         (rows, triton.cdiv(cols, block)),
-        y_SH, weights_RK, ids_RK, out_RH, cols, y_SH.stride(0), out_RH.stride(0),
-        TOP_K=top_k, ADDENDS=addends, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
+        y_SH, weights_RK, ids_RK, entries_P, out_RH, cols, y_SH.stride(0), out_RH.stride(0),
+        TOP_K=top_k, ADDENDS=addends, ENTRIES=entries_P is not None,
+        WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -177,6 +221,21 @@ def _row_is_valid(valid_ptr, row, slab, VALID: tl.constexpr):
         return tl.load(valid_ptr + row) >= 0
     else:
         return row % slab < tl.load(valid_ptr + row // slab)
+
+
+@triton.jit
+def _quantize(x, scale, QMAX: tl.constexpr, DTYPE: tl.constexpr):
+    """fp32 x (LINES, BLOCK), scale (LINES or 1, 1) -> DTYPE: x / scale, clamped, rounded to nearest
+    even."""
+    if _INTERPRETED:  # its fma rounds twice
+        return quantize(x, tl.broadcast_to(scale, x.shape), QMAX, DTYPE)
+    else:
+        # One division a line. A product with the reciprocal, corrected by what it leaves of x, is
+        # the quotient rounded to nearest (Markstein), in a third of the instructions.
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        product = tl.clamp(x * inverse, -QMAX, QMAX)
+        quotient = tl.fma(tl.fma(product, -scale, x), inverse, product)
+        return convert(tl.clamp(quotient, -QMAX, QMAX), DTYPE)
 
 
 @triton.jit(do_not_specialize=["rows", "slab"])
@@ -198,7 +257,7 @@ def _amax(
     col = tl.arange(0, BLOCK)
     amax_B = tl.zeros((BLOCK,), tl.float32)
     x_ptrs = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + col
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), loop_unroll_factor=4):
         if VALID == "all":
             x = tl.load(x_ptrs, mask=col < cols, other=0.0)
         else:
@@ -211,61 +270,91 @@ def _amax(
 
 @triton.jit(do_not_specialize=["slab"])
 def _rows(
-    x_ptr, out_ptr, scale_ptr, partials_ptr, valid_ptr, cols, x_stride, out_stride,
-    scale_row_stride, scale_group_stride, slab, alpha, limit,
+    x_ptr, out_ptr, scale_ptr, partials_ptr, valid_ptr, slab, x_stride, out_stride,
+    scale_row_stride, scale_group_stride, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, QUANTIZE: tl.constexpr,
-    PARTIALS: tl.constexpr, QMAX: tl.constexpr, VALID: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    PARTIALS: tl.constexpr, QMAX: tl.constexpr, VALID: tl.constexpr, COLS: tl.constexpr,
+    PARTS: tl.constexpr, LINES: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, as a tile (GROUPS, GROUP); each group has its own scale."""
+    """A row is PARTS lines of CHUNKS tiles of BLOCK columns; each line has its own scale. One
+    program takes LINES lines: reads all of them, then computes, then writes."""
     if PDL:
         take_turn()
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0)
+    WIDTH: tl.constexpr = CHUNKS * BLOCK
     if PARTIALS > 0:
         amax = tl.max(
             tl.load(partials_ptr + tl.arange(0, PARTIALS)[None, :]), axis=1, keep_dims=True
         )
         tensor_scale = scale_of(amax, QMAX)
-        if row == 0:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), tensor_scale)
-    if VALID != "all":
-        if not _row_is_valid(valid_ptr, row, slab, VALID):
+    first = tl.program_id(0) * LINES
+    rows = slab
+    if VALID == "counts":
+        rows = tl.load(valid_ptr + tl.program_id(1))
+        if first >= rows * PARTS:
+            return
+    line = first + tl.arange(0, LINES)[:, None]
+    exists = line < rows * PARTS
+    row = line // PARTS
+    part = line % PARTS
+    if VALID == "mask":
+        exists = exists & (tl.load(valid_ptr + row, mask=exists, other=0) != 0)
+    elif VALID == "ids":
+        exists = exists & (tl.load(valid_ptr + row, mask=exists, other=-1) >= 0)
+    if VALID == "mask" or VALID == "ids":
+        if tl.max(exists.to(tl.int32)) == 0:
             return
 
-    row = row.to(tl.int64)
-    group = tl.arange(0, GROUPS)[:, None]
-    col = group * GROUP + tl.arange(0, GROUP)[None, :]
-    ok = col < cols
-    x_ptrs = x_ptr + row * x_stride + col
-    value = tl.load(x_ptrs, mask=ok, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(x_ptrs + cols, mask=ok, other=0.0).to(tl.float32)
-        value = activate_gated(value, up, alpha, limit, ACTIVATION, CLAMP)
-    elif ACTIVATION != "none":
-        value = activate(value, ACTIVATION)
-
-    if QUANTIZE == "none":
-        result = convert(value, DTYPE)
-    else:
-        if QUANTIZE == "tensor":
-            if PARTIALS > 0:
-                scale = tensor_scale
-            else:
-                scale = tl.load(scale_ptr + tl.zeros((1, 1), tl.int32))
+    row = tl.program_id(1).to(tl.int64) * slab + row
+    x_ptrs = x_ptr + row * x_stride + part * WIDTH + tl.arange(0, BLOCK)[None, :]
+    oks, values, ups = (), (), ()
+    for i in tl.static_range(CHUNKS):
+        if PARTS * WIDTH == COLS:
+            ok = exists
         else:
-            scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
-            scale_ptrs = scale_ptr + row * scale_row_stride + group * scale_group_stride
-            tl.store(scale_ptrs, scale, mask=group * GROUP < cols)
-        result = quantize(value, tl.broadcast_to(scale, value.shape), QMAX, DTYPE)
-    tl.store(out_ptr + row * out_stride + col, result, mask=ok)
+            ok = exists & (part * WIDTH + i * BLOCK + tl.arange(0, BLOCK)[None, :] < COLS)
+        oks += (ok,)
+        values += (tl.load(x_ptrs + i * BLOCK, mask=ok, other=0.0),)
+        if GATED:
+            ups += (tl.load(x_ptrs + COLS + i * BLOCK, mask=ok, other=0.0),)
+    results = ()
+    for i in tl.static_range(CHUNKS):
+        value = values[i].to(tl.float32)
+        if GATED:
+            value = activate_gated(value, ups[i].to(tl.float32), alpha, limit, ACTIVATION, CLAMP)
+        elif ACTIVATION != "none":
+            value = activate(value, ACTIVATION)
+        results += (value,)
+
+    if QUANTIZE == "tensor":
+        if PARTIALS > 0:
+            scale = tensor_scale
+        else:
+            scale = tl.load(scale_ptr + tl.zeros((1, 1), tl.int32))
+    elif QUANTIZE != "none":
+        amax = tl.abs(results[0])
+        for i in tl.static_range(1, CHUNKS):
+            amax = tl.maximum(amax, tl.abs(results[i]))
+        scale = scale_of(tl.max(amax, axis=1, keep_dims=True), QMAX)
+        scale_ptrs = scale_ptr + row * scale_row_stride + part * scale_group_stride
+        tl.store(scale_ptrs, scale, mask=exists)
+    out_ptrs = out_ptr + row * out_stride + part * WIDTH + tl.arange(0, BLOCK)[None, :]
+    for i in tl.static_range(CHUNKS):
+        if QUANTIZE == "none":
+            result = convert(results[i], DTYPE)
+        else:
+            result = _quantize(results[i], scale, QMAX, DTYPE)
+        tl.store(out_ptrs + i * BLOCK, result, mask=oks[i])
 
 
 @triton.jit
 def _weighted_sum(
-    y_ptr, weights_ptr, ids_ptr, out_ptr, cols, y_stride, out_stride,
-    TOP_K: tl.constexpr, ADDENDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    y_ptr, weights_ptr, ids_ptr, entries_ptr, out_ptr, cols, y_stride, out_stride,
+    TOP_K: tl.constexpr, ADDENDS: tl.constexpr, ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         take_turn()
@@ -282,7 +371,11 @@ def _weighted_sum(
         for i in tl.static_range(first, first + 8):
             if i < ROWS:
                 end = tl.where(ids[i - first] >= 0, cols, 0)
-                y_ptrs = y_ptr + (row * ROWS + i) * y_stride + col
+                if ENTRIES:
+                    y_row = tl.load(entries_ptr + row * TOP_K + i).to(tl.int64)
+                else:
+                    y_row = row * ROWS + i
+                y_ptrs = y_ptr + y_row * y_stride + col
                 ys += (tl.load(y_ptrs, mask=col < end, other=0.0),)
         # ptxas saves registers by asking for a row only when the one before it is added up. Behind
         # a barrier all rows have been asked for, and the weights hold the arithmetic back there.

@@ -1,7 +1,7 @@
 """Grouped GEMM for many rows per expert, 16 bits: both operands come through tensor descriptors.
 
-    gather_rows   x -> the order of `AlignedPairs`: a block's rows become one tile of memory
-    GEMM 1        sorted x -> sorted a, activated
+    copy_rows     x -> the order of `AlignedPairs`: a block's rows become one tile of memory
+    GEMM 1        sorted x -> sorted a, activated; or `grouped_gemm` gathers x and sorts a
     GEMM 2        sorted a -> y by pair
 
 Padding rows may hold anything: rows do not mix, and y is written for pairs alone.
@@ -19,20 +19,21 @@ from .gemm import GemmConfig, tile_at
 from .launch import Launcher, take_turn
 from .numerics import Activation, activate, activate_gated, convert, dot
 
-_COLUMNS = 4096
+_COLUMNS = 2048
 
 
-def gather_rows(
-    x_RH: torch.Tensor, aligned: AlignedPairs, pairs_per_row: int, out_SH: torch.Tensor
-) -> None:
-    """out[s] = x[pair of entry s // pairs_per_row]; padding entries stay as they are."""
+def copy_rows(x_RH: torch.Tensor, aligned: AlignedPairs, out_SH: torch.Tensor) -> None:
+    """out[entry of each pair] = x[pair // K]; padding entries stay as they are.
+
+    Row by row of x, so that each is read once: gathering reads x anew for each of its K entries.
+    """
     rows, hidden = x_RH.shape
-    assert out_SH.shape == (aligned.pairs_S.numel(), hidden)
+    assert out_SH.shape == (aligned.pairs_S.numel(), hidden) and aligned.entries_P is not None
     assert x_RH.stride(1) == 1 and out_SH.is_contiguous()
-    _launch_gather(
-        (len(out_SH), triton.cdiv(hidden, _COLUMNS)),
-        x_RH, out_SH, aligned.pairs_S, aligned.num_rows, hidden, rows * pairs_per_row,
-        x_RH.stride(0), PAIRS_PER_ROW=pairs_per_row,
+    _launch_copy(
+        (rows, triton.cdiv(hidden, _COLUMNS)),
+        x_RH, out_SH, aligned.entries_P, hidden, x_RH.stride(0),
+        TOP_K=aligned.entries_P.numel() // rows,
         BLOCK=min(_COLUMNS, triton.next_power_of_2(hidden)), num_warps=4,
     )  # fmt: skip
 
@@ -43,6 +44,7 @@ def sorted_gemm(
     out: torch.Tensor,
     aligned: AlignedPairs,
     config: GemmConfig,
+    num_pairs: int,
     num_sms: int,
     *,
     bias_LN: torch.Tensor | None = None,
@@ -54,63 +56,73 @@ def sorted_gemm(
     a (capacity, K) and w of one 16-bit dtype, with rows of whole 16 bytes; out of any float dtype:
     (capacity, N) in the order of `aligned`, or with ``by_pair`` (pairs, N). N is half of w's rows
     if the activation has a gate. Rows that belong to no pair become undefined, or with ``by_pair``
-    are not there. ``num_sms`` programs run where the config is persistent.
+    are not there. ``num_pairs`` is what `aligned` has for padding. ``num_sms`` programs run where
+    the config is persistent. A specialized one knows no bias, no activation but silu with a gate,
+    and no ``by_pair``.
     """
+    if config.specialized:
+        from .specialized import specialized_gemm
+
+        gated = activation is not None
+        assert bias_LN is None and not by_pair
+        assert activation is None or (activation.name == "silu" and activation.gated)
+        assert activation is None or activation.limit is None
+        specialized_gemm(a_SK, w_LNK, out, aligned, config, num_pairs, num_sms, gated=gated)
+        return
     num_experts, w_rows, k = w_LNK.shape
     gated = activation is not None and activation.gated
     n = w_rows // 2 if gated else w_rows
     entries = aligned.pairs_S.numel()
     assert a_SK.shape == (entries, k) and out.shape[1] == n and w_LNK.is_contiguous()
     assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == config.block_m
-    assert by_pair or len(out) == entries
+    assert len(out) == (num_pairs if by_pair else entries)
+    assert not (config.halves and config.persistent), "tiles in turn are of one size"
     tiles = entries // config.block_m * triton.cdiv(n, config.block_n)
-    a_box, w_box = ([rows, config.block_k] for rows in (config.block_m, config.block_n))
+    a_box, half_box, w_box = (
+        [rows, config.block_k] for rows in (config.block_m, config.block_m // 2, config.block_n)
+    )
     limit = None if activation is None else activation.limit
     _launch_gemm(
         (min(tiles, num_sms) if config.persistent else tiles,),
         TensorDescriptor(a_SK, [entries, k], [k, 1], a_box),
+        TensorDescriptor(a_SK, [entries, k], [k, 1], half_box) if config.halves else None,
         TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
         out, aligned.pairs_S, aligned.experts_B, aligned.num_rows, bias_LN,
-        n, k, len(out), out.stride(0),
+        n, k, num_pairs, config.group_m, out.stride(0),
         0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
         ACTIVATION="none" if activation is None else activation.name, GATED=gated,
         CLAMP=limit is not None, BIAS=bias_LN is not None, BY_PAIR=by_pair,
-        PERSISTENT=config.persistent,
+        PERSISTENT=config.persistent, HALVES=config.halves,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        GROUP_M=config.group_m, num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _gather(
-    x_ptr, out_ptr, pairs_ptr, num_rows_ptr, hidden, num_pairs, x_stride,
-    PAIRS_PER_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _copy(
+    x_ptr, out_ptr, entries_ptr, hidden, x_stride,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         take_turn()
-    entry = tl.program_id(0)
-    if entry >= tl.load(num_rows_ptr):
-        return
-    pair = tl.load(pairs_ptr + entry)
+    row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = col < tl.where(pair < num_pairs, hidden, 0)
-    x = tl.load(x_ptr + (pair // PAIRS_PER_ROW).to(tl.int64) * x_stride + col, mask=ok)
-    tl.store(out_ptr + entry.to(tl.int64) * hidden + col, x, mask=ok)
+    x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden)
+    for k in tl.static_range(TOP_K):
+        entry = tl.load(entries_ptr + row * TOP_K + k).to(tl.int64)
+        end = tl.where(entry >= 0, hidden, 0)
+        tl.store(out_ptr + entry * hidden + col, x, mask=col < end)
 
 
 @triton.jit
 def _tile(
-    tile, row_blocks, a, w, out_ptr, pairs_ptr, experts_ptr, bias_ptr, N, K, num_pairs, out_stride,
+    row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, N, K, num_pairs, out_stride,
     alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
     BY_PAIR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of the output; with a gate, two tiles of weights, N rows apart."""
-    block_m, block_n = tile_at(tile, row_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
-    row0, col0 = block_m * BLOCK_M, block_n * BLOCK_N
-    w_row = tl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col0
-
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Past K both tiles are zero; past N they are another expert's, and are not stored.
@@ -139,33 +151,56 @@ def _tile(
     tl.store(out_ptrs, convert(acc, out_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
+def _place(tile, row_blocks, experts_ptr, N, group_m, GATED: tl.constexpr,
+           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """A tile's first row, column, and row of weights."""
+    block_m, block_n = tile_at(tile, row_blocks, tl.cdiv(N, BLOCK_N), group_m)
+    w_row = tl.load(experts_ptr + block_m) * (2 * N if GATED else N) + block_n * BLOCK_N
+    return block_m * BLOCK_M, block_n * BLOCK_N, w_row
+
+
+@triton.jit(do_not_specialize=["num_pairs", "group_m"])
 def _gemm(
-    a, w, out_ptr, pairs_ptr, experts_ptr, num_rows_ptr, bias_ptr, N, K, num_pairs, out_stride,
-    alpha, limit,
+    a, a_half, w, out_ptr, pairs_ptr, experts_ptr, num_rows_ptr, bias_ptr, N, K, num_pairs,
+    group_m, out_stride, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
-    BY_PAIR: tl.constexpr, PERSISTENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BY_PAIR: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """PERSISTENT: tiles in turn, the next one's loads under way while one is stored."""
+    """PERSISTENT: tiles in turn, the next one's loads under way while one is stored. HALVES: a
+    block with no row in its second half comes through a_half, half as high."""
     if PDL:
         take_turn()
     row_blocks = tl.load(num_rows_ptr) // BLOCK_M
     tiles = row_blocks * tl.cdiv(N, BLOCK_N)
+    HALF: tl.constexpr = BLOCK_M // 2
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+            row0, col0, w_row = _place(tile, row_blocks, experts_ptr, N, group_m, GATED, BLOCK_M,
+                                       BLOCK_N)  # fmt: skip
             _tile(
-                tile, row_blocks, a, w, out_ptr, pairs_ptr, experts_ptr, bias_ptr, N, K, num_pairs,
-                out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, N, K, num_pairs, out_stride,
+                alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-    elif tl.program_id(0) < tiles:
-        _tile(
-            tl.program_id(0), row_blocks, a, w, out_ptr, pairs_ptr, experts_ptr, bias_ptr, N, K,
-            num_pairs, out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR,
-            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        )  # fmt: skip
+        return
+    if tl.program_id(0) >= tiles:
+        return
+    row0, col0, w_row = _place(tl.program_id(0), row_blocks, experts_ptr, N, group_m, GATED,
+                               BLOCK_M, BLOCK_N)  # fmt: skip
+    if HALVES:
+        if tl.load(pairs_ptr + row0 + HALF) >= num_pairs:
+            _tile(
+                row0, col0, w_row, a_half, w, out_ptr, pairs_ptr, bias_ptr, N, K, num_pairs,
+                out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, HALF, BLOCK_N,
+                BLOCK_K,
+            )  # fmt: skip
+            return
+    _tile(
+        row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, N, K, num_pairs, out_stride,
+        alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
-_launch_gather, _launch_gemm = map(Launcher, (_gather, _gemm))
+_launch_copy, _launch_gemm = map(Launcher, (_copy, _gemm))

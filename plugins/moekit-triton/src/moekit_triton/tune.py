@@ -11,16 +11,19 @@ was.
 from __future__ import annotations
 
 import argparse
+import bisect
 import concurrent.futures
 import itertools
 import json
 import multiprocessing
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,92 +36,25 @@ from moekit import MoEProblem, registry
 from moekit.bench.shapes import random_weights, shape
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
-from .config import (
-    PACKED_BLOCK_M,
-    fusable,
-    num_sms,
-    operand_bits,
-    sorting_pays,
-    table_key,
-    tma_possible,
-)
+from .candidates import candidates, sorted_candidates, variations
+from .config import fusable, num_sms, sorting_pays
 from .experts import TritonExperts
 from .gemm import Epilogue, GemmConfig, Rows, grouped_gemm
-from .packed import CHUNK
 from .rows import Activation, ValidRows, activate_rows
-from .sorted_gemm import gather_rows, sorted_gemm
+from .sorted_gemm import copy_rows, sorted_gemm
+from .tables import table_key
 
+ORDERS = ("pairs", "sorted", "copied")
+"""Rows as tokens name them; GEMM 1 sorts its result; x is copied into order before GEMM 1."""
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
-_SHARED = 227 << 10
 # Longer calls than this are rare, and take the plan of the longest measured.
 _MOST_TOKENS = 32768
 # Microseconds beyond which a launch's own time is small beside the kernel's.
 _TELLING = 200.0
-
-
-def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmConfig]:
-    """Tiles worth timing; wide: rows of weights behind an output column."""
-    a_bits, w_bits = operand_bits(problem)
-    blocks_m = [b for b in (16, 32, 64, 128) if b == 16 or per_expert * 3 >= b]
-    blocks_m = blocks_m[-2:] if per_expert < 200 else [64, 128]
-    if w_bits == 4:
-        return _packed_candidates([8, 16] if per_expert <= 4 else blocks_m, wide)
-    block_scales = problem.quant.name.endswith("_block")
-    found = []
-    for block_m, columns, warps, tma in itertools.product(
-        blocks_m, (64, 128, 256), (4, 8), (True, False)
-    ):
-        for block_k in (128,) if block_scales or a_bits == 8 else (64, 128):
-            block_n = columns // wide
-            if tma and not tma_possible(problem) or block_n < 32:
-                continue
-            per_thread = block_m * columns / (32 * warps)
-            promoted = 2 if a_bits == 8 else 1
-            if not 8 <= per_thread * promoted <= 256 or (
-                block_m < 64 and warps == 8 and columns < 128
-            ):
-                continue
-            stage = (block_m * a_bits + columns * w_bits) * block_k // 8
-            stages = min(5 if block_m <= 32 else 4, (_SHARED - block_m * columns) // stage)
-            if stages >= 2:
-                found.append(GemmConfig(block_m, block_n, block_k, 8, warps, stages, tma))
-    return found
-
-
-def _packed_candidates(blocks_m: Sequence[int], wide: int) -> list[GemmConfig]:
-    """4 bits: a warp makes 16 rows of weights, or 32 of them for few columns."""
-    found = []
-    tiles = ((16, 1), (32, 2), (64, 4), (64, 2), (128, 8), (128, 4))
-    for block_m, (block_n, warps), stages in itertools.product(
-        [b for b in blocks_m if b <= PACKED_BLOCK_M], tiles, (3, 5)
-    ):
-        per_thread = block_m * block_n * wide / (32 * warps)  # sums, and partial ones besides
-        if per_thread <= (32 if block_n > 16 * warps else 64):
-            stage = (16 * block_m + 4 * block_n * wide) * CHUNK // 8
-            if stages * stage <= _SHARED and (block_m < 64 or block_n >= 64):
-                found.append(GemmConfig(block_m, block_n, CHUNK, 8, warps, stages))
-    return found
-
-
-def sorted_candidates(problem: MoEProblem, rows: int, wide: int) -> list[GemmConfig]:
-    """Tiles for rows in order, see `sorted_gemm`; none where that does not pay."""
-    if not sorting_pays(problem, rows, problem.top_k):
-        return []
-    shapes = [(128, 256, 8, 4), (128, 256, 8, 3), (128, 128, 4, 4), (64, 256, 4, 4)]
-    return [
-        GemmConfig(m, columns // wide, 64, group, warps, stages, True, persistent)
-        for m, columns, warps, stages in shapes
-        for group in (4, 8, 16)
-        for persistent in ((False,) if wide == 2 else (False, True))
-    ]
-
-
-def variations(best: GemmConfig) -> list[GemmConfig]:
-    """Neighbours of a good tile."""
-    found = [replace(best, group_m=g) for g in (1, 4, 16, 32) if g != best.group_m]
-    if best.num_stages > 2:
-        found.append(replace(best, num_stages=best.num_stages - 1))
-    return found
+# Microseconds of work after which the clock has settled.
+_SETTLED = 10e3
+# How many of each kind are timed again, and of kinds how close to the fastest.
+_FINALISTS, _CLOSE = 3, 1.08
 
 
 @dataclass(frozen=True)
@@ -152,12 +88,14 @@ class Case:
         return cls(p, packed, ids, x, x_scale, a, a_scale, h, y, experts._activation)
 
     def calls(
-        self, gemm: str, config: GemmConfig, fused: bool = True, in_order: bool = False
+        self, gemm: str, config: GemmConfig, fused: bool = True, order: str = "pairs"
     ) -> list[Callable[[], None]]:
-        """gemm: `first` or `second`; in_order: rows in the order of their experts."""
-        if in_order:
-            return (self.sorted_first if gemm == "first" else self.sorted_second)(config)
-        return self.first(config, fused) if gemm == "first" else self.second(config)
+        """gemm: `first` or `second`; order: one of `ORDERS`."""
+        if gemm == "second":
+            return (self.second if order == "pairs" else self.sorted_second)(config)
+        if order == "copied":
+            return self.copied_first(config)
+        return self.first(config, fused, in_order=order == "sorted")
 
     def rows_for(self, block_m: int) -> list[AlignedPairs]:
         p, found = self.problem, []
@@ -167,25 +105,31 @@ class Case:
             def ints(n: int) -> Tensor:
                 return torch.empty(n, dtype=torch.int32, device="cuda")
 
-            aligned = AlignedPairs(ints(capacity), ints(capacity // block_m), ints(1), block_m)
+            aligned = AlignedPairs(
+                ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel())
+            )
             scratch = ints(align_scratch(ids.numel(), p.num_local_experts))
             align(ids, p.num_local_experts, aligned, scratch)
             found.append(aligned)
         return found
 
-    def first(self, config: GemmConfig, fused: bool) -> list[Callable[[], None]]:
+    def first(self, config: GemmConfig, fused: bool, in_order: bool) -> list[Callable[[], None]]:
         p, w, calls = self.problem, self.packed, []
         quantized = p.quant.activation is not None
         static = quantized and p.quant.activation.static
         kind = "none" if not quantized else "tensor" if static else "group"
         scale = w.shared["a2_scale"] if static else self.a_scale
         epilogue = Epilogue(self.activation, kind, scale) if fused else None
-        for ids, aligned in zip(self.ids, self.rows_for(config.block_m), strict=True):
+        routings = self.rows_for(config.block_m)
+        out = self.a if fused else self.h
+        if in_order:
+            out = out.new_empty(routings[0].pairs_S.numel(), out.shape[1])
+        for ids, aligned in zip(self.ids, routings, strict=True):
 
             def call(ids: Tensor = ids, aligned: AlignedPairs = aligned) -> None:
                 grouped_gemm(
-                    self.x, w["w13"], self.a if fused else self.h,
-                    Rows.aligned(aligned, p.top_k), config, a_scale=self.x_scale,
+                    self.x, w["w13"], out,
+                    Rows.aligned(aligned, p.top_k, in_order=in_order), config, a_scale=self.x_scale,
                     w_scale=w.get("w13_scale"), w_offset=w.get("w13_offset"), epilogue=epilogue,
                 )  # fmt: skip
                 if not fused:
@@ -197,7 +141,7 @@ class Case:
             calls.append(call)
         return calls
 
-    def sorted_first(self, config: GemmConfig) -> list[Callable[[], None]]:
+    def copied_first(self, config: GemmConfig) -> list[Callable[[], None]]:
         """Copying included, the price that both GEMMs pay for order."""
         p, routings = self.problem, self.rows_for(config.block_m)
         entries = routings[0].pairs_S.numel()
@@ -205,9 +149,9 @@ class Case:
         a_SI = self.a.new_empty(entries, p.local_intermediate_size)
 
         def call(aligned: AlignedPairs) -> None:
-            gather_rows(self.x, aligned, p.top_k, x_SH)
+            copy_rows(self.x, aligned, x_SH)
             sorted_gemm(
-                x_SH, self.packed["w13"], a_SI, aligned, config, num_sms(p),
+                x_SH, self.packed["w13"], a_SI, aligned, config, len(self.y), num_sms(p),
                 activation=self.activation,
             )  # fmt: skip
 
@@ -215,13 +159,17 @@ class Case:
 
     def sorted_second(self, config: GemmConfig) -> list[Callable[[], None]]:
         routings = self.rows_for(config.block_m)
-        a_SI = torch.randn(
-            routings[0].pairs_S.numel(), self.a.shape[1], dtype=self.a.dtype, device="cuda"
-        )
+        entries = routings[0].pairs_S.numel()
+        a_SI = torch.randn(entries, self.a.shape[1], dtype=self.a.dtype, device="cuda")
+        y_SH = self.y.new_empty(entries, self.y.shape[1])
 
         def call(aligned: AlignedPairs) -> None:
             w, sms = self.packed["w2"], num_sms(self.problem)
-            sorted_gemm(a_SI, w, self.y, aligned, config, sms, by_pair=True)
+            in_order = config.specialized
+            out = y_SH if in_order else self.y
+            sorted_gemm(
+                a_SI, w, out, aligned, config, len(self.y), sms, by_pair=not in_order
+            )  # fmt: skip
 
         return [partial(call, aligned) for aligned in routings]
 
@@ -237,19 +185,36 @@ class Case:
         return [call(aligned) for aligned in self.rows_for(config.block_m)]
 
 
-def microseconds(calls: Sequence[Callable[[], None]], enough: float = float("inf")) -> float:
-    """Of one call: a graph over all, the fastest of a few replays. A call far slower than `enough`
-    is told by one launch."""
-    calls[0]()
-    once = _elapsed(calls[0])
-    if once > max(_TELLING, 1.5 * enough):
-        return once
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    replays = 5 if once < 10 * _TELLING else 2
-    return min(_elapsed(graph.replay) for _ in range(replays)) / len(calls)
+class Timer:
+    """Graphs over the same product's calls, one for each way to do it."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._calls: list[object] = []  # graphs do not keep tensors that were there before
+
+    def add(self, calls: Sequence[Callable[[], None]]) -> None:
+        calls[0]()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        self.graphs.append(graph)
+        self._calls.append(calls)
+
+    def microseconds(self, least: float, rounds: int) -> list[float]:
+        """Of one replay each, in turns of ``least`` microseconds: medians of ``rounds``. Long
+        products lower the clock, which is the same for all in turns."""
+        once = [_elapsed(graph.replay) for graph in self.graphs]
+        took: list[list[float]] = [[] for _ in once]
+        for _, (i, graph) in itertools.product(range(rounds), enumerate(self.graphs)):
+            replays = max(1, int(least / once[i]))
+            took[i].append(_elapsed(lambda g=graph, n=replays: _repeat(g, n)) / replays)
+        return [statistics.median(us) for us in took]
+
+
+def _repeat(graph: torch.cuda.CUDAGraph, times: int) -> None:
+    for _ in range(times):
+        graph.replay()
 
 
 def _elapsed(call: Callable[[], None]) -> float:
@@ -261,27 +226,88 @@ def _elapsed(call: Callable[[], None]) -> float:
     return begin.elapsed_time(end) * 1e3
 
 
-def _try(calls: Callable[[], list[Callable[[], None]]], enough: float) -> float:
-    try:
-        return microseconds(calls(), enough)
-    except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
-        return float("inf")
+@dataclass(frozen=True, order=True)
+class Timed:
+    """A way to do a product, and the microseconds it took; how apart from that: by `Case.calls`."""
+
+    us: float
+    config: GemmConfig = field(compare=False)
+    fused: bool = field(compare=False)
+    order: str = field(compare=False)
+
+
+class Search:
+    """The fastest tiles of one size: for either product and each (block_m, order)."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        # (gemm, block_m, order) -> what was tried
+        self.found: dict[tuple[str, int, str], list[Timed]] = {}
+
+    def attempt(
+        self, gemm: str, config: GemmConfig, fused: bool = True, order: str = "pairs"
+    ) -> None:
+        found = self.found.setdefault((gemm, config.block_m, order), [])
+        enough = found[0].us if found else float("inf")
+        try:
+            calls = self._case.calls(gemm, config, fused, order)
+            calls[0]()
+            us = _elapsed(calls[0])
+            if us < max(_TELLING, 1.5 * enough):
+                timer = Timer()
+                timer.add(calls)
+                us = min(timer.microseconds(0.0, 4)) / len(calls)
+        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
+            return
+        bisect.insort(found, Timed(us, config, fused, order))
+
+    def best(self) -> list[Timed]:
+        """One of each key, before `settle`."""
+        return [found[0] for found in self.found.values() if found]
+
+    def settle(self) -> tuple[Timed, Timed] | None:
+        """GEMM 1 and 2 of one block_m and fitting orders; the best few are timed in turns again."""
+        pairs = []
+        for (gemm, block_m, order), firsts in self.found.items():
+            # GEMM 2 does not see who sorted.
+            seconds = self.found.get(
+                ("second", block_m, "pairs" if order == "pairs" else "sorted"), []
+            )
+            if gemm == "first" and firsts and seconds:
+                pairs.append((firsts, seconds))
+        if not pairs:
+            return None
+        fastest = min(first[0].us + second[0].us for first, second in pairs)
+        close = [p for p in pairs if p[0][0].us + p[1][0].us < _CLOSE * fastest]
+        again = {
+            which: self._again(gemm, [t for p in close for t in p[which][:_FINALISTS]])
+            for which, gemm in enumerate(("first", "second"))
+        }
+        return min(
+            (
+                (min(again[0][id(t)] for t in first[:_FINALISTS]),
+                 min(again[1][id(t)] for t in second[:_FINALISTS]))
+                for first, second in close
+            ),
+            key=lambda pair: pair[0].us + pair[1].us,
+        )  # fmt: skip
+
+    def _again(self, gemm: str, timed: Sequence[Timed]) -> dict[int, Timed]:
+        unique = {id(t): t for t in timed}
+        timer, case = Timer(), self._case
+        for t in unique.values():
+            timer.add(case.calls(gemm, t.config, t.fused, t.order))
+        us = timer.microseconds(_SETTLED, 5)
+        return {
+            key: replace(t, us=each / len(case.ids))
+            for (key, t), each in zip(unique.items(), us, strict=True)
+        }
 
 
 def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
     """The fastest plan: both GEMMs with one block_m and one order, each with its own tile."""
-    p = case.problem
-    wide = 2 if p.activation.gated else 1
-    # (block_m, in order) -> gemm -> microseconds, tile, fused
-    found: dict[tuple[int, bool], dict[str, tuple[float, GemmConfig, bool]]] = {}
-
-    def attempt(gemm: str, config: GemmConfig, fused: bool = True, in_order: bool = False) -> None:
-        best = found.setdefault((config.block_m, in_order), {})
-        enough = best.get(gemm, (float("inf"),))[0]
-        us = _try(partial(case.calls, gemm, config, fused, in_order), enough)
-        if us < enough:
-            best[gemm] = us, config, fused
-
+    p, search = case.problem, Search(case)
+    attempt, wide = search.attempt, 2 if p.activation.gated else 1
     for config in candidates(p, per_expert, wide):
         if fusable(p, config.block_n):
             attempt("first", config)
@@ -289,33 +315,42 @@ def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
         if not fusable(p, 128) or p.quant.activation is not None:
             attempt("first", config, fused=False)
         attempt("second", config)
-    for gemm, (_, config, fused) in [item for best in found.values() for item in best.items()]:
-        for other in variations(config):
-            attempt(gemm, other, fused)
-    for gemm, columns in (("first", wide), ("second", 1)):
-        for config in sorted_candidates(p, len(case.x), columns):
-            attempt(gemm, config, in_order=True)
-    both = {key: best for key, best in found.items() if len(best) == 2}
-    if not both:
+    for (gemm, *_), best in zip(list(search.found), search.best(), strict=True):
+        for other in variations(best.config):
+            attempt(gemm, other, best.fused)
+    if sorting_pays(p, len(case.x), p.top_k):
+        for (gemm, *_), found in list(search.found.items()):
+            for best in found[:_FINALISTS] if gemm == "first" else ():
+                if best.fused:
+                    attempt("first", best.config, order="sorted")
+        for config in sorted_candidates(p, wide):
+            attempt("first", config, order="copied")
+        for config in sorted_candidates(p, 1):
+            attempt("second", config, order="sorted")
+    chosen = search.settle()
+    if chosen is None:
         return None
-    (_, in_order), best = min(both.items(), key=lambda item: sum(us for us, *_ in item[1].values()))
-    (us1, first_config, fused), (us2, second_config, _) = best["first"], best["second"]
+    first, second = chosen
     return {
-        "rows_per_expert": per_expert, "us": [round(us1, 1), round(us2, 1)], "fused": fused,
-        "sorted": in_order, "first": asdict(first_config), "second": asdict(second_config),
+        "rows_per_expert": per_expert, "us": [round(first.us, 1), round(second.us, 1)],
+        "fused": first.fused, "sorted": first.order != "pairs", "copied": first.order == "copied",
+        "first": asdict(first.config), "second": asdict(second.config),
     }  # fmt: skip
 
 
-def _compile(job: tuple[str, str, bool, list[dict[str, Any]]]) -> None:
+def _compile(job: tuple[str, str, str, list[dict[str, Any]]]) -> None:
     """Runs every config once on tiny tensors of the same kind, which fills Triton's cache."""
-    scheme, gemm, in_order, configs = job
+    scheme, gemm, order, configs = job
     sizes = {"hidden_size": 512, "intermediate_size": 512}
     problem = MoEProblem(num_experts=2, top_k=2, quant=scheme, device="cuda", **sizes)
     case = _case(problem, 16, 1)
     for values in configs:
         values = dict(values)
         fused = values.pop("fused", True)
-        _try(partial(case.calls, gemm, GemmConfig(**values), fused, in_order), enough=0.0)
+        with suppress(
+            triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError
+        ):
+            case.calls(gemm, GemmConfig(**values), fused, order)[0]()
 
 
 def _case(problem: MoEProblem, rows: int, routings: int, packed: Any = None) -> Case:
@@ -327,24 +362,28 @@ def _case(problem: MoEProblem, rows: int, routings: int, packed: Any = None) -> 
 
 def compile_all(schemes: Iterable[str]) -> None:
     """All candidates of all sizes, by as many processes as there are cores, up to 48."""
-    jobs: list[tuple[str, str, bool, list[dict[str, Any]]]] = []
+    jobs: list[tuple[str, str, str, list[dict[str, Any]]]] = []
     for scheme in schemes:
         p = MoEProblem(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=4096,
                        quant=scheme, device="cuda")  # fmt: skip
-        wanted: dict[tuple[str, bool], dict[str, dict[str, Any]]] = {
-            (gemm, order): {} for gemm in ("first", "second") for order in (False, True)
+        wanted: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+            (gemm, order): {} for gemm in ("first", "second") for order in ORDERS
         }
+        sorts = sorting_pays(p, 1 << 14, p.top_k)
         for per_expert in ROWS_PER_EXPERT:
             for c in candidates(p, per_expert, 2):
                 if fusable(p, c.block_n):
-                    wanted["first", False][repr(c)] = {**asdict(c), "fused": True}
+                    wanted["first", "pairs"][repr(c)] = {**asdict(c), "fused": True}
             for c in candidates(p, per_expert, 1):
                 if p.quant.activation is not None:
-                    wanted["first", False][repr(c) + "apart"] = {**asdict(c), "fused": False}
-                wanted["second", False][repr(c)] = asdict(c)
-        for gemm, columns in (("first", 2), ("second", 1)):
-            for c in sorted_candidates(p, 1 << 14, columns):
-                wanted[gemm, True][repr(c)] = asdict(c)
+                    wanted["first", "pairs"][repr(c) + "apart"] = {**asdict(c), "fused": False}
+                wanted["second", "pairs"][repr(c)] = asdict(c)
+        if sorts:
+            wanted["first", "sorted"] = {
+                key: c for key, c in wanted["first", "pairs"].items() if c["block_m"] == 128
+            }
+            for gemm, columns, order in (("first", 2, "copied"), ("second", 1, "sorted")):
+                wanted[gemm, order] = {repr(c): asdict(c) for c in sorted_candidates(p, columns)}
         for (gemm, order), unique in wanted.items():
             configs = list(unique.values())
             jobs += [(scheme, gemm, order, configs[i : i + 3]) for i in range(0, len(configs), 3)]

@@ -1,0 +1,256 @@
+"""Grouped GEMM by specialized warps (Gluon, Hopper): rows in order in, rows in order out.
+
+One warp asks for tiles of both operands, stages ahead and into the next tile; two warp groups
+multiply, half of a block's rows each, by 256 rows of weights, and send results off through shared
+memory. So a tile's end costs no waiting: what `sorted_gemm` gains by persistent programs where
+registers allow, this has with a gate, too.
+
+Padding rows may hold anything: rows do not mix, and theirs become undefined.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .align import AlignedPairs
+from .gemm import GemmConfig, tile_at
+from .launch import Launcher, take_turn
+
+BLOCK_M, COLUMNS = 128, 256
+"""Rows of a block, and rows of weights of a tile: gate and up rows with a gate."""
+_ROWS = gl.constexpr(64)  # of a warp group
+_WIDE = gl.constexpr(COLUMNS)
+_STEP = gl.constexpr(64)  # of K
+_STAGES = gl.constexpr(4)
+
+
+def specialized_gemm(
+    a_SK: torch.Tensor,
+    w_LNK: torch.Tensor,
+    out_SN: torch.Tensor,
+    aligned: AlignedPairs,
+    config: GemmConfig,
+    num_pairs: int,
+    num_sms: int,
+    *,
+    gated: bool = False,
+) -> None:
+    """out[s] = a[s] @ w[expert of s].T for the entries s of `aligned`; gated: silu(gate) * up.
+
+    a (capacity, K), w and out (capacity, N) of one 16-bit dtype, rows of whole 16 bytes; N is half
+    of w's rows with a gate. Rows that belong to no pair become undefined. Of ``config`` group_m and
+    halves count; tiles are BLOCK_M x COLUMNS.
+    """
+    num_experts, w_rows, k = w_LNK.shape
+    wide = 2 if gated else 1
+    n, entries = w_rows // wide, aligned.pairs_S.numel()
+    assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n)
+    assert aligned.block_m == BLOCK_M and w_LNK.is_contiguous()
+    piece = 128 if gated else 64
+    tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
+    _launch_gemm(
+        (min(tiles, num_sms),),
+        _descriptor(a_SK, BLOCK_M, 64),
+        _descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
+        _descriptor(out_SN, 64, piece),
+        aligned.experts_B, aligned.pairs_S, aligned.num_rows, n, k, num_pairs, config.group_m,
+        GATED=gated, HALVES=config.halves, BUFFERS=1 if gated else 2, num_warps=4,
+    )  # fmt: skip
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    box = [rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[tensor.dtype])
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
+
+
+_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@gluon.jit
+def _halves(x):
+    """The left and the right half of x's columns; moves no register."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _silu_mul(acc):
+    gate, up = _halves(acc)
+    reciprocal = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp(-gate)], dtype=gl.float32,
+        is_pure=True, pack=1)  # fmt: skip
+    return gate * up * reciprocal
+
+
+@gluon.jit
+def _send(x, buffers, index, out, row, col, BUFFERS: gl.constexpr):
+    """Through the next of the ring of buffers, when its last store has read it."""
+    tma.store_wait(BUFFERS - 1)
+    buffer = buffers.index(index)
+    buffer.store(x.to(out.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, [row, col], buffer)
+
+
+@gluon.jit
+def _next(slot, phase):
+    slot += 1
+    if slot == _STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def _place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
+    block_m, block_n = tile_at(tile, row_blocks, col_blocks, group_m)
+    return block_m, block_n * OUT
+
+
+@gluon.jit
+def _consume(
+    WHICH: gl.constexpr, out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m,
+    a_s, w_s, buffers, full, empty,
+    GATED: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """Half the rows of every tile; HALVES: none of them where the second half is padding."""
+    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+    PIECE: gl.constexpr = buffers.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDE, 16])
+    half_blocks = a_s._reinterpret(a_s.dtype, [2 * _STAGES, _ROWS, _STEP], a_s.layout)
+    row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
+    col_blocks = gl.cdiv(N, OUT)
+    steps = gl.cdiv(K, _STEP)
+    slot = 0
+    phase = 0
+    for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
+        block_m, col = _place(tile, row_blocks, col_blocks, group_m, OUT)
+        row = (2 * block_m + WHICH) * _ROWS
+        used = True
+        if HALVES and WHICH == 1:
+            used = gl.load(pairs_ptr + row) < num_pairs
+        if used:
+            acc = gl.zeros([_ROWS, _WIDE], gl.float32, layout)
+            for step in range(steps):
+                mbarrier.wait(full.index(slot), phase)
+                w = w_s.index(slot).permute((1, 0))
+                acc = warpgroup_mma(half_blocks.index(2 * slot + WHICH), w, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                # The product before this one has been read. (A name that keeps its slot from one
+                # step to the next is not carried by triton 3.6.)
+                last = (slot + _STAGES - 1) % _STAGES
+                mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
+                slot, phase = _next(slot, phase)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((slot + _STAGES - 1) % _STAGES), count=1)
+            if GATED:
+                _send(_silu_mul(acc), buffers, WHICH * BUFFERS, out, row, col, BUFFERS)
+            else:
+                left, right = _halves(acc)
+                first, second = _halves(left)
+                _send(first, buffers, WHICH * BUFFERS, out, row, col, BUFFERS)
+                _send(second, buffers, WHICH * BUFFERS + 1, out, row, col + PIECE, BUFFERS)
+                first, second = _halves(right)
+                _send(first, buffers, WHICH * BUFFERS, out, row, col + 2 * PIECE, BUFFERS)
+                _send(second, buffers, WHICH * BUFFERS + 1, out, row, col + 3 * PIECE, BUFFERS)
+        else:
+            for _ in range(steps):
+                mbarrier.wait(full.index(slot), phase)
+                mbarrier.arrive(empty.index(slot), count=1)
+                slot, phase = _next(slot, phase)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _upper(out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers, full, empty,
+           GATED: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+    _consume(0, out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers, full,
+             empty, GATED, HALVES, BUFFERS)  # fmt: skip
+
+
+@gluon.jit
+def _lower(out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers, full, empty,
+           GATED: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+    _consume(1, out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers, full,
+             empty, GATED, HALVES, BUFFERS)  # fmt: skip
+
+
+@gluon.jit
+def _load(
+    a, w, experts_ptr, num_rows_ptr, N, K, group_m, a_s, w_boxes, full, empty, GATED: gl.constexpr
+):
+    """w_boxes: for each stage one box, or gate above up."""
+    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+    BYTES: gl.constexpr = (2 * _ROWS + _WIDE) * _STEP * 2
+    row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
+    col_blocks = gl.cdiv(N, OUT)
+    steps = gl.cdiv(K, _STEP)
+    slot = 0
+    phase = 1
+    for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
+        block_m, col = _place(tile, row_blocks, col_blocks, group_m, OUT)
+        w_row = gl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col
+        for step in range(steps):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            mbarrier.expect(bar, BYTES)
+            k = step * _STEP
+            tma.async_copy_global_to_shared(a, [block_m * 2 * _ROWS, k], bar, a_s.index(slot))
+            if GATED:
+                gate = w_boxes.index(2 * slot)
+                up = w_boxes.index(2 * slot + 1)
+                tma.async_copy_global_to_shared(w, [w_row, k], bar, gate)
+                tma.async_copy_global_to_shared(w, [w_row + N, k], bar, up)
+            else:
+                tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(slot))
+            slot, phase = _next(slot, phase)
+
+
+@gluon.jit(do_not_specialize=["num_pairs", "group_m"])
+def _gemm(
+    a, w, out, experts_ptr, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m,
+    GATED: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:  # for all warps, which begin when this one lets them
+        take_turn()
+    a_s = gl.allocate_shared_memory(a.dtype, [_STAGES, 2 * _ROWS, _STEP], a.layout)
+    w_s = gl.allocate_shared_memory(w.dtype, [_STAGES, _WIDE, _STEP], w.layout)
+    buffers = gl.allocate_shared_memory(out.dtype, [2 * BUFFERS] + out.block_shape, out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(_STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    fence_async_shared()
+    if GATED:
+        w_boxes = w_s._reinterpret(w.dtype, [2 * _STAGES, _WIDE // 2, _STEP], w.layout)
+    else:
+        w_boxes = w_s
+    gl.warp_specialize(
+        [
+            (_upper, (out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers,
+                      full, empty, GATED, HALVES, BUFFERS)),
+            (_lower, (out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers,
+                      full, empty, GATED, HALVES, BUFFERS)),
+            (_load, (a, w, experts_ptr, num_rows_ptr, N, K, group_m, a_s, w_boxes, full, empty,
+                     GATED)),
+        ],
+        [4, 1],  # warps of the second and third
+        [240, 24],  # and registers of their threads: with the first's, 3 * 168 as at the launch
+    )  # fmt: skip
+
+
+_launch_gemm = Launcher(_gemm)

@@ -1,0 +1,63 @@
+"""Measured plans by shape, as the package ships them for a device (`tuned/<device>.json`)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from typing import Any
+
+from moekit.problem import MoEProblem
+
+# A shape is close enough to a measured one if no size differs by more than this factor.
+_NEAR = 2.0
+_SIZES = ("experts", "hidden", "intermediate")
+
+
+def table_key(problem: MoEProblem) -> dict[str, Any]:
+    """What a table's entry was measured for; sizes may be near, the rest must be equal."""
+    p = problem
+    return {
+        "experts": p.num_local_experts,
+        "hidden": p.hidden_size,
+        "intermediate": p.local_intermediate_size,
+        "scheme": p.quant.name,
+        "dtype": p.dtype_name,
+        "gated": p.activation.gated,
+    }
+
+
+def nearest_plan(problem: MoEProblem, per_expert: float) -> Mapping[str, Any] | None:
+    """What was measured for the nearest shape and, on a log scale, rows per expert, if any."""
+    key = table_key(problem)
+    best: tuple[float, Mapping[str, Any]] | None = None
+    for entry in entries(problem.device.name):
+        if any(entry[name] != value for name, value in key.items() if name not in _SIZES):
+            continue
+        apart = [abs(math.log(entry[name] / key[name])) for name in _SIZES]
+        if max(apart) <= math.log(_NEAR) and (best is None or sum(apart) < best[0]):
+            best = sum(apart), entry
+    if best is None:
+        return None
+    wanted = math.log(max(per_expert, 1e-3))
+
+    def apart_from(plan: Mapping[str, Any]) -> float:
+        return abs(math.log(plan["rows_per_expert"]) - wanted)
+
+    return min(best[1]["plans"], key=apart_from)
+
+
+@functools.cache
+def entries(device_name: str) -> tuple[Mapping[str, Any], ...]:
+    """Entries shipped for a device, none for an unknown one."""
+    return tuple(_read(device_name)) if device_name else ()
+
+
+def _read(device_name: str) -> Iterator[Mapping[str, Any]]:
+    name = re.sub(r"\W+", "_", device_name) + ".json"
+    file = resources.files("moekit_triton") / "tuned" / name
+    if file.is_file():
+        yield from json.loads(file.read_text())["entries"]

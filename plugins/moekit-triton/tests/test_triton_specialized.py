@@ -1,0 +1,125 @@
+"""GEMMs by specialized warps against plain torch in fp32; NaN wherever nothing should look."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from moekit_triton import config, experts
+from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
+from moekit_triton.config import choose_plan, sorted_plan
+from moekit_triton.numerics import INTERPRETED, Activation
+from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
+
+import moekit
+from moekit import MoEProblem
+from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import assert_close
+
+KNOWN = triton.__version__.startswith("3.6.")
+LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+
+def problem(**changes) -> MoEProblem:
+    sizes = dict(num_experts=8, top_k=2, hidden_size=512, intermediate_size=384)
+    return MoEProblem(**{**sizes, **changes}, device="sm90")
+
+
+def test_only_where_it_can(monkeypatch) -> None:
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    wide = problem(hidden_size=4096, intermediate_size=2048)
+    for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
+              wide.replace(activation="relu2")):  # fmt: skip
+        plan = choose_plan(p, 8192, 2)
+        assert plan.sorted and not (plan.first.specialized or plan.second.specialized)
+    plan = choose_plan(wide, 8192, 2)
+    assert plan.first.specialized == plan.second.specialized == KNOWN
+
+
+@pytest.fixture
+def hopper(device):
+    if INTERPRETED or not KNOWN:
+        pytest.skip("Gluon is not interpreted, and known as it is in triton 3.6")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return device
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden", "inner", "rows"),
+    [
+        (8, 2, 512, 384, 700),
+        (4, 1, 328, 200, 513),  # edges of both products
+        (64, 4, 256, 768, 2000),
+        (16, 8, 2048, 256, 5000),  # several tiles a program
+        (1, 1, 64, 64, 1),
+    ],
+)
+def test_block(hopper, halves, dtype, num_experts, top_k, hidden, inner, rows):
+    def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device="cuda") * by).to(dtype)
+
+    def nan(*shape: int) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+    def ints(n: int) -> torch.Tensor:
+        return torch.full((n,), 2**30, dtype=torch.int32, device="cuda")
+
+    ids = torch.rand(rows, num_experts, device="cuda").topk(top_k, dim=1).indices
+    if num_experts == 8:  # pairs of nobody, and an expert without rows
+        ids[::3, 1] = -1
+        ids[ids == 3] = 2
+    pairs, capacity = ids.numel(), align_capacity(ids.numel(), num_experts, 128)
+    aligned = AlignedPairs(ints(capacity), ints(capacity // 128), ints(1), 128, ints(pairs))
+    align(ids, num_experts, aligned, ints(align_scratch(pairs, num_experts)))
+    real = torch.arange(capacity, device="cuda") < int(aligned.num_rows)
+    real &= aligned.pairs_S < pairs
+
+    x = randn(rows, hidden)
+    w13 = randn(num_experts, 2 * inner, hidden, by=hidden**-0.5)
+    w2 = randn(num_experts, hidden, inner, by=inner**-0.5)
+    plan = sorted_plan(problem())
+    first, second = (replace(c, halves=halves, specialized=True) for c in (plan.first, plan.second))
+    x_SH, a_SI, y_SH = nan(capacity, hidden), nan(capacity, inner), nan(capacity, hidden)
+    copy_rows(x, aligned, x_SH)
+    outs = []
+    for _ in range(3):
+        a_SI.fill_(float("nan"))
+        y_SH.fill_(float("nan"))
+        silu = Activation("silu")
+        sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, activation=silu)
+        a = a_SI.clone()
+        a[~real] = float("nan")
+        sorted_gemm(a, w2, y_SH, aligned, second, pairs, 132)
+        outs.append(y_SH[real])
+    assert all(torch.equal(out, outs[0]) for out in outs), "not the same twice"
+
+    flat = ids.flatten()
+    of = flat[aligned.pairs_S[real].long()]
+    rows_of = aligned.pairs_S[real].long() // top_k
+    for expert in range(num_experts):
+        mine = of == expert
+        gate, up = (x[rows_of[mine]].float() @ w13[expert].float().T).chunk(2, dim=1)
+        want = (F.silu(gate) * up).to(dtype).float() @ w2[expert].float().T
+        if len(want):
+            error = float((outs[0][mine].float() - want).norm() / want.norm())
+            assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"
+
+
+def test_experts(hopper, monkeypatch):
+    """The whole block, with the workspace's buffers on top of each other as they come."""
+    p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
+    plan = sorted_plan(p)
+    assert plan.first.specialized and plan.second.specialized
+    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: replace(plan, copied=True))
+    monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
+    weights = random_weights(p)
+    kernel = moekit.compose(p, "local", "triton")
+    packed = kernel.pack(weights)
+    for kind in ("random", "hot", "slots"):
+        case = make_case(p, 1500, kind)
+        out = kernel(case.x, packed, case.routing)
+        assert_close(out, case.reference(), p, kind)
