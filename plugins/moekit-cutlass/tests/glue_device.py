@@ -1,4 +1,4 @@
-"""Times what runs around the GEMMs of moekit-cutlass, moekit-deepgemm and moekit-marlin, kernel by
+"""Times what runs around the GEMMs of moekit-triton, -cutlass, -deepgemm and -marlin, kernel by
 kernel, on a GPU. Needs none of their libraries.
 
     python plugins/moekit-cutlass/tests/glue_device.py [--shapes mixtral] [--tokens 16 1024 16384]
@@ -31,7 +31,15 @@ from moekit_deepgemm import rows as deepgemm  # noqa: E402
 from moekit_deepgemm.config import make_plan  # noqa: E402
 from moekit_marlin import kernels as marlin  # noqa: E402
 from moekit_marlin.sizes import LOCKS, choose_block  # noqa: E402
-from moekit_triton.rows import Activation, ValidRows, activate_rows, weighted_sum  # noqa: E402
+from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch  # noqa: E402
+from moekit_triton.rows import (  # noqa: E402
+    Activation,
+    ValidRows,
+    activate_rows,
+    quantize_rows,
+    weighted_sum,
+)
+from moekit_triton.sorted_gemm import copy_rows  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moekit.bench.measure import measure  # noqa: E402
@@ -87,13 +95,32 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
     yield ("triton activate fp8 row", S * inner * 5,
            lambda: activate_rows(h, q, SILU, valid, scale=scale_S.view(S, 1)))  # fmt: skip
 
+    groups_S = empty(S, -(-inner // 128), dtype=torch.float32)
+    named = ValidRows(ids=ids.view(-1))
+    yield ("triton activate fp8 group", S * inner * (5 + group),
+           lambda: activate_rows(h, q, SILU, named, scale=groups_S))  # fmt: skip
+    q_TH, groups_T = empty(tokens, H, dtype=FP8), empty(tokens, H // 128, dtype=torch.float32)
+    yield ("triton quantize fp8 group", tokens * H * (3 + group),
+           lambda: quantize_rows(x, q_TH, groups_T))  # fmt: skip
+    block_m = 128 if S > 64 * E else 16
+    entries = align_capacity(S, E, block_m)
+    aligned = AlignedPairs(
+        empty(entries), empty(entries // block_m), empty(1), block_m, empty(S)
+    )  # fmt: skip
+    own_scratch = empty(align_scratch(S, E))
+    align(ids, E, aligned, own_scratch)
+    yield "triton align", S * 16, lambda: align(ids, E, aligned, own_scratch)
+    ordered = empty(entries, H, dtype=BF16)
+    yield ("triton copy_rows", (tokens + S) * H * 2,
+           lambda: copy_rows(x, aligned, ordered))  # fmt: skip
+
     plan = make_plan(S, E, E)
     rows, ends = empty(S), empty(E)
-    align_scratch = empty(deepgemm_align.align_scratch(S, E))
+    scratch_E = empty(deepgemm_align.align_scratch(S, E))
     flat = ids.view(-1)
-    deepgemm_align.align(flat, plan.block_m, rows, ends, align_scratch)
+    deepgemm_align.align(flat, plan.block_m, rows, ends, scratch_E)
     yield ("deepgemm align", S * 12,
-           lambda: deepgemm_align.align(flat, plan.block_m, rows, ends, align_scratch))  # fmt: skip
+           lambda: deepgemm_align.align(flat, plan.block_m, rows, ends, scratch_E))  # fmt: skip
     a_MH = empty(plan.rows, H, dtype=FP8)
     scale_GM = empty(H // 128, plan.rows, dtype=torch.float32)
     yield ("deepgemm scatter fp8", (2 * tokens + S * (1 + group)) * H,

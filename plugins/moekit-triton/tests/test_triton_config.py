@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -132,3 +133,32 @@ def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
     buffers = TritonExperts(registry().expert("triton"), p).workspace(rows)
     x_SH = align_capacity(rows * p.top_k, 8, 128) * p.hidden_size
     assert max(math.prod(b.shape) for b in buffers) >= x_SH
+
+
+def test_the_tuner_pairs_products(monkeypatch) -> None:
+    """Of one block_m, and of orders that fit; the last word is that of the turns."""
+
+    def timed(us: float, order: str = "pairs", block_m: int = 128) -> tune.Timed:
+        return tune.Timed(us, GemmConfig(block_m, 128, 64), True, order)
+
+    search = tune.Search(None)
+    search.found = {
+        ("first", 128, "pairs"): [timed(10)],
+        ("second", 128, "pairs"): [timed(5)],
+        ("first", 128, "copied"): [timed(9, "copied")],
+        ("second", 128, "sorted"): [timed(5.5, "sorted")],
+        ("first", 64, "copied"): [timed(1, "copied", 64)],  # with no GEMM 2 of its kind
+        ("second", 64, "pairs"): [timed(1, "pairs", 64)],
+        ("first", 32, "pairs"): [],
+    }
+    slower = {"pairs": 0.0, "copied": 0.0, "sorted": 0.0}
+
+    def again(gemm, found):
+        return {id(t): replace(t, us=t.us + slower[t.order]) for t in found}
+
+    monkeypatch.setattr(search, "_again", again)
+    assert [t.order for t in search.settle()] == ["copied", "sorted"]
+    slower["copied"] = 2.0
+    assert [t.order for t in search.settle()] == ["pairs", "pairs"]
+    search.found = {("first", 128, "pairs"): [timed(1)]}
+    assert search.settle() is None

@@ -21,7 +21,7 @@ from .numerics import INTERPRETED
 FEW_PAIRS = 32
 """Up to this many pairs one program compares each with each."""
 
-ONE_LAUNCH_PAIRS = 512 if INTERPRETED else 4096
+ONE_LAUNCH_PAIRS = 512 if INTERPRETED else 2048
 """Up to this many pairs every program counts all of them by itself, so that none waits for
 another. Above, a first kernel counts each program's share."""
 

@@ -228,7 +228,7 @@ def _elapsed(call: Callable[[], None]) -> float:
 
 @dataclass(frozen=True, order=True)
 class Timed:
-    """A way to do a product, and the microseconds it took; how apart from that: by `Case.calls`."""
+    """What `Case.calls` was asked for, and the microseconds that one call took."""
 
     us: float
     config: GemmConfig = field(compare=False)
@@ -256,14 +256,11 @@ class Search:
             if us < max(_TELLING, 1.5 * enough):
                 timer = Timer()
                 timer.add(calls)
-                us = min(timer.microseconds(0.0, 4)) / len(calls)
+                (us,) = timer.microseconds(0.0, 4)
+                us /= len(calls)
         except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
             return
         bisect.insort(found, Timed(us, config, fused, order))
-
-    def best(self) -> list[Timed]:
-        """One of each key, before `settle`."""
-        return [found[0] for found in self.found.values() if found]
 
     def settle(self) -> tuple[Timed, Timed] | None:
         """GEMM 1 and 2 of one block_m and fitting orders; the best few are timed in turns again."""
@@ -315,9 +312,9 @@ def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
         if not fusable(p, 128) or p.quant.activation is not None:
             attempt("first", config, fused=False)
         attempt("second", config)
-    for (gemm, *_), best in zip(list(search.found), search.best(), strict=True):
-        for other in variations(best.config):
-            attempt(gemm, other, best.fused)
+    for (gemm, *_), found in list(search.found.items()):
+        for other in variations(found[0].config) if found else ():
+            attempt(gemm, other, found[0].fused)
     if sorting_pays(p, len(case.x), p.top_k):
         for (gemm, *_), found in list(search.found.items()):
             for best in found[:_FINALISTS] if gemm == "first" else ():
@@ -343,7 +340,7 @@ def _compile(job: tuple[str, str, str, list[dict[str, Any]]]) -> None:
     scheme, gemm, order, configs = job
     sizes = {"hidden_size": 512, "intermediate_size": 512}
     problem = MoEProblem(num_experts=2, top_k=2, quant=scheme, device="cuda", **sizes)
-    case = _case(problem, 16, 1)
+    case = make_case(problem, 16, 1)
     for values in configs:
         values = dict(values)
         fused = values.pop("fused", True)
@@ -353,7 +350,7 @@ def _compile(job: tuple[str, str, str, list[dict[str, Any]]]) -> None:
             case.calls(gemm, GemmConfig(**values), fused, order)[0]()
 
 
-def _case(problem: MoEProblem, rows: int, routings: int, packed: Any = None) -> Case:
+def make_case(problem: MoEProblem, rows: int, routings: int, packed: Any = None) -> Case:
     experts = TritonExperts(registry().expert("triton"), problem)
     if packed is None:
         packed = experts.pack(random_weights(problem, torch.device("cuda")))
@@ -417,7 +414,7 @@ def _tune(job: tuple[str, str, Sequence[float]]) -> tuple[dict[str, Any], float]
         rows = max(1, round(per_expert * problem.num_experts / problem.top_k))
         if rows > _MOST_TOKENS:
             break
-        case = _case(problem, rows, 8 if rows <= 64 else 3 if rows < 4096 else 2, packed)
+        case = make_case(problem, rows, 8 if rows <= 64 else 3 if rows < 4096 else 2, packed)
         packed = case.packed
         plan = tune_size(case, rows * problem.top_k / problem.num_experts)
         if plan is not None:
