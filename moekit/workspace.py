@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Layout:
     def __init__(self, specs: Sequence[BufferSpec]) -> None:
         self._specs = tuple(specs)
         self.nbytes = Workspace.nbytes_for(specs)
+        # The arena they were laid out in last, and how.
+        self.held: tuple[Tensor, list[Tensor]] | None = None
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The buffers, as disjoint parts of ``buffer`` (uint8)."""
@@ -61,10 +63,7 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[torch.device, Tensor] = {}
         self._captured: list[Tensor] = []
-        # Views of the present buffers only, so that a buffer that was outgrown is freed.
-        self._views: WeakKeyDictionary[Layout, tuple[torch.device, list[Tensor]]] = (
-            WeakKeyDictionary()
-        )
+        self._holders: WeakSet[Layout] = WeakSet()
 
     @classmethod
     def default(cls) -> Workspace:
@@ -93,15 +92,18 @@ class Workspace:
                     "captured; run the largest call once (kernel.warmup(num_tokens)) before "
                     "capturing"
                 )
-            self._views.clear()
+            for holder in self._holders:  # or a buffer that was outgrown is not freed
+                holder.held = None
+            self._holders.clear()
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
             self._buffers[device] = buffer
         if capturing and not any(b is buffer for b in self._captured):
             self._captured.append(buffer)
-        made = self._views.get(layout)
-        if made is None or made[0] != device:
-            made = self._views[layout] = device, layout.views(buffer)
-        return made[1]
+        held = layout.held
+        if held is None or held[0] is not buffer:
+            held = layout.held = buffer, layout.views(buffer)
+            self._holders.add(layout)
+        return held[1]
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import shlex
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from moekit.bench import contestants
 from moekit.bench.cells import Case, Result
 from moekit.bench.cli import Sweep, add_sweep
 from moekit.bench.contestants import AUTO, Contestant, KernelCall
-from moekit.bench.environment import answered, recorded
+from moekit.bench.environment import answered, command, recorded
 from moekit.bench.measure import Call
 from moekit.bench.report import Json
 from moekit.bench.shapes import Shape
@@ -189,8 +188,8 @@ def _on_many(sweep: _Select, argv: Sequence[str]) -> bool:
             shape, scheme, cells = left.pop(0)
             more = ["--shapes", shape, "--quant", scheme, "--device", device, "--gpus", "0"]
             more += ["--output", str(sweep.file), "--markdown", os.devnull]
-            command = [sys.executable, "-m", "moekit", "tune", *argv, *more]
-            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            again = [sys.executable, "-m", "moekit", "tune", *argv, *more]
+            with subprocess.Popen(again, stderr=subprocess.PIPE, text=True) as child:
                 for line in child.stderr or ():
                     sweep.progress.say(f"{device}: {line.rstrip()}")
             codes.append(child.returncode)
@@ -245,7 +244,7 @@ class _Regret(Sweep):
 def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
     complete = True
     if args.measured is None:
-        sweep = _Regret(args, shlex.join(["python", "-m", "moekit", "tune", *argv]))
+        sweep = _Regret(args, command("tune", *argv))
         complete = sweep.measure()
         title, cells = _choice(sweep.data)
     else:

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ import torch
 from moekit.bench import contestants
 from moekit.bench.dispatch_cli import distributions, on_ranks
 from moekit.bench.dispatch_layers_cli import Json, LayerSweep, problem_of
-from moekit.bench.environment import recorded
+from moekit.bench.environment import command, recorded
 from moekit.errors import MoekitError
 from moekit.plugins import DispatcherSpec, registry
 from moekit.problem import MoEProblem
@@ -99,11 +98,11 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise MoekitError("--ep N measures on N devices: leave out --from and --gpus, or N of them")
     if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
         raise MoekitError(f"--ep {args.ep}: there are {torch.cuda.device_count()} devices")
-    cells, complete, command = [], True, shlex.join(["python", "-m", "moekit", "tune", *argv])
+    cells, complete, line = [], True, command("tune", *argv)
     shown, leader = "The choice", os.environ.get("RANK", "0") == "0"
     for layer in args.shapes.split(","):
         asked = _options(args, layer.strip())
-        sweep = (_Measured if args.regret else _Pairs)(asked, command)
+        sweep = (_Measured if args.regret else _Pairs)(asked, line)
         code = on_ranks(sweep, asked.ranks)
         failed = any(r["reason"] for c in sweep.data["cells"] for r in c["pairs"])
         complete &= code == 0 or (not args.regret and not failed)
