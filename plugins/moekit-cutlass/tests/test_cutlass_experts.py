@@ -53,7 +53,7 @@ PAIRS = [("local", "cutlass"), ("batched_reference", "cutlass_batched")]
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
-@pytest.mark.parametrize("tokens", [1, 20, 40])
+@pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_vllm(dispatcher, experts, tokens, scheme):
     """At most 64 rows, and more: the operator transposes the former."""

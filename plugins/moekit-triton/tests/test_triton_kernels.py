@@ -202,14 +202,16 @@ SCHEMES = [
     (torch.bfloat16, INT8, "none", "channel"),
     (torch.float16, INT8, "none", "tensor"),
 ]
-# (N, K, block_n, block_k): whole tiles, partial tiles, one partial tile, several scale groups a
-# tile
-SHAPES = [(64, 256, 32, 64), (96, 200, 64, 128), (40, 72, 64, 64), (320, 136, 256, 32)]
+# (N, K, block_n, block_k, a row for each pair): whole tiles, partial tiles, one partial tile,
+# several scale groups a tile
+SHAPES = [
+    (64, 256, 32, 64, True), (96, 200, 64, 128, False), (40, 72, 64, 64, False),
+    (320, 136, 256, 32, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("a_dtype", "w_dtype", "a_kind", "w_kind"), SCHEMES)
-@pytest.mark.parametrize(("n", "k", "block_n", "block_k"), SHAPES)
-@pytest.mark.parametrize("by_pair", [False, True])
+@pytest.mark.parametrize(("n", "k", "block_n", "block_k", "by_pair"), SHAPES)
 def test_grouped_gemm(device, a_dtype, w_dtype, a_kind, w_kind, n, k, block_n, block_k, by_pair):
     torch.manual_seed(0)
     rows, top_k, experts = 11, 3, 3
