@@ -29,6 +29,7 @@ from moekit_triton.rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
+from triton_checks import run_align
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 NAN = float("nan")
@@ -52,23 +53,6 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device)
 
 def rand_scale(*shape: int, device: torch.device) -> torch.Tensor:
     return (torch.rand(shape) + 0.5).to(device)
-
-
-def run_align(
-    ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
-) -> AlignedPairs:
-    capacity = align_capacity(ids.numel(), num_experts, block_m)
-
-    def ints(n: int) -> torch.Tensor:
-        return torch.full((n + 32,), -77, dtype=torch.int32, device=ids.device)
-
-    whole = [ints(n) for n in (capacity, capacity // block_m, 1, ids.numel())]
-    pairs, experts, num_rows, entries = (x[:-32] for x in whole)
-    out = AlignedPairs(pairs, experts, num_rows, block_m, entries)
-    scratch = ints(align_scratch(ids.numel(), num_experts))
-    align(ids, num_experts, out, scratch[:-32], zeros)
-    assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
-    return out
 
 
 def check_aligned(out: AlignedPairs, ids: torch.Tensor, num_experts: int) -> None:

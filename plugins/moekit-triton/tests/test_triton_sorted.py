@@ -6,16 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moekit_triton import experts
-from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
 from moekit_triton.config import Plan, choose_plan
 from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from moekit_triton.numerics import INTERPRETED, Activation
 from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
+from triton_checks import check_block, real_entries, relative, run_align
 
-import moekit
 from moekit import MoEProblem
-from moekit.testing.cases import make_case, random_weights
-from moekit.testing.compare import assert_close
 
 BLOCK_M, SMS = 64, 3
 CONFIG = GemmConfig(BLOCK_M, 32, 32, group_m=2, num_warps=4, num_stages=3, tma=True)
@@ -28,25 +25,8 @@ def hopper(device):
         pytest.skip("tensor descriptors need compute capability 9.0")
 
 
-def aligned_pairs(ids: torch.Tensor, num_experts: int, block_m: int = BLOCK_M) -> AlignedPairs:
-    capacity = align_capacity(ids.numel(), num_experts, block_m)
-
-    def ints(n: int) -> torch.Tensor:
-        return torch.full((n,), 2**30, dtype=torch.int32, device=ids.device)
-
-    out = AlignedPairs(
-        ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel())
-    )
-    align(ids, num_experts, out, ints(align_scratch(ids.numel(), num_experts)))
-    return out
-
-
 def nan(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=like.dtype, device=like.device)
-
-
-def relative(out: torch.Tensor, want: torch.Tensor) -> float:
-    return float((out.float() - want).norm() / want.norm())
 
 
 def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -88,13 +68,12 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     ids[: block_m + 9, 0] = 1  # two blocks, the second less than half full; else more, or less
     w13, w2 = randn(experts, wide, hidden, by=hidden**-0.5), randn(experts, hidden, inner, by=0.2)
     b13, b2 = (randn(experts, n) if bias else None for n in (wide, hidden))
-    aligned = aligned_pairs(ids, experts, block_m)
+    aligned = run_align(ids, experts, block_m)
     entries = aligned.pairs_S.numel()
 
     x_SH = nan(entries, hidden, like=x)
     copy_rows(x, aligned, x_SH)
-    real = torch.arange(entries, device=device) < int(aligned.num_rows)
-    real &= aligned.pairs_S < pairs
+    real = real_entries(aligned)
     assert torch.equal(x_SH[real], x[aligned.pairs_S[real] // slots])
     assert bool(x_SH[~real].isnan().all()), "copied to an entry of no pair"
     a_SI, gathered_SI = (nan(entries, inner, like=x) for _ in range(2))
@@ -122,7 +101,7 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
 
 def test_no_pairs(device):
     ids = torch.full((5, 2), -1, device=device)
-    aligned = aligned_pairs(ids, 3)
+    aligned = run_align(ids, 3, BLOCK_M)
     x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
     x_SH = nan(aligned.pairs_S.numel(), 64, like=x)
     copy_rows(x, aligned, x_SH)
@@ -144,7 +123,7 @@ def test_experts(device, monkeypatch, bias, copied):
     monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
     sizes = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=160)
     problem = MoEProblem(**sizes, has_bias=bias, device=device.type)
-    check(problem, tokens=90)
+    check_block(problem, tokens=90)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="large")
@@ -152,14 +131,4 @@ def test_experts_by_heuristic(device):
     sizes = dict(num_experts=8, top_k=2, hidden_size=1024, intermediate_size=2048)
     problem = MoEProblem(**sizes, device="cuda")
     assert choose_plan(problem, 1500, 2).sorted
-    check(problem, tokens=1500)
-
-
-def check(problem: MoEProblem, tokens: int) -> None:
-    weights = random_weights(problem)
-    kernel = moekit.compose(problem, "local", "triton")
-    packed = kernel.pack(weights)
-    for kind in ("random", "hot", "slots"):
-        case = make_case(problem, tokens, kind)
-        out = kernel(case.x, packed, case.routing)
-        assert_close(out, case.reference(), problem, kind)
+    check_block(problem, tokens=1500)

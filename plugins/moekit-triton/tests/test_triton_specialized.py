@@ -7,15 +7,12 @@ import torch
 import torch.nn.functional as F
 import triton
 from moekit_triton import config, experts
-from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
 from moekit_triton.config import choose_plan, sorted_plan
 from moekit_triton.numerics import INTERPRETED, Activation
 from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
+from triton_checks import check_block, real_entries, relative, run_align
 
-import moekit
 from moekit import MoEProblem
-from moekit.testing.cases import make_case, random_weights
-from moekit.testing.compare import assert_close
 
 KNOWN = triton.__version__.startswith("3.6.")
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -65,18 +62,12 @@ def test_block(hopper, halves, dtype, num_experts, top_k, hidden, inner, rows):
     def nan(*shape: int) -> torch.Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
 
-    def ints(n: int) -> torch.Tensor:
-        return torch.full((n,), 2**30, dtype=torch.int32, device="cuda")
-
     ids = torch.rand(rows, num_experts, device="cuda").topk(top_k, dim=1).indices
     if num_experts == 8:  # pairs of nobody, and an expert without rows
         ids[::3, 1] = -1
         ids[ids == 3] = 2
-    pairs, capacity = ids.numel(), align_capacity(ids.numel(), num_experts, 128)
-    aligned = AlignedPairs(ints(capacity), ints(capacity // 128), ints(1), 128, ints(pairs))
-    align(ids, num_experts, aligned, ints(align_scratch(pairs, num_experts)))
-    real = torch.arange(capacity, device="cuda") < int(aligned.num_rows)
-    real &= aligned.pairs_S < pairs
+    aligned = run_align(ids, num_experts, 128)
+    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
 
     x = randn(rows, hidden)
     w13 = randn(num_experts, 2 * inner, hidden, by=hidden**-0.5)
@@ -105,7 +96,7 @@ def test_block(hopper, halves, dtype, num_experts, top_k, hidden, inner, rows):
         gate, up = (x[rows_of[mine]].float() @ w13[expert].float().T).chunk(2, dim=1)
         want = (F.silu(gate) * up).to(dtype).float() @ w2[expert].float().T
         if len(want):
-            error = float((outs[0][mine].float() - want).norm() / want.norm())
+            error = relative(outs[0][mine], want)
             assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"
 
 
@@ -116,10 +107,4 @@ def test_experts(hopper, monkeypatch):
     assert plan.first.specialized and plan.second.specialized
     monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: replace(plan, copied=True))
     monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
-    weights = random_weights(p)
-    kernel = moekit.compose(p, "local", "triton")
-    packed = kernel.pack(weights)
-    for kind in ("random", "hot", "slots"):
-        case = make_case(p, 1500, kind)
-        out = kernel(case.x, packed, case.routing)
-        assert_close(out, case.reference(), p, kind)
+    check_block(p, tokens=1500)

@@ -25,6 +25,7 @@ _COLUMNS = 2048
 def copy_rows(x_RH: torch.Tensor, aligned: AlignedPairs, out_SH: torch.Tensor) -> None:
     """out[entry of each pair] = x[pair // K]; padding entries stay as they are.
 
+    x (R, H), out (capacity, H) of one dtype; ``aligned`` with entries_P, for K pairs a row.
     Row by row of x, so that each is read once: gathering reads x anew for each of its K entries.
     """
     rows, hidden = x_RH.shape

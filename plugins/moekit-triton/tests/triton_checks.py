@@ -1,0 +1,52 @@
+"""What several files of tests share: alignment into guarded lists, and the whole block's check."""
+
+from __future__ import annotations
+
+import torch
+from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
+
+import moekit
+from moekit import MoEProblem
+from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import assert_close
+
+
+def run_align(
+    ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
+) -> AlignedPairs:
+    capacity = align_capacity(ids.numel(), num_experts, block_m)
+
+    def ints(n: int) -> torch.Tensor:
+        return torch.full((n + 32,), -77, dtype=torch.int32, device=ids.device)
+
+    whole = [ints(n) for n in (capacity, capacity // block_m, 1, ids.numel())]
+    pairs, experts, num_rows, entries = (x[:-32] for x in whole)
+    out = AlignedPairs(pairs, experts, num_rows, block_m, entries)
+    scratch = ints(align_scratch(ids.numel(), num_experts))
+    align(ids, num_experts, out, scratch[:-32], zeros)
+    assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
+    return out
+
+
+def real_entries(aligned: AlignedPairs) -> torch.Tensor:
+    """Which entries are pairs, not padding or unused: bool (capacity,)."""
+    assert aligned.entries_P is not None
+    entry = torch.arange(aligned.pairs_S.numel(), device=aligned.pairs_S.device)
+    used = entry < int(aligned.num_rows)
+    return used & (aligned.pairs_S < aligned.entries_P.numel())
+
+
+def relative(out: torch.Tensor, want: torch.Tensor) -> float:
+    """Root mean square of the difference, relative to that of ``want`` (fp32)."""
+    return float((out.float() - want).norm() / want.norm())
+
+
+def check_block(problem: MoEProblem, tokens: int) -> None:
+    """The composed kernel against the oracle, on three kinds of routings."""
+    weights = random_weights(problem)
+    kernel = moekit.compose(problem, "local", "triton")
+    packed = kernel.pack(weights)
+    for kind in ("random", "hot", "slots"):
+        case = make_case(problem, tokens, kind)
+        out = kernel(case.x, packed, case.routing)
+        assert_close(out, case.reference(), problem, kind)
