@@ -48,7 +48,7 @@ _PARTS = 8  # of the numbers, each a process
 
 def plan_for(problem: MoEProblem, rows: int, path: str) -> Plan:
     """What `choose_plan` chooses, by another way; `direct` needs blocks of 16 rows."""
-    plan = replace(choose_plan(problem, rows, problem.top_k), dots=None, sorted=False)
+    plan = replace(choose_plan(problem, rows, problem.top_k), dots=None, order="pairs")
     if path == "dots":
         return replace(plan, dots=dot_configs(problem, rows, problem.top_k))
     return replace(plan, direct=path == "direct" and plan.block_m <= 16)

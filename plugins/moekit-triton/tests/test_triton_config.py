@@ -129,10 +129,25 @@ def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
     """`explain --device sm90` and `memory()` ask this of machines without CUDA."""
     p = problem()
     rows = 8192
-    assert choose_plan(p, rows, p.top_k).sorted
+    assert choose_plan(p, rows, p.top_k).order != "pairs"
     buffers = TritonExperts(registry().expert("triton"), p).workspace(rows)
     x_SH = align_capacity(rows * p.top_k, 8, 128) * p.hidden_size
     assert max(math.prod(b.shape) for b in buffers) >= x_SH
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) -> None:
+    p = problem(quant=scheme)
+    for version, specialized in (("3.6.0", True), ("3.5.0", False)):
+        monkeypatch.setattr(config.triton, "__version__", version)
+        found = list(tune.attempts(p, 1024.0))
+        assert {(gemm, order) for gemm, _, _, order in found if order != "pairs"} <= {
+            ("first", "copied"), ("first", "sorted"), ("second", "sorted")
+        }  # fmt: skip
+        assert any(order == "pairs" for *_, order in found) != specialized
+        assert any(c.specialized for _, c, *_ in found) == specialized
+        assert len(set(found)) == len(found)
+    assert {order for *_, order in tune.attempts(p, 16.0)} == {"pairs"}
 
 
 def test_the_tuner_pairs_products(monkeypatch) -> None:

@@ -9,7 +9,8 @@ from moekit_triton import experts
 from moekit_triton.config import Plan, choose_plan
 from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from moekit_triton.numerics import INTERPRETED, Activation
-from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
+from moekit_triton.rows import quantize_rows
+from moekit_triton.sorted_gemm import copy_rows, quantize_into_order, sorted_gemm
 from triton_checks import check_block, real_entries, relative, run_align
 
 from moekit import MoEProblem
@@ -99,6 +100,30 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
         assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"
 
 
+@pytest.mark.parametrize(("hidden", "top_k"), [(256, 2), (2320, 3)])
+def test_quantize_into_order(device, hidden, top_k):
+    """As `quantize_rows`, in order; x that is quantized already moves with its scales."""
+    rows, groups = 70, (hidden + 127) // 128
+    spread = torch.exp(2 * torch.randn(rows, groups)).repeat_interleave(128, 1)[:, :hidden]
+    x = (torch.randn(rows, hidden) * spread).to(device, torch.bfloat16)
+    ids = torch.randint(-1, 3, (rows, top_k), device=device)
+    aligned = run_align(ids, 3, BLOCK_M)
+    real, entries = real_entries(aligned), aligned.pairs_S.numel()
+    of = aligned.pairs_S[real].long() // top_k
+    q = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty(rows, groups, device=device)
+    quantize_rows(x, q, scale)
+    strided = torch.empty(groups, rows, device=device).t().copy_(scale)
+    for source, source_scale in ((x, None), (q, scale), (q, strided)):
+        out = torch.full((entries, hidden), float("nan"), device=device).to(q.dtype)
+        out_scale = torch.full((groups, entries), float("nan"), device=device)
+        quantize_into_order(source, source_scale, aligned, out, out_scale)
+        assert torch.equal(out[real].view(torch.uint8), q.view(torch.uint8)[of])
+        assert torch.equal(out_scale[:, real], scale[of].T)
+        assert bool(out.float()[~real].isnan().all()), "written to an entry of no pair"
+        assert bool(out_scale[:, ~real].isnan().all()), "scale of no pair"
+
+
 def test_no_pairs(device):
     ids = torch.full((5, 2), -1, device=device)
     aligned = run_align(ids, 3, BLOCK_M)
@@ -114,11 +139,11 @@ def test_no_pairs(device):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("copied", [False, True])
-def test_experts(device, monkeypatch, bias, copied):
+@pytest.mark.parametrize("order", ["sorted", "copied"])
+def test_experts(device, monkeypatch, bias, order):
     """The whole block, with the workspace's buffers on top of each other as they come."""
     first = replace(CONFIG, tma=not INTERPRETED)
-    plan = Plan(first, replace(CONFIG, persistent=True), True, sorted=True, copied=copied)
+    plan = Plan(first, replace(CONFIG, persistent=True), True, order=order)
     monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: plan)
     monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
     sizes = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=160)
@@ -130,5 +155,5 @@ def test_experts(device, monkeypatch, bias, copied):
 def test_experts_by_heuristic(device):
     sizes = dict(num_experts=8, top_k=2, hidden_size=1024, intermediate_size=2048)
     problem = MoEProblem(**sizes, device="cuda")
-    assert choose_plan(problem, 1500, 2).sorted
+    assert choose_plan(problem, 1500, 2).order == "copied"
     check_block(problem, tokens=1500)

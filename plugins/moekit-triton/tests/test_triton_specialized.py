@@ -29,7 +29,7 @@ def test_only_where_it_can(monkeypatch) -> None:
     for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
               wide.replace(activation="relu2")):  # fmt: skip
         plan = choose_plan(p, 8192, 2)
-        assert plan.sorted and not (plan.first.specialized or plan.second.specialized)
+        assert plan.order != "pairs" and not (plan.first.specialized or plan.second.specialized)
     plan = choose_plan(wide, 8192, 2)
     assert plan.first.specialized == plan.second.specialized == KNOWN
 
@@ -105,6 +105,6 @@ def test_experts(hopper, monkeypatch):
     p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
     plan = sorted_plan(p)
     assert plan.first.specialized and plan.second.specialized
-    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: replace(plan, copied=True))
+    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: replace(plan, order="copied"))
     monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
     check_block(p, tokens=1500)

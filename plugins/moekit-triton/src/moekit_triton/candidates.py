@@ -10,6 +10,7 @@ from moekit import MoEProblem
 
 from .config import PACKED_BLOCK_M, operand_bits, specializable, tma_possible
 from .gemm import GemmConfig
+from .numerics import SCALE_GROUP
 from .packed import CHUNK
 
 _SHARED = 227 << 10
@@ -75,15 +76,19 @@ def _packed_candidates(blocks_m: Sequence[int], wide: int) -> list[GemmConfig]:
 
 def sorted_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
     """Tiles for rows in order, see `sorted_gemm`."""
-    shapes = [(128, 256, 8, 4), (128, 256, 8, 3), (64, 256, 4, 4)]
+    scaled = problem.quant.weight is not None
+    block_k = SCALE_GROUP if scaled else 64
     specialized = [
-        GemmConfig(128, 256 // wide, 64, group, 8, 4, True, halves=halves, specialized=True)
+        GemmConfig(128, 256 // wide, block_k, group, 8, 4, True, halves=halves, specialized=True)
         for group in (4, 8, 16)
         for halves in (True, False)
         if specializable(problem)
     ]
+    if scaled:
+        return specialized
+    shapes = [(128, 256, 8, 4), (128, 256, 8, 3), (64, 256, 4, 4)]
     return specialized + [
-        GemmConfig(m, columns // wide, 64, group, warps, stages, True, kind == "persistent",
+        GemmConfig(m, columns // wide, block_k, group, warps, stages, True, kind == "persistent",
                    halves=kind == "halves")
         for m, columns, warps, stages in shapes
         for group in (4, 8, 16)

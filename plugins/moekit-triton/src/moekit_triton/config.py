@@ -13,7 +13,7 @@ from moekit.problem import MoEProblem
 
 from .gemm import GemmConfig
 from .gemv import GemvConfig
-from .numerics import INTERPRETED
+from .numerics import INTERPRETED, SCALE_GROUP
 from .packed import CHUNK
 from .tables import nearest_plan
 
@@ -21,9 +21,10 @@ BLOCKS_M = (8, 16, 32, 64, 128)  # 8: weights of 4 bits only
 # Shared memory one program may use, in bytes, where it is not Hopper's 227 KiB.
 _SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10}
 _SMS = 132
-# Rows per expert from which they are sorted, and the width from which x is copied into order first:
-# that costs writing x once for each pair, and saves some 9 % of GEMM 1.
-_SORTED_FROM, _COPIED_WIDTH = 128, 1024
+# Rows per expert from which they are sorted, of 16 bits and of fp8 blocks, and the width from which
+# x of 16 bits is copied into order first: that costs writing x once for each pair, and saves some
+# 9 % of GEMM 1.
+_SORTED_FROM, _SORTED_FROM_FP8, _COPIED_WIDTH = 128, 32, 1024
 # Dot products read an expert's weights for each of its pairs: at most so many times on average,
 # for weights of more than 8 bits and for those of 8.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
@@ -37,16 +38,15 @@ _MOST_SPLITS, _MOST_ADDENDS = 4, 16
 class Plan:
     """direct: no alignment, each (token, slot) is a block of its own. fused: GEMM 1 applies the
     activation (and quantizes its result where groups or one given scale allow it). dots: both GEMMs
-    by dot products instead, see `gemv`. sorted: GEMM 2 takes rows in the order of their experts,
-    see `sorted_gemm`; copied: so does GEMM 1, of x copied into that order first."""
+    by dot products instead, see `gemv`. order, see `sorted_gemm`: rows come as tokens name them
+    ("pairs"), or GEMM 1 sorts its result ("sorted"), or x is copied into order first ("copied")."""
 
     first: GemmConfig
     second: GemmConfig
     fused: bool
     direct: bool = False
     dots: tuple[GemvConfig, GemvConfig] | None = None
-    sorted: bool = False
-    copied: bool = False
+    order: str = "pairs"
 
     @property
     def block_m(self) -> int:
@@ -61,8 +61,9 @@ def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = Fal
     plan = _measured(problem, per_expert)
     if plan is None:
         plan = sorted_plan(problem) if pays else heuristic(problem, per_expert)
-    elif plan.sorted:  # else the tiles serve as well without
-        plan = replace(plan, sorted=pays, copied=plan.copied and pays)
+    elif plan.order != "pairs" and not pays:
+        scaled = problem.quant.weight is not None  # else the tiles serve as well without
+        plan = heuristic(problem, per_expert) if scaled else replace(plan, order="pairs")
     if not specializable(problem):
         plan = replace(plan, first=_plain(plan.first), second=_plain(plan.second))
     pairs = rows * slots
@@ -172,20 +173,24 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
 
 def sorting_pays(problem: MoEProblem, rows: int, slots: int) -> bool:
     """Whether GEMM 2 gains by rows in the order of their experts, which both operands' descriptors
-    want."""
-    if problem.quant.weight is not None or problem.dtype.itemsize != 2:
+    want: of 16 bits, and of fp8 blocks where they are specialized."""
+    scaled = problem.quant.weight is not None
+    if scaled and not specializable(problem) or problem.dtype.itemsize != 2:
         return False
     per_expert = rows * slots / problem.num_physical_experts
-    return per_expert >= _SORTED_FROM and tma_possible(problem)
+    return per_expert >= (_SORTED_FROM_FP8 if scaled else _SORTED_FROM) and tma_possible(problem)
 
 
 def specializable(problem: MoEProblem) -> bool:
-    """Whether `specialized` can do both products. Gluon still changes with Triton's versions.
-    MOEKIT_TRITON_GLUON=0 in the environment does without."""
+    """Whether `specialized`, or of fp8 blocks `specialized_fp8`, can do both products. Gluon still
+    changes with Triton's versions. MOEKIT_TRITON_GLUON=0 in the environment does without."""
     wanted = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"
     plain = problem.activation.name == "silu" and problem.activation.gated
+    blocks = problem.quant.name == "fp8_block"
     return (
         wanted and plain and not problem.activation.clamped and not problem.has_bias
+        and (problem.quant.weight is None or blocks)
+        and (not blocks or problem.local_intermediate_size % SCALE_GROUP == 0)
         and not INTERPRETED
         and problem.device.capability == (9, 0) and triton.__version__.startswith("3.6.")
     )  # fmt: skip
@@ -201,12 +206,14 @@ def _plain(tile: GemmConfig) -> GemmConfig:
 
 def sorted_plan(problem: MoEProblem) -> Plan:
     """The tiles that win wherever they were measured."""
-    first = GemmConfig(128, 128, 64, 8, 8, 4, tma=True, halves=True, specialized=True)
+    scaled = problem.quant.weight is not None
+    block_k = SCALE_GROUP if scaled else 64
+    first = GemmConfig(128, 128, block_k, 8, 8, 4, tma=True, halves=True, specialized=True)
     second = replace(first, block_n=256)
     if not problem.activation.gated:
         first = second
-    copied = problem.local_intermediate_size >= _COPIED_WIDTH
-    return Plan(first, second, fused=True, sorted=True, copied=copied)
+    copied = scaled or problem.local_intermediate_size >= _COPIED_WIDTH
+    return Plan(first, second, fused=True, order="copied" if copied else "sorted")
 
 
 def num_sms(problem: MoEProblem) -> int:
@@ -275,6 +282,5 @@ def _measured(problem: MoEProblem, per_expert: float) -> Plan | None:
     first, second = GemmConfig(**plan["first"]), GemmConfig(**plan["second"])
     if not tma_possible(problem):  # measured on sizes that only come near these
         first, second = replace(first, tma=False), replace(second, tma=False)
-    fused, in_order = plan["fused"] and fusable(problem, first.block_n), plan.get("sorted", False)
-    copied = plan.get("copied", in_order)
-    return Plan(first, second, fused, sorted=in_order, copied=copied)
+    fused = plan["fused"] and fusable(problem, first.block_n)
+    return Plan(first, second, fused, order=plan.get("order", "pairs"))

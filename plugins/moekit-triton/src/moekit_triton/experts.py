@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
@@ -27,6 +28,7 @@ from .config import (
 )
 from .gemm import Epilogue, Rows, grouped_gemm
 from .gemv import gemv_down, gemv_up
+from .numerics import SCALE_GROUP
 from .packed import pack_weights
 from .rows import (
     AMAX_PARTIALS,
@@ -37,7 +39,7 @@ from .rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
-from .sorted_gemm import copy_rows, sorted_gemm
+from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
 
 
 class _TritonExperts(PermuteExpertsUnpermute):
@@ -188,18 +190,19 @@ class TritonExperts(_TritonExperts):
             # GEMM 1's output, or its input in order; and when that has been read, GEMM 2's output
             BufferSpec((gemm_out,), p.dtype),
             *self._activated(max(pairs, sorted_rows)),
-            *self._input(rows),
+            *self._input(rows, sorted_rows),
         )
 
-    def _input(self, rows: int) -> tuple[BufferSpec, BufferSpec]:
-        """The quantized input of GEMM 1 and its scale, for x that arrives unquantized."""
+    def _input(self, rows: int, sorted_rows: int) -> tuple[BufferSpec, BufferSpec]:
+        """The quantized input of GEMM 1 and its scale, for x that arrives unquantized; in order,
+        the input lies elsewhere."""
         hidden, operand = self.problem.hidden_size, self.problem.quant.activation
         if operand is None:
             return BufferSpec((0,), self._a_dtype), BufferSpec((0,), torch.float32)
         groups = 0 if self._static else operand.scale_shape(1, hidden)[1]
         return (
             BufferSpec((rows, hidden), self._a_dtype),
-            BufferSpec((rows, groups), torch.float32),
+            BufferSpec((max(rows, sorted_rows), groups), torch.float32),
         )
 
     def apply(
@@ -230,8 +233,8 @@ class TritonExperts(_TritonExperts):
                 w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"),
             )  # fmt: skip
             return
-        x, x_scale = tokens.x, tokens.x_scale
-        if x_scale is None and self.problem.quant.activation is not None:
+        x, x_scale, in_order = tokens.x, tokens.x_scale, plan.order != "pairs"
+        if x_scale is None and p.quant.activation is not None and not in_order:
             x, x_scale = self._quantize_into(q[:rows], q_scale[:rows], x, weights)
         if plan.direct:
             first, second = Rows.direct(ids_RK, slots), Rows.direct(ids_RK)
@@ -240,15 +243,17 @@ class TritonExperts(_TritonExperts):
             blocks = capacity // plan.block_m
             aligned = AlignedPairs(
                 entries[:capacity], experts[:blocks], num_rows, plan.block_m,
-                of_pairs[:pairs] if plan.sorted else None,
+                of_pairs[:pairs] if in_order else None,
             )  # fmt: skip
             align(ids_RK, p.num_local_experts, aligned, scratch)
             first, second = Rows.aligned(aligned, slots), Rows.aligned(aligned)
-        if plan.sorted:
-            y_SH, of_pairs = self._run_sorted(
-                x, weights, plan, aligned, gemm_out, activated[:capacity], pairs
-            )
-            weighted_sum(y_SH, topk_weights_RK, ids_RK, y, of_pairs)
+        if in_order:
+            y_SH = self._run_sorted(
+                x, x_scale, weights, plan, aligned, gemm_out, activated[:capacity],
+                (q_scale.flatten(), scale.flatten()), pairs,
+            )  # fmt: skip
+            entries_P = aligned.entries_P if plan.second.specialized else None
+            weighted_sum(y_SH, topk_weights_RK, ids_RK, y, entries_P)
             return
         addends = pairs * plan.second.splits
         y_SH = gemm_out[: addends * p.hidden_size].view(addends, p.hidden_size)
@@ -262,21 +267,31 @@ class TritonExperts(_TritonExperts):
         weighted_sum(y_SH, topk_weights_RK, ids_RK, y)
 
     def _run_sorted(
-        self, x: Tensor, weights: PackedWeights, plan: Plan, aligned: AlignedPairs,
-        gemm_out: Tensor, a_SI: Tensor, pairs: int,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Rows in the order of their experts: GEMM 2's output, and where a pair's row is in it.
-
-        That output may lie where GEMM 1's input was.
-        """
+        self, x: Tensor, x_scale: Tensor | None, weights: PackedWeights, plan: Plan,
+        aligned: AlignedPairs, gemm_out: Tensor, a_SI: Tensor, scales: tuple[Tensor, Tensor],
+        pairs: int,
+    ) -> Tensor:  # fmt: skip
+        """GEMM 2's output, in the order of `aligned` if specialized, else by pair. It lies where
+        GEMM 1's input was. ``scales``: memory for those of both GEMMs' inputs."""
         entries, hidden, sms = len(a_SI), x.shape[1], num_sms(self.problem)
         slots, bias = pairs // len(x), weights.get("w13_bias")
-        x_SH = gemm_out[: entries * hidden].view(entries, hidden)
-        if plan.copied:
+        x_SH = gemm_out.view(self._a_dtype)[: entries * hidden].view(entries, hidden)
+        y_SH = gemm_out[: entries * hidden].view(entries, hidden)
+        first = second = None
+        if self.problem.quant.activation is not None:
+            x_scale_GS, a_scale_GS = (
+                memory[: triton.cdiv(columns, SCALE_GROUP) * entries].view(-1, entries)
+                for memory, columns in zip(scales, (hidden, a_SI.shape[1]), strict=True)
+            )
+            quantize_into_order(x, x_scale, aligned, x_SH, x_scale_GS)
+            first = Scales(weights["w13_scale"], x_scale_GS, a_scale_GS)
+            second = Scales(weights["w2_scale"], a_scale_GS)
+        elif plan.order == "copied":
             copy_rows(x, aligned, x_SH)
+        if plan.order == "copied":
             sorted_gemm(
                 x_SH, weights["w13"], a_SI, aligned, plan.first, pairs, sms, bias_LN=bias,
-                activation=self._activation,
+                activation=self._activation, scales=first,
             )  # fmt: skip
         else:
             grouped_gemm(
@@ -284,12 +299,12 @@ class TritonExperts(_TritonExperts):
                 bias_LN=bias, epilogue=Epilogue(self._activation),
             )  # fmt: skip
         in_order = plan.second.specialized
-        y_SH = x_SH if in_order else x_SH[:pairs]
+        y_SH = y_SH if in_order else y_SH[:pairs]
         sorted_gemm(
             a_SI, weights["w2"], y_SH, aligned, plan.second, pairs, sms,
-            bias_LN=weights.get("w2_bias"), by_pair=not in_order,
+            bias_LN=weights.get("w2_bias"), by_pair=not in_order, scales=second,
         )  # fmt: skip
-        return y_SH, aligned.entries_P if in_order else None
+        return y_SH
 
     def _quantize_into(
         self, q: Tensor, scale: Tensor, x: Tensor, weights: PackedWeights

@@ -393,7 +393,7 @@ def _tile(
             tl.store(pointers[:, None], scale, mask=row_ok[:, None])
         else:
             scale = tl.load(out_scale_ptr + tl.zeros((1, 1), tl.int32))
-        result = quantize(value, tl.broadcast_to(scale, value.shape), QMAX, DTYPE)
+        result = quantize(value, scale, QMAX, DTYPE)
     out_ptrs = out_ptr + out_row[:, None] * out_stride + offs_n[None, :]
     tl.store(out_ptrs, result, mask=ok)
     if WIDE:

@@ -25,8 +25,6 @@ from .numerics import (
 )
 from .numerics import Activation as Activation
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
-
 AMAX_PARTIALS = 4 if INTERPRETED else 256
 """fp32 entries of scratch for a dynamic per-tensor scale; one program each."""
 
@@ -223,21 +221,6 @@ def _row_is_valid(valid_ptr, row, slab, VALID: tl.constexpr):
         return row % slab < tl.load(valid_ptr + row // slab)
 
 
-@triton.jit
-def _quantize(x, scale, QMAX: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32 x (LINES, BLOCK), scale (LINES or 1, 1) -> DTYPE: x / scale, clamped, rounded to nearest
-    even."""
-    if _INTERPRETED:  # its fma rounds twice
-        return quantize(x, tl.broadcast_to(scale, x.shape), QMAX, DTYPE)
-    else:
-        # One division a line. A product with the reciprocal, corrected by what it leaves of x, is
-        # the quotient rounded to nearest (Markstein), in a third of the instructions.
-        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-        product = tl.clamp(x * inverse, -QMAX, QMAX)
-        quotient = tl.fma(tl.fma(product, -scale, x), inverse, product)
-        return convert(tl.clamp(quotient, -QMAX, QMAX), DTYPE)
-
-
 @triton.jit(do_not_specialize=["rows", "slab"])
 def _amax(
     x_ptr,
@@ -346,7 +329,7 @@ def _rows(
         if QUANTIZE == "none":
             result = convert(results[i], DTYPE)
         else:
-            result = _quantize(results[i], scale, QMAX, DTYPE)
+            result = quantize(results[i], scale, QMAX, DTYPE)
         tl.store(out_ptrs + i * BLOCK, result, mask=oks[i])
 
 

@@ -1,6 +1,7 @@
 """Grouped GEMM for many rows per expert, 16 bits: both operands come through tensor descriptors.
 
-    copy_rows     x -> the order of `AlignedPairs`: a block's rows become one tile of memory
+    copy_rows     x -> the order of `AlignedPairs`: a block's rows become one tile of memory;
+                  `quantize_into_order` for fp8 blocks, whose GEMMs are `specialized_fp8`
     GEMM 1        sorted x -> sorted a, activated; or `grouped_gemm` gathers x and sorts a
     GEMM 2        sorted a -> y by pair
 
@@ -8,6 +9,8 @@ Padding rows may hold anything: rows do not mix, and y is written for pairs alon
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,9 +20,30 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .align import AlignedPairs
 from .gemm import GemmConfig, tile_at
 from .launch import Launcher, take_turn
-from .numerics import Activation, activate, activate_gated, convert, dot
+from .numerics import (
+    QMAX,
+    SCALE_GROUP,
+    Activation,
+    activate,
+    activate_gated,
+    convert,
+    dot,
+    quantize,
+    scale_of,
+)
 
 _COLUMNS = 2048
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Of blocks of 128 x 128 weights (L, ceil(rows / 128), ceil(K / 128)), and by 128 columns of a
+    row, groups first: (ceil(K / 128), capacity) of a, and (N / 128, capacity) of what an activation
+    gives, which are written."""
+
+    w: torch.Tensor
+    a_GS: torch.Tensor
+    out_GS: torch.Tensor | None = None
 
 
 def copy_rows(x_RH: torch.Tensor, aligned: AlignedPairs, out_SH: torch.Tensor) -> None:
@@ -39,6 +63,37 @@ def copy_rows(x_RH: torch.Tensor, aligned: AlignedPairs, out_SH: torch.Tensor) -
     )  # fmt: skip
 
 
+def quantize_into_order(
+    x_RH: torch.Tensor,
+    x_scale_RG: torch.Tensor | None,
+    aligned: AlignedPairs,
+    out_SH: torch.Tensor,
+    scale_GS: torch.Tensor,
+) -> None:
+    """`copy_rows` of x quantized by groups of 128 columns: out e4m3 (capacity, H), scale fp32
+    (ceil(H / 128), capacity).
+
+    x of 16 bits, quantized as `rows.quantize_rows` does it, once for all of a row's pairs; or e4m3
+    already, with its scales (R, ceil(H / 128)).
+    """
+    rows, hidden = x_RH.shape
+    entries, groups = aligned.pairs_S.numel(), triton.cdiv(hidden, SCALE_GROUP)
+    assert out_SH.shape == (entries, hidden) and scale_GS.shape == (groups, entries)
+    assert x_RH.stride(1) == 1 and out_SH.is_contiguous() and scale_GS.is_contiguous()
+    assert aligned.entries_P is not None and (x_scale_RG is None) == (x_RH.dtype.itemsize == 2)
+    assert x_scale_RG is None or x_scale_RG.shape == (rows, groups)
+    each, qmax = min(_COLUMNS // SCALE_GROUP, triton.next_power_of_2(groups)), QMAX[out_SH.dtype]
+    if x_scale_RG is not None:
+        x_RH, out_SH = x_RH.view(torch.uint8), out_SH.view(torch.uint8)
+    _launch_quantize(
+        (rows, triton.cdiv(groups, each)),
+        x_RH, x_scale_RG, out_SH, scale_GS, aligned.entries_P, hidden, groups, entries,
+        x_RH.stride(0), *((0, 0) if x_scale_RG is None else x_scale_RG.stride()),
+        TOP_K=aligned.entries_P.numel() // rows, GROUPS=each, GROUP=SCALE_GROUP,
+        QMAX=qmax, QUANTIZED=x_scale_RG is not None, num_warps=4,
+    )  # fmt: skip
+
+
 def sorted_gemm(
     a_SK: torch.Tensor,
     w_LNK: torch.Tensor,
@@ -51,6 +106,7 @@ def sorted_gemm(
     bias_LN: torch.Tensor | None = None,
     activation: Activation | None = None,
     by_pair: bool = False,
+    scales: Scales | None = None,
 ) -> None:
     """out[s] = activation(a[s] @ w[expert of s].T + bias) for the entries s of `aligned`.
 
@@ -59,17 +115,27 @@ def sorted_gemm(
     if the activation has a gate. Rows that belong to no pair become undefined, or with ``by_pair``
     are not there. ``num_pairs`` is what `aligned` has for padding. ``num_sms`` programs run where
     the config is persistent. A specialized one knows no bias, no activation but silu with a gate,
-    and no ``by_pair``.
+    and no ``by_pair``; it alone knows ``scales``, with which a and w are e4m3.
     """
     if config.specialized:
-        from .specialized import specialized_gemm
-
         gated = activation is not None
         assert bias_LN is None and not by_pair
         assert activation is None or (activation.name == "silu" and activation.gated)
         assert activation is None or activation.limit is None
-        specialized_gemm(a_SK, w_LNK, out, aligned, config, num_pairs, num_sms, gated=gated)
+        options = aligned, config, num_pairs, num_sms
+        if scales is None:
+            from .specialized import specialized_gemm
+
+            specialized_gemm(a_SK, w_LNK, out, *options, gated=gated)
+        else:
+            from .specialized_fp8 import specialized_fp8_gemm
+
+            specialized_fp8_gemm(
+                a_SK, scales.a_GS, w_LNK, scales.w, out, *options,
+                out_scale_GS=scales.out_GS if gated else None,
+            )  # fmt: skip
         return
+    assert scales is None, "fp8 in order is for specialized tiles"
     num_experts, w_rows, k = w_LNK.shape
     gated = activation is not None and activation.gated
     n = w_rows // 2 if gated else w_rows
@@ -113,6 +179,34 @@ def _copy(
         entry = tl.load(entries_ptr + row * TOP_K + k).to(tl.int64)
         end = tl.where(entry >= 0, hidden, 0)
         tl.store(out_ptr + entry * hidden + col, x, mask=col < end)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _quantize(
+    x_ptr, x_scale_ptr, out_ptr, scale_ptr, entries_ptr, hidden, groups, entries,
+    x_stride, x_scale_stride_m, x_scale_stride_k,
+    TOP_K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
+    QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GROUPS groups of one row."""
+    if PDL:
+        take_turn()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    col = group * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden, other=0)
+    if QUANTIZED:
+        scale_ptrs = x_scale_ptr + row * x_scale_stride_m + group * x_scale_stride_k
+        scale = tl.load(scale_ptrs, mask=group < groups, other=0.0)
+    else:
+        value = x.to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
+        x = quantize(value, scale, QMAX, out_ptr.dtype.element_ty)
+    for k in tl.static_range(TOP_K):
+        entry = tl.load(entries_ptr + row * TOP_K + k).to(tl.int64)
+        end = tl.where(entry >= 0, hidden, 0)
+        tl.store(out_ptr + entry * hidden + col, x, mask=col < end)
+        tl.store(scale_ptr + group * entries + entry, scale, mask=group * GROUP < end)
 
 
 @triton.jit
@@ -204,4 +298,4 @@ def _gemm(
     )  # fmt: skip
 
 
-_launch_copy, _launch_gemm = map(Launcher, (_copy, _gemm))
+_launch_copy, _launch_quantize, _launch_gemm = map(Launcher, (_copy, _quantize, _gemm))

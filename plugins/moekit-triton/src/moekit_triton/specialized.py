@@ -63,32 +63,37 @@ def specialized_gemm(
     tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
         (min(tiles, num_sms),),
-        _descriptor(a_SK, BLOCK_M, 64),
-        _descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
-        _descriptor(out_SN, 64, piece),
+        descriptor(a_SK, BLOCK_M, 64),
+        descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
+        descriptor(out_SN, 64, piece),
         aligned.experts_B, aligned.pairs_S, aligned.num_rows, n, k, num_pairs, config.group_m,
         GATED=gated, HALVES=config.halves, BUFFERS=1 if gated else 2, num_warps=4,
     )  # fmt: skip
 
 
-def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of a matrix, in boxes of rows x columns."""
     box = [rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[tensor.dtype])
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
 
 
-_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 @gluon.jit
-def _halves(x):
+def halves_of(x):
     """The left and the right half of x's columns; moves no register."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
 @gluon.jit
 def _silu_mul(acc):
-    gate, up = _halves(acc)
+    gate, up = halves_of(acc)
     reciprocal = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp(-gate)], dtype=gl.float32,
         is_pure=True, pack=1)  # fmt: skip
@@ -96,7 +101,7 @@ def _silu_mul(acc):
 
 
 @gluon.jit
-def _send(x, buffers, index, out, row, col, BUFFERS: gl.constexpr):
+def send(x, buffers, index, out, row, col, BUFFERS: gl.constexpr):
     """Through the next of the ring of buffers, when its last store has read it."""
     tma.store_wait(BUFFERS - 1)
     buffer = buffers.index(index)
@@ -106,7 +111,7 @@ def _send(x, buffers, index, out, row, col, BUFFERS: gl.constexpr):
 
 
 @gluon.jit
-def _next(slot, phase):
+def next_slot(slot, phase):
     slot += 1
     if slot == _STAGES:
         slot = 0
@@ -115,7 +120,7 @@ def _next(slot, phase):
 
 
 @gluon.jit
-def _place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
+def place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
     block_m, block_n = tile_at(tile, row_blocks, col_blocks, group_m)
     return block_m, block_n * OUT
 
@@ -137,7 +142,7 @@ def _consume(
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
-        block_m, col = _place(tile, row_blocks, col_blocks, group_m, OUT)
+        block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * _ROWS
         used = True
         if HALVES and WHICH == 1:
@@ -153,24 +158,24 @@ def _consume(
                 # step to the next is not carried by triton 3.6.)
                 last = (slot + _STAGES - 1) % _STAGES
                 mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
-                slot, phase = _next(slot, phase)
+                slot, phase = next_slot(slot, phase)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((slot + _STAGES - 1) % _STAGES), count=1)
             if GATED:
-                _send(_silu_mul(acc), buffers, WHICH * BUFFERS, out, row, col, BUFFERS)
+                send(_silu_mul(acc), buffers, WHICH * BUFFERS, out, row, col, BUFFERS)
             else:
-                left, right = _halves(acc)
-                first, second = _halves(left)
-                _send(first, buffers, WHICH * BUFFERS, out, row, col, BUFFERS)
-                _send(second, buffers, WHICH * BUFFERS + 1, out, row, col + PIECE, BUFFERS)
-                first, second = _halves(right)
-                _send(first, buffers, WHICH * BUFFERS, out, row, col + 2 * PIECE, BUFFERS)
-                _send(second, buffers, WHICH * BUFFERS + 1, out, row, col + 3 * PIECE, BUFFERS)
+                left, right = halves_of(acc)
+                first, second = halves_of(left)
+                send(first, buffers, WHICH * BUFFERS, out, row, col, BUFFERS)
+                send(second, buffers, WHICH * BUFFERS + 1, out, row, col + PIECE, BUFFERS)
+                first, second = halves_of(right)
+                send(first, buffers, WHICH * BUFFERS, out, row, col + 2 * PIECE, BUFFERS)
+                send(second, buffers, WHICH * BUFFERS + 1, out, row, col + 3 * PIECE, BUFFERS)
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(slot), phase)
                 mbarrier.arrive(empty.index(slot), count=1)
-                slot, phase = _next(slot, phase)
+                slot, phase = next_slot(slot, phase)
     tma.store_wait(0)
 
 
@@ -201,7 +206,7 @@ def _load(
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
-        block_m, col = _place(tile, row_blocks, col_blocks, group_m, OUT)
+        block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
         w_row = gl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
@@ -216,7 +221,7 @@ def _load(
                 tma.async_copy_global_to_shared(w, [w_row + N, k], bar, up)
             else:
                 tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(slot))
-            slot, phase = _next(slot, phase)
+            slot, phase = next_slot(slot, phase)
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "group_m"])

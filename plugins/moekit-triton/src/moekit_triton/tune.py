@@ -21,7 +21,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -37,15 +37,15 @@ from moekit.bench.shapes import random_weights, shape
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
 from .candidates import candidates, sorted_candidates, variations
-from .config import fusable, num_sms, sorting_pays
+from .config import fusable, num_sms, sorting_pays, specializable
 from .experts import TritonExperts
 from .gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from .rows import Activation, ValidRows, activate_rows
-from .sorted_gemm import copy_rows, sorted_gemm
+from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
 from .tables import table_key
 
 ORDERS = ("pairs", "sorted", "copied")
-"""Rows as tokens name them; GEMM 1 sorts its result; x is copied into order before GEMM 1."""
+"""See `Plan`."""
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
 # Longer calls than this are rare, and take the plan of the longest measured.
 _MOST_TOKENS = 32768
@@ -144,34 +144,49 @@ class Case:
     def copied_first(self, config: GemmConfig) -> list[Callable[[], None]]:
         """Copying included, the price that both GEMMs pay for order."""
         p, routings = self.problem, self.rows_for(config.block_m)
-        entries = routings[0].pairs_S.numel()
+        entries, pairs, sms = routings[0].pairs_S.numel(), len(self.y), num_sms(p)
         x_SH = self.x.new_empty(entries, p.hidden_size)
         a_SI = self.a.new_empty(entries, p.local_intermediate_size)
+        scales, _ = self._scales(entries)
 
         def call(aligned: AlignedPairs) -> None:
-            copy_rows(self.x, aligned, x_SH)
+            if scales is None:
+                copy_rows(self.x, aligned, x_SH)
+            else:
+                quantize_into_order(self.x, self.x_scale, aligned, x_SH, scales.a_GS)
             sorted_gemm(
-                x_SH, self.packed["w13"], a_SI, aligned, config, len(self.y), num_sms(p),
-                activation=self.activation,
+                x_SH, self.packed["w13"], a_SI, aligned, config, pairs, sms,
+                activation=self.activation, scales=scales,
             )  # fmt: skip
 
         return [partial(call, aligned) for aligned in routings]
 
     def sorted_second(self, config: GemmConfig) -> list[Callable[[], None]]:
         routings = self.rows_for(config.block_m)
-        entries = routings[0].pairs_S.numel()
-        a_SI = torch.randn(entries, self.a.shape[1], dtype=self.a.dtype, device="cuda")
-        y_SH = self.y.new_empty(entries, self.y.shape[1])
+        entries, pairs, sms = routings[0].pairs_S.numel(), len(self.y), num_sms(self.problem)
+        in_order = config.specialized
+        a_SI = self.a.repeat(triton.cdiv(entries, pairs), 1)[:entries]
+        y = self.y.new_empty(entries, self.y.shape[1]) if in_order else self.y
+        _, scales = self._scales(entries)
 
         def call(aligned: AlignedPairs) -> None:
-            w, sms = self.packed["w2"], num_sms(self.problem)
-            in_order = config.specialized
-            out = y_SH if in_order else self.y
             sorted_gemm(
-                a_SI, w, out, aligned, config, len(self.y), sms, by_pair=not in_order
+                a_SI, self.packed["w2"], y, aligned, config, pairs, sms, by_pair=not in_order,
+                scales=scales,
             )  # fmt: skip
 
         return [partial(call, aligned) for aligned in routings]
+
+    def _scales(self, entries: int) -> tuple[Scales, Scales] | tuple[None, None]:
+        """Of both products, for rows in order."""
+        if self.x_scale is None or self.a_scale is None:
+            return None, None
+        x_scale, a_scale = (
+            torch.full((s.shape[1], entries), float(s.mean()), device="cuda")
+            for s in (self.x_scale, self.a_scale)
+        )
+        w13, w2 = self.packed["w13_scale"], self.packed["w2_scale"]
+        return Scales(w13, x_scale, torch.empty_like(a_scale)), Scales(w2, a_scale)
 
     def second(self, config: GemmConfig) -> list[Callable[[], None]]:
         w = self.packed
@@ -301,36 +316,56 @@ class Search:
         }
 
 
+Attempt = tuple[str, GemmConfig, bool, str]
+"""Arguments of `Search.attempt`."""
+
+
+def attempts(problem: MoEProblem, per_expert: float) -> Iterator[Attempt]:
+    """What is worth timing for so many rows per expert. Where specialized tiles are possible for
+    many rows, they have won wherever they were measured, and nothing else is tried."""
+    p, wide = problem, 2 if problem.activation.gated else 1
+    in_order = sorting_pays(p, _rows(p, per_expert), p.top_k)
+    if not (in_order and specializable(p) and per_expert >= 200):
+        for config in candidates(p, per_expert, wide):
+            if fusable(p, config.block_n):
+                yield "first", config, True, "pairs"
+                if in_order and p.quant.weight is None and config.block_m == 128:
+                    yield "first", config, True, "sorted"
+        for config in candidates(p, per_expert, 1):
+            if p.quant.activation is not None:
+                yield "first", config, False, "pairs"
+            yield "second", config, True, "pairs"
+    if in_order:
+        yield from (("first", config, True, "copied") for config in sorted_candidates(p, wide))
+        yield from (("second", config, True, "sorted") for config in sorted_candidates(p, 1))
+
+
+def _rows(problem: MoEProblem, per_expert: float) -> int:
+    return max(1, round(per_expert * problem.num_experts / problem.top_k))
+
+
 def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
     """The fastest plan: both GEMMs with one block_m and one order, each with its own tile."""
-    p, search = case.problem, Search(case)
-    attempt, wide = search.attempt, 2 if p.activation.gated else 1
-    for config in candidates(p, per_expert, wide):
-        if fusable(p, config.block_n):
-            attempt("first", config)
-    for config in candidates(p, per_expert, 1):
-        if not fusable(p, 128) or p.quant.activation is not None:
-            attempt("first", config, fused=False)
-        attempt("second", config)
-    for (gemm, *_), found in list(search.found.items()):
-        for other in variations(found[0].config) if found else ():
-            attempt(gemm, other, found[0].fused)
-    if sorting_pays(p, len(case.x), p.top_k):
-        for (gemm, *_), found in list(search.found.items()):
-            for best in found[:_FINALISTS] if gemm == "first" else ():
-                if best.fused:
-                    attempt("first", best.config, order="sorted")
-        for config in sorted_candidates(p, wide):
-            attempt("first", config, order="copied")
-        for config in sorted_candidates(p, 1):
-            attempt("second", config, order="sorted")
+    search, gathers = Search(case), False
+    for gemm, config, fused, order in attempts(case.problem, per_expert):
+        if (gemm, order) == ("first", "sorted"):
+            gathers = True  # by tiles that do well without
+        else:
+            search.attempt(gemm, config, fused, order)
+    for (gemm, _, order), found in list(search.found.items()):
+        if order == "pairs" and found:
+            for other in variations(found[0].config):
+                search.attempt(gemm, other, found[0].fused)
+    for best in search.found.get(("first", 128, "pairs"), [])[:_FINALISTS]:
+        if gathers and best.fused:
+            search.attempt("first", best.config, order="sorted")
     chosen = search.settle()
     if chosen is None:
         return None
     first, second = chosen
     return {
         "rows_per_expert": per_expert, "us": [round(first.us, 1), round(second.us, 1)],
-        "fused": first.fused, "sorted": first.order != "pairs", "copied": first.order == "copied",
+        "fused": first.fused, "order": first.order,
         "first": asdict(first.config), "second": asdict(second.config),
     }  # fmt: skip
 
@@ -357,32 +392,18 @@ def make_case(problem: MoEProblem, rows: int, routings: int, packed: Any = None)
     return Case.make(experts, packed, rows, routings)
 
 
-def compile_all(schemes: Iterable[str]) -> None:
+def compile_all(schemes: Iterable[str], sizes: Sequence[float]) -> None:
     """All candidates of all sizes, by as many processes as there are cores, up to 48."""
     jobs: list[tuple[str, str, str, list[dict[str, Any]]]] = []
     for scheme in schemes:
         p = MoEProblem(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=4096,
                        quant=scheme, device="cuda")  # fmt: skip
-        wanted: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
-            (gemm, order): {} for gemm in ("first", "second") for order in ORDERS
-        }
-        sorts = sorting_pays(p, 1 << 14, p.top_k)
-        for per_expert in ROWS_PER_EXPERT:
-            for c in candidates(p, per_expert, 2):
-                if fusable(p, c.block_n):
-                    wanted["first", "pairs"][repr(c)] = {**asdict(c), "fused": True}
-            for c in candidates(p, per_expert, 1):
-                if p.quant.activation is not None:
-                    wanted["first", "pairs"][repr(c) + "apart"] = {**asdict(c), "fused": False}
-                wanted["second", "pairs"][repr(c)] = asdict(c)
-        if sorts:
-            wanted["first", "sorted"] = {
-                key: c for key, c in wanted["first", "pairs"].items() if c["block_m"] == 128
-            }
-            for gemm, columns, order in (("first", 2, "copied"), ("second", 1, "sorted")):
-                wanted[gemm, order] = {repr(c): asdict(c) for c in sorted_candidates(p, columns)}
+        wanted: dict[tuple[str, str], dict[Attempt, None]] = {}
+        for attempt in itertools.chain(*(attempts(p, per_expert) for per_expert in sizes)):
+            gemm, _, _, order = attempt
+            wanted.setdefault((gemm, order), {})[attempt] = None
         for (gemm, order), unique in wanted.items():
-            configs = list(unique.values())
+            configs = [{**asdict(config), "fused": fused} for _, config, fused, _ in unique]
             jobs += [(scheme, gemm, order, configs[i : i + 3]) for i in range(0, len(configs), 3)]
     begin, count = time.monotonic(), sum(len(job[3]) for job in jobs)
     with _pool(min(48, os.cpu_count() or 1), torch.cuda.device_count()) as pool:
@@ -411,7 +432,7 @@ def _tune(job: tuple[str, str, Sequence[float]]) -> tuple[dict[str, Any], float]
     problem = shape(name).problem(quant=scheme, device="cuda")
     packed, plans, begin = None, [], time.monotonic()
     for per_expert in sizes:
-        rows = max(1, round(per_expert * problem.num_experts / problem.top_k))
+        rows = _rows(problem, per_expert)
         if rows > _MOST_TOKENS:
             break
         case = make_case(problem, rows, 8 if rows <= 64 else 3 if rows < 4096 else 2, packed)
@@ -448,7 +469,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not jobs:
         print(f"{out} has them all", file=sys.stderr)
         return
-    compile_all({scheme: None for _, scheme, _ in jobs})
+    compile_all({scheme: None for _, scheme, _ in jobs}, sizes)
     begin = time.monotonic()
     with _pool(min(args.gpus, len(jobs)), args.gpus) as pool:
         running = {pool.submit(_tune, job): job for job in jobs}

@@ -1,0 +1,342 @@
+"""`specialized` for fp8 with scales by blocks of 128 x 128 weights and by 128 columns of a row.
+
+A step of K has scales of its own, so its products are scaled and added to sums in fp32 (which
+Hopper's fp8 tensor cores, with about 14 bits, want anyhow). A warp group multiplies its 64 rows by
+128 rows of weights and then by the other 128: while it scales one product, the tensor cores have
+the other warp group's.
+
+Padding rows and their scales may hold anything: rows do not mix, and theirs become undefined.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .align import AlignedPairs
+from .gemm import GemmConfig
+from .launch import Launcher, take_turn
+from .numerics import QMAX, SCALE_GROUP, TINY
+from .specialized import BLOCK_M, COLUMNS, descriptor, halves_of, next_slot, place, send
+
+_ROWS = gl.constexpr(64)  # of a warp group
+_WIDE = gl.constexpr(COLUMNS)
+_BOX = gl.constexpr(COLUMNS // 2)  # rows of weights of a product
+_STEP = gl.constexpr(SCALE_GROUP)  # of K
+_PIECE = gl.constexpr(64)  # columns of a piece of the result
+_STAGES = gl.constexpr(4)
+_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 32]))
+_QMAX = gl.constexpr(QMAX[torch.float8_e4m3fn])
+_TINY = gl.constexpr(TINY)
+
+
+def specialized_fp8_gemm(
+    a_SK: torch.Tensor,
+    a_scale_GS: torch.Tensor,
+    w_LNK: torch.Tensor,
+    w_scale_LBG: torch.Tensor,
+    out_SN: torch.Tensor,
+    aligned: AlignedPairs,
+    config: GemmConfig,
+    num_pairs: int,
+    num_sms: int,
+    *,
+    out_scale_GS: torch.Tensor | None = None,
+) -> None:
+    """out[s] = a[s] @ w[expert of s].T for the entries s of `aligned`; with ``out_scale`` their
+    silu(gate) * up, quantized by groups of 128 columns.
+
+    a (capacity, K) and w e4m3, K a multiple of 16; fp32 scales: of a (ceil(K / 128), capacity), of
+    w (L, ceil(rows of w / 128), ceil(K / 128)). out (capacity, N): of 16 bits, N = w's rows, a
+    multiple of 8; or e4m3, N half of them, a multiple of 128, with out_scale (N / 128, capacity).
+    Rows that belong to no pair become undefined. Of ``config`` group_m and halves count; tiles are
+    BLOCK_M x COLUMNS.
+    """
+    num_experts, w_rows, k = w_LNK.shape
+    gated = out_scale_GS is not None
+    wide = 2 if gated else 1
+    n, entries, groups = w_rows // wide, aligned.pairs_S.numel(), triton.cdiv(k, SCALE_GROUP)
+    assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n) and k % 16 == 0
+    assert a_scale_GS.shape == (groups, entries) and a_scale_GS.is_contiguous()
+    assert w_scale_LBG.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
+    assert w_scale_LBG.is_contiguous() and w_LNK.is_contiguous() and aligned.block_m == BLOCK_M
+    assert groups * entries < 2**31 and w_scale_LBG.numel() < 2**31
+    if gated:
+        assert n % SCALE_GROUP == 0 and out_scale_GS is not None
+        assert out_scale_GS.shape == (n // SCALE_GROUP, entries) and out_scale_GS.is_contiguous()
+    tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
+    _launch_gemm(
+        (min(tiles, num_sms),),
+        descriptor(a_SK, BLOCK_M, SCALE_GROUP),
+        descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
+        descriptor(out_SN, BLOCK_M // 2, 64),
+        out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.pairs_S,
+        aligned.num_rows, n, k, entries, num_pairs, config.group_m,
+        GATED=gated, HALVES=config.halves, num_warps=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _ex2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _silu_mul(gate0, gate1, up0, up1):
+    """silu(gate) * up of two pieces, which share their reciprocals: 1 + exp(-gate) is at most
+    2 ** 60, so that a product of two is finite."""
+    below0 = 1.0 + _ex2(gl.minimum(gate0 * -1.4426950408889634, 60.0))
+    below1 = 1.0 + _ex2(gl.minimum(gate1 * -1.4426950408889634, 60.0))
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [below0 * below1], dtype=gl.float32, is_pure=True,
+        pack=1)  # fmt: skip
+    return gate0 * up0 * (inverse * below1), gate1 * up1 * (inverse * below0)
+
+
+@gluon.jit
+def _product(a, w):
+    zeros = gl.zeros([_ROWS, _BOX], gl.float32, _LAYOUT)
+    return warpgroup_mma(a, w.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _added(acc, product, factor):
+    """acc + product * factor of the row, here and not later: LLVM would put it off past the next
+    product, and double the registers of products."""
+    factor = gl.expand_dims(factor, 1).broadcast_to(product.shape)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", [product, factor, acc], dtype=gl.float32,
+        is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _times(x, y):
+    """x * y, here and not earlier, where it would wait for what was asked for."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _scales_at(expert, col, N, steps, GATED: gl.constexpr):
+    """Where the scales of an expert's weights begin for a tile's two halves."""
+    blocks = gl.cdiv(2 * N if GATED else N, _STEP)
+    block = col // _STEP
+    if GATED:
+        other = block + N // _STEP
+    else:  # nothing is stored of columns past N
+        other = gl.minimum(block + 1, blocks - 1)
+    return (expert * blocks + block) * steps, (expert * blocks + other) * steps
+
+
+@gluon.jit
+def _consume(
+    WHICH: gl.constexpr, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
+    num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full, empty,
+    GATED: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Half the rows of every tile; HALVES: none of them where the second half is padding.
+
+    Scales are asked for a step ahead, while this step's products are under way, and so in a tile's
+    last step those of the next tile: its row, column and expert are known a tile ahead. Scales of a
+    lie (K / 128, entries), so that eight rows of a warp are one sector. Those of weights are loaded
+    as vectors of one value: what is loaded as a scalar is waited for at once."""
+    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+    half_blocks = a_s._reinterpret(a_s.dtype, [2 * _STAGES, _ROWS, _STEP], a_s.layout)
+    row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
+    col_blocks = gl.cdiv(N, OUT)
+    steps = gl.cdiv(K, _STEP)
+    programs = gl.num_programs(0)
+    tiles = row_blocks * col_blocks
+    some_rows = gl.maximum(row_blocks, 1)
+    local = gl.arange(0, _ROWS, gl.SliceLayout(1, _LAYOUT))
+    same = local * 0
+    a_scales = a_scale_ptr + local
+    experts = experts_ptr + same
+    first_tile = gl.maximum(gl.minimum(gl.program_id(0), tiles - 1), 0)
+    second_tile = gl.maximum(gl.minimum(gl.program_id(0) + programs, tiles - 1), 0)
+    block_m, col = place(first_tile, some_rows, col_blocks, group_m, OUT)
+    next_m, next_col = place(second_tile, some_rows, col_blocks, group_m, OUT)
+    row = (2 * block_m + WHICH) * _ROWS
+    next_row = (2 * next_m + WHICH) * _ROWS
+    first_expert = gl.maximum(gl.load(experts_ptr + block_m), 0) + same
+    expert = gl.load(experts + next_m)
+    pair = gl.load(pairs_ptr + row)
+    w_at, v_at = _scales_at(first_expert, col, N, steps, GATED)
+    a_scale = gl.load(a_scales + row)
+    w_factor = a_scale * gl.load(w_scale_ptr + w_at)
+    v_factor = a_scale * gl.load(w_scale_ptr + v_at)
+    slot = 0
+    phase = 0
+    for tile in range(gl.program_id(0), tiles, programs):
+        next_w, next_v = _scales_at(expert, next_col, N, steps, GATED)
+        after = gl.minimum(tile + 2 * programs, tiles - 1)
+        after_row = row + 0
+        after_col = col + 0
+        used = True
+        if HALVES and WHICH == 1:
+            used = pair < num_pairs
+        if used:
+            w_jump = next_w - w_at - steps
+            v_jump = next_v - v_at - steps
+            acc0 = gl.zeros([_ROWS, _BOX], gl.float32, _LAYOUT)
+            acc1 = gl.zeros([_ROWS, _BOX], gl.float32, _LAYOUT)
+            for step in range(steps):
+                mbarrier.wait(full.index(2 * slot), phase)
+                a = half_blocks.index(2 * slot + WHICH)
+                product = _product(a, w_s.index(2 * slot))
+                if step == 0:
+                    after_m, after_col = place(after, row_blocks, col_blocks, group_m, OUT)
+                    after_row = (2 * after_m + WHICH) * _ROWS
+                    expert = gl.load(experts + after_m)
+                    if HALVES and WHICH == 1:
+                        pair = gl.load(pairs_ptr + next_row)
+                later = step + 1
+                ends = later == steps
+                a_scale = gl.load(a_scales + gl.where(ends, next_row, later * entries + row))
+                w_scale = gl.load(w_scale_ptr + w_at + later + ends.to(gl.int32) * w_jump)
+                v_scale = gl.load(w_scale_ptr + v_at + later + ends.to(gl.int32) * v_jump)
+                product = warpgroup_mma_wait(0, deps=(product,))
+                acc0 = _added(acc0, product, w_factor)
+                mbarrier.wait(full.index(2 * slot + 1), phase)
+                product = _product(a, w_s.index(2 * slot + 1))
+                product = warpgroup_mma_wait(0, deps=(product,))
+                mbarrier.arrive(empty.index(slot), count=1)
+                acc1 = _added(acc1, product, v_factor)
+                w_factor = _times(a_scale, w_scale)
+                v_factor = _times(a_scale, v_scale)
+                slot, phase = next_slot(slot, phase)
+            if GATED:
+                gate0, gate1 = halves_of(acc0)
+                up0, up1 = halves_of(acc1)
+                y0, y1 = _silu_mul(gate0, gate1, up0, up1)
+                amax = gl.maximum(gl.max(gl.abs(y0), axis=1), gl.max(gl.abs(y1), axis=1))
+                amax = gl.maximum(amax, _TINY)
+                inverse = gl.expand_dims(gl.fdiv(gl.full_like(amax, _QMAX), amax), 1)
+                scales = out_scale_ptr + (col // _STEP) * entries + row
+                gl.store(scales + gl.arange(0, _ROWS, amax.type.layout), amax * (1 / _QMAX))
+                send(y0 * inverse, buffers, 2 * WHICH, out, row, col, 2)
+                send(y1 * inverse, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
+            else:
+                y0, y1 = halves_of(acc0)
+                send(y0, buffers, 2 * WHICH, out, row, col, 2)
+                send(y1, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
+                y0, y1 = halves_of(acc1)
+                send(y0, buffers, 2 * WHICH, out, row, col + 2 * _PIECE, 2)
+                send(y1, buffers, 2 * WHICH + 1, out, row, col + 3 * _PIECE, 2)
+        else:
+            for _ in range(steps):
+                mbarrier.wait(full.index(2 * slot), phase)
+                mbarrier.wait(full.index(2 * slot + 1), phase)
+                mbarrier.arrive(empty.index(slot), count=1)
+                slot, phase = next_slot(slot, phase)
+            if HALVES and WHICH == 1:  # triton 3.6 cannot analyse loads in dead code
+                after_m, after_col = place(after, row_blocks, col_blocks, group_m, OUT)
+                after_row = (2 * after_m + WHICH) * _ROWS
+                expert = gl.load(experts + after_m)
+                pair = gl.load(pairs_ptr + next_row)
+                a_scale = gl.load(a_scales + next_row)
+                w_factor = a_scale * gl.load(w_scale_ptr + next_w)
+                v_factor = a_scale * gl.load(w_scale_ptr + next_v)
+        # (A name that is given another carried name's value is not carried by triton 3.6: + 0.)
+        w_at = next_w
+        v_at = next_v
+        row = next_row + 0
+        col = next_col + 0
+        next_row = after_row + 0
+        next_col = after_col + 0
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _upper(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr, N, K,
+           entries, num_pairs, group_m, a_s, w_s, buffers, full, empty, GATED: gl.constexpr,
+           HALVES: gl.constexpr):  # fmt: skip
+    _consume(0, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
+             num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full, empty,
+             GATED, HALVES)  # fmt: skip
+
+
+@gluon.jit
+def _lower(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr, N, K,
+           entries, num_pairs, group_m, a_s, w_s, buffers, full, empty, GATED: gl.constexpr,
+           HALVES: gl.constexpr):  # fmt: skip
+    _consume(1, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
+             num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full, empty,
+             GATED, HALVES)  # fmt: skip
+
+
+@gluon.jit
+def _load(
+    a, w, experts_ptr, num_rows_ptr, N, K, group_m, a_s, w_s, full, empty, GATED: gl.constexpr
+):
+    """A stage is full in two steps: a and the first box of weights (gate, or left), then the second
+    (up, or right)."""
+    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+    row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
+    col_blocks = gl.cdiv(N, OUT)
+    steps = gl.cdiv(K, _STEP)
+    slot = 0
+    phase = 1
+    for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
+        block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
+        w_row = gl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col
+        v_row = w_row + (N if GATED else _BOX)
+        for step in range(steps):
+            mbarrier.wait(empty.index(slot), phase)
+            first = full.index(2 * slot)
+            second = full.index(2 * slot + 1)
+            k = step * _STEP
+            mbarrier.expect(first, (2 * _ROWS + _BOX) * _STEP)
+            tma.async_copy_global_to_shared(a, [block_m * 2 * _ROWS, k], first, a_s.index(slot))
+            tma.async_copy_global_to_shared(w, [w_row, k], first, w_s.index(2 * slot))
+            mbarrier.expect(second, _BOX * _STEP)
+            tma.async_copy_global_to_shared(w, [v_row, k], second, w_s.index(2 * slot + 1))
+            slot, phase = next_slot(slot, phase)
+
+
+@gluon.jit(do_not_specialize=["entries", "num_pairs", "group_m"])
+def _gemm(
+    a, w, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr, N, K,
+    entries, num_pairs, group_m, GATED: gl.constexpr, HALVES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:  # for all warps, which begin when this one lets them
+        take_turn()
+    a_s = gl.allocate_shared_memory(a.dtype, [_STAGES, 2 * _ROWS, _STEP], a.layout)
+    w_s = gl.allocate_shared_memory(w.dtype, [2 * _STAGES, _BOX, _STEP], w.layout)
+    buffers = gl.allocate_shared_memory(out.dtype, [4] + out.block_shape, out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2 * _STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(_STAGES):
+        mbarrier.init(full.index(2 * slot), count=1)
+        mbarrier.init(full.index(2 * slot + 1), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_upper, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
+                      num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full,
+                      empty, GATED, HALVES)),
+            (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
+                      num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full,
+                      empty, GATED, HALVES)),
+            (_load, (a, w, experts_ptr, num_rows_ptr, N, K, group_m, a_s, w_s, full, empty,
+                     GATED)),
+        ],
+        [4, 1],  # warps of the second and third
+        [240, 24],  # and registers of their threads: with the first's, 3 * 168 as at the launch
+    )  # fmt: skip
+
+
+_launch_gemm = Launcher(_gemm)

@@ -1,0 +1,139 @@
+"""fp8 blocks by specialized warps against plain torch in fp32; NaN wherever nothing should look."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from moekit_triton import config, experts
+from moekit_triton.config import choose_plan, sorted_plan
+from moekit_triton.numerics import INTERPRETED, QMAX, Activation
+from moekit_triton.sorted_gemm import Scales, quantize_into_order, sorted_gemm
+from triton_checks import check_block, real_entries, relative, run_align
+
+from moekit import MoEProblem
+
+KNOWN = triton.__version__.startswith("3.6.")
+E4M3 = torch.float8_e4m3fn
+
+
+def problem(**changes) -> MoEProblem:
+    sizes = dict(num_experts=8, top_k=2, hidden_size=512, intermediate_size=384, quant="fp8_block")
+    return MoEProblem(**{**sizes, "device": "sm90", **changes})
+
+
+def test_only_where_it_can(monkeypatch) -> None:
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(config.triton, "__version__", "3.6.0")
+    wide = problem(hidden_size=4096, intermediate_size=2048)
+    plan = choose_plan(wide, 8192, 2)
+    assert plan.order == "copied" and plan.first.specialized and plan.second.specialized
+    for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
+              wide.replace(intermediate_size=2048 + 64)):  # fmt: skip
+        assert choose_plan(p, 8192, 2).order == "pairs"
+    assert choose_plan(wide, 64, 2).order == "pairs"
+    monkeypatch.setenv("MOEKIT_TRITON_GLUON", "0")
+    assert choose_plan(wide, 8192, 2).order == "pairs"
+
+
+@pytest.fixture
+def hopper(device):
+    if INTERPRETED or not KNOWN:
+        pytest.skip("Gluon is not interpreted, and known as it is in triton 3.6")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return device
+
+
+def spread(scale: torch.Tensor, columns: int, rows: int = 1) -> torch.Tensor:
+    """Scales (R, G) for each of so many columns, and of `rows` rows for one of a block."""
+    return scale.repeat_interleave(rows, 0).repeat_interleave(128, 1)[:, :columns]
+
+
+def weights(num_experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = triton.cdiv(rows, 128), triton.cdiv(columns, 128)
+    w = torch.randn(num_experts, rows, columns, device="cuda").to(E4M3)
+    return w, torch.exp(torch.randn(num_experts, *blocks, device="cuda")) * columns**-0.5
+
+
+def of_expert(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, expert: int) -> torch.Tensor:
+    rows, columns = w.shape[1:]
+    return x @ (w[expert].float() * spread(scale[expert], columns, 128)[:rows]).T
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden", "inner", "rows"),
+    [
+        (8, 2, 512, 384, 700),
+        (4, 1, 336, 256, 513),  # edges of both products
+        (64, 4, 256, 768, 2000),
+        (16, 8, 2048, 256, 5000),  # several tiles a program
+        (3, 2, 1040, 128, 300),
+        (1, 1, 144, 128, 1),
+    ],
+)
+def test_gemms(hopper, halves, num_experts, top_k, hidden, inner, rows):
+    ids = torch.rand(rows, num_experts, device="cuda").topk(top_k, dim=1).indices
+    if num_experts == 8:  # pairs of nobody, and an expert without rows
+        ids[::3, 1] = -1
+        ids[ids == 3] = 2
+    aligned = run_align(ids, num_experts, 128)
+    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
+    of = ids.flatten()[aligned.pairs_S[real].long()]
+    plan = sorted_plan(problem())
+    first, second = (replace(c, halves=halves) for c in (plan.first, plan.second))
+    assert first.specialized and second.specialized
+
+    def nan(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.full(shape, float("nan"), device="cuda").to(dtype)
+
+    x = torch.randn(rows, hidden, dtype=torch.bfloat16, device="cuda")
+    x *= spread(
+        torch.exp(torch.randn(rows, triton.cdiv(hidden, 128), device="cuda")), hidden
+    ).bfloat16()
+    w13, s13 = weights(num_experts, 2 * inner, hidden)
+    w2, s2 = weights(num_experts, hidden, inner)
+    x_SH, xs = nan(E4M3, capacity, hidden), nan(torch.float32, triton.cdiv(hidden, 128), capacity)
+    quantize_into_order(x, None, aligned, x_SH, xs)
+    outs = []
+    for _ in range(3):
+        a_SI, a_s = nan(E4M3, capacity, inner), nan(torch.float32, inner // 128, capacity)
+        y_SH = nan(torch.bfloat16, capacity, hidden)
+        sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, activation=Activation("silu"),
+                    scales=Scales(s13, xs, a_s))  # fmt: skip
+        a_SI.view(torch.uint8)[~real], a_s[:, ~real] = 0x7F, float("nan")
+        sorted_gemm(a_SI, w2, y_SH, aligned, second, pairs, 132, scales=Scales(s2, a_s))
+        outs.append((a_SI[real].view(torch.uint8), a_s[:, real], y_SH[real]))
+    for out in outs:
+        assert all(map(torch.equal, out, outs[0])), "not the same twice"
+
+    x_real = x_SH[real].float() * spread(xs[:, real].T, hidden)
+    codes, a_scale, y = a_SI[real].float(), a_s[:, real].T, y_SH[real]
+    a = codes * spread(a_scale, inner)
+    for expert in range(num_experts):
+        mine = of == expert
+        if not mine.any():
+            continue
+        gate, up = of_expert(x_real[mine], w13, s13, expert).chunk(2, dim=1)
+        want = F.silu(gate) * up
+        scale = want.view(len(want), -1, 128).abs().amax(2) / QMAX[E4M3]
+        assert relative(a_scale[mine], scale) < 1e-2, f"expert {expert}: scales"
+        exact = (want / spread(scale, inner)).clamp(-448, 448).to(E4M3).float()
+        assert (exact == codes[mine]).float().mean() > 0.9, f"expert {expert}: codes"
+        assert relative(a[mine], want) < 3.5e-2
+        wrong = of_expert(a[mine], w2, s2.flip(1), expert)
+        want = of_expert(a[mine], w2, s2, expert)
+        error = relative(y[mine], want)
+        assert error < 1e-2, f"expert {expert}: relative error {error}"
+        assert hidden == 128 or relative(wrong, want) > 0.1, "scales do not matter here"
+
+
+@pytest.mark.parametrize("tokens", [1500, 257])
+def test_experts(hopper, monkeypatch, tokens):
+    """The whole block, with the workspace's buffers on top of each other as they come."""
+    p = problem(hidden_size=1024, intermediate_size=768, device="cuda")
+    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: sorted_plan(p))
+    monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
+    check_block(p, tokens)
