@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moekit.plugins import DispatcherSpec
 
 # The library sends a slot with id -1 to rank 0. Up to here that is cheaper than a kernel.
-REROUTED_FROM = 128
+REROUTED_FROM = 256
 
 _IN_FLIGHT = 2
 _COUNTS = "MOE_A2A_RECV_COUNTERS_OFFSET_INDEX"
