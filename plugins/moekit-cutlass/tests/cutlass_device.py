@@ -34,8 +34,9 @@ if ARGS.site:
 
 import torch  # noqa: E402
 from moekit_cutlass import found, moekit_experts, providers  # noqa: E402
-from moekit_cutlass.groups import Groups, sort_pairs, sort_scratch  # noqa: E402
+from moekit_cutlass.groups import Groups, sort_pairs  # noqa: E402
 from moekit_cutlass.providers import QuackPlan  # noqa: E402
+from moekit_triton.align import align_scratch  # noqa: E402
 
 import moekit  # noqa: E402
 from moekit.kernel import Workspace  # noqa: E402
@@ -196,10 +197,10 @@ def error_of(out: torch.Tensor, want: torch.Tensor) -> float:
 
 def sorted_groups(ids: torch.Tensor, L: int) -> Groups:
     n = ids.numel()
-    sizes = ((n,), (n,), tuple(ids.shape), (L + 1,), (sort_scratch(n, L),))
-    *four, scratch = (torch.empty(s, dtype=torch.int32, device=DEVICE) for s in sizes)
-    groups = Groups(*four)
-    sort_pairs(ids.contiguous(), groups, scratch)
+    sizes = (tuple(ids.shape), (L + 1,), (n,), (align_scratch(n, L),))
+    *three, scratch = (torch.zeros(s, dtype=torch.int32, device=DEVICE) for s in sizes)
+    groups = Groups(ids.contiguous(), *three)
+    sort_pairs(groups, scratch)
     return groups
 
 

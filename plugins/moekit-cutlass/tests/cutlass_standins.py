@@ -57,8 +57,9 @@ def quack_gemm_act(
     assert (A if A_idx is None else A_idx).shape[0] == total_m
     if A_idx is not None:
         assert A_idx.dtype == torch.int32 and config.cluster[1] == 1
+        A_idx = A_idx[: int(cu_seqlens_m[-1])].long()  # reads no index behind
         assert bool(((A_idx >= 0) & (A_idx < A.shape[0])).all())
-        A = A[A_idx.long()]
+        A = A[A_idx]
     gated = activation in _GATED
     assert postact_out.shape[1] == B.shape[2] // (2 if gated else 1)
     assert concat_layout == (("B",) if gated else None)

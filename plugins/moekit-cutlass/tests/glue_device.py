@@ -14,6 +14,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 _PLUGINS = Path(__file__).resolve().parents[2]
@@ -26,7 +27,6 @@ sys.path[:0] = [
 import torch  # noqa: E402
 from moekit_cutlass import groups as cutlass_groups  # noqa: E402
 from moekit_cutlass import rows as cutlass  # noqa: E402
-from moekit_deepgemm import align as deepgemm_align  # noqa: E402
 from moekit_deepgemm import rows as deepgemm  # noqa: E402
 from moekit_deepgemm.config import make_plan  # noqa: E402
 from moekit_marlin import kernels as marlin  # noqa: E402
@@ -39,7 +39,7 @@ from moekit_triton.rows import (  # noqa: E402
     quantize_rows,
     weighted_sum,
 )
-from moekit_triton.sorted_gemm import copy_rows  # noqa: E402
+from moekit_triton.sorted_gemm import copy_rows, quantize_into_order  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moekit.bench.measure import measure  # noqa: E402
@@ -74,10 +74,12 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
     weights = torch.rand(tokens, K, device=DEVICE)
     group = 4 / 128  # bytes of a scale, of the 128 columns that share it
 
-    scratch = empty(cutlass_groups.sort_scratch(S, E))
-    groups = cutlass_groups.Groups(empty(S), empty(S), empty(tokens, K), empty(E + 1))
-    cutlass_groups.sort_pairs(ids, groups, scratch)
-    yield "cutlass sort", S * 20, lambda: cutlass_groups.sort_pairs(ids, groups, scratch)
+    scratch = empty(align_scratch(S, E))
+    groups = cutlass_groups.Groups(ids, empty(tokens, K), empty(E + 1))
+    cutlass_groups.sort_pairs(groups, scratch)
+    yield "cutlass sort", S * 12, lambda: cutlass_groups.sort_pairs(groups, scratch)
+    indexed = replace(groups, slots_RK=empty(tokens, K), rows_S=empty(S))
+    yield "cutlass sort, rows", S * 20, lambda: cutlass_groups.sort_pairs(indexed, scratch)
     x, x_SH, out = data(tokens, H), data(S, H), data(tokens, H)
     scale_S = empty(S, dtype=torch.float32)
     yield ("cutlass spread bf16", (tokens + S) * H * 2,
@@ -85,8 +87,12 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
     q_SH = empty(S, H, dtype=FP8)
     yield ("cutlass spread fp8 row", (2 * tokens + S) * H,
            lambda: cutlass.spread_rows(x, groups.slots_RK, q_SH, out_scale_S=scale_S))  # fmt: skip
+    slots_S = groups.slots_RK.view(-1)
     yield ("cutlass gather_sum", (tokens + S) * H * 2,
-           lambda: cutlass.gather_sum(x_SH, groups, out, weights_RK=weights))  # fmt: skip
+           lambda: weighted_sum(x_SH, weights, ids, out, slots_S))  # fmt: skip
+    bias = data(E, H)
+    yield ("cutlass gather_sum, bias", (tokens + S) * H * 2,
+           lambda: weighted_sum(x_SH, weights, ids, out, slots_S, bias))  # fmt: skip
     h, a = data(S, 2 * inner), empty(S, inner, dtype=BF16)
     valid = ValidRows(counts_L=groups.total, slab=S)
     yield ("triton activate bf16", S * inner * 6,
@@ -107,24 +113,21 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
     aligned = AlignedPairs(
         empty(entries), empty(entries // block_m), empty(1), block_m, empty(S)
     )  # fmt: skip
-    own_scratch = empty(align_scratch(S, E))
-    align(ids, E, aligned, own_scratch)
-    yield "triton align", S * 16, lambda: align(ids, E, aligned, own_scratch)
+    align(ids, E, aligned, scratch)
+    yield "triton align", S * 16, lambda: align(ids, E, aligned, scratch)
     ordered = empty(entries, H, dtype=BF16)
     yield ("triton copy_rows", (tokens + S) * H * 2,
            lambda: copy_rows(x, aligned, ordered))  # fmt: skip
 
     plan = make_plan(S, E, E)
     rows, ends = empty(S), empty(E)
-    scratch_E = empty(deepgemm_align.align_scratch(S, E))
-    flat = ids.view(-1)
-    deepgemm_align.align(flat, plan.block_m, rows, ends, scratch_E)
-    yield ("deepgemm align", S * 12,
-           lambda: deepgemm_align.align(flat, plan.block_m, rows, ends, scratch_E))  # fmt: skip
+    flat, layout = ids.view(-1), AlignedPairs(None, None, None, plan.block_m, rows, ends)
+    align(ids, E, layout, scratch)
+    yield "deepgemm align", S * 12, lambda: align(ids, E, layout, scratch)
     a_MH = empty(plan.rows, H, dtype=FP8)
     scale_GM = empty(H // 128, plan.rows, dtype=torch.float32)
     yield ("deepgemm scatter fp8", (2 * tokens + S * (1 + group)) * H,
-           lambda: deepgemm.scatter_rows(x, None, rows, a_MH, scale_GM))  # fmt: skip
+           lambda: quantize_into_order(x, None, layout, a_MH, scale_GM))  # fmt: skip
     h_MN, a_MI = data(plan.rows, 2 * inner), empty(plan.rows, inner, dtype=FP8)
     scale_IM = empty(inner // 128, plan.rows, dtype=torch.float32)
     yield ("deepgemm activate fp8", S * inner * (5 + group),
@@ -132,7 +135,7 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
                h_MN, rows, flat, None, SILU, a_MI, scale_IM))  # fmt: skip
     y_MH = data(plan.rows, H)
     yield ("deepgemm combine", (tokens + S) * H * 2,
-           lambda: deepgemm.combine(y_MH, rows, flat, weights, None, out))  # fmt: skip
+           lambda: weighted_sum(y_MH, weights, ids, out, rows))  # fmt: skip
 
     block = choose_block(S / E)
     capacity = marlin.pairs_capacity(S, E, block)

@@ -22,8 +22,8 @@ from device_common import (
     problem_of,
     say,
 )
-from moekit_deepgemm.align import align
 from moekit_deepgemm.config import expected_slab_rows
+from moekit_triton.align import AlignedPairs, align
 
 import moekit
 from moekit import quant
@@ -79,7 +79,8 @@ def standard_calls(p, experts, packed, x, routings, out, workspace):
         plan = experts._plan(routing.topk_ids.numel())
         ends_L = torch.zeros(p.num_local_experts, dtype=torch.int32, device="cuda")
         rows = torch.empty(routing.topk_ids.numel(), dtype=torch.int32, device="cuda")
-        align(routing.topk_ids.view(-1), plan.block_m, rows, ends_L, scratch[2])
+        layout = AlignedPairs(None, None, None, plan.block_m, rows, ends_L)
+        align(routing.topk_ids, p.num_local_experts, layout, scratch[2])
         first, second = experts._first(plan, scratch[3:]), experts._second(plan, scratch[3:])
 
         def gemms(plan=plan, ends_L=ends_L, first=first, second=second) -> None:

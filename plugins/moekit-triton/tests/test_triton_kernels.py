@@ -112,6 +112,34 @@ def test_align_any_size(device, most):
         check_aligned(out, ids, num_experts)
 
 
+@pytest.mark.parametrize(("rows", "top_k", "num_experts", "block_m"), ALIGN_SIZES)
+@pytest.mark.parametrize("routing", ["uniform", "skipping", "none"])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_align_by_ends(device, rows, top_k, num_experts, block_m, routing, pairs):
+    """Without blocks, into guarded lists; `skipping`: two of three experts have no pairs."""
+    block_m = 1 if pairs and block_m < 64 else block_m
+    low, high = (-1, 0) if routing == "none" else (-1, num_experts)
+    ids = torch.randint(low, high, (rows, top_k), dtype=torch.int32, device=device)
+    if routing == "skipping":
+        ids = ids // 3 * 3
+    n, capacity = ids.numel(), align_capacity(ids.numel(), num_experts, block_m)
+    sizes = (n, num_experts, capacity, align_scratch(n, num_experts))
+    whole = [torch.full((size + 32,), -77, dtype=torch.int32, device=device) for size in sizes]
+    entries, ends, listed, scratch = (x[:-32] for x in whole)
+    out = AlignedPairs(listed if pairs else None, None, None, block_m, entries, ends)
+    align(ids, num_experts, out, scratch)
+    assert all((x[-32:] == -77).all() for x in whole), "written beyond the end"
+    want, start = torch.full((capacity,), -77, dtype=torch.int32), 0
+    for expert, end in enumerate(ends.tolist()):
+        mine = (ids.flatten().cpu() == expert).nonzero().flatten()
+        assert end == start + len(mine)
+        assert entries[mine.to(device)].tolist() == list(range(start, end))
+        want[start:end] = mine
+        start += cdiv(len(mine), block_m) * block_m
+    assert (entries[ids.flatten() < 0] == -1).all()
+    assert torch.equal(listed.cpu(), want if pairs else torch.full_like(want, -77))
+
+
 def test_align_scratch_suffices_for_fewer_pairs():
     sizes = [align_scratch(pairs, 60) for pairs in range(0, 3 * TILE * PROGRAMS, 77)]
     assert sizes == sorted(sizes)
@@ -567,6 +595,15 @@ def test_weighted_sum(device, dtype, weighted):
     by_entry = torch.full_like(out, NAN)
     weighted_sum(y_S, weights if weighted else None, ids, by_entry, entries)
     assert torch.equal(by_entry, out)
+
+    bias = randn(5, cols, dtype=dtype, device=device)
+    reference += (bias.float()[ids.clamp(min=0)] * factor[:, :, None]).sum(1)
+    weights[ids < 0] = NAN
+    for given in ((y, None), (y_S, entries)):
+        biased = torch.full_like(out, NAN)
+        weighted_sum(given[0], weights if weighted else None, ids, biased, given[1], bias)
+        assert relative_error(biased, reference) < (3e-3 if dtype == torch.bfloat16 else 2e-6)
+        assert (biased[1] == 0).all()
 
 
 def test_empty(device):

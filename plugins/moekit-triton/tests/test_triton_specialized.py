@@ -86,6 +86,7 @@ def test_block(hopper, halves, dtype, num_experts, top_k, hidden, inner, rows):
         a[~real] = float("nan")
         sorted_gemm(a, w2, y_SH, aligned, second, pairs, 132)
         outs.append(y_SH[real])
+        assert int(aligned.counter) == 0, "a next call would miss tiles"
     assert all(torch.equal(out, outs[0]) for out in outs), "not the same twice"
 
     flat = ids.flatten()
@@ -98,6 +99,18 @@ def test_block(hopper, halves, dtype, num_experts, top_k, hidden, inner, rows):
         if len(want):
             error = relative(outs[0][mine], want)
             assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_no_pairs(hopper, halves):
+    ids = torch.full((300, 2), -1, device="cuda")
+    aligned = run_align(ids, 3, 128)
+    tile = replace(sorted_plan(problem()).second, halves=halves, specialized=True)
+    x = torch.randn(aligned.pairs_S.numel(), 64, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(3, 256, 64, device="cuda", dtype=torch.bfloat16)
+    y = torch.full((len(x), 256), float("nan"), device="cuda", dtype=torch.bfloat16)
+    sorted_gemm(x, w, y, aligned, tile, ids.numel(), 132)
+    assert bool(y.isnan().all()) and int(aligned.counter) == 0
 
 
 def test_experts(hopper, monkeypatch):

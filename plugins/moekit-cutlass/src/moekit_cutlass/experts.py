@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
+from moekit_triton.align import align_scratch
 from moekit_triton.rows import (
     AMAX_PARTIALS,
     Activation,
@@ -21,6 +22,7 @@ from moekit_triton.rows import (
     activate_rows,
     quantize_rows,
     quantize_rows_per_tensor,
+    weighted_sum,
 )
 from torch import Tensor
 
@@ -31,9 +33,9 @@ from moekit.weights import ExpertWeights
 
 from . import w4a8
 from .found import W4A8
-from .groups import Groups, group_slab, sort_pairs, sort_scratch
+from .groups import Groups, group_slab, sort_pairs
 from .providers import Band, Provider, Scales, bands
-from .rows import add_bias, gather_sum, spread_rows
+from .rows import add_bias, return_rows, spread_rows
 
 
 class _CutlassExperts(PermuteExpertsUnpermute):
@@ -135,9 +137,8 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         return (
             BufferSpec((pairs,), torch.int32),
             BufferSpec((pairs,), torch.int32),
-            BufferSpec((pairs,), torch.int32),
             BufferSpec((L + 1,), torch.int32),
-            BufferSpec((sort_scratch(pairs, L),), torch.int32),
+            BufferSpec((max(pairs, align_scratch(pairs, L)),), torch.int32),  # or a slab's ids
             BufferSpec((pairs if self._quantized else 0,), torch.float32),
             *(BufferSpec((max(column),), torch.uint8) for column in zip(*regions, strict=True)),
         )
@@ -153,10 +154,11 @@ class _CutlassExperts(PermuteExpertsUnpermute):
 
     # -- the steps --------------------------------------------------------------------------
 
-    def _groups(self, workspace: Sequence[Tensor], slots_shape: tuple[int, int]) -> Groups:
-        n = math.prod(slots_shape)
-        rows, experts, slots, offsets = workspace[:4]
-        return Groups(rows[:n], experts[:n], slots[:n].view(slots_shape), offsets)
+    def _groups(self, provider: Provider, ids_RK: Tensor, workspace: Sequence[Tensor]) -> Groups:
+        n = ids_RK.numel()
+        rows, slots, offsets = workspace[:3]
+        rows_S = rows[:n] if provider.gathers else None
+        return Groups(ids_RK, slots[:n].view(ids_RK.shape), offsets, rows_S)
 
     def _run(
         self,
@@ -168,9 +170,9 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         workspace: Sequence[Tensor],
     ) -> Tensor:
         """x (R, H) -> GEMM 2's rows (S, H) in sorted order, without w2's bias."""
-        p, S = self.problem, groups.rows_S.shape[0]
+        p, S = self.problem, groups.slots_RK.numel()
         H, inner, N = p.hidden_size, p.local_intermediate_size, p.w13_rows
-        scale_S, first, second = workspace[5][: S if self._quantized else 0], *workspace[6:8]
+        scale_S, first, second = workspace[4][: S if self._quantized else 0], *workspace[5:7]
 
         def rows(buffer: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
             return buffer[: S * columns * dtype.itemsize].view(dtype).view(S, columns)
@@ -239,13 +241,12 @@ class CutlassExperts(_CutlassExperts):
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
-        R, K = ids_RK.shape
-        groups = self._groups(workspace, (R, K))
-        sort_pairs(ids_RK, groups, workspace[4])
-        provider = self._provider(R, K)
+        provider = self._provider(*ids_RK.shape)
+        groups = self._groups(provider, ids_RK, workspace)
+        sort_pairs(groups, workspace[3])
         z = self._run(provider, tokens.x, tokens.x_scale, weights, groups, workspace)
-        bias = weights.get("w2_bias")
-        gather_sum(z, groups, y, weights_RK=topk_weights_RK, bias_LH=bias)
+        slots_S = groups.slots_RK.view(-1)
+        weighted_sum(z, topk_weights_RK, ids_RK, y, slots_S, weights.get("w2_bias"))
 
 
 class BatchedCutlassExperts(_CutlassExperts):
@@ -263,11 +264,12 @@ class BatchedCutlassExperts(_CutlassExperts):
     ) -> None:
         assert tokens.expert_num_tokens is not None
         L, C, H = tokens.x.shape
-        groups = self._groups(workspace, (L * C, 1))
+        provider = self._provider(C, self.problem.top_k)
+        ids_SK = workspace[3][: L * C].view(L * C, 1)
+        groups = self._groups(provider, ids_SK, workspace)
         group_slab(tokens.expert_num_tokens, C, groups)
         x_scale = tokens.x_scale
         if x_scale is not None and x_scale.numel() > 1:
             x_scale = x_scale.expand(L, C, 1).reshape(L * C, 1)
-        provider = self._provider(C, self.problem.top_k)
         z = self._run(provider, tokens.x.view(L * C, H), x_scale, weights, groups, workspace)
-        gather_sum(z, groups, y.view(L * C, H), bias_LH=weights.get("w2_bias"))
+        return_rows(z, weights.get("w2_bias"), groups, y.view(L * C, H))

@@ -1,9 +1,8 @@
-"""Sort (row, expert) pairs by expert, on the device: the form that grouped GEMMs read.
+"""Which sorted row each (row, expert) pair has, and where an expert's rows lie: what grouped GEMMs
+read. On the device; sizes are static (worst case), so a CUDA graph may capture it.
 
-Sizes are static (worst case) and offsets stay on the device, so a CUDA graph may capture it. The
-sort is stable and without racing atomics: equal ids give equal orders.
-
-Shape suffixes: R rows, K slots of a row, S = R * K pairs, L local experts, C rows of a slab.
+Shape suffixes: R rows, K slots of a row, S = R * K pairs, L local experts, C rows of a slab. A slab
+is L * C rows with one slot each.
 """
 
 from __future__ import annotations
@@ -13,26 +12,25 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from moekit_triton.numerics import INTERPRETED
+from moekit_triton.align import AlignedPairs, align
 from torch import Tensor
 
-CHUNK = 128 if INTERPRETED else 1024
-"""Pairs that one program sorts."""
+CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs in order of their expert. All int32.
+    """Pairs in order of their expert. int32, but for ids of any integers.
 
-    rows_S: the source row of each sorted pair. experts_S: its expert. From `total` on both are
-    defined but mean nothing. slots_RK: where a pair went, -1 for pairs without an expert.
-    offsets_L1: (L + 1,), expert l has the sorted pairs offsets[l] to offsets[l + 1].
+    ids_RK: the expert of each pair, negative without one. slots_RK: where the pair went, -1 without
+    an expert. offsets_L1: (L + 1,), expert l has the sorted pairs offsets[l] to offsets[l + 1].
+    rows_S: the source row of each sorted pair, undefined from `total` on; None: not asked for.
     """
 
-    rows_S: Tensor
-    experts_S: Tensor
+    ids_RK: Tensor
     slots_RK: Tensor
     offsets_L1: Tensor
+    rows_S: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -44,43 +42,29 @@ class Groups:
         return self.offsets_L1[self.num_experts :]
 
 
-def sort_scratch(num_pairs: int, num_experts: int) -> int:
-    """int32 entries of scratch that `sort_pairs` needs."""
-    return 0 if num_pairs <= CHUNK else triton.cdiv(num_pairs, CHUNK) * (num_experts + 1)
+def sort_pairs(groups: Groups, scratch: Tensor) -> None:
+    """Fills the rest of ``groups`` from its ids (contiguous; in [0, L), -1 = no expert).
 
-
-def sort_pairs(ids_RK: Tensor, groups: Groups, scratch: Tensor) -> None:
-    """Fills ``groups`` from ids (int32 or int64, contiguous; in [0, L), -1 = no expert).
-
-    One launch for up to CHUNK pairs, two for more.
+    scratch: int32, `moekit_triton.align.align_scratch` entries.
     """
-    n, top_k, num_experts = ids_RK.numel(), ids_RK.shape[1], groups.num_experts
-    assert ids_RK.is_contiguous() and groups.slots_RK.numel() == groups.rows_S.numel() == n
-    assert scratch.numel() >= sort_scratch(n, num_experts)
-    chunks = triton.cdiv(n, CHUNK)
-    bins = max(32, triton.next_power_of_2(num_experts + 2))
-    chunk = CHUNK if chunks > 1 else max(32, triton.next_power_of_2(n))
-    if chunks > 1:
-        _count[(chunks,)](
-            ids_RK, scratch, n, num_experts, CHUNK=chunk, BINS=bins, num_warps=4
-        )  # fmt: skip
-    _place[(chunks,)](
-        ids_RK, scratch, groups.rows_S, groups.experts_S, groups.slots_RK, groups.offsets_L1,
-        n, num_experts, chunks, TOP_K=top_k, CHUNK=chunk, BINS=bins, TILE=16,
-        MANY=chunks > 1, num_warps=8 if chunk >= 512 else 4,
-    )  # fmt: skip
+    slots_S, offsets_L1 = groups.slots_RK.view(-1), groups.offsets_L1
+    pairs = AlignedPairs(groups.rows_S, None, None, 1, slots_S, offsets_L1[1:])
+    align(groups.ids_RK, groups.num_experts, pairs, scratch, zeros=offsets_L1[:1])
+    if groups.rows_S is not None:
+        # For K = 1 too: right behind `align`, quack could start before offsets are written.
+        groups.rows_S.div_(groups.ids_RK.shape[1], rounding_mode="floor")
 
 
 def group_slab(counts_L: Tensor, slab: int, groups: Groups) -> None:
-    """Fills ``groups`` from a BATCHED slab: expert l has the rows l * C + c, c < counts_L[l].
+    """Fills ``groups``, its int32 ids too, from a slab: expert l has rows l * C + c, c < counts[l].
 
-    counts_L int32; groups.slots_RK is (L * C, 1), -1 for padding.
+    counts_L int32; groups.slots_RK is (L * C, 1).
     """
     n = groups.num_experts * slab
     assert counts_L.dtype == torch.int32 and groups.slots_RK.shape == (n, 1)
     _group_slab[(triton.cdiv(n, CHUNK),)](
-        counts_L.contiguous(), groups.rows_S, groups.experts_S, groups.slots_RK,
-        groups.offsets_L1, n, slab, groups.num_experts,
+        counts_L.contiguous(), groups.ids_RK, groups.slots_RK, groups.offsets_L1, groups.rows_S,
+        n, slab, groups.num_experts,
         CHUNK=CHUNK, BINS=max(32, triton.next_power_of_2(groups.num_experts + 1)), num_warps=4,
     )  # fmt: skip
 
@@ -99,71 +83,9 @@ def problem_sizes(
     )  # fmt: skip
 
 
-@triton.jit
-def _load_bins(ids_ptr, start, n, num_experts, CHUNK: tl.constexpr):
-    """The expert of each pair of a chunk: L for none, L + 1 beyond the end."""
-    pair_C = start + tl.arange(0, CHUNK)
-    id_C = tl.load(ids_ptr + pair_C, mask=pair_C < n, other=-1).to(tl.int32)
-    bin_C = tl.where(id_C >= 0, id_C, num_experts)
-    return tl.where(pair_C < n, bin_C, num_experts + 1)
-
-
-@triton.jit(do_not_specialize=["n"])
-def _count(ids_ptr, counts_ptr, n, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """counts (chunks, L + 1): pairs of each chunk by expert, those without one last."""
-    chunk = tl.program_id(0)
-    bin_C = _load_bins(ids_ptr, chunk * CHUNK, n, num_experts, CHUNK)
-    count_B = tl.histogram(bin_C, BINS)
-    bin_B = tl.arange(0, BINS)
-    pointers = counts_ptr + chunk * (num_experts + 1) + bin_B
-    tl.store(pointers, count_B, mask=bin_B <= num_experts)
-
-
-@triton.jit(do_not_specialize=["n", "chunks"])
-def _place(
-    ids_ptr, counts_ptr, rows_ptr, experts_ptr, slots_ptr, offsets_ptr, n, num_experts, chunks,
-    TOP_K: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    MANY: tl.constexpr,
-):  # fmt: skip
-    """Sorts one chunk and places each of its pairs behind those of earlier chunks."""
-    chunk = tl.program_id(0)
-    bin_C = _load_bins(ids_ptr, chunk * CHUNK, n, num_experts, CHUNK)
-    count_B = tl.histogram(bin_C, BINS)
-    bin_B = tl.arange(0, BINS)
-    if MANY:
-        total_TB = tl.zeros((TILE, BINS), tl.int32)  # summed over T behind the loop, not in it
-        before_TB = tl.zeros((TILE, BINS), tl.int32)
-        for first in range(0, chunks, TILE):
-            other_T = first + tl.arange(0, TILE)
-            inside = (other_T < chunks)[:, None] & (bin_B <= num_experts)[None, :]
-            pointers = counts_ptr + other_T[:, None] * (num_experts + 1) + bin_B[None, :]
-            counts = tl.load(pointers, mask=inside, other=0)
-            total_TB += counts
-            before_TB += tl.where((other_T < chunk)[:, None], counts, 0)
-        total_B, before_B = tl.sum(total_TB, axis=0), tl.sum(before_TB, axis=0)
-    else:
-        total_B = tl.where(bin_B <= num_experts, count_B, 0)
-        before_B = tl.zeros((BINS,), tl.int32)
-    offset_B = tl.cumsum(total_B, axis=0) - total_B
-    if chunk == 0:
-        tl.store(offsets_ptr + bin_B, offset_B, mask=bin_B <= num_experts)
-
-    # Keys are distinct, so any sort is a stable one.
-    position_C = tl.arange(0, CHUNK)
-    key_C = tl.sort(bin_C * CHUNK + position_C)
-    sorted_C = key_C // CHUNK
-    pair_C = chunk * CHUNK + key_C % CHUNK
-    shift_B = offset_B + before_B - (tl.cumsum(count_B, axis=0) - count_B)
-    slot_C = position_C + tl.gather(shift_B, sorted_C, 0)
-    real_C = sorted_C <= num_experts
-    tl.store(rows_ptr + slot_C, pair_C // TOP_K, mask=real_C)
-    tl.store(experts_ptr + slot_C, tl.minimum(sorted_C, num_experts - 1), mask=real_C)
-    tl.store(slots_ptr + pair_C, tl.where(sorted_C < num_experts, slot_C, -1), mask=real_C)
-
-
 @triton.jit(do_not_specialize=["n", "slab"])
 def _group_slab(
-    counts_ptr, rows_ptr, experts_ptr, slots_ptr, offsets_ptr, n, slab, num_experts,
+    counts_ptr, ids_ptr, slots_ptr, offsets_ptr, rows_ptr, n, slab, num_experts,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     bin_B = tl.arange(0, BINS)
@@ -172,7 +94,6 @@ def _group_slab(
     offset_B = tl.cumsum(count_B, axis=0) - count_B
     if tl.program_id(0) == 0:
         tl.store(offsets_ptr + bin_B, offset_B, mask=bin_B <= num_experts)
-    total = tl.sum(count_B, axis=0)
 
     row_C = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert_C = row_C // slab
@@ -180,12 +101,10 @@ def _group_slab(
     bin_C = tl.minimum(expert_C, num_experts - 1)
     used_C = inside_C & (row_C % slab < tl.gather(count_B, bin_C, 0))
     slot_C = tl.gather(offset_B, bin_C, 0) + row_C % slab
+    tl.store(ids_ptr + row_C, tl.where(used_C, expert_C, -1), mask=inside_C)
     tl.store(slots_ptr + row_C, tl.where(used_C, slot_C, -1), mask=inside_C)
-    tl.store(rows_ptr + slot_C, row_C, mask=used_C)
-    tl.store(experts_ptr + slot_C, expert_C, mask=used_C)
-    tail_C = inside_C & (row_C >= total)
-    tl.store(rows_ptr + row_C, 0, mask=tail_C)
-    tl.store(experts_ptr + row_C, 0, mask=tail_C)
+    if rows_ptr is not None:
+        tl.store(rows_ptr + slot_C, row_C, mask=used_C)
 
 
 @triton.jit

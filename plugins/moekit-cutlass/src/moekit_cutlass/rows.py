@@ -1,4 +1,4 @@
-"""Row kernels around the grouped GEMMs: rows into sorted order (quantized), bias, and back.
+"""Row kernels around the grouped GEMMs: rows into sorted order (quantized), bias, back to slabs.
 
 Rows without a slot, and sorted rows at or past the last offset, are neither read nor written: what
 lies there (NaN, old values) is never seen.
@@ -48,43 +48,26 @@ def spread_rows(
 
 
 def add_bias(h_SN: Tensor, bias_LN: Tensor, groups: Groups) -> None:
-    """``h[s] += bias[expert of s]``, in place, rounded to h's dtype."""
-    rows, cols = h_SN.shape
-    block = _block(cols)
-    _add_bias[(rows, triton.cdiv(cols, block))](
-        h_SN, bias_LN, groups.experts_S, groups.total, cols, h_SN.stride(0), bias_LN.stride(0),
-        BLOCK=block, num_warps=4,
-    )  # fmt: skip
+    """``h[slot] += bias[expert]`` for the slot of each pair, in place, rounded to h's dtype."""
+    _launch_take(h_SN, bias_LN, groups, h_SN, to_slots=True)
 
 
-def gather_sum(
-    z_SH: Tensor,
-    groups: Groups,
-    out_RH: Tensor,
-    *,
-    weights_RK: Tensor | None = None,
-    bias_LH: Tensor | None = None,
+def return_rows(z_SH: Tensor, bias_LH: Tensor | None, groups: Groups, out_RH: Tensor) -> None:
+    """``out[r] = z[slot] + bias[expert]``, K = 1; rows without a slot stay as they were."""
+    assert groups.slots_RK.shape[1] == 1
+    _launch_take(z_SH, bias_LH, groups, out_RH, to_slots=False)
+
+
+def _launch_take(
+    z: Tensor, bias: Tensor | None, groups: Groups, out: Tensor, *, to_slots: bool
 ) -> None:
-    """``out[r] = sum_k weights[r, k] * (z[slot] + bias[expert])``, in fp32, in order of k.
-
-    Slots of -1 are skipped whatever the weight is. Rows without any slot become 0; with
-    weights_RK None (K = 1, BATCHED) they stay as they were.
-    """
-    rows, top_k = groups.slots_RK.shape
-    cols = out_RH.shape[1]
-    assert z_SH.stride(1) == 1 and out_RH.stride(1) == 1
-    assert weights_RK is None or weights_RK.is_contiguous()
-    assert weights_RK is not None or top_k == 1
-    block = _block(cols)
-    _gather_sum[(rows, triton.cdiv(cols, block))](
-        z_SH, groups.slots_RK, groups.experts_S, weights_RK, bias_LH, out_RH, cols,
-        z_SH.stride(0), out_RH.stride(0), TOP_K=top_k, WEIGHTED=weights_RK is not None,
-        BIAS=bias_LH is not None, BLOCK=block, num_warps=4,
+    cols = z.shape[1]
+    assert z.stride(1) == 1 and out.stride(1) == 1 and (bias is None or bias.is_contiguous())
+    block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
+    _take[(groups.slots_RK.numel(), triton.cdiv(cols, block))](
+        z, bias, groups.slots_RK, groups.ids_RK, out, cols, z.stride(0), out.stride(0),
+        TO_SLOTS=to_slots, BLOCK=block, num_warps=4,
     )  # fmt: skip
-
-
-def _block(cols: int) -> int:
-    return min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
 
 
 def _warps(cols: int) -> int:
@@ -126,59 +109,20 @@ def _spread(
 
 
 @triton.jit
-def _add_bias(
-    h_ptr, bias_ptr, experts_ptr, total_ptr, cols, h_stride, bias_stride, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(total_ptr):
+def _take(
+    z_ptr, bias_ptr, slots_ptr, ids_ptr, out_ptr, cols, z_stride, out_stride,
+    TO_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + pair).to(tl.int64)
+    if slot < 0:
         return
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = col < cols
-    expert = tl.load(experts_ptr + row).to(tl.int64)
-    bias = tl.load(bias_ptr + expert * bias_stride + col, mask=ok, other=0.0).to(tl.float32)
-    pointers = h_ptr + row * h_stride + col
-    value = tl.load(pointers, mask=ok, other=0.0).to(tl.float32) + bias
-    tl.store(pointers, convert(value, h_ptr.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def _gather_sum(
-    z_ptr, slots_ptr, experts_ptr, weights_ptr, bias_ptr, out_ptr, cols, z_stride, out_stride,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = col < cols
-    if not WEIGHTED:
-        if tl.load(slots_ptr + row) < 0:
-            return
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.static_range(0, TOP_K, 8):
-        slots, rows, weights = (), (), ()
-        for k in tl.static_range(first, first + 8):
-            if k < TOP_K:
-                slots += (tl.load(slots_ptr + row * TOP_K + k),)
-        for k in tl.static_range(first, first + 8):
-            if k < TOP_K:
-                slot = slots[k - first].to(tl.int64)
-                end = tl.where(slot >= 0, cols, 0)
-                rows += (tl.load(z_ptr + slot * z_stride + col, mask=col < end, other=0.0),)
-        # ptxas saves registers by asking for a row only when the one before it is added up. Behind
-        # a barrier all rows have been asked for, and the weights hold the arithmetic back there.
-        tl.debug_barrier()
-        for k in tl.static_range(first, first + 8):
-            if k < TOP_K and WEIGHTED:
-                weights += (tl.load(weights_ptr + row * TOP_K + k),)
-        for k in tl.static_range(first, first + 8):
-            if k < TOP_K:
-                slot = slots[k - first]
-                present = slot >= 0
-                z = rows[k - first].to(tl.float32)
-                if BIAS:
-                    expert = tl.load(experts_ptr + slot, mask=present, other=0).to(tl.int64)
-                    z += tl.load(bias_ptr + expert * cols + col, mask=ok, other=0.0).to(tl.float32)
-                if WEIGHTED:
-                    z *= weights[k - first]
-                total += tl.where(present, z, 0.0)
-    result = convert(total, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * out_stride + col, result, mask=ok)
+    value = tl.load(z_ptr + slot * z_stride + col, mask=ok, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias_row = tl.load(ids_ptr + pair).to(tl.int64) * cols
+        value += tl.load(bias_ptr + bias_row + col, mask=ok, other=0.0).to(tl.float32)
+    out_row = slot if TO_SLOTS else pair
+    out_ptrs = out_ptr + out_row * out_stride + col
+    tl.store(out_ptrs, convert(value, out_ptr.dtype.element_ty), mask=ok)

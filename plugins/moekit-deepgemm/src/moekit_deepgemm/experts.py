@@ -12,8 +12,10 @@ import time
 from collections.abc import Sequence
 
 import torch
+from moekit_triton.align import AlignedPairs, align, align_scratch
 from moekit_triton.numerics import Activation
-from moekit_triton.rows import ValidRows, quantize_rows
+from moekit_triton.rows import ValidRows, quantize_rows, weighted_sum
+from moekit_triton.sorted_gemm import copy_rows, quantize_into_order
 from torch import Tensor
 
 from moekit.errors import InvalidInput
@@ -22,16 +24,13 @@ from moekit.plugins import ExpertsSpec
 from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights
 
-from .align import align, align_scratch
 from .config import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to, round_up
 from .library import Gemms
 from .rows import (
     GROUP,
     activate_pairs,
     activate_slabs,
-    combine,
     finish_slabs,
-    scatter_rows,
     stage_slabs,
 )
 
@@ -152,15 +151,19 @@ class DeepGemmExperts(_DeepGemmExperts):
         if self._first_use(plan.kind, y.device):
             self._compile(pairs, weights, ends_L, buffers)
 
-        align(ids_S, plan.block_m, rows_S, ends_L, scratch)
+        layout = AlignedPairs(None, None, None, plan.block_m, rows_S, ends_L)
+        align(ids_RK, ends_L.numel(), layout, scratch)
         a_MH, scale_GM, h_MN = self._first(plan, buffers)
-        scatter_rows(x_RH, tokens.x_scale, rows_S, a_MH, scale_GM)
+        if scale_GM is None:
+            copy_rows(x_RH, layout, a_MH)
+        else:
+            quantize_into_order(x_RH, tokens.x_scale, layout, a_MH, scale_GM)
         self._gemm(a_MH, scale_GM, weights, "w13", h_MN, ends_L, plan)
         a_MI, scale_GM, y_MH = self._second(plan, buffers)
         bias_LN = weights.get("w13_bias")
         activate_pairs(h_MN, rows_S, ids_S, bias_LN, self._activation, a_MI, scale_GM)
         self._gemm(a_MI, scale_GM, weights, "w2", y_MH, ends_L, plan)
-        combine(y_MH, rows_S, ids_S, topk_weights_RK, weights.get("w2_bias"), y)
+        weighted_sum(y_MH, topk_weights_RK, ids_RK, y, rows_S, weights.get("w2_bias"))
 
     def _plan(self, pairs: int) -> Plan:
         p = self.problem

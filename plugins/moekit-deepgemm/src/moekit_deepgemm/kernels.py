@@ -24,52 +24,6 @@ def _quantize(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _read(x_ptrs, scale_ptrs, ok, group_ok, MODE: tl.constexpr, DTYPE: tl.constexpr):
-    """One row's tile and its scale, as they are to be written (as far as MODE has them)."""
-    scale = tl.zeros(group_ok.shape, tl.float32)
-    if MODE == "copy_scaled" or MODE == "scales":
-        scale = tl.load(scale_ptrs, mask=group_ok, other=0.0)
-    if MODE == "scales":
-        x = scale
-    else:
-        x = tl.load(x_ptrs, mask=ok, other=0)
-        if MODE == "quantize":
-            x, scale = _quantize(x.to(tl.float32), DTYPE)
-    return x, scale
-
-
-@triton.jit
-def scatter_rows(
-    x_ptr, x_scale_ptr, rows_ptr, a_ptr, scale_ptr, cols,
-    x_stride, xs_row_stride, xs_group_stride, a_stride, scale_lead,
-    TOP_K: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64)
-    rows = ()
-    last = tl.full((), -1, tl.int32)
-    for k in tl.static_range(TOP_K):
-        rows += (tl.load(rows_ptr + r * TOP_K + k),)
-        last = tl.maximum(last, rows[k])
-    if last < 0:
-        return
-    group, col, ok = _columns(tl.program_id(1), cols, GROUPS, GROUP)
-    group_ok = group * GROUP < cols
-    scale_ptrs = x_scale_ptr
-    if MODE == "copy_scaled":
-        scale_ptrs = x_scale_ptr + r * xs_row_stride + group * xs_group_stride
-    x, scale = _read(
-        x_ptr + r * x_stride + col, scale_ptrs, ok, group_ok, MODE, a_ptr.dtype.element_ty
-    )
-    for k in tl.static_range(TOP_K):  # masks, as the layout of scales is converted in each branch
-        row = rows[k].to(tl.int64)
-        end = tl.where(row >= 0, cols, 0)
-        tl.store(a_ptr + row * a_stride + col, x, mask=col < end)
-        if MODE != "copy":
-            scale_ptrs = scale_ptr + group.to(tl.int64) * scale_lead + row
-            tl.store(scale_ptrs, scale, mask=group * GROUP < end)
-
-
-@triton.jit
 def stage_slabs(
     x_ptr, x_scale_ptr, counts_ptr, a_ptr, scale_ptr, cols, x_slab_stride, x_stride,
     xs_slab_stride, xs_row_stride, xs_group_stride, a_slab_stride, a_stride, scale_slab_stride,
@@ -80,20 +34,17 @@ def stage_slabs(
     group_ok = group * GROUP < cols
     for c in range(tl.program_id(1), tl.load(counts_ptr + l), tl.num_programs(1)):
         row = 0 * l + c  # int64
-        scale_ptrs = x_scale_ptr
         if MODE == "copy_scaled" or MODE == "scales":
             scale_ptrs = x_scale_ptr + l * xs_slab_stride + row * xs_row_stride
-            scale_ptrs += group * xs_group_stride
-        x, scale = _read(
-            x_ptr + l * x_slab_stride + row * x_stride + col, scale_ptrs, ok, group_ok, MODE,
-            a_ptr.dtype.element_ty,
-        )  # fmt: skip
+            scale = tl.load(scale_ptrs + group * xs_group_stride, mask=group_ok, other=0.0)
         if MODE != "scales":
+            x = tl.load(x_ptr + l * x_slab_stride + row * x_stride + col, mask=ok, other=0)
+            if MODE == "quantize":
+                x, scale = _quantize(x.to(tl.float32), a_ptr.dtype.element_ty)
             tl.store(a_ptr + l * a_slab_stride + row * a_stride + col, x, mask=ok)
         if MODE != "copy":
-            tl.store(
-                scale_ptr + l * scale_slab_stride + group * scale_lead + row, scale, mask=group_ok
-            )
+            scale_ptrs = scale_ptr + l * scale_slab_stride + group * scale_lead + row
+            tl.store(scale_ptrs, scale, mask=group_ok)
 
 
 @triton.jit
@@ -166,44 +117,6 @@ def activate_slabs(
             inner, scale_lead, alpha, limit,
             ACTIVATION, GATED, CLAMP, HAS_BIAS, QUANTIZE, GROUP, GROUPS,
         )  # fmt: skip
-
-
-@triton.jit
-def combine(
-    y_ptr, rows_ptr, ids_ptr, weights_ptr, bias_ptr, out_ptr, cols, y_stride, out_stride,
-    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.static_range(0, TOP_K, 8):
-        rows, values, weights = (), (), ()
-        for k in tl.static_range(first, first + 8):
-            if k < TOP_K:
-                rows += (tl.load(rows_ptr + r * TOP_K + k),)
-        for k in tl.static_range(first, first + 8):
-            if k < TOP_K:
-                row = rows[k - first].to(tl.int64)
-                ok = col < tl.where(row >= 0, cols, 0)
-                values += (tl.load(y_ptr + row * y_stride + col, mask=ok, other=0.0),)
-        # ptxas saves registers by asking for a row only when the one before it is added up. Behind
-        # a barrier all rows have been asked for, and the weights hold the arithmetic back there.
-        tl.debug_barrier()
-        for k in tl.static_range(first, first + 8):
-            if k < TOP_K:
-                weights += (tl.load(weights_ptr + r * TOP_K + k),)
-        for k in tl.static_range(first, first + 8):
-            if k < TOP_K:
-                present = rows[k - first] >= 0
-                y = values[k - first].to(tl.float32)
-                if HAS_BIAS:
-                    bias_row = tl.load(ids_ptr + r * TOP_K + k).to(tl.int64) * cols
-                    ok = col < tl.where(present, cols, 0)
-                    y += tl.load(bias_ptr + bias_row + col, mask=ok, other=0.0).to(tl.float32)
-                # the weight of an absent pair may be NaN
-                total += tl.where(present, y * weights[k - first], 0.0)
-    out_ptrs = out_ptr + r * out_stride + col
-    tl.store(out_ptrs, convert(total, out_ptr.dtype.element_ty), mask=col < cols)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""What happens to rows around DeepGEMM's GEMMs: bring in, activate, combine. Launches kernels.py.
+"""What happens to rows around DeepGEMM's GEMMs and is this plugin's own. Launches kernels.py.
 
 Two layouts. STANDARD: pairs (row, slot) own a row of the padded layout each, `rows_S` says which
-(align.py). BATCHED: slab l holds rows l * slab + c, c < counts_L[l]. Rows that no pair owns are
+(-1: none). BATCHED: slab l holds rows l * slab + c, c < counts_L[l]. Rows that no pair owns are
 neither read nor written here; the GEMMs compute on whatever lies there, but a row of a GEMM's
 input reaches the same row of its output alone, so nothing of it is ever seen.
 
@@ -37,30 +37,6 @@ class Tiling:
         most = 64 if INTERPRETED else 16 if rows >= 512 else 4
         mine = min(most, triton.next_power_of_2(groups))
         return cls(mine, triton.cdiv(groups, mine), max(1, mine // 4))
-
-
-def scatter_rows(
-    x_RH: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    rows_S: torch.Tensor,
-    a_MH: torch.Tensor,
-    scale_GM: torch.Tensor | None,
-) -> None:
-    """Each row of x to the rows of its pairs in a; read and quantized once, written K times.
-
-    x: bf16, or fp8 with x_scale (R, H / 128) fp32. rows_S (R * K,). a: fp8 with scale_GM
-    (H / 128, M), or x's dtype without. Rows of x without any pair are not read.
-    """
-    rows, cols = x_RH.shape
-    top_k = rows_S.numel() // rows
-    tiling = Tiling.of(rows, cols)
-    x, a, mode = _mode(x_RH, x_scale, a_MH, scale_GM)
-    xs_strides = (0, 0) if x_scale is None else x_scale.stride()
-    kernels.scatter_rows[(rows, tiling.programs)](
-        x, x_scale, rows_S, a, scale_GM, cols, x.stride(0), *xs_strides, a.stride(0),
-        _lead(scale_GM),
-        TOP_K=top_k, MODE=mode, GROUP=GROUP, GROUPS=tiling.groups, num_warps=tiling.warps,
-    )  # fmt: skip
 
 
 def stage_slabs(
@@ -129,28 +105,6 @@ def activate_slabs(
         activation.alpha, activation.limit or 0.0, **_flags(activation),
         HAS_BIAS=bias_LN is not None, QUANTIZE=scale_LGC is not None, GROUP=GROUP,
         GROUPS=tiling.groups, num_warps=tiling.warps,
-    )  # fmt: skip
-
-
-def combine(
-    y_MH: torch.Tensor,
-    rows_S: torch.Tensor,
-    ids_S: torch.Tensor,
-    weights_RK: torch.Tensor,
-    bias_LH: torch.Tensor | None,
-    out_RH: torch.Tensor,
-) -> None:
-    """out[r] = sum over k, in order, of weights[r, k] * (y[row of (r, k)] + bias of its expert).
-
-    fp32 accumulation; pairs without a row count nothing, whatever their weight; rows without any
-    pair give zeros. weights fp32, contiguous.
-    """
-    rows, cols = out_RH.shape
-    block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024 if rows >= 64 else 256)
-    kernels.combine[(rows, triton.cdiv(cols, block))](
-        y_MH, rows_S, ids_S, weights_RK, bias_LH, out_RH, cols, y_MH.stride(0), out_RH.stride(0),
-        TOP_K=weights_RK.shape[1], HAS_BIAS=bias_LH is not None, BLOCK=block,
-        num_warps=max(1, min(4, block // 256)),
     )  # fmt: skip
 
 

@@ -37,19 +37,26 @@ TILE = 1024
 
 @dataclass(frozen=True)
 class AlignedPairs:
-    """Pairs grouped by expert in blocks of `block_m`.
+    """Pairs grouped by expert in blocks of `block_m`. Lists that are None are not asked for: the
+    first three belong together, unless ends_L is asked for.
 
     pairs_S: int32 (capacity,), pair = row * K + k, and R * K for padding; undefined from num_rows.
     experts_B: int32 (capacity / block_m,), local expert of each block, -1 for unused blocks.
     num_rows: int32 (1,), used entries of pairs_S, padding included.
-    entries_P: None, or int32 (R * K,), the entry of each pair in pairs_S, -1 without an expert.
+    entries_P: int32 (R * K,), the entry of each pair in pairs_S, -1 without an expert.
+    ends_L: int32 (L,), the entry behind each expert's last pair; without any, its first entry.
+    counter: int32 (1,), zero, from which programs of `specialized` fetch tiles.
+
+    Without experts_B the padding in pairs_S stays as it is.
     """
 
-    pairs_S: torch.Tensor
-    experts_B: torch.Tensor
-    num_rows: torch.Tensor
+    pairs_S: torch.Tensor | None
+    experts_B: torch.Tensor | None
+    num_rows: torch.Tensor | None
     block_m: int
     entries_P: torch.Tensor | None = None
+    ends_L: torch.Tensor | None = None
+    counter: torch.Tensor | None = None
 
 
 def align_capacity(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -76,27 +83,33 @@ def align(
     """Fill `out` from ids_RK (int32 or int64, contiguous; local ids in [0, L), -1 = no expert).
 
     `scratch` is int32 with at least `align_scratch` entries; its contents do not matter. `zeros`
-    (int32, contiguous) is set to zero besides. One launch, or two for many pairs.
+    (int32, contiguous), or else the counter, is set to zero besides. One launch, or two for many
+    pairs.
     """
+    zeros = out.counter if zeros is None else zeros
     n, block_m = ids_RK.numel(), out.block_m
-    blocks = out.experts_B.numel()
-    assert out.pairs_S.numel() == blocks * block_m >= align_capacity(n, num_experts, block_m)
+    blocks = 0 if out.experts_B is None else out.experts_B.numel()
+    capacity = align_capacity(n, num_experts, block_m)
+    assert out.pairs_S is None or out.pairs_S.numel() >= capacity
+    assert out.experts_B is None or out.pairs_S.numel() == blocks * block_m
+    assert out.ends_L is None or out.ends_L.numel() == num_experts
     assert scratch.numel() >= align_scratch(n, num_experts) and ids_RK.is_contiguous()
     lists = out.pairs_S, out.experts_B, out.num_rows, out.entries_P
     form = {"BLOCK_M": block_m, "ENTRIES": out.entries_P is not None}
     cleared = 0 if zeros is None else zeros.numel()
-    if n <= FEW_PAIRS:
+    if n <= FEW_PAIRS and out.ends_L is None:
         pairs = max(16, triton.next_power_of_2(n))
         _launch_align_few(
             (1,), ids_RK, *lists, zeros, n, blocks, **form, PAIRS=pairs, ZEROS=cleared,
             num_warps=max(pairs // 8, 4),
         )  # fmt: skip
         return
+    form["ENDS"] = 0 if out.ends_L is None else num_experts
     bins, share = _bins(num_experts), triton.next_power_of_2(triton.cdiv(n, _programs(num_experts)))
     if n <= ONE_LAUNCH_PAIRS:
         chunk, tile = max(share, 32), max(triton.next_power_of_2(n), 256)
         _launch_align_all(
-            (triton.cdiv(n, chunk),), ids_RK, *lists, zeros, n, blocks, **form,
+            (max(1, triton.cdiv(n, chunk)),), ids_RK, *lists, out.ends_L, zeros, n, blocks, **form,
             BINS=bins, CHUNK=chunk, TILE=tile, ZEROS=cleared,
             num_warps=min(max(tile // 128, 4), 16),
         )  # fmt: skip
@@ -111,8 +124,8 @@ def align(
     # Triton would have each thread load all ids that it compares.
     warps = 16 if tile > 512 else min(tile // 32, 8)
     _launch_place(
-        grid, ids_RK, scratch, *lists, n, blocks, **form, BINS=bins, CHUNK=chunk, TILE=tile,
-        SUB=COMPARED, PIECE=COMPARED if tile <= 256 else 64,
+        grid, ids_RK, scratch, *lists, out.ends_L, n, blocks, **form, BINS=bins, CHUNK=chunk,
+        TILE=tile, SUB=COMPARED, PIECE=COMPARED if tile <= 256 else 64,
         ROWS=min(128, min(warps, 8) * 4096 // bins), num_warps=warps,
     )  # fmt: skip
 
@@ -142,19 +155,25 @@ def _zero(zeros_ptr, ZEROS: tl.constexpr):
 
 @triton.jit
 def _store_pairs(pairs_ptr, entries_ptr, pair_P, id_P, entry_P, n, ENTRIES: tl.constexpr):
-    tl.store(pairs_ptr + entry_P, pair_P, mask=id_P >= 0)
+    if pairs_ptr is not None:
+        tl.store(pairs_ptr + entry_P, pair_P, mask=id_P >= 0)
     if ENTRIES:
         tl.store(entries_ptr + pair_P, tl.where(id_P >= 0, entry_P, -1), mask=pair_P < n)
 
 
 @triton.jit
-def _first_blocks(count_L, num_rows_ptr, BLOCK_M: tl.constexpr, BINS: tl.constexpr):
-    """The first block of each expert."""
+def _first_blocks(count_L, num_rows_ptr, ends_ptr, BLOCK_M: tl.constexpr, BINS: tl.constexpr,
+                  ENDS: tl.constexpr):  # fmt: skip
+    """The first block of each expert; program 0 stores the ends of the ENDS experts."""
     blocks_L = tl.cdiv(count_L, BLOCK_M)
     behind_L = tl.cumsum(blocks_L, axis=0)
     expert_L = tl.arange(0, BINS)
-    last_L = expert_L == BINS - 1 + tl.program_id(0)  # nowhere but in program 0
-    tl.store(num_rows_ptr + 0 * expert_L, behind_L * BLOCK_M, mask=last_L)
+    if num_rows_ptr is not None:
+        last_L = expert_L == BINS - 1 + tl.program_id(0)  # nowhere but in program 0
+        tl.store(num_rows_ptr + 0 * expert_L, behind_L * BLOCK_M, mask=last_L)
+    if ENDS > 0:
+        end_L = (behind_L - blocks_L) * BLOCK_M + count_L
+        tl.store(ends_ptr + expert_L, end_L, mask=expert_L + tl.program_id(0) * BINS < ENDS)
     return behind_L - blocks_L
 
 
@@ -216,9 +235,9 @@ def _align_few(
 
 @triton.jit(do_not_specialize=["n", "blocks"])
 def _align_all(
-    ids_ptr, pairs_ptr, experts_ptr, num_rows_ptr, entries_ptr, zeros_ptr, n, blocks,
-    BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr, ZEROS: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, pairs_ptr, experts_ptr, num_rows_ptr, entries_ptr, ends_ptr, zeros_ptr, n,
+    blocks, BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, ENDS: tl.constexpr, BINS: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, ZEROS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program c places chunk c of the n <= TILE pairs and counts all of them."""
     if PDL:
@@ -229,13 +248,14 @@ def _align_all(
     _zero(zeros_ptr, ZEROS)
     before_L = tl.histogram(id_T, BINS, mask=(id_T >= 0) & (pair_T < start))
     count_L = tl.histogram(id_T, BINS, mask=id_T >= 0)
-    first_L = _first_blocks(count_L, num_rows_ptr, BLOCK_M, BINS)
+    first_L = _first_blocks(count_L, num_rows_ptr, ends_ptr, BLOCK_M, BINS, ENDS)
 
     earlier = (id_C[None, :] == id_C[:, None]) & (pair_C[None, :] < pair_C[:, None])
     rank_C = tl.sum(earlier.to(tl.int32), axis=1)
     entry_C = tl.gather(first_L * BLOCK_M + before_L, tl.maximum(id_C, 0), 0) + rank_C
     _store_pairs(pairs_ptr, entries_ptr, pair_C, id_C, entry_C, n, ENTRIES)
-    _store_blocks(pairs_ptr, experts_ptr, count_L, first_L, n, blocks, BLOCK_M, BINS)
+    if experts_ptr is not None:
+        _store_blocks(pairs_ptr, experts_ptr, count_L, first_L, n, blocks, BLOCK_M, BINS)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -281,10 +301,10 @@ def _rank(ids_ptr, start, id_T, n, BINS: tl.constexpr, TILE: tl.constexpr, SUB: 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
 def _place(
-    ids_ptr, counts_ptr, pairs_ptr, experts_ptr, num_rows_ptr, entries_ptr, n, blocks,
-    BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, SUB: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    ids_ptr, counts_ptr, pairs_ptr, experts_ptr, num_rows_ptr, entries_ptr, ends_ptr, n, blocks,
+    BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, ENDS: tl.constexpr, BINS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIECE: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program c places chunk c."""
     chunk = tl.program_id(0)
@@ -300,7 +320,7 @@ def _place(
         count_RL = tl.load(pointers, mask=row_R < tl.num_programs(0), other=0)
         count_L += tl.sum(count_RL, axis=0)
         before_L += tl.sum(tl.where(row_R < chunk, count_RL, 0), axis=0)
-    first_L = _first_blocks(count_L, num_rows_ptr, BLOCK_M, BINS)
+    first_L = _first_blocks(count_L, num_rows_ptr, ends_ptr, BLOCK_M, BINS, ENDS)
     base_L = first_L * BLOCK_M + before_L
     entry_T = tl.gather(base_L, tl.maximum(id_T, 0), 0) + rank_T
     _store_pairs(pairs_ptr, entries_ptr, pair_T, id_T, entry_T, n, ENTRIES)
@@ -312,7 +332,8 @@ def _place(
             rank_T = _rank(ids_ptr, start, id_T, n, BINS, TILE, SUB, PIECE)
             entry_T = tl.gather(base_L, tl.maximum(id_T, 0), 0) + rank_T
             _store_pairs(pairs_ptr, entries_ptr, pair_T, id_T, entry_T, n, ENTRIES)
-    _store_blocks(pairs_ptr, experts_ptr, count_L, first_L, n, blocks, BLOCK_M, BINS)
+    if experts_ptr is not None:
+        _store_blocks(pairs_ptr, experts_ptr, count_L, first_L, n, blocks, BLOCK_M, BINS)
 
 
 _launch_align_few, _launch_align_all, _launch_count, _launch_place = map(

@@ -25,6 +25,8 @@ _SMS = 132
 # x of 16 bits is copied into order first: that costs writing x once for each pair, and saves some
 # 9 % of GEMM 1.
 _SORTED_FROM, _SORTED_FROM_FP8, _COPIED_WIDTH = 128, 32, 1024
+# From here on specialized tiles have won wherever they were measured.
+_SPECIALIZED_FROM = 200
 # Dot products read an expert's weights for each of its pairs: at most so many times on average,
 # for weights of more than 8 bits and for those of 8.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
@@ -59,8 +61,11 @@ def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = Fal
     per_expert = rows * slots / problem.num_physical_experts
     pays = not slabs and sorting_pays(problem, rows, slots)
     plan = _measured(problem, per_expert)
-    if plan is None:
-        plan = sorted_plan(problem) if pays else heuristic(problem, per_expert)
+    unsorted = plan is None or plan.order == "pairs"
+    if pays and unsorted and (plan is None or specialized_wins(problem, per_expert)):
+        plan = sorted_plan(problem)
+    elif plan is None:
+        plan = heuristic(problem, per_expert)
     elif plan.order != "pairs" and not pays:
         scaled = problem.quant.weight is not None  # else the tiles serve as well without
         plan = heuristic(problem, per_expert) if scaled else replace(plan, order="pairs")
@@ -194,6 +199,11 @@ def specializable(problem: MoEProblem) -> bool:
         and not INTERPRETED
         and problem.device.capability == (9, 0) and triton.__version__.startswith("3.6.")
     )  # fmt: skip
+
+
+def specialized_wins(problem: MoEProblem, per_expert: float) -> bool:
+    """Whether so many rows per expert need no measurement of other tiles, where sorting pays."""
+    return per_expert >= _SPECIALIZED_FROM and specializable(problem)
 
 
 def _plain(tile: GemmConfig) -> GemmConfig:

@@ -185,6 +185,7 @@ class TritonExperts(_TritonExperts):
             BufferSpec((entries,), torch.int32),
             BufferSpec((align_capacity(pairs, L, least) // least,), torch.int32),
             BufferSpec((1,), torch.int32),
+            BufferSpec((1 if sorted_rows else 0,), torch.int32),
             BufferSpec((pairs if sorted_rows else 0,), torch.int32),
             BufferSpec((align_scratch(pairs, L),), torch.int32),
             # GEMM 1's output, or its input in order; and when that has been read, GEMM 2's output
@@ -217,7 +218,7 @@ class TritonExperts(_TritonExperts):
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         rows, slots = ids_RK.shape
         pairs = rows * slots
-        entries, experts, num_rows, of_pairs, scratch, *buffers = workspace
+        entries, experts, num_rows, counter, of_pairs, scratch, *buffers = workspace
         gemm_out, activated, scale, q, q_scale = buffers
 
         plan = self._plan(rows, slots)
@@ -244,6 +245,7 @@ class TritonExperts(_TritonExperts):
             aligned = AlignedPairs(
                 entries[:capacity], experts[:blocks], num_rows, plan.block_m,
                 of_pairs[:pairs] if in_order else None,
+                counter=counter if in_order else None,
             )  # fmt: skip
             align(ids_RK, p.num_local_experts, aligned, scratch)
             first, second = Rows.aligned(aligned, slots), Rows.aligned(aligned)

@@ -185,13 +185,14 @@ def weighted_sum(
     ids_RK: torch.Tensor,
     out_RH: torch.Tensor,
     entries_P: torch.Tensor | None = None,
+    bias_LH: torch.Tensor | None = None,
 ) -> None:
-    """out[r] = sum over k, in order, of weights[r, k] * y[r * K + k] where ids[r, k] >= 0; fp32
-    accumulation.
+    """out[r] = sum over k, in order, of weights[r, k] * (y[r * K + k] + bias[ids[r, k]]) where
+    ids[r, k] >= 0; fp32 accumulation.
 
-    weights: fp32, None = ones. Pairs with a negative id are skipped whatever y holds; rows without
-    any give 0. y may hold several addends in a row for each pair; or, with ``entries_P`` (int32),
-    the row of a pair is its entry.
+    weights: fp32, None = ones; bias (contiguous): None = zeros. Pairs with a negative id are
+    skipped whatever y holds; rows without any give 0. y may hold several addends in a row for each
+    pair (without bias); or, with ``entries_P`` (int32), the row of a pair is its entry.
     """
     rows, top_k = ids_RK.shape
     cols = out_RH.shape[1]
@@ -200,13 +201,14 @@ def weighted_sum(
     assert entries_P is not None or len(y_SH) == rows * top_k * addends
     assert y_SH.stride(1) == 1 and out_RH.stride(1) == 1
     assert ids_RK.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
+    assert bias_LH is None or (addends == 1 and bias_LH.is_contiguous())
     if rows == 0:
         return
     block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
     _launch_weighted_sum(
         (rows, triton.cdiv(cols, block)),
-        y_SH, weights_RK, ids_RK, entries_P, out_RH, cols, y_SH.stride(0), out_RH.stride(0),
-        TOP_K=top_k, ADDENDS=addends, ENTRIES=entries_P is not None,
+        y_SH, weights_RK, ids_RK, entries_P, bias_LH, out_RH, cols, y_SH.stride(0),
+        out_RH.stride(0), TOP_K=top_k, ADDENDS=addends, ENTRIES=entries_P is not None,
         WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
@@ -335,7 +337,7 @@ def _rows(
 
 @triton.jit
 def _weighted_sum(
-    y_ptr, weights_ptr, ids_ptr, entries_ptr, out_ptr, cols, y_stride, out_stride,
+    y_ptr, weights_ptr, ids_ptr, entries_ptr, bias_ptr, out_ptr, cols, y_stride, out_stride,
     TOP_K: tl.constexpr, ADDENDS: tl.constexpr, ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -369,6 +371,10 @@ def _weighted_sum(
         for i in tl.static_range(first, first + 8):
             if i < ROWS:
                 y = ys[i - first].to(tl.float32)
+                if bias_ptr is not None:
+                    bias_ptrs = bias_ptr + ids[i - first].to(tl.int64) * cols + col
+                    end = tl.where(ids[i - first] >= 0, cols, 0)
+                    y += tl.load(bias_ptrs, mask=col < end, other=0.0).to(tl.float32)
                 if WEIGHTED:
                     y *= weights[i - first]
                 total += tl.where(ids[i - first] >= 0, y, 0.0)

@@ -51,9 +51,10 @@ def copy_rows(x_RH: torch.Tensor, aligned: AlignedPairs, out_SH: torch.Tensor) -
 
     x (R, H), out (capacity, H) of one dtype; ``aligned`` with entries_P, for K pairs a row.
     Row by row of x, so that each is read once: gathering reads x anew for each of its K entries.
+    Rows without any entry are not read.
     """
     rows, hidden = x_RH.shape
-    assert out_SH.shape == (aligned.pairs_S.numel(), hidden) and aligned.entries_P is not None
+    assert out_SH.shape[1] == hidden and aligned.entries_P is not None
     assert x_RH.stride(1) == 1 and out_SH.is_contiguous()
     _launch_copy(
         (rows, triton.cdiv(hidden, _COLUMNS)),
@@ -77,8 +78,8 @@ def quantize_into_order(
     already, with its scales (R, ceil(H / 128)).
     """
     rows, hidden = x_RH.shape
-    entries, groups = aligned.pairs_S.numel(), triton.cdiv(hidden, SCALE_GROUP)
-    assert out_SH.shape == (entries, hidden) and scale_GS.shape == (groups, entries)
+    entries, groups = len(out_SH), triton.cdiv(hidden, SCALE_GROUP)
+    assert out_SH.shape[1] == hidden and scale_GS.shape == (groups, entries)
     assert x_RH.stride(1) == 1 and out_SH.is_contiguous() and scale_GS.is_contiguous()
     assert aligned.entries_P is not None and (x_scale_RG is None) == (x_RH.dtype.itemsize == 2)
     assert x_scale_RG is None or x_scale_RG.shape == (rows, groups)
@@ -166,6 +167,17 @@ def sorted_gemm(
 
 
 @triton.jit
+def _entries(entries_ptr, row, TOP_K: tl.constexpr):
+    """The entries of a row's pairs, and the last of them: -1 where there is none."""
+    entries = ()
+    last = tl.full((), -1, tl.int32)
+    for k in tl.static_range(TOP_K):
+        entries += (tl.load(entries_ptr + row * TOP_K + k),)
+        last = tl.maximum(last, entries[k])
+    return entries, last
+
+
+@triton.jit
 def _copy(
     x_ptr, out_ptr, entries_ptr, hidden, x_stride,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -173,10 +185,13 @@ def _copy(
     if PDL:
         take_turn()
     row = tl.program_id(0).to(tl.int64)
+    entries_K, last = _entries(entries_ptr, row, TOP_K)
+    if last < 0:
+        return
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden)
     for k in tl.static_range(TOP_K):
-        entry = tl.load(entries_ptr + row * TOP_K + k).to(tl.int64)
+        entry = entries_K[k].to(tl.int64)
         end = tl.where(entry >= 0, hidden, 0)
         tl.store(out_ptr + entry * hidden + col, x, mask=col < end)
 
@@ -192,6 +207,9 @@ def _quantize(
     if PDL:
         take_turn()
     row = tl.program_id(0).to(tl.int64)
+    entries_K, last = _entries(entries_ptr, row, TOP_K)
+    if last < 0:
+        return
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
     col = group * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden, other=0)
@@ -203,7 +221,7 @@ def _quantize(
         scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
         x = quantize(value, scale, QMAX, out_ptr.dtype.element_ty)
     for k in tl.static_range(TOP_K):
-        entry = tl.load(entries_ptr + row * TOP_K + k).to(tl.int64)
+        entry = entries_K[k].to(tl.int64)
         end = tl.where(entry >= 0, hidden, 0)
         tl.store(out_ptr + entry * hidden + col, x, mask=col < end)
         tl.store(scale_ptr + group * entries + entry, scale, mask=group * GROUP < end)

@@ -5,6 +5,10 @@ multiply, half of a block's rows each, by 256 rows of weights, and send results 
 memory. So a tile's end costs no waiting: what `sorted_gemm` gains by persistent programs where
 registers allow, this has with a gate, too.
 
+Where half blocks are left out, programs fetch tiles from a counter: a half costs less only where
+nobody waits for the program that had none. The loading warp fetches, one ahead, and tells the
+others.
+
 Padding rows may hold anything: rows do not mix, and theirs become undefined.
 """
 
@@ -35,6 +39,7 @@ _ROWS = gl.constexpr(64)  # of a warp group
 _WIDE = gl.constexpr(COLUMNS)
 _STEP = gl.constexpr(64)  # of K
 _STAGES = gl.constexpr(4)
+_RING = gl.constexpr(8)  # of messages: the loading warp is at most _STAGES + 1 tiles ahead
 
 
 def specialized_gemm(
@@ -52,22 +57,22 @@ def specialized_gemm(
 
     a (capacity, K), w and out (capacity, N) of one 16-bit dtype, rows of whole 16 bytes; N is half
     of w's rows with a gate. Rows that belong to no pair become undefined. Of ``config`` group_m and
-    halves count; tiles are BLOCK_M x COLUMNS.
+    halves count, which wants a counter in `aligned`; tiles are BLOCK_M x COLUMNS.
     """
     num_experts, w_rows, k = w_LNK.shape
     wide = 2 if gated else 1
     n, entries = w_rows // wide, aligned.pairs_S.numel()
     assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n)
     assert aligned.block_m == BLOCK_M and w_LNK.is_contiguous()
-    piece = 128 if gated else 64
+    assert aligned.counter is not None or not config.halves
     tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
         (min(tiles, num_sms),),
         descriptor(a_SK, BLOCK_M, 64),
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
-        descriptor(out_SN, 64, piece),
-        aligned.experts_B, aligned.pairs_S, aligned.num_rows, n, k, num_pairs, config.group_m,
-        GATED=gated, HALVES=config.halves, BUFFERS=1 if gated else 2, num_warps=4,
+        descriptor(out_SN, BLOCK_M // 2, COLUMNS // 2),
+        aligned.experts_B, aligned.pairs_S, aligned.num_rows, aligned.counter, n, k, num_pairs,
+        config.group_m, GATED=gated, HALVES=config.halves, num_warps=4,
     )  # fmt: skip
 
 
@@ -92,12 +97,29 @@ def halves_of(x):
 
 
 @gluon.jit
+def ex2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def rcp(x):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _silu_mul(acc):
+    """silu(gate) * up; two columns share a reciprocal. 1 + exp(-gate) is at most 2 ** 60, so that a
+    product of two is finite."""
     gate, up = halves_of(acc)
-    reciprocal = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp(-gate)], dtype=gl.float32,
-        is_pure=True, pack=1)  # fmt: skip
-    return gate * up * reciprocal
+    below = 1.0 + ex2(gl.minimum(gate * -1.4426950408889634, 60.0))
+    below0, below1 = halves_of(below)
+    inverse = rcp(below0 * below1)
+    both = gl.join(inverse * below1, inverse * below0).permute([0, 2, 1]).reshape(gate.shape)
+    return gate * up * gl.convert_layout(both, gate.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -126,14 +148,28 @@ def place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
 
 
 @gluon.jit
+def _tell(words, told, count, tile, halves):
+    """Message `count`: a tile, and how many of its halves, 1 or 2, have rows."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    words.index(count % _RING).store(gl.full([1], 0, gl.int32, layout) + (2 * tile + halves - 1))
+    mbarrier.arrive(told.index(count % _RING), count=1)
+
+
+@gluon.jit
+def _hear(words, told, count):
+    mbarrier.wait(told.index(count % _RING), count // _RING & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    word = gl.max(words.index(count % _RING).load(layout), axis=0)
+    return word // 2, word % 2 + 1
+
+
+@gluon.jit
 def _consume(
-    WHICH: gl.constexpr, out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m,
-    a_s, w_s, buffers, full, empty,
-    GATED: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr,
+    WHICH: gl.constexpr, out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words,
+    told, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Half the rows of every tile; HALVES: none of them where the second half is padding."""
+    """Half the rows of every tile, if any of them is used."""
     OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
-    PIECE: gl.constexpr = buffers.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDE, 16])
     half_blocks = a_s._reinterpret(a_s.dtype, [2 * _STAGES, _ROWS, _STEP], a_s.layout)
     row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
@@ -141,13 +177,12 @@ def _consume(
     steps = gl.cdiv(K, _STEP)
     slot = 0
     phase = 0
-    for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
+    count = 0
+    tile, halves = _hear(words, told, count)
+    while tile < row_blocks * col_blocks:
         block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * _ROWS
-        used = True
-        if HALVES and WHICH == 1:
-            used = gl.load(pairs_ptr + row) < num_pairs
-        if used:
+        if halves > WHICH:
             acc = gl.zeros([_ROWS, _WIDE], gl.float32, layout)
             for step in range(steps):
                 mbarrier.wait(full.index(slot), phase)
@@ -162,52 +197,78 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((slot + _STAGES - 1) % _STAGES), count=1)
             if GATED:
-                send(_silu_mul(acc), buffers, WHICH * BUFFERS, out, row, col, BUFFERS)
+                send(_silu_mul(acc), buffers, WHICH, out, row, col, 1)
             else:
                 left, right = halves_of(acc)
-                first, second = halves_of(left)
-                send(first, buffers, WHICH * BUFFERS, out, row, col, BUFFERS)
-                send(second, buffers, WHICH * BUFFERS + 1, out, row, col + PIECE, BUFFERS)
-                first, second = halves_of(right)
-                send(first, buffers, WHICH * BUFFERS, out, row, col + 2 * PIECE, BUFFERS)
-                send(second, buffers, WHICH * BUFFERS + 1, out, row, col + 3 * PIECE, BUFFERS)
+                send(left, buffers, WHICH, out, row, col, 1)
+                send(right, buffers, WHICH, out, row, col + _WIDE // 2, 1)
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(slot), phase)
                 mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase)
+        count += 1
+        tile, halves = _hear(words, told, count)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _upper(out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers, full, empty,
-           GATED: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
-    _consume(0, out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers, full,
-             empty, GATED, HALVES, BUFFERS)  # fmt: skip
+def _upper(out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
+           GATED: gl.constexpr):  # fmt: skip
+    _consume(0, out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
+             GATED)  # fmt: skip
 
 
 @gluon.jit
-def _lower(out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers, full, empty,
-           GATED: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
-    _consume(1, out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers, full,
-             empty, GATED, HALVES, BUFFERS)  # fmt: skip
+def _lower(out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
+           GATED: gl.constexpr):  # fmt: skip
+    _consume(1, out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
+             GATED)  # fmt: skip
+
+
+@gluon.jit
+def _facts(tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs, N,
+           GATED: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
+    """Block, row of the weights and used halves of a tile; behind the last one, of that."""
+    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+    row_blocks = gl.maximum(row_blocks, 1)
+    tile = gl.minimum(tile, row_blocks * col_blocks - 1)
+    block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
+    w_row = gl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col
+    halves = tile * 0 + 2
+    if HALVES:
+        pair = gl.load(pairs_ptr + (2 * block_m + 1) * _ROWS)
+        halves = gl.where(pair < num_pairs, 2, 1)
+    return block_m, w_row, halves
 
 
 @gluon.jit
 def _load(
-    a, w, experts_ptr, num_rows_ptr, N, K, group_m, a_s, w_boxes, full, empty, GATED: gl.constexpr
-):
-    """w_boxes: for each stage one box, or gate above up."""
+    a, w, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs, group_m, a_s, w_boxes,
+    full, empty, words, told, GATED: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """w_boxes: for each stage one box, or gate above up. What the next tile needs is looked up
+    behind this one's first steps, so that no product waits for it."""
     OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
     BYTES: gl.constexpr = (2 * _ROWS + _WIDE) * _STEP * 2
     row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
     col_blocks = gl.cdiv(N, OUT)
+    tiles = row_blocks * col_blocks
     steps = gl.cdiv(K, _STEP)
+    looks = gl.minimum(steps, _STAGES) - 1
     slot = 0
     phase = 1
-    for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
-        block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
-        w_row = gl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col
+    count = 0
+    tile = gl.program_id(0)
+    block_m, w_row, halves = _facts(tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr,
+                                    num_pairs, N, GATED, HALVES)  # fmt: skip
+    while tile < tiles:
+        _tell(words, told, count, tile, halves)
+        count += 1
+        next_tile = tile + gl.num_programs(0)
+        next_m = block_m + 0
+        next_row = w_row + 0
+        next_halves = halves + 0
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
@@ -222,23 +283,42 @@ def _load(
             else:
                 tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(slot))
             slot, phase = next_slot(slot, phase)
+            if step == looks:
+                if HALVES:
+                    fetched = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+                    if fetched == tiles - 1:  # one for each tile, so the last
+                        gl.store(counter_ptr, 0)
+                    next_tile = fetched + gl.num_programs(0)
+                next_m, next_row, next_halves = _facts(
+                    next_tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs,
+                    N, GATED, HALVES)  # fmt: skip
+        # (A name that is given another carried name's value is not carried by triton 3.6: + 0.)
+        tile = next_tile + 0
+        block_m = next_m + 0
+        w_row = next_row + 0
+        halves = next_halves + 0
+    _tell(words, told, count, tile, halves)
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "group_m"])
 def _gemm(
-    a, w, out, experts_ptr, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m,
-    GATED: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr, PDL: gl.constexpr,
+    a, w, out, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs, group_m,
+    GATED: gl.constexpr, HALVES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
     a_s = gl.allocate_shared_memory(a.dtype, [_STAGES, 2 * _ROWS, _STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [_STAGES, _WIDE, _STEP], w.layout)
-    buffers = gl.allocate_shared_memory(out.dtype, [2 * BUFFERS] + out.block_shape, out.layout)
+    buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [_RING, 1], mbarrier.MBarrierLayout())
+    words = gl.allocate_shared_memory(gl.int32, [_RING, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for slot in gl.static_range(_STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
+    for slot in gl.static_range(_RING):
+        mbarrier.init(told.index(slot), count=1)
     fence_async_shared()
     if GATED:
         w_boxes = w_s._reinterpret(w.dtype, [2 * _STAGES, _WIDE // 2, _STEP], w.layout)
@@ -246,12 +326,12 @@ def _gemm(
         w_boxes = w_s
     gl.warp_specialize(
         [
-            (_upper, (out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers,
-                      full, empty, GATED, HALVES, BUFFERS)),
-            (_lower, (out, pairs_ptr, num_rows_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers,
-                      full, empty, GATED, HALVES, BUFFERS)),
-            (_load, (a, w, experts_ptr, num_rows_ptr, N, K, group_m, a_s, w_boxes, full, empty,
-                     GATED)),
+            (_upper, (out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
+                      GATED)),
+            (_lower, (out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
+                      GATED)),
+            (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs,
+                     group_m, a_s, w_boxes, full, empty, words, told, GATED, HALVES)),
         ],
         [4, 1],  # warps of the second and third
         [240, 24],  # and registers of their threads: with the first's, 3 * 168 as at the launch

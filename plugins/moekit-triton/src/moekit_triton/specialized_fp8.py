@@ -26,7 +26,17 @@ from .align import AlignedPairs
 from .gemm import GemmConfig
 from .launch import Launcher, take_turn
 from .numerics import QMAX, SCALE_GROUP, TINY
-from .specialized import BLOCK_M, COLUMNS, descriptor, halves_of, next_slot, place, send
+from .specialized import (
+    BLOCK_M,
+    COLUMNS,
+    descriptor,
+    ex2,
+    halves_of,
+    next_slot,
+    place,
+    rcp,
+    send,
+)
 
 _ROWS = gl.constexpr(64)  # of a warp group
 _WIDE = gl.constexpr(COLUMNS)
@@ -86,21 +96,12 @@ def specialized_fp8_gemm(
 
 
 @gluon.jit
-def _ex2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _silu_mul(gate0, gate1, up0, up1):
     """silu(gate) * up of two pieces, which share their reciprocals: 1 + exp(-gate) is at most
     2 ** 60, so that a product of two is finite."""
-    below0 = 1.0 + _ex2(gl.minimum(gate0 * -1.4426950408889634, 60.0))
-    below1 = 1.0 + _ex2(gl.minimum(gate1 * -1.4426950408889634, 60.0))
-    inverse = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [below0 * below1], dtype=gl.float32, is_pure=True,
-        pack=1)  # fmt: skip
+    below0 = 1.0 + ex2(gl.minimum(gate0 * -1.4426950408889634, 60.0))
+    below1 = 1.0 + ex2(gl.minimum(gate1 * -1.4426950408889634, 60.0))
+    inverse = rcp(below0 * below1)
     return gate0 * up0 * (inverse * below1), gate1 * up1 * (inverse * below0)
 
 

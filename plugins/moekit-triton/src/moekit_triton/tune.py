@@ -37,7 +37,7 @@ from moekit.bench.shapes import random_weights, shape
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
 from .candidates import candidates, sorted_candidates, variations
-from .config import fusable, num_sms, sorting_pays, specializable
+from .config import fusable, num_sms, sorting_pays, specialized_wins
 from .experts import TritonExperts
 from .gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from .rows import Activation, ValidRows, activate_rows
@@ -106,8 +106,9 @@ class Case:
                 return torch.empty(n, dtype=torch.int32, device="cuda")
 
             aligned = AlignedPairs(
-                ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel())
-            )
+                ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel()),
+                counter=ints(1),
+            )  # fmt: skip
             scratch = ints(align_scratch(ids.numel(), p.num_local_experts))
             align(ids, p.num_local_experts, aligned, scratch)
             found.append(aligned)
@@ -325,7 +326,7 @@ def attempts(problem: MoEProblem, per_expert: float) -> Iterator[Attempt]:
     many rows, they have won wherever they were measured, and nothing else is tried."""
     p, wide = problem, 2 if problem.activation.gated else 1
     in_order = sorting_pays(p, _rows(p, per_expert), p.top_k)
-    if not (in_order and specializable(p) and per_expert >= 200):
+    if not (in_order and specialized_wins(p, per_expert)):
         for config in candidates(p, per_expert, wide):
             if fusable(p, config.block_n):
                 yield "first", config, True, "pairs"
