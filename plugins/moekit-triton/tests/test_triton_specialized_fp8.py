@@ -71,6 +71,7 @@ def of_expert(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, expert: int
         (64, 4, 256, 768, 2000),
         (16, 8, 2048, 256, 5000),  # several tiles a program
         (3, 2, 1040, 128, 300),
+        (128, 8, 384, 128, 4096),  # three steps and one, and more half blocks than whole ones
         (1, 1, 144, 128, 1),
     ],
 )
@@ -106,6 +107,7 @@ def test_gemms(hopper, halves, num_experts, top_k, hidden, inner, rows):
         a_SI.view(torch.uint8)[~real], a_s[:, ~real] = 0x7F, float("nan")
         sorted_gemm(a_SI, w2, y_SH, aligned, second, pairs, 132, scales=Scales(s2, a_s))
         outs.append((a_SI[real].view(torch.uint8), a_s[:, real], y_SH[real]))
+        assert int(aligned.counter) == 0, "a next call would miss tiles"
     for out in outs:
         assert all(map(torch.equal, out, outs[0])), "not the same twice"
 
@@ -123,11 +125,23 @@ def test_gemms(hopper, halves, num_experts, top_k, hidden, inner, rows):
         exact = (want / spread(scale, inner)).clamp(-448, 448).to(E4M3).float()
         assert (exact == codes[mine]).float().mean() > 0.9, f"expert {expert}: codes"
         assert relative(a[mine], want) < 3.5e-2
-        wrong = of_expert(a[mine], w2, s2.flip(1), expert)
+        wrong = of_expert(a[mine], w2, 2 * s2.roll(1, 1), expert)
         want = of_expert(a[mine], w2, s2, expert)
         error = relative(y[mine], want)
         assert error < 1e-2, f"expert {expert}: relative error {error}"
-        assert hidden == 128 or relative(wrong, want) > 0.1, "scales do not matter here"
+        assert relative(wrong, want) > 0.1, "scales do not matter here"
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_no_pairs(hopper, halves):
+    aligned = run_align(torch.full((300, 2), -1, device="cuda"), 3, 128)
+    capacity = aligned.pairs_S.numel()
+    (w, scale), a_s = weights(3, 256, 128), torch.ones(1, capacity, device="cuda")
+    y = torch.full((capacity, 256), float("nan"), dtype=torch.bfloat16, device="cuda")
+    tile = replace(sorted_plan(problem()).second, halves=halves)
+    a = torch.ones(capacity, 128, device="cuda").to(E4M3)
+    sorted_gemm(a, w, y, aligned, tile, 600, 132, scales=Scales(scale, a_s))
+    assert bool(y.isnan().all()) and int(aligned.counter) == 0
 
 
 @pytest.mark.parametrize("tokens", [1500, 257])

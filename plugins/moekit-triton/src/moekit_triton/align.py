@@ -45,7 +45,7 @@ class AlignedPairs:
     num_rows: int32 (1,), used entries of pairs_S, padding included.
     entries_P: int32 (R * K,), the entry of each pair in pairs_S, -1 without an expert.
     ends_L: int32 (L,), the entry behind each expert's last pair; without any, its first entry.
-    counter: int32 (1,), zero, from which programs of `specialized` fetch tiles.
+    counter: int32 (1,), zero, from which programs of specialized GEMMs fetch tiles.
 
     Without experts_B the padding in pairs_S stays as it is.
     """

@@ -39,7 +39,7 @@ _ROWS = gl.constexpr(64)  # of a warp group
 _WIDE = gl.constexpr(COLUMNS)
 _STEP = gl.constexpr(64)  # of K
 _STAGES = gl.constexpr(4)
-_RING = gl.constexpr(8)  # of messages: the loading warp is at most _STAGES + 1 tiles ahead
+RING = gl.constexpr(8)  # of messages: the loading warp is at most _STAGES + 1 tiles ahead
 
 
 def specialized_gemm(
@@ -148,19 +148,25 @@ def place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _tell(words, told, count, tile, halves):
-    """Message `count`: a tile, and how many of its halves, 1 or 2, have rows."""
+def tell(words, told, count, message):
+    """Message `count`, a tuple of integers. words: RING times as many."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    words.index(count % _RING).store(gl.full([1], 0, gl.int32, layout) + (2 * tile + halves - 1))
-    mbarrier.arrive(told.index(count % _RING), count=1)
+    first = count % RING * len(message)
+    for n in gl.static_range(len(message)):
+        words.index(first + n).store(gl.full([1], 0, gl.int32, layout) + message[n])
+    mbarrier.arrive(told.index(count % RING), count=1)
 
 
 @gluon.jit
-def _hear(words, told, count):
-    mbarrier.wait(told.index(count % _RING), count // _RING & 1)
+def hear(words, told, count):
+    mbarrier.wait(told.index(count % RING), count // RING & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    word = gl.max(words.index(count % _RING).load(layout), axis=0)
-    return word // 2, word % 2 + 1
+    length: gl.constexpr = words.shape[0] // RING
+    message = ()
+    for n in gl.static_range(length):
+        word = words.index(count % RING * length + n).load(layout)
+        message += (gl.max(word, axis=0),)
+    return message
 
 
 @gluon.jit
@@ -178,7 +184,7 @@ def _consume(
     slot = 0
     phase = 0
     count = 0
-    tile, halves = _hear(words, told, count)
+    tile, halves = hear(words, told, count)
     while tile < row_blocks * col_blocks:
         block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * _ROWS
@@ -208,7 +214,7 @@ def _consume(
                 mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase)
         count += 1
-        tile, halves = _hear(words, told, count)
+        tile, halves = hear(words, told, count)
     tma.store_wait(0)
 
 
@@ -227,19 +233,29 @@ def _lower(out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, wor
 
 
 @gluon.jit
-def _facts(tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs, N,
-           GATED: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
-    """Block, row of the weights and used halves of a tile; behind the last one, of that."""
-    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+def facts(tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs,
+          OUT: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
+    """A tile's block, column, expert, and how many of its halves, 1 or 2, have rows; behind the
+    last tile, of that."""
     row_blocks = gl.maximum(row_blocks, 1)
     tile = gl.minimum(tile, row_blocks * col_blocks - 1)
     block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
-    w_row = gl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col
+    expert = gl.load(experts_ptr + block_m)
     halves = tile * 0 + 2
     if HALVES:
         pair = gl.load(pairs_ptr + (2 * block_m + 1) * _ROWS)
         halves = gl.where(pair < num_pairs, 2, 1)
-    return block_m, w_row, halves
+    return block_m, col, expert, halves
+
+
+@gluon.jit
+def fetch(tile, tiles, counter_ptr, HALVES: gl.constexpr):
+    """The tile after this one: from the counter, or as given out in advance."""
+    if HALVES:
+        tile = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if tile == tiles - 1:  # one for each tile, so the last
+            gl.store(counter_ptr, 0)
+    return tile + gl.num_programs(0)
 
 
 @gluon.jit
@@ -260,12 +276,13 @@ def _load(
     phase = 1
     count = 0
     tile = gl.program_id(0)
-    block_m, w_row, halves = _facts(tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr,
-                                    num_pairs, N, GATED, HALVES)  # fmt: skip
+    block_m, col, expert, halves = facts(tile, row_blocks, col_blocks, group_m, experts_ptr,
+                                         pairs_ptr, num_pairs, OUT, HALVES)  # fmt: skip
+    w_row = expert * (2 * N if GATED else N) + col
     while tile < tiles:
-        _tell(words, told, count, tile, halves)
+        tell(words, told, count, (tile, halves))
         count += 1
-        next_tile = tile + gl.num_programs(0)
+        next_tile = tile + 0
         next_m = block_m + 0
         next_row = w_row + 0
         next_halves = halves + 0
@@ -284,20 +301,17 @@ def _load(
                 tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(slot))
             slot, phase = next_slot(slot, phase)
             if step == looks:
-                if HALVES:
-                    fetched = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-                    if fetched == tiles - 1:  # one for each tile, so the last
-                        gl.store(counter_ptr, 0)
-                    next_tile = fetched + gl.num_programs(0)
-                next_m, next_row, next_halves = _facts(
+                next_tile = fetch(tile, tiles, counter_ptr, HALVES)
+                next_m, next_col, next_expert, next_halves = facts(
                     next_tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs,
-                    N, GATED, HALVES)  # fmt: skip
+                    OUT, HALVES)  # fmt: skip
+                next_row = next_expert * (2 * N if GATED else N) + next_col
         # (A name that is given another carried name's value is not carried by triton 3.6: + 0.)
         tile = next_tile + 0
         block_m = next_m + 0
         w_row = next_row + 0
         halves = next_halves + 0
-    _tell(words, told, count, tile, halves)
+    tell(words, told, count, (tile, halves))
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "group_m"])
@@ -312,12 +326,13 @@ def _gemm(
     buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [_RING, 1], mbarrier.MBarrierLayout())
-    words = gl.allocate_shared_memory(gl.int32, [_RING, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [2 * RING, 1], of_word)
     for slot in gl.static_range(_STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
-    for slot in gl.static_range(_RING):
+    for slot in gl.static_range(RING):
         mbarrier.init(told.index(slot), count=1)
     fence_async_shared()
     if GATED:

@@ -29,13 +29,17 @@ from .numerics import QMAX, SCALE_GROUP, TINY
 from .specialized import (
     BLOCK_M,
     COLUMNS,
+    RING,
     descriptor,
     ex2,
+    facts,
+    fetch,
     halves_of,
+    hear,
     next_slot,
-    place,
     rcp,
     send,
+    tell,
 )
 
 _ROWS = gl.constexpr(64)  # of a warp group
@@ -68,8 +72,8 @@ def specialized_fp8_gemm(
     a (capacity, K) and w e4m3, K a multiple of 16; fp32 scales: of a (ceil(K / 128), capacity), of
     w (L, ceil(rows of w / 128), ceil(K / 128)). out (capacity, N): of 16 bits, N = w's rows, a
     multiple of 8; or e4m3, N half of them, a multiple of 128, with out_scale (N / 128, capacity).
-    Rows that belong to no pair become undefined. Of ``config`` group_m and halves count; tiles are
-    BLOCK_M x COLUMNS.
+    Rows that belong to no pair become undefined. Of ``config`` group_m and halves count, which
+    wants a counter in `aligned`; tiles are BLOCK_M x COLUMNS.
     """
     num_experts, w_rows, k = w_LNK.shape
     gated = out_scale_GS is not None
@@ -80,6 +84,7 @@ def specialized_fp8_gemm(
     assert w_scale_LBG.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
     assert w_scale_LBG.is_contiguous() and w_LNK.is_contiguous() and aligned.block_m == BLOCK_M
     assert groups * entries < 2**31 and w_scale_LBG.numel() < 2**31
+    assert aligned.counter is not None or not config.halves
     if gated:
         assert n % SCALE_GROUP == 0 and out_scale_GS is not None
         assert out_scale_GS.shape == (n // SCALE_GROUP, entries) and out_scale_GS.is_contiguous()
@@ -90,7 +95,7 @@ def specialized_fp8_gemm(
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
         descriptor(out_SN, BLOCK_M // 2, 64),
         out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.pairs_S,
-        aligned.num_rows, n, k, entries, num_pairs, config.group_m,
+        aligned.num_rows, aligned.counter, n, k, entries, num_pairs, config.group_m,
         GATED=gated, HALVES=config.halves, num_warps=4,
     )  # fmt: skip
 
@@ -130,84 +135,66 @@ def _times(x, y):
 
 
 @gluon.jit
-def _scales_at(expert, col, N, steps, GATED: gl.constexpr):
-    """Where the scales of an expert's weights begin for a tile's two halves."""
+def _scales(a_scales, w_scales, a_at, w_at, v_at):
+    return gl.load(a_scales + a_at), gl.load(w_scales + w_at), gl.load(w_scales + v_at)
+
+
+@gluon.jit
+def _scales_at(WHICH: gl.constexpr, words, told, count, N, steps, GATED: gl.constexpr):
+    """Where the scales begin of a tile's rows of a, and of both halves of its weights."""
+    block_m, col, expert, _ = hear(words, told, count)
     blocks = gl.cdiv(2 * N if GATED else N, _STEP)
     block = col // _STEP
     if GATED:
         other = block + N // _STEP
     else:  # nothing is stored of columns past N
         other = gl.minimum(block + 1, blocks - 1)
-    return (expert * blocks + block) * steps, (expert * blocks + other) * steps
+    row = (2 * block_m + WHICH) * _ROWS
+    return row, (expert * blocks + block) * steps, (expert * blocks + other) * steps
 
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
-    num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full, empty,
-    GATED: gl.constexpr, HALVES: gl.constexpr,
+    WHICH: gl.constexpr, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s,
+    buffers, full, empty, words, told, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Half the rows of every tile; HALVES: none of them where the second half is padding.
+    """Half the rows of every tile, if any of them is used.
 
     Scales are asked for a step ahead, while this step's products are under way, and so in a tile's
-    last step those of the next tile: its row, column and expert are known a tile ahead. Scales of a
-    lie (K / 128, entries), so that eight rows of a warp are one sector. Those of weights are loaded
-    as vectors of one value: what is loaded as a scalar is waited for at once."""
-    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+    last step those of the next tile. Scales of a lie (K / 128, entries), so that eight rows of a
+    warp are one sector. Those of weights are loaded as vectors of one value: what is loaded as a
+    scalar is waited for at once."""
     half_blocks = a_s._reinterpret(a_s.dtype, [2 * _STAGES, _ROWS, _STEP], a_s.layout)
-    row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
-    col_blocks = gl.cdiv(N, OUT)
     steps = gl.cdiv(K, _STEP)
-    programs = gl.num_programs(0)
-    tiles = row_blocks * col_blocks
-    some_rows = gl.maximum(row_blocks, 1)
     local = gl.arange(0, _ROWS, gl.SliceLayout(1, _LAYOUT))
-    same = local * 0
     a_scales = a_scale_ptr + local
-    experts = experts_ptr + same
-    first_tile = gl.maximum(gl.minimum(gl.program_id(0), tiles - 1), 0)
-    second_tile = gl.maximum(gl.minimum(gl.program_id(0) + programs, tiles - 1), 0)
-    block_m, col = place(first_tile, some_rows, col_blocks, group_m, OUT)
-    next_m, next_col = place(second_tile, some_rows, col_blocks, group_m, OUT)
-    row = (2 * block_m + WHICH) * _ROWS
-    next_row = (2 * next_m + WHICH) * _ROWS
-    first_expert = gl.maximum(gl.load(experts_ptr + block_m), 0) + same
-    expert = gl.load(experts + next_m)
-    pair = gl.load(pairs_ptr + row)
-    w_at, v_at = _scales_at(first_expert, col, N, steps, GATED)
-    a_scale = gl.load(a_scales + row)
-    w_factor = a_scale * gl.load(w_scale_ptr + w_at)
-    v_factor = a_scale * gl.load(w_scale_ptr + v_at)
+    w_scales = w_scale_ptr + local * 0
     slot = 0
     phase = 0
-    for tile in range(gl.program_id(0), tiles, programs):
-        next_w, next_v = _scales_at(expert, next_col, N, steps, GATED)
-        after = gl.minimum(tile + 2 * programs, tiles - 1)
-        after_row = row + 0
-        after_col = col + 0
-        used = True
-        if HALVES and WHICH == 1:
-            used = pair < num_pairs
-        if used:
-            w_jump = next_w - w_at - steps
-            v_jump = next_v - v_at - steps
+    count = 0
+    a_at, w_at, v_at = _scales_at(WHICH, words, told, count, N, steps, GATED)
+    a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
+    w_factor = a_scale * w_scale
+    v_factor = a_scale * v_scale
+    block_m, col, _, halves = hear(words, told, count)
+    while halves > 0:
+        row = (2 * block_m + WHICH) * _ROWS
+        count += 1
+        if halves > WHICH:
             acc0 = gl.zeros([_ROWS, _BOX], gl.float32, _LAYOUT)
             acc1 = gl.zeros([_ROWS, _BOX], gl.float32, _LAYOUT)
             for step in range(steps):
                 mbarrier.wait(full.index(2 * slot), phase)
                 a = half_blocks.index(2 * slot + WHICH)
                 product = _product(a, w_s.index(2 * slot))
-                if step == 0:
-                    after_m, after_col = place(after, row_blocks, col_blocks, group_m, OUT)
-                    after_row = (2 * after_m + WHICH) * _ROWS
-                    expert = gl.load(experts + after_m)
-                    if HALVES and WHICH == 1:
-                        pair = gl.load(pairs_ptr + next_row)
-                later = step + 1
-                ends = later == steps
-                a_scale = gl.load(a_scales + gl.where(ends, next_row, later * entries + row))
-                w_scale = gl.load(w_scale_ptr + w_at + later + ends.to(gl.int32) * w_jump)
-                v_scale = gl.load(w_scale_ptr + v_at + later + ends.to(gl.int32) * v_jump)
+                if step == steps - 1:
+                    a_at, w_at, v_at = _scales_at(WHICH, words, told, count, N, steps, GATED)
+                    a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
+                else:  # (What comes behind the branches, ptxas puts behind the wait.)
+                    a_at += entries
+                    w_at += 1
+                    v_at += 1
+                    a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
                 product = warpgroup_mma_wait(0, deps=(product,))
                 acc0 = _added(acc0, product, w_factor)
                 mbarrier.wait(full.index(2 * slot + 1), phase)
@@ -242,58 +229,69 @@ def _consume(
                 mbarrier.wait(full.index(2 * slot + 1), phase)
                 mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase)
-            if HALVES and WHICH == 1:  # triton 3.6 cannot analyse loads in dead code
-                after_m, after_col = place(after, row_blocks, col_blocks, group_m, OUT)
-                after_row = (2 * after_m + WHICH) * _ROWS
-                expert = gl.load(experts + after_m)
-                pair = gl.load(pairs_ptr + next_row)
-                a_scale = gl.load(a_scales + next_row)
-                w_factor = a_scale * gl.load(w_scale_ptr + next_w)
-                v_factor = a_scale * gl.load(w_scale_ptr + next_v)
-        # (A name that is given another carried name's value is not carried by triton 3.6: + 0.)
-        w_at = next_w
-        v_at = next_v
-        row = next_row + 0
-        col = next_col + 0
-        next_row = after_row + 0
-        next_col = after_col + 0
+            a_at, w_at, v_at = _scales_at(WHICH, words, told, count, N, steps, GATED)
+            a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
+            w_factor = a_scale * w_scale
+            v_factor = a_scale * v_scale
+        block_m, col, _, halves = hear(words, told, count)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _upper(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr, N, K,
-           entries, num_pairs, group_m, a_s, w_s, buffers, full, empty, GATED: gl.constexpr,
-           HALVES: gl.constexpr):  # fmt: skip
-    _consume(0, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
-             num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full, empty,
-             GATED, HALVES)  # fmt: skip
+def _upper(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s, buffers, full,
+           empty, words, told, GATED: gl.constexpr):  # fmt: skip
+    _consume(0, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s, buffers,
+             full, empty, words, told, GATED)  # fmt: skip
 
 
 @gluon.jit
-def _lower(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr, N, K,
-           entries, num_pairs, group_m, a_s, w_s, buffers, full, empty, GATED: gl.constexpr,
-           HALVES: gl.constexpr):  # fmt: skip
-    _consume(1, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
-             num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full, empty,
-             GATED, HALVES)  # fmt: skip
+def _lower(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s, buffers, full,
+           empty, words, told, GATED: gl.constexpr):  # fmt: skip
+    _consume(1, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s, buffers,
+             full, empty, words, told, GATED)  # fmt: skip
+
+
+@gluon.jit
+def _tell_facts(
+    words, told, count, tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs, N,
+    GATED: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Tells what consumers need of a tile, behind the last one that it has no halves. Block and row
+    of the weights."""
+    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+    block_m, col, expert, halves = facts(tile, row_blocks, col_blocks, group_m, experts_ptr,
+                                         pairs_ptr, num_pairs, OUT, HALVES)  # fmt: skip
+    expert = gl.maximum(expert, 0)  # without any rows
+    halves = gl.where(tile < row_blocks * col_blocks, halves, 0)
+    tell(words, told, count, (block_m, col, expert, halves))
+    return block_m, expert * (2 * N if GATED else N) + col
 
 
 @gluon.jit
 def _load(
-    a, w, experts_ptr, num_rows_ptr, N, K, group_m, a_s, w_s, full, empty, GATED: gl.constexpr
-):
+    a, w, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs, group_m, a_s, w_s,
+    full, empty, words, told, GATED: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
     """A stage is full in two steps: a and the first box of weights (gate, or left), then the second
-    (up, or right)."""
+    (up, or right). The next tile is told behind this one's first steps, as its scales are asked for
+    in this one's last."""
     OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
     row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
     col_blocks = gl.cdiv(N, OUT)
+    tiles = row_blocks * col_blocks
     steps = gl.cdiv(K, _STEP)
+    looks = gl.minimum(steps, _STAGES) - 1
     slot = 0
     phase = 1
-    for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
-        block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
-        w_row = gl.load(experts_ptr + block_m) * (2 * N if GATED else N) + col
-        v_row = w_row + (N if GATED else _BOX)
+    count = 0
+    tile = gl.program_id(0)
+    block_m, w_row = _tell_facts(words, told, count, tile, row_blocks, col_blocks, group_m,
+                                 experts_ptr, pairs_ptr, num_pairs, N, GATED, HALVES)  # fmt: skip
+    while tile < tiles:
+        count += 1
+        next_tile = tile + 0
+        next_m = block_m + 0
+        next_row = w_row + 0
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             first = full.index(2 * slot)
@@ -303,14 +301,25 @@ def _load(
             tma.async_copy_global_to_shared(a, [block_m * 2 * _ROWS, k], first, a_s.index(slot))
             tma.async_copy_global_to_shared(w, [w_row, k], first, w_s.index(2 * slot))
             mbarrier.expect(second, _BOX * _STEP)
+            v_row = w_row + (N if GATED else _BOX)
             tma.async_copy_global_to_shared(w, [v_row, k], second, w_s.index(2 * slot + 1))
             slot, phase = next_slot(slot, phase)
+            if step == looks:
+                next_tile = fetch(tile, tiles, counter_ptr, HALVES)
+                next_m, next_row = _tell_facts(
+                    words, told, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
+                    pairs_ptr, num_pairs, N, GATED, HALVES)  # fmt: skip
+        # (A name that is given another carried name's value is not carried by triton 3.6: + 0.)
+        tile = next_tile + 0
+        block_m = next_m + 0
+        w_row = next_row + 0
 
 
 @gluon.jit(do_not_specialize=["entries", "num_pairs", "group_m"])
 def _gemm(
-    a, w, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr, N, K,
-    entries, num_pairs, group_m, GATED: gl.constexpr, HALVES: gl.constexpr, PDL: gl.constexpr,
+    a, w, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr,
+    counter_ptr, N, K, entries, num_pairs, group_m, GATED: gl.constexpr, HALVES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
@@ -319,21 +328,24 @@ def _gemm(
     buffers = gl.allocate_shared_memory(out.dtype, [4] + out.block_shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [2 * _STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [4 * RING, 1], of_word)
     for slot in gl.static_range(_STAGES):
         mbarrier.init(full.index(2 * slot), count=1)
         mbarrier.init(full.index(2 * slot + 1), count=1)
         mbarrier.init(empty.index(slot), count=2)
+    for slot in gl.static_range(RING):
+        mbarrier.init(told.index(slot), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_upper, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
-                      num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full,
-                      empty, GATED, HALVES)),
-            (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr,
-                      num_rows_ptr, N, K, entries, num_pairs, group_m, a_s, w_s, buffers, full,
-                      empty, GATED, HALVES)),
-            (_load, (a, w, experts_ptr, num_rows_ptr, N, K, group_m, a_s, w_s, full, empty,
-                     GATED)),
+            (_upper, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s,
+                      buffers, full, empty, words, told, GATED)),
+            (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s,
+                      buffers, full, empty, words, told, GATED)),
+            (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs,
+                     group_m, a_s, w_s, full, empty, words, told, GATED, HALVES)),
         ],
         [4, 1],  # warps of the second and third
         [240, 24],  # and registers of their threads: with the first's, 3 * 168 as at the launch
