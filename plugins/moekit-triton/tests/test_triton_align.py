@@ -1,0 +1,126 @@
+"""Alignment against lists made on the CPU."""
+
+import pytest
+import torch
+from moekit_triton.align import (
+    COMPARED,
+    FEW_PAIRS,
+    ONE_LAUNCH_PAIRS,
+    PROGRAMS,
+    TILE,
+    AlignedPairs,
+    align,
+    align_capacity,
+    align_scratch,
+)
+from triton_checks import run_align
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def check_aligned(out: AlignedPairs, ids: torch.Tensor, num_experts: int) -> None:
+    flat, block_m = ids.flatten().cpu(), out.block_m
+    pairs, experts = [], []
+    for expert in range(num_experts):
+        mine = (flat == expert).nonzero().flatten()
+        blocks = cdiv(len(mine), block_m)
+        padding = torch.full((blocks * block_m - len(mine),), len(flat))
+        pairs += [mine, padding]
+        experts += [expert] * blocks
+    want = torch.cat(pairs).int()
+    assert out.num_rows.item() == len(want)
+    assert torch.equal(out.pairs_S[: len(want)].cpu(), want)
+    assert out.experts_B.tolist() == experts + [-1] * (out.experts_B.numel() - len(experts))
+    if out.entries_P is not None:
+        entries = torch.full((len(flat) + 1,), -1, dtype=torch.int32)
+        entries[want.long()] = torch.arange(len(want), dtype=torch.int32)
+        entries[-1] = -1  # of padding
+        assert torch.equal(out.entries_P.cpu(), entries[:-1])
+
+
+ALIGN_SIZES = [
+    (0, 2, 4, 16), (1, 1, 1, 16), (1, 8, 128, 16), (4, 8, 512, 128), (5, 2, 8, 64),
+    (FEW_PAIRS + 1, 1, 60, 128), (37, 8, 40, 16), (100, 3, 512, 16), (ONE_LAUNCH_PAIRS, 1, 8, 8),
+    (ONE_LAUNCH_PAIRS + 1, 1, 60, 16), (300, 8, 8, 128), (700, 3, 33, 32),
+    (COMPARED * PROGRAMS + 1, 1, 5, 64), (2 * COMPARED * PROGRAMS + 1, 1, 512, 8),
+    (4 * COMPARED * PROGRAMS + 1, 1, 33, 64), (TILE * PROGRAMS + 1, 1, 40, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "top_k", "num_experts", "block_m"), ALIGN_SIZES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("routing", ["uniform", "one_expert", "none"])
+def test_align(device, rows, top_k, num_experts, block_m, dtype, routing):
+    low = {"uniform": -1, "one_expert": num_experts - 1, "none": -1}[routing]
+    high = {"uniform": num_experts, "one_expert": num_experts, "none": 0}[routing]
+    ids = torch.randint(low, high, (rows, top_k), dtype=dtype, device=device)
+    locks = torch.full((1100,), 3, dtype=torch.int32, device=device)
+    out = run_align(ids, num_experts, block_m, locks[:1050])
+    check_aligned(out, ids, num_experts)
+    assert not locks[:1050].any() and (locks[1050:] == 3).all()
+
+
+@pytest.mark.parametrize("most", [FEW_PAIRS, ONE_LAUNCH_PAIRS, 3 * ONE_LAUNCH_PAIRS])
+def test_align_any_size(device, most):
+    """Random numbers of everything; uneven routing; more blocks than can be used; no entries."""
+    for block_m in (8, 16, 32, 64, 128):
+        pairs, num_experts = (int(torch.randint(1, high + 1, ())) for high in (most, 300))
+        ids = (torch.rand(pairs, 1, device=device) ** 3 * (num_experts + 1)).long() - 1
+        blocks = align_capacity(pairs, num_experts, block_m) // block_m + 70
+        sizes = (blocks * block_m, blocks, 1, align_scratch(pairs, num_experts))
+        lists = [torch.full((n,), -77, dtype=torch.int32, device=device) for n in sizes]
+        out = AlignedPairs(*lists[:3], block_m)
+        align(ids, num_experts, out, lists[3])
+        check_aligned(out, ids, num_experts)
+
+
+@pytest.mark.parametrize(("rows", "top_k", "num_experts", "block_m"), ALIGN_SIZES)
+@pytest.mark.parametrize("routing", ["uniform", "skipping", "none"])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_align_by_ends(device, rows, top_k, num_experts, block_m, routing, pairs):
+    """Without blocks, into guarded lists; `skipping`: two of three experts have no pairs."""
+    block_m = 1 if pairs and block_m < 64 else block_m
+    low, high = (-1, 0) if routing == "none" else (-1, num_experts)
+    ids = torch.randint(low, high, (rows, top_k), dtype=torch.int32, device=device)
+    if routing == "skipping":
+        ids = ids // 3 * 3
+    n, capacity = ids.numel(), align_capacity(ids.numel(), num_experts, block_m)
+    sizes = (n, num_experts, capacity, align_scratch(n, num_experts))
+    whole = [torch.full((size + 32,), -77, dtype=torch.int32, device=device) for size in sizes]
+    entries, ends, listed, scratch = (x[:-32] for x in whole)
+    out = AlignedPairs(listed if pairs else None, None, None, block_m, entries, ends)
+    align(ids, num_experts, out, scratch)
+    assert all((x[-32:] == -77).all() for x in whole), "written beyond the end"
+    want, start = torch.full((capacity,), -77, dtype=torch.int32), 0
+    for expert, end in enumerate(ends.tolist()):
+        mine = (ids.flatten().cpu() == expert).nonzero().flatten()
+        assert end == start + len(mine)
+        assert entries[mine.to(device)].tolist() == list(range(start, end))
+        want[start:end] = mine
+        start += cdiv(len(mine), block_m) * block_m
+    assert (entries[ids.flatten() < 0] == -1).all()
+    assert torch.equal(listed.cpu(), want if pairs else torch.full_like(want, -77))
+
+
+def test_align_scratch_suffices_for_fewer_pairs():
+    sizes = [align_scratch(pairs, 60) for pairs in range(0, 3 * TILE * PROGRAMS, 77)]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("pairs", [20, 200, 3 * ONE_LAUNCH_PAIRS + 5])
+def test_check_aligned_sees_faults(device, pairs):
+    """An order that is not stable; wrong padding, expert, entry, number of rows."""
+    ids = torch.arange(pairs, device=device).view(-1, 1) % 3
+    first = cdiv(pairs, 3)  # of expert 0's padding
+    for name, at, wrong in [
+        ("pairs_S", slice(0, 2), [3, 0]), ("pairs_S", slice(first, first + 1), 0),
+        ("experts_B", slice(0, 1), 1), ("experts_B", slice(-1, None), 0),
+        ("entries_P", slice(0, 1), 1), ("num_rows", slice(0, 1), pairs),
+    ]:  # fmt: skip
+        out = run_align(ids, 3, 32)
+        check_aligned(out, ids, 3)
+        getattr(out, name)[at] = torch.tensor(wrong, dtype=torch.int32, device=device)
+        with pytest.raises(AssertionError):
+            check_aligned(out, ids, 3)
