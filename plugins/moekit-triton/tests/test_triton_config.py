@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -166,14 +165,47 @@ def test_the_tuner_pairs_products(monkeypatch) -> None:
         ("second", 64, "pairs"): [timed(1, "pairs", 64)],
         ("first", 32, "pairs"): [],
     }
-    slower = {"pairs": 0.0, "copied": 0.0, "sorted": 0.0}
+    slower = {"pairs": 0.0, "copied": 0.0}
 
-    def again(gemm, found):
-        return {id(t): replace(t, us=t.us + slower[t.order]) for t in found}
+    def together(pairs):
+        assert all(first.config.block_m == second.config.block_m for first, second in pairs)
+        return [first.us + second.us + slower[first.order] for first, second in pairs]
 
-    monkeypatch.setattr(search, "_again", again)
+    monkeypatch.setattr(search, "_together", together)
     assert [t.order for t in search.settle()] == ["copied", "sorted"]
     slower["copied"] = 2.0
     assert [t.order for t in search.settle()] == ["pairs", "pairs"]
     search.found = {("first", 128, "pairs"): [timed(1)]}
     assert search.settle() is None
+
+
+def test_of_the_best_few_the_pair_decides(monkeypatch) -> None:
+    """What is fastest by itself may be slow behind another kernel; both run for each routing."""
+    alone = {("first", 64): 10.0, ("first", 32): 11.0, ("second", 64): 5.0, ("second", 32): 6.0}
+    ran: list[tuple[str, int]] = []
+
+    class Case:
+        def calls(self, gemm, config, fused, order):
+            return [lambda: ran.append((gemm, config.block_n))] * 3
+
+    class Timer:
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def add(self, calls) -> None:
+            ran.clear()
+            for call in calls:
+                call()
+            assert [gemm for gemm, _ in ran] == ["first", "second"] * 3
+            slow = 100.0 if ("second", 64) in ran else 0.0
+            self.found.append(slow + sum(alone[each] for each in ran))
+
+        def microseconds(self, least: float, rounds: int) -> list[float]:
+            return self.found
+
+    monkeypatch.setattr(tune, "Timer", Timer)
+    search = tune.Search(Case())
+    for (gemm, columns), us in alone.items():
+        tile = tune.Timed(us, GemmConfig(8, columns, 128), True, "pairs")
+        search.found.setdefault((gemm, 8, "pairs"), []).append(tile)
+    assert [t.config.block_n for t in search.settle()] == [64, 32]

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,42 +279,45 @@ class Search:
         bisect.insort(found, Timed(us, config, fused, order))
 
     def settle(self) -> tuple[Timed, Timed] | None:
-        """GEMM 1 and 2 of one block_m and fitting orders; the best few are timed in turns again."""
-        pairs = []
+        """GEMM 1 and 2 of one block_m and fitting orders. Of the best few the pair decides: what
+        wins by itself need not win behind another kernel."""
+        groups = []
         for (gemm, block_m, order), firsts in self.found.items():
             # GEMM 2 does not see who sorted.
             seconds = self.found.get(
                 ("second", block_m, "pairs" if order == "pairs" else "sorted"), []
             )
             if gemm == "first" and firsts and seconds:
-                pairs.append((firsts, seconds))
-        if not pairs:
+                groups.append((firsts, seconds))
+        if not groups:
             return None
-        fastest = min(first[0].us + second[0].us for first, second in pairs)
-        close = [p for p in pairs if p[0][0].us + p[1][0].us < _CLOSE * fastest]
-        again = {
-            which: self._again(gemm, [t for p in close for t in p[which][:_FINALISTS]])
-            for which, gemm in enumerate(("first", "second"))
-        }
-        return min(
-            (
-                (min(again[0][id(t)] for t in first[:_FINALISTS]),
-                 min(again[1][id(t)] for t in second[:_FINALISTS]))
-                for first, second in close
-            ),
-            key=lambda pair: pair[0].us + pair[1].us,
-        )  # fmt: skip
+        fastest = min(first[0].us + second[0].us for first, second in groups)
+        pairs = [
+            pair
+            for firsts, seconds in groups
+            if firsts[0].us + seconds[0].us < _CLOSE * fastest
+            for pair in itertools.product(firsts[:_FINALISTS], seconds[:_FINALISTS])
+        ]
+        us = self._together(pairs)
+        return pairs[us.index(min(us))]
 
-    def _again(self, gemm: str, timed: Sequence[Timed]) -> dict[int, Timed]:
-        unique = {id(t): t for t in timed}
-        timer, case = Timer(), self._case
-        for t in unique.values():
-            timer.add(case.calls(gemm, t.config, t.fused, t.order))
-        us = timer.microseconds(_SETTLED, 5)
-        return {
-            key: replace(t, us=each / len(case.ids))
-            for (key, t), each in zip(unique.items(), us, strict=True)
-        }
+    def _together(self, pairs: Sequence[tuple[Timed, Timed]]) -> list[float]:
+        """Microseconds of a replay of both GEMMs, one behind the other for each routing, in
+        turns."""
+        made: dict[int, list[Callable[[], None]]] = {}
+        timer = Timer()
+        for pair in pairs:
+            for gemm, t in zip(("first", "second"), pair, strict=True):
+                if id(t) not in made:
+                    made[id(t)] = self._case.calls(gemm, t.config, t.fused, t.order)
+            both = zip(*(made[id(t)] for t in pair), strict=True)
+            timer.add([partial(_both, *calls) for calls in both])
+        return timer.microseconds(_SETTLED, 5)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 Attempt = tuple[str, GemmConfig, bool, str]
