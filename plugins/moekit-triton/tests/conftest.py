@@ -12,3 +12,14 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def specialized() -> None:
+    """Where Gluon's kernels run: they are not interpreted, and known as they are in triton 3.6."""
+    import triton
+
+    if not torch.cuda.is_available() or not triton.__version__.startswith("3.6."):
+        pytest.skip("needs a GPU and triton 3.6")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")

@@ -23,6 +23,7 @@ TABLES = [f for f in (resources.files("moekit_triton") / "tuned").iterdir() if f
 def compiled(monkeypatch):
     """As on a GPU: the interpreter takes no measured tiles."""
     monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(config, "_GLUON", True)
 
 
 def problem(**changes) -> MoEProblem:
@@ -57,6 +58,10 @@ def test_shipped_tables(file) -> None:
             first, second = GemmConfig(**plan["first"]), GemmConfig(**plan["second"])
             assert first.block_m == second.block_m in BLOCKS_M
             assert fusable(p, first.block_n) or not plan["fused"]
+            order = plan.get("order", "pairs")
+            assert order in tune.ORDERS
+            if order != "pairs" and p.quant.weight is not None:
+                assert first.specialized and second.specialized and order == "copied"
             chosen = config.Plan(first, second, plan["fused"])
             assert max(shared_bytes(chosen, p)) <= 227 << 10
 
@@ -91,7 +96,10 @@ def test_the_nearest_entry_is_taken(monkeypatch) -> None:
 )
 @pytest.mark.parametrize("inner", [64, 96, 768, 14336])
 def test_the_heuristic_fits_the_device(scheme, inner) -> None:
-    for capability, limit in (((9, 0), 227 << 10), ((8, 9), 99 << 10), ((8, 0), 163 << 10)):
+    for capability, limit in (
+        ((9, 0), 227 << 10), ((8, 9), 99 << 10), ((8, 0), 163 << 10), ((12, 0), 99 << 10),
+        ((12, 1), 99 << 10),
+    ):  # fmt: skip
         p = problem(
             quant=scheme, intermediate_size=inner, device=DeviceSpec("cuda", capability, "any")
         )
@@ -101,6 +109,20 @@ def test_the_heuristic_fits_the_device(scheme, inner) -> None:
             assert fusable(p, plan.first.block_n) or not plan.fused
             assert max(shared_bytes(plan, p)) <= limit
             assert not plan.first.tma or capability >= (9, 0)
+            rows = max(1, round(per_expert * p.num_experts / p.top_k))
+            assert max(shared_bytes(choose_plan(p, rows, p.top_k), p)) <= limit
+
+
+def test_an_order_that_does_not_pay(monkeypatch) -> None:
+    monkeypatch.setattr(config.triton, "__version__", "3.6.0")
+    p = problem(quant="fp8_block")
+    assert choose_plan(p, 8192, 2).order == "copied"
+    assert choose_plan(p, 8192, 2, slabs=True) == heuristic(p, 2048.0)
+    biased = p.replace(has_bias=True)
+    assert choose_plan(biased, 8192, 2) == heuristic(biased, 2048.0)
+    assert heuristic(biased, 2048.0).fused and heuristic(biased, 2048.0).second.wide
+    plain = choose_plan(problem(), 8192, 2, slabs=True)
+    assert plain.order == "pairs" and plain.first.block_m == 128
 
 
 def test_one_token_needs_no_alignment() -> None:

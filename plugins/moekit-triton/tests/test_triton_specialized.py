@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import triton
 from moekit_triton import config, experts
 from moekit_triton.config import choose_plan, sorted_plan
-from moekit_triton.numerics import INTERPRETED, Activation
+from moekit_triton.numerics import Activation
 from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
 from triton_checks import check_block, real_entries, relative, run_align
 
@@ -25,6 +25,7 @@ def problem(**changes) -> MoEProblem:
 
 def test_only_where_it_can(monkeypatch) -> None:
     monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(config, "_GLUON", True)
     wide = problem(hidden_size=4096, intermediate_size=2048)
     for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
               wide.replace(activation="relu2")):  # fmt: skip
@@ -32,15 +33,6 @@ def test_only_where_it_can(monkeypatch) -> None:
         assert plan.order != "pairs" and not (plan.first.specialized or plan.second.specialized)
     plan = choose_plan(wide, 8192, 2)
     assert plan.first.specialized == plan.second.specialized == KNOWN
-
-
-@pytest.fixture
-def hopper(device):
-    if INTERPRETED or not KNOWN:
-        pytest.skip("Gluon is not interpreted, and known as it is in triton 3.6")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    return device
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -55,7 +47,7 @@ def hopper(device):
         (1, 1, 64, 64, 1),
     ],
 )
-def test_block(hopper, halves, dtype, num_experts, top_k, hidden, inner, rows):
+def test_block(specialized, halves, dtype, num_experts, top_k, hidden, inner, rows):
     def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device="cuda") * by).to(dtype)
 
@@ -102,7 +94,7 @@ def test_block(hopper, halves, dtype, num_experts, top_k, hidden, inner, rows):
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_no_pairs(hopper, halves):
+def test_no_pairs(specialized, halves):
     ids = torch.full((300, 2), -1, device="cuda")
     aligned = run_align(ids, 3, 128)
     tile = replace(sorted_plan(problem()).second, halves=halves, specialized=True)
@@ -113,7 +105,7 @@ def test_no_pairs(hopper, halves):
     assert bool(y.isnan().all()) and int(aligned.counter) == 0
 
 
-def test_experts(hopper, monkeypatch):
+def test_experts(specialized, monkeypatch):
     """The whole block, with the workspace's buffers on top of each other as they come."""
     p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
     plan = sorted_plan(p)

@@ -37,8 +37,8 @@ TILE = 1024
 
 @dataclass(frozen=True)
 class AlignedPairs:
-    """Pairs grouped by expert in blocks of `block_m`. Lists that are None are not asked for: the
-    first three belong together, unless ends_L is asked for.
+    """Pairs grouped by expert in blocks of `block_m`. Lists that are None are not asked for; the
+    first three may be None only with ends_L.
 
     pairs_S: int32 (capacity,), pair = row * K + k, and R * K for padding; undefined from num_rows.
     experts_B: int32 (capacity / block_m,), local expert of each block, -1 for unused blocks.
@@ -83,9 +83,9 @@ def align(
     """Fill `out` from ids_RK (int32 or int64, contiguous; local ids in [0, L), -1 = no expert).
 
     `scratch` is int32 with at least `align_scratch` entries; its contents do not matter. `zeros`
-    (int32, contiguous), or else the counter, is set to zero besides. One launch, or two for many
-    pairs.
+    (int32, contiguous; not beside a counter) is set to zero. One launch, or two for many pairs.
     """
+    assert zeros is None or out.counter is None
     zeros = out.counter if zeros is None else zeros
     n, block_m = ids_RK.numel(), out.block_m
     blocks = 0 if out.experts_B is None else out.experts_B.numel()
@@ -93,6 +93,8 @@ def align(
     assert out.pairs_S is None or out.pairs_S.numel() >= capacity
     assert out.experts_B is None or out.pairs_S.numel() == blocks * block_m
     assert out.ends_L is None or out.ends_L.numel() == num_experts
+    assert out.entries_P is None or out.entries_P.numel() == n
+    assert out.counter is None or out.counter.numel() == 1
     assert scratch.numel() >= align_scratch(n, num_experts) and ids_RK.is_contiguous()
     lists = out.pairs_S, out.experts_B, out.num_rows, out.entries_P
     form = {"BLOCK_M": block_m, "ENTRIES": out.entries_P is not None}

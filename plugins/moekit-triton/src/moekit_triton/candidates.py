@@ -78,12 +78,14 @@ def sorted_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
     """Tiles for rows in order, see `sorted_gemm`."""
     scaled = problem.quant.weight is not None
     block_k = SCALE_GROUP if scaled else 64
-    specialized = [
-        GemmConfig(128, 256 // wide, block_k, group, 8, 4, True, halves=halves, specialized=True)
-        for group in (4, 8, 16)
-        for halves in (True, False)
-        if specializable(problem)
-    ]
+    specialized = []
+    if specializable(problem):
+        tile = GemmConfig(128, 256 // wide, block_k, 8, 8, 4, tma=True, specialized=True)
+        specialized = [
+            replace(tile, group_m=group, halves=halves)
+            for group in (4, 8, 16)
+            for halves in (True, False)
+        ]
     if scaled:
         return specialized
     shapes = [(128, 256, 8, 4), (128, 256, 8, 3), (64, 256, 4, 4)]

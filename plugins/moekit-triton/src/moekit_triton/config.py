@@ -18,15 +18,21 @@ from .packed import CHUNK
 from .tables import nearest_plan
 
 BLOCKS_M = (8, 16, 32, 64, 128)  # 8: weights of 4 bits only
-# Shared memory one program may use, in bytes, where it is not Hopper's 227 KiB.
-_SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10}
+# Shared memory one program may use, in bytes, where it is not Hopper's.
+_HOPPER = 227 << 10
+_SHARED = {
+    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
+}  # fmt: skip
 _SMS = 132
-# Rows per expert from which they are sorted, of 16 bits and of fp8 blocks, and the width from which
-# x of 16 bits is copied into order first: that costs writing x once for each pair, and saves some
-# 9 % of GEMM 1.
-_SORTED_FROM, _SORTED_FROM_FP8, _COPIED_WIDTH = 128, 32, 1024
-# From here on specialized tiles have won wherever they were measured.
-_SPECIALIZED_FROM = 200
+# Rows per expert from which they are sorted, of 16 bits and of fp8 blocks.
+_SORTED_FROM, _SORTED_FROM_FP8 = 128, 32
+# The width from which x of 16 bits is copied into order first, which costs writing it once for each
+# pair: without and with specialized tiles, whose loads want that.
+_COPIED_WIDTH, _COPIED_WIDTH_SPECIALIZED = 1024, 768
+# From so many rows per expert and that width, order has won wherever tiles can be specialized.
+_IN_ORDER_FROM = 200
+# Gluon still changes with Triton's versions: MOEKIT_TRITON_GLUON=0 in the environment does without.
+_GLUON = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"
 # Dot products read an expert's weights for each of its pairs: at most so many times on average,
 # for weights of more than 8 bits and for those of 8.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
@@ -62,12 +68,13 @@ def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = Fal
     pays = not slabs and sorting_pays(problem, rows, slots)
     plan = _measured(problem, per_expert)
     unsorted = plan is None or plan.order == "pairs"
-    if pays and unsorted and (plan is None or specialized_wins(problem, per_expert)):
+    if pays and unsorted and (plan is None or order_wins(problem, per_expert)):
         plan = sorted_plan(problem)
     elif plan is None:
         plan = heuristic(problem, per_expert)
     elif plan.order != "pairs" and not pays:
-        scaled = problem.quant.weight is not None  # else the tiles serve as well without
+        # Tiles for 16 bits serve as well without order; those for fp8 blocks know nothing else.
+        scaled = problem.quant.weight is not None
         plan = heuristic(problem, per_expert) if scaled else replace(plan, order="pairs")
     if not specializable(problem):
         plan = replace(plan, first=_plain(plan.first), second=_plain(plan.second))
@@ -161,14 +168,16 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     # GEMM 1 with a gate holds two tiles of block_n columns.
     wide = 2 if p.activation.gated else 1
     first = _tile(block_m, busy, p.local_intermediate_size, p.hidden_size, a_bits, w_bits, wide)
-    if grouped and block_m <= 64 and p.local_intermediate_size >= 128:
+    if grouped and p.local_intermediate_size >= 128:
         first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
     fused = fusable(p, first.block_n)
     if not fused:
         first = _tile(block_m, busy, p.w13_rows, p.hidden_size, a_bits, w_bits, 1)
     second = _tile(block_m, busy, p.hidden_size, p.local_intermediate_size, a_bits, w_bits, 1)
-    shared = _SHARED.get(p.device.capability or (9, 0), 227 << 10)
     first, second = (replace(c, tma=tma, halves=block_m == 128) for c in (first, second))
+    if a_bits == 8 and block_m == 128:
+        second = replace(second, tma=False, wide=True, num_stages=3)
+    shared = _shared(p)
     return Plan(
         _within(first, a_bits, w_bits, wide if fused else 1, shared),
         _within(second, a_bits, w_bits, 1, shared),
@@ -182,18 +191,18 @@ def sorting_pays(problem: MoEProblem, rows: int, slots: int) -> bool:
     scaled = problem.quant.weight is not None
     if scaled and not specializable(problem) or problem.dtype.itemsize != 2:
         return False
+    if _shared(problem) < _HOPPER:  # for four stages of such tiles
+        return False
     per_expert = rows * slots / problem.num_physical_experts
     return per_expert >= (_SORTED_FROM_FP8 if scaled else _SORTED_FROM) and tma_possible(problem)
 
 
 def specializable(problem: MoEProblem) -> bool:
-    """Whether `specialized`, or of fp8 blocks `specialized_fp8`, can do both products. Gluon still
-    changes with Triton's versions. MOEKIT_TRITON_GLUON=0 in the environment does without."""
-    wanted = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"
+    """Whether `specialized`, or of fp8 blocks `specialized_fp8`, can do both products."""
     plain = problem.activation.name == "silu" and problem.activation.gated
     blocks = problem.quant.name == "fp8_block"
     return (
-        wanted and plain and not problem.activation.clamped and not problem.has_bias
+        _GLUON and plain and not problem.activation.clamped and not problem.has_bias
         and (problem.quant.weight is None or blocks)
         and (not blocks or problem.local_intermediate_size % SCALE_GROUP == 0)
         and not INTERPRETED
@@ -201,9 +210,10 @@ def specializable(problem: MoEProblem) -> bool:
     )  # fmt: skip
 
 
-def specialized_wins(problem: MoEProblem, per_expert: float) -> bool:
-    """Whether so many rows per expert need no measurement of other tiles, where sorting pays."""
-    return per_expert >= _SPECIALIZED_FROM and specializable(problem)
+def order_wins(problem: MoEProblem, per_expert: float) -> bool:
+    """Whether rows in order, where sorting pays, need no comparison with others."""
+    wide = problem.local_intermediate_size >= _COPIED_WIDTH_SPECIALIZED
+    return per_expert >= _IN_ORDER_FROM and wide and specializable(problem)
 
 
 def _plain(tile: GemmConfig) -> GemmConfig:
@@ -222,8 +232,13 @@ def sorted_plan(problem: MoEProblem) -> Plan:
     second = replace(first, block_n=256)
     if not problem.activation.gated:
         first = second
-    copied = scaled or problem.local_intermediate_size >= _COPIED_WIDTH
+    least = _COPIED_WIDTH_SPECIALIZED if specializable(problem) else _COPIED_WIDTH
+    copied = scaled or problem.local_intermediate_size >= least
     return Plan(first, second, fused=True, order="copied" if copied else "sorted")
+
+
+def _shared(problem: MoEProblem) -> int:
+    return _SHARED.get(problem.device.capability or (9, 0), _HOPPER)
 
 
 def num_sms(problem: MoEProblem) -> int:

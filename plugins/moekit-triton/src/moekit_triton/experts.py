@@ -278,7 +278,9 @@ class TritonExperts(_TritonExperts):
         entries, hidden, sms = len(a_SI), x.shape[1], num_sms(self.problem)
         slots, bias = pairs // len(x), weights.get("w13_bias")
         x_SH = gemm_out.view(self._a_dtype)[: entries * hidden].view(entries, hidden)
-        y_SH = gemm_out[: entries * hidden].view(entries, hidden)
+        by_pair = not plan.second.specialized
+        rows = pairs if by_pair else entries
+        y_SH = gemm_out[: rows * hidden].view(rows, hidden)
         first = second = None
         if self.problem.quant.activation is not None:
             x_scale_GS, a_scale_GS = (
@@ -300,11 +302,9 @@ class TritonExperts(_TritonExperts):
                 x, weights["w13"], a_SI, Rows.aligned(aligned, slots, in_order=True), plan.first,
                 bias_LN=bias, epilogue=Epilogue(self._activation),
             )  # fmt: skip
-        in_order = plan.second.specialized
-        y_SH = y_SH if in_order else y_SH[:pairs]
         sorted_gemm(
             a_SI, weights["w2"], y_SH, aligned, plan.second, pairs, sms,
-            bias_LN=weights.get("w2_bias"), by_pair=not in_order, scales=second,
+            bias_LN=weights.get("w2_bias"), by_pair=by_pair, scales=second,
         )  # fmt: skip
         return y_SH
 

@@ -38,7 +38,7 @@ class GemmConfig:
     (`sorted_gemm` only). splits: programs that share K, for weights of 4 bits and few rows. halves:
     a block with no row in its second half is multiplied as half a block. wide: two tiles of weights
     side by side share each tile of a, as gate and up do, where there is no epilogue. specialized:
-    by `specialized_gemm`, where it can.
+    by `specialized_gemm` or `specialized_fp8_gemm`, where they can.
     """
 
     block_m: int

@@ -1,11 +1,12 @@
-"""Grouped GEMM for many rows per expert, 16 bits: both operands come through tensor descriptors.
+"""Grouped GEMM for many rows per expert: both operands come through tensor descriptors.
 
     copy_rows     x -> the order of `AlignedPairs`: a block's rows become one tile of memory;
                   `quantize_into_order` for fp8 blocks, whose GEMMs are `specialized_fp8`
     GEMM 1        sorted x -> sorted a, activated; or `grouped_gemm` gathers x and sorts a
-    GEMM 2        sorted a -> y by pair
+    GEMM 2        sorted a -> y by pair, or in order by specialized tiles
 
-Padding rows may hold anything: rows do not mix, and y is written for pairs alone.
+Of 16 bits, or e4m3 by specialized tiles. Padding rows may hold anything: rows do not mix, y by pair
+is written for pairs alone, and padding rows of what lies in order become undefined.
 """
 
 from __future__ import annotations

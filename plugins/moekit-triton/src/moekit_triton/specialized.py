@@ -35,11 +35,11 @@ from .launch import Launcher, take_turn
 
 BLOCK_M, COLUMNS = 128, 256
 """Rows of a block, and rows of weights of a tile: gate and up rows with a gate."""
-_ROWS = gl.constexpr(64)  # of a warp group
-_WIDE = gl.constexpr(COLUMNS)
+ROWS = gl.constexpr(64)  # of a warp group
+WIDE = gl.constexpr(COLUMNS)
 _STEP = gl.constexpr(64)  # of K
-_STAGES = gl.constexpr(4)
-RING = gl.constexpr(8)  # of messages: the loading warp is at most _STAGES + 1 tiles ahead
+STAGES = gl.constexpr(4)
+RING = gl.constexpr(8)  # of messages: the loading warp is at most STAGES + 1 tiles ahead
 
 
 def specialized_gemm(
@@ -135,7 +135,7 @@ def send(x, buffers, index, out, row, col, BUFFERS: gl.constexpr):
 @gluon.jit
 def next_slot(slot, phase):
     slot += 1
-    if slot == _STAGES:
+    if slot == STAGES:
         slot = 0
         phase ^= 1
     return slot, phase
@@ -175,10 +175,10 @@ def _consume(
     told, GATED: gl.constexpr,
 ):  # fmt: skip
     """Half the rows of every tile, if any of them is used."""
-    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDE, 16])
-    half_blocks = a_s._reinterpret(a_s.dtype, [2 * _STAGES, _ROWS, _STEP], a_s.layout)
-    row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
+    OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, _STEP], a_s.layout)
+    row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     steps = gl.cdiv(K, _STEP)
     slot = 0
@@ -187,9 +187,9 @@ def _consume(
     tile, halves = hear(words, told, count)
     while tile < row_blocks * col_blocks:
         block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
-        row = (2 * block_m + WHICH) * _ROWS
+        row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
-            acc = gl.zeros([_ROWS, _WIDE], gl.float32, layout)
+            acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
             for step in range(steps):
                 mbarrier.wait(full.index(slot), phase)
                 w = w_s.index(slot).permute((1, 0))
@@ -197,17 +197,17 @@ def _consume(
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 # The product before this one has been read. (A name that keeps its slot from one
                 # step to the next is not carried by triton 3.6.)
-                last = (slot + _STAGES - 1) % _STAGES
+                last = (slot + STAGES - 1) % STAGES
                 mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
                 slot, phase = next_slot(slot, phase)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((slot + _STAGES - 1) % _STAGES), count=1)
+            mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
             if GATED:
                 send(_silu_mul(acc), buffers, WHICH, out, row, col, 1)
             else:
                 left, right = halves_of(acc)
                 send(left, buffers, WHICH, out, row, col, 1)
-                send(right, buffers, WHICH, out, row, col + _WIDE // 2, 1)
+                send(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(slot), phase)
@@ -243,7 +243,7 @@ def facts(tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pai
     expert = gl.load(experts_ptr + block_m)
     halves = tile * 0 + 2
     if HALVES:
-        pair = gl.load(pairs_ptr + (2 * block_m + 1) * _ROWS)
+        pair = gl.load(pairs_ptr + (2 * block_m + 1) * ROWS)
         halves = gl.where(pair < num_pairs, 2, 1)
     return block_m, col, expert, halves
 
@@ -265,13 +265,13 @@ def _load(
 ):  # fmt: skip
     """w_boxes: for each stage one box, or gate above up. What the next tile needs is looked up
     behind this one's first steps, so that no product waits for it."""
-    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
-    BYTES: gl.constexpr = (2 * _ROWS + _WIDE) * _STEP * 2
-    row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
+    OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
+    BYTES: gl.constexpr = (2 * ROWS + WIDE) * _STEP * 2
+    row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     tiles = row_blocks * col_blocks
     steps = gl.cdiv(K, _STEP)
-    looks = gl.minimum(steps, _STAGES) - 1
+    looks = gl.minimum(steps, STAGES) - 1
     slot = 0
     phase = 1
     count = 0
@@ -291,7 +291,7 @@ def _load(
             bar = full.index(slot)
             mbarrier.expect(bar, BYTES)
             k = step * _STEP
-            tma.async_copy_global_to_shared(a, [block_m * 2 * _ROWS, k], bar, a_s.index(slot))
+            tma.async_copy_global_to_shared(a, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
             if GATED:
                 gate = w_boxes.index(2 * slot)
                 up = w_boxes.index(2 * slot + 1)
@@ -321,22 +321,22 @@ def _gemm(
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
-    a_s = gl.allocate_shared_memory(a.dtype, [_STAGES, 2 * _ROWS, _STEP], a.layout)
-    w_s = gl.allocate_shared_memory(w.dtype, [_STAGES, _WIDE, _STEP], w.layout)
+    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, _STEP], a.layout)
+    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, _STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [2 * RING, 1], of_word)
-    for slot in gl.static_range(_STAGES):
+    for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     for slot in gl.static_range(RING):
         mbarrier.init(told.index(slot), count=1)
     fence_async_shared()
     if GATED:
-        w_boxes = w_s._reinterpret(w.dtype, [2 * _STAGES, _WIDE // 2, _STEP], w.layout)
+        w_boxes = w_s._reinterpret(w.dtype, [2 * STAGES, WIDE // 2, _STEP], w.layout)
     else:
         w_boxes = w_s
     gl.warp_specialize(

@@ -30,6 +30,9 @@ from .specialized import (
     BLOCK_M,
     COLUMNS,
     RING,
+    ROWS,
+    STAGES,
+    WIDE,
     descriptor,
     ex2,
     facts,
@@ -42,12 +45,9 @@ from .specialized import (
     tell,
 )
 
-_ROWS = gl.constexpr(64)  # of a warp group
-_WIDE = gl.constexpr(COLUMNS)
 _BOX = gl.constexpr(COLUMNS // 2)  # rows of weights of a product
 _STEP = gl.constexpr(SCALE_GROUP)  # of K
 _PIECE = gl.constexpr(64)  # columns of a piece of the result
-_STAGES = gl.constexpr(4)
 _LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 32]))
 _QMAX = gl.constexpr(QMAX[torch.float8_e4m3fn])
 _TINY = gl.constexpr(TINY)
@@ -112,7 +112,7 @@ def _silu_mul(gate0, gate1, up0, up1):
 
 @gluon.jit
 def _product(a, w):
-    zeros = gl.zeros([_ROWS, _BOX], gl.float32, _LAYOUT)
+    zeros = gl.zeros([ROWS, _BOX], gl.float32, _LAYOUT)
     return warpgroup_mma(a, w.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -149,7 +149,7 @@ def _scales_at(WHICH: gl.constexpr, words, told, count, N, steps, GATED: gl.cons
         other = block + N // _STEP
     else:  # nothing is stored of columns past N
         other = gl.minimum(block + 1, blocks - 1)
-    row = (2 * block_m + WHICH) * _ROWS
+    row = (2 * block_m + WHICH) * ROWS
     return row, (expert * blocks + block) * steps, (expert * blocks + other) * steps
 
 
@@ -164,9 +164,9 @@ def _consume(
     last step those of the next tile. Scales of a lie (K / 128, entries), so that eight rows of a
     warp are one sector. Those of weights are loaded as vectors of one value: what is loaded as a
     scalar is waited for at once."""
-    half_blocks = a_s._reinterpret(a_s.dtype, [2 * _STAGES, _ROWS, _STEP], a_s.layout)
+    half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, _STEP], a_s.layout)
     steps = gl.cdiv(K, _STEP)
-    local = gl.arange(0, _ROWS, gl.SliceLayout(1, _LAYOUT))
+    local = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
     a_scales = a_scale_ptr + local
     w_scales = w_scale_ptr + local * 0
     slot = 0
@@ -178,11 +178,11 @@ def _consume(
     v_factor = a_scale * v_scale
     block_m, col, _, halves = hear(words, told, count)
     while halves > 0:
-        row = (2 * block_m + WHICH) * _ROWS
+        row = (2 * block_m + WHICH) * ROWS
         count += 1
         if halves > WHICH:
-            acc0 = gl.zeros([_ROWS, _BOX], gl.float32, _LAYOUT)
-            acc1 = gl.zeros([_ROWS, _BOX], gl.float32, _LAYOUT)
+            acc0 = gl.zeros([ROWS, _BOX], gl.float32, _LAYOUT)
+            acc1 = gl.zeros([ROWS, _BOX], gl.float32, _LAYOUT)
             for step in range(steps):
                 mbarrier.wait(full.index(2 * slot), phase)
                 a = half_blocks.index(2 * slot + WHICH)
@@ -213,7 +213,7 @@ def _consume(
                 amax = gl.maximum(amax, _TINY)
                 inverse = gl.expand_dims(gl.fdiv(gl.full_like(amax, _QMAX), amax), 1)
                 scales = out_scale_ptr + (col // _STEP) * entries + row
-                gl.store(scales + gl.arange(0, _ROWS, amax.type.layout), amax * (1 / _QMAX))
+                gl.store(scales + gl.arange(0, ROWS, amax.type.layout), amax * (1 / _QMAX))
                 send(y0 * inverse, buffers, 2 * WHICH, out, row, col, 2)
                 send(y1 * inverse, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
             else:
@@ -258,7 +258,7 @@ def _tell_facts(
 ):  # fmt: skip
     """Tells what consumers need of a tile, behind the last one that it has no halves. Block and row
     of the weights."""
-    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
+    OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     block_m, col, expert, halves = facts(tile, row_blocks, col_blocks, group_m, experts_ptr,
                                          pairs_ptr, num_pairs, OUT, HALVES)  # fmt: skip
     expert = gl.maximum(expert, 0)  # without any rows
@@ -275,12 +275,12 @@ def _load(
     """A stage is full in two steps: a and the first box of weights (gate, or left), then the second
     (up, or right). The next tile is told behind this one's first steps, as its scales are asked for
     in this one's last."""
-    OUT: gl.constexpr = _WIDE // 2 if GATED else _WIDE
-    row_blocks = gl.load(num_rows_ptr) // (2 * _ROWS)
+    OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
+    row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     tiles = row_blocks * col_blocks
     steps = gl.cdiv(K, _STEP)
-    looks = gl.minimum(steps, _STAGES) - 1
+    looks = gl.minimum(steps, STAGES) - 1
     slot = 0
     phase = 1
     count = 0
@@ -297,8 +297,8 @@ def _load(
             first = full.index(2 * slot)
             second = full.index(2 * slot + 1)
             k = step * _STEP
-            mbarrier.expect(first, (2 * _ROWS + _BOX) * _STEP)
-            tma.async_copy_global_to_shared(a, [block_m * 2 * _ROWS, k], first, a_s.index(slot))
+            mbarrier.expect(first, (2 * ROWS + _BOX) * _STEP)
+            tma.async_copy_global_to_shared(a, [block_m * 2 * ROWS, k], first, a_s.index(slot))
             tma.async_copy_global_to_shared(w, [w_row, k], first, w_s.index(2 * slot))
             mbarrier.expect(second, _BOX * _STEP)
             v_row = w_row + (N if GATED else _BOX)
@@ -323,15 +323,15 @@ def _gemm(
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
-    a_s = gl.allocate_shared_memory(a.dtype, [_STAGES, 2 * _ROWS, _STEP], a.layout)
-    w_s = gl.allocate_shared_memory(w.dtype, [2 * _STAGES, _BOX, _STEP], w.layout)
+    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, _STEP], a.layout)
+    w_s = gl.allocate_shared_memory(w.dtype, [2 * STAGES, _BOX, _STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [4] + out.block_shape, out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [2 * _STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [4 * RING, 1], of_word)
-    for slot in gl.static_range(_STAGES):
+    for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(2 * slot), count=1)
         mbarrier.init(full.index(2 * slot + 1), count=1)
         mbarrier.init(empty.index(slot), count=2)

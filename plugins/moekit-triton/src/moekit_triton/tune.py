@@ -37,7 +37,7 @@ from moekit.bench.shapes import random_weights, shape
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
 from .candidates import candidates, sorted_candidates, variations
-from .config import fusable, num_sms, sorting_pays, specialized_wins
+from .config import fusable, num_sms, order_wins, sorting_pays
 from .experts import TritonExperts
 from .gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from .rows import Activation, ValidRows, activate_rows
@@ -325,16 +325,14 @@ Attempt = tuple[str, GemmConfig, bool, str]
 
 
 def attempts(problem: MoEProblem, per_expert: float) -> Iterator[Attempt]:
-    """What is worth timing for so many rows per expert. Where specialized tiles are possible for
-    many rows, they have won wherever they were measured, and nothing else is tried."""
+    """What is worth timing for so many rows per expert: other orders only where none has won
+    everywhere."""
     p, wide = problem, 2 if problem.activation.gated else 1
     in_order = sorting_pays(p, _rows(p, per_expert), p.top_k)
-    if not (in_order and specialized_wins(p, per_expert)):
+    if not (in_order and order_wins(p, per_expert)):
         for config in candidates(p, per_expert, wide):
             if fusable(p, config.block_n):
                 yield "first", config, True, "pairs"
-                if in_order and p.quant.weight is None and config.block_m == 128:
-                    yield "first", config, True, "sorted"
         for config in candidates(p, per_expert, 1):
             if p.quant.activation is not None:
                 yield "first", config, False, "pairs"
@@ -350,18 +348,18 @@ def _rows(problem: MoEProblem, per_expert: float) -> int:
 
 def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
     """The fastest plan: both GEMMs with one block_m and one order, each with its own tile."""
-    search, gathers = Search(case), False
+    search = Search(case)
     for gemm, config, fused, order in attempts(case.problem, per_expert):
-        if (gemm, order) == ("first", "sorted"):
-            gathers = True  # by tiles that do well without
-        else:
-            search.attempt(gemm, config, fused, order)
+        search.attempt(gemm, config, fused, order)
+    gathers = case.problem.quant.weight is None and any(
+        gemm == "second" and order == "sorted" for gemm, _, order in search.found
+    )
     for (gemm, _, order), found in list(search.found.items()):
         if order == "pairs" and found:
             for other in variations(found[0].config):
                 search.attempt(gemm, other, found[0].fused)
     for best in search.found.get(("first", 128, "pairs"), [])[:_FINALISTS]:
-        if gathers and best.fused:
+        if gathers and best.fused:  # GEMM 1 may sort, by tiles that do well without
             search.attempt("first", best.config, order="sorted")
     chosen = search.settle()
     if chosen is None:
@@ -382,7 +380,7 @@ def _compile(job: tuple[str, str, str, list[dict[str, Any]]]) -> None:
     case = make_case(problem, 16, 1)
     for values in configs:
         values = dict(values)
-        fused = values.pop("fused", True)
+        fused = values.pop("fused")
         with suppress(
             triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError
         ):

@@ -1,0 +1,72 @@
+"""Whole calls on tensors without memory: a workspace serves every call of at most its rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moekit_triton import config, experts, launch
+from moekit_triton.experts import TritonExperts
+
+from moekit import DeviceSpec, MoEProblem, registry
+from moekit.kernel import Dispatched, PackedWeights
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """Plans as for an H200 under triton 3.6; nothing is launched."""
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(config, "_GLUON", True)
+    monkeypatch.setattr(config.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(experts, "num_sms", lambda problem: 132)
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda *args, **constants: None)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def packed(p: MoEProblem) -> PackedWeights:
+    found, dtype = {}, p.dtype if p.quant.weight is None else p.quant.weight.torch_dtype
+    for name, rows, columns in (
+        ("w13", p.w13_rows, p.hidden_size), ("w2", p.hidden_size, p.local_intermediate_size),
+    ):  # fmt: skip
+        found[name] = meta(p.num_local_experts, rows, columns, dtype=dtype)
+        if p.quant.weight is not None:
+            blocks = p.num_local_experts, -(-rows // 128), -(-columns // 128)
+            found[name + "_scale"] = meta(*blocks)
+        if p.has_bias:
+            found[name + "_bias"] = meta(p.num_local_experts, rows, dtype=p.dtype)
+    return PackedWeights("triton", found, {})
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"quant": "fp8_block"}, {"quant": "fp8_block", "has_bias": True},
+    {"intermediate_size": 256}, {"intermediate_size": 256, "quant": "fp8_block"},
+    {"hidden_size": 1040, "quant": "fp8_block", "dtype": torch.float16},
+    {"activation": "relu2"}, {"device": DeviceSpec("cuda", (8, 9))},
+    {"device": DeviceSpec("cuda", (12, 1)), "dtype": torch.float16},
+])  # fmt: skip
+@pytest.mark.parametrize("per_expert", [32, 128, 200, 700])
+def test_fewer_rows_than_planned(changes, per_expert):
+    """Around the rows per expert from which they are sorted, and with one id each."""
+    sizes = dict(num_experts=16, top_k=4, hidden_size=1024, intermediate_size=1024)
+    p = MoEProblem(**{**sizes, "device": DeviceSpec("cuda", (9, 0), "NVIDIA H200"), **changes})
+    triton, weights, operand = TritonExperts(registry().expert("triton"), p), packed(p), None
+    edge = per_expert * p.num_experts // p.top_k
+    orders = set()
+    for planned in (edge - 1, edge, edge + 1, 3 * edge):
+        buffers = [meta(*b.shape, dtype=b.dtype) for b in triton.workspace(planned)]
+        for rows in {1, edge // 4, edge // 3, edge - 1, edge, edge + 1, 2 * edge, planned}:
+            for slots in (p.top_k, 1) if rows <= planned else ():
+                ids = meta(rows, slots, dtype=torch.int64)
+                x, x_scale = meta(rows, p.hidden_size, dtype=p.dtype), None
+                operand = p.quant.activation
+                if operand is not None and rows % 2:  # as a dispatcher may have quantized it
+                    x = meta(rows, p.hidden_size, dtype=operand.torch_dtype)
+                    x_scale = meta(*reversed(operand.scale_shape(rows, p.hidden_size))).t()
+                tokens = Dispatched(x, x_scale, ids, meta(rows, slots))
+                y = meta(rows, p.hidden_size, dtype=p.dtype)
+                triton.apply(y, tokens, weights, buffers)
+                orders.add(triton._plans[rows, slots].order)
+    sorts = config.sorting_pays(p, 3 * edge, p.top_k)
+    assert (orders != {"pairs"}) == sorts
