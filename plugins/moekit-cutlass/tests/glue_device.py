@@ -88,10 +88,10 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
     yield ("cutlass spread fp8 row", (2 * tokens + S) * H,
            lambda: cutlass.spread_rows(x, groups.slots_RK, q_SH, out_scale_S=scale_S))  # fmt: skip
     slots_S = groups.slots_RK.view(-1)
-    yield ("cutlass gather_sum", (tokens + S) * H * 2,
+    yield ("cutlass sum", (tokens + S) * H * 2,
            lambda: weighted_sum(x_SH, weights, ids, out, slots_S))  # fmt: skip
     bias = data(E, H)
-    yield ("cutlass gather_sum, bias", (tokens + S) * H * 2,
+    yield ("cutlass sum, bias", (tokens + S) * H * 2,
            lambda: weighted_sum(x_SH, weights, ids, out, slots_S, bias))  # fmt: skip
     h, a = data(S, 2 * inner), empty(S, inner, dtype=BF16)
     valid = ValidRows(counts_L=groups.total, slab=S)
@@ -123,10 +123,10 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
     rows, ends = empty(S), empty(E)
     flat, layout = ids.view(-1), AlignedPairs(None, None, None, plan.block_m, rows, ends)
     align(ids, E, layout, scratch)
-    yield "deepgemm align", S * 12, lambda: align(ids, E, layout, scratch)
+    yield "deepgemm layout", S * 12, lambda: align(ids, E, layout, scratch)
     a_MH = empty(plan.rows, H, dtype=FP8)
     scale_GM = empty(H // 128, plan.rows, dtype=torch.float32)
-    yield ("deepgemm scatter fp8", (2 * tokens + S * (1 + group)) * H,
+    yield ("deepgemm quantize into order", (2 * tokens + S * (1 + group)) * H,
            lambda: quantize_into_order(x, None, layout, a_MH, scale_GM))  # fmt: skip
     h_MN, a_MI = data(plan.rows, 2 * inner), empty(plan.rows, inner, dtype=FP8)
     scale_IM = empty(inner // 128, plan.rows, dtype=torch.float32)
@@ -134,7 +134,7 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
            lambda: deepgemm.activate_pairs(
                h_MN, rows, flat, None, SILU, a_MI, scale_IM))  # fmt: skip
     y_MH = data(plan.rows, H)
-    yield ("deepgemm combine", (tokens + S) * H * 2,
+    yield ("deepgemm sum", (tokens + S) * H * 2,
            lambda: weighted_sum(y_MH, weights, ids, out, rows))  # fmt: skip
 
     block = choose_block(S / E)

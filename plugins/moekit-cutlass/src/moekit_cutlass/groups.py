@@ -67,6 +67,8 @@ def group_slab(counts_L: Tensor, slab: int, groups: Groups) -> None:
         n, slab, groups.num_experts,
         CHUNK=CHUNK, BINS=max(32, triton.next_power_of_2(groups.num_experts + 1)), num_warps=4,
     )  # fmt: skip
+    if groups.rows_S is not None:
+        groups.rows_S.div_(1, rounding_mode="floor")  # as above: nothing but a launch between
 
 
 def problem_sizes(
