@@ -35,7 +35,10 @@ def shared_bytes(plan: config.Plan, p: MoEProblem) -> list[int]:
     a_bits, w_bits = operand_bits(p)
     wide = 2 if plan.fused and p.activation.gated else 1
     return [
-        (c.block_m * a_bits + c.block_n * w * w_bits) * c.block_k // 8 * c.num_stages
+        (c.block_m * a_bits + c.block_n * (2 if c.wide else w) * w_bits)
+        * c.block_k
+        // 8
+        * c.num_stages
         for c, w in ((plan.first, wide), (plan.second, 1))
     ]
 

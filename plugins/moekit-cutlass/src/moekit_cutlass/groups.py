@@ -20,7 +20,7 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs in order of their expert. int32, but for ids of any integers.
+    """Pairs in order of their expert. int32; ids may be int64, too.
 
     ids_RK: the expert of each pair, negative without one. slots_RK: where the pair went, -1 without
     an expert. offsets_L1: (L + 1,), expert l has the sorted pairs offsets[l] to offsets[l + 1].

@@ -168,16 +168,16 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     # GEMM 1 with a gate holds two tiles of block_n columns.
     wide = 2 if p.activation.gated else 1
     first = _tile(block_m, busy, p.local_intermediate_size, p.hidden_size, a_bits, w_bits, wide)
-    if grouped and p.local_intermediate_size >= 128:
+    shared, hopper = _shared(p), (p.device.capability or (9, 0)) == (9, 0)
+    if grouped and (block_m <= 64 or hopper) and p.local_intermediate_size >= 128:
         first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
     fused = fusable(p, first.block_n)
     if not fused:
         first = _tile(block_m, busy, p.w13_rows, p.hidden_size, a_bits, w_bits, 1)
     second = _tile(block_m, busy, p.hidden_size, p.local_intermediate_size, a_bits, w_bits, 1)
     first, second = (replace(c, tma=tma, halves=block_m == 128) for c in (first, second))
-    if a_bits == 8 and block_m == 128:
+    if grouped and block_m == 128 and hopper:
         second = replace(second, tma=False, wide=True, num_stages=3)
-    shared = _shared(p)
     return Plan(
         _within(first, a_bits, w_bits, wide if fused else 1, shared),
         _within(second, a_bits, w_bits, 1, shared),
@@ -295,7 +295,7 @@ def _packed_tile(block_m: int, busy: int, n: int, wide: int) -> GemmConfig:
 
 def _within(config: GemmConfig, a_bits: int, w_bits: int, wide: int, shared: int) -> GemmConfig:
     """With as many stages as shared memory holds, two at least."""
-    columns = config.block_n * wide
+    columns = config.block_n * wide * (2 if config.wide else 1)
     stage = (config.block_m * a_bits + columns * w_bits) * config.block_k // 8
     return replace(config, num_stages=max(2, min(config.num_stages, shared // stage)))
 
