@@ -10,7 +10,7 @@ from moekit_triton import config, experts
 from moekit_triton.config import choose_plan, sorted_plan
 from moekit_triton.numerics import Activation
 from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
-from triton_checks import check_block, real_entries, relative, run_align
+from triton_checks import check_block, real_entries, relative, run_align, uneven_ids
 
 from moekit import MoEProblem
 
@@ -54,10 +54,7 @@ def test_block(specialized, halves, dtype, num_experts, top_k, hidden, inner, ro
     def nan(*shape: int) -> torch.Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
 
-    ids = torch.rand(rows, num_experts, device="cuda").topk(top_k, dim=1).indices
-    if num_experts == 8:  # pairs of nobody, and an expert without rows
-        ids[::3, 1] = -1
-        ids[ids == 3] = 2
+    ids = uneven_ids(num_experts, top_k, rows)
     aligned = run_align(ids, num_experts, 128)
     real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
 

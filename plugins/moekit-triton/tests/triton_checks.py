@@ -11,6 +11,15 @@ from moekit.testing.cases import make_case, random_weights
 from moekit.testing.compare import assert_close
 
 
+def uneven_ids(num_experts: int, top_k: int, rows: int) -> torch.Tensor:
+    """(rows, K) on the GPU; of 8 experts one without rows, and pairs of nobody."""
+    ids = torch.rand(rows, num_experts, device="cuda").topk(top_k, dim=1).indices
+    if num_experts == 8:
+        ids[::3, 1] = -1
+        ids[ids == 3] = 2
+    return ids
+
+
 def run_align(
     ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
 ) -> AlignedPairs:

@@ -51,7 +51,7 @@ def sort_pairs(groups: Groups, scratch: Tensor) -> None:
     pairs = AlignedPairs(groups.rows_S, None, None, 1, slots_S, offsets_L1[1:])
     align(groups.ids_RK, groups.num_experts, pairs, scratch, zeros=offsets_L1[:1])
     if groups.rows_S is not None:
-        # For K = 1 too: right behind `align`, quack could start before offsets are written.
+        # For K = 1 too: quack reads offsets without waiting for the launch right before it.
         groups.rows_S.div_(groups.ids_RK.shape[1], rounding_mode="floor")
 
 
@@ -68,7 +68,7 @@ def group_slab(counts_L: Tensor, slab: int, groups: Groups) -> None:
         CHUNK=CHUNK, BINS=max(32, triton.next_power_of_2(groups.num_experts + 1)), num_warps=4,
     )  # fmt: skip
     if groups.rows_S is not None:
-        groups.rows_S.div_(1, rounding_mode="floor")  # as above: nothing but a launch between
+        groups.rows_S.div_(1, rounding_mode="floor")  # a launch between, as in `sort_pairs`
 
 
 def problem_sizes(

@@ -99,7 +99,7 @@ def _spread(
         value = x.to(tl.float32)
         if KIND == "row":
             scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
-        x = quantize(value, tl.broadcast_to(scale, value.shape), QMAX, out_ptr.dtype.element_ty)
+        x = quantize(value, scale, QMAX, out_ptr.dtype.element_ty)
     for k in tl.static_range(TOP_K):
         slot = slots[k].to(tl.int64)
         end = tl.where(slot >= 0, cols, 0)

@@ -67,8 +67,7 @@ def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = Fal
     per_expert = rows * slots / problem.num_physical_experts
     pays = not slabs and sorting_pays(problem, rows, slots)
     plan = _measured(problem, per_expert)
-    unsorted = plan is None or plan.order == "pairs"
-    if pays and unsorted and (plan is None or order_wins(problem, per_expert)):
+    if pays and (plan is None or plan.order == "pairs" and order_wins(problem, per_expert)):
         plan = sorted_plan(problem)
     elif plan is None:
         plan = heuristic(problem, per_expert)

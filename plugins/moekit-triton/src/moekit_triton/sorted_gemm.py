@@ -38,9 +38,9 @@ _COLUMNS = 2048
 
 @dataclass(frozen=True)
 class Scales:
-    """Of blocks of 128 x 128 weights (L, ceil(rows / 128), ceil(K / 128)), and by 128 columns of a
-    row, groups first: (ceil(K / 128), capacity) of a, and (N / 128, capacity) of what an activation
-    gives, which are written."""
+    """fp32. Of blocks of 128 x 128 weights (L, ceil(rows / 128), ceil(K / 128)), and by 128 columns
+    of a row, groups first: (ceil(K / 128), capacity) of a, and (N / 128, capacity) of what an
+    activation gives, which are written."""
 
     w: torch.Tensor
     a_GS: torch.Tensor
@@ -76,7 +76,7 @@ def quantize_into_order(
     (ceil(H / 128), capacity).
 
     x of 16 bits, quantized as `rows.quantize_rows` does it, once for all of a row's pairs; or e4m3
-    already, with its scales (R, ceil(H / 128)).
+    already, with its fp32 scales (R, ceil(H / 128)).
     """
     rows, hidden = x_RH.shape
     entries, groups = len(out_SH), triton.cdiv(hidden, SCALE_GROUP)
@@ -169,7 +169,7 @@ def sorted_gemm(
 
 @triton.jit
 def _entries(entries_ptr, row, TOP_K: tl.constexpr):
-    """The entries of a row's pairs, and the last of them: -1 where there is none."""
+    """The entries of a row's pairs, -1 without an expert, and the largest of them."""
     entries = ()
     last = tl.full((), -1, tl.int32)
     for k in tl.static_range(TOP_K):

@@ -97,7 +97,7 @@ def halves_of(x):
 
 
 @gluon.jit
-def ex2(x):
+def _ex2(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -111,12 +111,17 @@ def rcp(x):
 
 
 @gluon.jit
+def silu_divisor(gate):
+    """1 + exp(-gate), at most 2 ** 60: a product of two is finite, so that two share a
+    reciprocal."""
+    return 1.0 + _ex2(gl.minimum(gate * -1.4426950408889634, 60.0))
+
+
+@gluon.jit
 def _silu_mul(acc):
-    """silu(gate) * up; two columns share a reciprocal. 1 + exp(-gate) is at most 2 ** 60, so that a
-    product of two is finite."""
+    """silu(gate) * up of the left and the right half of acc's columns."""
     gate, up = halves_of(acc)
-    below = 1.0 + ex2(gl.minimum(gate * -1.4426950408889634, 60.0))
-    below0, below1 = halves_of(below)
+    below0, below1 = halves_of(silu_divisor(gate))
     inverse = rcp(below0 * below1)
     both = gl.join(inverse * below1, inverse * below0).permute([0, 2, 1]).reshape(gate.shape)
     return gate * up * gl.convert_layout(both, gate.type.layout, assert_trivial=True)
@@ -148,8 +153,20 @@ def place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
 
 
 @gluon.jit
+def messages(LENGTH: gl.constexpr):
+    """Shared memory for a ring of messages of LENGTH int32 from one warp: words, and barriers that
+    say which are told. To be fenced before use."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    told = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    words = gl.allocate_shared_memory(gl.int32, [LENGTH * RING, 1], layout)
+    for slot in gl.static_range(RING):
+        mbarrier.init(told.index(slot), count=1)
+    return words, told
+
+
+@gluon.jit
 def tell(words, told, count, message):
-    """Message `count`, a tuple of integers. words: RING times as many."""
+    """Message `count`, a tuple of integers."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     first = count % RING * len(message)
     for n in gl.static_range(len(message)):
@@ -159,6 +176,7 @@ def tell(words, told, count, message):
 
 @gluon.jit
 def hear(words, told, count):
+    """Message `count`, when it has been told."""
     mbarrier.wait(told.index(count % RING), count // RING & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     length: gl.constexpr = words.shape[0] // RING
@@ -326,14 +344,10 @@ def _gemm(
     buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = gl.allocate_shared_memory(gl.int32, [2 * RING, 1], of_word)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
-    for slot in gl.static_range(RING):
-        mbarrier.init(told.index(slot), count=1)
+    words, told = messages(2)
     fence_async_shared()
     if GATED:
         w_boxes = w_s._reinterpret(w.dtype, [2 * STAGES, WIDE // 2, _STEP], w.layout)

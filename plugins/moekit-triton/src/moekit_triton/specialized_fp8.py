@@ -29,25 +29,25 @@ from .numerics import QMAX, SCALE_GROUP, TINY
 from .specialized import (
     BLOCK_M,
     COLUMNS,
-    RING,
     ROWS,
     STAGES,
     WIDE,
     descriptor,
-    ex2,
     facts,
     fetch,
     halves_of,
     hear,
+    messages,
     next_slot,
     rcp,
     send,
+    silu_divisor,
     tell,
 )
 
 _BOX = gl.constexpr(COLUMNS // 2)  # rows of weights of a product
 _STEP = gl.constexpr(SCALE_GROUP)  # of K
-_PIECE = gl.constexpr(64)  # columns of a piece of the result
+_PIECE = gl.constexpr(COLUMNS // 4)  # columns of a piece of the result
 _LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 32]))
 _QMAX = gl.constexpr(QMAX[torch.float8_e4m3fn])
 _TINY = gl.constexpr(TINY)
@@ -93,7 +93,7 @@ def specialized_fp8_gemm(
         (min(tiles, num_sms),),
         descriptor(a_SK, BLOCK_M, SCALE_GROUP),
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
-        descriptor(out_SN, BLOCK_M // 2, 64),
+        descriptor(out_SN, BLOCK_M // 2, COLUMNS // 4),
         out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.pairs_S,
         aligned.num_rows, aligned.counter, n, k, entries, num_pairs, config.group_m,
         GATED=gated, HALVES=config.halves, num_warps=4,
@@ -102,10 +102,9 @@ def specialized_fp8_gemm(
 
 @gluon.jit
 def _silu_mul(gate0, gate1, up0, up1):
-    """silu(gate) * up of two pieces, which share their reciprocals: 1 + exp(-gate) is at most
-    2 ** 60, so that a product of two is finite."""
-    below0 = 1.0 + ex2(gl.minimum(gate0 * -1.4426950408889634, 60.0))
-    below1 = 1.0 + ex2(gl.minimum(gate1 * -1.4426950408889634, 60.0))
+    """silu(gate) * up of two pieces."""
+    below0 = silu_divisor(gate0)
+    below1 = silu_divisor(gate1)
     inverse = rcp(below0 * below1)
     return gate0 * up0 * (inverse * below1), gate1 * up1 * (inverse * below0)
 
@@ -328,15 +327,11 @@ def _gemm(
     buffers = gl.allocate_shared_memory(out.dtype, [4] + out.block_shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = gl.allocate_shared_memory(gl.int32, [4 * RING, 1], of_word)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(2 * slot), count=1)
         mbarrier.init(full.index(2 * slot + 1), count=1)
         mbarrier.init(empty.index(slot), count=2)
-    for slot in gl.static_range(RING):
-        mbarrier.init(told.index(slot), count=1)
+    words, told = messages(4)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -351,9 +351,7 @@ def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
     search = Search(case)
     for gemm, config, fused, order in attempts(case.problem, per_expert):
         search.attempt(gemm, config, fused, order)
-    gathers = case.problem.quant.weight is None and any(
-        gemm == "second" and order == "sorted" for gemm, _, order in search.found
-    )
+    gathers = case.problem.quant.weight is None and ("second", 128, "sorted") in search.found
     for (gemm, _, order), found in list(search.found.items()):
         if order == "pairs" and found:
             for other in variations(found[0].config):
