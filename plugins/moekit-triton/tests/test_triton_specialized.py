@@ -9,7 +9,7 @@ import triton
 from moekit_triton import config, experts
 from moekit_triton.config import choose_plan, sorted_plan
 from moekit_triton.numerics import Activation
-from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
+from moekit_triton.sorted_gemm import copy_rows, joined_gemms, sorted_gemm
 from triton_checks import check_block, real_entries, relative, run_align, uneven_ids
 
 from moekit import MoEProblem
@@ -35,6 +35,7 @@ def test_only_where_it_can(monkeypatch) -> None:
     assert plan.first.specialized == plan.second.specialized == KNOWN
 
 
+@pytest.mark.parametrize("order", ["copied", "ahead", "joined"])
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_only_where_it_can(monkeypatch) -> None:
         (1, 1, 64, 64, 1),
     ],
 )
-def test_block(specialized, halves, dtype, num_experts, top_k, hidden, inner, rows):
+def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, inner, rows):
     def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device="cuda") * by).to(dtype)
 
@@ -61,21 +62,25 @@ def test_block(specialized, halves, dtype, num_experts, top_k, hidden, inner, ro
     x = randn(rows, hidden)
     w13 = randn(num_experts, 2 * inner, hidden, by=hidden**-0.5)
     w2 = randn(num_experts, hidden, inner, by=inner**-0.5)
-    plan = sorted_plan(problem())
+    plan = sorted_plan(problem(), 300.0)
     first, second = (replace(c, halves=halves, specialized=True) for c in (plan.first, plan.second))
     x_SH, a_SI, y_SH = nan(capacity, hidden), nan(capacity, inner), nan(capacity, hidden)
-    copy_rows(x, aligned, x_SH)
+    options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
     outs = []
     for _ in range(3):
-        a_SI.fill_(float("nan"))
-        y_SH.fill_(float("nan"))
-        silu = Activation("silu")
-        sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, activation=silu)
-        a = a_SI.clone()
-        a[~real] = float("nan")
-        sorted_gemm(a, w2, y_SH, aligned, second, pairs, 132)
+        for buffer in (x_SH, a_SI, y_SH):
+            buffer.fill_(float("nan"))
+        if order != "ahead":
+            copy_rows(x, aligned, x_SH)
+        if order == "joined":
+            y_SH = x_SH
+            joined_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, pairs, 132)
+        else:
+            sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, **options)
+            a_SI[~real] = float("nan")
+            sorted_gemm(a_SI, w2, y_SH, aligned, second, pairs, 132)
         outs.append(y_SH[real])
-        assert int(aligned.counter) == 0, "a next call would miss tiles"
+        assert not aligned.counters.any(), "a next call would miss tiles"
     assert all(torch.equal(out, outs[0]) for out in outs), "not the same twice"
 
     flat = ids.flatten()
@@ -94,19 +99,50 @@ def test_block(specialized, halves, dtype, num_experts, top_k, hidden, inner, ro
 def test_no_pairs(specialized, halves):
     ids = torch.full((300, 2), -1, device="cuda")
     aligned = run_align(ids, 3, 128)
-    tile = replace(sorted_plan(problem()).second, halves=halves, specialized=True)
+    tile = replace(sorted_plan(problem(), 300.0).second, halves=halves, specialized=True)
     x = torch.randn(aligned.pairs_S.numel(), 64, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(3, 256, 64, device="cuda", dtype=torch.bfloat16)
     y = torch.full((len(x), 256), float("nan"), device="cuda", dtype=torch.bfloat16)
     sorted_gemm(x, w, y, aligned, tile, ids.numel(), 132)
-    assert bool(y.isnan().all()) and int(aligned.counter) == 0
+    assert bool(y.isnan().all()) and not aligned.counters.any()
 
 
-def test_experts(specialized, monkeypatch):
+@pytest.mark.parametrize("order", ["copied", "ahead", "joined"])
+def test_experts(specialized, monkeypatch, order):
     """The whole block, with the workspace's buffers on top of each other as they come."""
     p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
-    plan = sorted_plan(p)
+    plan = replace(sorted_plan(p, 300.0), order=order)
     assert plan.first.specialized and plan.second.specialized
-    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: replace(plan, order="copied"))
+    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: plan)
     monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
     check_block(p, tokens=1500)
+
+
+@pytest.mark.parametrize("order", ["ahead", "joined"])
+def test_more_programs_than_run_at_once(specialized, order):
+    """Programs wait for rows and blocks, but never for those of a program that has not begun."""
+    ids = uneven_ids(8, 2, 4000)
+    aligned = run_align(ids, 8, 128)
+    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
+    x, w13, w2 = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
+        for shape in ((4000, 512), (8, 4096, 512), (8, 512, 2048))
+    )
+    plan = sorted_plan(problem(), 300.0)
+    first, second = (replace(c, specialized=True) for c in (plan.first, plan.second))
+
+    def run(programs: int) -> torch.Tensor:
+        x_SH, a_SI = x.new_full((capacity, 512), torch.nan), x.new_full((capacity, 2048), torch.nan)
+        if order == "joined":
+            copy_rows(x, aligned, x_SH)
+            joined_gemms(x_SH, w13, a_SI, w2, x_SH, aligned, first, second, pairs, programs)
+            return x_SH[real]
+        silu = Activation("silu")
+        sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, programs, activation=silu, x_RK=x)
+        return a_SI[real]
+
+    want = run(1)
+    assert not want.isnan().any()
+    for programs in (2, 132, 133, 1000):
+        assert torch.equal(run(programs), want), f"{programs} programs"
+        assert not aligned.counters.any()

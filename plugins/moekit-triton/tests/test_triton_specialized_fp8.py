@@ -75,7 +75,7 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
     aligned = run_align(ids, num_experts, 128)
     real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
     of = ids.flatten()[aligned.pairs_S[real].long()]
-    plan = sorted_plan(problem())
+    plan = sorted_plan(problem(), 300.0)
     first, second = (replace(c, halves=halves) for c in (plan.first, plan.second))
     assert first.specialized and second.specialized
 
@@ -99,7 +99,7 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
         a_SI.view(torch.uint8)[~real], a_s[:, ~real] = 0x7F, float("nan")
         sorted_gemm(a_SI, w2, y_SH, aligned, second, pairs, 132, scales=Scales(s2, a_s))
         outs.append((a_SI[real].view(torch.uint8), a_s[:, real], y_SH[real]))
-        assert int(aligned.counter) == 0, "a next call would miss tiles"
+        assert not aligned.counters.any(), "a next call would miss tiles"
     for out in outs:
         assert all(map(torch.equal, out, outs[0])), "not the same twice"
 
@@ -121,7 +121,7 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
         assert error < 1e-2, f"expert {expert}: relative error {error}"
         if s2.shape[1] > 1:
             wrong = of_expert(a[mine], w2, s2.roll(1, 1), expert)
-            assert relative(y[mine], wrong) > 0.5, "neighbouring scales would do as well"
+            assert relative(y[mine], wrong) > 0.2, "neighbouring scales would do as well"
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -130,16 +130,16 @@ def test_no_pairs(specialized, halves):
     capacity = aligned.pairs_S.numel()
     (w, scale), a_s = weights(3, 256, 128), torch.ones(1, capacity, device="cuda")
     y = torch.full((capacity, 256), float("nan"), dtype=torch.bfloat16, device="cuda")
-    tile = replace(sorted_plan(problem()).second, halves=halves)
+    tile = replace(sorted_plan(problem(), 300.0).second, halves=halves)
     a = torch.ones(capacity, 128, device="cuda").to(E4M3)
     sorted_gemm(a, w, y, aligned, tile, 600, 132, scales=Scales(scale, a_s))
-    assert bool(y.isnan().all()) and int(aligned.counter) == 0
+    assert bool(y.isnan().all()) and not aligned.counters.any()
 
 
 @pytest.mark.parametrize("tokens", [1500, 257])
 def test_experts(specialized, monkeypatch, tokens):
     """The whole block, with the workspace's buffers on top of each other as they come."""
     p = problem(hidden_size=1024, intermediate_size=768, device="cuda")
-    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: sorted_plan(p))
+    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: sorted_plan(p, 300.0))
     monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
     check_block(p, tokens)

@@ -47,7 +47,7 @@ def main() -> None:
     print("\n| shape | T | GEMM | us | TFLOP/s | tiles |\n|---|---|---|---|---|---|", flush=True)
     for name in args.shapes:
         problem = shape(name).problem(device="cuda")
-        plan, packed = sorted_plan(problem), None
+        plan, packed = sorted_plan(problem, 1024.0), None
         for tokens in args.tokens:
             case = make_case(problem, tokens, 2, packed)
             packed = case.packed

@@ -24,18 +24,19 @@ def run_align(
     ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
 ) -> AlignedPairs:
     capacity = align_capacity(ids.numel(), num_experts, block_m)
+    blocks = capacity // block_m
 
     def ints(n: int) -> torch.Tensor:
         return torch.full((n + 32,), -77, dtype=torch.int32, device=ids.device)
 
-    whole = [ints(n) for n in (capacity, capacity // block_m, 1, ids.numel(), 1)]
-    pairs, experts, num_rows, entries, counter = (x[:-32] for x in whole)
-    given = counter if zeros is None else None
-    out = AlignedPairs(pairs, experts, num_rows, block_m, entries, counter=given)
+    whole = [ints(n) for n in (capacity, blocks, 1, ids.numel(), 2 + blocks)]
+    pairs, experts, num_rows, entries, counters = (x[:-32] for x in whole)
+    given = counters if zeros is None else None
+    out = AlignedPairs(pairs, experts, num_rows, block_m, entries, counters=given)
     scratch = ints(align_scratch(ids.numel(), num_experts))
     align(ids, num_experts, out, scratch[:-32], zeros)
     assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
-    assert int(counter) == (0 if zeros is None else -77)
+    assert bool((counters == (0 if zeros is None else -77)).all())
     return out
 
 

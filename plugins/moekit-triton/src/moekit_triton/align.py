@@ -45,7 +45,8 @@ class AlignedPairs:
     num_rows: int32 (1,), used entries of pairs_S, padding included.
     entries_P: int32 (R * K,), the entry of each pair in pairs_S, -1 without an expert.
     ends_L: int32 (L,), the entry behind each expert's last pair; without any, its first entry.
-    counter: int32 (1,), zero, from which programs of specialized GEMMs fetch tiles.
+    counters: int32 (2 + capacity / block_m,), zero, by which programs of specialized GEMMs
+        share their work: tiles, rows to be copied into order, and what is done of each block.
 
     Without experts_B the padding in pairs_S stays as it is.
     """
@@ -56,7 +57,7 @@ class AlignedPairs:
     block_m: int
     entries_P: torch.Tensor | None = None
     ends_L: torch.Tensor | None = None
-    counter: torch.Tensor | None = None
+    counters: torch.Tensor | None = None
 
 
 def align_capacity(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -83,10 +84,10 @@ def align(
     """Fill `out` from ids_RK (int32 or int64, contiguous; local ids in [0, L), -1 = no expert).
 
     `scratch` is int32 with at least `align_scratch` entries; its contents do not matter. `zeros`
-    (int32, contiguous; not beside a counter) is set to zero. One launch, or two for many pairs.
+    (int32, contiguous; not beside counters) is set to zero. One launch, or two for many pairs.
     """
-    assert zeros is None or out.counter is None
-    zeros = out.counter if zeros is None else zeros
+    assert zeros is None or out.counters is None
+    zeros = out.counters if zeros is None else zeros
     n, block_m = ids_RK.numel(), out.block_m
     blocks = 0 if out.experts_B is None else out.experts_B.numel()
     capacity = align_capacity(n, num_experts, block_m)
@@ -94,15 +95,15 @@ def align(
     assert out.experts_B is None or out.pairs_S.numel() == blocks * block_m
     assert out.ends_L is None or out.ends_L.numel() == num_experts
     assert out.entries_P is None or out.entries_P.numel() == n
-    assert out.counter is None or out.counter.numel() == 1
+    assert out.counters is None or out.counters.numel() == 2 + blocks
     assert scratch.numel() >= align_scratch(n, num_experts) and ids_RK.is_contiguous()
     lists = out.pairs_S, out.experts_B, out.num_rows, out.entries_P
     form = {"BLOCK_M": block_m, "ENTRIES": out.entries_P is not None}
-    cleared = 0 if zeros is None else zeros.numel()
+    clear = zeros, 0 if zeros is None else zeros.numel()
     if n <= FEW_PAIRS and out.ends_L is None:
         pairs = max(16, triton.next_power_of_2(n))
         _launch_align_few(
-            (1,), ids_RK, *lists, zeros, n, blocks, **form, PAIRS=pairs, ZEROS=cleared,
+            (1,), ids_RK, *lists, *clear, n, blocks, **form, PAIRS=pairs,
             num_warps=max(pairs // 8, 4),
         )  # fmt: skip
         return
@@ -111,15 +112,14 @@ def align(
     if n <= ONE_LAUNCH_PAIRS:
         chunk, tile = max(share, 32), max(triton.next_power_of_2(n), 256)
         _launch_align_all(
-            (max(1, triton.cdiv(n, chunk)),), ids_RK, *lists, out.ends_L, zeros, n, blocks, **form,
-            BINS=bins, CHUNK=chunk, TILE=tile, ZEROS=cleared,
-            num_warps=min(max(tile // 128, 4), 16),
+            (max(1, triton.cdiv(n, chunk)),), ids_RK, *lists, out.ends_L, *clear, n, blocks, **form,
+            BINS=bins, CHUNK=chunk, TILE=tile, num_warps=min(max(tile // 128, 4), 16),
         )  # fmt: skip
         return
     chunk = max(share, COMPARED)
     grid, tile = (triton.cdiv(n, chunk),), min(chunk, TILE)
     _launch_count(
-        grid, ids_RK, scratch, zeros, n, BINS=bins, CHUNK=chunk, TILE=tile, ZEROS=cleared,
+        grid, ids_RK, scratch, *clear, n, BINS=bins, CHUNK=chunk, TILE=tile,
         num_warps=max(tile // 128, 4),
     )  # fmt: skip
     # As many warps and as large pieces as registers hold. With more threads than ids in a piece,
@@ -147,12 +147,11 @@ def _load_ids(ids_ptr, pair_P, n):
 
 
 @triton.jit
-def _zero(zeros_ptr, ZEROS: tl.constexpr):
-    if ZEROS > 0:
-        if tl.program_id(0) == 0:
-            for start in range(0, ZEROS, 1024):
-                entry = start + tl.arange(0, 1024)
-                tl.store(zeros_ptr + entry, 0, mask=entry < ZEROS)
+def _zero(zeros_ptr, zeros):
+    if zeros_ptr is not None:
+        for start in range(tl.program_id(0) * 256, zeros, tl.num_programs(0) * 256):
+            entry = start + tl.arange(0, 256)
+            tl.store(zeros_ptr + entry, 0, mask=entry < zeros)
 
 
 @triton.jit
@@ -196,11 +195,10 @@ def _store_blocks(pairs_ptr, experts_ptr, count_L, first_L, n, blocks,
         tl.store(pairs_ptr + entry_BM, tl.zeros(entry_BM.shape, tl.int32) + n, mask=padding)
 
 
-@triton.jit(do_not_specialize=["n", "blocks"])
+@triton.jit(do_not_specialize=["zeros", "n", "blocks"])
 def _align_few(
-    ids_ptr, pairs_ptr, experts_ptr, num_rows_ptr, entries_ptr, zeros_ptr, n, blocks,
-    BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, PAIRS: tl.constexpr, ZEROS: tl.constexpr,
-    PDL: tl.constexpr,
+    ids_ptr, pairs_ptr, experts_ptr, num_rows_ptr, entries_ptr, zeros_ptr, zeros, n, blocks,
+    BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block begins with each pair whose rank in its expert is a multiple of BLOCK_M: counting
     these among smaller experts gives an expert's first block. Its last pair stores the padding.
@@ -232,14 +230,14 @@ def _align_few(
     padding = last_P[:, None] & (ahead_M[None, :] < left_P[:, None])
     pointers = pairs_ptr + entry_P[:, None] + 1 + ahead_M[None, :]
     tl.store(pointers, tl.zeros(padding.shape, tl.int32) + n, mask=padding)
-    _zero(zeros_ptr, ZEROS)
+    _zero(zeros_ptr, zeros)
 
 
-@triton.jit(do_not_specialize=["n", "blocks"])
+@triton.jit(do_not_specialize=["zeros", "n", "blocks"])
 def _align_all(
-    ids_ptr, pairs_ptr, experts_ptr, num_rows_ptr, entries_ptr, ends_ptr, zeros_ptr, n,
-    blocks, BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, ENDS: tl.constexpr, BINS: tl.constexpr,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, ZEROS: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, pairs_ptr, experts_ptr, num_rows_ptr, entries_ptr, ends_ptr, zeros_ptr, zeros,
+    n, blocks, BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr, ENDS: tl.constexpr,
+    BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program c places chunk c of the n <= TILE pairs and counts all of them."""
     if PDL:
@@ -247,7 +245,7 @@ def _align_all(
     start = tl.program_id(0) * CHUNK
     pair_T, pair_C = tl.arange(0, TILE), start + tl.arange(0, CHUNK)
     id_T, id_C = _load_ids(ids_ptr, pair_T, n), _load_ids(ids_ptr, pair_C, n)
-    _zero(zeros_ptr, ZEROS)
+    _zero(zeros_ptr, zeros)
     before_L = tl.histogram(id_T, BINS, mask=(id_T >= 0) & (pair_T < start))
     count_L = tl.histogram(id_T, BINS, mask=id_T >= 0)
     first_L = _first_blocks(count_L, num_rows_ptr, ends_ptr, BLOCK_M, BINS, ENDS)
@@ -260,10 +258,10 @@ def _align_all(
         _store_blocks(pairs_ptr, experts_ptr, count_L, first_L, n, blocks, BLOCK_M, BINS)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["zeros", "n"])
 def _count(
-    ids_ptr, counts_ptr, zeros_ptr, n, BINS: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, ZEROS: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, counts_ptr, zeros_ptr, zeros, n, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """counts (programs, BINS): pairs of each chunk that go to each expert."""
     if PDL:
@@ -274,7 +272,7 @@ def _count(
         id_T = _load_ids(ids_ptr, chunk * CHUNK + start + tl.arange(0, TILE), n)
         count_L += tl.histogram(id_T, BINS, mask=id_T >= 0)
     tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), count_L)
-    _zero(zeros_ptr, ZEROS)
+    _zero(zeros_ptr, zeros)
 
 
 @triton.jit

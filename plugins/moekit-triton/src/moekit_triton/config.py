@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -31,6 +32,9 @@ _SORTED_FROM, _SORTED_FROM_FP8 = 128, 32
 _COPIED_WIDTH, _COPIED_WIDTH_SPECIALIZED = 1024, 768
 # From so many rows per expert and that width, order has won wherever tiles can be specialized.
 _IN_ORDER_FROM = 200
+# Rows per expert from which GEMM 1 hides the copying; and how many tiles of GEMM 2 a multiprocessor
+# has where both products gain by one launch: with few, it is their end that counts.
+_AHEAD_FROM, _JOINED_FROM = 512, 4
 # Gluon still changes with Triton's versions: MOEKIT_TRITON_GLUON=0 in the environment does without.
 _GLUON = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"
 # Dot products read an expert's weights for each of its pairs: at most so many times on average,
@@ -42,23 +46,32 @@ PACKED_BLOCK_M = 64
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
 
 
+Order = Literal["pairs", "sorted", "copied", "ahead", "joined"]
+"""How rows come into the order of their experts: not at all, but as tokens name them; GEMM 1 sorts
+its result; x is copied first; GEMM 1 copies x, ahead of its tiles; x is copied first, and both
+GEMMs are one launch. The last two are for specialized tiles of 16 bits."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """direct: no alignment, each (token, slot) is a block of its own. fused: GEMM 1 applies the
     activation (and quantizes its result where groups or one given scale allow it). dots: both GEMMs
-    by dot products instead, see `gemv`. order, see `sorted_gemm`: rows come as tokens name them
-    ("pairs"), or GEMM 1 sorts its result ("sorted"), or x is copied into order first ("copied")."""
+    by dot products instead, see `gemv`."""
 
     first: GemmConfig
     second: GemmConfig
     fused: bool
     direct: bool = False
     dots: tuple[GemvConfig, GemvConfig] | None = None
-    order: str = "pairs"
+    order: Order = "pairs"
 
     @property
     def block_m(self) -> int:
         return self.first.block_m
+
+    @property
+    def specialized(self) -> bool:
+        return self.first.specialized or self.second.specialized
 
 
 def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = False) -> Plan:
@@ -68,7 +81,7 @@ def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = Fal
     pays = not slabs and sorting_pays(problem, rows, slots)
     plan = _measured(problem, per_expert)
     if pays and (plan is None or plan.order == "pairs" and order_wins(problem, per_expert)):
-        plan = sorted_plan(problem)
+        plan = sorted_plan(problem, per_expert)
     elif plan is None:
         plan = heuristic(problem, per_expert)
     elif plan.order != "pairs" and not pays:
@@ -76,7 +89,8 @@ def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = Fal
         scaled = problem.quant.weight is not None
         plan = heuristic(problem, per_expert) if scaled else replace(plan, order="pairs")
     if not specializable(problem):
-        plan = replace(plan, first=_plain(plan.first), second=_plain(plan.second))
+        order = "copied" if plan.order in ("ahead", "joined") else plan.order
+        plan = replace(plan, first=_plain(plan.first), second=_plain(plan.second), order=order)
     pairs = rows * slots
     if slabs:
         return plan
@@ -223,7 +237,7 @@ def _plain(tile: GemmConfig) -> GemmConfig:
     return replace(tile, specialized=False, persistent=wide, halves=not wide)
 
 
-def sorted_plan(problem: MoEProblem) -> Plan:
+def sorted_plan(problem: MoEProblem, per_expert: float) -> Plan:
     """The tiles that win wherever they were measured."""
     scaled = problem.quant.weight is not None
     block_k = SCALE_GROUP if scaled else 64
@@ -231,9 +245,21 @@ def sorted_plan(problem: MoEProblem) -> Plan:
     second = replace(first, block_n=256)
     if not problem.activation.gated:
         first = second
-    least = _COPIED_WIDTH_SPECIALIZED if specializable(problem) else _COPIED_WIDTH
-    copied = scaled or problem.local_intermediate_size >= least
-    return Plan(first, second, fused=True, order="copied" if copied else "sorted")
+    return Plan(first, second, fused=True, order=_order(problem, per_expert))
+
+
+def _order(problem: MoEProblem, per_expert: float) -> Order:
+    p = problem
+    if p.quant.weight is not None:
+        return "copied"
+    if not specializable(p):
+        return "copied" if p.local_intermediate_size >= _COPIED_WIDTH else "sorted"
+    if p.local_intermediate_size < _COPIED_WIDTH_SPECIALIZED:
+        return "sorted"
+    if per_expert >= _AHEAD_FROM:
+        return "ahead"
+    tiles = p.num_local_experts * math.ceil(per_expert / 128) * triton.cdiv(p.hidden_size, 256)
+    return "joined" if tiles >= _JOINED_FROM * _SMS else "copied"
 
 
 def _shared(problem: MoEProblem) -> int:

@@ -39,7 +39,7 @@ from .rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
-from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
+from .sorted_gemm import Scales, copy_rows, joined_gemms, quantize_into_order, sorted_gemm
 
 
 class _TritonExperts(PermuteExpertsUnpermute):
@@ -185,7 +185,7 @@ class TritonExperts(_TritonExperts):
             BufferSpec((entries,), torch.int32),
             BufferSpec((align_capacity(pairs, L, least) // least,), torch.int32),
             BufferSpec((1,), torch.int32),
-            BufferSpec((1 if sorted_rows else 0,), torch.int32),
+            BufferSpec((2 + sorted_rows // most if sorted_rows else 0,), torch.int32),
             BufferSpec((pairs if sorted_rows else 0,), torch.int32),
             BufferSpec((align_scratch(pairs, L),), torch.int32),
             # GEMM 1's output, or its input in order; and when that has been read, GEMM 2's output
@@ -218,7 +218,7 @@ class TritonExperts(_TritonExperts):
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         rows, slots = ids_RK.shape
         pairs = rows * slots
-        entries, experts, num_rows, counter, of_pairs, scratch, *buffers = workspace
+        entries, experts, num_rows, counters, of_pairs, scratch, *buffers = workspace
         gemm_out, activated, scale, q, q_scale = buffers
 
         plan = self._plan(rows, slots)
@@ -245,7 +245,7 @@ class TritonExperts(_TritonExperts):
             aligned = AlignedPairs(
                 entries[:capacity], experts[:blocks], num_rows, plan.block_m,
                 of_pairs[:pairs] if in_order else None,
-                counter=counter if in_order else None,
+                counters=counters[: 2 + blocks] if plan.specialized else None,
             )  # fmt: skip
             align(ids_RK, p.num_local_experts, aligned, scratch)
             first, second = Rows.aligned(aligned, slots), Rows.aligned(aligned)
@@ -290,17 +290,24 @@ class TritonExperts(_TritonExperts):
             quantize_into_order(x, x_scale, aligned, x_SH, x_scale_GS)
             first = Scales(weights["w13_scale"], x_scale_GS, a_scale_GS)
             second = Scales(weights["w2_scale"], a_scale_GS)
-        elif plan.order == "copied":
+        elif plan.order in ("copied", "joined"):
             copy_rows(x, aligned, x_SH)
-        if plan.order == "copied":
-            sorted_gemm(
-                x_SH, weights["w13"], a_SI, aligned, plan.first, pairs, sms, bias_LN=bias,
-                activation=self._activation, scales=first,
+        if plan.order == "joined":  # y of a block is written when its x has been read
+            joined_gemms(
+                x_SH, weights["w13"], a_SI, weights["w2"], y_SH, aligned, plan.first, plan.second,
+                pairs, sms,
             )  # fmt: skip
-        else:
+            return y_SH
+        if plan.order == "sorted":
             grouped_gemm(
                 x, weights["w13"], a_SI, Rows.aligned(aligned, slots, in_order=True), plan.first,
                 bias_LN=bias, epilogue=Epilogue(self._activation),
+            )  # fmt: skip
+        else:
+            sorted_gemm(
+                x_SH, weights["w13"], a_SI, aligned, plan.first, pairs, sms, bias_LN=bias,
+                activation=self._activation, scales=first,
+                x_RK=x if plan.order == "ahead" else None,
             )  # fmt: skip
         sorted_gemm(
             a_SI, weights["w2"], y_SH, aligned, plan.second, pairs, sms,

@@ -5,6 +5,8 @@
     GEMM 1        sorted x -> sorted a, activated; or `grouped_gemm` gathers x and sorts a
     GEMM 2        sorted a -> y by pair, or in order by specialized tiles
 
+`joined_gemms` are both in one launch.
+
 Of 16 bits, or e4m3 by specialized tiles. Padding rows may hold anything: rows do not mix, y by pair
 is written for pairs alone, and padding rows of what lies in order become undefined.
 """
@@ -109,6 +111,7 @@ def sorted_gemm(
     activation: Activation | None = None,
     by_pair: bool = False,
     scales: Scales | None = None,
+    x_RK: torch.Tensor | None = None,
 ) -> None:
     """out[s] = activation(a[s] @ w[expert of s].T + bias) for the entries s of `aligned`.
 
@@ -117,7 +120,8 @@ def sorted_gemm(
     if the activation has a gate. Rows that belong to no pair become undefined, or with ``by_pair``
     are not there. ``num_pairs`` is what `aligned` has for padding. ``num_sms`` programs run where
     the config is persistent. A specialized one knows no bias, no activation but silu with a gate,
-    and no ``by_pair``; it alone knows ``scales``, with which a and w are e4m3.
+    and no ``by_pair``; it alone knows ``scales``, with which a and w are e4m3, and without them x,
+    which it copies into a on the way, as `copy_rows` does.
     """
     if config.specialized:
         gated = activation is not None
@@ -128,8 +132,9 @@ def sorted_gemm(
         if scales is None:
             from .specialized import specialized_gemm
 
-            specialized_gemm(a_SK, w_LNK, out, *options, gated=gated)
+            specialized_gemm(a_SK, w_LNK, out, *options, gated=gated, x_RK=x_RK)
         else:
+            assert x_RK is None
             from .specialized_fp8 import specialized_fp8_gemm
 
             specialized_fp8_gemm(
@@ -137,7 +142,7 @@ def sorted_gemm(
                 out_scale_GS=scales.out_GS if gated else None,
             )  # fmt: skip
         return
-    assert scales is None, "fp8 in order is for specialized tiles"
+    assert scales is None and x_RK is None, "these are for specialized tiles"
     num_experts, w_rows, k = w_LNK.shape
     gated = activation is not None and activation.gated
     n = w_rows // 2 if gated else w_rows
@@ -164,6 +169,28 @@ def sorted_gemm(
         PERSISTENT=config.persistent, HALVES=config.halves,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def joined_gemms(
+    x_SH: torch.Tensor,
+    w13_LNH: torch.Tensor,
+    a_SI: torch.Tensor,
+    w2_LHI: torch.Tensor,
+    y_SH: torch.Tensor,
+    aligned: AlignedPairs,
+    first: GemmConfig,
+    second: GemmConfig,
+    num_pairs: int,
+    num_sms: int,
+) -> None:
+    """`sorted_gemm` for x, w13 and a, with silu and a gate, and for a, w2 and y. Specialized tiles
+    of 16 bits; y may lie where x does."""
+    assert first.specialized and second.specialized
+    from .specialized_block import specialized_block
+
+    specialized_block(
+        x_SH, w13_LNH, a_SI, w2_LHI, y_SH, aligned, first, second, num_pairs, num_sms
     )  # fmt: skip
 
 

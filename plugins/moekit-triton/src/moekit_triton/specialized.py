@@ -9,12 +9,15 @@ Where half blocks are left out, programs fetch tiles from a counter: a half cost
 nobody waits for the program that had none. The loading warp fetches, one ahead, and tells the
 others.
 
+Rows may be copied into order by three more warps, ahead of the tiles that read them: first by
+each program a share of what the first tiles read, then a unit of rows at a time, fetched from a
+counter, so that no unit waits for a program that has not begun. What of a block has been copied is
+counted for it, and the loading warp waits for that.
+
 Padding rows may hold anything: rows do not mix, and theirs become undefined.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -27,19 +30,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .align import AlignedPairs
-from .gemm import GemmConfig, tile_at
+from .gemm import GemmConfig
 from .launch import Launcher, take_turn
+from .warps import (
+    BLOCK_M,
+    COLUMNS,
+    ROWS,
+    STAGES,
+    WIDE,
+    acquired,
+    clear,
+    descriptor,
+    facts,
+    fence_proxies,
+    fetch,
+    halves_of,
+    hear,
+    messages,
+    next_slot,
+    place,
+    send,
+    silu_mul,
+    tell,
+)
 
-BLOCK_M, COLUMNS = 128, 256
-"""Rows of a block, and rows of weights of a tile: gate and up rows with a gate."""
-ROWS = gl.constexpr(64)  # of a warp group
-WIDE = gl.constexpr(COLUMNS)
-_STEP = gl.constexpr(64)  # of K
-STAGES = gl.constexpr(4)
-RING = gl.constexpr(8)  # of messages: the loading warp is at most STAGES + 1 tiles ahead
+STEP = gl.constexpr(64)  # of K
+_UNIT = gl.constexpr(8)  # rows copied at a time
+_UNITS = gl.constexpr(BLOCK_M // 8)  # of a block
+_COPIERS = gl.constexpr(3)
+_COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # what is counted of a block that has been copied
 
 
 def specialized_gemm(
@@ -52,139 +73,65 @@ def specialized_gemm(
     num_sms: int,
     *,
     gated: bool = False,
+    x_RK: torch.Tensor | None = None,
 ) -> None:
     """out[s] = a[s] @ w[expert of s].T for the entries s of `aligned`; gated: silu(gate) * up.
 
     a (capacity, K), w and out (capacity, N) of one 16-bit dtype, rows of whole 16 bytes; N is half
     of w's rows with a gate. Rows that belong to no pair become undefined. Of ``config`` group_m and
-    halves count, which wants a counter in `aligned`; tiles are BLOCK_M x COLUMNS.
+    halves count, which wants counters in `aligned`; tiles are BLOCK_M x COLUMNS.
+
+    With x, a is written on the way, as `copy_rows` does it: rows are copied ahead of the tiles that
+    read them.
     """
     num_experts, w_rows, k = w_LNK.shape
     wide = 2 if gated else 1
     n, entries = w_rows // wide, aligned.pairs_S.numel()
     assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n)
     assert aligned.block_m == BLOCK_M and w_LNK.is_contiguous()
-    assert aligned.counter is not None or not config.halves
+    assert aligned.counters is not None or not config.halves and x_RK is None
+    assert x_RK is None or x_RK.shape[1] == k and x_RK.stride(1) == 1
     tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
         (min(tiles, num_sms),),
         descriptor(a_SK, BLOCK_M, 64),
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 2),
-        aligned.experts_B, aligned.pairs_S, aligned.num_rows, aligned.counter, n, k, num_pairs,
-        config.group_m, GATED=gated, HALVES=config.halves, num_warps=4,
+        x_RK, None if x_RK is None else a_SK, aligned.experts_B, aligned.pairs_S, aligned.num_rows,
+        aligned.counters, n, k, num_pairs, config.group_m,
+        *((1, 0) if x_RK is None else (num_pairs // len(x_RK), x_RK.stride(0))),
+        GATED=gated, HALVES=config.halves, COPY=x_RK is not None, num_warps=4,
     )  # fmt: skip
 
 
-def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a matrix, in boxes of rows x columns."""
-    box = [rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[tensor.dtype])
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
-
-
-_DTYPES: dict[torch.dtype, Any] = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-}
+@gluon.jit
+def multiply(WHICH: gl.constexpr, half_blocks, w_s, full, empty, slot, phase, steps):
+    """The product of a half block and a tile of weights, by all steps of K."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
+    for step in range(steps):
+        mbarrier.wait(full.index(slot), phase)
+        w = w_s.index(slot).permute((1, 0))
+        acc = warpgroup_mma(half_blocks.index(2 * slot + WHICH), w, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        # The product before this one has been read. (A name that keeps its slot from one step to
+        # the next is not carried by triton 3.6.)
+        last = (slot + STAGES - 1) % STAGES
+        mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
+        slot, phase = next_slot(slot, phase)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+    return acc, slot, phase
 
 
 @gluon.jit
-def halves_of(x):
-    """The left and the right half of x's columns; moves no register."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def _ex2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def rcp(x):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def silu_divisor(gate):
-    """1 + exp(-gate), at most 2 ** 60: a product of two is finite, so that two share a
-    reciprocal."""
-    return 1.0 + _ex2(gl.minimum(gate * -1.4426950408889634, 60.0))
-
-
-@gluon.jit
-def _silu_mul(acc):
-    """silu(gate) * up of the left and the right half of acc's columns."""
-    gate, up = halves_of(acc)
-    below0, below1 = halves_of(silu_divisor(gate))
-    inverse = rcp(below0 * below1)
-    both = gl.join(inverse * below1, inverse * below0).permute([0, 2, 1]).reshape(gate.shape)
-    return gate * up * gl.convert_layout(both, gate.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def send(x, buffers, index, out, row, col, BUFFERS: gl.constexpr):
-    """Through the next of the ring of buffers, when its last store has read it."""
-    tma.store_wait(BUFFERS - 1)
-    buffer = buffers.index(index)
-    buffer.store(x.to(out.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out, [row, col], buffer)
-
-
-@gluon.jit
-def next_slot(slot, phase):
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
+def skip(full, empty, slot, phase, steps):
+    """Gives all steps' tiles back as they come."""
+    for _ in range(steps):
+        mbarrier.wait(full.index(slot), phase)
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = next_slot(slot, phase)
     return slot, phase
-
-
-@gluon.jit
-def place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
-    block_m, block_n = tile_at(tile, row_blocks, col_blocks, group_m)
-    return block_m, block_n * OUT
-
-
-@gluon.jit
-def messages(LENGTH: gl.constexpr):
-    """Shared memory for a ring of messages of LENGTH int32 from one warp: words, and barriers that
-    say which are told. To be fenced before use."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    told = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    words = gl.allocate_shared_memory(gl.int32, [LENGTH * RING, 1], layout)
-    for slot in gl.static_range(RING):
-        mbarrier.init(told.index(slot), count=1)
-    return words, told
-
-
-@gluon.jit
-def tell(words, told, count, message):
-    """Message `count`, a tuple of integers."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    first = count % RING * len(message)
-    for n in gl.static_range(len(message)):
-        words.index(first + n).store(gl.full([1], 0, gl.int32, layout) + message[n])
-    mbarrier.arrive(told.index(count % RING), count=1)
-
-
-@gluon.jit
-def hear(words, told, count):
-    """Message `count`, when it has been told."""
-    mbarrier.wait(told.index(count % RING), count // RING & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    length: gl.constexpr = words.shape[0] // RING
-    message = ()
-    for n in gl.static_range(length):
-        word = words.index(count % RING * length + n).load(layout)
-        message += (gl.max(word, axis=0),)
-    return message
 
 
 @gluon.jit
@@ -194,11 +141,10 @@ def _consume(
 ):  # fmt: skip
     """Half the rows of every tile, if any of them is used."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, _STEP], a_s.layout)
+    half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
-    steps = gl.cdiv(K, _STEP)
+    steps = gl.cdiv(K, STEP)
     slot = 0
     phase = 0
     count = 0
@@ -207,30 +153,15 @@ def _consume(
         block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
-            acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
-            for step in range(steps):
-                mbarrier.wait(full.index(slot), phase)
-                w = w_s.index(slot).permute((1, 0))
-                acc = warpgroup_mma(half_blocks.index(2 * slot + WHICH), w, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                # The product before this one has been read. (A name that keeps its slot from one
-                # step to the next is not carried by triton 3.6.)
-                last = (slot + STAGES - 1) % STAGES
-                mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
-                slot, phase = next_slot(slot, phase)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+            acc, slot, phase = multiply(WHICH, half_blocks, w_s, full, empty, slot, phase, steps)
             if GATED:
-                send(_silu_mul(acc), buffers, WHICH, out, row, col, 1)
+                send(silu_mul(acc), buffers, WHICH, out, row, col, 1)
             else:
                 left, right = halves_of(acc)
                 send(left, buffers, WHICH, out, row, col, 1)
                 send(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
         else:
-            for _ in range(steps):
-                mbarrier.wait(full.index(slot), phase)
-                mbarrier.arrive(empty.index(slot), count=1)
-                slot, phase = next_slot(slot, phase)
+            slot, phase = skip(full, empty, slot, phase, steps)
         count += 1
         tile, halves = hear(words, told, count)
     tma.store_wait(0)
@@ -251,44 +182,78 @@ def _lower(out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, wor
 
 
 @gluon.jit
-def facts(tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs,
-          OUT: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
-    """A tile's block, column, expert, and how many of its halves, 1 or 2, have rows; behind the
-    last tile, of that."""
-    row_blocks = gl.maximum(row_blocks, 1)
-    tile = gl.minimum(tile, row_blocks * col_blocks - 1)
-    block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
-    expert = gl.load(experts_ptr + block_m)
-    halves = tile * 0 + 2
-    if HALVES:
-        pair = gl.load(pairs_ptr + (2 * block_m + 1) * ROWS)
-        halves = gl.where(pair < num_pairs, 2, 1)
-    return block_m, col, expert, halves
+def _copy(
+    unit, x_ptr, a_ptr, pairs_ptr, copied_ptr, num_pairs, slots, K, x_stride,
+    AT_ONCE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """A unit of rows of a, AT_ONCE of them and WIDTH columns at once."""
+    layout: gl.constexpr = gl.BlockedLayout([AT_ONCE // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    for first in range(0, _UNIT, AT_ONCE):
+        entry = unit * _UNIT + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
+        pair = gl.load(pairs_ptr + entry)
+        row = (pair // slots).to(gl.int64)
+        x_ptrs = x_ptr + (row * x_stride)[:, None] + cols
+        a_ptrs = a_ptr + (entry.to(gl.int64) * K)[:, None] + cols
+        end = gl.where(pair < num_pairs, K, 0)[:, None]
+        for col in range(0, K, WIDTH):
+            mask = col + cols < end
+            gl.store(a_ptrs + col, gl.load(x_ptrs + col, mask=mask), mask=mask)
+    # Every thread releases what it has written.
+    fence_proxies()
+    threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    block = gl.full([32 * WARPS], 0, gl.int32, threads) + unit // _UNITS
+    share = gl.full([32 * WARPS], _COPIED // (32 * WARPS * _UNITS), gl.int32, threads)
+    gl.atomic_add(copied_ptr + block, share, sem="release")
 
 
 @gluon.jit
-def fetch(tile, tiles, counter_ptr, HALVES: gl.constexpr):
-    """The tile after this one: from the counter, or as given out in advance."""
-    if HALVES:
-        tile = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        if tile == tiles - 1:  # one for each tile, so the last
-            gl.store(counter_ptr, 0)
-    return tile + gl.num_programs(0)
+def _copy_first(
+    blocks, x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K, x_stride,
+):  # fmt: skip
+    """This program's share of the first blocks' units. Returns how many all programs take."""
+    each = gl.cdiv(blocks * _UNITS, gl.num_programs(0))
+    first = gl.atomic_add(counters_ptr + 1, each, sem="relaxed")
+    units = gl.load(num_rows_ptr) // _UNIT
+    for unit in range(first, gl.minimum(first + each, units)):
+        _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + 2, num_pairs, slots, K, x_stride,
+              _UNIT, 2048, 4)  # fmt: skip
+    return each * gl.num_programs(0)
+
+
+@gluon.jit
+def _copy_ahead(
+    x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K, x_stride, taken,
+    COPY: gl.constexpr,
+):  # fmt: skip
+    """Units behind the `taken` first ones, until there are no more."""
+    if COPY:
+        units = gl.load(num_rows_ptr) // _UNIT
+        next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
+        while next_unit < units:
+            unit = next_unit + 0
+            next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
+            _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + 2, num_pairs, slots, K, x_stride,
+                  1, 1024, 1)  # fmt: skip
+        # Every copying warp fetches one unit that is not there: the last of all clears the counter.
+        if next_unit == gl.maximum(units, taken) + _COPIERS * gl.num_programs(0) - 1:
+            gl.store(counters_ptr + 1, 0)
 
 
 @gluon.jit
 def _load(
-    a, w, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs, group_m, a_s, w_boxes,
-    full, empty, words, told, GATED: gl.constexpr, HALVES: gl.constexpr,
+    a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs, group_m, a_s,
+    w_boxes, full, empty, words, told, GATED: gl.constexpr, HALVES: gl.constexpr,
+    COPY: gl.constexpr,
 ):  # fmt: skip
     """w_boxes: for each stage one box, or gate above up. What the next tile needs is looked up
     behind this one's first steps, so that no product waits for it."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
-    BYTES: gl.constexpr = (2 * ROWS + WIDE) * _STEP * 2
+    BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     tiles = row_blocks * col_blocks
-    steps = gl.cdiv(K, _STEP)
+    steps = gl.cdiv(K, STEP)
     looks = gl.minimum(steps, STAGES) - 1
     slot = 0
     phase = 1
@@ -304,11 +269,15 @@ def _load(
         next_m = block_m + 0
         next_row = w_row + 0
         next_halves = halves + 0
+        if COPY:
+            copied = acquired(counters_ptr + 2 + block_m)
+            while copied < _COPIED:
+                copied = acquired(counters_ptr + 2 + block_m)
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, BYTES)
-            k = step * _STEP
+            k = step * STEP
             tma.async_copy_global_to_shared(a, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
             if GATED:
                 gate = w_boxes.index(2 * slot)
@@ -319,7 +288,9 @@ def _load(
                 tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(slot))
             slot, phase = next_slot(slot, phase)
             if step == looks:
-                next_tile = fetch(tile, tiles, counter_ptr, HALVES)
+                next_tile = fetch(tile, tiles, counters_ptr, HALVES or COPY)
+                if COPY and next_tile == tiles - 1 + gl.num_programs(0):
+                    clear(counters_ptr + 2, row_blocks)  # nobody waits for a block any more
                 next_m, next_col, next_expert, next_halves = facts(
                     next_tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs,
                     OUT, HALVES)  # fmt: skip
@@ -334,13 +305,14 @@ def _load(
 
 @gluon.jit(do_not_specialize=["num_pairs", "group_m"])
 def _gemm(
-    a, w, out, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs, group_m,
-    GATED: gl.constexpr, HALVES: gl.constexpr, PDL: gl.constexpr,
+    a, w, out, x_ptr, a_ptr, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
+    group_m, slots, x_stride,
+    GATED: gl.constexpr, HALVES: gl.constexpr, COPY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
-    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, _STEP], a.layout)
-    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, _STEP], w.layout)
+    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
+    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -350,20 +322,33 @@ def _gemm(
     words, told = messages(2)
     fence_async_shared()
     if GATED:
-        w_boxes = w_s._reinterpret(w.dtype, [2 * STAGES, WIDE // 2, _STEP], w.layout)
+        w_boxes = w_s._reinterpret(w.dtype, [2 * STAGES, WIDE // 2, STEP], w.layout)
     else:
         w_boxes = w_s
+    taken = 0
+    if COPY:
+        col_blocks = gl.cdiv(N, WIDE // 2 if GATED else WIDE)
+        first_blocks = group_m * gl.cdiv(gl.num_programs(0), group_m * col_blocks)
+        taken = _copy_first(first_blocks, x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr,
+                            num_pairs, slots, K, x_stride)  # fmt: skip
+    # (A tuple with a name would make variables of constants in triton 3.6.)
     gl.warp_specialize(
         [
             (_upper, (out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
                       GATED)),
             (_lower, (out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
                       GATED)),
-            (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs,
-                     group_m, a_s, w_boxes, full, empty, words, told, GATED, HALVES)),
+            (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
+                     group_m, a_s, w_boxes, full, empty, words, told, GATED, HALVES, COPY)),
+            (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
+                           x_stride, taken, COPY)),
+            (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
+                           x_stride, taken, COPY)),
+            (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
+                           x_stride, taken, COPY)),
         ],
-        [4, 1],  # warps of the second and third
-        [240, 24],  # and registers of their threads: with the first's, 3 * 168 as at the launch
+        [4, 1, 1, 1, 1],  # warps of all but the first
+        [232, 40, 40, 40, 40],  # and registers of a thread: 232 + 232 + 40 = 3 * 168 of the launch
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from .align import AlignedPairs
 from .gemm import GemmConfig
 from .launch import Launcher, take_turn
 from .numerics import QMAX, SCALE_GROUP, TINY
-from .specialized import (
+from .warps import (
     BLOCK_M,
     COLUMNS,
     ROWS,
@@ -84,7 +84,7 @@ def specialized_fp8_gemm(
     assert w_scale_LBG.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
     assert w_scale_LBG.is_contiguous() and w_LNK.is_contiguous() and aligned.block_m == BLOCK_M
     assert groups * entries < 2**31 and w_scale_LBG.numel() < 2**31
-    assert aligned.counter is not None or not config.halves
+    assert aligned.counters is not None or not config.halves
     if gated:
         assert n % SCALE_GROUP == 0 and out_scale_GS is not None
         assert out_scale_GS.shape == (n // SCALE_GROUP, entries) and out_scale_GS.is_contiguous()
@@ -95,7 +95,7 @@ def specialized_fp8_gemm(
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 4),
         out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.pairs_S,
-        aligned.num_rows, aligned.counter, n, k, entries, num_pairs, config.group_m,
+        aligned.num_rows, aligned.counters, n, k, entries, num_pairs, config.group_m,
         GATED=gated, HALVES=config.halves, num_warps=4,
     )  # fmt: skip
 
@@ -268,7 +268,7 @@ def _tell_facts(
 
 @gluon.jit
 def _load(
-    a, w, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs, group_m, a_s, w_s,
+    a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs, group_m, a_s, w_s,
     full, empty, words, told, GATED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """A stage is full in two steps: a and the first box of weights (gate, or left), then the second
@@ -304,7 +304,7 @@ def _load(
             tma.async_copy_global_to_shared(w, [v_row, k], second, w_s.index(2 * slot + 1))
             slot, phase = next_slot(slot, phase)
             if step == looks:
-                next_tile = fetch(tile, tiles, counter_ptr, HALVES)
+                next_tile = fetch(tile, tiles, counters_ptr, HALVES)
                 next_m, next_row = _tell_facts(
                     words, told, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
                     pairs_ptr, num_pairs, N, GATED, HALVES)  # fmt: skip
@@ -317,7 +317,7 @@ def _load(
 @gluon.jit(do_not_specialize=["entries", "num_pairs", "group_m"])
 def _gemm(
     a, w, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr,
-    counter_ptr, N, K, entries, num_pairs, group_m, GATED: gl.constexpr, HALVES: gl.constexpr,
+    counters_ptr, N, K, entries, num_pairs, group_m, GATED: gl.constexpr, HALVES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
@@ -339,7 +339,7 @@ def _gemm(
                       buffers, full, empty, words, told, GATED)),
             (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s,
                       buffers, full, empty, words, told, GATED)),
-            (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counter_ptr, N, K, num_pairs,
+            (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
                      group_m, a_s, w_s, full, empty, words, told, GATED, HALVES)),
         ],
         [4, 1],  # warps of the second and third

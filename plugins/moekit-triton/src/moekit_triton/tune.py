@@ -37,15 +37,13 @@ from moekit.bench.shapes import random_weights, shape
 
 from .align import AlignedPairs, align, align_capacity, align_scratch
 from .candidates import candidates, sorted_candidates, variations
-from .config import fusable, num_sms, order_wins, sorting_pays
+from .config import Order, fusable, num_sms, order_wins, sorting_pays
 from .experts import TritonExperts
 from .gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from .rows import Activation, ValidRows, activate_rows
-from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
+from .sorted_gemm import Scales, copy_rows, joined_gemms, quantize_into_order, sorted_gemm
 from .tables import table_key
 
-ORDERS = ("pairs", "sorted", "copied")
-"""See `Plan`."""
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
 # Longer calls than this are rare, and take the plan of the longest measured.
 _MOST_TOKENS = 32768
@@ -88,13 +86,13 @@ class Case:
         return cls(p, packed, ids, x, x_scale, a, a_scale, h, y, experts._activation)
 
     def calls(
-        self, gemm: str, config: GemmConfig, fused: bool = True, order: str = "pairs"
+        self, gemm: str, config: GemmConfig, fused: bool = True, order: Order = "pairs"
     ) -> list[Callable[[], None]]:
-        """gemm: `first` or `second`; order: one of `ORDERS`."""
+        """gemm: `first` or `second`."""
         if gemm == "second":
             return (self.second if order == "pairs" else self.sorted_second)(config)
-        if order == "copied":
-            return self.copied_first(config)
+        if order in ("copied", "ahead"):
+            return self.copied_first(config, ahead=order == "ahead")
         return self.first(config, fused, in_order=order == "sorted")
 
     def rows_for(self, block_m: int) -> list[AlignedPairs]:
@@ -107,7 +105,7 @@ class Case:
 
             aligned = AlignedPairs(
                 ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel()),
-                counter=ints(1),
+                counters=ints(2 + capacity // block_m),
             )  # fmt: skip
             scratch = ints(align_scratch(ids.numel(), p.num_local_experts))
             align(ids, p.num_local_experts, aligned, scratch)
@@ -142,7 +140,7 @@ class Case:
             calls.append(call)
         return calls
 
-    def copied_first(self, config: GemmConfig) -> list[Callable[[], None]]:
+    def copied_first(self, config: GemmConfig, ahead: bool) -> list[Callable[[], None]]:
         """Copying included, the price that both GEMMs pay for order."""
         p, routings = self.problem, self.rows_for(config.block_m)
         entries, pairs, sms = routings[0].pairs_S.numel(), len(self.y), num_sms(p)
@@ -151,13 +149,29 @@ class Case:
         scales, _ = self._scales(entries)
 
         def call(aligned: AlignedPairs) -> None:
-            if scales is None:
+            if scales is None and not ahead:
                 copy_rows(self.x, aligned, x_SH)
-            else:
+            elif scales is not None:
                 quantize_into_order(self.x, self.x_scale, aligned, x_SH, scales.a_GS)
             sorted_gemm(
                 x_SH, self.packed["w13"], a_SI, aligned, config, pairs, sms,
                 activation=self.activation, scales=scales,
+                x_RK=self.x if ahead else None,
+            )  # fmt: skip
+
+        return [partial(call, aligned) for aligned in routings]
+
+    def joined(self, first: GemmConfig, second: GemmConfig) -> list[Callable[[], None]]:
+        """Both products, copying included."""
+        p, w, routings = self.problem, self.packed, self.rows_for(first.block_m)
+        entries, pairs, sms = routings[0].pairs_S.numel(), len(self.y), num_sms(p)
+        x_SH = self.x.new_empty(entries, p.hidden_size)
+        a_SI = self.a.new_empty(entries, p.local_intermediate_size)
+
+        def call(aligned: AlignedPairs) -> None:
+            copy_rows(self.x, aligned, x_SH)
+            joined_gemms(
+                x_SH, w["w13"], a_SI, w["w2"], x_SH, aligned, first, second, pairs, sms
             )  # fmt: skip
 
         return [partial(call, aligned) for aligned in routings]
@@ -249,7 +263,14 @@ class Timed:
     us: float
     config: GemmConfig = field(compare=False)
     fused: bool = field(compare=False)
-    order: str = field(compare=False)
+    order: Order = field(compare=False)
+
+
+Chosen = tuple[Timed, Timed, Order]
+
+
+def joinable(problem: MoEProblem, first: GemmConfig, second: GemmConfig) -> bool:
+    return problem.quant.weight is None and first.specialized and second.specialized
 
 
 class Search:
@@ -258,10 +279,10 @@ class Search:
     def __init__(self, case: Case) -> None:
         self._case = case
         # (gemm, block_m, order) -> what was tried
-        self.found: dict[tuple[str, int, str], list[Timed]] = {}
+        self.found: dict[tuple[str, int, Order], list[Timed]] = {}
 
     def attempt(
-        self, gemm: str, config: GemmConfig, fused: bool = True, order: str = "pairs"
+        self, gemm: str, config: GemmConfig, fused: bool = True, order: Order = "pairs"
     ) -> None:
         found = self.found.setdefault((gemm, config.block_m, order), [])
         enough = found[0].us if found else float("inf")
@@ -278,35 +299,42 @@ class Search:
             return
         bisect.insort(found, Timed(us, config, fused, order))
 
-    def settle(self) -> tuple[Timed, Timed] | None:
+    def settle(self) -> Chosen | None:
         """GEMM 1 and 2 of one block_m and fitting orders. Of the best few the pair decides: what
-        wins by itself need not win behind another kernel."""
+        wins by itself need not win behind another kernel, or in one launch with it."""
         groups = []
         for (gemm, block_m, order), firsts in self.found.items():
             # GEMM 2 does not see who sorted.
-            seconds = self.found.get(
-                ("second", block_m, "pairs" if order == "pairs" else "sorted"), []
-            )
+            behind: Order = "pairs" if order == "pairs" else "sorted"
+            seconds = self.found.get(("second", block_m, behind), [])
             if gemm == "first" and firsts and seconds:
                 groups.append((firsts, seconds))
         if not groups:
             return None
         fastest = min(first[0].us + second[0].us for first, second in groups)
-        pairs = [
-            pair
+        finalists = [
+            (*pair, pair[0].order)
             for firsts, seconds in groups
             if firsts[0].us + seconds[0].us < _CLOSE * fastest
             for pair in itertools.product(firsts[:_FINALISTS], seconds[:_FINALISTS])
         ]
-        us = self._together(pairs)
-        return pairs[us.index(min(us))]
+        finalists += [
+            (first, second, "joined")
+            for first, second, order in finalists
+            if order == "copied" and joinable(self._case.problem, first.config, second.config)
+        ]
+        us = self._together(finalists)
+        return finalists[us.index(min(us))]
 
-    def _together(self, pairs: Sequence[tuple[Timed, Timed]]) -> list[float]:
+    def _together(self, finalists: Sequence[Chosen]) -> list[float]:
         """Microseconds of a replay of both GEMMs, one behind the other for each routing, in
         turns."""
         made: dict[int, list[Callable[[], None]]] = {}
         timer = Timer()
-        for pair in pairs:
+        for *pair, order in finalists:
+            if order == "joined":
+                timer.add(self._case.joined(*(t.config for t in pair)))
+                continue
             for gemm, t in zip(("first", "second"), pair, strict=True):
                 if id(t) not in made:
                     made[id(t)] = self._case.calls(gemm, t.config, t.fused, t.order)
@@ -320,7 +348,7 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     second()
 
 
-Attempt = tuple[str, GemmConfig, bool, str]
+Attempt = tuple[str, GemmConfig, bool, Order]
 """Arguments of `Search.attempt`."""
 
 
@@ -338,7 +366,10 @@ def attempts(problem: MoEProblem, per_expert: float) -> Iterator[Attempt]:
                 yield "first", config, False, "pairs"
             yield "second", config, True, "pairs"
     if in_order:
-        yield from (("first", config, True, "copied") for config in sorted_candidates(p, wide))
+        for config in sorted_candidates(p, wide):
+            yield "first", config, True, "copied"
+            if config.specialized and p.quant.weight is None:
+                yield "first", config, True, "ahead"
         yield from (("second", config, True, "sorted") for config in sorted_candidates(p, 1))
 
 
@@ -362,15 +393,15 @@ def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
     chosen = search.settle()
     if chosen is None:
         return None
-    first, second = chosen
+    first, second, order = chosen
     return {
         "rows_per_expert": per_expert, "us": [round(first.us, 1), round(second.us, 1)],
-        "fused": first.fused, "order": first.order,
+        "fused": first.fused, "order": order,
         "first": asdict(first.config), "second": asdict(second.config),
     }  # fmt: skip
 
 
-def _compile(job: tuple[str, str, str, list[dict[str, Any]]]) -> None:
+def _compile(job: tuple[str, str, Order, list[dict[str, Any]]]) -> None:
     """Runs every config once on tiny tensors of the same kind, which fills Triton's cache."""
     scheme, gemm, order, configs = job
     sizes = {"hidden_size": 512, "intermediate_size": 512}
@@ -394,11 +425,11 @@ def make_case(problem: MoEProblem, rows: int, routings: int, packed: Any = None)
 
 def compile_all(schemes: Iterable[str], sizes: Sequence[float]) -> None:
     """All candidates of all sizes, by as many processes as there are cores, up to 48."""
-    jobs: list[tuple[str, str, str, list[dict[str, Any]]]] = []
+    jobs: list[tuple[str, str, Order, list[dict[str, Any]]]] = []
     for scheme in schemes:
         p = MoEProblem(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=4096,
                        quant=scheme, device="cuda")  # fmt: skip
-        wanted: dict[tuple[str, str], dict[Attempt, None]] = {}
+        wanted: dict[tuple[str, Order], dict[Attempt, None]] = {}
         for attempt in itertools.chain(*(attempts(p, per_expert) for per_expert in sizes)):
             gemm, _, _, order = attempt
             wanted.setdefault((gemm, order), {})[attempt] = None
