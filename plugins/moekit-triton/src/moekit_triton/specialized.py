@@ -37,6 +37,7 @@ from .launch import Launcher, take_turn
 from .warps import (
     BLOCK_M,
     COLUMNS,
+    OF_BLOCKS,
     ROWS,
     STAGES,
     WIDE,
@@ -211,33 +212,33 @@ def _copy(
 def _copy_first(
     blocks, x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K, x_stride,
 ):  # fmt: skip
-    """This program's share of the first blocks' units. Returns how many all programs take."""
+    """This program's share of the first blocks' units."""
     each = gl.cdiv(blocks * _UNITS, gl.num_programs(0))
     first = gl.atomic_add(counters_ptr + 1, each, sem="relaxed")
     units = gl.load(num_rows_ptr) // _UNIT
     for unit in range(first, gl.minimum(first + each, units)):
-        _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + 2, num_pairs, slots, K, x_stride,
-              _UNIT, 2048, 4)  # fmt: skip
-    return each * gl.num_programs(0)
+        _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + OF_BLOCKS, num_pairs, slots, K,
+              x_stride, _UNIT, 2048, 4)  # fmt: skip
 
 
 @gluon.jit
 def _copy_ahead(
-    x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K, x_stride, taken,
+    x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K, x_stride,
     COPY: gl.constexpr,
 ):  # fmt: skip
-    """Units behind the `taken` first ones, until there are no more."""
+    """Units, until there are no more."""
     if COPY:
         units = gl.load(num_rows_ptr) // _UNIT
         next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
         while next_unit < units:
             unit = next_unit + 0
             next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
-            _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + 2, num_pairs, slots, K, x_stride,
-                  1, 1024, 1)  # fmt: skip
-        # Every copying warp fetches one unit that is not there: the last of all clears the counter.
-        if next_unit == gl.maximum(units, taken) + _COPIERS * gl.num_programs(0) - 1:
+            _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + OF_BLOCKS, num_pairs, slots, K,
+                  x_stride, 1, 1024, 1)  # fmt: skip
+        ended = gl.atomic_add(counters_ptr + 2, 1, sem="relaxed")
+        if ended == _COPIERS * gl.num_programs(0) - 1:  # the last: nobody will fetch a unit again
             gl.store(counters_ptr + 1, 0)
+            gl.store(counters_ptr + 2, 0)
 
 
 @gluon.jit
@@ -270,9 +271,9 @@ def _load(
         next_row = w_row + 0
         next_halves = halves + 0
         if COPY:
-            copied = acquired(counters_ptr + 2 + block_m)
+            copied = acquired(counters_ptr + OF_BLOCKS + block_m)
             while copied < _COPIED:
-                copied = acquired(counters_ptr + 2 + block_m)
+                copied = acquired(counters_ptr + OF_BLOCKS + block_m)
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
@@ -290,7 +291,7 @@ def _load(
             if step == looks:
                 next_tile = fetch(tile, tiles, counters_ptr, HALVES or COPY)
                 if COPY and next_tile == tiles - 1 + gl.num_programs(0):
-                    clear(counters_ptr + 2, row_blocks)  # nobody waits for a block any more
+                    clear(counters_ptr + OF_BLOCKS, row_blocks)  # nobody waits for a block any more
                 next_m, next_col, next_expert, next_halves = facts(
                     next_tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs,
                     OUT, HALVES)  # fmt: skip
@@ -325,12 +326,11 @@ def _gemm(
         w_boxes = w_s._reinterpret(w.dtype, [2 * STAGES, WIDE // 2, STEP], w.layout)
     else:
         w_boxes = w_s
-    taken = 0
     if COPY:
         col_blocks = gl.cdiv(N, WIDE // 2 if GATED else WIDE)
         first_blocks = group_m * gl.cdiv(gl.num_programs(0), group_m * col_blocks)
-        taken = _copy_first(first_blocks, x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr,
-                            num_pairs, slots, K, x_stride)  # fmt: skip
+        _copy_first(first_blocks, x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs,
+                    slots, K, x_stride)  # fmt: skip
     # (A tuple with a name would make variables of constants in triton 3.6.)
     gl.warp_specialize(
         [
@@ -341,11 +341,11 @@ def _gemm(
             (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
                      group_m, a_s, w_boxes, full, empty, words, told, GATED, HALVES, COPY)),
             (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
-                           x_stride, taken, COPY)),
+                           x_stride, COPY)),
             (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
-                           x_stride, taken, COPY)),
+                           x_stride, COPY)),
             (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
-                           x_stride, taken, COPY)),
+                           x_stride, COPY)),
         ],
         [4, 1, 1, 1, 1],  # warps of all but the first
         [232, 40, 40, 40, 40],  # and registers of a thread: 232 + 232 + 40 = 3 * 168 of the launch

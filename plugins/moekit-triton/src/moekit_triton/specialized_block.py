@@ -26,6 +26,7 @@ from .specialized import STEP, multiply, skip
 from .warps import (
     BLOCK_M,
     COLUMNS,
+    OF_BLOCKS,
     ROWS,
     STAGES,
     WIDE,
@@ -229,7 +230,7 @@ def _fetch(counters_ptr, tiles, row_blocks):
     tile = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     if tile == tiles + gl.num_programs(0) - 1:  # the last of all: nobody waits for a block any more
         gl.store(counters_ptr, 0)
-        clear(counters_ptr + 2, row_blocks)
+        clear(counters_ptr + OF_BLOCKS, row_blocks)
     return tile
 
 
@@ -257,7 +258,7 @@ def _load(
     looked up behind this one's first steps, so that no product waits for it."""
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     row_blocks, first_tiles, tiles = _numbers(num_rows_ptr, H, I)
-    done_ptr = counters_ptr + 2
+    done_ptr = counters_ptr + OF_BLOCKS
     all_done = 2 * 32 * gl.cdiv(I, _HALF)
     slot = 0
     phase = 1
@@ -335,7 +336,7 @@ def _block(
     words, told = messages(2)
     fence_async_shared()
     w_boxes = w_s._reinterpret(x.dtype, [2 * STAGES, WIDE // 2, STEP], w_s.layout)
-    done_ptr = counters_ptr + 2
+    done_ptr = counters_ptr + OF_BLOCKS
     gl.warp_specialize(
         [
             (_upper, (num_rows_ptr, H, I, a_s, w_s, buffers, full, empty, given, taken, words,

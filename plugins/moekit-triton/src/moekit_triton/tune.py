@@ -35,7 +35,7 @@ from torch import Tensor
 from moekit import MoEProblem, registry
 from moekit.bench.shapes import random_weights, shape
 
-from .align import AlignedPairs, align, align_capacity, align_scratch
+from .align import SHARED, AlignedPairs, align, align_capacity, align_scratch
 from .candidates import candidates, sorted_candidates, variations
 from .config import Order, fusable, num_sms, order_wins, sorting_pays
 from .experts import TritonExperts
@@ -105,7 +105,7 @@ class Case:
 
             aligned = AlignedPairs(
                 ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel()),
-                counters=ints(2 + capacity // block_m),
+                counters=ints(SHARED + capacity // block_m),
             )  # fmt: skip
             scratch = ints(align_scratch(ids.numel(), p.num_local_experts))
             align(ids, p.num_local_experts, aligned, scratch)

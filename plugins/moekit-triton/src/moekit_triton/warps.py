@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .align import SHARED
 from .gemm import tile_at
 
 BLOCK_M, COLUMNS = 128, 256
@@ -22,6 +23,7 @@ BLOCK_M, COLUMNS = 128, 256
 ROWS = gl.constexpr(64)  # of a warp group
 WIDE = gl.constexpr(COLUMNS)
 STAGES = gl.constexpr(4)
+OF_BLOCKS = gl.constexpr(SHARED)  # where the counters of blocks begin
 RING = gl.constexpr(8)  # of messages: the loading warp is at most STAGES + 1 tiles ahead
 
 
