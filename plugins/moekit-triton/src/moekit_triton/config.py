@@ -34,7 +34,7 @@ _COPIED_WIDTH, _COPIED_WIDTH_SPECIALIZED = 1024, 768
 _IN_ORDER_FROM = 200
 # Rows per expert from which GEMM 1 hides the copying; and how many tiles of GEMM 2 a multiprocessor
 # has where both products gain by one launch: with few, it is their end that counts.
-_AHEAD_FROM, _JOINED_FROM = 512, 4
+_AHEAD_FROM, _JOINED_FROM = 700, 4
 # Gluon still changes with Triton's versions: MOEKIT_TRITON_GLUON=0 in the environment does without.
 _GLUON = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"
 # Dot products read an expert's weights for each of its pairs: at most so many times on average,
