@@ -53,6 +53,7 @@ def test_shipped_tables(file) -> None:
         p = problem(
             num_experts=entry["experts"], hidden_size=entry["hidden"],
             intermediate_size=entry["intermediate"], quant=entry["scheme"],
+            has_bias=entry["bias"],
         )  # fmt: skip
         assert tables.table_key(p) == {
             k: v for k, v in entry.items() if k not in ("plans", "triton")
@@ -94,6 +95,12 @@ def test_the_nearest_entry_is_taken(monkeypatch) -> None:
     assert choose_plan(far, 16, 2) == heuristic(far, 4.0)
     other = problem(device=DeviceSpec("cuda", (9, 0), "another"))
     assert choose_plan(other, 16, 2) == heuristic(other, 4.0)
+    biased = (entry(8, 4096, 6, bias=True), entry(8, 2048, 7, bias=True))
+    monkeypatch.setattr(tables, "entries", lambda name: (*biased, table[0]))
+    assert choose_plan(problem(has_bias=True), 16, 2).first.group_m == 6
+    assert choose_plan(problem(), 16, 2).first.group_m == 4  # not what was measured with a bias
+    monkeypatch.setattr(tables, "entries", lambda name: table)
+    assert choose_plan(problem(has_bias=True), 16, 2).first.group_m == 4
     odd = problem(hidden_size=4100)  # rows of 8200 bytes: no tensor descriptor
     plan = choose_plan(odd, 16, 2)
     assert plan.first.group_m == 4 and not plan.first.tma

@@ -167,7 +167,11 @@ def fusable(problem: MoEProblem, block_n: int) -> bool:
 def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     """Twice the expected rows while weights bound the time, then large tiles."""
     a_bits, w_bits = operand_bits(problem)
-    block_m = next((b for b, most in ((16, 8), (32, 24), (64, 64)) if per_expert <= most), 128)
+    # Of 16 bits, halves of 128 rows have won wherever many an expert has more than 64, with four
+    # stages, and pointers to GEMM 1's weights.
+    plain = a_bits == w_bits == 16
+    most_64 = 48 if plain else 64
+    block_m = next((b for b, most in ((16, 8), (32, 24), (64, most_64)) if per_expert <= most), 128)
     if a_bits == 32:  # without tensor cores
         block_m = min(block_m, 64)
     if w_bits == 4:
@@ -189,6 +193,9 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
         first = _tile(block_m, busy, p.w13_rows, p.hidden_size, a_bits, w_bits, 1)
     second = _tile(block_m, busy, p.hidden_size, p.local_intermediate_size, a_bits, w_bits, 1)
     first, second = (replace(c, tma=tma, halves=block_m == 128) for c in (first, second))
+    if plain and block_m == 128 and hopper:
+        first = replace(first, tma=tma and per_expert > _SORTED_FROM, num_stages=4)
+        second = replace(second, num_stages=4)
     if grouped and block_m == 128 and hopper:
         second = replace(second, tma=False, wide=True, num_stages=3)
     return Plan(

@@ -27,27 +27,34 @@ def table_key(problem: MoEProblem) -> dict[str, Any]:
         "scheme": p.quant.name,
         "dtype": p.dtype_name,
         "gated": p.activation.gated,
+        "bias": p.has_bias,
     }
 
 
 def nearest_plan(problem: MoEProblem, per_expert: float) -> Mapping[str, Any] | None:
-    """What was measured for the nearest shape and, on a log scale, rows per expert, if any."""
+    """What was measured for the nearest shape and, on a log scale, rows per expert, if any.
+
+    With a bias tiles may be fewer kinds (`specializable`): what was measured with one serves no
+    other problem, but a problem with a bias takes the others' where it has none of its own.
+    """
     key = table_key(problem)
-    best: tuple[float, Mapping[str, Any]] | None = None
+    same = [name for name in key if name not in (*_SIZES, "bias")]
+    near: list[tuple[bool, float, Mapping[str, Any]]] = []
     for entry in entries(problem.device.name):
-        if any(entry[name] != value for name, value in key.items() if name not in _SIZES):
-            continue
         apart = [abs(math.log(entry[name] / key[name])) for name in _SIZES]
-        if max(apart) <= math.log(_NEAR) and (best is None or sum(apart) < best[0]):
-            best = sum(apart), entry
-    if best is None:
+        if any(entry[name] != key[name] for name in same) or entry["bias"] > key["bias"]:
+            continue
+        if max(apart) <= math.log(_NEAR):
+            near.append((entry["bias"] != key["bias"], sum(apart), entry))
+    if not near:
         return None
+    *_, entry = min(near, key=lambda found: found[:2])
     wanted = math.log(max(per_expert, 1e-3))
 
     def apart_from(plan: Mapping[str, Any]) -> float:
         return abs(math.log(plan["rows_per_expert"]) - wanted)
 
-    return min(best[1]["plans"], key=apart_from)
+    return min(entry["plans"], key=apart_from)
 
 
 @functools.cache
