@@ -106,6 +106,15 @@ def test_the_nearest_entry_is_taken(monkeypatch) -> None:
     assert plan.first.group_m == 4 and not plan.first.tma
 
 
+def test_near_a_shape_measured_in_order(monkeypatch) -> None:
+    """Tiles for rows in order serve rows as tokens name them, but not by specialized warps."""
+    monkeypatch.setattr(config.triton, "__version__", "3.6.0")
+    assert choose_plan(problem(), 1024, 2).specialized
+    for odd in (problem(hidden_size=4100), problem(intermediate_size=14340)):
+        plan = choose_plan(odd, 1024, 2)
+        assert plan.order == "pairs" and not plan.specialized
+
+
 @pytest.mark.parametrize(
     "scheme", ["none", "fp8_block", "fp8_channel_token", "int8_w8a16", "int4_w4a16_g32_zp"]
 )

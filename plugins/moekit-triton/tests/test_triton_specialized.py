@@ -59,7 +59,7 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
     aligned = run_align(ids, num_experts, 128)
     real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
 
-    x = randn(rows, hidden)
+    x = randn(rows, hidden + 8)[:, :hidden]
     w13 = randn(num_experts, 2 * inner, hidden, by=hidden**-0.5)
     w2 = randn(num_experts, hidden, inner, by=inner**-0.5)
     plan = sorted_plan(problem(), 300.0)
@@ -95,16 +95,27 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
             assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"
 
 
+@pytest.mark.parametrize("order", ["copied", "ahead", "joined"])
 @pytest.mark.parametrize("halves", [False, True])
-def test_no_pairs(specialized, halves):
+def test_no_pairs(specialized, halves, order):
     ids = torch.full((300, 2), -1, device="cuda")
     aligned = run_align(ids, 3, 128)
-    tile = replace(sorted_plan(problem(), 300.0).second, halves=halves, specialized=True)
-    x = torch.randn(aligned.pairs_S.numel(), 64, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(3, 256, 64, device="cuda", dtype=torch.bfloat16)
-    y = torch.full((len(x), 256), float("nan"), device="cuda", dtype=torch.bfloat16)
-    sorted_gemm(x, w, y, aligned, tile, ids.numel(), 132)
-    assert bool(y.isnan().all()) and not aligned.counters.any()
+    capacity, pairs = aligned.pairs_S.numel(), ids.numel()
+    plan = sorted_plan(problem(), 300.0)
+    first, second = (replace(c, halves=halves, specialized=True) for c in (plan.first, plan.second))
+    x, w13, w2 = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((300, 64), (3, 256, 64), (3, 64, 128))
+    )
+    x_SH, a_SI, y_SH = (x.new_full((capacity, n), torch.nan) for n in (64, 128, 64))
+    if order == "joined":
+        joined_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, pairs, 132)
+    else:
+        options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
+        sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, **options)
+        sorted_gemm(a_SI, w2, y_SH, aligned, second, pairs, 132)
+    assert all(bool(buffer.isnan().all()) for buffer in (x_SH, a_SI, y_SH))
+    assert not aligned.counters.any()
 
 
 @pytest.mark.parametrize("order", ["copied", "ahead", "joined"])

@@ -43,6 +43,7 @@ def packed(p: MoEProblem) -> PackedWeights:
     {}, {"quant": "fp8_block"}, {"quant": "fp8_block", "has_bias": True},
     {"intermediate_size": 256}, {"intermediate_size": 256, "quant": "fp8_block"},
     {"hidden_size": 1040, "quant": "fp8_block", "dtype": torch.float16},
+    {"hidden_size": 4100, "intermediate_size": 14336},  # near a shape that was measured in order
     {"activation": "relu2"}, {"device": DeviceSpec("cuda", (8, 9))},
     {"device": DeviceSpec("cuda", (12, 1)), "dtype": torch.float16},
 ])  # fmt: skip

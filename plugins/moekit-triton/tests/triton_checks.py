@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from moekit_triton.align import SHARED, AlignedPairs, align, align_capacity, align_scratch
+from moekit_triton.align import COUNTERS, AlignedPairs, align, align_capacity, align_scratch
 
 import moekit
 from moekit import MoEProblem
@@ -29,7 +29,7 @@ def run_align(
     def ints(n: int) -> torch.Tensor:
         return torch.full((n + 32,), -77, dtype=torch.int32, device=ids.device)
 
-    whole = [ints(n) for n in (capacity, blocks, 1, ids.numel(), SHARED + blocks)]
+    whole = [ints(n) for n in (capacity, blocks, 1, ids.numel(), COUNTERS + blocks)]
     pairs, experts, num_rows, entries, counters = (x[:-32] for x in whole)
     given = counters if zeros is None else None
     out = AlignedPairs(pairs, experts, num_rows, block_m, entries, counters=given)

@@ -34,8 +34,8 @@ COMPARED = 128
 TILE = 1024
 """Most pairs that a program ranks at once."""
 
-SHARED = 3
-"""Counters of a GEMM before those of blocks."""
+COUNTERS = 3
+"""Where those of blocks begin in `AlignedPairs.counters`."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class AlignedPairs:
     num_rows: int32 (1,), used entries of pairs_S, padding included.
     entries_P: int32 (R * K,), the entry of each pair in pairs_S, -1 without an expert.
     ends_L: int32 (L,), the entry behind each expert's last pair; without any, its first entry.
-    counters: int32 (SHARED + capacity / block_m,), zero, by which programs of specialized GEMMs
-        share their work: tiles, rows to be copied into order, copiers that have found no more of
-        them, and for each block what is done of it.
+    counters: int32 (COUNTERS + capacity / block_m,), zero and left so, by which programs of
+        specialized GEMMs share their work: tiles, rows to be copied into order, copiers that have
+        found no more of them, and for each block what is done of it.
 
     Without experts_B the padding in pairs_S stays as it is.
     """
@@ -99,7 +99,7 @@ def align(
     assert out.experts_B is None or out.pairs_S.numel() == blocks * block_m
     assert out.ends_L is None or out.ends_L.numel() == num_experts
     assert out.entries_P is None or out.entries_P.numel() == n
-    assert out.counters is None or out.counters.numel() == SHARED + blocks
+    assert out.counters is None or out.counters.numel() == COUNTERS + blocks
     assert scratch.numel() >= align_scratch(n, num_experts) and ids_RK.is_contiguous()
     lists = out.pairs_S, out.experts_B, out.num_rows, out.entries_P
     form = {"BLOCK_M": block_m, "ENTRIES": out.entries_P is not None}

@@ -71,7 +71,8 @@ class Plan:
 
     @property
     def specialized(self) -> bool:
-        return self.first.specialized or self.second.specialized
+        """Whether a GEMM runs by specialized warps, which only rows in order have."""
+        return self.order != "pairs" and (self.first.specialized or self.second.specialized)
 
 
 def choose_plan(problem: MoEProblem, rows: int, slots: int, *, slabs: bool = False) -> Plan:

@@ -17,7 +17,7 @@ from moekit.plugins import ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.weights import ExpertWeights
 
-from .align import SHARED, AlignedPairs, align, align_capacity, align_scratch
+from .align import COUNTERS, AlignedPairs, align, align_capacity, align_scratch
 from .config import (
     BLOCKS_M,
     Plan,
@@ -185,7 +185,7 @@ class TritonExperts(_TritonExperts):
             BufferSpec((entries,), torch.int32),
             BufferSpec((align_capacity(pairs, L, least) // least,), torch.int32),
             BufferSpec((1,), torch.int32),
-            BufferSpec((SHARED + sorted_rows // most if sorted_rows else 0,), torch.int32),
+            BufferSpec((COUNTERS + sorted_rows // most if sorted_rows else 0,), torch.int32),
             BufferSpec((pairs if sorted_rows else 0,), torch.int32),
             BufferSpec((align_scratch(pairs, L),), torch.int32),
             # GEMM 1's output, or its input in order; and when that has been read, GEMM 2's output
@@ -245,7 +245,7 @@ class TritonExperts(_TritonExperts):
             aligned = AlignedPairs(
                 entries[:capacity], experts[:blocks], num_rows, plan.block_m,
                 of_pairs[:pairs] if in_order else None,
-                counters=counters[: SHARED + blocks] if plan.specialized else None,
+                counters=counters[: COUNTERS + blocks] if plan.specialized else None,
             )  # fmt: skip
             align(ids_RK, p.num_local_experts, aligned, scratch)
             first, second = Rows.aligned(aligned, slots), Rows.aligned(aligned)

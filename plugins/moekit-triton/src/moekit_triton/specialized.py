@@ -61,7 +61,7 @@ STEP = gl.constexpr(64)  # of K
 _UNIT = gl.constexpr(8)  # rows copied at a time
 _UNITS = gl.constexpr(BLOCK_M // 8)  # of a block
 _COPIERS = gl.constexpr(3)
-_COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # what is counted of a block that has been copied
+_COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # counted of a copied block: 128 for a unit
 
 
 def specialized_gemm(
@@ -80,10 +80,10 @@ def specialized_gemm(
 
     a (capacity, K), w and out (capacity, N) of one 16-bit dtype, rows of whole 16 bytes; N is half
     of w's rows with a gate. Rows that belong to no pair become undefined. Of ``config`` group_m and
-    halves count, which wants counters in `aligned`; tiles are BLOCK_M x COLUMNS.
+    halves count; tiles are BLOCK_M x COLUMNS. halves, and x, want counters in `aligned`.
 
-    With x, a is written on the way, as `copy_rows` does it: rows are copied ahead of the tiles that
-    read them.
+    With x (R, K), a is written on the way, as `copy_rows` does it: rows are copied ahead of the
+    tiles that read them.
     """
     num_experts, w_rows, k = w_LNK.shape
     wide = 2 if gated else 1
@@ -235,7 +235,7 @@ def _copy_ahead(
             next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
             _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + OF_BLOCKS, num_pairs, slots, K,
                   x_stride, 1, 1024, 1)  # fmt: skip
-        ended = gl.atomic_add(counters_ptr + 2, 1, sem="relaxed")
+        ended = gl.atomic_add(counters_ptr + 2, 1, sem="acq_rel")
         if ended == _COPIERS * gl.num_programs(0) - 1:  # the last: nobody will fetch a unit again
             gl.store(counters_ptr + 1, 0)
             gl.store(counters_ptr + 2, 0)
@@ -271,7 +271,7 @@ def _load(
         next_row = w_row + 0
         next_halves = halves + 0
         if COPY:
-            copied = acquired(counters_ptr + OF_BLOCKS + block_m)
+            copied = 0
             while copied < _COPIED:
                 copied = acquired(counters_ptr + OF_BLOCKS + block_m)
         for step in range(steps):

@@ -35,7 +35,7 @@ from torch import Tensor
 from moekit import MoEProblem, registry
 from moekit.bench.shapes import random_weights, shape
 
-from .align import SHARED, AlignedPairs, align, align_capacity, align_scratch
+from .align import COUNTERS, AlignedPairs, align, align_capacity, align_scratch
 from .candidates import candidates, sorted_candidates, variations
 from .config import Order, fusable, num_sms, order_wins, sorting_pays
 from .experts import TritonExperts
@@ -105,7 +105,7 @@ class Case:
 
             aligned = AlignedPairs(
                 ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel()),
-                counters=ints(SHARED + capacity // block_m),
+                counters=ints(COUNTERS + capacity // block_m),
             )  # fmt: skip
             scratch = ints(align_scratch(ids.numel(), p.num_local_experts))
             align(ids, p.num_local_experts, aligned, scratch)
@@ -149,10 +149,10 @@ class Case:
         scales, _ = self._scales(entries)
 
         def call(aligned: AlignedPairs) -> None:
-            if scales is None and not ahead:
-                copy_rows(self.x, aligned, x_SH)
-            elif scales is not None:
+            if scales is not None:
                 quantize_into_order(self.x, self.x_scale, aligned, x_SH, scales.a_GS)
+            elif not ahead:
+                copy_rows(self.x, aligned, x_SH)
             sorted_gemm(
                 x_SH, self.packed["w13"], a_SI, aligned, config, pairs, sms,
                 activation=self.activation, scales=scales,

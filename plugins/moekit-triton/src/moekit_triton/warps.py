@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .align import SHARED
+from .align import COUNTERS
 from .gemm import tile_at
 
 BLOCK_M, COLUMNS = 128, 256
@@ -23,8 +23,10 @@ BLOCK_M, COLUMNS = 128, 256
 ROWS = gl.constexpr(64)  # of a warp group
 WIDE = gl.constexpr(COLUMNS)
 STAGES = gl.constexpr(4)
-OF_BLOCKS = gl.constexpr(SHARED)  # where the counters of blocks begin
-RING = gl.constexpr(8)  # of messages: the loading warp is at most STAGES + 1 tiles ahead
+OF_BLOCKS = gl.constexpr(COUNTERS)  # where the counters of blocks begin
+# Of messages. The loading warp is at most STAGES + 1 tiles ahead of a warp group, and STAGES + 3 of
+# a warp that sends off what such a group hands over: fewer, and a barrier's phase would come again.
+RING = gl.constexpr(8)
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
