@@ -33,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
-        return int(args.command(args))
+        code = int(args.command(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who read it, `head` say, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except MoekitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from moekit.kernel import PackedWeights, PermuteExpertsUnpermute, Routing
 
 _IDS = (torch.int32, torch.int64)
+_OF_WEIGHTS = (
+    "num_local_experts", "hidden_size", "local_intermediate_size", "scheme", "dtype", "gated",
+    "has_bias",
+)  # fmt: skip
+
+
+def weights_of(problem: MoEProblem) -> tuple[object, ...]:
+    """What of a problem packed weights depend on."""
+    p = problem
+    return (
+        p.num_local_experts, p.hidden_size, p.local_intermediate_size, p.quant.name, p.dtype_name,
+        p.activation.gated, p.has_bias,
+    )  # fmt: skip
 
 
 def check_call(
@@ -30,7 +43,12 @@ def check_call(
 
     by_value: look into ids and weights, which waits for the device.
     """
-    p, ids, topk_weights = problem, routing.topk_ids, routing.topk_weights
+    try:
+        p, ids, topk_weights = problem, routing.topk_ids, routing.topk_weights
+    except AttributeError:
+        raise InvalidInput(
+            f"routing is {type(routing).__name__}, want moekit.Routing(topk_weights, topk_ids)"
+        ) from None
     shape, device = x.shape, x.device
     if len(shape) != 2 or shape[1] != p.hidden_size:
         raise InvalidInput(f"x has shape {tuple(shape)}, want (T, {p.hidden_size})")
@@ -53,10 +71,24 @@ def check_call(
             f"x is on {device}, the kernel was composed for {p.device}: "
             "move x, or set device in the problem"
         )
-    if weights.backend != experts.spec.name:
+    backend = getattr(weights, "backend", None)
+    if backend != experts.spec.name:
+        found = (
+            f"are {type(weights).__name__}" if backend is None else f"were packed for {backend!r}"
+        )
         raise WeightsError(
-            f"the weights were packed for {weights.backend!r}, this kernel runs "
-            f"{experts.spec.name!r}: pack them with this kernel's pack()"
+            f"the weights {found}, this kernel runs {experts.spec.name!r}: pack them with this "
+            "kernel's pack()"
+        )
+    if weights.made_for is not None and weights.made_for != (wanted_for := weights_of(p)):
+        differing = ", ".join(
+            f"{name}={was!r}, not {now!r}"
+            for name, was, now in zip(_OF_WEIGHTS, weights.made_for, wanted_for, strict=True)
+            if was != now
+        )
+        raise WeightsError(
+            f"the weights were packed for another problem ({differing}): pack them with this "
+            "kernel's pack()"
         )
     packed = next(iter(weights.experts.values()))
     if packed.device != device:
@@ -119,3 +151,15 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         for t in (a, b)
     )
     return a0 < b1 and b0 < a1
+
+
+def check_shared(extra: Tensor, x: Tensor) -> Tensor:
+    """``extra``, what shared experts made of x and what is added to the result: such as x is."""
+    if not isinstance(extra, Tensor):
+        raise InvalidInput(f"shared experts returned {extra!r}, want {tuple(x.shape)} {x.dtype}")
+    if extra.shape != x.shape or extra.dtype != x.dtype:
+        raise InvalidInput(
+            f"shared experts returned {tuple(extra.shape)} {extra.dtype}, want {tuple(x.shape)} "
+            f"{x.dtype}"
+        )
+    return extra

@@ -59,7 +59,7 @@ class CompositeSpec(ExpertsSpec):
         if not self.reduces and any(_reduces(m, self.format) for m in self.members):
             reasons.append("some of its members sum over top-k, and some do not")
         if not reasons and not self.divide(problem):
-            names = "|".join(f"{m.name}:64" for m in self.members[:-1])
+            names = "|".join(f"{m.name}:{64 << 2 * i}" for i, m in enumerate(self.members[:-1]))
             reasons.append(
                 "no measurement of all its members says which is best where: run `python -m moekit "
                 f"tune --select`, or say it, as in {names}|{self.members[-1].name}"

@@ -173,7 +173,8 @@ def _try_backend(spec: BackendSpec, device: DeviceSpec) -> tuple[str, str]:
     if len(served) == len(SCHEMES):
         return "ok", "serves every scheme"
     refused = ", ".join(sorted(spec.schemes - set(served)))
-    return "ok", f"serves {', '.join(served)}" + (f"; refuses {refused}" if refused else "")
+    detail = f"serves schemes: {', '.join(served)}"
+    return "ok", detail + (f"; refuses {refused}" if refused else "")
 
 
 def _problems(spec: BackendSpec, device: DeviceSpec) -> Iterator[MoEProblem]:

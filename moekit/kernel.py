@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from moekit import quant
-from moekit.checks import check_call
-from moekit.errors import InvalidInput, PeerFailed
+from moekit.checks import check_call, check_shared, weights_of
+from moekit.errors import InvalidInput, PeerFailed, WeightsError
 from moekit.group import Agreement, Together
 from moekit.overlap import InFlight as InFlight
 from moekit.overlap import Pending as Pending
 from moekit.problem import ActivationFormat, MoEProblem
+from moekit.weights import ExpertWeights
 from moekit.workspace import BufferSpec as BufferSpec
 from moekit.workspace import Layout
 from moekit.workspace import MemoryReport as MemoryReport
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from moekit.plugins import DispatcherSpec, ExpertsSpec
     from moekit.select import Explanation
-    from moekit.weights import ExpertWeights
 
 logger = logging.getLogger("moekit")
 
@@ -87,13 +87,16 @@ class Dispatched:
 class PackedWeights:
     """Weights in a backend's own layout.
 
+    backend: its spec's name.
     experts: tensors with the L local experts in dim 0, so that experts can be moved.
     shared: what belongs to no single expert (a static activation scale, say).
+    made_for: what `ModularKernel.pack` packed them for; a kernel for something else refuses them.
     """
 
     backend: str
     experts: Mapping[str, Tensor]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+    made_for: tuple[object, ...] | None = field(default=None, kw_only=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.experts[name]
@@ -345,8 +348,12 @@ class ModularKernel:
 
         Raises WeightsError listing everything that is missing or misshapen.
         """
+        if not isinstance(weights, ExpertWeights):
+            raise WeightsError(f"pack() wants moekit.ExpertWeights, not {type(weights).__name__}")
+        weights = weights.detach()
         weights.check(self.problem)
-        return self.experts.pack(weights.canonical(self.problem))
+        packed = self.experts.pack(weights.canonical(self.problem))
+        return replace(packed, made_for=weights_of(self.problem))
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -372,7 +379,7 @@ class ModularKernel:
             combining, _sent = self._run(started, None)
             return combining.result()
         extra: list[Tensor] = []
-        combining, _sent = self._run(started, lambda: extra.append(shared(x)))
+        combining, _sent = self._run(started, lambda: extra.append(check_shared(shared(x), x)))
         return combining.result().add_(extra[0])
 
     def start(
@@ -434,7 +441,7 @@ class ModularKernel:
         assert out is not None
         quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
         tokens = self.dispatcher.prepare(sent, routing, quantizer).result()
-        extra = None if shared is None else shared(x)
+        extra = None if shared is None else check_shared(shared(x), x)
         if tokens.x_scale is None and not self._quantizes_itself:
             tokens = quantize_dispatched(self.experts, tokens, weights)
         y = self._run_experts(tokens, weights, out)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moekit import ops
 from moekit.activation import NON_GATED, Activation
+from moekit.checks import check_shared
 from moekit.errors import InvalidInput, InvalidProblem, MoekitError, WeightsError
 from moekit.kernel import PackedWeights, Routing
 from moekit.overlap import Beside
@@ -388,13 +389,7 @@ class FusedMoE(nn.Module):
             return None
 
         def checked(x_TH: Tensor) -> Tensor:
-            out = function(x_TH)
-            if out.shape != x_TH.shape or out.dtype != x_TH.dtype:
-                raise InvalidInput(
-                    f"shared_experts returned {tuple(out.shape)} {out.dtype}, want "
-                    f"{tuple(x_TH.shape)} {x_TH.dtype}"
-                )
-            return out
+            return check_shared(function(x_TH), x_TH)
 
         return Beside(checked, x_TH)
 

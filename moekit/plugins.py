@@ -127,6 +127,8 @@ class BackendSpec:
             loaded = getattr(importlib.import_module(module_name), attribute)
             if not (isinstance(loaded, type) and issubclass(loaded, interface)):
                 raise TypeError(f"{loaded!r} is no {interface.__name__}")
+            if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+                raise TypeError(f"{loaded!r} lacks {', '.join(missing)}")
         except _FAULTS as error:  # vendor packages fail in every imaginable way at import
             hint = f"; {self.install_hint}" if self.install_hint else ""
             raise BackendBroken(

@@ -152,7 +152,7 @@ def _check_shapes(
     if (num_expert_group is None) != (topk_group is None):
         raise InvalidProblem("num_expert_group and topk_group go together; one is missing")
     if num_expert_group is not None and topk_group is not None:
-        if E % num_expert_group or not 1 <= topk_group <= num_expert_group:
+        if not 1 <= topk_group <= num_expert_group or E % num_expert_group:
             raise InvalidProblem(
                 f"num_expert_group={num_expert_group}, topk_group={topk_group}: want groups that "
                 f"divide the {E} experts, and topk_group in 1..num_expert_group"

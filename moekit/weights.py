@@ -71,6 +71,10 @@ class ExpertWeights:
         index = torch.as_tensor(experts, device=self.w13.device, dtype=torch.long)
         return self._map(lambda t: t[index] if t.dim() else t)
 
+    def detach(self) -> ExpertWeights:
+        """The same memory, without autograd: parameters may be packed."""
+        return self._map(Tensor.detach)
+
     def to(self, device: torch.device | str) -> ExpertWeights:
         return self._map(lambda t: t.to(device))
 

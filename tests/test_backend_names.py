@@ -34,6 +34,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
         ("moekit.torch_experts:Missing", None, "has no attribute 'Missing'"),
         ("moekit.torch_experts:Sequence", None, "is no PermuteExpertsUnpermute"),
         ("moekit.local:LocalDispatcher", None, "is no PermuteExpertsUnpermute"),
+        ("moekit.kernel:PermuteExpertsUnpermute", None, "lacks apply, pack, workspace"),
         ("fake_late_dist.boom:X", "assert False, 'no CUDA home'", "AssertionError: no CUDA home"),
         ("fake_late_dist.boom:X", "raise SystemExit(1)", "SystemExit: 1"),
     ],

@@ -54,7 +54,7 @@ def test_backends(only: Callable[..., Fakes], capsys: pytest.CaptureFixture[str]
     fakes.install("elsewhere", offers("elsewhere", more=", devices=('cuda==1.0',)"))
     code, found = examined(capsys)
     assert code == 0
-    assert found["good"] == ("ok", "serves fp8_block, none (good-dist 1.0)")
+    assert found["good"] == ("ok", "serves schemes: fp8_block, none (good-dist 1.0)")
     state, text = found["needy"]
     assert state == "no" and "no_such_lib" in text and "pip install no-such-lib" in text
     assert found["elsewhere"][0] == "no" and "cuda==1.0" in found["elsewhere"][1]

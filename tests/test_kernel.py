@@ -115,6 +115,53 @@ def test_bad_out_and_foreign_weights() -> None:
         kernel(x, other, routing)
 
 
+def test_weights_of_another_problem() -> None:
+    """Same backend, so only what they were packed for tells; tokens may be limited otherwise."""
+    x, routing = tokens()
+    packed = moekit.compose(PROBLEM, experts="torch").pack(weights())
+    for change, said in (
+        ({"num_experts": 2 * E}, f"num_local_experts={E}, not {2 * E}"),
+        ({"intermediate_size": I // 2}, f"local_intermediate_size={I}, not {I // 2}"),
+        ({"quant": "fp8_channel_token"}, "scheme='none', not 'fp8_channel_token'"),
+        ({"has_bias": True}, "has_bias=False, not True"),
+    ):
+        other = moekit.compose(PROBLEM.replace(**change), experts="torch")
+        with pytest.raises(WeightsError, match=said):
+            other(x, packed, routing)
+    small = moekit.compose(PROBLEM.replace(max_num_tokens=T), experts="torch")
+    assert torch.isfinite(small(x, packed, routing)).all()
+
+
+def test_what_was_forgotten_is_named() -> None:
+    kernel, w = moekit.compose(PROBLEM, experts="torch"), weights()
+    x, routing = tokens()
+    with pytest.raises(WeightsError, match="are ExpertWeights.*pack them with this kernel"):
+        kernel(x, w, routing)
+    with pytest.raises(WeightsError, match="wants moekit.ExpertWeights, not tuple"):
+        kernel.pack((w.w13, w.w2))
+    packed = kernel.pack(w)
+    with pytest.raises(InvalidInput, match="routing is tuple, want moekit.Routing"):
+        kernel(x, packed, (routing.topk_weights, routing.topk_ids))
+    for shared, said in (
+        (lambda x: None, "returned None"),
+        (lambda x: x[:1], r"returned \(1, 64\)"),
+        (lambda x: x.double(), "float64"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            kernel(x, packed, routing, shared=shared)
+
+
+def test_parameters_may_be_packed() -> None:
+    w = weights()
+    parameters = ExpertWeights(torch.nn.Parameter(w.w13), torch.nn.Parameter(w.w2))
+    x, routing = tokens()
+    kernel = moekit.compose(PROBLEM, experts="torch")
+    packed = kernel.pack(parameters)
+    assert torch.equal(kernel(x, packed, routing), kernel(x, kernel.pack(w), routing))
+    assert not any(t.requires_grad for t in packed.experts.values())
+    assert parameters.w13.requires_grad
+
+
 def test_capacity() -> None:
     kernel = moekit.compose(PROBLEM.replace(max_num_tokens=4))
     packed = kernel.pack(weights())

@@ -189,7 +189,7 @@ def test_ids_beyond_all_experts(knobs) -> None:
 def test_shared_experts_of_another_shape() -> None:
     for function in (lambda x: x[:, :3], lambda x: x.double()):
         layer, _ = loaded_layer(shared_experts=function)
-        with pytest.raises(InvalidInput, match="shared_experts returned .* want"):
+        with pytest.raises(InvalidInput, match="shared experts returned .* want"):
             layer(torch.randn(5, H), torch.randn(5, E))
 
 

@@ -126,6 +126,7 @@ def test_nan_logits() -> None:
         lambda: route(torch.randn(3, 8), 2, scoring="cosine"),
         lambda: route(torch.randn(3, 8), 2, num_expert_group=3, topk_group=1),
         lambda: route(torch.randn(3, 8), 2, num_expert_group=4),
+        lambda: route(torch.randn(3, 8), 2, num_expert_group=0, topk_group=0),
         lambda: route(torch.randn(3, 8), 5, num_expert_group=4, topk_group=2),
         lambda: route(torch.randn(3, 8), 2, correction_bias=torch.randn(7)),
         lambda: route(torch.randn(3, 8), 2, is_padding=torch.zeros(3)),

@@ -99,7 +99,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         default="mixtral,qwen3-30b,dsv3-ep8",
         metavar="LIST",
-        help="names (--list-shapes) or sizes E:K:H:I; default: %(default)s",
+        help="names (`bench --list-shapes`) or sizes E:K:H:I; default: %(default)s",
     )
     add("--tokens", default=_TOKENS, metavar="LIST", help="default: %(default)s")
     add("--quant", default="none", metavar="LIST", help=f"of {', '.join(SCHEMES)}")

@@ -179,7 +179,8 @@ class ExpertsConformance(ExpertsNumbers):
         peak, _ = measure(case.x.device, lambda: kernel(case.x, packed, case.routing, out=out))
         stated = kernel.memory(case.x.shape[0])
         assert peak <= stated.total + slack(case.x.device, stated.total), (
-            f"a call held {peak} bytes, stated are {stated.total}: {stated}"
+            f"a call held {peak} bytes, stated are {stated.total}: {stated}; state the rest in "
+            "workspace() or transient_bytes()"
         )
 
     def test_deterministic(self) -> None:

@@ -222,7 +222,8 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     r.kernel.workspace = Workspace()
     peak, _ = measure(device, lambda: r.kernel(case.x, r.packed, case.routing, out=out))
     assert peak <= stated.total + slack(device, stated.total), (
-        f"rank {rank}: a call held {peak} bytes, stated are {stated.total}: {stated}"
+        f"rank {rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
+        "rest in buffer_bytes() or transient_bytes()"
     )
     r.kernel.destroy()
     kept: list[ModularKernel] = []

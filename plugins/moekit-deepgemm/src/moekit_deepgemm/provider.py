@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 PATH_VARIABLE = "MOEKIT_DEEPGEMM_PATH"
-INSTALL_HINT = "pip install vllm"  # its wheel carries DeepGEMM; the authors publish none
+INSTALL_HINT = "pip install 'vllm>=0.33,<0.34'"  # its wheel carries DeepGEMM
 
 OLDEST, BEFORE = (2, 6), (3, 0)
 """Versions with grouped layouts given as ends of groups on Hopper, and with this Python API."""

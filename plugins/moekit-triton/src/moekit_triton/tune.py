@@ -489,12 +489,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     schemes, sizes = args.quant.split(","), [float(rows) for rows in args.rows.split(",")]
+    keys = {
+        (name, scheme): _key(shape(name).problem(quant=scheme, device="sm90"))
+        for name, scheme in itertools.product(args.shapes.split(","), schemes)
+    }
+    if not torch.cuda.is_available():
+        parser.error("tiles are timed on a CUDA device, and torch sees none here")
     device = re.sub(r"\W+", "_", torch.cuda.get_device_name())
     out = args.out or Path(__file__).parent / "tuned" / f"{device}.json"
     table = json.loads(out.read_text()) if out.exists() else {"entries": []}
     jobs = []
-    for name, scheme in itertools.product(args.shapes.split(","), schemes):
-        key = _key(shape(name).problem(quant=scheme, device="cuda"))
+    for (name, scheme), key in keys.items():
         if not any(all(entry[k] == v for k, v in key.items()) for entry in table["entries"]):
             jobs.append((name, scheme, sizes))
     if not jobs:
