@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -50,17 +51,12 @@ class DeviceSpec:
 
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:
-        """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"cuda"`` (this one)."""
-        if match := re.fullmatch(r"sm_?(\d+)(\d)a?", text):
+        """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"cuda"``, ``"cuda:1"``
+        (of this machine)."""
+        if match := re.fullmatch(r"sm_?(1?\d)(\d)a?", text):
             return cls("cuda", (int(match[1]), int(match[2])))
-        if text == "cuda":
-            detected = cls.detect()
-            if detected.type != "cuda":
-                raise InvalidProblem(
-                    "device 'cuda' was asked for, but torch sees no CUDA device here; "
-                    "name the capability instead, as in 'sm90'"
-                )
-            return detected
+        if re.fullmatch(r"cuda(:\d+)?", text):
+            return cls.of(torch.device(text))
         if re.fullmatch(r"[a-z]+", text):
             return cls(text)
         raise InvalidProblem(f"device {text!r} is not understood; examples: 'cpu', 'cuda', 'sm90'")
@@ -76,6 +72,11 @@ class DeviceSpec:
         """The spec of a torch device of this machine."""
         if device.type == "cpu":
             return cls("cpu")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise InvalidProblem(
+                f"device {str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} "
+                "CUDA devices here; name the capability instead, as in 'sm90'"
+            )
         module = torch.get_device_module(device)
         capability = getattr(module, "get_device_capability", lambda _: None)(device)
         name = getattr(module, "get_device_name", lambda _: "")(device)
@@ -120,10 +121,10 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for kind in ("ep", "tp"):
             size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
-            if size < 1 or not 0 <= rank < size:
+            if not isinstance(size, Integral) or size < 1 or rank not in range(size):
                 raise InvalidProblem(
-                    f"{kind}_rank={rank} with {kind}_size={size}: want a size of at least 1 and "
-                    f"a rank in [0, {kind}_size)"
+                    f"{kind}_rank={rank!r} with {kind}_size={size!r}: want a size of at least 1 "
+                    f"and a rank in [0, {kind}_size)"
                 )
         if self.dp_size < 0:
             raise InvalidProblem(f"dp_size={self.dp_size}: want at least 1 (or 0 for ep_size)")
@@ -218,12 +219,18 @@ class MoEProblem:
         self._check()
 
     def _check(self) -> None:
+        for name, kind in (
+            ("activation", Activation), ("quant", QuantScheme), ("parallel", ParallelConfig),
+            ("device", DeviceSpec),
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidProblem(f"{name}={getattr(self, name)!r}: want a {kind.__name__}")
         positive = ["num_experts", "top_k", "hidden_size", "intermediate_size"]
         if self.max_num_tokens is not None:
             positive.append("max_num_tokens")
         for name in positive:
-            if getattr(self, name) < 1:
-                raise InvalidProblem(f"{name}={getattr(self, name)}: want at least 1")
+            if not isinstance(value := getattr(self, name), Integral) or value < 1:
+                raise InvalidProblem(f"{name}={value!r}: want an integer of at least 1")
         if self.top_k > self.num_experts:
             raise InvalidProblem(
                 f"top_k={self.top_k} exceeds num_experts={self.num_experts}: "

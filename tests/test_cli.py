@@ -182,7 +182,7 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
     ("more", "said"),
     [
         ("--top-k 300", "top_k=300 exceeds num_experts=256"),
-        ("--hidden-size 0", "hidden_size=0: want at least 1"),
+        ("--hidden-size 0", "hidden_size=0: want an integer of at least 1"),
         ("--quant fp3", "'fp3'"),
         ("--activation tanh", "activation 'tanh' is unknown; choose one of"),
         ("--activation gelu --activation-limit 7", "has no clamp"),

@@ -31,6 +31,14 @@ def test_repr_round_trips(changes: dict) -> None:
     [
         (dict(top_k=9), "top_k=9 exceeds num_experts=8"),
         (dict(hidden_size=0), "hidden_size=0"),
+        (dict(hidden_size=2.5), "hidden_size=2.5: want an integer"),
+        (dict(num_experts="8"), "num_experts='8': want an integer"),
+        (dict(max_num_tokens="x"), "max_num_tokens='x': want an integer"),
+        (dict(quant=None), "quant=None: want a QuantScheme"),
+        (dict(parallel=4), "parallel=4: want a ParallelConfig"),
+        (dict(device="sm900"), "'sm900' is not understood"),
+        (dict(device=torch.device("cuda:99")), "'cuda:99' was asked for"),
+        (dict(device="cuda:99"), "'cuda:99' was asked for"),
         (dict(dtype=torch.int8), "want one of bfloat16"),
         (dict(activation="swish"), "choose one of: .*silu"),
         (dict(quant="fp9"), "choose one of: none, fp8_tensor"),
@@ -51,6 +59,7 @@ def test_contradictions_are_refused(changes: dict, said: str) -> None:
     [
         lambda: ParallelConfig(ep_size=2, ep_rank=2),
         lambda: ParallelConfig(tp_size=0),
+        lambda: ParallelConfig(ep_size="2"),
         lambda: ParallelConfig(dp_size=-1),
         lambda: Activation("gelu", limit=3.0),
         lambda: Activation("silu", alpha=1.0),

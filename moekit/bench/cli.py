@@ -22,6 +22,7 @@ from moekit.bench.progress import Progress
 from moekit.bench.report import Json
 from moekit.bench.shapes import Shape
 from moekit.errors import MoekitError
+from moekit.plugins import registry
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem
 from moekit.quant import SCHEMES
 from moekit.weights import ExpertWeights
@@ -299,6 +300,7 @@ class Sweep:
 
     def _contestants(self) -> list[Contestant]:
         names = None if self.args.experts is None else _split(self.args.experts)
+        registry().dispatcher(self.args.dispatcher)  # or it says which there are
         found = contestants.experts(names, self.args.dispatcher)
         peers = contestants.peers(self.args.peers)
         if self.args.only_peers is not None:

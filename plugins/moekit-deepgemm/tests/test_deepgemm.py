@@ -63,7 +63,7 @@ def test_an_unusable_library_is_a_reason(folder, text, reason):
         r for r in spec.unsupported(standin.problem("sm90")) if "DeepGEMM" in r or reason in r
     )
     assert reason in found
-    with pytest.raises(BackendBroken, match="pip install vllm"):
+    with pytest.raises(BackendBroken, match="pip install 'vllm>=0.33"):
         provider.load()
 
 
@@ -135,7 +135,7 @@ def test_reasons():
     assert "packed four in an int32" in reasons(device="sm100")
     assert "float16 is not supported" in reasons(dtype=torch.float16)
     if not provider.is_installed():
-        assert reasons() == "deep_gemm is not installed (pip install vllm)"
+        assert reasons() == "deep_gemm is not installed (pip install 'vllm>=0.33,<0.34')"
 
 
 @pytest.mark.parametrize(("local", "physical"), [(8, 8), (128, 128), (32, 256), (5, 7), (1, 1)])
