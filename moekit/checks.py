@@ -38,10 +38,12 @@ def check_call(
     routing: Routing,
     out: Tensor | None,
     by_value: bool,
+    made_for: tuple[object, ...],
 ) -> None:
     """Raises InvalidInput, WeightsError or CapacityExceeded for what the call cannot compute.
 
-    by_value: look into ids and weights, which waits for the device.
+    by_value: look into ids and weights, which waits for the device. made_for: `weights_of` the
+    problem.
     """
     try:
         p, ids, topk_weights = problem, routing.topk_ids, routing.topk_weights
@@ -80,10 +82,10 @@ def check_call(
             f"the weights {found}, this kernel runs {experts.spec.name!r}: pack them with this "
             "kernel's pack()"
         )
-    if weights.made_for is not None and weights.made_for != (wanted_for := weights_of(p)):
+    if weights.made_for is not None and weights.made_for != made_for:
         differing = ", ".join(
             f"{name}={was!r}, not {now!r}"
-            for name, was, now in zip(_OF_WEIGHTS, weights.made_for, wanted_for, strict=True)
+            for name, was, now in zip(_OF_WEIGHTS, weights.made_for, made_for, strict=True)
             if was != now
         )
         raise WeightsError(

@@ -327,6 +327,7 @@ class ModularKernel:
             if self.checked and dispatcher.group is not None
             else None
         )
+        self._made_for = weights_of(self.problem)
         self._calls = 0
         self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
@@ -353,7 +354,7 @@ class ModularKernel:
         weights = weights.detach()
         weights.check(self.problem)
         packed = self.experts.pack(weights.canonical(self.problem))
-        return replace(packed, made_for=weights_of(self.problem))
+        return replace(packed, made_for=self._made_for)
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -452,7 +453,9 @@ class ModularKernel:
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor | None]:
         """x and routing, checked, as the dispatcher takes them; and out, if that is known."""
-        check_call(self.problem, self.experts, x, weights, routing, out, self.checked)
+        check_call(
+            self.problem, self.experts, x, weights, routing, out, self.checked, self._made_for
+        )  # fmt: skip
         if out is None and not self._moves:  # the experts write there
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         x, topk_weights, topk_ids = x.contiguous(), routing.topk_weights, routing.topk_ids

@@ -69,7 +69,7 @@ class DeviceSpec:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceSpec:
-        """The spec of a torch device of this machine."""
+        """Of a torch device of this machine. Raises InvalidProblem for a GPU that is not there."""
         if device.type == "cpu":
             return cls("cpu")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

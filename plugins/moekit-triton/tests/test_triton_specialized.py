@@ -9,13 +9,19 @@ import triton
 from moekit_triton import config, experts
 from moekit_triton.config import choose_plan, sorted_plan
 from moekit_triton.numerics import Activation
-from moekit_triton.sorted_gemm import copy_rows, joined_gemms, sorted_gemm
+from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
 from triton_checks import check_block, real_entries, relative, run_align, uneven_ids
 
 from moekit import MoEProblem
 
 KNOWN = triton.__version__.startswith("3.6.")
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+
+def both_gemms(*args) -> None:
+    from moekit_triton.specialized_block import specialized_block  # Gluon, so where it is known
+
+    specialized_block(*args)
 
 
 def problem(**changes) -> MoEProblem:
@@ -74,7 +80,7 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
             copy_rows(x, aligned, x_SH)
         if order == "joined":
             y_SH = x_SH
-            joined_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, pairs, 132)
+            both_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, pairs, 132)
         else:
             sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, **options)
             a_SI[~real] = float("nan")
@@ -109,7 +115,7 @@ def test_no_pairs(specialized, halves, order):
     )
     x_SH, a_SI, y_SH = (x.new_full((capacity, n), torch.nan) for n in (64, 128, 64))
     if order == "joined":
-        joined_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, pairs, 132)
+        both_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, pairs, 132)
     else:
         options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
         sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, **options)
@@ -146,7 +152,7 @@ def test_more_programs_than_run_at_once(specialized, order):
         x_SH, a_SI = x.new_full((capacity, 512), torch.nan), x.new_full((capacity, 2048), torch.nan)
         if order == "joined":
             copy_rows(x, aligned, x_SH)
-            joined_gemms(x_SH, w13, a_SI, w2, x_SH, aligned, first, second, pairs, programs)
+            both_gemms(x_SH, w13, a_SI, w2, x_SH, aligned, first, second, pairs, programs)
             return x_SH[real]
         silu = Activation("silu")
         sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, programs, activation=silu, x_RK=x)

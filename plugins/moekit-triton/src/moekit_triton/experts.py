@@ -39,7 +39,7 @@ from .rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
-from .sorted_gemm import Scales, copy_rows, joined_gemms, quantize_into_order, sorted_gemm
+from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
 
 
 class _TritonExperts(PermuteExpertsUnpermute):
@@ -292,8 +292,10 @@ class TritonExperts(_TritonExperts):
             second = Scales(weights["w2_scale"], a_scale_GS)
         elif plan.order in ("copied", "joined"):
             copy_rows(x, aligned, x_SH)
-        if plan.order == "joined":  # y of a block is written when its x has been read
-            joined_gemms(
+        if plan.order == "joined":
+            from .specialized_block import specialized_block  # Gluon, so where it is known
+
+            specialized_block(  # y of a block is written when its x has been read
                 x_SH, weights["w13"], a_SI, weights["w2"], y_SH, aligned, plan.first, plan.second,
                 pairs, sms,
             )  # fmt: skip

@@ -5,7 +5,7 @@
     GEMM 1        sorted x -> sorted a, activated; or `grouped_gemm` gathers x and sorts a
     GEMM 2        sorted a -> y by pair, or in order by specialized tiles
 
-`joined_gemms` are both in one launch.
+`specialized_block` is both in one launch.
 
 Of 16 bits, or e4m3 by specialized tiles. Padding rows may hold anything: rows do not mix, y by pair
 is written for pairs alone, and padding rows of what lies in order become undefined.
@@ -169,28 +169,6 @@ def sorted_gemm(
         PERSISTENT=config.persistent, HALVES=config.halves,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-
-
-def joined_gemms(
-    x_SH: torch.Tensor,
-    w13_LNH: torch.Tensor,
-    a_SI: torch.Tensor,
-    w2_LHI: torch.Tensor,
-    y_SH: torch.Tensor,
-    aligned: AlignedPairs,
-    first: GemmConfig,
-    second: GemmConfig,
-    num_pairs: int,
-    num_sms: int,
-) -> None:
-    """`sorted_gemm` for x, w13 and a, with silu and a gate, and for a, w2 and y. Specialized tiles
-    of 16 bits; y may lie where x does."""
-    assert first.specialized and second.specialized
-    from .specialized_block import specialized_block
-
-    specialized_block(
-        x_SH, w13_LNH, a_SI, w2_LHI, y_SH, aligned, first, second, num_pairs, num_sms
     )  # fmt: skip
 
 

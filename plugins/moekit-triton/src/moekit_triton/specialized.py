@@ -106,6 +106,21 @@ def specialized_gemm(
 
 
 @gluon.jit
+def stages(a, w, out):
+    """Shared memory: the ring of both operands' tiles, a buffer for each warp group's results, and
+    the ring's barriers: full for all, empty when both groups say so. To be fenced before use."""
+    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
+    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
+    buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    return a_s, w_s, buffers, full, empty
+
+
+@gluon.jit
 def multiply(WHICH: gl.constexpr, half_blocks, w_s, full, empty, slot, phase, steps):
     """The product of a half block and a tile of weights, by all steps of K."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
@@ -312,14 +327,7 @@ def _gemm(
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
-    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
-    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
-    buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+    a_s, w_s, buffers, full, empty = stages(a, w, out)
     words, told = messages(2)
     fence_async_shared()
     if GATED:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .align import AlignedPairs
 from .gemm import GemmConfig, tile_at
 from .launch import Launcher, take_turn
-from .specialized import STEP, multiply, skip
+from .specialized import STEP, multiply, skip, stages
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -68,6 +68,7 @@ def specialized_block(
     inner, entries = w_rows // 2, aligned.pairs_S.numel()
     assert x_SH.shape == y_SH.shape == (entries, hidden) and a_SI.shape == (entries, inner)
     assert w2_LHI.shape == (num_experts, hidden, inner) and aligned.counters is not None
+    assert first.specialized and second.specialized
     assert aligned.block_m == BLOCK_M and w13_LNH.is_contiguous() and w2_LHI.is_contiguous()
     tiles = triton.cdiv(inner, COLUMNS // 2) + triton.cdiv(hidden, COLUMNS)
     half = BLOCK_M // 2, COLUMNS // 2
@@ -85,7 +86,7 @@ def specialized_block(
 
 
 @gluon.jit
-def _numbers(num_rows_ptr, H, I):
+def _tiles(num_rows_ptr, H, I):
     """Blocks, and tiles of GEMM 1 and of both."""
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     first = row_blocks * gl.cdiv(I, _HALF)
@@ -121,7 +122,7 @@ def _consume(
     buffer = buffers.index(WHICH)
     given = given_2.index(WHICH)
     taken = taken_2.index(WHICH)
-    _, first_tiles, tiles = _numbers(num_rows_ptr, H, I)
+    _, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     slot = 0
     phase = 0
     count = 0
@@ -185,7 +186,7 @@ def _store(
     buffer = buffers.index(WHICH)
     given = given_2.index(WHICH)
     taken = taken_2.index(WHICH)
-    row_blocks, first_tiles, tiles = _numbers(num_rows_ptr, H, I)
+    row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     count = 0
     piece = 0
     tile, halves = hear(words, told, count)
@@ -257,7 +258,7 @@ def _load(
     """w_boxes: for each stage two of half a tile's rows of weights. What the next tile needs is
     looked up behind this one's first steps, so that no product waits for it."""
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
-    row_blocks, first_tiles, tiles = _numbers(num_rows_ptr, H, I)
+    row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     done_ptr = counters_ptr + OF_BLOCKS
     all_done = 2 * 32 * gl.cdiv(I, _HALF)
     slot = 0
@@ -320,16 +321,9 @@ def _block(
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
-    a_s = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * ROWS, STEP], x.layout)
-    w_s = gl.allocate_shared_memory(x.dtype, [STAGES, WIDE, STEP], w13.layout)
-    buffers = gl.allocate_shared_memory(y.dtype, [2] + y.block_shape, y.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    a_s, w_s, buffers, full, empty = stages(x, w13, y)
     given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
     for which in gl.static_range(2):
         mbarrier.init(given.index(which), count=1)
         mbarrier.init(taken.index(which), count=1)

@@ -34,8 +34,8 @@ def table_key(problem: MoEProblem) -> dict[str, Any]:
 def nearest_plan(problem: MoEProblem, per_expert: float) -> Mapping[str, Any] | None:
     """What was measured for the nearest shape and, on a log scale, rows per expert, if any.
 
-    With a bias tiles may be fewer kinds (`specializable`): what was measured with one serves no
-    other problem, but a problem with a bias takes the others' where it has none of its own.
+    With a bias fewer kinds of tiles are possible (`specializable`): what was measured with one
+    serves no other problem, but a problem with a bias takes the others' where it has none.
     """
     key = table_key(problem)
     same = [name for name in key if name not in (*_SIZES, "bias")]

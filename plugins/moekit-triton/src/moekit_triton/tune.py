@@ -41,7 +41,7 @@ from .config import Order, fusable, num_sms, order_wins, sorting_pays
 from .experts import TritonExperts
 from .gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from .rows import Activation, ValidRows, activate_rows
-from .sorted_gemm import Scales, copy_rows, joined_gemms, quantize_into_order, sorted_gemm
+from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
 from .tables import table_key
 
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
@@ -163,6 +163,8 @@ class Case:
 
     def joined(self, first: GemmConfig, second: GemmConfig) -> list[Callable[[], None]]:
         """Both products, copying included."""
+        from .specialized_block import specialized_block
+
         p, w, routings = self.problem, self.packed, self.rows_for(first.block_m)
         entries, pairs, sms = routings[0].pairs_S.numel(), len(self.y), num_sms(p)
         x_SH = self.x.new_empty(entries, p.hidden_size)
@@ -170,7 +172,7 @@ class Case:
 
         def call(aligned: AlignedPairs) -> None:
             copy_rows(self.x, aligned, x_SH)
-            joined_gemms(
+            specialized_block(
                 x_SH, w["w13"], a_SI, w["w2"], x_SH, aligned, first, second, pairs, sms
             )  # fmt: skip
 
