@@ -101,6 +101,15 @@ def test_the_nearest_entry_is_taken(monkeypatch) -> None:
     assert choose_plan(problem(), 16, 2).first.group_m == 4  # not what was measured with a bias
     monkeypatch.setattr(tables, "entries", lambda name: table)
     assert choose_plan(problem(has_bias=True), 16, 2).first.group_m == 4
+    for scheme, entry_of in (("fp8_tensor", 5), ("fp8_tensor_static", None)):
+        monkeypatch.setattr(
+            tables, "entries", lambda name: (entry(8, 4096, 5, scheme="fp8_channel_token"),)
+        )
+        alike = problem(quant=scheme)
+        plan = choose_plan(alike, 16, 2)
+        taken = plan.first.group_m == entry_of
+        assert taken or entry_of is None and plan == heuristic(alike, 4.0)
+    monkeypatch.setattr(tables, "entries", lambda name: table)
     odd = problem(hidden_size=4100)  # rows of 8200 bytes: no tensor descriptor
     plan = choose_plan(odd, 16, 2)
     assert plan.first.group_m == 4 and not plan.first.tma
@@ -135,6 +144,16 @@ def test_the_heuristic_fits_the_device(scheme, inner) -> None:
             assert not plan.first.tma or capability >= (9, 0)
             rows = max(1, round(per_expert * p.num_experts / p.top_k))
             assert max(shared_bytes(choose_plan(p, rows, p.top_k), p)) <= limit
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel_token", "int8_channel_token"])
+def test_few_rows_of_8_bits_are_swapped(scheme) -> None:
+    for capability, rows, swapped in (((9, 0), 16.0, True), ((9, 0), 64.0, False),
+                                      ((8, 9), 16.0, False)):  # fmt: skip
+        p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
+        plan = heuristic(p, rows)
+        assert plan.first.swapped == plan.second.swapped == swapped
+        assert not swapped or min(plan.first.block_n, plan.second.block_n) >= 64
 
 
 def test_an_order_that_does_not_pay(monkeypatch) -> None:

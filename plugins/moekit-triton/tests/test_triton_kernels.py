@@ -104,9 +104,12 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(("a_dtype", "w_dtype", "a_kind", "w_kind"), SCHEMES)
 @pytest.mark.parametrize(("n", "k", "block_n", "block_k", "by_pair"), SHAPES)
-def test_grouped_gemm(device, a_dtype, w_dtype, a_kind, w_kind, n, k, block_n, block_k, by_pair):
+def test_grouped_gemm(
+    device, a_dtype, w_dtype, a_kind, w_kind, n, k, block_n, block_k, by_pair, swapped
+):
     torch.manual_seed(0)
     rows, top_k, experts = 11, 3, 3
     ids = torch.randint(-1, experts, (rows, top_k), device=device)
@@ -166,6 +169,7 @@ def test_wide(device, a_kind, columns):
     assert torch.equal(single.nan_to_num(7.0), double.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("inner", [96, 256, 300])
 @pytest.mark.parametrize(
     ("activation", "quantize"),
@@ -177,10 +181,11 @@ def test_wide(device, a_kind, columns):
         (Activation("gelu", gated=False), "group"),
     ],
 )
-def test_fused_activation(device, activation, quantize, inner):
+def test_fused_activation(device, activation, quantize, inner, swapped):
     """GEMM 1 with its activation, and quantization, against the same steps apart."""
     torch.manual_seed(0)
-    block_m, rows = (16, 9) if INTERPRETED else (128, 120)  # blocks more and less than half full
+    # Blocks more and less than half full.
+    block_m, rows = (16, 9) if INTERPRETED else (32, 30) if swapped else (128, 120)
     top_k, experts, k = 2, 3, 128
     w_rows = inner * (2 if activation.gated else 1)
     a = randn(rows, k, dtype=FP8, device=device)
@@ -191,7 +196,8 @@ def test_fused_activation(device, activation, quantize, inner):
     ids = torch.randint(-1, experts, (rows, top_k), device=device)
     named = Rows.aligned(run_align(ids, experts, block_m), top_k)
     used = ids.flatten() >= 0
-    config = GemmConfig(block_m, 128, 64, num_warps=8, num_stages=2, halves=True)
+    config = GemmConfig(block_m, 128, 64, num_warps=8, num_stages=2, halves=not swapped)
+    config = replace(config, swapped=swapped)
     scales = {"a_scale": a_scale, "w_scale": w_scale, "bias_LN": bias}
 
     h = torch.full((rows * top_k, w_rows), NAN, device=device)

@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -54,13 +54,15 @@ FUSED = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A quack GEMM config for SM90. cluster (M, N); a fused gather needs cluster N = 1."""
+    """A quack GEMM config for SM90. cluster (M, N); a fused gather needs cluster N = 1. dynamic:
+    programs fetch their tiles from a counter, which a fused gather cannot."""
 
     m: int = 128
     n: int = 192
     pingpong: bool = True
     cluster: tuple[int, int] = (2, 1)
     swizzle: int = 8
+    dynamic: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,22 @@ class QuackPlan:
 
 
 def quack_plans(problem: MoEProblem) -> tuple[tuple[int, QuackPlan], ...]:
-    """The fastest of device_check.py's sweep on an H200, by the rows per expert from which on.
+    """The fastest of device_check.py's whole blocks on an H200, by the rows per expert from which
+    on.
 
     Copying rows into order first pays where GEMM 1 is wide, or its rows few: then it is cheap, and
-    a plain GEMM 1 is 4 to 10 % faster than one that gathers.
+    a plain GEMM 1 is 4 to 10 % faster than one that gathers, and may fetch its tiles.
     """
     few = QuackPlan(False, Tile(128, 192, True, (1, 1)), Tile(128, 160, True, (1, 1)))
-    if problem.w13_rows < 16384:
-        narrow = QuackPlan(True, Tile(128, 192, True, (2, 1)), Tile(128, 192, True, (2, 1)))
+    fetched = Tile(128, 192, True, (1, 1), dynamic=True)
+    pairs = replace(fetched, cluster=(2, 1))
+    if problem.w13_rows < 4096:
+        narrow = QuackPlan(True, replace(pairs, dynamic=False), replace(pairs, dynamic=False))
         return (0, few), (512, narrow)
+    if problem.w13_rows < 16384:
+        return (0, few), (512, QuackPlan(False, fetched, fetched))
     some = QuackPlan(False, Tile(128, 256, False, (1, 1)), Tile(128, 160, True, (1, 2)))
-    many = QuackPlan(False, Tile(192, 128, True, (1, 2)), Tile(256, 192, False, (1, 2)))
-    return (0, few), (512, some), (2048, many)
+    return (0, few), (512, some), (2048, QuackPlan(False, pairs, pairs))
 
 
 class Scales(NamedTuple):
@@ -284,6 +290,8 @@ class Quack(Provider):
         self._activation = FUSED.get(activation.name) if fusable else None
         self.activates = self._activation is not None
         self._gemm = _quack_gemm()
+        if self.plan.first.dynamic or self.plan.second.dynamic:
+            self.scratch = 2 * _LEAST_ALLOCATION  # the counters
 
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
@@ -318,6 +326,7 @@ class Quack(Provider):
 
 
 _compiled: set[object] = set()
+_LEAST_ALLOCATION = 512  # of torch's allocator, in bytes
 
 
 @functools.cache
@@ -344,7 +353,7 @@ def _quack_config(tile: Tile) -> Any:
         cluster_m=tile.cluster[0],
         cluster_n=tile.cluster[1],
         max_swizzle_size=tile.swizzle,
-        is_dynamic_persistent=False,
+        is_dynamic_persistent=tile.dynamic,
         device_capacity=9,
     )
 

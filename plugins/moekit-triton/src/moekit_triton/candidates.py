@@ -23,8 +23,11 @@ def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmCo
     blocks_m = blocks_m[-2:] if per_expert < 200 else [64, 128]
     if w_bits == 4:
         return _packed_candidates([8, 16] if per_expert <= 4 else blocks_m, wide)
+    found: list[GemmConfig] = []
+    if a_bits == 8:
+        found += _swapped_candidates(problem, [b for b in blocks_m if b < 64], wide)
+        blocks_m = [b for b in blocks_m if b >= 64]
     block_scales = problem.quant.name.endswith("_block")
-    found = []
     for block_m, columns, warps, tma in itertools.product(
         blocks_m, (64, 128, 256), (4, 8), (True, False)
     ):
@@ -56,6 +59,25 @@ def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmCo
             )
             if m in blocks_m and (not tma or tma_possible(problem))
         ]
+    return found
+
+
+def _swapped_candidates(
+    problem: MoEProblem, blocks_m: Sequence[int], wide: int
+) -> list[GemmConfig]:
+    """Few rows of 8 bits: weights are wgmma's 64 rows, and up to three programs share a
+    multiprocessor."""
+    found = []
+    tiles = ((64, 4), (128, 4), (128, 8)) if wide == 2 else ((64, 4), (128, 4), (256, 4), (256, 8))
+    for block_m, (block_n, warps), tma in itertools.product(blocks_m, tiles, (True, False)):
+        stage = (block_m + block_n * wide) * SCALE_GROUP
+        most = {min(6, _SHARED // programs // stage) for programs in (1, 2, 3)}
+        if tma_possible(problem) or not tma:
+            found += [
+                GemmConfig(block_m, block_n, SCALE_GROUP, 8, warps, stages, tma, swapped=True)
+                for stages in sorted(most)
+                if stages >= 3
+            ]
     return found
 
 

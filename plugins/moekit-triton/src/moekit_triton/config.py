@@ -167,36 +167,43 @@ def fusable(problem: MoEProblem, block_n: int) -> bool:
 
 def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     """Twice the expected rows while weights bound the time, then large tiles."""
-    a_bits, w_bits = operand_bits(problem)
-    # Of 16 bits, halves of 128 rows have won wherever many an expert has more than 64, with four
-    # stages, and pointers to GEMM 1's weights.
+    p = problem
+    a_bits, w_bits = operand_bits(p)
+    # Halves of 128 rows have won wherever many an expert has more than 64, but for scales by group.
     plain = a_bits == w_bits == 16
-    most_64 = 48 if plain else 64
+    grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
+    most_64 = 48 if a_bits == w_bits < 32 and not grouped else 64
     block_m = next((b for b, most in ((16, 8), (32, 24), (64, most_64)) if per_expert <= most), 128)
     if a_bits == 32:  # without tensor cores
         block_m = min(block_m, 64)
     if w_bits == 4:
         block_m = 8 if per_expert <= 4 else min(block_m, PACKED_BLOCK_M)
-    p = problem
     busy = p.num_local_experts * max(1, math.ceil(per_expert / block_m))
     if w_bits == 4:  # experts without rows keep nothing busy
         busy = math.ceil(busy * min(1.0, per_expert))
-    tma = tma_possible(problem)
-    grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
+    tma = tma_possible(p)
     # GEMM 1 with a gate holds two tiles of block_n columns.
     wide = 2 if p.activation.gated else 1
-    first = _tile(block_m, busy, p.local_intermediate_size, p.hidden_size, a_bits, w_bits, wide)
     shared, hopper = _shared(p), (p.device.capability or (9, 0)) == (9, 0)
+    first = _tile(block_m, busy, p.local_intermediate_size, p.hidden_size, a_bits, w_bits, wide)
     if grouped and (block_m <= 64 or hopper) and p.local_intermediate_size >= 128:
         first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
     fused = fusable(p, first.block_n)
     if not fused:
         first = _tile(block_m, busy, p.w13_rows, p.hidden_size, a_bits, w_bits, 1)
     second = _tile(block_m, busy, p.hidden_size, p.local_intermediate_size, a_bits, w_bits, 1)
-    first, second = (replace(c, tma=tma, halves=block_m == 128) for c in (first, second))
+    swapped = a_bits == 8 and block_m < 64 and hopper
+    first, second = (
+        replace(c, tma=tma, halves=block_m == 128, swapped=swapped and c.block_n >= 64)
+        for c in (first, second)
+    )
     if plain and block_m == 128 and hopper:
+        # Pointers to GEMM 1's weights, while rows are few.
         first = replace(first, tma=tma and per_expert > _SORTED_FROM, num_stages=4)
         second = replace(second, num_stages=4)
+    if a_bits == w_bits == 8 and block_m == 128 and hopper and not grouped:
+        second = _large_tile(second, p.hidden_size, per_expert)
+        first = first if fused and wide == 2 else _large_tile(first, p.w13_rows, per_expert)
     if grouped and block_m == 128 and hopper:
         second = replace(second, tma=False, wide=True, num_stages=3)
     return Plan(
@@ -204,6 +211,14 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
         _within(second, a_bits, w_bits, 1, shared),
         fused,
     )
+
+
+def _large_tile(tile: GemmConfig, n: int, per_expert: float) -> GemmConfig:
+    """Of 8 bits whose scales serve all of K, n columns: two programs to a multiprocessor, until
+    there are rows for the largest tile."""
+    if per_expert > _SORTED_FROM and n >= 256:
+        return replace(tile, block_n=256, num_warps=8, num_stages=4)
+    return replace(tile, num_warps=4, num_stages=3)
 
 
 def sorting_pays(problem: MoEProblem, rows: int, slots: int) -> bool:

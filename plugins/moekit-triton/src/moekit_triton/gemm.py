@@ -38,7 +38,8 @@ class GemmConfig:
     (`sorted_gemm` only). splits: programs that share K, for weights of 4 bits and few rows. halves:
     a block with no row in its second half is multiplied as half a block. wide: two tiles of weights
     side by side share each tile of a, as gate and up do, where there is no epilogue. specialized:
-    by `specialized_gemm` or `specialized_fp8_gemm`, where they can.
+    by `specialized_gemm` or `specialized_fp8_gemm`, where they can. swapped: w @ a.T, so that tiles
+    of fewer than 64 rows run on wgmma, which reads fp8 as it is; mma.sync wants it as fp16.
     """
 
     block_m: int
@@ -53,6 +54,7 @@ class GemmConfig:
     halves: bool = False
     wide: bool = False
     specialized: bool = False
+    swapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,13 +181,13 @@ def grouped_gemm(
         PACKED=packed, SPLITS=config.splits, W_GROUP=w_group, W_OFFSET=w_offset is not None,
         E2M1=packed and w_scale is not None and w_scale.dtype == torch.uint8,
         SCALE_GROUP=SCALE_GROUP, BIAS=bias_LN is not None,
-        # Hopper's fp8 tensor cores accumulate with about 14 bits; sums per step of K are added up
-        # in fp32.
-        PROMOTE=a.dtype == torch.float8_e4m3fn, INT8=a.dtype == torch.int8,
+        # Hopper's fp8 tensor cores accumulate with about 14 bits. Where scales change with K, and
+        # where it costs nothing, sums per step are added up in fp32; large tiles would wait for it.
+        PROMOTE=a.dtype == torch.float8_e4m3fn and config.block_m < 64, INT8=a.dtype == torch.int8,
         ACTIVATION="none" if activation is None else activation.name, GATED=gated, CLAMP=clamp,
         QUANTIZE=quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma, ONE_SCALE=one_scale,
         EVEN_N=n % config.block_n == 0, EVEN_K=k % config.block_k == 0,
-        HALVES=config.halves and rows.kind != "direct", WIDE=wide,
+        HALVES=config.halves and rows.kind != "direct", WIDE=wide, SWAPPED=config.swapped,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -238,19 +240,44 @@ def _w_tile(w, expert, row0, rows, K, step, n_ok,
 
 
 @triton.jit
+def _zeros(DTYPE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
+           BLOCK_N: tl.constexpr):  # fmt: skip
+    """Sums of a tile, (BLOCK_M, BLOCK_N) or if SWAPPED the other way round."""
+    if SWAPPED:
+        return tl.zeros((BLOCK_N, BLOCK_M), dtype=DTYPE)
+    else:
+        return tl.zeros((BLOCK_M, BLOCK_N), dtype=DTYPE)
+
+
+@triton.jit
+def _plus(acc, a, w, SWAPPED: tl.constexpr):
+    """acc + a @ w, or if SWAPPED its transpose."""
+    if SWAPPED:
+        return dot(tl.trans(w), tl.trans(a), acc, "ieee")
+    else:
+        return dot(a, w, acc, "ieee")
+
+
+@triton.jit
 def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
                     W_SCALE: tl.constexpr, SCALE_GROUP: tl.constexpr, ONE_SCALE: tl.constexpr,
-                    INT8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """One step's product in fp32, times the scales of this step."""
-    PARTIAL: tl.constexpr = tl.int32 if INT8 else tl.float32
-    partial = dot(a, w, tl.zeros((BLOCK_M, BLOCK_N), dtype=PARTIAL), "ieee").to(tl.float32)
+                    INT8: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_N: tl.constexpr):  # fmt: skip
+    """One step's product in fp32, times the scales of this step, which are asked for before it."""
     if W_SCALE == "block":
         if ONE_SCALE:
-            a_scale_M *= tl.load(w_scale_ptr + row0 // SCALE_GROUP * scale_cols)
+            w_scale = tl.load(w_scale_ptr + row0 // SCALE_GROUP * scale_cols)
         else:
             pointers = w_scale_ptr + (row0 + tl.arange(0, BLOCK_N)) // SCALE_GROUP * scale_cols
-            partial *= tl.load(pointers, mask=n_ok, other=0.0)[None, :]
-    return partial * a_scale_M[:, None]
+            w_scale = tl.load(pointers, mask=n_ok, other=0.0)
+    zeros = _zeros(tl.int32 if INT8 else tl.float32, SWAPPED, BLOCK_M, BLOCK_N)
+    partial = _plus(zeros, a, w, SWAPPED).to(tl.float32)
+    if W_SCALE == "block":
+        if ONE_SCALE:
+            a_scale_M *= w_scale
+        else:
+            partial *= w_scale[:, None] if SWAPPED else w_scale[None, :]
+    return partial * (a_scale_M[None, :] if SWAPPED else a_scale_M[:, None])
 
 
 @triton.jit
@@ -259,15 +286,15 @@ def _products(
     up_rows, W_ROWS, K, n_ok, A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, PAIR: tl.constexpr,
     TMA: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sums over K (BLOCK_M, BLOCK_N) with the weights' rows from row0, and of a pair of tiles, with
     those `up_rows` further on."""
     PER_STEP: tl.constexpr = (W_SCALE == "block") or (A_SCALE == "group")
     ACC: tl.constexpr = tl.int32 if INT8 and not PER_STEP else tl.float32
     # fp32 inputs are multiplied exactly (no tf32); 16- and 8-bit inputs ignore this.
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    acc = _zeros(ACC, SWAPPED, BLOCK_M, BLOCK_N)
+    up = _zeros(ACC, SWAPPED, BLOCK_M, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows[:, None] + offs_k[None, :]
     scale_cols = tl.cdiv(K, SCALE_GROUP)
@@ -292,22 +319,24 @@ def _products(
                 pointers = a_scale_ptr + a_scale_row + scale_col * a_scale_stride_k
                 a_scale_M = tl.load(pointers, mask=row_ok, other=0.0)
             acc += _scaled_partial(a, w_tile, a_scale_M, w_scales + scale_col, row0, scale_cols,
-                                   n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8, BLOCK_M,
+                                   n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8, SWAPPED, BLOCK_M,
                                    BLOCK_N)  # fmt: skip
             if PAIR:
                 up += _scaled_partial(a, u_tile, a_scale_M, w_scales + scale_col, up_rows + row0,
                                       scale_cols, n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8,
-                                      BLOCK_M, BLOCK_N)  # fmt: skip
+                                      SWAPPED, BLOCK_M, BLOCK_N)  # fmt: skip
         elif PROMOTE:
-            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            acc += dot(a, w_tile, zeros, "ieee")
+            zeros = _zeros(tl.float32, SWAPPED, BLOCK_M, BLOCK_N)
+            acc += _plus(zeros, a, w_tile, SWAPPED)
             if PAIR:
-                up += dot(a, u_tile, zeros, "ieee")
+                up += _plus(zeros, a, u_tile, SWAPPED)
         else:
-            acc = dot(a, w_tile, acc, "ieee")
+            acc = _plus(acc, a, w_tile, SWAPPED)
             if PAIR:
-                up = dot(a, u_tile, up, "ieee")
+                up = _plus(up, a, u_tile, SWAPPED)
         a_ptrs += BLOCK_K
+    if SWAPPED:
+        acc, up = acc.T, up.T
     return acc, up
 
 
@@ -323,7 +352,7 @@ def _tile(
     SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
     QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr, ONE_SCALE: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, SWAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of one expert from slot0 on, of its slab's `used` or of the aligned pairs; a
@@ -361,7 +390,7 @@ def _tile(
         acc, up = _products(
             a_rows, row_ok, w, a_scale_ptr, a_scale_row, a_scale_stride_k, w_scale_ptr, expert,
             row0, up_rows, W_ROWS, K, n_ok, A_SCALE, W_SCALE, SCALE_GROUP, PROMOTE, INT8,
-            GATED or WIDE, TMA, ONE_SCALE, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            GATED or WIDE, TMA, ONE_SCALE, EVEN_N, EVEN_K, SWAPPED, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
     scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -432,7 +461,7 @@ def _gemm(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
     QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr, ONE_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS: see `Rows`."""
@@ -464,7 +493,8 @@ def _gemm(
                 out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride,
                 alpha, limit, PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS,
                 W_GROUP, W_OFFSET, E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP,
-                QUANTIZE, QMAX, TMA, ONE_SCALE, EVEN_N, EVEN_K, WIDE, HALF, BLOCK_N, BLOCK_K,
+                QUANTIZE, QMAX, TMA, ONE_SCALE, EVEN_N, EVEN_K, WIDE, SWAPPED, HALF, BLOCK_N,
+                BLOCK_K,
             )  # fmt: skip
             return
     _tile(
@@ -473,7 +503,7 @@ def _gemm(
         a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
         PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET, E2M1,
         SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA, ONE_SCALE,
-        EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        EVEN_N, EVEN_K, WIDE, SWAPPED, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 

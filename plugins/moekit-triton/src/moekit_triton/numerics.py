@@ -108,12 +108,16 @@ def quantize(x, scale, QMAX: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, w, acc, PRECISION: tl.constexpr):
-    """acc + a @ w. a and w of one dtype, or w of 8 bits (weight-only) and a of 16."""
+    """acc + a @ w, either of which may be the weights, of the other's dtype or fewer bits."""
     if _INTERPRETED:
         if a.dtype == tl.bfloat16:
             a = a.to(tl.float32)
-    if w.dtype != a.dtype:
+        if w.dtype == tl.bfloat16:
+            w = w.to(tl.float32)
+    if w.dtype.primitive_bitwidth < a.dtype.primitive_bitwidth:
         w = w.to(a.dtype)
+    elif a.dtype.primitive_bitwidth < w.dtype.primitive_bitwidth:
+        a = a.to(w.dtype)
     return tl.dot(a, w, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 

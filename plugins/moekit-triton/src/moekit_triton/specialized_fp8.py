@@ -91,7 +91,7 @@ def specialized_fp8_gemm(
     tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
         (min(tiles, num_sms),),
-        descriptor(a_SK, BLOCK_M, SCALE_GROUP),
+        descriptor(a_SK, BLOCK_M // 2, SCALE_GROUP),
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 4),
         out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.pairs_S,
@@ -163,7 +163,6 @@ def _consume(
     last step those of the next tile. Scales of a lie (K / 128, entries), so that eight rows of a
     warp are one sector. Those of weights are loaded as vectors of one value: what is loaded as a
     scalar is waited for at once."""
-    half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, _STEP], a_s.layout)
     steps = gl.cdiv(K, _STEP)
     local = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
     a_scales = a_scale_ptr + local
@@ -184,7 +183,7 @@ def _consume(
             acc1 = gl.zeros([ROWS, _BOX], gl.float32, _LAYOUT)
             for step in range(steps):
                 mbarrier.wait(full.index(2 * slot), phase)
-                a = half_blocks.index(2 * slot + WHICH)
+                a = a_s.index(2 * slot + WHICH)
                 product = _product(a, w_s.index(2 * slot))
                 if step == steps - 1:
                     a_at, w_at, v_at = _scales_at(WHICH, words, told, count, N, steps, GATED)
@@ -255,15 +254,15 @@ def _tell_facts(
     words, told, count, tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs, N,
     GATED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Tells what consumers need of a tile, behind the last one that it has no halves. Block and row
-    of the weights."""
+    """Tells what consumers need of a tile, behind the last one that it has no halves. Block, row of
+    the weights, and halves."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     block_m, col, expert, halves = facts(tile, row_blocks, col_blocks, group_m, experts_ptr,
                                          pairs_ptr, num_pairs, OUT, HALVES)  # fmt: skip
     expert = gl.maximum(expert, 0)  # without any rows
     halves = gl.where(tile < row_blocks * col_blocks, halves, 0)
     tell(words, told, count, (block_m, col, expert, halves))
-    return block_m, expert * (2 * N if GATED else N) + col
+    return block_m, expert * (2 * N if GATED else N) + col, halves
 
 
 @gluon.jit
@@ -271,9 +270,9 @@ def _load(
     a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs, group_m, a_s, w_s,
     full, empty, words, told, GATED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """A stage is full in two steps: a and the first box of weights (gate, or left), then the second
-    (up, or right). The next tile is told behind this one's first steps, as its scales are asked for
-    in this one's last."""
+    """A stage is full in two steps: a, without its second half if that has no row, and the first
+    box of weights (gate, or left), then the second (up, or right). The next tile is told behind
+    this one's first steps, as its scales are asked for in this one's last."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
@@ -284,20 +283,27 @@ def _load(
     phase = 1
     count = 0
     tile = gl.program_id(0)
-    block_m, w_row = _tell_facts(words, told, count, tile, row_blocks, col_blocks, group_m,
-                                 experts_ptr, pairs_ptr, num_pairs, N, GATED, HALVES)  # fmt: skip
+    block_m, w_row, halves = _tell_facts(
+        words, told, count, tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr,
+        num_pairs, N, GATED, HALVES)  # fmt: skip
     while tile < tiles:
         count += 1
         next_tile = tile + 0
         next_m = block_m + 0
         next_row = w_row + 0
+        next_halves = halves + 0
+        a_row = block_m * 2 * ROWS
+        both = halves == 2
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             first = full.index(2 * slot)
             second = full.index(2 * slot + 1)
             k = step * _STEP
-            mbarrier.expect(first, (2 * ROWS + _BOX) * _STEP)
-            tma.async_copy_global_to_shared(a, [block_m * 2 * ROWS, k], first, a_s.index(slot))
+            mbarrier.expect(first, (2 * ROWS + _BOX) * _STEP, pred=both)
+            mbarrier.expect(first, (ROWS + _BOX) * _STEP, pred=halves < 2)
+            tma.async_copy_global_to_shared(a, [a_row, k], first, a_s.index(2 * slot))
+            tma.async_copy_global_to_shared(
+                a, [a_row + ROWS, k], first, a_s.index(2 * slot + 1), pred=both)  # fmt: skip
             tma.async_copy_global_to_shared(w, [w_row, k], first, w_s.index(2 * slot))
             mbarrier.expect(second, _BOX * _STEP)
             v_row = w_row + (N if GATED else _BOX)
@@ -305,13 +311,14 @@ def _load(
             slot, phase = next_slot(slot, phase)
             if step == looks:
                 next_tile = fetch(tile, tiles, counters_ptr, HALVES)
-                next_m, next_row = _tell_facts(
+                next_m, next_row, next_halves = _tell_facts(
                     words, told, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
                     pairs_ptr, num_pairs, N, GATED, HALVES)  # fmt: skip
         # (A name that is given another carried name's value is not carried by triton 3.6: + 0.)
         tile = next_tile + 0
         block_m = next_m + 0
         w_row = next_row + 0
+        halves = next_halves + 0
 
 
 @gluon.jit(do_not_specialize=["entries", "num_pairs", "group_m"])
@@ -322,7 +329,7 @@ def _gemm(
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
-    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, _STEP], a.layout)
+    a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, _STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [2 * STAGES, _BOX, _STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [4] + out.block_shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())

@@ -15,6 +15,8 @@ from moekit.problem import MoEProblem
 # A shape is close enough to a measured one if no size differs by more than this factor.
 _NEAR = 2.0
 _SIZES = ("experts", "hidden", "intermediate")
+# Schemes whose tiles are another's: operands as wide, and scales that serve all of K.
+_TILES_OF = {"fp8_tensor": "fp8_channel_token", "int8_channel_token": "fp8_channel_token"}
 
 
 def table_key(problem: MoEProblem) -> dict[str, Any]:
@@ -38,6 +40,7 @@ def nearest_plan(problem: MoEProblem, per_expert: float) -> Mapping[str, Any] | 
     serves no other problem, but a problem with a bias takes the others' where it has none.
     """
     key = table_key(problem)
+    key["scheme"] = _TILES_OF.get(key["scheme"], key["scheme"])
     same = [name for name in key if name not in (*_SIZES, "bias")]
     near: list[tuple[bool, float, Mapping[str, Any]]] = []
     for entry in entries(problem.device.name):

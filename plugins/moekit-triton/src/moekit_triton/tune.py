@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -403,11 +403,15 @@ def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _compile(job: tuple[str, str, Order, list[dict[str, Any]]]) -> None:
-    """Runs every config once on tiny tensors of the same kind, which fills Triton's cache."""
-    scheme, gemm, order, configs = job
-    sizes = {"hidden_size": 512, "intermediate_size": 512}
-    problem = MoEProblem(num_experts=2, top_k=2, quant=scheme, device="cuda", **sizes)
+def _tiny(problem: MoEProblem) -> MoEProblem:
+    """A problem whose kernels are the same: whole tiles leave as much of its sizes."""
+    hidden, inner = (512 + n % 256 for n in (problem.hidden_size, problem.intermediate_size))
+    return replace(problem, num_experts=2, top_k=2, hidden_size=hidden, intermediate_size=inner)
+
+
+def _compile(job: tuple[MoEProblem, str, Order, list[dict[str, Any]]]) -> None:
+    """Runs every config once on tiny tensors, which fills Triton's cache."""
+    problem, gemm, order, configs = job
     case = make_case(problem, 16, 1)
     for values in configs:
         values = dict(values)
@@ -425,19 +429,17 @@ def make_case(problem: MoEProblem, rows: int, routings: int, packed: Any = None)
     return Case.make(experts, packed, rows, routings)
 
 
-def compile_all(schemes: Iterable[str], sizes: Sequence[float]) -> None:
+def compile_all(problems: Iterable[MoEProblem], sizes: Sequence[float]) -> None:
     """All candidates of all sizes, by as many processes as there are cores, up to 48."""
-    jobs: list[tuple[str, str, Order, list[dict[str, Any]]]] = []
-    for scheme in schemes:
-        p = MoEProblem(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=4096,
-                       quant=scheme, device="cuda")  # fmt: skip
+    jobs: list[tuple[MoEProblem, str, Order, list[dict[str, Any]]]] = []
+    for tiny, p in {_tiny(p): p for p in problems}.items():
         wanted: dict[tuple[str, Order], dict[Attempt, None]] = {}
         for attempt in itertools.chain(*(attempts(p, per_expert) for per_expert in sizes)):
             gemm, _, _, order = attempt
             wanted.setdefault((gemm, order), {})[attempt] = None
         for (gemm, order), unique in wanted.items():
             configs = [{**asdict(config), "fused": fused} for _, config, fused, _ in unique]
-            jobs += [(scheme, gemm, order, configs[i : i + 3]) for i in range(0, len(configs), 3)]
+            jobs += [(tiny, gemm, order, configs[i : i + 3]) for i in range(0, len(configs), 3)]
     begin, count = time.monotonic(), sum(len(job[3]) for job in jobs)
     with _pool(min(48, os.cpu_count() or 1), torch.cuda.device_count()) as pool:
         for _ in pool.map(_compile, jobs):
@@ -507,7 +509,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not jobs:
         print(f"{out} has them all", file=sys.stderr)
         return
-    compile_all({scheme: None for _, scheme, _ in jobs}, sizes)
+    problems = [shape(name).problem(quant=scheme, device="cuda") for name, scheme, _ in jobs]
+    compile_all(problems, sizes)
     begin = time.monotonic()
     with _pool(min(args.gpus, len(jobs)), args.gpus) as pool:
         running = {pool.submit(_tune, job): job for job in jobs}
