@@ -16,12 +16,10 @@ from collections.abc import Sequence
 import torch
 from moekit_triton.align import align_scratch
 from moekit_triton.rows import (
-    AMAX_PARTIALS,
     Activation,
     ValidRows,
     activate_rows,
-    quantize_rows,
-    quantize_rows_per_tensor,
+    quantize_activations,
     weighted_sum,
 )
 from torch import Tensor
@@ -74,22 +72,8 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
         operand = self.problem.quant.activation
         assert operand is not None
-        if x_RH.dim() != 2 or x_RH.numel() == 0:
-            return super().quantize(x_RH, weights, valid_rows)
-        rows, device = x_RH.shape[0], x_RH.device
-        q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=device)
-        valid = ValidRows() if valid_rows is None else ValidRows(mask=valid_rows)
-        if operand.static:
-            scale, partials = weights.shared["a1_scale"], None
-        elif operand.per_tensor:
-            scale = torch.empty((1, 1), dtype=torch.float32, device=device)
-            partials = torch.empty(AMAX_PARTIALS, dtype=torch.float32, device=device)
-        else:
-            scale = torch.empty((rows, 1), dtype=torch.float32, device=device)
-            quantize_rows(x_RH, q, scale, valid)
-            return q, scale
-        quantize_rows_per_tensor(x_RH, q, scale, valid, scratch=partials)
-        return q, scale
+        static = weights.get("a1_scale") if operand.static else None
+        return quantize_activations(x_RH, operand, static, valid_rows)
 
     # -- memory -----------------------------------------------------------------------------
 

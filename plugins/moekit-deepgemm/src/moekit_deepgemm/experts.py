@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from moekit_triton.align import AlignedPairs, align, align_scratch
 from moekit_triton.numerics import Activation
-from moekit_triton.rows import ValidRows, quantize_rows, weighted_sum
+from moekit_triton.rows import quantize_activations, weighted_sum
 from moekit_triton.sorted_gemm import copy_rows, quantize_into_order
 from torch import Tensor
 
@@ -70,17 +70,11 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
     def quantize(
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Rows outside ``valid_rows`` come out undefined."""
+        """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
         operand = self.problem.quant.activation
         assert operand is not None
-        if x_RH.dim() != 2 or x_RH.numel() == 0 or x_RH.stride(1) != 1:
-            return super().quantize(x_RH, weights, valid_rows)
-        q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
-        scale_shape = (x_RH.shape[0], x_RH.shape[1] // GROUP)
-        scale = torch.empty(scale_shape, dtype=torch.float32, device=x_RH.device)
-        valid = ValidRows() if valid_rows is None else ValidRows(mask=valid_rows)
-        quantize_rows(x_RH, q, scale, valid)
-        return q, scale
+        static = weights.get("a1_scale") if operand.static else None
+        return quantize_activations(x_RH, operand, static, valid_rows)
 
     def transient_bytes(self, rows: int) -> int:
         """Everything comes from the workspace, except what the library may keep from its first

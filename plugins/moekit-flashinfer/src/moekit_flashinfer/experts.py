@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from moekit_triton.rows import quantize_rows, quantize_rows_per_tensor
+from moekit_triton.rows import quantize_activations, quantize_rows_per_tensor
 from torch import Tensor
 
 from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
@@ -82,19 +82,11 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
     def quantize(
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
         operand = self.problem.quant.activation
         assert operand is not None
-        if x_RH.dim() != 2 or x_RH.numel() == 0:
-            return super().quantize(x_RH, weights, valid_rows)
-        q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
-        if self._static:
-            scale = weights.shared["a1_scale"]
-            quantize_rows_per_tensor(x_RH, q, scale, scratch=None)
-            return q, scale
-        groups = operand.scale_shape(1, x_RH.shape[1])[1]
-        scale = torch.empty((len(x_RH), groups), dtype=torch.float32, device=x_RH.device)
-        quantize_rows(x_RH, q, scale)
-        return q, scale
+        static = weights.get("a1_scale") if operand.static else None
+        return quantize_activations(x_RH, operand, static, valid_rows)
 
     # -- memory -----------------------------------------------------------------------------
 

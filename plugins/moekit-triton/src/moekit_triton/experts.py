@@ -31,10 +31,10 @@ from .gemv import gemv_down, gemv_up
 from .numerics import SCALE_GROUP
 from .packed import pack_weights
 from .rows import (
-    AMAX_PARTIALS,
     Activation,
     ValidRows,
     activate_rows,
+    quantize_activations,
     quantize_rows,
     quantize_rows_per_tensor,
     weighted_sum,
@@ -81,23 +81,8 @@ class _TritonExperts(PermuteExpertsUnpermute):
         """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
         operand = self.problem.quant.activation
         assert operand is not None
-        if x_RH.dim() != 2 or x_RH.numel() == 0:
-            return super().quantize(x_RH, weights, valid_rows)
-        q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
-        valid = ValidRows() if valid_rows is None else ValidRows(mask=valid_rows)
-        if not operand.per_tensor:
-            shape = (x_RH.shape[0], operand.scale_shape(*x_RH.shape)[1])
-            scale = torch.empty(shape, dtype=torch.float32, device=x_RH.device)
-            quantize_rows(x_RH, q, scale, valid)
-            return q, scale
         static = weights.get("a1_scale") if operand.static else None
-        if static is not None:
-            quantize_rows_per_tensor(x_RH, q, static, valid, scratch=None)
-            return q, static
-        scratch = torch.empty(AMAX_PARTIALS + 1, dtype=torch.float32, device=x_RH.device)
-        scale = scratch[AMAX_PARTIALS:].view(1, 1)
-        quantize_rows_per_tensor(x_RH, q, scale, valid, scratch=scratch[:AMAX_PARTIALS])
-        return q, scale
+        return quantize_activations(x_RH, operand, static, valid_rows)
 
     def _activated(self, rows: int) -> tuple[BufferSpec, BufferSpec]:
         """The input of GEMM 2 and its scale."""

@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from moekit import quant
+from moekit.quant import OperandQuant
+
 from .launch import Launcher, take_turn
 from .numerics import (
     INTERPRETED,
@@ -85,6 +88,32 @@ def quantize_rows_per_tensor(
             VALID=valid.kind, BLOCK=triton.next_power_of_2(cols), num_warps=_warps(cols),
         )  # fmt: skip
     _launch_rows(x, q, scale, scratch, "tensor", valid, None)
+
+
+def quantize_activations(
+    x_RH: torch.Tensor,
+    operand: OperandQuant,
+    static_scale: torch.Tensor | None,
+    valid_rows: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`moekit.quant.quantize` by the kernels above, where x is a matrix. Rows outside
+    ``valid_rows`` come out undefined, except that they never decide a scale."""
+    if x_RH.dim() != 2 or x_RH.numel() == 0 or x_RH.stride(1) != 1:
+        return quant.quantize(x_RH, operand, static_scale, valid_rows)
+    q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
+    valid = ValidRows() if valid_rows is None else ValidRows(mask=valid_rows)
+    if not operand.per_tensor:
+        shape = (x_RH.shape[0], operand.scale_shape(*x_RH.shape)[1])
+        scale = torch.empty(shape, dtype=torch.float32, device=x_RH.device)
+        quantize_rows(x_RH, q, scale, valid)
+        return q, scale
+    if static_scale is not None:
+        quantize_rows_per_tensor(x_RH, q, static_scale, valid, scratch=None)
+        return q, static_scale
+    scratch = torch.empty(AMAX_PARTIALS + 1, dtype=torch.float32, device=x_RH.device)
+    scale = scratch[AMAX_PARTIALS:].view(1, 1)
+    quantize_rows_per_tensor(x_RH, q, scale, valid, scratch=scratch[:AMAX_PARTIALS])
+    return q, scale
 
 
 def activate_rows(
