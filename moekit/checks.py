@@ -73,6 +73,12 @@ def check_call(
             f"x is on {device}, the kernel was composed for {p.device}: "
             "move x, or set device in the problem"
         )
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        name = "x" if x.requires_grad else "topk_weights"
+        raise InvalidInput(
+            f"{name} requires a gradient, which expert kernels do not compute: call under "
+            f"torch.no_grad(), or pass {name}.detach()"
+        )
     backend = getattr(weights, "backend", None)
     if backend != experts.spec.name:
         found = (
@@ -126,6 +132,13 @@ def check_call(
                 "topk_weights hold NaN or infinity where a token has an expert: "
                 "look for NaN in the router logits"
             )
+
+
+def check_tokens(num_tokens: object) -> int:
+    """A number of tokens. Raises InvalidInput."""
+    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
+        raise InvalidInput(f"num_tokens is {num_tokens!r}, want a whole number, 0 or more")
+    return num_tokens
 
 
 def _check_distinct(ids: Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moekit import quant
-from moekit.checks import check_call, check_shared, weights_of
+from moekit.checks import check_call, check_shared, check_tokens, weights_of
 from moekit.errors import InvalidInput, PeerFailed, WeightsError
 from moekit.group import Agreement, Together
 from moekit.overlap import InFlight as InFlight
@@ -563,7 +563,7 @@ class ModularKernel:
             raise InvalidInput(
                 "memory() needs a token count: pass num_tokens, or set max_num_tokens"
             )
-        return MemoryReport.of(self.dispatcher, self.experts, tokens)
+        return MemoryReport.of(self.dispatcher, self.experts, check_tokens(tokens))
 
     def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
         """Runs calls of 1, 2, 4 ... and ``num_tokens`` random tokens.
@@ -573,6 +573,7 @@ class ModularKernel:
         Calls that take over a second are logged with the time they took. Collective: every rank
         must call it with the same ``num_tokens``.
         """
+        check_tokens(num_tokens)
         device = next(iter(weights.experts.values())).device
         sizes = sorted({*(1 << n for n in range(num_tokens.bit_length())), num_tokens})
         with self.experts.tuning():

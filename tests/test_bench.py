@@ -307,7 +307,6 @@ def test_a_cell_that_nobody_does_right_is_exit_code_1(capsys, peers):
         ["--experts", ""],
         ["--peers", "/no/such/folder"],
         ["--ceilings", "fast"],
-        ["--replays", "0"],
         ["--device", "warp"],
         ["--from", "/no/such/file.json"],
         ["--peers", str(PEERS / "quack.py"), "--only-peers", "quark"],
@@ -317,6 +316,15 @@ def test_a_cell_that_nobody_does_right_is_exit_code_1(capsys, peers):
 def test_wrong_questions(capsys, wrong):
     code, out, err = run(capsys, *wrong)
     assert code == 2 and out == "" and err.startswith("error: ")
+
+
+@pytest.mark.parametrize("option", ["--replays", "--inputs"])
+@pytest.mark.parametrize("command", [["bench"], ["bench", "--dispatch"]])
+def test_options_that_count(capsys, command, option):
+    with pytest.raises(SystemExit) as caught:
+        main([*command, option, "0"])
+    assert caught.value.code == 2
+    assert f"{option}: want a whole number, 1 or more, not '0'" in capsys.readouterr().err
 
 
 def test_shapes_are_listed(capsys):

@@ -151,7 +151,6 @@ def test_all_that_move_tokens_by_default(capsys, tmp_path):
         (["--routing", "odd"], "odd"),
         (["--dispatchers", "nobody"], "nobody"),
         (["--dispatchers", ","], "no dispatcher"),
-        (["--replays", "0"], "at least 1"),
         (["--device", "cuda"], "CUDA"),
     ],
 )

@@ -298,7 +298,25 @@ def test_memory_needs_a_token_count() -> None:
     with pytest.raises(InvalidInput, match="pass num_tokens"):
         kernel.memory()
     assert kernel.memory(128).total > kernel.memory(16).total > 0
+    for wrong in (-1, 2.5, True):
+        with pytest.raises(InvalidInput, match=f"num_tokens is {wrong}, want a whole number"):
+            kernel.memory(wrong)
+        with pytest.raises(InvalidInput, match="want a whole number"):
+            kernel.warmup(kernel.pack(weights()), wrong)
     assert moekit.compose(PROBLEM.replace(max_num_tokens=16)).memory() == kernel.memory(16)
+
+
+def test_gradients_are_refused() -> None:
+    kernel = moekit.compose(PROBLEM)
+    packed, (x, routing) = kernel.pack(weights()), tokens()
+    tracked = x.clone().requires_grad_()
+    with pytest.raises(InvalidInput, match="x requires a gradient.*x.detach"):
+        kernel(tracked, packed, routing)
+    scores = moekit.Routing(routing.topk_weights.clone().requires_grad_(), routing.topk_ids)
+    with pytest.raises(InvalidInput, match="topk_weights requires a gradient"):
+        kernel(x, packed, scores)
+    with torch.no_grad():
+        assert torch.equal(kernel(tracked, packed, scores), kernel(x, packed, routing))
 
 
 def test_warmup_grows_the_arena_beforehand() -> None:

@@ -140,7 +140,6 @@ def test_time_that_is_over_starts_nothing(tuned, capsys) -> None:
         ("--experts nobody", "'nobody'"),
         ("--dispatchers nobody", "'nobody'"),
         ("--routing odd", "odd"),
-        ("--replays 0", "at least 1"),
     ],
 )
 def test_wrong_questions(capsys, argv: str, said: str) -> None:

@@ -222,7 +222,11 @@ def test_wrong_questions(cells: Cells, capsys, argv: list[str]) -> None:
     assert not cells.seen
 
 
-@pytest.mark.parametrize("argv", [[], ["--select", "--regret"], ["--select", "--frob"]])
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["--select", "--regret"], ["--select", "--frob"], ["--select", "--gpus", "-1"],
+     ["--select", "--replays", "-1"], ["--select", "--ep", "two"]],
+)  # fmt: skip
 def test_bad_arguments(capsys, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["tune", *argv])

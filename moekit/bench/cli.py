@@ -15,7 +15,7 @@ import torch
 from moekit.bench import contestants, dispatch_cli, report, shapes
 from moekit.bench.cells import Case, Result, release, run_cell
 from moekit.bench.contestants import Contestant, KernelCall
-from moekit.bench.environment import answered, command, device_facts, recorded, versions
+from moekit.bench.environment import answered, command, device_facts, recorded, versions, whole
 from moekit.bench.limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
 from moekit.bench.measure import Call, DeviceLost, check_alive, first_line
 from moekit.bench.progress import Progress
@@ -114,13 +114,13 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     add("--dispatcher", default="local", metavar="NAME", help="default: %(default)s")
     add(
         "--inputs",
-        type=int,
+        type=whole(1),
         default=3,
         metavar="N",
         help="different inputs and routings a graph covers, more where their weights fit the L2 "
         "cache; default: %(default)s",
     )
-    add("--replays", type=int, default=10, metavar="N", help="turns; default: %(default)s")
+    add("--replays", type=whole(1), default=10, metavar="N", help="turns; default: %(default)s")
     add("--seed", type=int, default=0, metavar="N")
 
 
@@ -158,8 +158,6 @@ class Sweep:
                 raise MoekitError(
                     f"routing {kind!r} is unknown; choose from {', '.join(shapes.ROUTINGS)}"
                 )
-        if args.inputs < 1 or args.replays < 1:
-            raise MoekitError("--inputs and --replays: want at least 1")
         if not (self.shapes and self.schemes and self.routings and self.tokens):
             raise MoekitError("--shapes, --quant, --routing and --tokens: want at least one each")
         self.contestants = self._contestants()

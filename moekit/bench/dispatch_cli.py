@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moekit.bench import shapes
 from moekit.bench.dispatch import DispatchCell, measure_rank, merge
 from moekit.bench.dispatch_report import markdown
-from moekit.bench.environment import answered, command, device_facts, recorded, versions
+from moekit.bench.environment import answered, command, device_facts, recorded, versions, whole
 from moekit.bench.measure import first_line
 from moekit.bench.report import Json
 from moekit.errors import MoekitError
@@ -54,15 +54,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--dispatchers", metavar="LIST", help="default: every installed one that moves tokens")
-    add("--ranks", type=int, metavar="N", help="default: one per GPU; without GPUs 2")
+    add("--ranks", type=whole(1), metavar="N", help="default: one per GPU; without GPUs 2")
     add("--sizes", default="256:8:7168", metavar="E:K:H", help="default: %(default)s")
     add("--tokens", default=_TOKENS, metavar="LIST", help="per rank; default: %(default)s")
     add("--quant", default="none", metavar="LIST", help="what travels; default: %(default)s")
     add("--routing", default="uniform", metavar="LIST", help=f"of {', '.join(shapes.ROUTINGS)}")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", help="cpu or cuda; default: this machine's GPUs, else its CPU")
-    add("--inputs", type=int, default=3, metavar="N", help="different inputs; default: %(default)s")
-    add("--replays", type=int, default=10, metavar="N", help="turns; default: %(default)s")
+    add(
+        "--inputs", type=whole(1), default=3, metavar="N",
+        help="different inputs; default: %(default)s",
+    )  # fmt: skip
+    add("--replays", type=whole(1), default=10, metavar="N", help="turns; default: %(default)s")
     add("--no-graph", action="store_true", help="no CUDA graphs")
     add("--seed", type=int, default=0, metavar="N")
     add("--markdown", type=Path, metavar="FILE", help="the report; default: standard output")
@@ -93,8 +96,6 @@ class _Sweep:
         self.ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 0)) or default_ranks(here)
         if self.ranks < 2:
             raise MoekitError(f"{self.ranks} rank: tokens move between at least 2; set --ranks")
-        if args.inputs < 1 or args.replays < 1:
-            raise MoekitError("--inputs and --replays: want at least 1")
         self.sizes = numbers(args.sizes.replace(":", ","), "--sizes")
         if len(self.sizes) != 3:
             raise MoekitError(f"--sizes {args.sizes}: want EXPERTS:TOP_K:HIDDEN, as in 256:8:7168")

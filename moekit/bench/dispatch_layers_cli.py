@@ -25,7 +25,7 @@ from moekit.bench.dispatch_cli import on_ranks as on_ranks
 from moekit.bench.dispatch_cli import split as split
 from moekit.bench.dispatch_layers import LayerCell, measure_layers, merge_layers
 from moekit.bench.dispatch_report import not_measured
-from moekit.bench.environment import device_facts, versions
+from moekit.bench.environment import device_facts, versions, whole
 from moekit.errors import MoekitError
 from moekit.plugins import DispatcherSpec, registry
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
@@ -49,12 +49,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--experts", metavar="LIST", help=f"default: those installed of {EXPERTS}")
     add("--quant", default="none,fp8_block", metavar="LIST", help="default: %(default)s")
     add("--tokens", default="1,16,128,1024,4096", metavar="LIST", help="default: %(default)s")
-    add("--ranks", type=int, metavar="N", help="default: one per GPU; without GPUs 2")
+    add("--ranks", type=whole(1), metavar="N", help="default: one per GPU; without GPUs 2")
     add("--routing", default="uniform", metavar="KIND", help=f"of {', '.join(shapes.ROUTINGS)}")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", help="cpu or cuda; default: this machine's GPUs, else its CPU")
-    add("--inputs", type=int, default=2, metavar="N", help="different inputs; default: %(default)s")
-    add("--replays", type=int, default=5, metavar="N", help="turns; default: %(default)s")
+    add(
+        "--inputs", type=whole(1), default=2, metavar="N",
+        help="different inputs; default: %(default)s",
+    )  # fmt: skip
+    add("--replays", type=whole(1), default=5, metavar="N", help="turns; default: %(default)s")
     add("--no-graph", action="store_true", help="no CUDA graphs")
     add("--overlap", action="store_true", help="also what calls in flight and shared experts save")
     add("--seconds", type=float, metavar="S", help="start no cell after so many")
@@ -74,8 +77,6 @@ class LayerSweep:
         self.ranks = args.ranks or started or default_ranks(self.device)
         if self.ranks < 2:
             raise MoekitError(f"{self.ranks} rank: tokens move between at least 2; set --ranks")
-        if args.inputs < 1 or args.replays < 1:
-            raise MoekitError("--inputs and --replays: want at least 1")
         self.shape = shapes.shape(LAYERS.get(args.layer, args.layer))
         self.tokens = numbers(args.tokens, "--tokens")
         self.schemes = known(args.quant, SCHEMES, "--quant")

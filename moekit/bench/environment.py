@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -26,6 +27,17 @@ def command(*words: str) -> str:
     """``python -m moekit words...``, with the variables that moekit reads, as a shell takes it."""
     variables = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("MOEKIT_"))
     return shlex.join([*variables, "python", "-m", "moekit", *words])
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number, ``least`` or more."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"want a whole number, {least} or more, not {text!r}")
+        return int(text)
+
+    return number
 
 
 def answered(question: Callable[[], int]) -> int:

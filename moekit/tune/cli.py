@@ -19,7 +19,7 @@ from moekit.bench import contestants
 from moekit.bench.cells import Case, Result
 from moekit.bench.cli import Sweep, add_sweep
 from moekit.bench.contestants import AUTO, Contestant, KernelCall
-from moekit.bench.environment import answered, command, recorded
+from moekit.bench.environment import answered, command, recorded, whole
 from moekit.bench.measure import Call
 from moekit.bench.report import Json
 from moekit.bench.shapes import Shape
@@ -70,10 +70,10 @@ def _parser() -> argparse.ArgumentParser:
         help="--select: the table; default: by device, in MOEKIT_TUNED or the user's cache",
     )
     add("--again", action="store_true", help="--select: measure what the table has, too")
-    add("--gpus", type=int, default=0, metavar="N", help="--select: on the first N devices")
+    add("--gpus", type=whole(0), default=0, metavar="N", help="--select: on the first N devices")
     add(
         "--ep",
-        type=int,
+        type=whole(1),
         default=1,
         metavar="N",
         help="pairs of dispatcher and experts on N ranks, one per device; --shapes are then whole "
