@@ -222,11 +222,12 @@ def test_fused_activation(device, activation, quantize, inner, swapped):
     assert error < (1e-5 if quantize == "none" else 2e-2)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(("a_dtype", "w_dtype", "a_kind", "w_kind"), SCHEMES)
-def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind):
+def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind, swapped):
     torch.manual_seed(0)
     experts, n, k = 4, 96, 200
-    block_m, slab = (16, 30) if INTERPRETED else (128, 240)
+    block_m, slab = (16, 30) if INTERPRETED or swapped else (128, 240)
     # Last blocks more than half full, and less.
     counts = torch.tensor([0, slab, 1, block_m + 5], dtype=torch.int32, device=device)
     a = randn(experts, slab, k, dtype=a_dtype, device=device)
@@ -246,7 +247,8 @@ def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind):
         a_scale[~used] = NAN
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((experts, slab, n), NAN, dtype=out_dtype, device=device)
-    config = GemmConfig(block_m, 64, 64, num_stages=2, halves=True)
+    halves = not swapped
+    config = GemmConfig(block_m, 64, 64, num_stages=2, halves=halves, swapped=swapped)
     rows = Rows.slabs(counts, slab, block_m)
     grouped_gemm(a, w, out, rows, config, a_scale=a_scale, w_scale=w_scale)
     limit = GEMM_LIMITS[a_dtype]
