@@ -49,7 +49,9 @@ class _TritonExperts(PermuteExpertsUnpermute):
     tokens, whose dot products take it as it is. The input of GEMM 2 is quantized in the
     activation's kernel or, fused with it, in GEMM 1. Both: with the static scale, per group, or per
     row (also for fp8_tensor with dynamic activations: one scale per row is finer than one for all,
-    needs no second pass, and keeps rows independent).
+    needs no second pass, and keeps rows independent). Sums are fp32, except that fp8 tiles of 64
+    rows and more leave those under one scale to the tensor cores, which on Hopper keep about 14
+    bits, as other libraries do.
     """
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
