@@ -56,7 +56,7 @@ def quack_gemm_act(
     total_m = postact_out.shape[0]
     assert (A if A_idx is None else A_idx).shape[0] == total_m
     if A_idx is not None:
-        assert A_idx.dtype == torch.int32 and config.cluster[1] == 1
+        assert A_idx.dtype == torch.int32 and config.cluster[1] == 1 and not config.dynamic
         A_idx = A_idx[: int(cu_seqlens_m[-1])].long()  # reads no index behind
         assert bool(((A_idx >= 0) & (A_idx < A.shape[0])).all())
         A = A[A_idx]

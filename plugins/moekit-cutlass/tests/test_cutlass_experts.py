@@ -5,12 +5,13 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from types import ModuleType
 
 import cutlass_standins
 import pytest
 import torch
 from moekit_cutlass import found, w4a8
-from moekit_cutlass.providers import Quack, QuackPlan, bands
+from moekit_cutlass.providers import Quack, QuackPlan, Tile, _quack_config, bands
 
 import moekit
 from moekit.errors import WeightsError
@@ -133,11 +134,27 @@ def test_w4a8_refuses():
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu2", "swigluoai"])
 def test_quack(dispatcher, experts, gather, activation, monkeypatch):
-    plan = QuackPlan(gather=gather)
+    plan = QuackPlan(gather, Tile(dynamic=not gather), Tile(dynamic=True))
     monkeypatch.setattr("moekit_cutlass.providers.quack_plans", lambda problem: ((0, plan),))
     with cutlass_standins.installed(none="quack"):
         for has_bias in (False, True):
             check(dispatcher, experts, activation=activation, has_bias=has_bias)
+
+
+def test_quack_is_told_of_a_tile(monkeypatch):
+    library = ModuleType("quack.gemm_config")
+    library.GemmConfig = lambda **given: given
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_config", library)
+    for dynamic in (False, True):
+        tile = Tile(64, 256, False, (1, 2), 4, dynamic)
+        assert _quack_config.__wrapped__(tile) == {
+            "tile_m": 64, "tile_n": 256, "pingpong": False, "cluster_m": 1, "cluster_n": 2,
+            "max_swizzle_size": 4, "is_dynamic_persistent": dynamic, "device_capacity": 9,
+        }  # fmt: skip
+        with cutlass_standins.installed(none="quack"):
+            quack = Quack(moekit.MoEProblem(**SIZES), QuackPlan(False, Tile(), tile))
+        assert (quack.scratch > 0) == dynamic
 
 
 def test_what_is_fused():

@@ -101,14 +101,17 @@ def test_the_nearest_entry_is_taken(monkeypatch) -> None:
     assert choose_plan(problem(), 16, 2).first.group_m == 4  # not what was measured with a bias
     monkeypatch.setattr(tables, "entries", lambda name: table)
     assert choose_plan(problem(has_bias=True), 16, 2).first.group_m == 4
-    for scheme, entry_of in (("fp8_tensor", 5), ("fp8_tensor_static", None)):
-        monkeypatch.setattr(
-            tables, "entries", lambda name: (entry(8, 4096, 5, scheme="fp8_channel_token"),)
-        )
-        alike = problem(quant=scheme)
-        plan = choose_plan(alike, 16, 2)
-        taken = plan.first.group_m == entry_of
-        assert taken or entry_of is None and plan == heuristic(alike, 4.0)
+    channel = entry(8, 4096, 5, scheme="fp8_channel_token")
+    own = entry(8, 2048, 7, scheme="fp8_tensor")
+    alike = problem(quant="fp8_tensor")
+    for table, expected in (((channel,), 5), ((channel, own), 7)):
+        monkeypatch.setattr(tables, "entries", lambda name, table=table: table)
+        assert choose_plan(alike, 16, 2).first.group_m == expected
+        assert choose_plan(problem(quant="fp8_channel_token"), 16, 2).first.group_m == 5
+        for scheme in ("fp8_tensor_static", "int8_channel_token"):
+            other = problem(quant=scheme)
+            assert choose_plan(other, 16, 2) == heuristic(other, 4.0)
+    table = (entry(8, 4096, 4),)
     monkeypatch.setattr(tables, "entries", lambda name: table)
     odd = problem(hidden_size=4100)  # rows of 8200 bytes: no tensor descriptor
     plan = choose_plan(odd, 16, 2)
@@ -147,13 +150,16 @@ def test_the_heuristic_fits_the_device(scheme, inner) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel_token", "int8_channel_token"])
-def test_few_rows_of_8_bits_are_swapped(scheme) -> None:
-    for capability, rows, swapped in (((9, 0), 16.0, True), ((9, 0), 64.0, False),
-                                      ((8, 9), 16.0, False)):  # fmt: skip
-        p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
-        plan = heuristic(p, rows)
-        assert plan.first.swapped == plan.second.swapped == swapped
-        assert not swapped or min(plan.first.block_n, plan.second.block_n) >= 64
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
+@pytest.mark.parametrize("rows", [4.0, 16.0, 64.0])
+def test_few_rows_of_fp8_are_swapped(scheme, capability, rows) -> None:
+    p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
+    plan = heuristic(p, rows)
+    swapped = capability == (9, 0) and rows < 64 and scheme != "int8_channel_token"
+    assert plan.first.swapped == plan.second.swapped == swapped
+    assert not swapped or min(plan.first.block_n, plan.second.block_n) >= 64
+    kinds = {c.swapped for c in tune.candidates(p, rows, 1) if c.block_m < 64}
+    assert kinds <= {swapped}
 
 
 def test_an_order_that_does_not_pay(monkeypatch) -> None:

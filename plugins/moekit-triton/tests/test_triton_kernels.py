@@ -137,7 +137,7 @@ def test_grouped_gemm(
         a[unread] = torch.full_like(a[unread], NAN, dtype=torch.float32).to(a_dtype)
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((rows * top_k, n), NAN, dtype=out_dtype, device=device)
-    config = GemmConfig(16, block_n, block_k, group_m=2, num_warps=4, num_stages=2)
+    config = GemmConfig(16, block_n, block_k, 2, num_warps=4, num_stages=2, swapped=swapped)
     per_row = 1 if by_pair else top_k
     for named in (Rows.aligned(run_align(ids, experts, 16), per_row), Rows.direct(ids, per_row)):
         out.fill_(NAN)
@@ -201,7 +201,7 @@ def test_fused_activation(device, activation, quantize, inner, swapped):
     scales = {"a_scale": a_scale, "w_scale": w_scale, "bias_LN": bias}
 
     h = torch.full((rows * top_k, w_rows), NAN, device=device)
-    grouped_gemm(a, w, h, named, config, **scales)
+    grouped_gemm(a, w, h, named, replace(config, swapped=False), **scales)
     dtype = torch.float32 if quantize == "none" else FP8
     shape = (rows * top_k, -(-inner // 128)) if quantize == "group" else (1, 1)
     scale = None if quantize == "none" else torch.full(shape, 0.05, device=device)

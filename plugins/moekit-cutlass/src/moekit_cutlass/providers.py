@@ -284,6 +284,7 @@ class Quack(Provider):
     def __init__(self, problem: MoEProblem, plan: QuackPlan | None = None) -> None:
         super().__init__(problem)
         self.plan = plan or QuackPlan()
+        assert not (self.plan.gather and self.plan.first.dynamic), "a gather fetches no tiles"
         self.gathers = self.plan.gather
         activation = problem.activation
         fusable = activation.limit is None and not problem.has_bias

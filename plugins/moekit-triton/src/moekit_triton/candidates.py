@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moekit import MoEProblem
 
-from .config import PACKED_BLOCK_M, operand_bits, specializable, tma_possible
+from .config import PACKED_BLOCK_M, operand_bits, specializable, swapping_pays, tma_possible
 from .gemm import GemmConfig
 from .numerics import SCALE_GROUP
 from .packed import CHUNK
@@ -24,7 +24,7 @@ def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmCo
     if w_bits == 4:
         return _packed_candidates([8, 16] if per_expert <= 4 else blocks_m, wide)
     found: list[GemmConfig] = []
-    if a_bits == 8:
+    if swapping_pays(problem):
         found += _swapped_candidates(problem, [b for b in blocks_m if b < 64], wide)
         blocks_m = [b for b in blocks_m if b >= 64]
     block_scales = problem.quant.name.endswith("_block")
@@ -65,7 +65,7 @@ def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmCo
 def _swapped_candidates(
     problem: MoEProblem, blocks_m: Sequence[int], wide: int
 ) -> list[GemmConfig]:
-    """Few rows of 8 bits: weights are wgmma's 64 rows, and up to three programs share a
+    """Few rows of fp8: weights are wgmma's 64 rows, and up to three programs share a
     multiprocessor."""
     found = []
     tiles = ((64, 4), (128, 4), (128, 8)) if wide == 2 else ((64, 4), (128, 4), (256, 4), (256, 8))

@@ -172,7 +172,8 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     # Halves of 128 rows have won wherever many an expert has more than 64, but for scales by group.
     plain = a_bits == w_bits == 16
     grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
-    most_64 = 48 if a_bits == w_bits < 32 and not grouped else 64
+    ungrouped_fp8 = swapping_pays(p) and not grouped
+    most_64 = 48 if plain or ungrouped_fp8 else 64
     block_m = next((b for b, most in ((16, 8), (32, 24), (64, most_64)) if per_expert <= most), 128)
     if a_bits == 32:  # without tensor cores
         block_m = min(block_m, 64)
@@ -192,7 +193,7 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     if not fused:
         first = _tile(block_m, busy, p.w13_rows, p.hidden_size, a_bits, w_bits, 1)
     second = _tile(block_m, busy, p.hidden_size, p.local_intermediate_size, a_bits, w_bits, 1)
-    swapped = a_bits == 8 and block_m < 64 and hopper
+    swapped = swapping_pays(p) and block_m < 64
     first, second = (
         replace(c, tma=tma, halves=block_m == 128, swapped=swapped and c.block_n >= 64)
         for c in (first, second)
@@ -201,7 +202,7 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
         # Pointers to GEMM 1's weights, while rows are few.
         first = replace(first, tma=tma and per_expert > _SORTED_FROM, num_stages=4)
         second = replace(second, num_stages=4)
-    if a_bits == w_bits == 8 and block_m == 128 and hopper and not grouped:
+    if ungrouped_fp8 and block_m == 128:
         second = _large_tile(second, p.hidden_size, per_expert)
         first = first if fused and wide == 2 else _large_tile(first, p.w13_rows, per_expert)
     if grouped and block_m == 128 and hopper:
@@ -213,8 +214,16 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Plan:
     )
 
 
+def swapping_pays(problem: MoEProblem) -> bool:
+    """Whether tiles below 64 rows are faster by wgmma: e4m3 on Hopper, which mma.sync wants as
+    fp16 there."""
+    operand = problem.quant.activation
+    hopper = (problem.device.capability or (9, 0)) == (9, 0)
+    return hopper and operand is not None and operand.dtype.startswith("float8")
+
+
 def _large_tile(tile: GemmConfig, n: int, per_expert: float) -> GemmConfig:
-    """Of 8 bits whose scales serve all of K, n columns: two programs to a multiprocessor, until
+    """Of fp8 whose scales serve all of K, n columns: two programs to a multiprocessor, until
     there are rows for the largest tile."""
     if per_expert > _SORTED_FROM and n >= 256:
         return replace(tile, block_n=256, num_warps=8, num_stages=4)

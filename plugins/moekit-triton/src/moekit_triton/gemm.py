@@ -4,6 +4,7 @@ One kernel serves both formats. STANDARD: rows are listed by `AlignedPairs`. BAT
 l are the first counts_L[l] of its slab of C rows.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -183,7 +184,8 @@ def grouped_gemm(
         SCALE_GROUP=SCALE_GROUP, BIAS=bias_LN is not None,
         # Hopper's fp8 tensor cores accumulate with about 14 bits. Where scales change with K, and
         # where it costs nothing, sums per step are added up in fp32; large tiles would wait for it.
-        PROMOTE=a.dtype == torch.float8_e4m3fn and config.block_m < 64, INT8=a.dtype == torch.int8,
+        PROMOTE=a.dtype == torch.float8_e4m3fn and not (config.block_m >= 64 and _hopper(a.device)),
+        INT8=a.dtype == torch.int8,
         ACTIVATION="none" if activation is None else activation.name, GATED=gated, CLAMP=clamp,
         QUANTIZE=quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma, ONE_SCALE=one_scale,
         EVEN_N=n % config.block_n == 0, EVEN_K=k % config.block_k == 0,
@@ -191,6 +193,11 @@ def grouped_gemm(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+
+
+@functools.cache
+def _hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 _W_SCALE_KINDS = {1: "tensor", 2: "channel", 3: "block"}

@@ -15,8 +15,9 @@ from moekit.problem import MoEProblem
 # A shape is close enough to a measured one if no size differs by more than this factor.
 _NEAR = 2.0
 _SIZES = ("experts", "hidden", "intermediate")
-# Schemes whose tiles are another's: operands as wide, and scales that serve all of K.
-_TILES_OF = {"fp8_tensor": "fp8_channel_token", "int8_channel_token": "fp8_channel_token"}
+# Schemes that another's tiles serve: the same operands, scales that serve all of K, and activations
+# that are quantized behind GEMM 1 (fp8_tensor_static's are in it).
+_TILES_OF = {"fp8_tensor": "fp8_channel_token"}
 
 
 def table_key(problem: MoEProblem) -> dict[str, Any]:
@@ -36,22 +37,26 @@ def table_key(problem: MoEProblem) -> dict[str, Any]:
 def nearest_plan(problem: MoEProblem, per_expert: float) -> Mapping[str, Any] | None:
     """What was measured for the nearest shape and, on a log scale, rows per expert, if any.
 
+    A scheme's own entries go before those of one whose tiles serve it, too (`_TILES_OF`).
     With a bias fewer kinds of tiles are possible (`specializable`): what was measured with one
     serves no other problem, but a problem with a bias takes the others' where it has none.
     """
     key = table_key(problem)
-    key["scheme"] = _TILES_OF.get(key["scheme"], key["scheme"])
-    same = [name for name in key if name not in (*_SIZES, "bias")]
-    near: list[tuple[bool, float, Mapping[str, Any]]] = []
+    schemes = key["scheme"], _TILES_OF.get(key["scheme"])
+    same = [name for name in key if name not in (*_SIZES, "scheme", "bias")]
+    near: list[tuple[bool, bool, float, Mapping[str, Any]]] = []
     for entry in entries(problem.device.name):
         apart = [abs(math.log(entry[name] / key[name])) for name in _SIZES]
         if any(entry[name] != key[name] for name in same) or entry["bias"] > key["bias"]:
             continue
+        if entry["scheme"] not in schemes:
+            continue
         if max(apart) <= math.log(_NEAR):
-            near.append((entry["bias"] != key["bias"], sum(apart), entry))
+            other = entry["scheme"] != key["scheme"], entry["bias"] != key["bias"]
+            near.append((*other, sum(apart), entry))
     if not near:
         return None
-    *_, entry = min(near, key=lambda found: found[:2])
+    *_, entry = min(near, key=lambda found: found[:3])
     wanted = math.log(max(per_expert, 1e-3))
 
     def apart_from(plan: Mapping[str, Any]) -> float:

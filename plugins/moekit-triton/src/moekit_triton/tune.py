@@ -404,8 +404,10 @@ def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
 
 
 def _tiny(problem: MoEProblem) -> MoEProblem:
-    """A problem whose kernels are the same: whole tiles leave as much of its sizes."""
-    hidden, inner = (512 + n % 256 for n in (problem.hidden_size, problem.intermediate_size))
+    """A problem whose kernels are the same: tiles and groups of 128 leave as much of its sizes, and
+    what is a multiple of 16 in them (strides of scales, too) is one here."""
+    sizes = problem.hidden_size, problem.intermediate_size
+    hidden, inner = (2048 + n % 2048 for n in sizes)
     return replace(problem, num_experts=2, top_k=2, hidden_size=hidden, intermediate_size=inner)
 
 
@@ -432,11 +434,13 @@ def make_case(problem: MoEProblem, rows: int, routings: int, packed: Any = None)
 def compile_all(problems: Iterable[MoEProblem], sizes: Sequence[float]) -> None:
     """All candidates of all sizes, by as many processes as there are cores, up to 48."""
     jobs: list[tuple[MoEProblem, str, Order, list[dict[str, Any]]]] = []
-    for tiny, p in {_tiny(p): p for p in problems}.items():
-        wanted: dict[tuple[str, Order], dict[Attempt, None]] = {}
-        for attempt in itertools.chain(*(attempts(p, per_expert) for per_expert in sizes)):
+    wanted_of: dict[MoEProblem, dict[tuple[str, Order], dict[Attempt, None]]] = {}
+    for p, per_expert in itertools.product(problems, sizes):
+        wanted = wanted_of.setdefault(_tiny(p), {})
+        for attempt in attempts(p, per_expert):
             gemm, _, _, order = attempt
             wanted.setdefault((gemm, order), {})[attempt] = None
+    for tiny, wanted in wanted_of.items():
         for (gemm, order), unique in wanted.items():
             configs = [{**asdict(config), "fused": fused} for _, config, fused, _ in unique]
             jobs += [(tiny, gemm, order, configs[i : i + 3]) for i in range(0, len(configs), 3)]
