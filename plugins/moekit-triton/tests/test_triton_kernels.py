@@ -199,8 +199,9 @@ def test_fused_activation(device, activation, quantize, inner, swapped):
     ids = torch.randint(-1, experts, (rows, top_k), device=device)
     named = Rows.aligned(run_align(ids, experts, block_m), top_k)
     used = ids.flatten() >= 0
-    config = GemmConfig(block_m, 128, 64, num_warps=8, num_stages=2, halves=not swapped)
-    config = replace(config, swapped=swapped)
+    config = GemmConfig(
+        block_m, 128, 64, num_warps=8, num_stages=2, halves=not swapped, swapped=swapped
+    )
     scales = {"a_scale": a_scale, "w_scale": w_scale, "bias_LN": bias}
 
     h = torch.full((rows * top_k, w_rows), NAN, device=device)
@@ -249,8 +250,7 @@ def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind, swapped):
         a_scale[~used] = NAN
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((experts, slab, n), NAN, dtype=out_dtype, device=device)
-    halves = not swapped
-    config = GemmConfig(block_m, 64, 64, num_stages=2, halves=halves, swapped=swapped)
+    config = GemmConfig(block_m, 64, 64, num_stages=2, halves=not swapped, swapped=swapped)
     rows = Rows.slabs(counts, slab, block_m)
     grouped_gemm(a, w, out, rows, config, a_scale=a_scale, w_scale=w_scale)
     limit = GEMM_LIMITS[a_dtype]

@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -82,15 +82,15 @@ def quack_plans(problem: MoEProblem) -> tuple[tuple[int, QuackPlan], ...]:
     a plain GEMM 1 is 4 to 10 % faster than one that gathers, and may fetch its tiles.
     """
     few = QuackPlan(False, Tile(128, 192, True, (1, 1)), Tile(128, 160, True, (1, 1)))
-    fetched = Tile(128, 192, True, (1, 1), dynamic=True)
-    pairs = replace(fetched, cluster=(2, 1))
     if problem.w13_rows < 4096:
-        narrow = QuackPlan(True, replace(pairs, dynamic=False), replace(pairs, dynamic=False))
-        return (0, few), (512, narrow)
+        tile = Tile(128, 192, True, (2, 1))
+        return (0, few), (512, QuackPlan(True, tile, tile))
     if problem.w13_rows < 16384:
-        return (0, few), (512, QuackPlan(False, fetched, fetched))
+        tile = Tile(128, 192, True, (1, 1), dynamic=True)
+        return (0, few), (512, QuackPlan(False, tile, tile))
     some = QuackPlan(False, Tile(128, 256, False, (1, 1)), Tile(128, 160, True, (1, 2)))
-    return (0, few), (512, some), (2048, QuackPlan(False, pairs, pairs))
+    tile = Tile(128, 192, True, (2, 1), dynamic=True)
+    return (0, few), (512, some), (2048, QuackPlan(False, tile, tile))
 
 
 class Scales(NamedTuple):
