@@ -20,11 +20,16 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def pairs_by_expert(flat: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
+    """Of `flat` ids on the CPU, every expert's pairs in ascending order."""
+    counts = flat[flat >= 0].bincount(minlength=num_experts)
+    return flat.argsort(stable=True)[(flat < 0).sum() :].split(counts.tolist())
+
+
 def check_aligned(out: AlignedPairs, ids: torch.Tensor, num_experts: int) -> None:
     flat, block_m = ids.flatten().cpu(), out.block_m
     pairs, experts = [], []
-    for expert in range(num_experts):
-        mine = (flat == expert).nonzero().flatten()
+    for expert, mine in enumerate(pairs_by_expert(flat, num_experts)):
         blocks = cdiv(len(mine), block_m)
         padding = torch.full((blocks * block_m - len(mine),), len(flat))
         pairs += [mine, padding]
@@ -94,10 +99,11 @@ def test_align_by_ends(device, rows, top_k, num_experts, block_m, routing, pairs
     align(ids, num_experts, out, scratch)
     assert all((x[-32:] == -77).all() for x in whole), "written beyond the end"
     want, start = torch.full((capacity,), -77, dtype=torch.int32), 0
-    for expert, end in enumerate(ends.tolist()):
-        mine = (ids.flatten().cpu() == expert).nonzero().flatten()
+    found = entries.cpu()
+    mine_by_expert = pairs_by_expert(ids.flatten().cpu(), num_experts)
+    for mine, end in zip(mine_by_expert, ends.tolist(), strict=True):
         assert end == start + len(mine)
-        assert entries[mine.to(device)].tolist() == list(range(start, end))
+        assert found[mine].tolist() == list(range(start, end))
         want[start:end] = mine
         start += cdiv(len(mine), block_m) * block_m
     assert (entries[ids.flatten() < 0] == -1).all()

@@ -219,11 +219,14 @@ def test_fused_activation(device, activation, quantize, inner, swapped):
     epilogue = Epilogue(activation, quantize, fused_scale)
     grouped_gemm(a, w, fused, named, config, epilogue=epilogue, **scales)
     assert fused[~used].float().isnan().all(), "a pair without expert was written"
+    # Hopper's wgmma, which the swapped kernel alone has here, sums e4m3 products in fewer bits
+    # than mma.sync: 1.3e-4 apart.
+    close = 5e-4 if swapped and not INTERPRETED else 1e-5
     if quantize == "group":
-        assert torch.allclose(fused_scale[used], scale[used], rtol=1e-5)
+        assert torch.allclose(fused_scale[used], scale[used], rtol=2 * close)
     # Sums may be ordered differently: a few values fall to the other side of a rounding.
     error = relative_error(fused[used].float(), apart[used].float())
-    assert error < (1e-5 if quantize == "none" else 2e-2)
+    assert error < (close if quantize == "none" else 2e-2)
 
 
 @pytest.mark.parametrize(("a_dtype", "w_dtype", "a_kind", "w_kind", "swapped"), SCHEMES_AND_ORDERS)
