@@ -6,8 +6,6 @@ from moekit.plugins import DispatcherSpec, ExpertsSpec, hookimpl
 from moekit.problem import ActivationFormat
 from moekit.quant import SCHEMES
 
-_ANYWHERE = ("cpu", "cuda", "xpu", "mps", "hpu", "npu")
-
 
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
@@ -16,7 +14,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             name="local",
             target="moekit.local:LocalDispatcher",
             format=ActivationFormat.STANDARD,
-            devices=_ANYWHERE,
+            devices=("any",),
             moves_tokens=False,
             priority=100,
             graph_safe=True,
@@ -26,7 +24,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             name="batched_reference",
             target="moekit.reference:BatchedReference",
             format=ActivationFormat.BATCHED,
-            devices=_ANYWHERE,
+            devices=("any",),
             moves_tokens=False,
             priority=-100,
             deterministic=True,
@@ -41,7 +39,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             name="torch",
             target="moekit.torch_experts:TorchExperts",
             format=ActivationFormat.STANDARD,
-            devices=_ANYWHERE,
+            devices=("any",),
             schemes=frozenset(SCHEMES),
             reduces=True,
             deterministic=True,
@@ -50,7 +48,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             name="reference",
             target="moekit.reference:ReferenceExperts",
             format=ActivationFormat.STANDARD,
-            devices=_ANYWHERE,
+            devices=("any",),
             schemes=frozenset(SCHEMES),
             reduces=False,
             priority=-100,

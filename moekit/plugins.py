@@ -25,7 +25,7 @@ import pluggy
 
 from moekit.activation import ACTIVATIONS
 from moekit.errors import BackendBroken, BackendError, NameClash, UnknownBackend
-from moekit.problem import DTYPES, ActivationFormat, MoEProblem
+from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
 from moekit.quant import SCHEMES
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ _hookspec = pluggy.HookspecMarker(GROUP)
 # What a stranger's code may raise without taking moekit down: sys.exit() at import, too.
 _FAULTS = (Exception, SystemExit)
 
-_DEVICE = re.compile(r"(?P<type>[a-z]+)(?:(?P<op>>=|==)(?P<major>\d+)\.(?P<minor>\d+))?")
-
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
@@ -49,8 +47,9 @@ class BackendSpec:
 
     name: what users type. target: ``"package.module:Class"``, imported on creation.
     format: the layout of dispatched tokens it produces or consumes.
-    dtypes, schemes, devices: what it runs on. A device is ``"cpu"``, ``"cuda"``, ``"cuda>=9.0"``
-    or ``"cuda==9.0"`` (compute capability).
+    dtypes, schemes, devices: what it runs on. A device is ``"cpu"`` or another of torch's types
+    (``"cuda"``: AMD's GPUs, too), ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability),
+    ``"gfx942"`` (AMD's), or ``"any"``.
     requires: importable names it needs; looked up with find_spec, never imported to list.
     install_hint: the command that provides them.
     priority: the higher of two possible backends is chosen when no measurement says otherwise;
@@ -92,7 +91,7 @@ class BackendSpec:
             if unknown := sorted(getattr(self, what) - set(known)):
                 raise ValueError(f"{self.name}: unknown {what} {unknown}; known: {sorted(known)}")
         for device in self.devices:
-            if not _DEVICE.fullmatch(device):
+            if not DEVICE_PATTERN.fullmatch(device):
                 raise ValueError(f"{self.name}: device {device!r}: want e.g. 'cpu', 'cuda>=9.0'")
 
     def priority_for(self, problem: MoEProblem) -> int:
@@ -105,7 +104,7 @@ class BackendSpec:
             for name in self.requires
             if not importable(name)
         ]
-        if not any(_device_matches(d, problem) for d in self.devices):
+        if not any(map(problem.device.meets, self.devices)):
             reasons.append(f"runs on {' or '.join(self.devices)}, not on {problem.device}")
         if problem.dtype_name not in self.dtypes:
             known = ", ".join(sorted(self.dtypes))
@@ -575,17 +574,3 @@ def importable(name: str) -> bool:
     except (ImportError, ValueError):
         return False
     return spec is not None
-
-
-def _device_matches(requirement: str, problem: MoEProblem) -> bool:
-    match = _DEVICE.fullmatch(requirement)
-    assert match is not None
-    device = problem.device
-    if device.type != match["type"]:
-        return False
-    if match["op"] is None or device.capability is None:
-        return match["op"] is None
-    wanted = (int(match["major"]), int(match["minor"]))
-    if match["op"] == "==":
-        return device.capability == wanted
-    return device.capability >= wanted

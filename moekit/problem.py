@@ -24,6 +24,12 @@ DTYPES = {
 }
 
 
+# What backends write to say where they run: see `DeviceSpec.meets`.
+DEVICE_PATTERN = re.compile(
+    r"(?P<type>[a-z]+)(?:(?P<op>>=|==)(?P<major>\d+)\.(?P<minor>\d+))?|(?P<arch>gfx[0-9a-f]+)"
+)
+
+
 class ActivationFormat(enum.Enum):
     """Layout of dispatched tokens.
 
@@ -42,17 +48,21 @@ class ActivationFormat(enum.Enum):
 class DeviceSpec:
     """A kind of device: ``type`` as torch names it and, where it has one, a compute capability.
 
+    AMD's GPUs, which torch calls "cuda" too, have no capability but an ``arch``, as in "gfx942".
     Given explicitly, it lets any machine ask what would run on another one.
     """
 
     type: str
     capability: tuple[int, int] | None = None
     name: str = ""
+    arch: str = ""
 
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:
-        """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"cuda"``, ``"cuda:1"``
-        (of this machine)."""
+        """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"gfx942"`` (AMD's),
+        ``"cuda"``, ``"cuda:1"`` (of this machine)."""
+        if re.fullmatch(r"gfx[0-9a-f]+", text):
+            return cls("cuda", arch=text)
         if match := re.fullmatch(r"sm_?(1?\d)(\d)a?", text):
             return cls("cuda", (int(match[1]), int(match[2])))
         if re.fullmatch(r"cuda(:\d+)?", text):
@@ -78,14 +88,30 @@ class DeviceSpec:
                 "CUDA devices here; name the capability instead, as in 'sm90'"
             )
         module = torch.get_device_module(device)
-        capability = getattr(module, "get_device_capability", lambda _: None)(device)
         name = getattr(module, "get_device_name", lambda _: "")(device)
+        if device.type == "cuda" and torch.version.hip:
+            arch = module.get_device_properties(device).gcnArchName.partition(":")[0]
+            return cls(device.type, None, str(name), arch)
+        capability = getattr(module, "get_device_capability", lambda _: None)(device)
         pair = tuple(capability) if isinstance(capability, tuple) else None
         return cls(device.type, pair, str(name))
 
+    def meets(self, wanted: str) -> bool:
+        """``wanted``: "any", a type, ``"cuda>=9.0"``, ``"cuda==9.0"`` or ``"gfx942"``."""
+        match = DEVICE_PATTERN.fullmatch(wanted)
+        assert match is not None, wanted
+        if match["arch"]:
+            return self.arch == match["arch"]
+        if match["op"] is None:
+            return match["type"] in ("any", self.type)
+        if self.type != match["type"] or self.capability is None:
+            return False
+        least = (int(match["major"]), int(match["minor"]))
+        return self.capability == least or (match["op"] == ">=" and self.capability > least)
+
     def __str__(self) -> str:
         if self.capability is None:
-            return self.type
+            return f"{self.type} {self.arch}".strip()
         return f"{self.type} sm{self.capability[0]}{self.capability[1]}"
 
 

@@ -42,7 +42,10 @@ def route(
     routed_scaling_factor multiplies the weights last.
     custom: ``(logits_TE fp32, top_k) -> (weights_TK, ids_TK)`` in place of all of these.
     is_padding (T,) bool: these tokens get ids -1 and weights 0.
-    checked: refuse NaN logits; default on the CPU only, as it synchronizes with the device.
+    checked: refuse NaN and +infinity; default on the CPU only, as it synchronizes with the device.
+
+    A logit of -infinity masks its expert, which is then chosen, with weight 0, only where fewer
+    than K are left. With a correction_bias mask there: it is what chooses.
 
     Llama-4: ``scoring="sigmoid", top_k=1`` with ``apply_router_weight_on_input`` in the problem.
     gpt-oss: ``renormalize=True``.
@@ -50,15 +53,7 @@ def route(
     _check_shapes(logits, top_k, correction_bias, num_expert_group, topk_group, is_padding)
     scores_TE = logits.float()
     if checked or (checked is None and logits.device.type == "cpu"):
-        rows = ~torch.isfinite(scores_TE).all(dim=1)
-        if is_padding is not None:
-            rows &= ~is_padding
-        if bool(rows.any()):
-            first = int(rows.nonzero()[0])
-            raise InvalidInput(
-                f"router logits of {int(rows.sum())} token(s) hold NaN or infinity, first token "
-                f"{first}: the layer before is at fault"
-            )
+        _check_values(scores_TE, correction_bias, is_padding)
     if custom is not None:
         weights, ids = custom(scores_TE, top_k)
         if weights.shape != (logits.shape[0], top_k) or ids.shape != weights.shape:
@@ -130,6 +125,28 @@ def _keep_best_groups(choice_TE: Tensor, groups: int, keep: int, biased: bool) -
     kept = torch.zeros_like(group_scores, dtype=torch.bool)
     kept.scatter_(1, _top(group_scores, keep)[1], True)
     return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+
+
+def _check_values(
+    logits_TE: Tensor, correction_bias: Tensor | None, is_padding: Tensor | None
+) -> None:
+    largest = logits_TE.amax(dim=1)  # NaN where one is
+    for wrong, what in (
+        (~torch.isfinite(largest), "hold NaN or infinity, or are all -infinity"),
+        (
+            logits_TE.isneginf().any(dim=1) & (correction_bias is not None),
+            "hold -infinity beside a correction_bias, which could choose that expert all the same",
+        ),
+    ):
+        rows = wrong if is_padding is None else wrong & ~is_padding
+        if bool(rows.any()):
+            first = int(rows.nonzero()[0])
+            todo = "the layer before is at fault"
+            if bool(torch.isfinite(largest[first])):
+                todo = "set the bias to -infinity to mask it"
+            raise InvalidInput(
+                f"router logits of {int(rows.sum())} token(s) {what}, first token {first}: {todo}"
+            )
 
 
 def _check_shapes(

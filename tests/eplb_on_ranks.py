@@ -199,9 +199,11 @@ def rebalances(rank: int, world_size: int, layer: Layer, **options: object) -> l
         r.check(x, logical, r.call(x, balancer.route(logical, 1)), "before")
         balancer.step()
     wanted = torch.zeros(2, layer.num_experts, dtype=torch.int64)
-    for source in range(world_size):
+    holders = {}  # of every batch, one rank
+    for r.rank in range(world_size):
+        holders[r.source] = r.rank
+    for r.rank in holders.values():
         for key in range(3):
-            r.rank = source
             ids = r.tokens(30, key)[1].topk_ids
             wanted[1] += torch.bincount(ids[ids >= 0].cpu(), minlength=layer.num_experts)
     r.rank = rank

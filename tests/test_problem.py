@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -92,10 +94,41 @@ def test_derived_sizes() -> None:
     assert not ParallelConfig(ep_size=4, dp_size=1).moves_tokens
 
 
+@pytest.mark.parametrize(
+    ("device", "meets"),
+    [
+        ("sm90", "any cuda cuda>=8.0 cuda>=9.0 cuda==9.0"),
+        ("sm100", "any cuda cuda>=8.0 cuda>=9.0"),
+        ("gfx942", "any cuda gfx942"),
+        ("cpu", "any cpu"),
+        ("xpu", "any xpu"),
+    ],
+)
+def test_what_devices_meet(device: str, meets: str) -> None:
+    wanted = "any cpu xpu cuda cuda>=8.0 cuda>=9.0 cuda==9.0 cuda==8.0 gfx942 gfx90a"
+    assert [w for w in wanted.split() if DeviceSpec.parse(device).meets(w)] == [
+        w for w in wanted.split() if w in meets.split()
+    ]
+
+
+def test_amd_gpus_have_an_arch_instead_of_a_capability(monkeypatch) -> None:
+    module = SimpleNamespace(
+        get_device_name=lambda _: "AMD Instinct MI300X",
+        get_device_capability=lambda _: (9, 4),
+        get_device_properties=lambda _: SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-"),
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    found = DeviceSpec.of(torch.device("cuda"))
+    assert found == DeviceSpec("cuda", None, "AMD Instinct MI300X", "gfx942")
+
+
 def test_device_spec_of_another_machine() -> None:
     assert DeviceSpec.parse("sm100") == DeviceSpec("cuda", (10, 0))
     assert DeviceSpec.parse("sm_90a").capability == (9, 0)
     assert str(DeviceSpec.parse("sm90")) == "cuda sm90"
+    assert str(DeviceSpec.parse("gfx942")) == "cuda gfx942"
     if not torch.cuda.is_available():
         with pytest.raises(InvalidProblem, match="name the capability instead"):
             DeviceSpec.parse("cuda")

@@ -107,13 +107,42 @@ def test_custom() -> None:
         route(torch.randn(3, 8), 3, custom=lambda logits, k: last(logits, 2))
 
 
-def test_nan_logits() -> None:
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_logits_that_are_no_numbers(value: str) -> None:
     logits = torch.randn(6, 8)
-    logits[4, 2] = float("nan")
-    with pytest.raises(InvalidInput, match="first token 4"):
+    logits[4, 2] = float(value)
+    with pytest.raises(InvalidInput, match="first token 4: the layer before"):
         route(logits, 2)
     unchecked = route(logits, 2, checked=False).topk_ids
     assert ((unchecked >= 0) & (unchecked < 8)).all()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_masked_experts(scoring: str, renormalize: bool) -> None:
+    """-infinity is as good as leaving the expert out, and where too few are left, weighs 0."""
+    logits, left = torch.randn(6, 8), [0, 2, 3, 7]
+    masked = torch.full_like(logits, -torch.inf)
+    masked[:, left] = logits[:, left]
+    got = route(masked, 3, scoring=scoring, renormalize=renormalize)
+    want = route(logits[:, left], 3, scoring=scoring, renormalize=renormalize)
+    assert torch.equal(got.topk_ids, torch.tensor(left)[want.topk_ids])
+    torch.testing.assert_close(got.topk_weights, want.topk_weights)
+    all_left = route(masked, 6, scoring=scoring, renormalize=renormalize)
+    assert not all_left.topk_weights[:, 4:].any() and (all_left.topk_weights[:, :4] > 0).all()
+
+
+def test_masks_that_mask_nothing() -> None:
+    logits = torch.randn(6, 8)
+    logits[3] = -torch.inf
+    with pytest.raises(InvalidInput, match=r"all -infinity, first token 3: the layer before"):
+        route(logits, 2)
+    logits[3, 1:] = 0.0
+    with pytest.raises(InvalidInput, match=r"first token 3: set the bias to -infinity"):
+        route(logits, 2, scoring="sigmoid", correction_bias=torch.ones(8))
+    bias = torch.tensor([-torch.inf] + [1.0] * 7)
+    got = route(torch.randn(6, 8), 7, scoring="sigmoid", correction_bias=bias)
+    assert (got.topk_ids > 0).all()
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,14 @@ class LoadWindow:
         self._now.zero_()
         self._step += 1
 
-    def total(self, group: dist.ProcessGroup | None = None) -> Tensor:
+    def total(self, group: dist.ProcessGroup | None = None, *, mine: bool = True) -> Tensor:
         """Sum over finished steps and the ranks of ``group``: (layers, E) int64 on the CPU.
 
-        Collective where a group is given.
+        Collective where a group is given. mine: False where another rank counts the same tokens.
         """
         total = self._last.sum(dim=0, dtype=torch.int64)
         if group is not None:
+            total *= mine
             dist.all_reduce(total, group=group)
         return total.cpu()
 
@@ -121,6 +122,7 @@ class Rebalancer:
         # Ranks that hold the same tokens must choose the same replicas, others need not.
         rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
         self._batch = rank * parallel.dp_size // ranks
+        self._counts = rank == 0 or (rank - 1) * parallel.dp_size // ranks < self._batch
         device = next(iter(packed[0].experts.values())).device
         with torch.inference_mode(False):  # tensors to be overwritten in any mode
             self.window = LoadWindow(len(packed), problem.num_experts, window, device)
@@ -150,8 +152,11 @@ class Rebalancer:
         self.window.step()
 
     def loads(self) -> Tensor:
-        """Tokens per layer and logical expert in the window, on all ranks: (layers, E) int64."""
-        return self.window.total(self.group)
+        """Tokens per layer and logical expert in the window, on all ranks: (layers, E) int64.
+
+        Tokens that several ranks hold count once.
+        """
+        return self.window.total(self.group, mine=self._counts)
 
     def rebalance(self) -> list[RebalanceReport]:
         """Moves every layer's experts to where the policy wants them; returns when they are there.

@@ -5,11 +5,12 @@
     moekit.integrations.transformers.install()
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moekit")
 
-Every model whose experts go through transformers' experts interface runs, and Llama 4, whose do
-not. A layer is packed at its first call; `memory` says what that costs. Weights that change later
-(load_state_dict, ``to``, an optimizer's step, a new parameter) are packed again at the next call.
-Torch keeps no record of writes through ``parameter.data`` and to parameters made in inference
-mode, and nothing is looked at when a CUDA graph replays: call `repack` after those.
+Models run whose experts go through transformers' experts interface, and Llama 4, whose do not;
+what moekit cannot compute exactly is refused by name. A layer is packed at its first call;
+`memory` says what that costs. Weights that change later (load_state_dict, ``to``, an optimizer's
+step, a new parameter) are packed again at the next call. Torch keeps no record of writes through
+``parameter.data`` and to parameters made in inference mode, and nothing is looked at when a CUDA
+graph replays: call `repack` after those.
 
 There is no backward pass: layers run with gradients enabled, but ``backward()`` raises. Under
 torch.compile a layer is one operator.
