@@ -83,8 +83,8 @@ class StandardAsBatched(_Bridge):
         workspace: Sequence[Tensor],
     ) -> None:
         assert tokens.expert_num_tokens is not None
-        L, C, H = tokens.x.shape
-        device = tokens.x.device
+        L, C, columns = tokens.x.shape
+        device, H = tokens.x.device, self.problem.hidden_size
         expert = torch.arange(L, device=device)[:, None].expand(L, C)
         real = torch.arange(C, device=device) < tokens.expert_num_tokens[:, None]
         ids = torch.where(real, expert, -1).view(L * C, 1)
@@ -92,7 +92,7 @@ class StandardAsBatched(_Bridge):
         if scale is not None:
             scale = scale.view(1, 1) if scale.numel() == 1 else scale.reshape(L * C, -1)
         rows = Dispatched(
-            x=tokens.x.view(L * C, H),
+            x=tokens.x.view(L * C, columns),
             x_scale=scale,
             topk_ids=ids,
             topk_weights=torch.ones((L * C, 1), dtype=torch.float32, device=device),

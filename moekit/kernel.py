@@ -259,7 +259,7 @@ def quantize_dispatched(
     valid = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
     x, scale = experts.quantize(tokens.x.view(L * C, H), weights, valid.view(-1))
     scale = scale.view(1, 1, 1) if scale.shape[0] == 1 else scale.view(L, C, scale.shape[1])
-    return replace(tokens, x=x.view(L, C, H), x_scale=scale)
+    return replace(tokens, x=x.view(L, C, x.shape[1]), x_scale=scale)
 
 
 def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tensor:

@@ -209,6 +209,8 @@ class ExpertsSpec(BackendSpec):
     takes_quantized, takes_unquantized: which inputs it accepts for a scheme that quantizes
     activations. When it takes both, tokens are quantized before they travel if the dispatcher can
     send them so, and by the experts otherwise.
+    emulates: multiplies dequantized weights by activations as they arrive: finer than a scheme that
+    quantizes them, and static input scales are not used.
     movable: packed weights are expert-major, so experts can migrate between ranks.
     """
 
@@ -218,6 +220,7 @@ class ExpertsSpec(BackendSpec):
     reduces: bool
     takes_quantized: bool = True
     takes_unquantized: bool = True
+    emulates: bool = False
     movable: bool = True
 
     def __post_init__(self) -> None:

@@ -6,21 +6,25 @@ scale, with 1 where one scale serves the whole extent, so that they broadcast:
     weights      w_LNK      scale (L, N or N/group or 1, K/group or 1)
     activations  x_RH       scale (R or 1, H/group or 1)
 
-Scales are fp32 and multiply: ``value = quantized * scale``.
+Scales are fp32 tensors and multiply: ``value = quantized * scale``. `OperandQuant.scale_dtype` says
+which of their values a scheme has.
 
 int4 weights are uint8, two of a row's columns in a byte, the even one in the lower half, stored as
 0..15: ``value = (stored - zero) * scale``, zero being 8, or with ``zero_points`` an integer 0..15
 (uint8, unpacked) per scale. ``g_idx`` (L, K), "act-order", names each column's group where groups
 are not runs of columns. `moekit.int4` brings the checkpoints' packings into this form.
 
-mxfp4 weights are packed in the same way: codes of sign, two exponent bits and a mantissa bit
-(`E2M1`), and scales that are powers of two, one for 32 columns (OCP Microscaling Formats 1.0).
+fp4 is packed in the same way: codes of sign, two exponent bits and a mantissa bit (`E2M1`).
+mxfp4 and mxfp8 have scales that are powers of two, one for 32 columns (OCP Microscaling Formats
+1.0; those of fp8 are rounded up, as cuBLAS and DeepGEMM do, where OCP lets values saturate).
+nvfp4 has one for 16 columns, an e4m3 number times one fp32 number for the whole matrix, or for all
+activations of a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -40,6 +44,7 @@ INT4_ZERO = 8
 # Values of the codes 0..7; 8 more is the negative.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST_AMAX = 1e-12
+_SMALLEST_E4M3 = 2.0**-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +55,14 @@ class OperandQuant:
     (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
     ``static``: the scale comes with the checkpoint instead of from the data.
     ``zero_points``: int4 only, each group's zero is stored beside its scale.
+    ``scale_dtype``: float32, float8_e8m0fnu (powers of two), or float8_e4m3fn (times one fp32).
     """
 
     dtype: str
     group: tuple[int, int]
     static: bool = False
     zero_points: bool = False
+    scale_dtype: str = "float32"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -74,7 +81,7 @@ class OperandQuant:
     @property
     def microscaled(self) -> bool:
         """Whether scales are powers of two (e8m0)."""
-        return self.dtype == "float4_e2m1"
+        return self.scale_dtype == "float8_e8m0fnu"
 
     @property
     def per_tensor(self) -> bool:
@@ -117,8 +124,15 @@ def _weight_only(name: str, dtype: str, group: tuple[int, int]) -> QuantScheme:
     return QuantScheme(name=name, weight=OperandQuant(dtype=dtype, group=group, static=True))
 
 
+def _small_groups(name: str, weight: OperandQuant, activation: OperandQuant | None) -> QuantScheme:
+    return QuantScheme(name=name, weight=replace(weight, static=True), activation=activation)
+
+
 _TENSOR, _ROW, _BLOCK, _GROUP = (-1, -1), (1, -1), (128, 128), (1, 128)
-_FP8, _INT8 = "float8_e4m3fn", "int8"
+_FP8, _INT8, _FP4 = "float8_e4m3fn", "int8", "float4_e2m1"
+_MXFP8 = OperandQuant(dtype=_FP8, group=(1, 32), scale_dtype="float8_e8m0fnu")
+_MXFP4 = replace(_MXFP8, dtype=_FP4)
+_NVFP4 = OperandQuant(dtype=_FP4, group=(1, 16), scale_dtype="float8_e4m3fn")
 
 SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
     {
@@ -144,9 +158,20 @@ SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
                 weight=OperandQuant(dtype="int4", group=_GROUP, static=True),
                 activation=OperandQuant(dtype=_FP8, group=_ROW),
             ),
-            _weight_only("mxfp4_w4a16", "float4_e2m1", (1, 32)),
+            _small_groups("mxfp4_w4a16", _MXFP4, None),
+            _small_groups("mxfp4_w4a8", _MXFP4, _MXFP8),
+            _small_groups("mxfp8", _MXFP8, _MXFP8),
+            _small_groups("nvfp4_w4a16", _NVFP4, None),
+            _small_groups("nvfp4", _NVFP4, _NVFP4),
         )
     }
+)
+
+# Those whose activations are a byte each under fp32 scales: what dispatchers carry as they are.
+WIRE_SCHEMES = frozenset(
+    name
+    for name, scheme in SCHEMES.items()
+    if scheme.activation is not None and scheme.activation.scale_dtype == "float32"
 )
 
 
@@ -187,9 +212,17 @@ def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = No
         pad = (0, -n % g) if dim == -1 else (0, 0, 0, -n % g)
         magnitude = torch.unflatten(F.pad(magnitude, pad), dim, (-1, g)).amax(dim)
     magnitude = magnitude.clamp(min=_SMALLEST_AMAX)
-    if quant.microscaled:  # the power of two that brings the largest to [4, 8)
-        return torch.exp2(magnitude.log2().floor() - 2)
-    return magnitude / quant.qmax
+    if quant.microscaled:
+        if quant.dtype == _FP4:  # brings the largest to [4, 8)
+            return torch.exp2(torch.frexp(magnitude).exponent.float() - 3)
+        mantissa, exponent = torch.frexp(magnitude / quant.qmax)
+        return torch.exp2(exponent.float() - (mantissa == 0.5).float())
+    scale = magnitude / quant.qmax
+    if quant.scale_dtype == "float8_e4m3fn":
+        whole = scale.amax((-2, -1), keepdim=True) / _QMAX[_FP8] if scale.numel() else scale
+        small = (scale / whole).clamp(_SMALLEST_E4M3, _QMAX[_FP8])
+        return small.to(torch.float8_e4m3fn).float() * whole
+    return scale
 
 
 def quantize(
@@ -208,7 +241,7 @@ def quantize(
         scale = compute_scale(x, quant, valid_rows)
     q = x.float() / _expand(scale.float(), quant.group, *x.shape[-2:])
     q = q.clamp(-quant.qmax, quant.qmax)
-    if quant.dtype == "float4_e2m1":
+    if quant.dtype == _FP4:
         return pack_int4(_to_e2m1(q)), scale
     if quant.dtype in ("int8", "int4"):
         q = q.round()
@@ -267,7 +300,7 @@ def dequantize(
     zero_points: uint8, shaped as scale. g_idx (..., columns): the group of each column.
     """
     values = (unpack_int4(q) if quant.packed else q).float()
-    if quant.dtype == "float4_e2m1":
+    if quant.dtype == _FP4:
         codes = torch.tensor([*E2M1, *(-v for v in E2M1)], device=q.device)
         return (codes[values.long()] * _expand(scale.float(), quant.group, *values.shape[-2:])).to(
             dtype

@@ -48,7 +48,8 @@ class Explanation:
     """What could do ``problem``, best first, and why each other backend could not.
 
     rejected_dispatchers, rejected_experts: name -> every reason. why: what decided the order. note:
-    what else there is to know of a choice by measurement, or of a composite; else empty.
+    what else there is to know of a choice by measurement, of a composite, or of experts that
+    emulate the scheme; else empty.
     """
 
     problem: MoEProblem
@@ -164,6 +165,11 @@ def explain(
     pairs, found, note = _by_measurement(problem, pairs, dispatchers, candidates)
     if isinstance(named := candidates.get(experts or ""), CompositeSpec):
         note = named.memory_note(problem)
+    elif pairs and not note and _emulated(problem, candidates.get(pairs[0].experts)):
+        note = (
+            f"{pairs[0].experts} emulates {problem.quant.name}: it multiplies dequantized weights, "
+            "and activations stay unquantized"
+        )
     if found is not None and experts_by == _BY_PRIORITY:
         experts_by = f"by measurement ({found})"
     if found is not None and dispatcher_by == _BY_PRIORITY and not found.borrowed:
@@ -177,6 +183,10 @@ def explain(
 def find_experts(name: str, backends: Registry) -> ExpertsSpec:
     """The named backend, or the composite of that name; raises UnknownBackend or NameClash."""
     return composite(name, backends.expert) if "|" in name else backends.expert(name)
+
+
+def _emulated(problem: MoEProblem, experts: ExpertsSpec | None) -> bool:
+    return experts is not None and experts.emulates and problem.quant.activation is not None
 
 
 def _bridged(dispatcher: DispatcherSpec, experts: ExpertsSpec) -> bool:

@@ -213,6 +213,14 @@ def mxfp4(suffixes: tuple[str, str]) -> Packer:
     return pack
 
 
+def mxfp8(values: Tensor) -> Packed:
+    exponent = torch.log2(grouped(values, 1, 32) / 448).ceil()
+    each = torch.exp2(exponent).repeat_interleave(32, dim=1)
+    weight = (values / each).to(FP8)
+    tensors = {"weight": weight, "weight_scale": (exponent + 127).to(torch.uint8)}
+    return tensors, weight.float() * each
+
+
 def nvfp4(modelopt: bool) -> Packer:
     def pack(values: Tensor) -> Packed:
         total = values.abs().max() / (6 * 448)

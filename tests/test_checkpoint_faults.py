@@ -282,7 +282,7 @@ def nothing(tensors: dict[str, Tensor]) -> None:
                  config_groups={"a": {"targets": ["Linear"], "weights": {},
                                       "input_activations": {"num_bits": 4, "type": "float"}}}),
             nothing,
-            "no scheme for them with float4 activations.*choose another scheme .* with quant=",
+            "no scheme for them with float4_e2m1 activations.*choose another scheme .* with quant=",
         ),
     ],
 )  # fmt: skip

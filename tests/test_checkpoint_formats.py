@@ -51,6 +51,8 @@ def ct(
 TOKEN = dict(num_bits=8, type="float", strategy="token", dynamic=True)
 STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False)
 GROUP = dict(num_bits=8, type="float", strategy="group", group_size=128, dynamic=True)
+MX = dict(num_bits=8, type="float", strategy="group", group_size=32, dynamic=True)
+NVFP4 = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic="local")
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32)
 FP8 = dict(quant_method="fp8", fmt="e4m3")
 
@@ -132,9 +134,20 @@ CASES = {
         files.mxfp4(("weight_packed", "weight_scale")), ct(4, "float", group=32), "mxfp4_w4a16"
     ),
     "ct-int4-fp8": Case(files.pack_quantized(128), ct(group=128, inputs=TOKEN), "int4_w4a8_g128"),
-    "ct-nvfp4": Case(files.nvfp4(modelopt=False), ct(4, "float", group=16), None),
+    "ct-mxfp4-mxfp8": Case(
+        files.mxfp4(("weight_packed", "weight_scale")),
+        ct(4, "float", group=32, inputs=MX),
+        "mxfp4_w4a8",
+    ),
+    "ct-mxfp8": Case(files.mxfp8, ct(8, "float", group=32, inputs=MX), "mxfp8"),
+    "ct-nvfp4": Case(
+        files.nvfp4(modelopt=False), ct(4, "float", "tensor_group", 16, inputs=NVFP4), "nvfp4"
+    ),
     "modelopt-nvfp4": Case(
-        files.nvfp4(modelopt=True), dict(quant_method="modelopt", quant_algo="NVFP4"), None
+        files.nvfp4(modelopt=True), dict(quant_method="modelopt", quant_algo="NVFP4"), "nvfp4"
+    ),
+    "ct-nvfp4-weight-only": Case(
+        files.nvfp4(modelopt=False), ct(4, "float", "tensor_group", 16), "nvfp4_w4a16"
     ),
 }
 

@@ -138,6 +138,16 @@ def test_explain_for_a_device_elsewhere(only, capsys, monkeypatch: pytest.Monkey
     assert "not dispatcher local: tokens must move between 8 ranks" in out
 
 
+@pytest.mark.parametrize(
+    "quant", ["none", "int8_w8a16", "nvfp4_w4a16", "fp8_tensor_static", "nvfp4"]
+)
+def test_explain_says_what_is_emulated(only, quant: str) -> None:
+    sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
+    note = moekit.explain(moekit.MoEProblem(**sizes, quant=quant)).note
+    quantized = quant in ("fp8_tensor_static", "nvfp4")
+    assert note.startswith(f"torch emulates {quant}: ") if quantized else not note
+
+
 def test_explain_json_is_as_documented(only, capsys: pytest.CaptureFixture[str]) -> None:
     fakes = only("needy")
     fakes.install("needy", offers("needy", more=NEEDY))

@@ -52,6 +52,34 @@ def test_zeros_padding_empty_and_static() -> None:
     assert q.float().tolist() == [[448.0, -448.0]]
 
 
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a8", "mxfp8"])
+def test_scales_that_are_powers_of_two(scheme: str) -> None:
+    """fp8: the smallest that no value exceeds. fp4: as OCP has it, values reach 4 to 8."""
+    for operand in (SCHEMES[scheme].weight, SCHEMES[scheme].activation):
+        x = torch.randn(40, 96) * torch.logspace(-9, 9, 40)[:, None]
+        x[0, :32] = torch.tensor([operand.qmax] + [0.0] * 31)
+        q, scale = quantize(x, operand)
+        assert scale.shape == (40, 3) and (torch.frexp(scale).mantissa == 0.5).all()
+        largest = torch.unflatten(x, 1, (3, 32)).abs().amax(-1) / scale
+        low, high = (4, 8) if operand.packed else (operand.qmax / 2, operand.qmax)
+        assert ((largest >= low) & (largest <= high)).all() and scale[0, 0] == 1.0
+        assert rms(dequantize(q, scale, operand), x) < (0.15 if operand.packed else 4e-2)
+
+
+def test_nvfp4_scales_are_e4m3_times_one_number() -> None:
+    operand = SCHEMES["nvfp4"].activation
+    x = torch.randn(2, 40, 96) * torch.logspace(-2, 2, 40)[:, None]
+    x[0, 3, 16:32] = 0.0
+    q, scale = quantize(x, operand)
+    assert scale.shape == (2, 40, 6) and (scale > 0).all()
+    whole = scale.amax((1, 2), keepdim=True) / 448
+    assert torch.equal((scale / whole).to(torch.float8_e4m3fn).float() * whole, scale)
+    torch.testing.assert_close(whole.flatten(), x.abs().amax((1, 2)) / 6 / 448)
+    back = dequantize(q, scale, operand)
+    assert rms(back, x) < 0.15 and not back[0, 3, 16:32].any()
+    assert compute_scale(torch.empty(0, 32), operand).shape == (0, 2)
+
+
 @pytest.mark.parametrize("scheme", QUANTIZED, ids=lambda s: s.name)
 def test_weights_round_trip(scheme) -> None:
     weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))

@@ -65,6 +65,7 @@ class Format:
     activation: how the checkpoint means activations to be quantized. parts: by role: weight,
     scale, and where the format has them global_scale, zeros, g_idx, shape, input_scale. ignored:
     suffixes of what needs no reading.
+    scale_dtype: as in `OperandQuant`.
     order: of eight rows in a word, where ``weight`` packs rows. zero_offset: added to stored zeros.
     biased: int8 stored plus 128. divides: by the global scale, rather than multiplies.
     """
@@ -73,6 +74,7 @@ class Format:
     dtype: str = ""
     group: Grid = (-1, -1)
     zero_points: bool = False
+    scale_dtype: str = "float32"
     activation: OperandQuant | None = None
     parts: Mapping[str, Part]
     ignored: tuple[str, ...] = ()
@@ -163,13 +165,19 @@ def plain() -> Format:
 
 
 def eight_bits(
-    name: str, dtype: torch.dtype, group: Grid, scale: str, activation: OperandQuant | None
+    name: str,
+    dtype: torch.dtype,
+    group: Grid,
+    scale: str,
+    activation: OperandQuant | None,
+    scale_dtype: str = "float32",
 ) -> Format:
     """fp8 or int8, one element a byte, and scales of the same layout."""
     return Format(
         name=name,
         dtype=str(dtype).removeprefix("torch."),
         group=group,
+        scale_dtype=scale_dtype,
         activation=activation,
         parts={
             "weight": Part(suffix="weight", dtypes=(dtype,)),
@@ -264,6 +272,7 @@ def mxfp4_blocks() -> Format:
         name="mxfp4",
         dtype="float4_e2m1",
         group=(1, 32),
+        scale_dtype="float8_e8m0fnu",
         parts={
             "weight": Part(suffix="blocks", dtypes=byte, grid=(1, 32), tail=(16,), fixed=True),
             "scale": Part(suffix="scales", dtypes=_SCALES, grid=(1, 32), fixed=True),
@@ -291,6 +300,7 @@ def fp4_bytes(
         name=name,
         dtype="float4_e2m1",
         group=(1, group),
+        scale_dtype="float8_e4m3fn" if global_scale else "float8_e8m0fnu",
         activation=activation,
         parts=parts,
         ignored=("input_scale", "input_global_scale"),

@@ -16,10 +16,19 @@ from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import Format, Grid
 from moekit.checkpoint.names import ExpertNames
 from moekit.errors import WeightsError
-from moekit.quant import OperandQuant
+from moekit.quant import SCHEMES, OperandQuant
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 _BLOCKS = (128, 64, 32, 16, 256)
+# Of activations, by compressed-tensors' bits and type, and by what these are in groups of.
+_DTYPES = {
+    (8, "float"): "float8_e4m3fn", (8, "int"): "int8", (4, "float"): "float4_e2m1"
+}  # fmt: skip
+_SCALE_DTYPES = {
+    ("float8_e4m3fn", 32): "float8_e8m0fnu",
+    ("float4_e2m1", 32): "float8_e8m0fnu",
+    ("float4_e2m1", 16): "float8_e4m3fn",
+}
 
 
 def format_of(
@@ -63,7 +72,9 @@ class _Probe:
         if dtype in formats.FLOATS:
             return formats.plain()
         if dtype == torch.uint8 and self.has("weight_scale_2"):
-            return formats.fp4_bytes("ModelOpt nvfp4", "weight", 16, "weight_scale_2")
+            weight_only = "A16" in str(self.config.get("quant_algo", ""))
+            activation = None if weight_only else SCHEMES["nvfp4"].activation
+            return formats.fp4_bytes("ModelOpt nvfp4", "weight", 16, "weight_scale_2", activation)
         if dtype in (torch.float8_e4m3fn, torch.int8) and isinstance(dtype, torch.dtype):
             return self._eight_bits(dtype)
         raise WeightsError(
@@ -159,8 +170,10 @@ class _Probe:
         group = self._scale_grid(scale) if self.has(scale) else (-1, -1)
         label = "fp8" if dtype == torch.float8_e4m3fn else "int8"
         name = f"{self.method or label} {label}".replace("fp8 fp8", "fp8")
-        activation = self._activation(dtype, group)
-        found = formats.eight_bits(name, dtype, group, scale, activation)
+        powers = group == (1, 32) and self.has(scale) and self._are_exponents(scale)
+        scale_dtype = "float8_e8m0fnu" if powers else "float32"
+        activation = self._activation(dtype, group, scale_dtype)
+        found = formats.eight_bits(name, dtype, group, scale, activation, scale_dtype)
         if activation is not None and activation.static:
             suffix = "activation_scale" if self.has("activation_scale") else "input_scale"
             part = formats.Part(suffix=suffix, dtypes=formats.FLOATS, grid=(-1, -1))
@@ -185,7 +198,10 @@ class _Probe:
         row_group = next((g for g in (1, *_BLOCKS) if ceil(self.n / g) == rows), -1)
         return row_group, self._columns(columns)
 
-    def _activation(self, dtype: torch.dtype, group: Grid) -> OperandQuant | None:
+    def _are_exponents(self, scale: str) -> bool:
+        return self.checkpoint.dtype(self.name(scale)) in (torch.uint8, torch.float8_e8m0fnu)
+
+    def _activation(self, dtype: torch.dtype, group: Grid, scale_dtype: str) -> OperandQuant | None:
         """How activations are meant to be quantized; a guess by custom where nothing says."""
         kind, config = str(dtype).removeprefix("torch."), self.config
         has_input = self.has("input_scale") or self.has("activation_scale")
@@ -200,7 +216,7 @@ class _Probe:
         scheme = str(config.get("activation_scheme", "static" if has_input else "dynamic"))
         if group == (-1, -1):
             return OperandQuant(dtype=kind, group=(-1, -1), static=scheme == "static")
-        return OperandQuant(dtype=kind, group=(1, group[1]))
+        return OperandQuant(dtype=kind, group=(1, group[1]), scale_dtype=scale_dtype)
 
     def _compressed_tensors(self) -> tuple[Mapping[str, Any], OperandQuant | None]:
         """(weights, activation) of the config group that is about this module."""
@@ -229,14 +245,16 @@ def _operand(args: Mapping[str, Any] | None) -> OperandQuant | None:
     if not args:
         return None
     bits, kind = int(args.get("num_bits", 8)), str(args.get("type", "int"))
-    dtype = {(8, "float"): "float8_e4m3fn", (8, "int"): "int8"}.get((bits, kind), f"{kind}{bits}")
-    dynamic = bool(args.get("dynamic"))
+    dtype = _DTYPES.get((bits, kind), f"{kind}{bits}")
+    dynamic, columns = bool(args.get("dynamic")), int(args.get("group_size") or -1)
     group = {
         "token": (1, -1),
         "channel": (1, -1),
-        "group": (1, int(args.get("group_size") or -1)),
+        "group": (1, columns),
+        "tensor_group": (1, columns),
     }.get(str(args.get("strategy") or ("token" if dynamic else "tensor")), (-1, -1))
-    return OperandQuant(dtype=dtype, group=group, static=not dynamic)
+    scale_dtype = _SCALE_DTYPES.get((dtype, columns), "float32")
+    return OperandQuant(dtype=dtype, group=group, static=not dynamic, scale_dtype=scale_dtype)
 
 
 def _transposed(checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int) -> bool:

@@ -43,6 +43,8 @@ def mismatch(format: Format, scheme: QuantScheme) -> str:
         return f"the scheme has {weight.dtype} weights"
     if weight.zero_points != format.zero_points:
         return f"the scheme has {'' if weight.zero_points else 'no '}zero points"
+    if weight.scale_dtype not in ("float32", format.scale_dtype):
+        return f"the scheme has {weight.scale_dtype} scales"
     if not refines(format.group, weight.group):
         return f"the scheme has one scale per {weight.group}"
     return ""

@@ -298,7 +298,7 @@ class ExpertsNumbers(Conformance):
         check_negative_controls(make_case(problem, self._T, "slots"))
         clampable = sorted(CLAMPABLE & self._spec().activations)
         if clampable and (clampable[0] != "silu" or self._spec().silu_clamp):
-            clamped = problem.replace(activation=Activation(clampable[0], limit=1.5))
+            clamped = problem.replace(activation=Activation(clampable[0], limit=3.0))
             check_negative_controls(make_case(clamped, self._T))
 
     def _precise(self, **changes: Any) -> MoEProblem:

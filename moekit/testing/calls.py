@@ -19,7 +19,7 @@ from moekit.kernel import (
 )
 from moekit.local import LocalDispatcher, local_ids
 from moekit.plugins import DispatcherSpec, ExpertsSpec, Registry, registry
-from moekit.quant import SCHEMES
+from moekit.quant import WIRE_SCHEMES
 from moekit.reference import oracle
 from moekit.testing.cases import Case
 from moekit.testing.compare import assert_close, complain
@@ -64,7 +64,7 @@ def kit_registry(
     base = base or registry()
     copy = Registry(plugins=base.plugins)
     copy._added.extend(base._added)
-    wire = replace(copy.dispatcher("local"), wire_schemes=frozenset(SCHEMES), priority=-1000)
+    wire = replace(copy.dispatcher("local"), wire_schemes=WIRE_SCHEMES, priority=-1000)
     doubles = (
         replace(wire, name=QUANTIZED_WIRE),
         replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales"),

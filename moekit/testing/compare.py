@@ -31,7 +31,8 @@ _DTYPES = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3, torch.float32: 1e-5}
 #                fp8 is floating.
 # int8           a token's largest value sets its step, and grows against the RMS with I: 1.5e-2
 #                at I = 100, 3e-2 at I = 2048.
-_QUANTIZED_ACTIVATIONS = {"float8_e4m3fn": 9e-2, "int8": 4e-2}
+# float4_e2m1    in groups of 16: 9.5e-2 a rounding, 1.5e-1 for the two.
+_QUANTIZED_ACTIVATIONS = {"float8_e4m3fn": 9e-2, "int8": 4e-2, "float4_e2m1": 0.22}
 
 # Weight-only kernels may keep scales in the activations' 16 bits (Marlin's operator takes no
 # others): a rounding of every weight at once, 1.7e-3 each in two GEMMs, which does not average out.

@@ -14,7 +14,7 @@ import os
 from typing import TYPE_CHECKING
 
 from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
-from moekit.quant import SCHEMES
+from moekit.quant import WIRE_SCHEMES
 
 if TYPE_CHECKING:
     from moekit.topology import Footprint
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 RANKS = (2, 4, 8)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 
-_QUANTIZED = frozenset(name for name, s in SCHEMES.items() if s.activation is not None)
 _INSTALL_HINT = (
     "build it from source: "
     "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
@@ -124,7 +123,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             install_hint=_INSTALL_HINT,
             priority=10,
             moves_tokens=True,
-            wire_schemes=_QUANTIZED,
+            wire_schemes=WIRE_SCHEMES,
             overlaps=True,
             graph_safe=True,
             deterministic=True,
@@ -158,7 +157,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             install_hint=_INSTALL_HINT,
             priority=8,
             moves_tokens=True,
-            wire_schemes=_QUANTIZED,
+            wire_schemes=WIRE_SCHEMES,
             needs_capacity=True,
             overlaps=True,
             graph_safe=True,

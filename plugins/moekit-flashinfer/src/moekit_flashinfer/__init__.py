@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moekit import ActivationFormat, DispatcherSpec, ExpertsSpec, MoEProblem, hookimpl
-from moekit.quant import SCHEMES
+from moekit.quant import WIRE_SCHEMES
 
 from . import library
 
@@ -28,8 +28,6 @@ _TWO_SIDED_TOP_K = 32
 
 # What a row of an operand must divide by: 16 bytes for TMA, a scale's block.
 _MULTIPLE = {"none": 8, "fp8_tensor_static": 16, "fp8_block": 128}
-
-_QUANTIZED = frozenset(name for name, s in SCHEMES.items() if s.activation is not None)
 
 
 def _check_ranks(problem: MoEProblem) -> list[str]:
@@ -130,7 +128,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             install_hint=library.INSTALL_HINT,
             priority=20,
             moves_tokens=True,
-            wire_schemes=_QUANTIZED,
+            wire_schemes=WIRE_SCHEMES,
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
@@ -146,7 +144,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             install_hint=library.INSTALL_HINT,
             priority=4,
             moves_tokens=True,
-            wire_schemes=_QUANTIZED,
+            wire_schemes=WIRE_SCHEMES,
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
@@ -159,7 +157,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             format=ActivationFormat.STANDARD,
             priority=-10,
             moves_tokens=True,
-            wire_schemes=_QUANTIZED,
+            wire_schemes=WIRE_SCHEMES,
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
-from moekit.quant import SCHEMES
+from moekit.quant import WIRE_SCHEMES
 
 if TYPE_CHECKING:
     from moekit.topology import Footprint
@@ -37,7 +37,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             format=ActivationFormat.STANDARD,
             devices=("cpu", "cuda"),
             moves_tokens=True,
-            wire_schemes=frozenset(n for n, s in SCHEMES.items() if s.activation is not None),
+            wire_schemes=WIRE_SCHEMES,
             overlaps=True,
             spans_hosts=True,
             footprint=_footprint,

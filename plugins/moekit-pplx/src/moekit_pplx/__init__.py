@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
-from moekit.quant import SCHEMES
+from moekit.quant import WIRE_SCHEMES
 
 from .layout import MAX_TOKENS, footprint
 
@@ -52,7 +52,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             check=_check,
             footprint=footprint,
             moves_tokens=True,
-            wire_schemes=frozenset(n for n, s in SCHEMES.items() if s.activation is not None),
+            wire_schemes=WIRE_SCHEMES,
             needs_capacity=True,
             overlaps=True,
             graph_safe=True,
