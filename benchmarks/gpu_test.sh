@@ -4,6 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"  # of each worker with -n; torch takes all cores
 PLUGINS=${PLUGINS:-$(echo plugins/*)}
 for package in . $PLUGINS; do
     "$PYTHON" -m pip install -q --no-index --no-deps --no-build-isolation "$package"
