@@ -138,6 +138,14 @@ def test_zipf_routing():
     assert share[-1] > 0.02, "each expert is chosen at times"
 
 
+def test_fixed_routing_is_even():
+    assert torch.equal(routed("fixed"), torch.full((16,), 3 / 16))
+    first, second = (
+        bench.routing("fixed", 5, problem(), CPU, torch.Generator(), i).topk_ids for i in (0, 1)
+    )
+    assert not torch.equal(first, second)
+
+
 def test_hot_routing_changes_its_expert():
     shares = [routed("hot", index) for index in range(3)]
     hot = [int(s.argmax()) for s in shares]

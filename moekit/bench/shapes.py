@@ -14,9 +14,10 @@ from moekit.kernel import Routing
 from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights
 
-ROUTINGS = ("uniform", "zipf", "hot")
+ROUTINGS = ("uniform", "zipf", "hot", "fixed")
 """uniform: each expert equally likely. zipf: the r-th most popular expert has likelihood 1 / r.
-hot: one expert gets every token, the other K - 1 choices are uniform."""
+hot: one expert gets every token, the other K - 1 choices are uniform. fixed: experts in turn, the
+same number of tokens for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def routing(
     ``index``: which of several routings, so that not all of them favour the same expert.
     """
     E, K = problem.num_experts, problem.top_k
-    if kind == "uniform":
+    if kind in ("uniform", "fixed"):
         score_E = torch.zeros(E, device=device)
     elif kind == "zipf":
         order = torch.randperm(E, device=device, generator=generator)
@@ -121,6 +122,8 @@ def routing(
     uniform_TE = torch.rand((tokens, E), device=device, generator=generator)
     gumbel_TE = -torch.log(-torch.log(uniform_TE.clamp(1e-20, 1 - 1e-7)))
     ids = (score_E + gumbel_TE).topk(K, dim=1).indices
+    if kind == "fixed":
+        ids = (torch.arange(index, index + tokens * K, device=device) % E).view(tokens, K)
     logits_TK = torch.randn((tokens, K), device=device, generator=generator)
     return Routing(logits_TK.softmax(dim=1), ids.contiguous())
 
