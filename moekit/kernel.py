@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,6 +187,9 @@ class PrepareAndFinalize(ABC):
 class PermuteExpertsUnpermute(ABC):
     """Runs the local experts over dispatched tokens: GEMM 1, activation, GEMM 2."""
 
+    # For `quantize`: a backend's own function of the same arguments may be faster.
+    quantizer: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(quant.quantize)
+
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         self.spec = spec
         self.problem = problem
@@ -230,12 +233,12 @@ class PermuteExpertsUnpermute(ABC):
         """Quantizes activations (..., R, H) as the problem's scheme wants: (quantized, scale).
 
         A static scale is ``weights.shared["a1_scale"]``, shape (1, 1). ``valid_rows`` (R,) bool:
-        rows outside it must not influence a scale that rows share.
+        rows outside it must not influence a scale that rows share, and come out undefined.
         """
         activation = self.problem.quant.activation
         assert activation is not None
         static = weights.get("a1_scale") if activation.static else None
-        return quant.quantize(x_RH, activation, static, valid_rows)
+        return self.quantizer(x_RH, activation, static, valid_rows)
 
     def transient_bytes(self, rows: int) -> int:
         """Bytes `apply` allocates outside the workspace (a library's own buffers)."""

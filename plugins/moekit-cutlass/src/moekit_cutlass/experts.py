@@ -44,6 +44,8 @@ class _CutlassExperts(PermuteExpertsUnpermute):
     scale per row: finer, and no second pass.
     """
 
+    quantizer = staticmethod(quantize_activations)
+
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
         operand = problem.quant.activation
@@ -65,15 +67,6 @@ class _CutlassExperts(PermuteExpertsUnpermute):
                 scale = experts[f"{name}_scale"].expand(-1, experts[name].shape[1], 1)
                 experts[f"{name}_scale"] = scale.squeeze(2).contiguous()
         return PackedWeights(self.spec.name, experts, shared)
-
-    def quantize(
-        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
-        operand = self.problem.quant.activation
-        assert operand is not None
-        static = weights.get("a1_scale") if operand.static else None
-        return quantize_activations(x_RH, operand, static, valid_rows)
 
     # -- memory -----------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
     block_m: overrides the rows of a block that config.py chooses (STANDARD only), for tuning.
     """
 
+    quantizer = staticmethod(quantize_activations)
+
     _compiled: set[tuple[object, ...]] = set()  # of this process
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
@@ -66,15 +68,6 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Weights as they are; scales (L, N / 128, K / 128) fp32, which is what Hopper reads."""
         return PackedWeights(self.spec.name, *weights.by_expert())
-
-    def quantize(
-        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
-        operand = self.problem.quant.activation
-        assert operand is not None
-        static = weights.get("a1_scale") if operand.static else None
-        return quantize_activations(x_RH, operand, static, valid_rows)
 
     def transient_bytes(self, rows: int) -> int:
         """Everything comes from the workspace, except what the library may keep from its first

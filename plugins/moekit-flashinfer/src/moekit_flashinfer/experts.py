@@ -43,6 +43,8 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
     takes fp8, so tokens that travelled unquantized are quantized first.
     """
 
+    quantizer = staticmethod(quantize_activations)
+
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
         self._core: Any = library.fused_moe()
@@ -78,15 +80,6 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         if activation.alpha is not None:
             found |= {"swiglu_alpha": activation.alpha, "swiglu_beta": 1.0}
         return found
-
-    def quantize(
-        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
-        operand = self.problem.quant.activation
-        assert operand is not None
-        static = weights.get("a1_scale") if operand.static else None
-        return quantize_activations(x_RH, operand, static, valid_rows)
 
     # -- memory -----------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ class _TritonExperts(PermuteExpertsUnpermute):
     bits, as other libraries do.
     """
 
+    quantizer = staticmethod(quantize_activations)
+
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
         self._activation = Activation.of(problem.activation)
@@ -76,15 +78,6 @@ class _TritonExperts(PermuteExpertsUnpermute):
             for name in ("w13_scale", "w2_scale"):
                 experts[name] = experts[name].view(experts[name].shape[:dims])
         return PackedWeights(self.spec.name, experts, shared)
-
-    def quantize(
-        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Rows outside ``valid_rows`` come out undefined, except that they never decide a scale."""
-        operand = self.problem.quant.activation
-        assert operand is not None
-        static = weights.get("a1_scale") if operand.static else None
-        return quantize_activations(x_RH, operand, static, valid_rows)
 
     def _activated(self, rows: int) -> tuple[BufferSpec, BufferSpec]:
         """The input of GEMM 2 and its scale."""
