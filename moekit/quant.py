@@ -11,8 +11,9 @@ which of their values a scheme has.
 
 int4 weights are uint8, two of a row's columns in a byte, the even one in the lower half, stored as
 0..15: ``value = (stored - zero) * scale``, zero being 8, or with ``zero_points`` an integer 0..15
-(uint8, unpacked) per scale. ``g_idx`` (L, K), "act-order", names each column's group where groups
-are not runs of columns. `moekit.int4` brings the checkpoints' packings into this form.
+(uint8, unpacked) per scale. Groups are runs of columns, or in schemes in "act-order" any columns,
+as many as a run would have: ``g_idx`` (L, K) names each column's group. `moekit.int4` brings the
+checkpoints' packings into this form.
 
 fp4 is packed in the same way: codes of sign, two exponent bits and a mantissa bit (`E2M1`).
 mxfp4 and mxfp8 have scales that are powers of two, one for 32 columns (OCP Microscaling Formats
@@ -55,6 +56,7 @@ class OperandQuant:
     (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
     ``static``: the scale comes with the checkpoint instead of from the data.
     ``zero_points``: int4 only, each group's zero is stored beside its scale.
+    ``act_order``: int4 only, which columns are a group is stored, too (``g_idx``).
     ``scale_dtype``: float32, float8_e8m0fnu (powers of two), or float8_e4m3fn (times one fp32).
     """
 
@@ -62,6 +64,7 @@ class OperandQuant:
     group: tuple[int, int]
     static: bool = False
     zero_points: bool = False
+    act_order: bool = False
     scale_dtype: str = "float32"
 
     @property
@@ -114,9 +117,16 @@ def _scheme(
     return QuantScheme(name=name, weight=weight_quant, activation=activation)
 
 
-def _int4(name: str, columns: int, zero_points: bool) -> QuantScheme:
-    group = (1, columns)
-    weight = OperandQuant(dtype="int4", group=group, static=True, zero_points=zero_points)
+def _int4(columns: int, zero_points: bool, act_order: bool) -> QuantScheme:
+    weight = OperandQuant(
+        dtype="int4",
+        group=(1, columns),
+        static=True,
+        zero_points=zero_points,
+        act_order=act_order,
+    )
+    group = "channel" if columns < 0 else f"g{columns}"
+    name = f"int4_w4a16_{group}" + "_zp" * zero_points + "_act_order" * act_order
     return QuantScheme(name=name, weight=weight)
 
 
@@ -149,9 +159,11 @@ SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
             _scheme("fp8_w8a16_block", _FP8, _BLOCK, None),
             _scheme("int8_w8a16", _INT8, _ROW, None),
             *(
-                _int4(f"int4_w4a16_{group}{suffix}", columns, bool(suffix))
-                for group, columns in (("channel", -1), ("g32", 32), ("g64", 64), ("g128", 128))
-                for suffix in ("", "_zp")
+                _int4(columns, zero_points, act_order)
+                for act_order in (False, True)
+                for columns in (-1, 32, 64, 128)
+                for zero_points in (False, True)
+                if columns > 0 or not act_order  # one group has no order
             ),
             QuantScheme(
                 name="int4_w4a8_g128",
@@ -234,7 +246,8 @@ def quantize(
     """``x`` (..., rows, columns) -> (quantized, scale), rounding to nearest even and saturating.
 
     ``scale`` given (static, shape broadcastable to the scheme's) is used as it is. int4 comes
-    packed, (..., rows, columns / 2); with zero points see `quantize_with_zeros`.
+    packed, (..., rows, columns / 2); with zero points see `quantize_with_zeros`. Groups are runs of
+    columns: such weights need no ``g_idx`` in act-order schemes.
     """
     assert not quant.zero_points
     if scale is None:

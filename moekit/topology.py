@@ -83,7 +83,7 @@ class OnHosts:
 
 
 def weight_bytes(problem: MoEProblem) -> int:
-    """This rank's experts, canonical: values, scales in fp32, zero points, biases."""
+    """This rank's experts, canonical: values, scales in fp32, zero points, g_idx, biases."""
     p, operand = problem, problem.quant.weight
     one = 0
     for rows, columns in ((p.w13_rows, p.hidden_size), (p.hidden_size, p.local_intermediate_size)):
@@ -92,6 +92,7 @@ def weight_bytes(problem: MoEProblem) -> int:
         else:
             one += rows * (-(-columns // 2) if operand.packed else columns)
             one += math.prod(operand.scale_shape(rows, columns)) * (5 if operand.zero_points else 4)
+            one += 4 * columns if operand.act_order else 0
         one += rows * p.dtype.itemsize if p.has_bias else 0
     return p.num_local_experts * one
 

@@ -33,7 +33,8 @@ class ExpertWeights:
     share the largest.
     w13_zero_points, w2_zero_points: uint8 below 16, shaped as the scales (all three dimensions),
     for int4 with zero points.
-    w13_g_idx (L, H), w2_g_idx (L, I): int, each column's scale group, for int4 in act-order.
+    w13_g_idx (L, H), w2_g_idx (L, I): int, each column's scale group, for schemes in act-order; a
+    group has as many columns as a run of them would. Left out where groups are runs of columns.
 
     Raises WeightsError when a quantized weight has no scale, or a scale no quantized weight.
     """
@@ -173,6 +174,7 @@ class ExpertWeights:
         """These (16-bit or fp32) weights in ``scheme``, by the reference arithmetic.
 
         A static activation scale cannot be known from weights: set it with dataclasses.replace.
+        Groups are runs of columns, for schemes in act-order, too.
         """
         if scheme.weight is None:
             return self
@@ -258,16 +260,30 @@ def _int4_faults(
         elif int(zeros.max()) > 15:
             found.append(f"{name}_zero_points reach {int(zeros.max())}, want at most 15")
     if g_idx is not None:
-        if operand is None or operand.dtype != "int4" or operand.group[1] < 0:
-            found.append(f"{name}_g_idx is given, but scheme {scheme.name} has no int4 groups")
+        if operand is None or not operand.act_order:
+            ordered = f"{scheme.name}_act_order"
+            other = f"use {ordered}, or " if ordered in quant.SCHEMES else ""
+            found.append(
+                f"{name}_g_idx is given, but scheme {scheme.name} has no act-order: {other}leave "
+                "it out where groups are runs of columns"
+            )
         elif tuple(g_idx.shape) != (L, columns):
             found.append(f"{name}_g_idx has shape {tuple(g_idx.shape)}, want {(L, columns)}")
-        else:
+        elif not in_order(g_idx.sort(dim=1).values, operand.group[1]):
             low, high = (int(v) for v in torch.aminmax(g_idx))
-            groups = operand.scale_shape(rows, columns)[1]
-            if low < 0 or high >= groups:
-                found.append(f"{name}_g_idx spans [{low}, {high}], want 0..{groups - 1}")
+            found.append(
+                f"{name}_g_idx names groups {low} to {high}, want each of "
+                f"0..{operand.scale_shape(rows, columns)[1] - 1} for {operand.group[1]} columns "
+                "(the last for what is left); for tensor parallelism cut whole groups, as "
+                "load_experts does"
+            )
     return found
+
+
+def in_order(g_idx: Tensor, group: int) -> bool:
+    """Whether the groups that ``g_idx`` (L, K) names are runs of ``group`` columns."""
+    columns = torch.arange(g_idx.shape[1], device=g_idx.device)
+    return bool((g_idx == columns // group).all())
 
 
 def _three_dims(scale: Tensor | None, weight: Tensor, operand: OperandQuant) -> Tensor:

@@ -302,7 +302,16 @@ def test_formats_that_are_not_read(
         ("awq", "int4_w4a16_g32", "the scheme has no zero points"),
         ("gptq", "int4_w4a16_g64", r"the scheme has one scale per \(1, 64\)"),
         ("gptq", "int4_w4a16_channel", r"the scheme has one scale per \(1, -1\)"),
-        ("gptq", "none", "the scheme has unquantized weights; use quant='int4_w4a16_g32' or "),
+        (
+            "gptq",
+            "none",
+            "the scheme has unquantized weights; use quant='int4_w4a16_g32_act_order' or ",
+        ),
+        (
+            "act-order",
+            "int4_w4a16_g32",
+            "0.down_proj.g_idx is in act-order; use quant='int4_w4a16_g32_act_order'",
+        ),
     ],
 )
 def test_another_scheme(format: str, scheme: str, said: str, made: dict[str, files.Layer]) -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import moekit
 from moekit import ExpertWeights, MoEProblem, ParallelConfig
 from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_config
+from moekit.errors import WeightsError
+from moekit.reference import oracle
 
 pytest.importorskip("safetensors")
 
@@ -105,7 +108,9 @@ CASES = {
         files.pack_quantized(-1, True), ct(strategy="channel"), "int4_w4a16_channel_zp"
     ),
     "ct-int4-act-order": Case(
-        files.pack_quantized(32, act_order=True), ct(group=32), "int4_w4a16_g32"
+        files.pack_quantized(32, act_order=True),
+        ct(group=32, actorder="group"),
+        "int4_w4a16_g32_act_order",
     ),
     "gptq": Case(files.gptq(32), GPTQ | dict(sym=True, desc_act=False), "int4_w4a16_g32"),
     "gptq-channel": Case(
@@ -120,7 +125,7 @@ CASES = {
     "gptq-act-order": Case(
         files.gptq(32, zero_points=True, act_order=True),
         GPTQ | dict(sym=False, desc_act=True),
-        "int4_w4a16_g32_zp",
+        "int4_w4a16_g32_zp_act_order",
     ),
     "gptq-int8": Case(
         files.gptq_int8, dict(quant_method="gptq", bits=8, group_size=-1, sym=True), "int8_w8a16"
@@ -363,13 +368,46 @@ def test_act_order_and_groups_that_are_shared(tmp_path: Path) -> None:
     for rank in range(4):
         parallel = ParallelConfig(tp_size=4, tp_rank=rank)
         problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
-        assert problem.quant.name == "int4_w4a16_g32_zp"
+        assert problem.quant.name == "int4_w4a16_g32_zp_act_order"
         whole.append(values(load_experts(tmp_path, None, 0, problem), problem))
     for expert in range(2):
         halves = [torch.cat([w13[expert].chunk(2)[half] for w13, _ in whole]) for half in (0, 1)]
         w2 = torch.cat([w2[expert] for _, w2 in whole], dim=1)
         want = neurons(torch.cat([layer.gate[expert], layer.up[expert]]), layer.down[expert])
         assert len(want) == 192 and torch.equal(neurons(torch.cat(halves), w2), want)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
+def test_act_order_is_known_to_the_choice(name: str, layer) -> None:
+    """From the files to the output of what was chosen, which is that of the packed numbers."""
+    made = layer(name)
+    problem = problem_from_config(made.path, device="cpu", dtype=torch.float32)
+    kernel = moekit.compose(problem)
+    declared = moekit.registry().expert(kernel.explanation.chosen.experts).schemes
+    assert problem.quant.name in declared
+    packed = kernel.pack(load_experts(made.path, None, 0, problem))
+    x, logits = torch.randn(9, problem.hidden_size), torch.randn(9, 4)
+    routing = moekit.route(logits, top_k=2, renormalize=True)
+    w13 = torch.cat([made.gate, made.up], dim=1)
+    want = oracle(x, ExpertWeights(w13, made.down), routing, problem.replace(quant="none"))
+    torch.testing.assert_close(kernel(x, packed, routing), want, rtol=1e-4, atol=1e-4)
+
+
+def test_act_order_that_the_config_does_not_tell(tmp_path: Path) -> None:
+    """Columns in order under desc_act, as static groups leave them, and others under none."""
+    ordered, shuffled = tmp_path / "ordered", tmp_path / "shuffled"
+    layer = files.write(ordered, files.gptq(32), GPTQ | dict(sym=True, desc_act=True), E=2)
+    for quant in ("int4_w4a16_g32_act_order", "int4_w4a16_g32"):
+        problem = problem_from_config(ordered, device="cpu", quant=quant)
+        weights = load_experts(ordered, None, 0, problem)
+        assert weights.w13_g_idx is None and weights.w2_g_idx is None
+        assert all(map(torch.equal, values(weights, problem), shares(layer, problem)))
+    assert problem_from_config(ordered, device="cpu").quant.name == "int4_w4a16_g32_act_order"
+    files.write(shuffled, files.gptq(32, act_order=True), GPTQ | dict(sym=True), E=2)
+    problem = problem_from_config(shuffled, device="cpu")
+    assert problem.quant.name == "int4_w4a16_g32"
+    with pytest.raises(WeightsError, match="is in act-order; use quant='int4_w4a16_g32_act_order'"):
+        load_experts(shuffled, None, 0, problem)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-zp", "gptq", "ct-int4-zp", "ct-int4", "bf16"])

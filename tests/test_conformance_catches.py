@@ -163,6 +163,41 @@ def test_declares_a_scheme_that_it_cannot_do(scheme):
     caught_experts(ScalesIgnored, "test_scheme", scheme, says="relative error too large")
 
 
+class OrderIgnored(Plain):
+    """Takes groups for runs of columns."""
+
+    def pack(self, weights):
+        return super().pack(replace(weights, w13_g_idx=None, w2_g_idx=None))
+
+
+class OneOrderForAll(Plain):
+    """Takes the first expert's order for all experts'."""
+
+    def pack(self, weights):
+        first = {
+            name: t[:1].expand_as(t).contiguous()
+            for name, t in weights.tensors().items()
+            if name.endswith("g_idx")
+        }
+        return super().pack(replace(weights, **first))
+
+
+@pytest.mark.parametrize("wrong", [OrderIgnored, OneOrderForAll])
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g32_act_order", "int4_w4a16_g128_zp_act_order"])
+def test_declares_act_order_that_it_cannot_do(wrong, scheme):
+    caught_experts(wrong, "test_scheme", scheme, says="relative error too large")
+
+
+class OrderNeeded(Plain):
+    def pack(self, weights):
+        assert weights.w2_g_idx is not None, "w2_g_idx is missing"
+        return super().pack(weights)
+
+
+def test_takes_act_order_for_granted():
+    caught_experts(OrderNeeded, "test_columns_in_order", says="w2_g_idx is missing")
+
+
 class ForeignRows(Plain):
     """Computes -1 as if it were expert 0."""
 

@@ -14,8 +14,9 @@ from moekit.int4 import from_awq, from_compressed_tensors, from_gptq
 from moekit.quant import dequantize, pack_int4, quantize, quantize_with_zeros, unpack_int4
 from moekit.reference import oracle
 
-INT4 = sorted(name for name in SCHEMES if name.startswith("int4"))
-GROUPED = [name for name in INT4 if "channel" not in name]
+INT4 = sorted(n for n, s in SCHEMES.items() if s.weight and s.weight.dtype == "int4")
+ACT_ORDER = [name for name in INT4 if SCHEMES[name].weight.act_order]
+INT4 = [name for name in INT4 if name not in ACT_ORDER]
 
 
 def problem(scheme: str, **changes) -> MoEProblem:
@@ -96,7 +97,7 @@ def test_checkpoint_packings() -> None:
         from_gptq(q)
 
 
-@pytest.mark.parametrize("scheme", GROUPED)
+@pytest.mark.parametrize("scheme", ACT_ORDER)
 def test_act_order(scheme: str) -> None:
     """Shuffled columns dequantize to the shuffled matrix."""
     p = problem(scheme)
@@ -110,14 +111,11 @@ def test_act_order(scheme: str) -> None:
         assert torch.equal(a.sort(dim=2).values, b.sort(dim=2).values)
 
 
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("scheme", INT4)
-def test_torch_experts(scheme: str, act_order: bool) -> None:
-    if act_order and scheme not in GROUPED:
-        pytest.skip("one group has no order")
+@pytest.mark.parametrize("scheme", INT4 + ACT_ORDER)
+def test_torch_experts(scheme: str) -> None:
     p = problem(scheme)
     weights = make_weights(p)
-    weights = in_act_order(weights, p)[0] if act_order else weights
+    weights = in_act_order(weights, p)[0] if scheme in ACT_ORDER else weights
     x = torch.randn(9, p.hidden_size)
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
     routing = moekit.Routing(torch.rand(9, 2) + 0.5, ids)
@@ -142,14 +140,28 @@ def test_torch_experts(scheme: str, act_order: bool) -> None:
         (
             "int4_w4a16_channel",
             lambda w: dict(w2_g_idx=torch.zeros(4, 96, dtype=torch.int32)),
-            "no int4 groups",
+            "scheme int4_w4a16_channel has no act-order: leave it out",
         ),
         (
-            "int4_w4a16_g32",
-            lambda w: dict(w2_g_idx=torch.full((4, 96), 3)),
-            r"w2_g_idx spans .3, 3., want 0\.\.2",
+            "int4_w4a16_g32_zp",
+            lambda w: dict(w13_g_idx=torch.arange(128).expand(4, -1) // 32),
+            "w13_g_idx is given, .*: use int4_w4a16_g32_zp_act_order, or leave it out",
         ),
-        ("int4_w4a16_g32", lambda w: dict(w2_g_idx=torch.zeros(4, 95)), "w2_g_idx has shape"),
+        (
+            "int4_w4a16_g32_act_order",
+            lambda w: dict(w2_g_idx=torch.full((4, 96), 3)),
+            r"w2_g_idx names groups 3 to 3, want each of 0\.\.2 for 32 columns",
+        ),
+        (
+            "int4_w4a16_g64_act_order",
+            lambda w: dict(w2_g_idx=torch.arange(96).expand(4, -1) % 2),
+            r"w2_g_idx names groups 0 to 1, want each .*cut whole groups",
+        ),
+        (
+            "int4_w4a16_g32_act_order",
+            lambda w: dict(w2_g_idx=torch.zeros(4, 95)),
+            "w2_g_idx has shape",
+        ),
         ("int4_w4a16_g32", lambda w: dict(w13=w.w13[..., 1:]), "w13 has shape .4, 192, 63."),
     ],
 )

@@ -52,8 +52,8 @@ def make(problem, weights, device):
         raise Unavailable(f"runs on CUDA, not on {device}")
     if operand is None or problem.quant.activation or operand.dtype not in ("int4", "int8"):
         raise Unavailable(f"int4 and int8 weight-only, not {problem.quant.name}")
-    if getattr(operand, "zero_points", False):
-        raise Unavailable("symmetric only")
+    if operand.zero_points or operand.act_order:
+        raise Unavailable("symmetric and without act-order only")
     if problem.activation.name != "silu" or problem.activation.clamped or problem.has_bias:
         raise Unavailable("only plain silu without biases")
     library()

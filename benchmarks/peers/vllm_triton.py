@@ -47,7 +47,7 @@ def make(problem, weights, device):
         options["block_shape"] = [128, 128] if scheme == "fp8_block" else None
     elif scheme == "int8_w8a16":
         options = {"use_int8_w8a16": True}
-    elif scheme.startswith("int4_w4a16_g") and not getattr(operand, "zero_points", False):
+    elif scheme in ("int4_w4a16_g32", "int4_w4a16_g64", "int4_w4a16_g128"):
         options = {"use_int4_w4a16": True, "block_shape": [0, operand.group[1]]}
         scales = [s.to(problem.dtype) for s in scales]
     elif scheme != "none":

@@ -107,7 +107,7 @@ def _active_and_rows(problem: MoEProblem, routing: Routing) -> tuple[int, int]:
 
 
 def bytes_per_expert(weights: ExpertWeights) -> float:
-    """Bytes of one expert's matrices, scales, zero points and biases."""
+    """Bytes of one expert's matrices, scales, zero points, g_idx and biases."""
     L = weights.num_experts
     own = (t for t in weights.tensors().values() if t.dim() > 1 and t.shape[0] == L)
     return sum(t.nbytes for t in own) / L

@@ -145,7 +145,7 @@ def inputs(
 
 
 def random_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
-    """Canonical random weights of the local experts in the problem's scheme.
+    """Canonical random weights of the local experts in the problem's scheme, act-order at random.
 
     Made and quantized one expert at a time, so that little more than the result is ever held.
     """
@@ -167,7 +167,11 @@ def random_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> 
     if problem.has_bias:
         whole["w13_bias"] = normal(L, rows, std=0.1)
         whole["w2_bias"] = normal(L, H, std=0.1)
-    activation = problem.quant.activation
+    operand, activation = problem.quant.weight, problem.quant.activation
+    if operand is not None and operand.act_order:
+        for name, columns in (("w13", H), ("w2", inner)):
+            order_LK = torch.rand((L, columns), device=device, generator=generator).argsort(dim=1)
+            whole[f"{name}_g_idx"] = (order_LK // operand.group[1]).int()
     if activation is not None and activation.static:
         # Just above the largest of many standard normal values, and of silu(gate) * up of such.
         for name, largest in (("w13_input_scale", 6.0), ("w2_input_scale", 16.0)):

@@ -61,7 +61,8 @@ class Part:
 class Format:
     """How a checkpoint stores each expert matrix.
 
-    dtype: as in `OperandQuant`; "" for unquantized weights. group: what shares a scale.
+    dtype: as in `OperandQuant`; "" for unquantized weights. group: what shares a scale; act_order:
+    whether its columns may be any, as the part g_idx says (which may also be there for runs).
     activation: how the checkpoint means activations to be quantized. parts: by role: weight,
     scale, and where the format has them global_scale, zeros, g_idx, shape, input_scale. ignored:
     suffixes of what needs no reading.
@@ -74,6 +75,7 @@ class Format:
     dtype: str = ""
     group: Grid = (-1, -1)
     zero_points: bool = False
+    act_order: bool = False
     scale_dtype: str = "float32"
     activation: OperandQuant | None = None
     parts: Mapping[str, Part]
@@ -105,7 +107,8 @@ class Format:
             return self.name
         rows, columns = ("all" if g < 0 else g for g in self.group)
         zeros = " with zero points" if self.zero_points else ""
-        return f"{self.name} ({self.dtype}, a scale per {rows} x {columns}{zeros})"
+        order = " in act-order" if self.act_order else ""
+        return f"{self.name} ({self.dtype}, a scale per {rows} x {columns}{zeros}{order})"
 
     # -- what was read, in the core's form ----------------------------------------------------
 
@@ -187,8 +190,16 @@ def eight_bits(
     )
 
 
-def gptq(bits: int, group: int, *, zero_points: bool, zero_offset: int, act_order: bool) -> Format:
-    """qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), g_idx (K,)."""
+def gptq(
+    bits: int,
+    group: int,
+    *,
+    zero_points: bool,
+    zero_offset: int,
+    act_order: bool,
+    g_idx: bool,
+) -> Format:
+    """qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), g_idx (K,) if it is to be read."""
     word = 32 // bits
     parts = {
         "weight": Part(
@@ -200,13 +211,14 @@ def gptq(bits: int, group: int, *, zero_points: bool, zero_offset: int, act_orde
         parts["zeros"] = Part(
             suffix="qzeros", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(8, group)
         )
-    if act_order:
+    if g_idx:
         parts["g_idx"] = Part(suffix="g_idx", dtypes=(torch.int32,), axes="K")
     return Format(
         name="GPTQ",
         dtype=f"int{bits}",
         group=(1, group),
         zero_points=zero_points,
+        act_order=act_order,
         parts=parts,
         ignored=("qzeros", "g_idx"),
         zero_offset=zero_offset,
@@ -258,6 +270,7 @@ def pack_quantized(
         dtype=f"int{bits}",
         group=(1, group),
         zero_points=zero_points,
+        act_order=act_order,
         activation=activation,
         parts=parts,
         ignored=("weight_g_idx", "input_scale"),

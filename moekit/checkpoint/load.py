@@ -20,7 +20,7 @@ from moekit.checkpoint.read import Reader
 from moekit.checkpoint.share import Share
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
-from moekit.weights import ExpertWeights
+from moekit.weights import ExpertWeights, in_order
 
 THREADS = 8  # also on few cores: they wait for the disk
 _SHOWN = 20  # faults spelled out in one error
@@ -49,7 +49,7 @@ def load_experts(
     part of one more, which need not lie together: the neurons' order makes no difference. Where
     blocks of gate and up, or parts of blocks, still meet in one, 8-bit values are rounded again
     under the larger scale; 4-bit values never are. A w2 in act-order is cut into whole groups,
-    for which whole experts are read.
+    for which whole experts are read. Where all columns turn out to be in order, there is no g_idx.
 
     path: an open `Checkpoint` saves reading the headers for each layer.
     names: an ExpertNames, a model type of `NAMES`, or None for the one that config.json says.
@@ -183,10 +183,8 @@ def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without any g_idx that only says what groups are anyway."""
     weight = share.problem.quant.weight
     for name in [name for name in extras if name.endswith("_g_idx")]:
-        g_idx = extras[name]
         assert weight is not None
-        runs = torch.arange(g_idx.shape[1], dtype=g_idx.dtype) // weight.group[1]
-        if torch.equal(g_idx, runs.expand_as(g_idx)):
+        if in_order(extras[name], weight.group[1]):
             del extras[name]
     return extras
 

@@ -130,12 +130,15 @@ class _Probe:
         if bits not in (4, 8) or (bits == 8 and not symmetric):
             kind = "symmetric" if symmetric else "asymmetric"
             raise WeightsError(f"{kind} {bits}-bit GPTQ is not read; want 4 bits, or 8 symmetric")
+        # Without act-order g_idx tells nothing, and where the config does not say, `Reader` looks.
+        g_idx = group > 0 and self.has("g_idx") and config.get("desc_act") is not False
         return formats.gptq(
             bits,
             group,
             zero_points=not symmetric,
             zero_offset=1 if checkpoint_format == "gptq" else 0,
-            act_order=group > 0 and self.has("g_idx") and config.get("desc_act") is not False,
+            act_order=g_idx and bool(config.get("desc_act")),
+            g_idx=g_idx,
         )
 
     def _weight_packed(self) -> Format:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from moekit.checkpoint.files import empty
 from moekit.checkpoint.formats import Grid, Part, scale_values
 from moekit.checkpoint.scales import Regrid, requantize, sources
+from moekit.checkpoint.schemes import scheme_for
 from moekit.checkpoint.share import Piece, Share
 from moekit.quant import INT4_ZERO, pack_int4, unpack_int4
 
@@ -276,7 +278,16 @@ class Reader:
         if len({tuple(self._g_idx(p, expert).tolist()) for p in matrices}) > 1:
             names = " and ".join(self._stored(p, "g_idx", expert).name for p in matrices)
             self.faults.append(f"{names} differ: gate and up have one order; use dequantize=True")
+        elif order is not None and not weight.act_order:
+            name = self._stored(matrices[0], "g_idx", expert).name
+            self.faults.append(f"{name} is in act-order; use {self._in_act_order()}")
         self.extras[slot][f"{which}_g_idx"] = g_idx.int()
+
+    def _in_act_order(self) -> str:
+        """What to ask for where groups turn out to be no runs of columns."""
+        p, format = self.share.problem, replace(self.format, act_order=True)
+        other = scheme_for(format, p.intermediate_size, p.parallel.tp_size)
+        return f"quant={other!r}" if other else "quant='none' and dequantize=True"
 
     # -- dequantization -----------------------------------------------------------------------
 

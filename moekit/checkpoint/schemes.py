@@ -11,7 +11,8 @@ from moekit.quant import SCHEMES, OperandQuant, QuantScheme
 
 def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str | None:
     """The scheme with the fewest scales that holds the stored weights exactly, or, where tensor
-    parallelism cuts blocks of 8-bit weights, that requantizes the fewest."""
+    parallelism cuts blocks of 8-bit weights, that requantizes the fewest. In act-order as the
+    format is."""
     if not format.dtype:
         return "none"
     fitting = [
@@ -24,6 +25,7 @@ def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str 
             or not scheme.weight.packed
             or not cuts_groups(format, scheme.weight, intermediate_size, tp_size)
         )
+        and (scheme.weight is None or scheme.weight.act_order == format.act_order)
     ]
 
     def coarseness(scheme: QuantScheme) -> tuple[bool, int]:
@@ -35,7 +37,8 @@ def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str 
 
 
 def mismatch(format: Format, scheme: QuantScheme) -> str:
-    """Why weights in ``format`` are not what ``scheme`` computes with; empty if they are."""
+    """Why weights in ``format`` are not what ``scheme`` computes with; empty if they are, or in
+    act-order may be: checkpoints say so also of columns that turn out to be in order."""
     weight = scheme.weight
     if weight is None:
         return "" if not format.dtype else "the scheme has unquantized weights"

@@ -33,8 +33,12 @@ _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not N
 _PER_TENSOR_WEIGHTS = sorted(
     n for n, s in SCHEMES.items() if s.weight is not None and s.weight.per_tensor
 )
+_ACT_ORDER = [n for n, s in SCHEMES.items() if s.weight is not None and s.weight.act_order]
+# Act-order is of columns, and rows are the same without.
 _PER_ROW_WEIGHTS = sorted(
-    n for n, s in SCHEMES.items() if s.weight is None or s.weight.group[0] in (1, -1)
+    n
+    for n, s in SCHEMES.items()
+    if s.weight is None or (s.weight.group[0] in (1, -1) and n not in _ACT_ORDER)
 )
 
 
@@ -57,12 +61,17 @@ class ExpertsNumbers(Conformance):
         return {"experts": self.backend}
 
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
-        """No multiples of any tile first; then rounder ones, for backends that need those."""
+        """No multiples of any tile first; then rounder ones, for backends that need those.
+
+        In act-order always several groups: one has no order.
+        """
         weight = SCHEMES[scheme].weight
-        grouped = weight is not None and weight.group[0] > 1
+        ordered = weight is not None and weight.act_order
+        grouped = ordered or (weight is not None and weight.group[0] > 1)
         if device.type == "cpu":
             odd = _sizes(4, 2, 160, 144) if grouped else _sizes(6, 2, 96, 80)
-            return [odd, _sizes(4, 2, 128, 128), _sizes(4, 2, 256, 256), _sizes(4, 2, 512, 512)]
+            rounder = [_sizes(4, 2, n, n) for n in ((256, 512) if ordered else (128, 256, 512))]
+            return [odd, *rounder]
         rounder = [_sizes(8, 2, 512, 256), _sizes(8, 2, 1024, 512), _sizes(8, 2, 2048, 1024)]
         return [_sizes(8, 2, 320, 272), *rounder, _sizes(8, 2, 4096, 2048)]
 
@@ -207,6 +216,17 @@ class ExpertsNumbers(Conformance):
         plain, mixed = pack(kernel, weights), pack(kernel, cases.interleaved(weights))
         for tensor, want in zip(mixed.experts.values(), plain.experts.values(), strict=True):
             assert same_bits(tensor, want)
+
+    def test_columns_in_order(self) -> None:
+        """Schemes in act-order without g_idx for w2, as tensor parallelism cuts it, or w13."""
+        declared = [name for name in _ACT_ORDER if name in self._spec().schemes]
+        if not declared:
+            self._skip("declares no scheme in act-order")
+        problem = self._problem(quant=declared[0])
+        kernel, weights = self._compose(problem, self._native), random_weights(problem)
+        for without in (("w2_g_idx",), ("w13_g_idx",), ("w13_g_idx", "w2_g_idx")):
+            left: dict[str, Any] = dict.fromkeys(without)
+            check_call(kernel, make_case(problem, self._T, weights=replace(weights, **left)))
 
     @pytest.mark.parametrize("scheme", _PER_TENSOR_WEIGHTS)
     def test_scale_each_for_gate_and_up(self, scheme: str) -> None:

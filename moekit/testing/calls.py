@@ -202,6 +202,9 @@ def wrong_results(case: Case) -> dict[str, Tensor]:
     dropped = r.topk_ids.clone()
     dropped[int(used.any(dim=1).nonzero()[0])] = -1
     wrong["one token dropped"] = result(ids=dropped)
+    if p.quant.weight is not None and p.quant.weight.act_order:
+        wrong["w13's act-order dropped"] = result(replace(w, w13_g_idx=None))
+        wrong["w2's act-order dropped"] = result(replace(w, w2_g_idx=None))
     if p.has_bias:
         wrong["w13's bias dropped"] = result(without("w13_bias"))
         wrong["w2's bias dropped"] = result(without("w2_bias"))

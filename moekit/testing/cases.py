@@ -106,9 +106,19 @@ def unquantized_weights(problem: MoEProblem, key: object = 0) -> ExpertWeights:
 
 
 def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
-    """Unquantized ``weights`` in the problem's scheme, with static scales, on its device."""
+    """Unquantized ``weights`` in the problem's scheme, with static scales, on its device.
+
+    In act-order the values are others: each group's scale serves columns from everywhere.
+    """
     made = weights.quantize(problem.quant)
-    activation = problem.quant.activation
+    operand, activation = problem.quant.weight, problem.quant.activation
+    if operand is not None and operand.act_order:
+        # By an expert's own values, so that its replicas, wherever they are, have the same order.
+        w13_g_idx, w2_g_idx = (
+            w_LNK[:, 0].argsort(dim=1, stable=True).argsort(dim=1).int() // operand.group[1]
+            for w_LNK in (weights.w13, weights.w2)
+        )
+        made = replace(made, w13_g_idx=w13_g_idx, w2_g_idx=w2_g_idx)
     if activation is not None and activation.static:
         a1, a2 = _static_scales(weights, problem, activation)
         made = replace(made, w13_input_scale=a1, w2_input_scale=a2)

@@ -117,6 +117,7 @@ def test_w4a8_refuses():
         ({"dtype": torch.float16}, "gives bfloat16, not float16"),
         ({"hidden_size": 384}, "hidden_size=384 is no multiple of 256"),
         ({"intermediate_size": 128}, "I=128 is no multiple of 256"),
+        ({"quant": "int4_w4a16_g128_act_order"}, "int4_w4a16_g128_act_order is not supported"),
     ):
         (reason,) = spec.unsupported(moekit.MoEProblem(**{**sizes, **change}))
         assert words in reason
@@ -124,7 +125,7 @@ def test_w4a8_refuses():
     kernel = moekit.compose(problem, "local", "cutlass", backends=cutlass_standins.registry())
     weights = make_case(problem, 1).weights
     ordered = torch.arange(512).expand(5, -1) // 128
-    with pytest.raises(WeightsError, match="w2_g_idx is given.*requantize without act-order"):
+    with pytest.raises(WeightsError, match="w2_g_idx is given, but scheme int4_w4a8_g128 has no"):
         kernel.pack(replace(weights, w2_g_idx=ordered))
     with pytest.raises(WeightsError, match=r"w13 is on cpu.*pack weights.to\('cuda'\)"):
         w4a8.pack(weights, problem.replace(device="sm90"), "cutlass")

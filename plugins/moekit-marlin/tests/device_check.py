@@ -249,7 +249,7 @@ def problems() -> Iterator[tuple[moekit.MoEProblem, int]]:
     yield base.replace(parallel=moekit.ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)), 65
 
 
-def make_weights(problem: moekit.MoEProblem, act_order: bool = False) -> moekit.ExpertWeights:
+def make_weights(problem: moekit.MoEProblem) -> moekit.ExpertWeights:
     p, L = problem, problem.num_local_experts
     H, inner = p.hidden_size, p.local_intermediate_size
 
@@ -262,7 +262,7 @@ def make_weights(problem: moekit.MoEProblem, act_order: bool = False) -> moekit.
         w13_bias=randn(L, p.w13_rows) if p.has_bias else None,
         w2_bias=randn(L, H) if p.has_bias else None,
     ).quantize(p.quant)
-    if not act_order:
+    if not p.quant.weight.act_order:
         return weights
     group = p.quant.weight.group[1]
     changes = {
@@ -286,9 +286,9 @@ def make_call(problem: moekit.MoEProblem, tokens: int) -> tuple[Tensor, moekit.R
     return x, moekit.Routing(weights, ids)
 
 
-def one(problem: moekit.MoEProblem, tokens: int, pair: tuple[str, str], **how: bool) -> float:
+def one(problem: moekit.MoEProblem, tokens: int, pair: tuple[str, str]) -> float:
     kernel = moekit.compose(problem, *pair, workspace=PoisonedWorkspace(), checked=True)
-    weights = make_weights(problem, **how)
+    weights = make_weights(problem)
     x, routing = make_call(problem, tokens)
     packed = kernel.pack(weights)
     out, again = kernel(x, packed, routing), kernel(x, packed, routing)
@@ -300,22 +300,15 @@ def one(problem: moekit.MoEProblem, tokens: int, pair: tuple[str, str], **how: b
 
 def experts() -> None:
     pairs = (("local", "marlin"), ("batched_reference", "marlin_batched"))
-    jobs = [(p, t, {}) for p, t in problems() if ARGS.only in p.quant.name]
-    jobs += [
-        (p, t, {"act_order": True})
-        for p, t, _ in jobs
-        if p.quant.weight.dtype == "int4"
-        and p.quant.weight.group[1] > 0
-        and (p.hidden_size, t) == (2048, 64)
-    ]
+    jobs = [(p, t) for p, t in problems() if ARGS.only in p.quant.name]
     worst: dict[str, float] = {}
-    for problem, tokens, how in jobs:
+    for problem, tokens in jobs:
         for pair in pairs:
             if pair[0] != "local" and problem.parallel.ep_size > 1:
                 continue
-            name = f"{pair[1]} {problem.quant.name} {problem.dtype_name} {how or ''}"
+            name = f"{pair[1]} {problem.quant.name} {problem.dtype_name}"
             try:
-                error = one(problem, tokens, pair, **how)
+                error = one(problem, tokens, pair)
             except Exception as fault:  # noqa: BLE001
                 error = float("nan")
                 first = str(fault).splitlines()[0] if str(fault) else ""

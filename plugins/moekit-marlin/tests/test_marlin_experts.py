@@ -25,8 +25,9 @@ PAIRS = [
 ]
 EIGHT_BITS = ["fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block", "int8_w8a16"]
 FOUR_BITS = sorted(name for name in moekit.SCHEMES if name.startswith("int4_w4a16"))
+ACT_ORDER = [name for name in FOUR_BITS if moekit.SCHEMES[name].weight.act_order]
+FOUR_BITS = [name for name in FOUR_BITS if name not in ACT_ORDER]
 MXFP4 = "mxfp4_w4a16"
-GROUPED = [name for name in FOUR_BITS if "channel" not in name]
 
 
 class NaNWorkspace(Workspace):
@@ -145,13 +146,24 @@ def test_mxfp4_in_float16_is_refused(backends):
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-@pytest.mark.parametrize("scheme", GROUPED)
+@pytest.mark.parametrize("scheme", ACT_ORDER)
 def test_act_order(operator_device, backends, dispatcher, experts, scheme):
     problem = make_problem(operator_device, quant=scheme, intermediate_size=256, has_bias=True)
     torch.manual_seed(1)
     group = problem.quant.weight.group[1]
     weights = in_act_order(make_weights(problem), group)
     check(backends, problem, dispatcher, experts, weights=weights)
+    assert moekit.explain(problem, backends=backends).chosen.experts == "marlin"
+
+
+@pytest.mark.parametrize("in_order", ["w13_g_idx", "w2_g_idx"])
+def test_act_order_of_one_matrix(operator_device, backends, in_order):
+    """As tensor parallelism leaves w2; 192 columns are a group of 128 and a half."""
+    problem = make_problem(operator_device, quant="int4_w4a16_g128_zp_act_order")
+    torch.manual_seed(1)
+    weights = in_act_order(make_weights(problem), 128)
+    weights = dataclasses.replace(weights, **{in_order: None})
+    check(backends, problem, *PAIRS[0], weights=weights)
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[2:])
@@ -229,27 +241,17 @@ def test_workspace_for_more_rows_serves_fewer(operator_device, backends):
 
 
 def test_packed_tensors_move_with_their_experts(operator_device, backends):
-    for scheme in [*EIGHT_BITS[:1], *GROUPED, MXFP4]:
+    for scheme in [*EIGHT_BITS[:1], *ACT_ORDER, MXFP4]:
         problem = make_problem(operator_device, quant=scheme, intermediate_size=256, has_bias=True)
         kernel = moekit.compose(problem, "local", "marlin", backends=backends)
         weights = make_weights(problem)
-        if scheme in GROUPED:
+        if scheme in ACT_ORDER:
             weights = in_act_order(weights, problem.quant.weight.group[1])
         order = torch.tensor([2, 0, 3, 1], device=operator_device)
         packed, moved = kernel.pack(weights), kernel.pack(weights.select(order))
         assert not packed.shared
         for name, tensor in packed.experts.items():
             assert torch.equal(tensor[order], moved.experts[name]), name
-
-
-@pytest.mark.skipif(not GROUPED, reason="the core has no int4 schemes")
-def test_cut_act_order_is_refused(operator_device, backends):
-    problem = make_problem(operator_device, quant="int4_w4a16_g64", intermediate_size=256)
-    kernel = moekit.compose(problem, "local", "marlin", backends=backends)
-    weights = make_weights(problem)
-    g_idx = torch.randint(4, (4, 256), device=operator_device)
-    with pytest.raises(WeightsError, match="w2_g_idx does not name every group"):
-        kernel.pack(dataclasses.replace(weights, w2_g_idx=g_idx))
 
 
 def test_scales_that_overflow_are_refused(operator_device, backends):

@@ -11,14 +11,17 @@ from moekit_triton.rows import Activation
 
 import moekit
 from moekit import quant
-from moekit.errors import WeightsError
+from moekit.errors import Unsupported
 from moekit.int4 import AWQ_ORDER, IN_ORDER, from_awq, from_gptq
 from moekit.testing.cases import make_case, random_weights
 from moekit.testing.compare import assert_close, complain
 
 NAN = float("nan")
-SCHEMES = sorted(name for name, s in moekit.SCHEMES.items() if s.weight and s.weight.packed)
-SCHEMES = [name for name in SCHEMES if moekit.SCHEMES[name].activation is None]
+SCHEMES = sorted(
+    name
+    for name in moekit.registry().expert("triton").schemes
+    if (weight := moekit.SCHEMES[name].weight) and weight.packed
+)
 FORMATS = [("local", "triton"), ("batched_reference", "triton_batched")]
 
 
@@ -223,17 +226,16 @@ def test_checkpoints_packings(device, packing):
     assert_close(*run(problem, *FORMATS[0], weights=weights), problem)
 
 
-def test_act_order_is_refused_unless_in_order(device):
-    problem = problem_of(device, "int4_w4a16_g32", hidden_size=64, intermediate_size=64)
-    kernel = moekit.compose(problem, *FORMATS[0])
-    weights = random_weights(problem)
-    in_order = (torch.arange(64, device=device) // 32).expand(3, 64)
-    plain = kernel.pack(weights)
-    same = kernel.pack(dataclasses.replace(weights, w13_g_idx=in_order, w2_g_idx=in_order))
-    assert plain.experts.keys() == same.experts.keys()
-    assert all(torch.equal(t, same.experts[name]) for name, t in plain.experts.items())
-    with pytest.raises(WeightsError, match="w2_g_idx is in act-order.*marlin"):
-        kernel.pack(dataclasses.replace(weights, w2_g_idx=in_order.flip(1)))
+def test_act_order_is_refused_before_packing():
+    problem = problem_of("sm90", "int4_w4a16_g64_zp_act_order")
+    explanation = moekit.explain(problem)
+    assert "triton" not in {pair.experts for pair in explanation.pairs}
+    said = "quant scheme int4_w4a16_g64_zp_act_order is not supported"
+    for dispatcher, experts in FORMATS:
+        (reason,) = explanation.rejected_experts[experts]
+        assert said in reason
+        with pytest.raises(Unsupported, match=said):
+            moekit.compose(problem, dispatcher, experts)
 
 
 def test_odd_sizes_and_fp32_are_refused():

@@ -34,15 +34,10 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
     (L, N), ``_layout`` int32 (L, few); biases as they are.
 
     The weights' order is known to a GPU operator of the library alone, so they must be there.
-    Raises WeightsError if they are not, or come in act-order.
+    Raises WeightsError if they are not.
     """
     experts: dict[str, Tensor] = {}
     for name in ("w13", "w2"):
-        if getattr(weights, f"{name}_g_idx") is not None:
-            raise WeightsError(
-                f"{name}_g_idx is given, but cutlass_w4a8_moe_mm wants each group in 128 columns "
-                "side by side: requantize without act-order, or use int4_w4a16_g128"
-            )
         values: Tensor = getattr(weights, name)
         if values.device.type != problem.device.type:
             raise WeightsError(

@@ -11,9 +11,10 @@ from moekit_marlin import provider, sizes
 
 _EIGHT_BITS = ("fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block", "int8_w8a16")
 _FOUR_BITS = tuple(
-    f"int4_w4a16_{group}{zeros}"
+    f"int4_w4a16_{group}{zeros}{order}"
     for group in ("channel", "g32", "g64", "g128")
     for zeros in ("", "_zp")
+    for order in (("",) if group == "channel" else ("", "_act_order"))
 ) + ("mxfp4_w4a16",)
 
 

@@ -48,8 +48,8 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         self._scale_dtype = torch.float8_e8m0fnu if kind.e8m0 else problem.dtype
         self._inner = padded_intermediate(problem)
         self._w13_rows = self._inner * (2 if problem.activation.gated else 1)
-        # Columns sorted by act-order are known with the weights, after the workspace is asked for.
-        self._may_sort_columns = operand.dtype == "int4" and operand.group[1] > 0
+        # Whether any are is known with the weights, after the workspace is asked for.
+        self._may_sort_columns = operand.act_order
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return pack(weights, self.problem, self.spec.name)

@@ -70,8 +70,8 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
     inner = padded_intermediate(problem)
     halves = 2 if problem.activation.gated else 1
     columns = {
-        "w13": _column_order(weights, "w13", operand),
-        "w2": _column_order(weights, "w2", operand),
+        "w13": _column_order(weights.w13_g_idx),
+        "w2": _column_order(weights.w2_g_idx),
     }
     # w2's columns are w13's rows, of gate and of up: sorting these sorts the activations for free.
     rows = {"w13": columns["w2"], "w2": None}
@@ -164,18 +164,10 @@ def _scale_in(scale: Tensor, kind: Stored, problem: MoEProblem, name: str) -> Te
     return result
 
 
-def _column_order(weights: ExpertWeights, name: str, operand: OperandQuant) -> Tensor | None:
+def _column_order(g_idx: Tensor | None) -> Tensor | None:
     """Act-order: the columns (L, K) int64 sorted by group; None if they are sorted already."""
-    g_idx: Tensor | None = getattr(weights, f"{name}_g_idx", None)
-    group = operand.group[1]
-    if g_idx is None or group < 0:
+    if g_idx is None:
         return None
-    ordered, order = g_idx.long().sort(dim=1, stable=True)
-    want = torch.arange(ordered.shape[1], device=ordered.device) // group
-    if not bool((ordered == want).all()):
-        raise WeightsError(
-            f"{name}_g_idx does not name every group of {group} columns {group} times (cut for "
-            "tensor parallelism?): Marlin needs whole groups; requantize, or do not cut"
-        )
+    order = g_idx.argsort(dim=1, stable=True)
     same = torch.arange(order.shape[1], device=order.device)
     return None if bool((order == same).all()) else order

@@ -67,7 +67,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Weights as they are; scales (L,) per tensor, (L, N) per channel, (L, N/128, K/128).
 
-        Of 4 bits: `moekit_triton.packed`. Raises WeightsError for columns in act-order.
+        Of 4 bits: `moekit_triton.packed`.
         """
         operand = self.problem.quant.weight
         if operand is not None and operand.packed:

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.quant import INT4_ZERO, unpack_int4
 from moekit.weights import ExpertWeights
@@ -40,7 +39,6 @@ def pack_weights(weights: ExpertWeights, problem: MoEProblem) -> dict[str, torch
     """w13, w2 and what belongs to them, as above; biases as they are.
 
     Scales are bf16 where activations are (one rounding more), else fp32; powers of two are e8m0.
-    Raises WeightsError for columns in act-order.
     """
     operand = problem.quant.weight
     assert operand is not None and operand.packed
@@ -49,7 +47,6 @@ def pack_weights(weights: ExpertWeights, problem: MoEProblem) -> dict[str, torch
     for name in ("w13", "w2"):
         codes: torch.Tensor = getattr(weights, name)
         packed[name] = pack_codes(codes)
-        _check_order(getattr(weights, f"{name}_g_idx"), name, group)
         scale = getattr(weights, f"{name}_scale")
         if operand.microscaled:
             packed[f"{name}_scale"] = _by_chunks((scale.view(torch.int32) >> 23).byte(), group)
@@ -85,17 +82,6 @@ def _by_chunks(x_LNG: torch.Tensor, group: int) -> torch.Tensor:
     """(L, N, G) -> (L, G, N), with zeros up to whole chunks."""
     missing = 0 if group < 0 else -x_LNG.shape[2] % (CHUNK // group)
     return F.pad(x_LNG, (0, missing)).transpose(1, 2).contiguous()
-
-
-def _check_order(g_idx: torch.Tensor | None, name: str, group: int) -> None:
-    if g_idx is None:
-        return
-    runs = torch.arange(g_idx.shape[1], device=g_idx.device) // group
-    if not bool((g_idx == runs).all()):
-        raise WeightsError(
-            f"{name}_g_idx is in act-order, and moekit-triton takes groups of {group} neighbouring "
-            "columns: use experts that sort columns (marlin), or quantize without act-order"
-        )
 
 
 # -- device -------------------------------------------------------------------------------------
