@@ -40,8 +40,9 @@ def test_the_readme_example_runs(capsys) -> None:
 
 def test_every_scheme_is_in_the_readme() -> None:
     for name in moekit.SCHEMES:
-        stem = re.sub(r"_(channel|block)$", "", name)
-        assert f"`{name}`" in README or (stem in README and "`_channel`" in README), name
+        stem, *suffixes = re.split(r"(?=_zp|_act_order)|(?<=w8a16)(?=_)", name)
+        said = f"`{stem}" in README and all(f"`{suffix}`" in README for suffix in suffixes)
+        assert f"`{name}`" in README or said, name
 
 
 def test_every_environment_variable_is_documented() -> None:
