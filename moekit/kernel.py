@@ -526,7 +526,8 @@ class ModularKernel:
     def _run_experts(
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
     ) -> Tensor:
-        dtype, device, shape = self.problem.dtype, tokens.x.device, tokens.x.shape
+        dtype, device = self.problem.dtype, tokens.x.device
+        shape = torch.Size((*tokens.x.shape[:-1], self.problem.hidden_size))  # x may be packed
         reduced = self.dispatcher.output(tokens)
         if reduced is None and not self._moves and out is not None:
             # Without transfer, the experts write the caller's output directly.

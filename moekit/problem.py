@@ -26,7 +26,7 @@ DTYPES = {
 
 # What backends write to say where they run: see `DeviceSpec.meets`.
 DEVICE_PATTERN = re.compile(
-    r"(?P<type>[a-z]+)(?:(?P<op>>=|==)(?P<major>\d+)\.(?P<minor>\d+))?|(?P<arch>gfx[0-9a-f]+)"
+    r"any|(?P<arch>gfx[0-9a-f]+)|(?P<type>[a-z]+)((?P<op>>=|==)(?P<major>\d+)\.(?P<minor>\d+))?"
 )
 
 
@@ -61,15 +61,17 @@ class DeviceSpec:
     def parse(cls, text: str) -> DeviceSpec:
         """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"gfx942"`` (AMD's),
         ``"cuda"``, ``"cuda:1"`` (of this machine)."""
-        if re.fullmatch(r"gfx[0-9a-f]+", text):
-            return cls("cuda", arch=text)
+        if match := re.fullmatch(r"(gfx[0-9a-f]+)(:.*)?", text):
+            return cls("cuda", arch=match[1])
         if match := re.fullmatch(r"sm_?(1?\d)(\d)a?", text):
             return cls("cuda", (int(match[1]), int(match[2])))
         if re.fullmatch(r"cuda(:\d+)?", text):
             return cls.of(torch.device(text))
         if re.fullmatch(r"[a-z]+", text):
             return cls(text)
-        raise InvalidProblem(f"device {text!r} is not understood; examples: 'cpu', 'cuda', 'sm90'")
+        raise InvalidProblem(
+            f"device {text!r} is not understood; examples: 'cpu', 'cuda', 'sm90', 'gfx942'"
+        )
 
     @classmethod
     def detect(cls) -> DeviceSpec:
@@ -100,10 +102,10 @@ class DeviceSpec:
         """``wanted``: "any", a type, ``"cuda>=9.0"``, ``"cuda==9.0"`` or ``"gfx942"``."""
         match = DEVICE_PATTERN.fullmatch(wanted)
         assert match is not None, wanted
-        if match["arch"]:
-            return self.arch == match["arch"]
+        if match["arch"] or wanted == "any":
+            return wanted in ("any", self.arch)
         if match["op"] is None:
-            return match["type"] in ("any", self.type)
+            return self.type == wanted
         if self.type != match["type"] or self.capability is None:
             return False
         least = (int(match["major"]), int(match["minor"]))

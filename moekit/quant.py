@@ -225,10 +225,10 @@ def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = No
         magnitude = torch.unflatten(F.pad(magnitude, pad), dim, (-1, g)).amax(dim)
     magnitude = magnitude.clamp(min=_SMALLEST_AMAX)
     if quant.microscaled:
-        if quant.dtype == _FP4:  # brings the largest to [4, 8)
-            return torch.exp2(torch.frexp(magnitude).exponent.float() - 3)
-        mantissa, exponent = torch.frexp(magnitude / quant.qmax)
-        return torch.exp2(exponent.float() - (mantissa == 0.5).float())
+        fp4 = quant.dtype == _FP4  # whose largest comes to [4, 8)
+        mantissa, exponent = torch.frexp(magnitude if fp4 else magnitude / quant.qmax)
+        power = exponent - (3 if fp4 else (mantissa == 0.5).int())
+        return torch.where(magnitude.isfinite(), torch.exp2(power.float()), magnitude)
     scale = magnitude / quant.qmax
     if quant.scale_dtype == "float8_e4m3fn":
         whole = scale.amax((-2, -1), keepdim=True) / _QMAX[_FP8] if scale.numel() else scale

@@ -45,7 +45,8 @@ def route(
     checked: refuse NaN and +infinity; default on the CPU only, as it synchronizes with the device.
 
     A logit of -infinity masks its expert, which is then chosen, with weight 0, only where fewer
-    than K are left. With a correction_bias mask there: it is what chooses.
+    than K are left. A correction_bias, as it chooses, masks by -infinity of its own: not with
+    groups, and K experts must be left.
 
     Llama-4: ``scoring="sigmoid", top_k=1`` with ``apply_router_weight_on_input`` in the problem.
     gpt-oss: ``renormalize=True``.
@@ -53,7 +54,8 @@ def route(
     _check_shapes(logits, top_k, correction_bias, num_expert_group, topk_group, is_padding)
     scores_TE = logits.float()
     if checked or (checked is None and logits.device.type == "cpu"):
-        _check_values(scores_TE, correction_bias, is_padding)
+        grouped = num_expert_group is not None
+        _check_values(scores_TE, top_k, correction_bias, grouped, is_padding)
     if custom is not None:
         weights, ids = custom(scores_TE, top_k)
         if weights.shape != (logits.shape[0], top_k) or ids.shape != weights.shape:
@@ -128,25 +130,30 @@ def _keep_best_groups(choice_TE: Tensor, groups: int, keep: int, biased: bool) -
 
 
 def _check_values(
-    logits_TE: Tensor, correction_bias: Tensor | None, is_padding: Tensor | None
+    logits_TE: Tensor,
+    top_k: int,
+    correction_bias: Tensor | None,
+    grouped: bool,
+    is_padding: Tensor | None,
 ) -> None:
-    largest = logits_TE.amax(dim=1)  # NaN where one is
-    for wrong, what in (
-        (~torch.isfinite(largest), "hold NaN or infinity, or are all -infinity"),
-        (
-            logits_TE.isneginf().any(dim=1) & (correction_bias is not None),
-            "hold -infinity beside a correction_bias, which could choose that expert all the same",
-        ),
-    ):
-        rows = wrong if is_padding is None else wrong & ~is_padding
-        if bool(rows.any()):
-            first = int(rows.nonzero()[0])
-            todo = "the layer before is at fault"
-            if bool(torch.isfinite(largest[first])):
-                todo = "set the bias to -infinity to mask it"
+    wrong, what = ~torch.isfinite(logits_TE.amax(dim=1)), "NaN or infinity, or -infinity alone"
+    todo = "the layer before is at fault"
+    if correction_bias is not None:
+        left = int((~correction_bias.isneginf()).sum())
+        if left < (len(correction_bias) if grouped else top_k):
             raise InvalidInput(
-                f"router logits of {int(rows.sum())} token(s) {what}, first token {first}: {todo}"
+                f"correction_bias masks all but {left} experts with -infinity: want top_k={top_k} "
+                "or more left, and no masks with groups, which their two best experts stand for"
             )
+        if not bool(wrong.any()):
+            wrong, what = logits_TE.isneginf().any(dim=1), "-infinity beside a correction_bias"
+            todo = "it could choose that expert all the same; set the bias to -infinity"
+    rows = wrong if is_padding is None else wrong & ~is_padding
+    if bool(rows.any()):
+        raise InvalidInput(
+            f"router logits of {int(rows.sum())} token(s) hold {what}, first token "
+            f"{int(rows.nonzero()[0])}: {todo}"
+        )
 
 
 def _check_shapes(

@@ -165,11 +165,12 @@ def explain(
     pairs, found, note = _by_measurement(problem, pairs, dispatchers, candidates)
     if isinstance(named := candidates.get(experts or ""), CompositeSpec):
         note = named.memory_note(problem)
-    elif pairs and not note and _emulated(problem, candidates.get(pairs[0].experts)):
-        note = (
-            f"{pairs[0].experts} emulates {problem.quant.name}: it multiplies dequantized weights, "
-            "and activations stay unquantized"
-        )
+    if pairs and problem.quant.activation is not None:
+        chosen = find_experts(pairs[0].experts, backends)
+        members = chosen.members if isinstance(chosen, CompositeSpec) else (chosen,)
+        for name in (m.name for m in members if m.emulates):
+            emulates = f"{name} emulates {problem.quant.name}: it quantizes no activations itself"
+            note = f"{note}; {emulates}" if note else emulates
     if found is not None and experts_by == _BY_PRIORITY:
         experts_by = f"by measurement ({found})"
     if found is not None and dispatcher_by == _BY_PRIORITY and not found.borrowed:
@@ -183,10 +184,6 @@ def explain(
 def find_experts(name: str, backends: Registry) -> ExpertsSpec:
     """The named backend, or the composite of that name; raises UnknownBackend or NameClash."""
     return composite(name, backends.expert) if "|" in name else backends.expert(name)
-
-
-def _emulated(problem: MoEProblem, experts: ExpertsSpec | None) -> bool:
-    return experts is not None and experts.emulates and problem.quant.activation is not None
 
 
 def _bridged(dispatcher: DispatcherSpec, experts: ExpertsSpec) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moekit import quant
 from moekit.errors import WeightsError
-from moekit.problem import MoEProblem
+from moekit.problem import DTYPES, MoEProblem
 from moekit.quant import OperandQuant, QuantScheme
 
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8)
@@ -215,8 +215,8 @@ def _raise(faults: list[str]) -> None:
         raise WeightsError("expert weights do not fit: " + "; ".join(faults))
 
 
-def _positive(scale: Tensor) -> bool:
-    return bool((torch.isfinite(scale) & (scale > 0)).all())
+def _positive(scale: Tensor, *, or_zero: bool = False) -> bool:
+    return bool((torch.isfinite(scale) & ((scale >= 0) if or_zero else (scale > 0))).all())
 
 
 def _scale_faults(
@@ -234,10 +234,13 @@ def _scale_faults(
     if tuple(scale.shape) not in allowed:
         wanted = " or ".join(str(s) for s in sorted(allowed, key=len, reverse=True))
         return [f"{name}_scale has shape {tuple(scale.shape)}, want {wanted}"]
-    if not _positive(scale):
+    if scale.dtype not in DTYPES.values():
+        return [f"{name}_scale is {scale.dtype}, want the numbers in fp32"]
+    # Those of e4m3 are zero for groups of very small values.
+    if not _positive(scale, or_zero=operand.scale_dtype == "float8_e4m3fn"):
         return [f"{name}_scale holds values that are not finite and positive"]
     if operand.microscaled and not bool((torch.frexp(scale.float()).mantissa == 0.5).all()):
-        return [f"{name}_scale holds values that are no powers of two, as {operand.dtype} wants"]
+        return [f"{name}_scale holds values that are no powers of two, as the scheme has them"]
     return []
 
 
@@ -267,8 +270,9 @@ def _int4_faults(
                 f"{name}_g_idx is given, but scheme {scheme.name} has no act-order: {other}leave "
                 "it out where groups are runs of columns"
             )
-        elif tuple(g_idx.shape) != (L, columns):
-            found.append(f"{name}_g_idx has shape {tuple(g_idx.shape)}, want {(L, columns)}")
+        elif tuple(g_idx.shape) != (L, columns) or g_idx.is_floating_point():
+            state = f"{tuple(g_idx.shape)} {g_idx.dtype}"
+            found.append(f"{name}_g_idx is {state}, want {(L, columns)} torch.int32")
         elif not in_order(g_idx.sort(dim=1).values, operand.group[1]):
             low, high = (int(v) for v in torch.aminmax(g_idx))
             found.append(

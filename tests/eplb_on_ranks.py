@@ -199,10 +199,9 @@ def rebalances(rank: int, world_size: int, layer: Layer, **options: object) -> l
         r.check(x, logical, r.call(x, balancer.route(logical, 1)), "before")
         balancer.step()
     wanted = torch.zeros(2, layer.num_experts, dtype=torch.int64)
-    holders = {}  # of every batch, one rank
-    for r.rank in range(world_size):
-        holders[r.source] = r.rank
-    for r.rank in holders.values():
+    count = layer.dp or world_size
+    for batch in range(count):
+        r.rank = -(-batch * world_size // count)  # the first that has it
         for key in range(3):
             ids = r.tokens(30, key)[1].topk_ids
             wanted[1] += torch.bincount(ids[ids >= 0].cpu(), minlength=layer.num_experts)

@@ -199,6 +199,21 @@ def test_gpt_oss_as_transformers_reads_it(gpt_oss: tuple[Path, dict[str, Tensor]
     assert torch.equal(theirs.float().mT, values["down_proj"])
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "scheme"),
+    [("nvfp4", "nvfp4"), ("W4A16_NVFP4", "nvfp4_w4a16"), ("W4A8_NVFP4_FP8", None)],
+)
+def test_modelopt_fp4(tmp_path: Path, algorithm: str, scheme: str | None) -> None:
+    config = dict(quant_method="modelopt", quant_algo=algorithm)
+    path = files.write(tmp_path, files.nvfp4(modelopt=True), config, E=2, H=64, I=64).path
+    assert detect(path).scheme == scheme
+    if scheme is None:
+        with pytest.raises(
+            WeightsError, match="no scheme for them with W4A8_NVFP4_FP8 activations"
+        ):
+            problem_from_config(path, device="cpu")
+
+
 def test_other_schemes_must_fit_what_is_stored(tmp_path: Path) -> None:
     config = dict(quant_method="modelopt", quant_algo="NVFP4")
     path = files.write(tmp_path, files.nvfp4(modelopt=True), config, E=2, H=64, I=64).path

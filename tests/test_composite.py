@@ -244,7 +244,12 @@ def test_other_layouts_cost_memory_and_it_is_said(caplog) -> None:
     kernel, both = packed("torch:4|turned:8|torch")
     assert both.nbytes == 2 * alone.nbytes and both.extra_bytes == alone.nbytes
     assert "weights take" in caplog.text and "more than one backend's" in caplog.text
-    assert "known when they are packed" in kernel.explanation.note
+    note = kernel.explanation.note
+    assert "known when they are packed" in note and "emulates" not in note
+    kernel, _ = packed("torch:4|turned", PROBLEM.replace(quant="int8_channel_token"))
+    assert kernel.explanation.note.endswith(
+        "; torch emulates int8_channel_token: it quantizes no activations itself"
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from moekit.errors import (
 )
 from moekit.kernel import BufferSpec
 from moekit.reference import oracle
+from moekit.testing import assert_close, relative_error
+from moekit.testing.cases import make_case
 
 T, K, E, H, I = 9, 2, 4, 64, 48
 PROBLEM = MoEProblem(
@@ -327,6 +329,21 @@ def test_warmup_grows_the_arena_beforehand() -> None:
     held = arena.nbytes
     kernel(tokens()[0], packed, tokens()[1])
     assert arena.nbytes == held > 0
+
+
+@pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp8", "fp8_block"])
+def test_experts_that_take_quantized_tokens_alone(dispatcher: str, scheme: str) -> None:
+    """Also packed ones, two values a byte."""
+    registry = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    spec = replace(registry.expert("reference"), name="quantized_alone", takes_unquantized=False)
+    registry.register(spec)
+    problem = PROBLEM.replace(quant=moekit.SCHEMES[scheme])
+    kernel = moekit.compose(problem, dispatcher, spec.name, backends=registry)
+    case = make_case(problem, 9)
+    out = kernel(case.x, kernel.pack(case.weights), case.routing)
+    assert_close(out, case.reference(), problem)
+    assert relative_error(out, case.reference()) > 1e-2, "not quantized"
 
 
 def test_priority_may_differ_by_scheme() -> None:

@@ -130,7 +130,7 @@ def test_a_device_that_is_not_here() -> None:
         ({"x": torch.randn(5, H).bfloat16()}, "x is torch.bfloat16, the problem's dtype"),
         ({"router_logits": torch.randn(4, E)}, r"router_logits has shape \(4, 6\), want \(5, 6\)"),
         ({"router_logits": torch.randn(5, E + 1)}, r"router_logits has shape \(5, 7\)"),
-        ({"router_logits": torch.full((5, E), float("nan"))}, "NaN or infinity, first token 0"),
+        ({"router_logits": torch.full((5, E), float("nan"))}, "NaN or infinity, .*first token 0"),
         ({"router_logits": torch.zeros(5, E, dtype=torch.long)}, "want .* float dtype"),
         ({"router_logits": None}, "give router_logits, or both topk_weights and topk_ids"),
         ({"topk_ids": ROUTING.topk_ids}, "not both"),

@@ -66,6 +66,34 @@ def test_scales_that_are_powers_of_two(scheme: str) -> None:
         assert rms(dequantize(q, scale, operand), x) < (0.15 if operand.packed else 4e-2)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a8", "mxfp8", "nvfp4", "fp8_block"])
+def test_weights_that_are_no_numbers_are_refused(scheme: str, value: float) -> None:
+    p = problem(scheme)
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))
+    weights.w2[1, 7, 9] = value
+    with pytest.raises(WeightsError, match="w2_scale holds values that are not finite"):
+        weights.quantize(p.quant).check(p)
+
+
+def test_scales_of_zero_are_nvfp4_alone() -> None:
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))
+    for scheme in ("nvfp4", "mxfp8"):
+        p = problem(scheme)
+        made = weights.quantize(p.quant)
+        made.w2_scale[0, 0, 0] = 0.0
+        if scheme == "nvfp4":
+            made.check(p)
+            columns = made.canonical(p).dequantize(p.quant).w2[0, 0, :16]
+            assert not columns.any()
+            continue
+        with pytest.raises(WeightsError, match="not finite and positive"):
+            made.check(p)
+    exponents = replace(made, w2_scale=made.w2_scale.to(torch.float8_e8m0fnu))
+    with pytest.raises(WeightsError, match="w2_scale is torch.float8_e8m0fnu, want the numbers"):
+        exponents.check(p)
+
+
 def test_nvfp4_scales_are_e4m3_times_one_number() -> None:
     operand = SCHEMES["nvfp4"].activation
     x = torch.randn(2, 40, 96) * torch.logspace(-2, 2, 40)[:, None]

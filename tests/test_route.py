@@ -135,14 +135,18 @@ def test_masked_experts(scoring: str, renormalize: bool) -> None:
 def test_masks_that_mask_nothing() -> None:
     logits = torch.randn(6, 8)
     logits[3] = -torch.inf
-    with pytest.raises(InvalidInput, match=r"all -infinity, first token 3: the layer before"):
+    with pytest.raises(InvalidInput, match=r"-infinity alone, first token 3: the layer before"):
         route(logits, 2)
     logits[3, 1:] = 0.0
-    with pytest.raises(InvalidInput, match=r"first token 3: set the bias to -infinity"):
+    with pytest.raises(InvalidInput, match=r"first token 3: .* set the bias to -infinity"):
         route(logits, 2, scoring="sigmoid", correction_bias=torch.ones(8))
     bias = torch.tensor([-torch.inf] + [1.0] * 7)
     got = route(torch.randn(6, 8), 7, scoring="sigmoid", correction_bias=bias)
     assert (got.topk_ids > 0).all()
+    groups = {"num_expert_group": 4, "topk_group": 2}
+    for top_k, more in ((8, {}), (2, groups)):
+        with pytest.raises(InvalidInput, match="masks all but 7 experts"):
+            route(torch.randn(6, 8), top_k, scoring="sigmoid", correction_bias=bias, **more)
 
 
 @pytest.mark.parametrize(

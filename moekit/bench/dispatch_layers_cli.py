@@ -230,7 +230,7 @@ def problem_of(data: Json, scheme: str, tokens: int) -> MoEProblem:
         dtype=DTYPES[data["settings"]["dtype"]],
         max_num_tokens=tokens,
         parallel=ParallelConfig(ep_size=data["ranks"]),
-        device=DeviceSpec(device["type"], capability, name),
+        device=DeviceSpec(device["type"], capability, name, device.get("arch", "")),
     )
 
 

@@ -81,11 +81,12 @@ def versions(people: Iterable[Contestant]) -> dict[str, str]:
 
 
 def device_facts(device: torch.device, spec: DeviceSpec) -> dict[str, Any]:
-    """name, type, capability, multiprocessors, l2_bytes, memory_bytes; null where unknown."""
+    """name, type, capability, arch, multiprocessors, l2_bytes, memory_bytes; null where unknown."""
     result: dict[str, Any] = {
         "name": spec.name or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
         "type": device.type,
         "capability": None if spec.capability is None else list(spec.capability),
+        "arch": spec.arch,
         "multiprocessors": None,
         "l2_bytes": None,
         "memory_bytes": None,

@@ -16,8 +16,8 @@ from moekit.weights import ExpertWeights
 
 ROUTINGS = ("uniform", "zipf", "hot", "fixed")
 """uniform: each expert equally likely. zipf: the r-th most popular expert has likelihood 1 / r.
-hot: one expert gets every token, the other K - 1 choices are uniform. fixed: experts in turn, the
-same number of tokens for each."""
+hot: one expert gets every token, the other K - 1 choices are uniform. fixed: experts in turn, so
+that loads differ by one at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,10 +128,11 @@ def _no_scheme(found: Detected, tp_size: int) -> str:
     if found.scheme is not None:
         why = f"tp_size={tp_size} cuts its groups of {format.group[1]} columns of w2"
         instead = f"use expert parallelism, or {instead}"
-    elif format.activation is not None:
+    elif (operand := format.activation) is not None:
+        when = "static" if operand.static else "dynamic"
         why = (
-            f"moekit has no scheme for them with {format.activation.dtype} activations, a scale "
-            f"per {format.activation.group}"
+            f"moekit has no scheme for them with {operand.dtype} activations, a {when} "
+            f"{operand.scale_dtype} scale per {operand.group}"
         )
         instead = f"choose another scheme for these weights with quant=..., or {instead}"
     else:

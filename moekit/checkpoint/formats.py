@@ -108,7 +108,9 @@ class Format:
         rows, columns = ("all" if g < 0 else g for g in self.group)
         zeros = " with zero points" if self.zero_points else ""
         order = " in act-order" if self.act_order else ""
-        return f"{self.name} ({self.dtype}, a scale per {rows} x {columns}{zeros}{order})"
+        scale = self.scale_dtype.replace("float32", "")
+        each = f"a {scale} scale per {rows} x {columns}".replace("  ", " ")
+        return f"{self.name} ({self.dtype}, {each}{zeros}{order})"
 
     # -- what was read, in the core's form ----------------------------------------------------
 
@@ -302,7 +304,7 @@ def fp4_bytes(
 ) -> Format:
     """Two fp4 values a byte, (N, K / 2), scales (N, K / group): compressed-tensors' and ModelOpt's
     mxfp4 and nvfp4."""
-    scale = (*_SCALES, torch.float8_e4m3fn)
+    scale = (*FLOATS, torch.float8_e4m3fn) if global_scale else _SCALES
     parts = {
         "weight": Part(suffix=weight, dtypes=(torch.uint8,), grid=(1, 2)),
         "scale": Part(suffix="weight_scale", dtypes=scale, grid=(1, group)),

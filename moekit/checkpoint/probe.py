@@ -72,8 +72,7 @@ class _Probe:
         if dtype in formats.FLOATS:
             return formats.plain()
         if dtype == torch.uint8 and self.has("weight_scale_2"):
-            weight_only = "A16" in str(self.config.get("quant_algo", ""))
-            activation = None if weight_only else SCHEMES["nvfp4"].activation
+            activation = self._of_modelopt_fp4()
             return formats.fp4_bytes("ModelOpt nvfp4", "weight", 16, "weight_scale_2", activation)
         if dtype in (torch.float8_e4m3fn, torch.int8) and isinstance(dtype, torch.dtype):
             return self._eight_bits(dtype)
@@ -137,7 +136,7 @@ class _Probe:
             group,
             zero_points=not symmetric,
             zero_offset=1 if checkpoint_format == "gptq" else 0,
-            act_order=g_idx and bool(config.get("desc_act")),
+            act_order=g_idx and bool(config.get("desc_act")) and not config.get("static_groups"),
             g_idx=g_idx,
         )
 
@@ -201,6 +200,14 @@ class _Probe:
         row_group = next((g for g in (1, *_BLOCKS) if ceil(self.n / g) == rows), -1)
         return row_group, self._columns(columns)
 
+    def _of_modelopt_fp4(self) -> OperandQuant | None:
+        algorithm = str(self.config.get("quant_algo", "NVFP4")).upper()
+        if algorithm in ("W4A16_NVFP4", "NVFP4_W4A16"):
+            return None
+        if algorithm in ("NVFP4", "NVFP4_AWQ"):
+            return SCHEMES["nvfp4"].activation
+        return OperandQuant(dtype=algorithm, group=(-1, -1))  # which no scheme has
+
     def _are_exponents(self, scale: str) -> bool:
         return self.checkpoint.dtype(self.name(scale)) in (torch.uint8, torch.float8_e8m0fnu)
 
@@ -256,7 +263,7 @@ def _operand(args: Mapping[str, Any] | None) -> OperandQuant | None:
         "group": (1, columns),
         "tensor_group": (1, columns),
     }.get(str(args.get("strategy") or ("token" if dynamic else "tensor")), (-1, -1))
-    scale_dtype = _SCALE_DTYPES.get((dtype, columns), "float32")
+    scale_dtype = _SCALE_DTYPES.get((dtype, group[1]), "float32")
     return OperandQuant(dtype=dtype, group=group, static=not dynamic, scale_dtype=scale_dtype)
 
 

@@ -13,7 +13,7 @@ import torch
 from moekit.kernel import PrepareAndFinalize
 from moekit.plugins import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
-from moekit.quant import SCHEMES
+from moekit.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases, interface, ranks
 from moekit.testing.base import Conformance, Sizes
 from moekit.testing.calls import check_negative_controls
@@ -199,7 +199,7 @@ class DispatcherConformance(Conformance):
     def test_dtype(self, dtype: str, world: int) -> None:
         self._run(world, ranks.calls, [Call((3, 0, 9, 13))], dtype=DTYPES[dtype])
 
-    @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
+    @pytest.mark.parametrize("scheme", sorted(WIRE_SCHEMES))
     def test_quantized_tokens(self, scheme: str, world: int) -> None:
         """Right for every scheme, whether or not tokens travel quantized."""
         sequence = [Call((3, 0, 9, 13), "rows"), Call((0, 0, 0, 0))]

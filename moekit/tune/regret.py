@@ -87,7 +87,7 @@ def of_bench(data: Mapping[str, Any]) -> list[Cell]:
     device, dispatcher, cells = data["device"], data["settings"]["dispatcher"], []
     name = "" if device["type"] == "cpu" else device["name"]
     capability = None if device["capability"] is None else tuple(device["capability"])
-    spec = DeviceSpec(device["type"], capability, name)
+    spec = DeviceSpec(device["type"], capability, name, device.get("arch", ""))
     for cell in data["cells"]:
         problem = shapes.shape(cell["shape"]).problem(
             quant=cell["scheme"], dtype=DTYPES[cell["dtype"]], device=spec
