@@ -136,8 +136,13 @@ def _check_values(
     grouped: bool,
     is_padding: Tensor | None,
 ) -> None:
-    wrong, what = ~torch.isfinite(logits_TE.amax(dim=1)), "NaN or infinity, or -infinity alone"
-    todo = "the layer before is at fault"
+    faults = [
+        (
+            ~torch.isfinite(logits_TE.amax(dim=1)),
+            "NaN or infinity, or -infinity alone",
+            "the layer before is at fault",
+        )
+    ]
     if correction_bias is not None:
         left = int((~correction_bias.isneginf()).sum())
         if left < (len(correction_bias) if grouped else top_k):
@@ -145,15 +150,20 @@ def _check_values(
                 f"correction_bias masks all but {left} experts with -infinity: want top_k={top_k} "
                 "or more left, and no masks with groups, which their two best experts stand for"
             )
-        if not bool(wrong.any()):
-            wrong, what = logits_TE.isneginf().any(dim=1), "-infinity beside a correction_bias"
-            todo = "it could choose that expert all the same; set the bias to -infinity"
-    rows = wrong if is_padding is None else wrong & ~is_padding
-    if bool(rows.any()):
-        raise InvalidInput(
-            f"router logits of {int(rows.sum())} token(s) hold {what}, first token "
-            f"{int(rows.nonzero()[0])}: {todo}"
+        faults.append(
+            (
+                logits_TE.isneginf().any(dim=1),
+                "-infinity beside a correction_bias",
+                "it could choose that expert all the same; set the bias to -infinity",
+            )
         )
+    for wrong, what, todo in faults:
+        rows = wrong if is_padding is None else wrong & ~is_padding
+        if bool(rows.any()):
+            raise InvalidInput(
+                f"router logits of {int(rows.sum())} token(s) hold {what}, first token "
+                f"{int(rows.nonzero()[0])}: {todo}"
+            )
 
 
 def _check_shapes(

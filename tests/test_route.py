@@ -138,8 +138,11 @@ def test_masks_that_mask_nothing() -> None:
     with pytest.raises(InvalidInput, match=r"-infinity alone, first token 3: the layer before"):
         route(logits, 2)
     logits[3, 1:] = 0.0
+    logits[1] = torch.nan
+    is_padding = torch.arange(6) == 1
     with pytest.raises(InvalidInput, match=r"first token 3: .* set the bias to -infinity"):
-        route(logits, 2, scoring="sigmoid", correction_bias=torch.ones(8))
+        ones = torch.ones(8)
+        route(logits, 2, scoring="sigmoid", correction_bias=ones, is_padding=is_padding)
     bias = torch.tensor([-torch.inf] + [1.0] * 7)
     got = route(torch.randn(6, 8), 7, scoring="sigmoid", correction_bias=bias)
     assert (got.topk_ids > 0).all()

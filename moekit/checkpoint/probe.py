@@ -201,7 +201,7 @@ class _Probe:
         return row_group, self._columns(columns)
 
     def _of_modelopt_fp4(self) -> OperandQuant | None:
-        algorithm = str(self.config.get("quant_algo", "NVFP4")).upper()
+        algorithm = str(self.config.get("quant_algo") or "NVFP4").upper()
         if algorithm in ("W4A16_NVFP4", "NVFP4_W4A16"):
             return None
         if algorithm in ("NVFP4", "NVFP4_AWQ"):
