@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m moekit demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist loadfile tests examples plugins
+	$(BIN)/python -m pytest -n auto --dist loadfile --durations=20 tests examples plugins
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

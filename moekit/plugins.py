@@ -13,10 +13,11 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -565,7 +566,15 @@ def _mark_clashes(states: list[PluginState]) -> list[PluginState]:
 
 
 def importable(name: str) -> bool:
-    """Whether ``import name`` would find something; imports nothing, not even a parent package."""
+    """Whether ``import name`` would find something; imports nothing, not even a parent package.
+
+    Looked up once for every sys.path.
+    """
+    return _importable(name, tuple(sys.path))
+
+
+@cache
+def _importable(name: str, _path: tuple[str, ...]) -> bool:
     try:
         top, *parts = name.split(".")
         spec = importlib.util.find_spec(top)

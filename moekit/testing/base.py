@@ -158,7 +158,8 @@ class Conformance(ABC):
             why = self._spec().unsupported(problem)
             if not why:
                 return problem
-            self._check_refused(problem, why)
+            if not reasons:
+                self._check_refused(problem, why)
             reasons.update(dict.fromkeys(why))
         return "; ".join(reasons)
 
