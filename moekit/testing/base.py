@@ -8,6 +8,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 import pytest
@@ -110,6 +111,10 @@ class Conformance(ABC):
         """Arguments of `compose` that insist on this backend."""
 
     def _registry(self) -> Registry:
+        return self._known
+
+    @cached_property
+    def _known(self) -> Registry:
         return kit_registry(self.backends)
 
     def _device(self) -> DeviceSpec:
