@@ -148,7 +148,7 @@ def _check_values(
         if left < (len(correction_bias) if grouped else top_k):
             raise InvalidInput(
                 f"correction_bias masks all but {left} experts with -infinity: want top_k={top_k} "
-                "or more left, and no masks with groups, which their two best experts stand for"
+                "or more left, and none masked with groups, whose two best experts score for them"
             )
         faults.append(
             (

@@ -25,7 +25,7 @@ from moekit.bench.dispatch_cli import on_ranks as on_ranks
 from moekit.bench.dispatch_cli import split as split
 from moekit.bench.dispatch_layers import LayerCell, measure_layers, merge_layers
 from moekit.bench.dispatch_report import not_measured
-from moekit.bench.environment import device_facts, versions, whole
+from moekit.bench.environment import device_facts, recorded_device, versions, whole
 from moekit.errors import MoekitError
 from moekit.plugins import DispatcherSpec, registry
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
@@ -221,16 +221,13 @@ def _first(rank: int, world_size: int, value: bool) -> bool:
 
 def problem_of(data: Json, scheme: str, tokens: int) -> MoEProblem:
     """The problem of a recorded cell."""
-    device, layer = data["device"], data["layer"]
-    capability = None if device["capability"] is None else tuple(device["capability"])
-    name = "" if device["type"] == "cpu" else device["name"]
     return MoEProblem(
-        **layer,
+        **data["layer"],
         quant=scheme,
         dtype=DTYPES[data["settings"]["dtype"]],
         max_num_tokens=tokens,
         parallel=ParallelConfig(ep_size=data["ranks"]),
-        device=DeviceSpec(device["type"], capability, name, device.get("arch", "")),
+        device=recorded_device(data["device"]),
     )
 
 

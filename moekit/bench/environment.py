@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +78,13 @@ def versions(people: Iterable[Contestant]) -> dict[str, str]:
         name, _, version = text.rpartition(" ")
         found.setdefault(name, version)
     return {name: version for name, version in found.items() if version}
+
+
+def recorded_device(facts: Mapping[str, Any]) -> DeviceSpec:
+    """Of what `device_facts` made; the CPU without its name, which tells threads."""
+    capability = None if facts["capability"] is None else tuple(facts["capability"])
+    name = "" if facts["type"] == "cpu" else facts["name"]
+    return DeviceSpec(facts["type"], capability, name, facts.get("arch", ""))
 
 
 def device_facts(device: torch.device, spec: DeviceSpec) -> dict[str, Any]:

@@ -108,8 +108,8 @@ class Format:
         rows, columns = ("all" if g < 0 else g for g in self.group)
         zeros = " with zero points" if self.zero_points else ""
         order = " in act-order" if self.act_order else ""
-        scale = self.scale_dtype.replace("float32", "")
-        each = f"a {scale} scale per {rows} x {columns}".replace("  ", " ")
+        kind = "" if self.scale_dtype == "float32" else f"{self.scale_dtype} "
+        each = f"a {kind}scale per {rows} x {columns}"
         return f"{self.name} ({self.dtype}, {each}{zeros}{order})"
 
     # -- what was read, in the core's form ----------------------------------------------------

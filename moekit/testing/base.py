@@ -113,7 +113,7 @@ class Conformance(ABC):
     def _registry(self) -> Registry:
         return self._known
 
-    @cached_property
+    @cached_property  # asked for some twenty times in a test
     def _known(self) -> Registry:
         return kit_registry(self.backends)
 

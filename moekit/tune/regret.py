@@ -12,7 +12,8 @@ from moekit import select
 from moekit.bench import dispatch_layers_cli as layers
 from moekit.bench import shapes
 from moekit.bench.contestants import AUTO, MOEKIT
-from moekit.problem import DTYPES, DeviceSpec
+from moekit.bench.environment import recorded_device
+from moekit.problem import DTYPES
 from moekit.tune.choice import Found
 from moekit.tune.plan import serving, split
 from moekit.tune.table import Key, Table
@@ -84,13 +85,10 @@ def of_layers(data: Mapping[str, Any]) -> list[Cell]:
 def of_bench(data: Mapping[str, Any]) -> list[Cell]:
     """What is chosen now for the cells of a bench's JSON. Its time is that of the contestant
     ``auto``, or else of the backend that is chosen."""
-    device, dispatcher, cells = data["device"], data["settings"]["dispatcher"], []
-    name = "" if device["type"] == "cpu" else device["name"]
-    capability = None if device["capability"] is None else tuple(device["capability"])
-    spec = DeviceSpec(device["type"], capability, name, device.get("arch", ""))
+    device, dispatcher, cells = recorded_device(data["device"]), data["settings"]["dispatcher"], []
     for cell in data["cells"]:
         problem = shapes.shape(cell["shape"]).problem(
-            quant=cell["scheme"], dtype=DTYPES[cell["dtype"]], device=spec
+            quant=cell["scheme"], dtype=DTYPES[cell["dtype"]], device=device
         )
         chosen = select.explain(problem, dispatcher).chosen
         pick = serving(split(chosen.experts), cell["tokens"]) if chosen else ""
