@@ -183,6 +183,16 @@ def test_run_fails_when_everything_is_skipped(capsys):
     assert "nothing is shown about it" in done.stdout
 
 
+def test_numbers_of_ranks_can_be_asked_for(monkeypatch):
+    code = "import moekit.testing as t; t.run('local', ['--collect-only', '-q', '-k', 'memory'])"
+    answers = {"3,8": ["[3ranks]", "[8ranks]"], "3,all": ["want numbers"], "9": ["from 1 to 8"]}
+    for asked, shown in answers.items():
+        monkeypatch.setenv("MOEKIT_TEST_WORLD_SIZES", asked)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        assert all(text in said for text in shown) and "[2ranks]" not in said, said
+
+
 def test_run_of_an_unknown_name():
     with pytest.raises(ValueError, match="no experts backend named 'nonesuch'"):
         run("nonesuch")

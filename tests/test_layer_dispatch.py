@@ -123,6 +123,17 @@ def test_wrong_failing_and_refused(tuned, capsys, tmp_path, bad_ones) -> None:
     assert refused == ({"deepep_ll"} if _known("deepep_ll") else set())
 
 
+def test_times_on_shared_devices_are_no_times(tuned, capsys, tmp_path) -> None:
+    """The errors count; no table and no regret is made of the times."""
+    file = tmp_path / "l.json"
+    options = "--dispatchers naive --tokens 3 --quant none --share-devices --json".split()
+    code, out, _ = run(capsys, *options, str(file))
+    assert code == 0 and "the times do not" in out and "| T | fastest |" not in out
+    for action in ("--select", "--regret"):
+        assert moekit_main(["tune", action, "--from", str(file)]) == 2
+        assert "--share-devices" in capsys.readouterr().err
+
+
 def _known(name: str) -> bool:
     return name in moekit.registry().dispatchers
 

@@ -102,3 +102,15 @@ def test_a_dead_rank_is_reported():
     with RankPool(2) as ranks, pytest.raises(RankError, match="exit code 7") as caught:
         ranks.run(die)
     assert caught.value.died == {1: 7}
+
+
+def where(rank, world_size):
+    x = torch.ones(1, device="cuda")
+    return x.device.index, torch.cuda.current_device()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="shares GPUs")
+def test_more_ranks_than_gpus_share_them():
+    count = torch.cuda.device_count()
+    with RankPool(count + 1, "cuda") as ranks:
+        assert ranks.run(where) == [(r % count, r % count) for r in range(count + 1)]

@@ -89,6 +89,8 @@ class Ranks(Protocol):
 class _Sweep:
     """What was asked for, and what came of it."""
 
+    share = False
+
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args = args
         here = DeviceSpec.detect() if args.device is None else DeviceSpec.parse(args.device)
@@ -188,9 +190,13 @@ class _Sweep:
 
 
 class Sweep(Protocol):
-    """What runs on ranks: over ``ranks`` of them, on devices of one kind."""
+    """What runs on ranks: over ``ranks`` of them, on devices of one kind.
+
+    share: ranks of our own may be more than there are devices.
+    """
 
     device: DeviceSpec
+    share: bool
     ranks: int
 
     def run(self, ranks: Ranks, leader: bool = True) -> int: ...
@@ -247,10 +253,9 @@ class _Torchrun:
 
 
 def _spawned(sweep: Sweep) -> int:
-    if sweep.device.type == "cuda" and sweep.ranks > torch.cuda.device_count():
-        raise MoekitError(
-            f"{sweep.ranks} ranks want as many GPUs, there are {torch.cuda.device_count()}"
-        )
+    count = torch.cuda.device_count()
+    if sweep.device.type == "cuda" and sweep.ranks > count and not sweep.share:
+        raise MoekitError(f"{sweep.ranks} ranks want as many GPUs, there are {count}")
     pools = _Pools(sweep.ranks, sweep.device.type)
     try:
         return sweep.run(pools)

@@ -50,6 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--quant", default="none,fp8_block", metavar="LIST", help="default: %(default)s")
     add("--tokens", default="1,16,128,1024,4096", metavar="LIST", help="default: %(default)s")
     add("--ranks", type=whole(1), metavar="N", help="default: one per GPU; without GPUs 2")
+    add("--share-devices", action="store_true", help="more ranks than GPUs: for the errors alone")
     add("--routing", default="uniform", metavar="KIND", help=f"of {', '.join(shapes.ROUTINGS)}")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", help="cpu or cuda; default: this machine's GPUs, else its CPU")
@@ -73,6 +74,7 @@ class LayerSweep:
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args, here = args, DeviceSpec.detect()
         self.device = here if args.device is None else DeviceSpec.parse(args.device)
+        self.share = getattr(args, "share_devices", False)  # `tune` has no such option
         started = int(os.environ.get("WORLD_SIZE", 0))  # by torchrun
         self.ranks = args.ranks or started or default_ranks(self.device)
         if self.ranks < 2:
@@ -114,7 +116,8 @@ class LayerSweep:
             "settings": {
                 name: getattr(args, name)
                 for name in ("layer", "dtype", "routing", "inputs", "replays", "no_graph", "seed")
-            },
+            }
+            | {"share_devices": self.share},
             "refused": [],
             "cells": [],
         }
@@ -219,6 +222,12 @@ def _first(rank: int, world_size: int, value: bool) -> bool:
 # -- the choice, and the report -------------------------------------------------------------------
 
 
+def check_timed(data: Json) -> None:
+    """Raises MoekitError if the times of a recorded run say nothing."""
+    if data["settings"].get("share_devices"):
+        raise MoekitError("ranks took turns on shared devices (--share-devices): no times to use")
+
+
 def problem_of(data: Json, scheme: str, tokens: int) -> MoEProblem:
     """The problem of a recorded cell."""
     return MoEProblem(
@@ -269,9 +278,13 @@ def markdown(data: Json) -> str:
         "safe, else eager (`e`); **bold** the fastest, struck out what is wrong. Error: the "
         "largest, against the fp32 oracle.",
     ]
+    if settings.get("share_devices"):
+        lines += ["", "Ranks take turns on shared devices: the errors count, the times do not."]
     for scheme in dict.fromkeys(c["scheme"] for c in data["cells"]):
         cells = [c for c in data["cells"] if c["scheme"] == scheme]
-        lines += ["", f"## {scheme}", "", *_table(cells), "", *_choices(data, cells)]
+        lines += ["", f"## {scheme}", "", *_table(cells)]
+        if not settings.get("share_devices"):
+            lines += ["", *_choices(data, cells)]
         lines += _overlaps(cells)
     lines += not_measured(data["refused"])
     return "\n".join(lines) + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
@@ -19,6 +20,11 @@ from moekit.testing.base import Conformance, Sizes
 from moekit.testing.calls import check_negative_controls
 from moekit.testing.distributed import RankPool
 from moekit.testing.ranks import Call, Job
+
+# Numbers of ranks to test with, up to 8, instead of the classes' own: "2,8".
+WORLD_SIZES_VARIABLE = "MOEKIT_TEST_WORLD_SIZES"
+# Not empty: more ranks than devices share them. Slow, and not what every library can.
+SHARE_VARIABLE = "MOEKIT_TEST_SHARE_DEVICES"
 
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
 
@@ -57,10 +63,20 @@ def _sizes(hidden: int, tokens: int, intermediate: int = 32) -> Sizes:
     }
 
 
+def _asked_sizes(asked: str) -> tuple[int, ...]:
+    parts = asked.split(",")
+    if not all(part.isdecimal() and 1 <= int(part) <= 8 for part in parts):
+        raise pytest.UsageError(
+            f"{WORLD_SIZES_VARIABLE}={asked!r}: want numbers of ranks from 1 to 8, as in 2,8"
+        )
+    return tuple(int(part) for part in parts)
+
+
 class DispatcherConformance(Conformance):
     """Subclass it with ``backend = "name"``; see `Conformance` for the other settings.
 
-    world_sizes: numbers of ranks to test with; on accelerators, those for which there are devices.
+    world_sizes: numbers of ranks to test with; on accelerators, those for which there are devices,
+    unless ranks may share them. MOEKIT_TEST_WORLD_SIZES and MOEKIT_TEST_SHARE_DEVICES change both.
     Dispatchers that move no tokens run in this process, as ranks that hold the same tokens.
     """
 
@@ -68,7 +84,9 @@ class DispatcherConformance(Conformance):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "world" in metafunc.fixturenames:
-            metafunc.parametrize("world", self.world_sizes, ids=lambda n: f"{n}ranks")
+            asked = os.environ.get(WORLD_SIZES_VARIABLE)
+            sizes = _asked_sizes(asked) if asked else self.world_sizes
+            metafunc.parametrize("world", sizes, ids=lambda n: f"{n}ranks")
 
     def _spec(self) -> DispatcherSpec:
         return self._registry().dispatcher(self.backend)
@@ -96,8 +114,9 @@ class DispatcherConformance(Conformance):
         if not self._spec().moves_tokens:
             return [function(rank, world, job, *args) for rank in range(world)]
         kind = problem.device.type
-        if kind != "cpu" and torch.get_device_module(kind).device_count() < world:
-            self._skip(f"{world} ranks need as many {kind} devices")
+        enough = kind == "cpu" or torch.get_device_module(kind).device_count() >= world
+        if not (enough or os.environ.get(SHARE_VARIABLE)):
+            self._skip(f"{world} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
         return _pool(world, kind).run(function, job, *args)
 
     # -- what the spec says -----------------------------------------------------------------------

@@ -82,8 +82,10 @@ class RankPool:
     """``world_size`` processes with a common process group, kept for many calls of `run`.
 
     device_type ``"cpu"``: gloo, one thread per rank. ``"cuda"``: rank r on GPU r, NCCL for CUDA
-    tensors and gloo for CPU tensors. timeout: seconds that one `run` may take, and the process
-    group's own timeout. Workers inherit the environment at the time of construction.
+    tensors and gloo for CPU tensors. More ranks than GPUs share them in turn; NCCL, where it
+    is used, wants NCCL_MULTI_RANK_GPU_ENABLE=1 for that, and knows it from 2.30 on. timeout:
+    seconds that one `run` may take, and the process group's own timeout. Workers inherit the
+    environment at the time of construction.
     """
 
     def __init__(self, world_size: int, device_type: str = "cpu", timeout: float = 60.0) -> None:
@@ -282,8 +284,10 @@ def _join(settings: _Rank) -> None:
         torch.set_num_threads(1)
     else:
         backend = "cpu:gloo,cuda:nccl"
-        device = torch.device("cuda", settings.rank)
-        torch.cuda.set_device(device)
+        count = torch.cuda.device_count()
+        torch.cuda.set_device(settings.rank % count)
+        if settings.world_size <= count:  # else NCCL must not connect before it is asked for
+            device = torch.device("cuda", settings.rank)
     # gloo otherwise looks up the host's name, which need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = TCPStore(_HOST, settings.port, is_master=False)

@@ -202,9 +202,11 @@ def experts_fail(rank: int, world_size: int, job: Job) -> None:
 def group_mismatch(rank: int, world_size: int, job: Job) -> None:
     """Composing for another number of ranks than the group has raises on every rank."""
     r = Rank(rank, world_size, job)
-    other = r.problem.replace(parallel=replace(r.problem.parallel, ep_size=world_size + 1))
+    parallel = replace(r.problem.parallel, ep_size=world_size + 1, dp_size=0)
+    # As many experts on each rank, so that nothing else is wrong with it.
+    more = r.problem.num_experts * parallel.ep_size
     try:
-        r.compose(other.replace(parallel=replace(other.parallel, dp_size=0)))
+        r.compose(r.problem.replace(num_experts=more, parallel=parallel))
     except MoekitError:
         pass
     else:

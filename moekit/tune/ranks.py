@@ -13,7 +13,7 @@ import torch
 
 from moekit.bench import contestants
 from moekit.bench.dispatch_cli import distributions, on_ranks
-from moekit.bench.dispatch_layers_cli import Json, LayerSweep, problem_of
+from moekit.bench.dispatch_layers_cli import Json, LayerSweep, check_timed, problem_of
 from moekit.bench.environment import command, recorded
 from moekit.errors import MoekitError
 from moekit.plugins import DispatcherSpec, registry
@@ -127,6 +127,7 @@ def record(args: argparse.Namespace) -> int:
 def _record(args: argparse.Namespace, data: Json) -> int:
     if data.get("what") != "layers":
         raise MoekitError(f"{args.measured} is no JSON of benchmarks/layer_dispatch.py")
+    check_timed(data)
     found = {n: v for n, v in data["versions"].items() if n != "python"}
     made = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
     cells: dict[str, list[regret.Cell]] = {}

@@ -73,6 +73,7 @@ def of_pairs(title: str, key: Key, table: Table, able: Mapping[str, Collection[s
 
 def of_layers(data: Mapping[str, Any]) -> list[Cell]:
     """What is chosen now for the cells of the JSON of benchmarks/layer_dispatch.py."""
+    layers.check_timed(dict(data))
     made = []
     for cell in data["cells"]:
         times = layers.times(cell)
