@@ -290,3 +290,20 @@ def test_of_the_best_few_the_pair_decides(monkeypatch) -> None:
         tile = tune.Timed(us, GemmConfig(8, columns, 128), True, "pairs")
         search.found.setdefault((gemm, 8, "pairs"), []).append(tile)
     assert [t.config.block_n for t in search.settle()[:2]] == [64, 32]
+
+
+def test_the_tuner_adds_rows_to_an_entry() -> None:
+    large, small = problem(), problem(hidden_size=64, intermediate_size=64)
+    table = {"entries": []}
+    assert tune.missing(table, small, [4, 32, 10**6]) == [4, 32]  # too many tokens for the last
+
+    def entry(p, *rows):
+        return tune._key(p) | {"plans": [{"rows_per_expert": float(r)} for r in rows]}
+
+    tune.merge(table, entry(small, 4, 64))
+    tune.merge(table, entry(large, 16))
+    assert tune.missing(table, small, [4, 32, 64, 128]) == [32, 128]
+    assert tune.missing(table, large, [4, 16]) == [4]
+    tune.merge(table, entry(small, 32, 128))
+    assert [p["rows_per_expert"] for p in table["entries"][0]["plans"]] == [4, 32, 64, 128]
+    assert len(table["entries"]) == 2 and tune.missing(table, small, [4, 32, 64, 128]) == []

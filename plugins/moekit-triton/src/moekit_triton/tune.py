@@ -4,8 +4,8 @@
 
 Every candidate is compiled by a pool of processes into Triton's cache first, then timed in a CUDA
 graph over several routings, a shape and scheme on each GPU. An entry is written when it is done,
-atomically, and one that the file holds already is skipped, so that a stopped run goes on where it
-was.
+atomically, and numbers of rows that the file's entry has a plan for are skipped, so that a stopped
+run goes on where it was, and --rows adds to what is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -472,11 +472,9 @@ def _tune(job: tuple[str, str, Sequence[float]]) -> tuple[dict[str, Any], float]
     packed, plans, begin = None, [], time.monotonic()
     for per_expert in sizes:
         rows = _rows(problem, per_expert)
-        if rows > _MOST_TOKENS:
-            break
         case = make_case(problem, rows, 8 if rows <= 64 else 3 if rows < 4096 else 2, packed)
         packed = case.packed
-        plan = tune_size(case, rows * problem.top_k / problem.num_experts)
+        plan = tune_size(case, _per_expert(problem, rows))
         if plan is not None:
             plans.append(plan)
         del case
@@ -488,6 +486,37 @@ def _key(problem: MoEProblem) -> dict[str, Any]:
     return table_key(problem) | {"triton": triton.__version__}
 
 
+def _per_expert(problem: MoEProblem, rows: int) -> float:
+    return rows * problem.top_k / problem.num_experts
+
+
+def missing(table: Mapping[str, Any], problem: MoEProblem, sizes: Sequence[float]) -> list[float]:
+    """The rows per expert that the table's entry of ``problem`` has no plan for, and may have."""
+    key = _key(problem)
+    known = {
+        plan["rows_per_expert"]
+        for entry in table["entries"]
+        if all(entry[name] == value for name, value in key.items())
+        for plan in entry["plans"]
+    }
+    rows = {size: _rows(problem, size) for size in sizes}
+    return [
+        size
+        for size in sizes
+        if rows[size] <= _MOST_TOKENS and _per_expert(problem, rows[size]) not in known
+    ]
+
+
+def merge(table: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Adds the plans of ``entry`` to the table's entry of the same key, in the order of rows."""
+    for known in table["entries"]:
+        if all(known[name] == value for name, value in entry.items() if name != "plans"):
+            plans = [*known["plans"], *entry["plans"]]
+            known["plans"] = sorted(plans, key=lambda plan: plan["rows_per_expert"])
+            return
+    table["entries"].append(entry)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m moekit_triton.tune", description=__doc__)
     parser.add_argument("--shapes", default="mixtral,qwen3-30b,dsv3-ep8")
@@ -497,8 +526,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     schemes, sizes = args.quant.split(","), [float(rows) for rows in args.rows.split(",")]
-    keys = {
-        (name, scheme): _key(shape(name).problem(quant=scheme, device="sm90"))
+    problems = {
+        (name, scheme): shape(name).problem(quant=scheme, device="sm90")
         for name, scheme in itertools.product(args.shapes.split(","), schemes)
     }
     if not torch.cuda.is_available():
@@ -506,21 +535,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = re.sub(r"\W+", "_", torch.cuda.get_device_name())
     out = args.out or Path(__file__).parent / "tuned" / f"{device}.json"
     table = json.loads(out.read_text()) if out.exists() else {"entries": []}
-    jobs = []
-    for (name, scheme), key in keys.items():
-        if not any(all(entry[k] == v for k, v in key.items()) for entry in table["entries"]):
-            jobs.append((name, scheme, sizes))
+    wanted = {job: missing(table, problem, sizes) for job, problem in problems.items()}
+    jobs = [(*job, lacking) for job, lacking in wanted.items() if lacking]
     if not jobs:
         print(f"{out} has them all", file=sys.stderr)
         return
-    problems = [shape(name).problem(quant=scheme, device="cuda") for name, scheme, _ in jobs]
-    compile_all(problems, sizes)
+    on_gpu = [shape(name).problem(quant=scheme, device="cuda") for name, scheme, _ in jobs]
+    compile_all(on_gpu, [size for size in sizes if any(size in lacking for *_, lacking in jobs)])
     begin = time.monotonic()
     with _pool(min(args.gpus, len(jobs)), args.gpus) as pool:
         running = {pool.submit(_tune, job): job for job in jobs}
         for done, future in enumerate(concurrent.futures.as_completed(running), 1):
             entry, seconds = future.result()
-            table["entries"].append(entry)
+            merge(table, entry)
             part = out.with_suffix(".part")
             part.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(json.dumps(table, indent=1))
