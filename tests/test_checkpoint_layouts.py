@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,24 @@ def test_modelopt_fp4(tmp_path: Path, algorithm: str, scheme: str | None) -> Non
             WeightsError, match="no scheme for them with W4A8_NVFP4_FP8 activations"
         ):
             problem_from_config(path, device="cpu")
+
+
+def test_fp4_of_a_matrix_of_zeros(tmp_path: Path) -> None:
+    """A pruned expert: e4m3 holds its scales as zeros, which say what they mean."""
+    config = dict(quant_method="modelopt", quant_algo="NVFP4")
+    layer = files.write(tmp_path, files.nvfp4(modelopt=True), config, E=2, H=64, I=64)
+    name = "model.layers.0.mlp.experts.1.down_proj.weight_scale"
+    layer.tensors[name].zero_()
+    files.save(tmp_path, layer.tensors, json.loads((tmp_path / "config.json").read_text()))
+    problem = problem_from_config(tmp_path, dequantize=True, device="cpu")
+    weights = load_experts(tmp_path, None, 0, problem, dequantize=True)
+    assert bool((weights.w2[1] == 0).all()) and bool((weights.w2[0] != 0).any())
+    quantized = problem_from_config(tmp_path, device="cpu")
+    load_experts(tmp_path, None, 0, quantized).check(quantized)
+    layer.tensors[name].view(torch.uint8)[0, 0] = 0xB8  # -1
+    files.save(tmp_path, layer.tensors, json.loads((tmp_path / "config.json").read_text()))
+    with pytest.raises(WeightsError, match=f"{name} holds values that are not finite and positive"):
+        load_experts(tmp_path, None, 0, quantized)
 
 
 def test_other_schemes_must_fit_what_is_stored(tmp_path: Path) -> None:

@@ -218,9 +218,9 @@ class Reader:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
             scale = scale / factor if self.format.divides else scale * factor
         low, high = torch.aminmax(scale)
-        if self.format.scale_dtype == "float8_e4m3fn" and low == 0:  # a group of small values
-            low = high
-        if not (low > 0 and high < torch.inf):  # also where either is NaN
+        # e4m3 rounds a group's small scale to zero, and a pruned matrix has no other.
+        enough = low >= 0 if self.format.scale_dtype == "float8_e4m3fn" else low > 0
+        if not (enough and high < torch.inf):  # also where either is NaN
             name = self._stored(piece, "scale", expert).name
             self.faults.append(f"{name} holds values that are not finite and positive")
         zeros = self._zeros_of(piece, expert, rows, columns)
