@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -137,6 +138,35 @@ def _devices() -> _Found:
         apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         text = "none between " + ", ".join(apart) if apart else "between all"
         yield "peer access", "no" if apart else "ok", text
+        yield "links", "ok", _links([torch.device("cuda", i) for i in range(count)])
+
+
+def _links(devices: Sequence[torch.device], nbytes: int = 1 << 27) -> str:
+    """How fast a copy from each device to each other one is."""
+    rates = {}
+    for source, target in itertools.permutations(devices, 2):
+        here = torch.zeros(nbytes, dtype=torch.uint8, device=source)
+        there = torch.zeros_like(here, device=target)
+        there.copy_(here)  # the first sets up the way
+        seconds = []
+        for _ in range(3):
+            _wait_for(source, target)
+            start = time.perf_counter()
+            there.copy_(here)
+            _wait_for(source, target)
+            seconds.append(time.perf_counter() - start)
+        rates[f"{source.index}-{target.index}"] = nbytes / min(seconds) / 1e9
+    slowest, fastest = (choose(rates, key=lambda pair: rates[pair]) for choose in (min, max))
+    return (
+        f"copies of {nbytes >> 20} MiB at {rates[slowest]:.0f} ({slowest}) to "
+        f"{rates[fastest]:.0f} GB/s ({fastest})"
+    )
+
+
+def _wait_for(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
 
 
 def _backends() -> _Found:

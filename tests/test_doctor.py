@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 from fake_plugins import Fakes, offers, only_named
 
 from moekit import doctor
@@ -163,3 +165,11 @@ def test_wrong_question(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["doctor", "--nonsense"])
     assert left.value.code == 2 and "--nonsense" in capsys.readouterr().err
+
+
+def test_links() -> None:
+    """Between "devices" of the CPU here: each to each other, in GB/s."""
+    text = doctor._links([torch.device("cpu", i) for i in range(3)], nbytes=1 << 22)
+    found = re.fullmatch(r"copies of 4 MiB at (\d+) \((\d-\d)\) to (\d+) GB/s \((\d-\d)\)", text)
+    assert found and 0 < int(found[1]) <= int(found[3]), text
+    assert found[2][0] != found[2][2] and found[4][0] != found[4][2]
