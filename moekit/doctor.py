@@ -138,29 +138,50 @@ def _devices() -> _Found:
         apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         text = "none between " + ", ".join(apart) if apart else "between all"
         yield "peer access", "no" if apart else "ok", text
-        yield "links", "ok", _links([torch.device("cuda", i) for i in range(count)])
+        yield from _links([torch.device("cuda", i) for i in range(count)])
 
 
-def _links(devices: Sequence[torch.device], nbytes: int = 1 << 27) -> str:
-    """How fast a copy from each device to each other one is."""
+def _links(devices: Sequence[torch.device], nbytes: int = 1 << 27) -> _Found:
+    """How fast a copy from each device to each other one is, and whether it arrives."""
     rates = {}
     for source, target in itertools.permutations(devices, 2):
-        here = torch.zeros(nbytes, dtype=torch.uint8, device=source)
-        there = torch.zeros_like(here, device=target)
-        there.copy_(here)  # the first sets up the way
-        seconds = []
-        for _ in range(3):
-            _wait_for(source, target)
-            start = time.perf_counter()
-            there.copy_(here)
-            _wait_for(source, target)
-            seconds.append(time.perf_counter() - start)
-        rates[f"{source.index}-{target.index}"] = nbytes / min(seconds) / 1e9
-    slowest, fastest = (choose(rates, key=lambda pair: rates[pair]) for choose in (min, max))
-    return (
-        f"copies of {nbytes >> 20} MiB at {rates[slowest]:.0f} ({slowest}) to "
-        f"{rates[fastest]:.0f} GB/s ({fastest})"
-    )
+        pair = f"{source.index}-{target.index}"
+        try:
+            rate = _copy_rate(source, target, nbytes)
+        except Exception as error:  # no memory is left there, say
+            yield f"link {pair}", "no", f"not timed: {type(error).__name__}: {error}"
+            continue
+        if rate:
+            rates[pair] = rate
+        else:
+            yield f"link {pair}", "bad", "a copy arrived changed: peer access does not work"
+    if rates:
+        slowest, fastest = (choose(rates, key=lambda pair: rates[pair]) for choose in (min, max))
+        yield (
+            "links",
+            "ok",
+            (
+                f"copies of {nbytes >> 20} MiB at {rates[slowest]:.0f} ({slowest}) to "
+                f"{rates[fastest]:.0f} GB/s ({fastest})"
+            ),
+        )
+
+
+def _copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:
+    """GB/s; 0 where what arrives is not what was sent."""
+    here = torch.arange(nbytes // 4, dtype=torch.int32, device=source)
+    there = torch.zeros_like(here, device=target)
+    there.copy_(here)  # the first sets up the way
+    if not torch.equal(there, torch.arange(nbytes // 4, dtype=torch.int32, device=target)):
+        return 0.0
+    seconds = []
+    for _ in range(3):
+        _wait_for(source, target)
+        start = time.perf_counter()
+        there.copy_(here)
+        _wait_for(source, target)
+        seconds.append(time.perf_counter() - start)
+    return nbytes / min(seconds) / 1e9
 
 
 def _wait_for(*devices: torch.device) -> None:

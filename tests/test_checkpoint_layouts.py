@@ -229,6 +229,11 @@ def test_fp4_of_a_matrix_of_zeros(tmp_path: Path) -> None:
     load_experts(tmp_path, None, 0, quantized).check(quantized)
     layer.tensors[name].view(torch.uint8)[0, 0] = 0xB8  # -1
     files.save(tmp_path, layer.tensors, json.loads((tmp_path / "config.json").read_text()))
+    with pytest.raises(WeightsError, match=f"{name} holds values that are negative or not finite"):
+        load_experts(tmp_path, None, 0, quantized)
+    layer.tensors[name].zero_()
+    layer.tensors[f"{name}_2"].zero_()
+    files.save(tmp_path, layer.tensors, json.loads((tmp_path / "config.json").read_text()))
     with pytest.raises(WeightsError, match=f"{name} holds values that are not finite and positive"):
         load_experts(tmp_path, None, 0, quantized)
 

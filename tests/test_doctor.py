@@ -167,9 +167,27 @@ def test_wrong_question(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 2 and "--nonsense" in capsys.readouterr().err
 
 
-def test_links() -> None:
+def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between "devices" of the CPU here: each to each other, in GB/s."""
-    text = doctor._links([torch.device("cpu", i) for i in range(3)], nbytes=1 << 22)
+    devices = [torch.device("cpu", i) for i in range(3)]
+    ((name, state, text),) = doctor._links(devices, nbytes=1 << 22)
     found = re.fullmatch(r"copies of 4 MiB at (\d+) \((\d-\d)\) to (\d+) GB/s \((\d-\d)\)", text)
     assert found and 0 < int(found[1]) <= int(found[3]), text
     assert found[2][0] != found[2][2] and found[4][0] != found[4][2]
+    assert (name, state) == ("links", "ok")
+
+    def rate(source: torch.device, target: torch.device, nbytes: int) -> float:
+        if target.index == 1:
+            raise RuntimeError("out of memory")
+        return 0.0 if source.index == 1 else 8.0
+
+    monkeypatch.setattr(doctor, "_copy_rate", rate)
+    states = {name: state for name, state, _ in doctor._links(devices)}
+    assert states == {
+        "link 0-1": "no", "link 2-1": "no", "link 1-0": "bad", "link 1-2": "bad", "links": "ok"
+    }  # fmt: skip
+
+
+def test_a_copy_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)
+    assert doctor._copy_rate(torch.device("cpu"), torch.device("cpu"), 1 << 12) == 0.0

@@ -126,12 +126,22 @@ def test_wrong_failing_and_refused(tuned, capsys, tmp_path, bad_ones) -> None:
 def test_times_on_shared_devices_are_no_times(tuned, capsys, tmp_path) -> None:
     """The errors count; no table and no regret is made of the times."""
     file = tmp_path / "l.json"
-    options = "--dispatchers naive --tokens 3 --quant none --share-devices --json".split()
+    options = "--dispatchers naive --tokens 3 --quant none --overlap --share-devices --json".split()
     code, out, _ = run(capsys, *options, str(file))
-    assert code == 0 and "the times do not" in out and "| T | fastest |" not in out
+    data = json.loads(file.read_text())
+    assert code == 0 and "| T | fastest |" in out, "on the CPU nothing is shared"
+    assert data["settings"]["share_devices"] is False
+    data["settings"]["share_devices"] = True
+    file.write_text(json.dumps(data))
+    assert script().main(["--from", str(file)]) == 0
+    out = capsys.readouterr().out
+    (pair,) = data["cells"][0]["pairs"]
+    error = f"{pair['error']:.1e}"
+    assert f"| naive | torch | {error} | {error} |" in out and "there are no times" in out
+    assert "**" not in out.partition("## none")[2] and "saved" not in out and "fastest" not in out
     for action in ("--select", "--regret"):
         assert moekit_main(["tune", action, "--from", str(file)]) == 2
-        assert "--share-devices" in capsys.readouterr().err
+        assert "2 ranks took turns on fewer devices (--share-devices)" in capsys.readouterr().err
 
 
 def _known(name: str) -> bool:

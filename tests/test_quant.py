@@ -72,7 +72,7 @@ def test_weights_that_are_no_numbers_are_refused(scheme: str, value: float) -> N
     p = problem(scheme)
     weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))
     weights.w2[1, 7, 9] = value
-    with pytest.raises(WeightsError, match="w2_scale holds values that are not finite"):
+    with pytest.raises(WeightsError, match="w2_scale holds values that are .*not finite"):
         weights.quantize(p.quant).check(p)
 
 

@@ -105,12 +105,19 @@ def test_a_dead_rank_is_reported():
 
 
 def where(rank, world_size):
-    x = torch.ones(1, device="cuda")
-    return x.device.index, torch.cuda.current_device()
+    x = torch.ones(1)
+    dist.all_reduce(x)  # over gloo, with no NCCL connected
+    return x.to("cuda").device.index, int(x)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="shares GPUs")
 def test_more_ranks_than_gpus_share_them():
     count = torch.cuda.device_count()
     with RankPool(count + 1, "cuda") as ranks:
-        assert ranks.run(where) == [(r % count, r % count) for r in range(count + 1)]
+        assert ranks.run(where) == [(r % count, count + 1) for r in range(count + 1)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has GPUs")
+def test_no_gpus_to_share():
+    with pytest.raises(RankError, match="torch sees no GPU here"):
+        RankPool(2, "cuda")

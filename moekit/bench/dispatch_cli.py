@@ -192,7 +192,7 @@ class _Sweep:
 class Sweep(Protocol):
     """What runs on ranks: over ``ranks`` of them, on devices of one kind.
 
-    share: ranks of our own may be more than there are devices.
+    share: they may be more than there are devices.
     """
 
     device: DeviceSpec
@@ -254,8 +254,11 @@ class _Torchrun:
 
 def _spawned(sweep: Sweep) -> int:
     count = torch.cuda.device_count()
-    if sweep.device.type == "cuda" and sweep.ranks > count and not sweep.share:
-        raise MoekitError(f"{sweep.ranks} ranks want as many GPUs, there are {count}")
+    if sweep.device.type == "cuda" and sweep.ranks > count and not (sweep.share and count):
+        raise MoekitError(
+            f"{sweep.ranks} ranks want as many GPUs, there are {count}; ask for fewer, or, of "
+            "benchmarks/layer_dispatch.py, for errors alone with --share-devices"
+        )
     pools = _Pools(sweep.ranks, sweep.device.type)
     try:
         return sweep.run(pools)
@@ -266,7 +269,8 @@ def _spawned(sweep: Sweep) -> int:
 def _torchrun(sweep: Sweep) -> int:
     backend = "gloo"
     if sweep.device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        torch.cuda.set_device(local % count if sweep.share and count else local)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     try:

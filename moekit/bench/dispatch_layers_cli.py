@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,13 @@ class LayerSweep:
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args, here = args, DeviceSpec.detect()
         self.device = here if args.device is None else DeviceSpec.parse(args.device)
-        self.share = getattr(args, "share_devices", False)  # `tune` has no such option
         started = int(os.environ.get("WORLD_SIZE", 0))  # by torchrun
         self.ranks = args.ranks or started or default_ranks(self.device)
         if self.ranks < 2:
             raise MoekitError(f"{self.ranks} rank: tokens move between at least 2; set --ranks")
+        may_share = getattr(args, "share_devices", False)  # `tune` has no such option
+        cuda = self.device.type == "cuda"
+        self.share = may_share and cuda and self.ranks > torch.cuda.device_count()
         self.shape = shapes.shape(LAYERS.get(args.layer, args.layer))
         self.tokens = numbers(args.tokens, "--tokens")
         self.schemes = known(args.quant, SCHEMES, "--quant")
@@ -224,8 +226,15 @@ def _first(rank: int, world_size: int, value: bool) -> bool:
 
 def check_timed(data: Json) -> None:
     """Raises MoekitError if the times of a recorded run say nothing."""
-    if data["settings"].get("share_devices"):
-        raise MoekitError("ranks took turns on shared devices (--share-devices): no times to use")
+    if _shared(data):
+        raise MoekitError(
+            f"{data['ranks']} ranks took turns on fewer devices (--share-devices), so their times "
+            "say nothing; measure with a device for each rank"
+        )
+
+
+def _shared(data: Json) -> bool:
+    return bool(data["settings"].get("share_devices"))
 
 
 def problem_of(data: Json, scheme: str, tokens: int) -> MoEProblem:
@@ -263,34 +272,40 @@ def times(cell: Json) -> dict[str, float | None]:
 def markdown(data: Json) -> str:
     """The whole report, from what goes to ``--json``."""
     device, settings, layer = data["device"], data["settings"], data["layer"]
+    shown = (
+        "Microseconds of prepare, experts and finalize, medians of "
+        f"{settings['replays']} turns and of the ranks, in a CUDA graph where both declare it "
+        "safe, else eager (`e`); **bold** the fastest, struck out what is wrong. Error: the "
+        "largest, against the fp32 oracle."
+    )
+    if _shared(data):
+        shown = (
+            "Ranks took turns on fewer devices, so there are no times: relative errors against the "
+            "fp32 oracle, struck out what is wrong."
+        )
     known = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     lines = [
         f"# Layers over {data['ranks']} ranks, {data['date']}",
         "",
         f"    {data['command']}",
         "",
-        f"{data['ranks']} × {device['name']}; {known}",
+        f"{data['ranks']} {'ranks on fewer' if _shared(data) else '×'} {device['name']}; {known}",
         "",
         f"E {layer['num_experts']}, K {layer['top_k']}, H {layer['hidden_size']}, I "
         f"{layer['intermediate_size']}, {settings['dtype']}, {settings['routing']}; T tokens on "
-        "each rank. Microseconds of prepare, experts and finalize, medians of "
-        f"{settings['replays']} turns and of the ranks, in a CUDA graph where both declare it "
-        "safe, else eager (`e`); **bold** the fastest, struck out what is wrong. Error: the "
-        "largest, against the fp32 oracle.",
+        f"each rank. {shown}",
     ]
-    if settings.get("share_devices"):
-        lines += ["", "Ranks take turns on shared devices: the errors count, the times do not."]
     for scheme in dict.fromkeys(c["scheme"] for c in data["cells"]):
         cells = [c for c in data["cells"] if c["scheme"] == scheme]
-        lines += ["", f"## {scheme}", "", *_table(cells)]
-        if not settings.get("share_devices"):
-            lines += ["", *_choices(data, cells)]
-        lines += _overlaps(cells)
+        lines += ["", f"## {scheme}", "", *_table(cells, _error if _shared(data) else _us)]
+        if not _shared(data):
+            lines += ["", *_choices(data, cells), *_overlaps(cells)]
     lines += not_measured(data["refused"])
     return "\n".join(lines) + "\n"
 
 
-def _table(cells: Sequence[Json]) -> list[str]:
+def _table(cells: Sequence[Json], text: Callable[[Json | None, Json], str]) -> list[str]:
+    """text: of a result, or None, and its cell."""
     rows = dict.fromkeys((r["dispatcher"], r["experts"]) for c in cells for r in c["pairs"])
     lines = report._table_head(
         ["dispatcher", "experts", *(f"T={c['tokens']}" for c in cells), "error", "not so"]
@@ -303,12 +318,18 @@ def _table(cells: Sequence[Json]) -> list[str]:
             )
             for c in cells
         ]
-        texts = [_us(r, c) for r, c in zip(found, cells, strict=True)]
+        texts = [text(r, c) for r, c in zip(found, cells, strict=True)]
         errors = [r["error"] for r in found if r and r["us"] is not None and r["error"] is not None]
         reasons = dict.fromkeys(r["reason"] or "" for r in found if r and r["reason"])
         error = f"{max(errors):.1e}" if errors else "–"
         lines.append(report._table_row([dispatcher, experts, *texts, error, "; ".join(reasons)]))
     return lines
+
+
+def _error(r: Json | None, cell: Json) -> str:
+    if r is None or r["error"] is None:
+        return "–"
+    return f"{r['error']:.1e}" if r["right"] else f"~~{r['error']:.1e}~~"
 
 
 def _us(r: Json | None, cell: Json) -> str:

@@ -213,16 +213,18 @@ class Reader:
         if order is not None and piece in self.share.w13:
             picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
             rows = range(piece.n)
-        scale = scale_values(self._entries(piece, "scale", expert, rows, columns))
+        stored = self._entries(piece, "scale", expert, rows, columns)
+        scale, factor = scale_values(stored), torch.ones(1)
         if "global_scale" in self.format.parts:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
             scale = scale / factor if self.format.divides else scale * factor
         low, high = torch.aminmax(scale)
         # e4m3 rounds a group's small scale to zero, and a pruned matrix has no other.
-        enough = low >= 0 if self.format.scale_dtype == "float8_e4m3fn" else low > 0
-        if not (enough and high < torch.inf):  # also where either is NaN
+        small = stored.dtype == torch.float8_e4m3fn and bool((factor > 0).all())
+        if not ((low >= 0 if small else low > 0) and high < torch.inf):  # also where one is NaN
             name = self._stored(piece, "scale", expert).name
-            self.faults.append(f"{name} holds values that are not finite and positive")
+            wrong = "negative or not finite" if small else "not finite and positive"
+            self.faults.append(f"{name} holds values that are {wrong}")
         zeros = self._zeros_of(piece, expert, rows, columns)
         if picked is not None:  # int4: each row has scales of its own
             scale, zeros = scale[picked], None if zeros is None else zeros[picked]

@@ -81,9 +81,9 @@ class _Rank:
 class RankPool:
     """``world_size`` processes with a common process group, kept for many calls of `run`.
 
-    device_type ``"cpu"``: gloo, one thread per rank. ``"cuda"``: rank r on GPU r, NCCL for CUDA
-    tensors and gloo for CPU tensors. More ranks than GPUs share them in turn; NCCL, where it
-    is used, wants NCCL_MULTI_RANK_GPU_ENABLE=1 for that, and knows it from 2.30 on. timeout:
+    device_type ``"cpu"``: gloo, one thread per rank. ``"cuda"``: rank r on GPU r modulo their
+    number, NCCL for CUDA tensors and gloo for CPU tensors. Ranks that share a GPU want NCCL 2.30
+    and NCCL_MULTI_RANK_GPU_ENABLE=1, where they use it. timeout:
     seconds that one `run` may take, and the process group's own timeout. Workers inherit the
     environment at the time of construction.
     """
@@ -285,6 +285,8 @@ def _join(settings: _Rank) -> None:
     else:
         backend = "cpu:gloo,cuda:nccl"
         count = torch.cuda.device_count()
+        if not count:
+            raise RuntimeError("device_type='cuda', but torch sees no GPU here; use 'cpu'")
         torch.cuda.set_device(settings.rank % count)
         if settings.world_size <= count:  # else NCCL must not connect before it is asked for
             device = torch.device("cuda", settings.rank)

@@ -7,39 +7,52 @@ kernel that calls it did already: a third of such tests' time (triton 3.6 to 3.9
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from types import SimpleNamespace
+import inspect
+import threading
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 
+class _Running(threading.local):
+    """Kernels of this thread that have begun, and whether the language is prepared for them."""
+
+    kernels = 0
+    prepared = False
+
+
 def prepare_once() -> None:
-    """Has the language prepared when a kernel starts, and left so to its end. Idempotent; does
-    nothing without triton."""
+    """Has the language prepared when a kernel starts, and left so to its end.
+
+    Idempotent; does nothing without triton, or with one that goes about it in another way.
+    """
     try:
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    except ImportError:
+        prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    except (ImportError, AttributeError):
         return
-    original = getattr(interpreter, "_patch_lang", None)
-    if original is not None and not isinstance(original, _Once):
-        language = {"tl": interpreter.tl, "core": interpreter.tl.core}
-        interpreter._patch_lang = _Once(original, SimpleNamespace(__globals__=language))
+    if hasattr(prepare, "every_time") or list(inspect.signature(prepare).parameters) != ["fn"]:
+        return
+    running = _Running()
+    # A kernel's functions may see more of the language than it does.
+    language = {"tl": interpreter.tl, "core": interpreter.tl.core}
+    sees_all = FunctionType((lambda: None).__code__, language)
 
-
-class _Once:
-    """Called at a kernel's start, which restores the result at its end, and by every function."""
-
-    def __init__(self, original: Callable[[Any], Any], sees_all: Any) -> None:
-        """original: prepares what the globals of its argument name; sees_all: an argument that
-        names all there is, since a kernel's functions may see more than it does."""
-        self._original, self._sees_all = original, sees_all
-        self._scope: Any = None
-
-    def __call__(self, fn: object) -> Any:
-        if self._scope is not None:
+    def prepare_first(fn: Any) -> Any:
+        if not running.kernels:  # a function that no kernel calls
+            return prepare(fn)
+        if running.prepared:
             return SimpleNamespace(restore=lambda: None)
-        self._scope = self._original(self._sees_all)
-        return self
+        running.prepared = True
+        return prepare(sees_all)
 
-    def restore(self) -> None:
-        scope, self._scope = self._scope, None
-        scope.restore()
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running.kernels += 1
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            running.kernels -= 1
+            running.prepared = running.prepared and running.kernels > 0
+
+    prepare_first.every_time = prepare  # type: ignore[attr-defined]
+    interpreter._patch_lang = prepare_first
+    interpreter.GridExecutor.__call__ = launched

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moekit.errors import InvalidInput, MoekitError
+from moekit.errors import GroupMismatch, InvalidInput, MoekitError
 from moekit.kernel import ModularKernel, Routing, Workspace
 from moekit.plugins import DispatcherSpec
 from moekit.problem import MoEProblem
@@ -199,18 +199,17 @@ def experts_fail(rank: int, world_size: int, job: Job) -> None:
     r.kernel.destroy()
 
 
-def group_mismatch(rank: int, world_size: int, job: Job) -> None:
-    """Composing for another number of ranks than the group has raises on every rank."""
+def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
+    """Composing for ``other``, of more or fewer ranks than the group has, raises on every rank."""
     r = Rank(rank, world_size, job)
-    parallel = replace(r.problem.parallel, ep_size=world_size + 1, dp_size=0)
-    # As many experts on each rank, so that nothing else is wrong with it.
-    more = r.problem.num_experts * parallel.ep_size
+    size = other.parallel.ep_size
+    mine = replace(other.parallel, ep_rank=rank % size)
     try:
-        r.compose(r.problem.replace(num_experts=more, parallel=parallel))
-    except MoekitError:
+        r.compose(other.replace(parallel=mine))
+    except GroupMismatch:
         pass
     else:
-        raise AssertionError(f"a group of {world_size} ranks was taken for {world_size + 1}")
+        raise AssertionError(f"a group of {world_size} ranks was taken for {size}")
     r.kernel.destroy()
 
 

@@ -296,6 +296,7 @@ def test_the_tuner_adds_rows_to_an_entry() -> None:
     large, small = problem(), problem(hidden_size=64, intermediate_size=64)
     table = {"entries": []}
     assert tune.missing(table, small, [4, 32, 10**6]) == [4, 32]  # too many tokens for the last
+    assert tune.missing(table, small, [0.25, 0.26, 1, 1]) == [0.25, 1], "of equal rows one"
 
     def entry(p, *rows):
         return tune._key(p) | {"plans": [{"rows_per_expert": float(r)} for r in rows]}
@@ -307,3 +308,18 @@ def test_the_tuner_adds_rows_to_an_entry() -> None:
     tune.merge(table, entry(small, 32, 128))
     assert [p["rows_per_expert"] for p in table["entries"][0]["plans"]] == [4, 32, 64, 128]
     assert len(table["entries"]) == 2 and tune.missing(table, small, [4, 32, 64, 128]) == []
+    again = entry(small, 32)
+    again["plans"][0]["us"] = [1.0, 1.0]
+    tune.merge(table, again)
+    assert [p["rows_per_expert"] for p in table["entries"][0]["plans"]] == [4, 32, 64, 128]
+    assert table["entries"][0]["plans"][1]["us"] == [1.0, 1.0]
+
+
+def test_shipped_entries_hold_each_number_of_rows_once() -> None:
+    for file in TABLES:
+        entries = json.loads(file.read_text())["entries"]
+        keys = [str({k: v for k, v in entry.items() if k != "plans"}) for entry in entries]
+        assert len(set(keys)) == len(keys)
+        for entry in entries:
+            rows = [plan["rows_per_expert"] for plan in entry["plans"]]
+            assert rows == sorted(set(rows)), entry["scheme"]

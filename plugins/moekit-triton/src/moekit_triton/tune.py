@@ -5,7 +5,8 @@
 Every candidate is compiled by a pool of processes into Triton's cache first, then timed in a CUDA
 graph over several routings, a shape and scheme on each GPU. An entry is written when it is done,
 atomically, and numbers of rows that the file's entry has a plan for are skipped, so that a stopped
-run goes on where it was, and --rows adds to what is there.
+run goes on where it was, and --rows adds to what is there; the shipped entries lack some of the
+default ones on purpose.
 """
 
 from __future__ import annotations
@@ -431,11 +432,11 @@ def make_case(problem: MoEProblem, rows: int, routings: int, packed: Any = None)
     return Case.make(experts, packed, rows, routings)
 
 
-def compile_all(problems: Iterable[MoEProblem], sizes: Sequence[float]) -> None:
-    """All candidates of all sizes, by as many processes as there are cores, up to 48."""
+def compile_all(wanted_sizes: Iterable[tuple[MoEProblem, float]]) -> None:
+    """All candidates, by as many processes as there are cores, up to 48."""
     jobs: list[tuple[MoEProblem, str, Order, list[dict[str, Any]]]] = []
     wanted_of: dict[MoEProblem, dict[tuple[str, Order], dict[Attempt, None]]] = {}
-    for p, per_expert in itertools.product(problems, sizes):
+    for p, per_expert in wanted_sizes:
         wanted = wanted_of.setdefault(_tiny(p), {})
         for attempt in attempts(p, per_expert):
             gemm, _, _, order = attempt
@@ -499,20 +500,21 @@ def missing(table: Mapping[str, Any], problem: MoEProblem, sizes: Sequence[float
         if all(entry[name] == value for name, value in key.items())
         for plan in entry["plans"]
     }
-    rows = {size: _rows(problem, size) for size in sizes}
-    return [
-        size
-        for size in sizes
-        if rows[size] <= _MOST_TOKENS and _per_expert(problem, rows[size]) not in known
-    ]
+    found = []
+    for size in sizes:
+        rows = _rows(problem, size)
+        if rows <= _MOST_TOKENS and _per_expert(problem, rows) not in known:
+            known.add(_per_expert(problem, rows))
+            found.append(size)
+    return found
 
 
 def merge(table: dict[str, Any], entry: dict[str, Any]) -> None:
-    """Adds the plans of ``entry`` to the table's entry of the same key, in the order of rows."""
+    """Puts the plans of ``entry`` into the table's entry of the same key, in the order of rows."""
     for known in table["entries"]:
         if all(known[name] == value for name, value in entry.items() if name != "plans"):
-            plans = [*known["plans"], *entry["plans"]]
-            known["plans"] = sorted(plans, key=lambda plan: plan["rows_per_expert"])
+            plans = {p["rows_per_expert"]: p for p in (*known["plans"], *entry["plans"])}
+            known["plans"] = [plans[rows] for rows in sorted(plans)]
             return
     table["entries"].append(entry)
 
@@ -536,12 +538,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.out or Path(__file__).parent / "tuned" / f"{device}.json"
     table = json.loads(out.read_text()) if out.exists() else {"entries": []}
     wanted = {job: missing(table, problem, sizes) for job, problem in problems.items()}
-    jobs = [(*job, lacking) for job, lacking in wanted.items() if lacking]
+    # Of shapes that share an entry the first, of which the others' plans are then read.
+    same = {str(_key(problem)): job for job, problem in reversed(problems.items())}
+    jobs = [(*job, lacking) for job, lacking in wanted.items() if lacking and job in same.values()]
     if not jobs:
         print(f"{out} has them all", file=sys.stderr)
         return
-    on_gpu = [shape(name).problem(quant=scheme, device="cuda") for name, scheme, _ in jobs]
-    compile_all(on_gpu, [size for size in sizes if any(size in lacking for *_, lacking in jobs)])
+    compile_all(
+        (shape(name).problem(quant=scheme, device="cuda"), size)
+        for name, scheme, lacking in jobs
+        for size in lacking
+    )
     begin = time.monotonic()
     with _pool(min(args.gpus, len(jobs)), args.gpus) as pool:
         running = {pool.submit(_tune, job): job for job in jobs}
