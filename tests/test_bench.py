@@ -299,6 +299,26 @@ def test_default_is_every_backend_that_can(capsys, tmp_path):
     assert "only when named" in {r["name"]: r["reason"] for r in data["refused"]}["reference"]
 
 
+def test_one_rank_of_several(capsys, tmp_path, peers):
+    """The first rank's experts, and rows of which most choices are other ranks'."""
+    file = tmp_path / "run.json"
+    options = ["--ep", "4", "--tokens", "400", "--peers", str(peers / "good.py")]
+    code, out, _ = run(capsys, "--experts", "torch", *options, "--json", str(file))
+    data = json.loads(file.read_text())
+    (cell,) = data["cells"]
+    assert code == 0 and "E 4 (those of one of 4 ranks)" in out and data["settings"]["ep"] == 4
+    assert (cell["ep"], cell["active_experts"]) == (4, 1)
+    assert 120 < cell["rows"] < 280, "a quarter of 800 pairs"
+    assert [row["name"] for row in cell["contestants"]] == ["torch"]
+    assert 0 < cell["contestants"][0]["error"] < 2e-2
+    assert (
+        "which experts are other ranks'"
+        in {r["name"]: r["reason"] for r in data["refused"]}["good"]
+    )
+    assert main(["tune", "--regret", "--from", str(file)]) == 0
+    assert "| 400 | " in capsys.readouterr().out
+
+
 def test_a_cell_that_nobody_does_right_is_exit_code_1(capsys, peers):
     code, _, err = run(capsys, "--experts", "", "--peers", str(peers / "doubled.py"))
     assert code == 1 and "wrong" in err
@@ -310,6 +330,7 @@ def test_a_cell_that_nobody_does_right_is_exit_code_1(capsys, peers):
         ["--shapes", "nothing"],
         ["--quant", "fp9"],
         ["--tokens", "0"],
+        ["--ep", "5"],
         ["--routing", "warm"],
         ["--experts", "nobody"],
         ["--experts", ""],

@@ -23,7 +23,7 @@ from moekit.bench.report import Json
 from moekit.bench.shapes import Shape
 from moekit.errors import MoekitError
 from moekit.plugins import registry
-from moekit.problem import DTYPES, DeviceSpec, MoEProblem
+from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.quant import SCHEMES
 from moekit.weights import ExpertWeights
 
@@ -59,6 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     add_sweep(parser)
     add = parser.add_argument
     add("--routing", default="uniform", metavar="LIST", help=f"of {', '.join(shapes.ROUTINGS)}")
+    add(
+        "--ep",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="the experts of one of N ranks, for tokens most of whose choices are other ranks'; "
+        "--shapes are whole layers",
+    )
     add(
         "--peers",
         action="append",
@@ -173,7 +181,7 @@ class Sweep:
             "ceilings": None if self.ceilings is None else _ceilings_dict(self.ceilings),
             "settings": {
                 name: getattr(args, name)
-                for name in ("dtype", "dispatcher", "inputs", "replays", "no_graph", "seed")
+                for name in ("dtype", "dispatcher", "ep", "inputs", "replays", "no_graph", "seed")
             },
             "refused": [],
             "cells": [],
@@ -261,6 +269,8 @@ class Sweep:
     ) -> Iterator[tuple[str, Call]]:
         for contestant in self.contestants:
             reason = contestant.left_out
+            if problem.parallel.ep_size > 1 and contestant.kind == contestants.PEER:
+                reason = "--ep: adapters are not told which experts are other ranks'"
             if not reason:
                 self.progress.doing(f"{title}: making {contestant.name}")
                 try:
@@ -294,7 +304,13 @@ class Sweep:
         self.data["refused"].append(entry)
 
     def _problem(self, shape: Shape, scheme: str) -> MoEProblem:
-        return shape.problem(quant=scheme, dtype=DTYPES[self.args.dtype], device=self.spec)
+        return shape.problem(
+            quant=scheme,
+            dtype=DTYPES[self.args.dtype],
+            device=self.spec,
+            # Every rank has the same tokens, so that none need travel.
+            parallel=ParallelConfig(ep_size=self.args.ep, dp_size=1),
+        )
 
     def _contestants(self) -> list[Contestant]:
         names = None if self.args.experts is None else _split(self.args.experts)

@@ -36,6 +36,7 @@ def cell_dict(
         "top_k": p.top_k,
         "hidden_size": p.hidden_size,
         "intermediate_size": p.intermediate_size,
+        "ep": p.parallel.ep_size,
         "dtype": p.dtype_name,
         "scheme": p.quant.name,
         "routing": case.routing,
@@ -175,9 +176,11 @@ def _ceilings_text(ceilings: Json | None) -> str:
 
 
 def _heading(cell: Json) -> str:
-    c = cell
+    c, experts = cell, f"E {cell['num_experts']}"
+    if c.get("ep", 1) > 1:  # absent in older records
+        experts += f" (those of one of {c['ep']} ranks)"
     return (
-        f"## {c['shape']}, {c['scheme']}, {c['routing']}: E {c['num_experts']}, K {c['top_k']}, "
+        f"## {c['shape']}, {c['scheme']}, {c['routing']}: {experts}, K {c['top_k']}, "
         f"H {c['hidden_size']}, I {c['intermediate_size']}, {c['dtype']}"
     )
 

@@ -13,7 +13,7 @@ from moekit.bench import dispatch_layers_cli as layers
 from moekit.bench import shapes
 from moekit.bench.contestants import AUTO, MOEKIT
 from moekit.bench.environment import recorded_device
-from moekit.problem import DTYPES
+from moekit.problem import DTYPES, ParallelConfig
 from moekit.tune.choice import Found
 from moekit.tune.plan import serving, split
 from moekit.tune.table import Key, Table
@@ -89,7 +89,10 @@ def of_bench(data: Mapping[str, Any]) -> list[Cell]:
     device, dispatcher, cells = recorded_device(data["device"]), data["settings"]["dispatcher"], []
     for cell in data["cells"]:
         problem = shapes.shape(cell["shape"]).problem(
-            quant=cell["scheme"], dtype=DTYPES[cell["dtype"]], device=device
+            quant=cell["scheme"],
+            dtype=DTYPES[cell["dtype"]],
+            device=device,
+            parallel=ParallelConfig(ep_size=cell.get("ep", 1), dp_size=1),
         )
         chosen = select.explain(problem, dispatcher).chosen
         pick = serving(split(chosen.experts), cell["tokens"]) if chosen else ""
