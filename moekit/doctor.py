@@ -157,14 +157,9 @@ def _links(devices: Sequence[torch.device], nbytes: int = 1 << 27) -> _Found:
             yield f"link {pair}", "bad", "a copy arrived changed: peer access does not work"
     if rates:
         slowest, fastest = (choose(rates, key=lambda pair: rates[pair]) for choose in (min, max))
-        yield (
-            "links",
-            "ok",
-            (
-                f"copies of {nbytes >> 20} MiB at {rates[slowest]:.0f} ({slowest}) to "
-                f"{rates[fastest]:.0f} GB/s ({fastest})"
-            ),
-        )
+        least = f"{rates[slowest]:.0f} ({slowest})"
+        most = f"{rates[fastest]:.0f} GB/s ({fastest})"
+        yield "links", "ok", f"copies of {nbytes >> 20} MiB at {least} to {most}"
 
 
 def _copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:

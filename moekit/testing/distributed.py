@@ -83,9 +83,8 @@ class RankPool:
 
     device_type ``"cpu"``: gloo, one thread per rank. ``"cuda"``: rank r on GPU r modulo their
     number, NCCL for CUDA tensors and gloo for CPU tensors. Ranks that share a GPU want NCCL 2.30
-    and NCCL_MULTI_RANK_GPU_ENABLE=1, where they use it. timeout:
-    seconds that one `run` may take, and the process group's own timeout. Workers inherit the
-    environment at the time of construction.
+    and NCCL_MULTI_RANK_GPU_ENABLE=1, where they use it. timeout: seconds that one `run` may take,
+    and the process group's own. Workers inherit the environment at the time of construction.
     """
 
     def __init__(self, world_size: int, device_type: str = "cpu", timeout: float = 60.0) -> None:
