@@ -134,7 +134,7 @@ def _devices() -> _Found:
             works, text = False, f"{type(error).__name__}: {error}"
         yield str(device), "ok" if works else "bad", text
     if accelerator.type == "cuda" and count > 1:
-        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        pairs = itertools.permutations(range(count), 2)
         apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         text = "none between " + ", ".join(apart) if apart else "between all"
         yield "peer access", "no" if apart else "ok", text

@@ -237,9 +237,9 @@ def _scale_faults(
     if scale.dtype not in DTYPES.values():
         return [f"{name}_scale is {scale.dtype}, want the numbers in fp32"]
     # Those of e4m3 are zero for groups of very small values.
-    small = operand.scale_dtype == "float8_e4m3fn"  # which rounds some to zero
-    if not _positive(scale, or_zero=small):
-        wrong = "negative or not finite" if small else "not finite and positive"
+    or_zero = operand.scale_dtype == "float8_e4m3fn"
+    if not _positive(scale, or_zero=or_zero):
+        wrong = "negative or not finite" if or_zero else "not finite and positive"
         return [f"{name}_scale holds values that are {wrong}"]
     if operand.microscaled and not bool((torch.frexp(scale.float()).mantissa == 0.5).all()):
         return [f"{name}_scale holds values that are no powers of two, as the scheme has them"]

@@ -23,7 +23,7 @@ from moekit.bench.report import Json
 from moekit.bench.shapes import Shape
 from moekit.errors import MoekitError
 from moekit.plugins import registry
-from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
+from moekit.problem import DTYPES, DeviceSpec, MoEProblem
 from moekit.quant import SCHEMES
 from moekit.weights import ExpertWeights
 
@@ -308,8 +308,7 @@ class Sweep:
             quant=scheme,
             dtype=DTYPES[self.args.dtype],
             device=self.spec,
-            # Every rank has the same tokens, so that none need travel.
-            parallel=ParallelConfig(ep_size=self.args.ep, dp_size=1),
+            ep=self.args.ep,
         )
 
     def _contestants(self) -> list[Contestant]:

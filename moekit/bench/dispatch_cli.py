@@ -192,7 +192,7 @@ class _Sweep:
 class Sweep(Protocol):
     """What runs on ranks: over ``ranks`` of them, on devices of one kind.
 
-    share: they may be more than there are devices.
+    share: they are more than there are devices, and may be.
     """
 
     device: DeviceSpec
@@ -254,7 +254,7 @@ class _Torchrun:
 
 def _spawned(sweep: Sweep) -> int:
     count = torch.cuda.device_count()
-    if sweep.device.type == "cuda" and sweep.ranks > count and not (sweep.share and count):
+    if sweep.device.type == "cuda" and sweep.ranks > count and not sweep.share:
         raise MoekitError(
             f"{sweep.ranks} ranks want as many GPUs, there are {count}; ask for fewer, or, of "
             "benchmarks/layer_dispatch.py, for errors alone with --share-devices"
@@ -269,8 +269,8 @@ def _spawned(sweep: Sweep) -> int:
 def _torchrun(sweep: Sweep) -> int:
     backend = "gloo"
     if sweep.device.type == "cuda":
-        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        torch.cuda.set_device(local % count if sweep.share and count else local)
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local % torch.cuda.device_count() if sweep.share else local)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     try:

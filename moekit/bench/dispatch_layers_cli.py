@@ -78,9 +78,8 @@ class LayerSweep:
         self.ranks = args.ranks or started or default_ranks(self.device)
         if self.ranks < 2:
             raise MoekitError(f"{self.ranks} rank: tokens move between at least 2; set --ranks")
-        may_share = getattr(args, "share_devices", False)  # `tune` has no such option
-        cuda = self.device.type == "cuda"
-        self.share = may_share and cuda and self.ranks > torch.cuda.device_count()
+        fewer = self.device.type == "cuda" and 0 < torch.cuda.device_count() < self.ranks
+        self.share = args.share_devices and fewer
         self.shape = shapes.shape(LAYERS.get(args.layer, args.layer))
         self.tokens = numbers(args.tokens, "--tokens")
         self.schemes = known(args.quant, SCHEMES, "--quant")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moekit.errors import InvalidProblem
 from moekit.kernel import Routing
-from moekit.problem import MoEProblem
+from moekit.problem import MoEProblem, ParallelConfig
 from moekit.weights import ExpertWeights
 
 ROUTINGS = ("uniform", "zipf", "hot", "fixed")
@@ -37,11 +37,13 @@ class Shape:
     has_bias: bool = False
     source: str = "given"
 
-    def problem(self, **changes: Any) -> MoEProblem:
-        """``changes``: quant, dtype, device and whatever else MoEProblem takes."""
-        sizes = {f.name: getattr(self, f.name) for f in fields(self)}
-        del sizes["name"], sizes["source"]
-        return MoEProblem(**{**sizes, **changes})
+    def problem(self, *, ep: int = 1, **changes: Any) -> MoEProblem:
+        """``ep``: of the first of so many ranks, all of which have the same tokens, so that none
+        need travel. ``changes``: quant, dtype, device and whatever else MoEProblem takes."""
+        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        del given["name"], given["source"]
+        given["parallel"] = ParallelConfig(ep_size=ep, dp_size=1)
+        return MoEProblem(**{**given, **changes})
 
 
 def _shape(

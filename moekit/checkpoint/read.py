@@ -220,10 +220,10 @@ class Reader:
             scale = scale / factor if self.format.divides else scale * factor
         low, high = torch.aminmax(scale)
         # e4m3 rounds a group's small scale to zero, and a pruned matrix has no other.
-        small = stored.dtype == torch.float8_e4m3fn and bool((factor > 0).all())
-        if not ((low >= 0 if small else low > 0) and high < torch.inf):  # also where one is NaN
+        or_zero = stored.dtype == torch.float8_e4m3fn and bool((factor > 0).all())
+        if not ((low >= 0 if or_zero else low > 0) and high < torch.inf):  # also where one is NaN
             name = self._stored(piece, "scale", expert).name
-            wrong = "negative or not finite" if small else "not finite and positive"
+            wrong = "negative or not finite" if or_zero else "not finite and positive"
             self.faults.append(f"{name} holds values that are {wrong}")
         zeros = self._zeros_of(piece, expert, rows, columns)
         if picked is not None:  # int4: each row has scales of its own

@@ -275,6 +275,7 @@ class DispatcherConformance(Conformance):
         self._run(world, ranks.experts_fail)
 
     def test_group_mismatch(self, world: int) -> None:
+        """A group of another size than the problem's is refused for that, on every rank."""
         if not self._spec().moves_tokens:
             self._skip("moves no tokens, so it needs no group")
         problem = self._problem(parallel=self._parallel(world))

@@ -1,7 +1,7 @@
 """Triton's interpreter without what it repeats.
 
 For every call of a device function it replaces the functions of `triton.language` anew, which the
-kernel that calls it did already: a third of such tests' time (triton 3.6 to 3.9).
+kernel that calls it did already: up to a third of such tests' time (triton 3.6 to 3.9).
 """
 
 from __future__ import annotations

@@ -165,4 +165,5 @@ def _options(args: argparse.Namespace, layer: str) -> argparse.Namespace:
         ranks=None if "RANK" in os.environ else args.ep,
         overlap=False,
         seconds=None,
+        share_devices=False,
     )

@@ -13,7 +13,7 @@ from moekit.bench import dispatch_layers_cli as layers
 from moekit.bench import shapes
 from moekit.bench.contestants import AUTO, MOEKIT
 from moekit.bench.environment import recorded_device
-from moekit.problem import DTYPES, ParallelConfig
+from moekit.problem import DTYPES
 from moekit.tune.choice import Found
 from moekit.tune.plan import serving, split
 from moekit.tune.table import Key, Table
@@ -92,7 +92,7 @@ def of_bench(data: Mapping[str, Any]) -> list[Cell]:
             quant=cell["scheme"],
             dtype=DTYPES[cell["dtype"]],
             device=device,
-            parallel=ParallelConfig(ep_size=cell.get("ep", 1), dp_size=1),
+            ep=cell.get("ep", 1),  # absent in older records
         )
         chosen = select.explain(problem, dispatcher).chosen
         pick = serving(split(chosen.experts), cell["tokens"]) if chosen else ""

@@ -380,6 +380,10 @@ def _rows(problem: MoEProblem, per_expert: float) -> int:
     return max(1, round(per_expert * problem.num_experts / problem.top_k))
 
 
+def _per_expert(problem: MoEProblem, rows: int) -> float:
+    return rows * problem.top_k / problem.num_experts
+
+
 def tune_size(case: Case, per_expert: float) -> dict[str, Any] | None:
     """The fastest plan: both GEMMs with one block_m and one order, each with its own tile."""
     search = Search(case)
@@ -487,10 +491,6 @@ def _key(problem: MoEProblem) -> dict[str, Any]:
     return table_key(problem) | {"triton": triton.__version__}
 
 
-def _per_expert(problem: MoEProblem, rows: int) -> float:
-    return rows * problem.top_k / problem.num_experts
-
-
 def missing(table: Mapping[str, Any], problem: MoEProblem, sizes: Sequence[float]) -> list[float]:
     """The rows per expert that the table's entry of ``problem`` has no plan for, and may have."""
     key = _key(problem)
@@ -537,10 +537,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = re.sub(r"\W+", "_", torch.cuda.get_device_name())
     out = args.out or Path(__file__).parent / "tuned" / f"{device}.json"
     table = json.loads(out.read_text()) if out.exists() else {"entries": []}
-    wanted = {job: missing(table, problem, sizes) for job, problem in problems.items()}
-    # Of shapes that share an entry the first, of which the others' plans are then read.
-    same = {str(_key(problem)): job for job, problem in reversed(problems.items())}
-    jobs = [(*job, lacking) for job, lacking in wanted.items() if lacking and job in same.values()]
+    first = {}  # of shapes that share an entry, whose plans serve all of them
+    for job, problem in problems.items():
+        first.setdefault(str(_key(problem)), (*job, missing(table, problem, sizes)))
+    jobs = [(name, scheme, lacking) for name, scheme, lacking in first.values() if lacking]
     if not jobs:
         print(f"{out} has them all", file=sys.stderr)
         return
