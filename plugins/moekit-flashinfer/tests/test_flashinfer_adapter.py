@@ -251,6 +251,7 @@ def test_compilation_is_reported(monkeypatch, caplog, tmp_path):
                 break
             time.sleep(0.01)
     assert "compiles fused_moe_90: 2 files" in caplog.text and "1 of 2" in caplog.text
+    assert "flashinfer-jit-cache has it" in caplog.text
 
 
 def test_failed_compilation_says_what_to_do():

@@ -38,6 +38,17 @@ def test_only_where_it_can(monkeypatch) -> None:
     assert choose_plan(wide, 8192, 2).order == "pairs"
 
 
+def test_order_goes_before_what_was_measured_without(monkeypatch) -> None:
+    """A nearby shape's entry may be of before these tiles, which win from 56 rows an expert on."""
+    monkeypatch.setattr(config, "specializable", lambda p: True)
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(config, "_measured", config.heuristic)
+    fp8 = problem(hidden_size=4096, intermediate_size=2048)
+    for p, least in ((fp8, 56), (fp8.replace(quant="none"), 200)):
+        assert choose_plan(p, 4 * least - 4, 2).order == "pairs"
+        assert choose_plan(p, 4 * least, 2).order != "pairs"
+
+
 def spread(scale: torch.Tensor, columns: int, rows: int = 1) -> torch.Tensor:
     """Scales (R, G) for each of so many columns, and of `rows` rows for one of a block."""
     return scale.repeat_interleave(rows, 0).repeat_interleave(128, 1)[:, :columns]

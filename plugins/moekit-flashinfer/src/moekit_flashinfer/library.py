@@ -112,7 +112,11 @@ def compiling(make_spec: Any) -> Iterator[None]:
 
 def _report(spec: Any, finished: threading.Event) -> None:
     start, total = time.monotonic(), len(spec.sources)
-    logger.warning("FlashInfer compiles %s: %d files, once per machine", spec.name, total)
+    logger.warning(
+        "FlashInfer compiles %s: %d files, once per machine (flashinfer-jit-cache has it compiled)",
+        spec.name,
+        total,
+    )
     while not finished.wait(_PROGRESS_SECONDS):
         done = len(list(spec.build_dir.glob("*.o")))
         seconds = time.monotonic() - start

@@ -30,8 +30,9 @@ _SORTED_FROM, _SORTED_FROM_FP8 = 128, 32
 # The width from which x of 16 bits is copied into order first, which costs writing it once for each
 # pair: without and with specialized tiles, whose loads want that.
 _COPIED_WIDTH, _COPIED_WIDTH_SPECIALIZED = 1024, 768
-# From so many rows per expert and that width, order has won wherever tiles can be specialized.
-_IN_ORDER_FROM = 200
+# From so many rows per expert and that width, order has won wherever tiles can be specialized: of
+# 16 bits and of fp8 blocks.
+_IN_ORDER_FROM, _IN_ORDER_FROM_FP8 = 200, 56
 # Rows per expert from which GEMM 1 hides the copying; and how many tiles of GEMM 2 a multiprocessor
 # has where both products gain by one launch: with few, it is their end that counts.
 _AHEAD_FROM, _JOINED_FROM = 700, 4
@@ -258,7 +259,8 @@ def specializable(problem: MoEProblem) -> bool:
 def order_wins(problem: MoEProblem, per_expert: float) -> bool:
     """Whether rows in order, where sorting pays, need no comparison with others."""
     wide = problem.local_intermediate_size >= _COPIED_WIDTH_SPECIALIZED
-    return per_expert >= _IN_ORDER_FROM and wide and specializable(problem)
+    least = _IN_ORDER_FROM if problem.quant.weight is None else _IN_ORDER_FROM_FP8
+    return per_expert >= least and wide and specializable(problem)
 
 
 def _plain(tile: GemmConfig) -> GemmConfig:
