@@ -151,10 +151,10 @@ def _links(devices: Sequence[torch.device], nbytes: int = 1 << 27) -> _Found:
         except Exception as error:  # no memory is left there, say
             yield f"link {pair}", "no", f"not timed: {type(error).__name__}: {error}"
             continue
-        if rate:
-            rates[pair] = rate
-        else:
+        if rate is None:
             yield f"link {pair}", "bad", "a copy arrived changed: peer access does not work"
+        else:
+            rates[pair] = rate
     if rates:
         slowest, fastest = (choose(rates, key=lambda pair: rates[pair]) for choose in (min, max))
         least = f"{rates[slowest]:.0f} ({slowest})"
@@ -162,13 +162,13 @@ def _links(devices: Sequence[torch.device], nbytes: int = 1 << 27) -> _Found:
         yield "links", "ok", f"copies of {nbytes >> 20} MiB at {least} to {most}"
 
 
-def _copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:
-    """GB/s; 0 where what arrives is not what was sent."""
+def _copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float | None:
+    """GB/s; None where what arrives is not what was sent."""
     here = torch.arange(nbytes // 4, dtype=torch.int32, device=source)
     there = torch.zeros_like(here, device=target)
     there.copy_(here)  # the first sets up the way
     if not torch.equal(there, torch.arange(nbytes // 4, dtype=torch.int32, device=target)):
-        return 0.0
+        return None
     seconds = []
     for _ in range(3):
         _wait_for(source, target)

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,18 +296,19 @@ def markdown(data: Json) -> str:
     ]
     for scheme in dict.fromkeys(c["scheme"] for c in data["cells"]):
         cells = [c for c in data["cells"] if c["scheme"] == scheme]
-        lines += ["", f"## {scheme}", "", *_table(cells, _error if _shared(data) else _us)]
+        lines += ["", f"## {scheme}", "", *_table(cells, timed=not _shared(data))]
         if not _shared(data):
             lines += ["", *_choices(data, cells), *_overlaps(cells)]
     lines += not_measured(data["refused"])
     return "\n".join(lines) + "\n"
 
 
-def _table(cells: Sequence[Json], text: Callable[[Json | None, Json], str]) -> list[str]:
-    """text: of a result, or None, and its cell."""
+def _table(cells: Sequence[Json], *, timed: bool) -> list[str]:
+    """Times by T and the largest error, or the errors by T."""
     rows = dict.fromkeys((r["dispatcher"], r["experts"]) for c in cells for r in c["pairs"])
+    largest = ["error"] if timed else []
     lines = report._table_head(
-        ["dispatcher", "experts", *(f"T={c['tokens']}" for c in cells), "error", "not so"]
+        ["dispatcher", "experts", *(f"T={c['tokens']}" for c in cells), *largest, "not so"]
     )
     for dispatcher, experts in rows:
         found = [
@@ -317,11 +318,13 @@ def _table(cells: Sequence[Json], text: Callable[[Json | None, Json], str]) -> l
             )
             for c in cells
         ]
+        text = _us if timed else _error
         texts = [text(r, c) for r, c in zip(found, cells, strict=True)]
-        errors = [r["error"] for r in found if r and r["us"] is not None and r["error"] is not None]
+        if timed:
+            shown = [r for r in found if r and r["us"] is not None and r["error"] is not None]
+            texts.append(f"{max(r['error'] for r in shown):.1e}" if shown else "–")
         reasons = dict.fromkeys(r["reason"] or "" for r in found if r and r["reason"])
-        error = f"{max(errors):.1e}" if errors else "–"
-        lines.append(report._table_row([dispatcher, experts, *texts, error, "; ".join(reasons)]))
+        lines.append(report._table_row([dispatcher, experts, *texts, "; ".join(reasons)]))
     return lines
 
 
