@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
@@ -46,13 +47,17 @@ def resolve(
     return group if parallel.moves_tokens else None
 
 
-def same_choice(chosen: str, group: dist.ProcessGroup | None) -> None:
-    """All ranks chose alike, or all raise GroupMismatch. Collective where ranks are known."""
+def same_choice(chosen: str, group: dist.ProcessGroup | None, fault: str | None = None) -> None:
+    """All ranks chose alike, or all raise GroupMismatch. Collective where ranks are known.
+
+    fault: why this rank has not chosen.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return  # `resolve` says what is missing
     group = group or dist.group.WORLD
     assert group is not None
-    if faults := _differences({"dispatcher and experts": chosen}, None, group):
+    said = {"dispatcher and experts": chosen} if fault is None else {}
+    if faults := _differences(said, fault, group):
         raise GroupMismatch(
             f"{'; '.join(faults)} plugins, tuned tables (MOEKIT_TUNED) and variables, or name both"
         )
@@ -203,7 +208,8 @@ class Transfers:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, MoekitError):
+        own = MoekitError, torch.OutOfMemoryError  # no transfer's
+        if isinstance(error, RuntimeError) and not isinstance(error, own):
             self._roll_call.agree("go on after a failed transfer")
 
 

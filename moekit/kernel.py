@@ -428,7 +428,7 @@ class ModularKernel:
         with self._together("start", number, same, self.dispatcher.abort if moves else None):
             x, routing, out = self._arrange(x, weights, routing, out)
         quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
-        with self._together("dispatch", number, moving=True):
+        with self._together("dispatch", number, moving=moves):
             arriving = self.dispatcher.prepare(x, routing, quantizer)
         return _Started(number, x, out, weights, arriving)
 
@@ -498,7 +498,7 @@ class ModularKernel:
             if tokens is not None:
                 self.dispatcher.abandon(tokens)
             raise
-        with self._together("combine", number, moving=True):
+        with self._together("combine", number, moving=self._moves):
             if out is None:
                 combining = self.dispatcher.finalize_new(y, tokens, x)
             else:

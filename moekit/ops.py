@@ -37,15 +37,20 @@ def register(layer: FusedMoE, name: str | None) -> str:
     """
     if name is None:
         name = next(n for i in _numbers if (n := f"fused_moe.{i}") not in _layers)
-    if name in _layers:
+    if _taken(name):
         gc.collect()  # a model that was dropped may still hang together in cycles
-    if name in _layers:
+    if _taken(name):
         raise NameClash(
             f"a layer named {name!r} exists already: give each FusedMoE a prefix of its own, or "
             "none"
         )
     _layers[name] = layer
     return name
+
+
+def _taken(name: str) -> bool:
+    """By more than the remains of a layer whose constructor raised, which a traceback keeps."""
+    return hasattr(_layers.get(name), "packed")
 
 
 def unregister(name: str) -> None:

@@ -130,10 +130,6 @@ def _int4(columns: int, zero_points: bool, act_order: bool) -> QuantScheme:
     return QuantScheme(name=name, weight=weight)
 
 
-def _weight_only(name: str, dtype: str, group: tuple[int, int]) -> QuantScheme:
-    return QuantScheme(name=name, weight=OperandQuant(dtype=dtype, group=group, static=True))
-
-
 def _small_groups(name: str, weight: OperandQuant, activation: OperandQuant | None) -> QuantScheme:
     return QuantScheme(name=name, weight=replace(weight, static=True), activation=activation)
 

@@ -6,16 +6,25 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moekit import tune
 from moekit.bridge import bridge
 from moekit.composite import CompositeSpec, composite
 from moekit.composite_experts import CompositeKernel
-from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
+from moekit.errors import (
+    BackendBroken,
+    GroupMismatch,
+    MoekitError,
+    NameClash,
+    NoBackend,
+    UnknownBackend,
+    Unsupported,
+)
 from moekit.group import same_choice
-from moekit.kernel import ModularKernel, Workspace
+from moekit.kernel import ModularKernel, PermuteExpertsUnpermute, PrepareAndFinalize, Workspace
 from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, Registry, SpecT, registry
 from moekit.problem import ActivationFormat, MoEProblem
 
@@ -264,11 +273,50 @@ def compose(
     dispatcher, experts: names to insist on. group: the ranks the layer is spread over, for
     dispatchers that move tokens; default: the default process group.
 
-    Raises Unsupported (a named backend cannot), NoBackend (none can), UnknownBackend, NameClash,
-    BackendBroken, GroupMismatch (also where ranks choose differently). A backend that fails to load
-    is passed over when nobody named it.
+    Collective where tokens move. Raises Unsupported (a named backend cannot), NoBackend (none
+    can), UnknownBackend, NameClash, BackendBroken, GroupMismatch (also where ranks choose
+    differently, or another one raises). A backend that fails to load is passed over when nobody
+    named it.
     """
-    backends = backends or registry()
+    moves = problem.parallel.moves_tokens
+    try:
+        chosen = _choose(problem, dispatcher, experts, backends or registry())
+    except MoekitError as error:
+        if moves:  # the others must hear of it
+            with suppress(GroupMismatch):
+                same_choice("", group, f"{type(error).__name__}: {error}")
+        raise
+    if moves:
+        same_choice(str(chosen.explanation.chosen), group)
+    logger.info("moekit: %s", chosen.explanation)
+    # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
+    rows = chosen.dispatcher.format
+    gemms = bridge(chosen.experts_class, chosen.experts, problem, rows)
+    composed = CompositeKernel if isinstance(chosen.experts, CompositeSpec) else ModularKernel
+    return composed(
+        chosen.dispatcher_class(chosen.dispatcher, problem, group),
+        gemms,
+        workspace=workspace,
+        explanation=chosen.explanation,
+        checked=checked,
+        peer_timeout=peer_timeout,
+    )
+
+
+class _Chosen(NamedTuple):
+    """The best pair whose classes load."""
+
+    explanation: Explanation
+    dispatcher: DispatcherSpec
+    experts: ExpertsSpec
+    dispatcher_class: type[PrepareAndFinalize]
+    experts_class: type[PermuteExpertsUnpermute]
+
+
+def _choose(
+    problem: MoEProblem, dispatcher: str | None, experts: str | None, backends: Registry
+) -> _Chosen:
+    """What `compose` composes, by this rank alone; raises as it does."""
     explanation = explain(problem, dispatcher, experts, backends=backends)
     dispatcher, _ = _asked(dispatcher, "MOEKIT_DISPATCHER")
     experts, _ = _asked(experts, "MOEKIT_EXPERTS")
@@ -289,20 +337,7 @@ def compose(
             logger.warning("passing over %s: %s", spec.name, error)
             explanation = explanation._without(spec, str(error))
             continue
-        if problem.parallel.moves_tokens:
-            same_choice(str(pair), group)
-        logger.info("moekit: %s", explanation)
-        # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
-        gemms = bridge(experts_class, experts_spec, problem, dispatcher_spec.format)
-        composed = CompositeKernel if isinstance(experts_spec, CompositeSpec) else ModularKernel
-        return composed(
-            dispatcher_class(dispatcher_spec, problem, group),
-            gemms,
-            workspace=workspace,
-            explanation=explanation,
-            checked=checked,
-            peer_timeout=peer_timeout,
-        )
+        return _Chosen(explanation, dispatcher_spec, experts_spec, dispatcher_class, experts_class)
     reasons = explanation.reasons()
     lines = [f"{name}: {'; '.join(why)}" for name, why in reasons.items()]
     text = "\n  ".join([*lines, *backends.faults()])

@@ -119,7 +119,8 @@ class ExpertWeights:
             elif tensor.dtype != dtype:
                 found.append(f"{name} is {tensor.dtype}, want {dtype} for scheme {scheme.name}")
             elif scheme.weight is not None:
-                found += _scale_faults(self, name, want, scheme.weight)
+                gated = problem.activation.gated
+                found += _scale_faults(self, name, want, scheme.weight, gated)
             if tensor.device != self.w13.device:
                 found.append(f"{name} is on {tensor.device}, w13 on {self.w13.device}")
         for name, shape in biases.items():
@@ -129,6 +130,8 @@ class ExpertWeights:
                 found.append(f"{name} is {state} but the problem has has_bias={problem.has_bias}")
             elif bias is not None and tuple(bias.shape) != shape:
                 found.append(f"{name} has shape {tuple(bias.shape)}, want {shape}")
+            elif bias is not None and bias.device != self.w13.device:
+                found.append(f"{name} is on {bias.device}, w13 on {self.w13.device}")
         static = scheme.activation is not None and scheme.activation.static
         for name in ("w13_input_scale", "w2_input_scale"):
             scale = getattr(self, name)
@@ -146,14 +149,21 @@ class ExpertWeights:
         """The same weights in the one form that backends see.
 
         Gate and up in halves; under tensor parallelism w2_bias on rank 0 only, as ranks are
-        summed; scales with all three dimensions, fp32; one per-tensor scale for
-        gate and up (the larger, the other half requantized); input scales (1, 1), where static.
+        summed; biases in the problem's dtype; scales with all three dimensions, fp32; one
+        per-tensor scale for gate and up (the larger, the other half requantized); input scales
+        (1, 1), where static.
         """
         weights = self
         if weights.interleaved:
             weights = _deinterleave(weights, problem.quant)
         if weights.w2_bias is not None and problem.parallel.tp_rank > 0:
             weights = replace(weights, w2_bias=torch.zeros_like(weights.w2_bias))
+        biases: dict[str, Any] = {
+            name: bias.to(problem.dtype)
+            for name in ("w13_bias", "w2_bias")
+            if (bias := getattr(weights, name)) is not None
+        }
+        weights = replace(weights, **biases)
         scheme = problem.quant
         if scheme.weight is not None:
             w13, w13_scale = _merge_gate_up(weights, scheme.weight)
@@ -220,7 +230,11 @@ def _positive(scale: Tensor, *, or_zero: bool = False) -> bool:
 
 
 def _scale_faults(
-    weights: ExpertWeights, name: str, shape: tuple[int, int, int], operand: OperandQuant
+    weights: ExpertWeights,
+    name: str,
+    shape: tuple[int, int, int],
+    operand: OperandQuant,
+    gated: bool,
 ) -> list[str]:
     scale = getattr(weights, f"{name}_scale")
     L, rows, columns = shape
@@ -229,7 +243,7 @@ def _scale_faults(
     while len(full) > 1 and full[-1] == 1:
         full = full[:-1]
         allowed.add(full)
-    if name == "w13" and operand.per_tensor:
+    if name == "w13" and operand.per_tensor and gated:
         allowed.add((L, 2))
     if tuple(scale.shape) not in allowed:
         wanted = " or ".join(str(s) for s in sorted(allowed, key=len, reverse=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,6 +198,9 @@ def one_fails(rank: int, world_size: int, case: Case, fault: str) -> list[str]:
             logits[2, 0] = float("nan")
         if failing and fault == "shared raises":
             shared, layer._shared = layer._shared, (_broken,)
+        if failing and fault == "prepare raises":
+            prepare = partial(_broken_behind, layer.kernel.dispatcher.prepare)
+            layer.kernel.dispatcher.prepare = prepare
         try:
             out = layer(x, logits)
             plus = torch.sin if layer._shared[0] else None
@@ -205,10 +210,17 @@ def one_fails(rank: int, world_size: int, case: Case, fault: str) -> list[str]:
             outcomes.append(f"{type(error).__name__}: {error}")
         if failing and fault == "shared raises":
             layer._shared = shared
+        if failing and fault == "prepare raises":
+            del layer.kernel.dispatcher.prepare
     return outcomes
 
 
 def _broken(x: Tensor) -> Tensor:
+    raise ZeroDivisionError("planted")
+
+
+def _broken_behind(prepare: Callable[..., object], *args: object) -> object:
+    prepare(*args)
     raise ZeroDivisionError("planted")
 
 

@@ -219,6 +219,9 @@ def test_relative_error_sees_zeros_and_nan():
     assert relative_error(torch.zeros_like(want), rows, want) == pytest.approx(1)
     assert math.isnan(relative_error(want.index_fill(0, rows[:1], torch.nan), rows, want))
     assert math.isnan(relative_error(want[:, 1:], rows, want))
+    nothing = torch.zeros_like(want)  # other ranks' experts alone
+    assert relative_error(nothing, rows, nothing) == 0
+    assert relative_error(want, rows, nothing) == math.inf
 
 
 # -- the command --------------------------------------------------------------------------------

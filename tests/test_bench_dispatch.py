@@ -14,6 +14,7 @@ import torch
 
 import moekit
 from moekit.__main__ import main
+from moekit.bench import dispatch_cli, dispatch_report
 from moekit.bench.dispatch import DispatchCell, measure_rank, merge
 from moekit.kernel import Pending
 from moekit.problem import MoEProblem, ParallelConfig
@@ -176,6 +177,10 @@ def test_output_that_is_not_written_is_wrong(pool):
     cell = DispatchCell(spec, problem_for(2), 7, inputs=1, replays=1)
     result = merge(pool.run(measure_rank, cell))
     assert not result["right"] and result["error"] is None
+    result["name"] = "bad"
+    assert dispatch_cli._one_line(result).endswith("us, wrong (not finite)")
+    row = dispatch_report._details([{"tokens": 7, "dispatchers": [result]}])[-1]
+    assert "| not finite |" in row
 
 
 def test_rows_by_hand(pool):

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from layer_cases import loaded_layer, logits_for
 from torch import Tensor, nn
 
 import moekit
 from moekit import MoEProblem, PackedWeights, ParallelConfig, Routing, to_physical
 from moekit.eplb import LoadWindow, Placement, Rebalancer, migrate
+from moekit.eplb.migrate import HalfMoved
 from moekit.errors import GroupMismatch, InvalidInput, Unsupported, WeightsError
 from moekit.testing.calls import bits
-from moekit.testing.cases import random_weights
+from moekit.testing.cases import random_weights, random_x
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "eplb.py"
 
@@ -265,3 +267,22 @@ def test_the_example_runs() -> None:
     assert done.returncode == 0, done.stderr
     assert "max/mean load" in done.stdout and "MiB" in done.stdout
     assert "outputs agree" in done.stdout
+
+
+def test_half_moved_weights_serve_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, _ = loaded_layer()
+    x, logits = random_x(layer.problem, 3), logits_for(layer, 3)
+    balancer = Rebalancer.of(
+        [layer], policy=lambda _, now: now.physical_to_logical[::-1], min_gain=-float("inf")
+    )
+    layer(x, logits)
+    balancer.step()
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise HalfMoved("broke off")
+
+    monkeypatch.setattr("moekit.eplb.rebalancer.migrate", broken)
+    with pytest.raises(WeightsError, match="broke off"):
+        balancer.rebalance()
+    with pytest.raises(WeightsError, match="has no weights"):
+        layer(x, logits)

@@ -178,7 +178,7 @@ def test_a_bad_policy_moves_nothing_on_any_rank(pool, how, on_culprit, elsewhere
 
 def test_a_transfer_that_breaks_off_says_so(pool):
     for name, message in pool.run(half_way):
-        assert name == "WeightsError"
+        assert name == "HalfMoved"
         assert "connection reset" in message and "load them again" in message
 
 

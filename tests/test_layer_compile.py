@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 import moekit
 from moekit import ops
-from moekit.errors import InvalidInput, MoekitError, NameClash, Unsupported, WeightsError
+from moekit.errors import (
+    InvalidInput,
+    InvalidProblem,
+    MoekitError,
+    NameClash,
+    Unsupported,
+    WeightsError,
+)
 from moekit.testing.cases import random_weights, random_x
 
 
@@ -147,6 +154,10 @@ def test_names_are_unique_while_layers_live() -> None:
     layer = make_layer(prefix="model.layers.3.mlp.experts")
     with pytest.raises(NameClash, match=r"named 'model\.layers\.3\.mlp\.experts' exists"):
         make_layer(prefix="model.layers.3.mlp.experts")
+    with pytest.raises(InvalidProblem) as failed:  # which holds the half-built layer
+        make_layer(prefix="second", quant="fp7")
+    make_layer(prefix="second")
+    assert failed.value.__traceback__ is not None
     layer.cycle = [layer]  # only the garbage collector can tell that it is dead
     del layer
     again = make_layer(prefix="model.layers.3.mlp.experts")

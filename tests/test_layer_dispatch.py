@@ -18,7 +18,7 @@ from moekit.__main__ import main as moekit_main
 from moekit.bench import dispatch_layers
 from moekit.bench import dispatch_layers_cli as layers
 from moekit.bench.dispatch_layers import LayerCell, measure_layers, merge_layers
-from moekit.errors import GroupMismatch
+from moekit.errors import GroupMismatch, MoekitError
 from moekit.kernel import Pending
 from moekit.plugins import DispatcherSpec, Registry
 from moekit.problem import ActivationFormat, ParallelConfig
@@ -142,6 +142,24 @@ def test_times_on_shared_devices_are_no_times(tuned, capsys, tmp_path) -> None:
     for action in ("--select", "--regret"):
         assert moekit_main(["tune", action, "--from", str(file)]) == 2
         assert "2 ranks took turns on fewer devices (--share-devices)" in capsys.readouterr().err
+
+
+def compose_without_naive_on_one_rank(rank, world_size):
+    known = Registry.discover({"MOEKIT_BLOCK": "naive"} if rank == 1 else {})
+    problem = PROBLEM.replace(
+        num_experts=8, parallel=ParallelConfig(ep_size=world_size, ep_rank=rank)
+    )
+    try:
+        return str(moekit.compose(problem, "naive", "torch", backends=known))
+    except MoekitError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_cannot_choose_keeps_no_other_waiting(pool) -> None:
+    others, own = pool.run(compose_without_naive_on_one_rank)
+    assert others.startswith("GroupMismatch: ") and own.partition(":")[0] in others, others
+    assert "rank 1: " in others and "naive" in others
+    assert not own.startswith("GroupMismatch") and "naive" in own
 
 
 def _known(name: str) -> bool:

@@ -131,6 +131,17 @@ def test_nor_where_calls_are_not_checked(ranks, spread, fault) -> None:
         assert ("has no weights" if fault == "no weights" else "(5, 63)") in outcomes[1]
 
 
+@pytest.mark.parametrize("moving", [True, False])
+def test_only_tokens_on_their_way_spoil_a_group(moving) -> None:
+    case = Case(**({"dp": 2, "ep": True} if moving else {"tp": 2}))
+    with RankPool(2) as own:  # which is spoilt for other tests
+        own.run(begin, seed())
+        for rank, (before, failed, after) in enumerate(own.run(one_fails, case, "prepare raises")):
+            assert before == "ok"
+            assert_matches("ZeroDivisionError: planted" if rank == 1 else "PeerFailed", failed)
+            assert ("left half-way" in after) if moving else (after == "ok"), after
+
+
 def test_same_tokens_that_are_not(ranks) -> None:
     """Where nothing moves, ranks must pass as many tokens; a sum of other sizes would crash."""
     for outcomes in ranks.run(one_fails, Case(tp=2), "fewer tokens")[:2]:

@@ -121,3 +121,14 @@ def test_more_ranks_than_gpus_share_them():
 def test_no_gpus_to_share():
     with pytest.raises(RankError, match="torch sees no GPU here"):
         RankPool(2, "cuda")
+
+
+def test_a_rank_that_died_between_tasks() -> None:
+    with RankPool(2) as pool:
+        pool._processes[1].kill()
+        pool._processes[1].join()
+        with pytest.raises(RankError, match="rank 1"):
+            pool.run(fail, ())
+        assert pool.closed
+        with pytest.raises(RankError, match="closed: rank 1 is gone"):
+            pool.run(fail, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -170,11 +171,15 @@ def _expert(weights: ExpertWeights, expert: int) -> ExpertWeights:
 
 
 def relative_error(got: Tensor, rows: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want|| over ``rows``; NaN if any element of ``got`` is not finite."""
+    """||got - want|| / ||want|| over ``rows``; NaN if any element of ``got`` is not finite.
+
+    Where ``want`` is zero (no choice of these rows is on this rank): 0 if ``got`` is, else inf."""
     if got.shape[1:] != want.shape[1:] or not bool(torch.isfinite(got).all()):
         return float("nan")
     difference = (got[rows].float() - want).norm()
-    return float(difference / want.norm()) if want.numel() else 0.0
+    if not bool(want.any()):
+        return math.inf if bool(difference) else 0.0
+    return float(difference / want.norm())
 
 
 def wrong_above(problem: MoEProblem) -> float:

@@ -22,7 +22,7 @@ from moekit.bench.dispatch import DispatchCell, measure_rank, merge
 from moekit.bench.dispatch_report import markdown
 from moekit.bench.environment import answered, command, device_facts, recorded, versions, whole
 from moekit.bench.measure import first_line
-from moekit.bench.report import Json
+from moekit.bench.report import Json, shown_error
 from moekit.errors import MoekitError
 from moekit.plugins import DispatcherSpec, registry
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
@@ -289,7 +289,8 @@ def default_ranks(device: DeviceSpec) -> int:
 def _one_line(r: Json) -> str:
     if r["us"] is None:
         return f"{r['name']} failed ({r['reason']})"
-    return f"{r['name']} {r['us']:.0f} us" + ("" if r["right"] else f", wrong ({r['error']:.1e})")
+    wrong = "" if r["right"] else f", wrong ({shown_error(r)})"
+    return f"{r['name']} {r['us']:.0f} us{wrong}"
 
 
 def _write(data: Json, args: argparse.Namespace, *, last: bool) -> None:

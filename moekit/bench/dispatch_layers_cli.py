@@ -417,5 +417,4 @@ def _one_line(r: Json) -> str:
     name = f"{r['dispatcher']}+{r['experts']}"
     if r["us"] is None:
         return f"{name} failed ({r['reason']})"
-    error = "not finite" if r["error"] is None else f"{r['error']:.1e}"
-    return f"{name} {r['us']:.0f}" + ("" if r["right"] else f" wrong ({error})")
+    return f"{name} {r['us']:.0f}" + ("" if r["right"] else f" wrong ({report.shown_error(r)})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moekit.bench import report
-from moekit.bench.report import Json
+from moekit.bench.report import Json, shown_error
 
 
 def markdown(data: Json) -> str:
@@ -87,6 +87,6 @@ def _details(group: Sequence[Json]) -> list[str]:
                 report._us(r["eager_us"]), report._us(r["host_us"]),
                 *(f"{rate:.3g}" for rate in rates),
                 "–" if r["num_sms"] is None else r["num_sms"], f"{r['buffer_bytes'] / 1e6:.0f}",
-                f"{r['error']:.1e}", r["note"],
+                shown_error(r), r["note"],
             ]))  # fmt: skip
     return lines

@@ -248,6 +248,10 @@ def _us(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def shown_error(row: Json) -> str:
+    return "not finite" if row["error"] is None else f"{row['error']:.1e}"
+
+
 def _table_head(names: Sequence[str]) -> list[str]:
     return [_table_row(names), "|" + "---|" * len(names)]
 

@@ -45,6 +45,10 @@ class MigrationReport:
         )
 
 
+class HalfMoved(WeightsError):
+    """A transfer broke off: what a layer has packed is half old and half new."""
+
+
 @torch.inference_mode()
 def migrate(
     packed: PackedWeights,
@@ -65,7 +69,7 @@ def migrate(
 
     Raises before anything moves: InvalidInput, WeightsError or GroupMismatch on the ranks at fault
     and PeerFailed on the others; GroupMismatch on all if they disagree on placements or the form
-    of the weights. WeightsError also when the transfer breaks off: then load the weights again.
+    of the weights. HalfMoved when the transfer breaks off: then load the weights again.
     """
     started = time.perf_counter()
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -105,7 +109,7 @@ def migrate(
             for staged, (_, slot) in zip(got, arriving, strict=True):
                 column[slot].copy_(staged)
     except RuntimeError as fault:
-        raise WeightsError(
+        raise HalfMoved(
             f"the migration broke off: {fault}. The layer's weights are half old and half new: "
             "load them again"
         ) from fault

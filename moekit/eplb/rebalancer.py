@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.eplb.migrate import MigrationReport, agree, digest, migrate
+from moekit.eplb.migrate import HalfMoved, MigrationReport, agree, digest, migrate
 from moekit.eplb.placement import Placement
 from moekit.eplb.policy import Policy, improve, named_policy
 from moekit.errors import InvalidInput, Unsupported, WeightsError
@@ -181,11 +181,17 @@ class Rebalancer:
     def _move(self, layer: int, load_E: Tensor, new: Placement) -> RebalanceReport:
         old, migration = self.placements[layer], None
         if new != old:
-            migration = migrate(
-                self.packed[layer], old, new, self.group, staging_bytes=self.staging_bytes
-            )
+            owners = self._layers[layer : layer + 1]
+            try:
+                migration = migrate(
+                    self.packed[layer], old, new, self.group, staging_bytes=self.staging_bytes
+                )
+            except HalfMoved:
+                for owner in owners:
+                    owner.packed = None
+                raise
             self.replicas[layer].copy_(new.logical_to_physical())
             self.placements[layer] = new
-            for owner in self._layers[layer : layer + 1]:
+            for owner in owners:
                 owner.placement = new
         return RebalanceReport(layer, old.imbalance(load_E), new.imbalance(load_E), migration)

@@ -122,8 +122,12 @@ class RankPool:
         if self._why_closed is not None:
             raise RankError(f"the pool of ranks is closed: {self._why_closed}", {})
         task = _dumps((sys.path, _dumps((function, args))))
-        for pipe in self._pipes:
-            pipe.send_bytes(task)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(task)
+            except OSError as error:
+                self._end(f"rank {rank} is gone", patience=0.0)
+                raise RankError(f"rank {rank} died since its last task", {}) from error
         return self._collect(getattr(function, "__qualname__", str(function)), self.timeout)
 
     def close(self) -> None:

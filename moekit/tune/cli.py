@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from torch import Tensor
@@ -180,37 +181,41 @@ def _on_many(sweep: _Select, argv: Sequence[str]) -> bool:
     """
     left = [(*names, n) for names, p in sweep.problems.items() if (n := len(sweep.cells(p)))]
     begin, kind, codes, done = time.monotonic(), sweep.spec.type, [0], 0
+    lock = threading.Lock()
 
     def work(index: int) -> None:
         nonlocal done
         device = kind if kind == "cpu" else f"{kind}:{index}"
-        while left:
-            shape, scheme, cells = left.pop(0)
+        while True:
+            with lock:
+                if not left:
+                    return
+                shape, scheme, cells = left.pop(0)
             more = ["--shapes", shape, "--quant", scheme, "--device", device, "--gpus", "0"]
             more += ["--output", str(sweep.file), "--markdown", os.devnull]
             again = [sys.executable, "-m", "moekit", "tune", *argv, *more]
             with subprocess.Popen(again, stderr=subprocess.PIPE, text=True) as child:
                 for line in child.stderr or ():
                     sweep.progress.say(f"{device}: {line.rstrip()}")
-            codes.append(child.returncode)
-            done, seconds = done + cells, time.monotonic() - begin
+            with lock:
+                codes.append(child.returncode)
+                done += cells
+            seconds = time.monotonic() - begin
             rest = seconds / done * (sweep.progress.total - done)
             sweep.progress.say(
                 f"[{done}/{sweep.progress.total} cells, {seconds:.0f} s, {rest:.0f} s left] "
                 f"{shape} {scheme}: exit code {child.returncode}"
             )
 
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(sweep.args.gpus)]
+    with ThreadPoolExecutor(sweep.args.gpus) as pool:
+        workers = [pool.submit(work, index) for index in range(sweep.args.gpus)]
+        try:
+            wait(workers)
+        except KeyboardInterrupt:  # the processes got it, too, and end
+            left.clear()
+            codes.append(1)
     for worker in workers:
-        worker.start()
-    try:
-        for worker in workers:
-            worker.join()
-    except KeyboardInterrupt:  # the processes got it, too, and end
-        left.clear()
-        codes.append(1)
-        for worker in workers:
-            worker.join()
+        worker.result()
     return not any(codes)
 
 

@@ -98,6 +98,8 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise MoekitError("--ep N measures on N devices: leave out --from and --gpus, or N of them")
     if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
         raise MoekitError(f"--ep {args.ep}: there are {torch.cuda.device_count()} devices")
+    if args.regret and args.json is not None and "," in args.shapes:
+        raise MoekitError(f"--json holds one shape: leave it out, or one of --shapes {args.shapes}")
     cells, complete, line = [], True, command("tune", *argv)
     shown, leader = "The choice", os.environ.get("RANK", "0") == "0"
     for layer in args.shapes.split(","):

@@ -508,10 +508,10 @@ def test_empty(device):
     activate_rows(torch.empty(0, 128, device=device), x, Activation("silu"))
     ids = torch.empty(0, 2, dtype=torch.int64, device=device)
     weighted_sum(x, None, ids, torch.empty(0, 64, device=device))
+    aligned = run_align(ids, 4, 16)
+    assert aligned.num_rows.item() == 0 and (aligned.experts_B == -1).all()
+    out = torch.full((3, 32), NAN, device=device)  # more than is its
     grouped_gemm(
-        x,
-        torch.empty(4, 32, 64, device=device),
-        x[:, :32],
-        Rows.aligned(run_align(ids, 4, 16)),
-        GemmConfig(16, 32, 32),
+        x, torch.ones(4, 32, 64, device=device), out, Rows.aligned(aligned), GemmConfig(16, 32, 32)
     )
+    assert out.isnan().all()

@@ -41,6 +41,8 @@ from .rows import (
 )
 from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
 
+_MAX_PLANS = 1024  # that are kept: a dispatcher may bring another number of rows in every call
+
 
 class _TritonExperts(PermuteExpertsUnpermute):
     """What both formats share.
@@ -99,6 +101,8 @@ class _TritonExperts(PermuteExpertsUnpermute):
     def _plan(self, rows: int, slots: int) -> Plan:
         plan = self._plans.get((rows, slots))
         if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
             slabs = self.spec.format is ActivationFormat.BATCHED
             plan = self._plans[rows, slots] = choose_plan(self.problem, rows, slots, slabs=slabs)
         return plan
