@@ -290,7 +290,9 @@ def _network(environ: Mapping[str, str]) -> _Found:
             text += "; NCCL may need more between ranks (docker: --shm-size=8g)"
         yield str(shared), "ok" if free >= _FEW_BYTES else "no", text
     for name in sorted(n for n in environ if n.startswith(_PREFIXES)):
-        yield name, "ok", environ[name] or "(empty)"
+        value = environ[name]
+        lost = name.endswith("_PATH") and value and not Path(value).exists()
+        yield name, *(("bad", f"{value} is not there") if lost else ("ok", value or "(empty)"))
 
 
 def _cards(folder: Path, modules: Path) -> _Found:

@@ -88,6 +88,10 @@ class BackendSpec:
         for what in ("devices", "requires"):
             if not isinstance(value := getattr(self, what), tuple):
                 raise ValueError(f"{self.name}: {what} {value!r}: want a tuple of strings")
+        for what in ("dtypes", "schemes", "wire_schemes", "activations"):
+            value = getattr(self, what, frozenset())
+            if not isinstance(value, (frozenset, set)):
+                raise ValueError(f"{self.name}: {what} {value!r}: want a frozenset of strings")
         for what, known in (("dtypes", DTYPES), ("schemes", SCHEMES)):
             if unknown := sorted(getattr(self, what) - set(known)):
                 raise ValueError(f"{self.name}: unknown {what} {unknown}; known: {sorted(known)}")

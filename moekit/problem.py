@@ -240,7 +240,7 @@ class MoEProblem:
             "num_redundant_experts": num_redundant_experts,
             "max_num_tokens": max_num_tokens,
             "parallel": parallel or ParallelConfig(),
-            "device": device or DeviceSpec.detect(),
+            "device": DeviceSpec.detect() if device is None else device,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -256,6 +256,9 @@ class MoEProblem:
         positive = ["num_experts", "top_k", "hidden_size", "intermediate_size"]
         if self.max_num_tokens is not None:
             positive.append("max_num_tokens")
+        for name in ("has_bias", "apply_router_weight_on_input"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidProblem(f"{name}={value!r}: want True or False")
         for name in positive:
             if not isinstance(value := getattr(self, name), Integral) or value < 1:
                 raise InvalidProblem(f"{name}={value!r}: want an integer of at least 1")
@@ -265,11 +268,11 @@ class MoEProblem:
                 "a token cannot go to more experts than there are"
             )
         if self.dtype not in DTYPES.values():
-            raise InvalidProblem(f"dtype={self.dtype}: want one of {', '.join(DTYPES)}")
-        if self.num_redundant_experts < 0:
-            raise InvalidProblem(
-                f"num_redundant_experts={self.num_redundant_experts}: want 0 or more"
-            )
+            known = ", ".join(f"torch.{name}" for name in DTYPES)
+            raise InvalidProblem(f"dtype={self.dtype!r}: want one of {known}")
+        redundant = self.num_redundant_experts
+        if not isinstance(redundant, Integral) or redundant < 0:
+            raise InvalidProblem(f"num_redundant_experts={redundant!r}: want an integer, 0 or more")
         if self.apply_router_weight_on_input and self.top_k != 1:
             raise InvalidProblem(
                 "apply_router_weight_on_input needs top_k=1 (one weight per token), "

@@ -144,6 +144,11 @@ def _check_values(
         )
     ]
     if correction_bias is not None:
+        if bool((correction_bias.isnan() | correction_bias.isposinf()).any()):
+            raise InvalidInput(
+                "correction_bias holds NaN or infinity, and an expert with it would get every "
+                "token: want finite values, or -infinity to mask one; was it filled?"
+            )
         left = int((~correction_bias.isneginf()).sum())
         if left < (len(correction_bias) if grouped else top_k):
             raise InvalidInput(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -291,16 +291,31 @@ def compose(
     logger.info("moekit: %s", chosen.explanation)
     # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
     rows = chosen.dispatcher.format
-    gemms = bridge(chosen.experts_class, chosen.experts, problem, rows)
+    with _making(chosen.experts):
+        gemms = bridge(chosen.experts_class, chosen.experts, problem, rows)
+    with _making(chosen.dispatcher):
+        tokens = chosen.dispatcher_class(chosen.dispatcher, problem, group)
     composed = CompositeKernel if isinstance(chosen.experts, CompositeSpec) else ModularKernel
     return composed(
-        chosen.dispatcher_class(chosen.dispatcher, problem, group),
+        tokens,
         gemms,
         workspace=workspace,
         explanation=chosen.explanation,
         checked=checked,
         peer_timeout=peer_timeout,
     )
+
+
+@contextmanager
+def _making(spec: BackendSpec) -> Iterator[None]:
+    """Says whose constructor it is that the contract's arguments do not fit."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        raise BackendBroken(
+            f"{spec.name!r} ({spec.target}) cannot be made: {type(error).__name__}: {error}; name "
+            "another backend, or correct this one"
+        ) from error
 
 
 class _Chosen(NamedTuple):

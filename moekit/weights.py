@@ -55,6 +55,11 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         problems = []
+        for name, value in vars(self).items():
+            if name != "interleaved" and not isinstance(value, Tensor):
+                if value is not None or name in ("w13", "w2"):
+                    problems.append(f"{name} is a {type(value).__name__}, want a tensor")
+        _raise(problems)
         for name in ("w13", "w2"):
             weight, scale = getattr(self, name), getattr(self, f"{name}_scale")
             if weight.dtype in _QUANTIZED and scale is None:
@@ -105,7 +110,12 @@ class ExpertWeights:
         shapes = {"w13": (L, rows, H), "w2": (L, H, inner)}
         biases = {"w13_bias": (L, rows), "w2_bias": (L, H)}
         dtype = problem.dtype if scheme.weight is None else scheme.weight.torch_dtype
-        found: list[str] = []
+        found = [
+            f"{name} is on {tensor.device}, w13 on {self.w13.device}"
+            for name, tensor in self.tensors().items()
+            if tensor.device != self.w13.device
+        ]
+        _raise(found)  # before any value is read
         for name, want in shapes.items():
             tensor = getattr(self, name)
             stored = want
@@ -121,8 +131,6 @@ class ExpertWeights:
             elif scheme.weight is not None:
                 gated = problem.activation.gated
                 found += _scale_faults(self, name, want, scheme.weight, gated)
-            if tensor.device != self.w13.device:
-                found.append(f"{name} is on {tensor.device}, w13 on {self.w13.device}")
         for name, shape in biases.items():
             bias = getattr(self, name)
             if (bias is not None) != problem.has_bias:
@@ -130,8 +138,8 @@ class ExpertWeights:
                 found.append(f"{name} is {state} but the problem has has_bias={problem.has_bias}")
             elif bias is not None and tuple(bias.shape) != shape:
                 found.append(f"{name} has shape {tuple(bias.shape)}, want {shape}")
-            elif bias is not None and bias.device != self.w13.device:
-                found.append(f"{name} is on {bias.device}, w13 on {self.w13.device}")
+            elif bias is not None and not bias.is_floating_point():
+                found.append(f"{name} is {bias.dtype}, want {problem.dtype}")
         static = scheme.activation is not None and scheme.activation.static
         for name in ("w13_input_scale", "w2_input_scale"):
             scale = getattr(self, name)

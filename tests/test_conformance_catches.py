@@ -105,6 +105,44 @@ def test_router_weights_applied_twice_or_never(wrong):
     caught_experts(wrong, "test_dtype", "float32", says="relative error too large")
 
 
+class FirstWeights(Plain):
+    """Keeps the weights of its first call."""
+
+    kept = None
+
+    def apply(self, y, tokens, weights, workspace):
+        self.kept = self.kept or weights
+        super().apply(y, tokens, self.kept, workspace)
+
+
+def test_weights_of_an_earlier_call():
+    caught_experts(FirstWeights, "test_weights_in_turns", says="call 1, weights 1")
+
+
+class FirstExperts(Plain):
+    """Skips experts from 64 on."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = torch.where(tokens.topk_ids < 64, tokens.topk_ids, -1)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+class FirstRows(Plain):
+    """Skips what an expert has besides its first 128 rows."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = tokens.topk_ids.flatten()
+        one_hot = ids[:, None] == torch.arange(self.problem.num_local_experts)
+        rank = (one_hot.cumsum(0) * one_hot).sum(1)
+        ids = torch.where(rank <= 128, ids, -1).view_as(tokens.topk_ids)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+@pytest.mark.parametrize("wrong", [FirstExperts, FirstRows])
+def test_what_is_beyond_a_tile(wrong):
+    caught_experts(wrong, "test_many_experts", says="relative error too large")
+
+
 class OtherActivation(Plain):
     """Computes what ``_instead`` makes of the problem's activation."""
 

@@ -56,6 +56,7 @@ BROKEN = {
     "missing_fact": (HOOK + "return [moekit.ExpertsSpec(name='a')]", "missing"),
     "unknown_fact": (HOOK + "return [spec('a', speed=9)]", "speed"),
     "target": (HOOK + "return [spec('a', target='acme')]", "want 'package.module:Class'"),
+    "no set": (HOOK + "return [spec('a', schemes=['none'])]", "want a frozenset of strings"),
     "schemes": (HOOK + "return [spec('a', schemes=frozenset({'fp3'}))]", "unknown schemes"),
     "devices": (HOOK + "return [spec('a', devices='cpu')]", "want a tuple"),
     "requires": (HOOK + "return [spec('a', requires='triton')]", "want a tuple"),

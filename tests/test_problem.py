@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -41,14 +42,14 @@ def test_repr_round_trips(changes: dict) -> None:
         (dict(device="sm900"), "'sm900' is not understood"),
         (dict(device=torch.device("cuda:99")), "'cuda:99' was asked for"),
         (dict(device="cuda:99"), "'cuda:99' was asked for"),
-        (dict(dtype=torch.int8), "want one of bfloat16"),
+        (dict(dtype=torch.int8), "want one of torch.bfloat16"),
         (dict(activation="swish"), "choose one of: .*silu"),
         (dict(quant="fp9"), "choose one of: none, fp8_tensor"),
         (dict(device="sm-90"), "examples: 'cpu', 'cuda', 'sm90'"),
         (dict(apply_router_weight_on_input=True), "needs top_k=1"),
         (dict(parallel=ParallelConfig(ep_size=9)), "a rank would hold none"),
         (dict(parallel=ParallelConfig(tp_size=5)), "does not divide by tp_size=5"),
-        (dict(num_redundant_experts=-1), "want 0 or more"),
+        (dict(num_redundant_experts=-1), "want an integer, 0 or more"),
     ],
 )
 def test_contradictions_are_refused(changes: dict, said: str) -> None:
@@ -132,3 +133,20 @@ def test_device_spec_of_another_machine() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InvalidProblem, match="name the capability instead"):
             DeviceSpec.parse("cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"has_bias": "no"}, "has_bias='no': want True or False"),
+        ({"apply_router_weight_on_input": 1}, "apply_router_weight_on_input=1"),
+        ({"num_redundant_experts": 1.5}, "num_redundant_experts=1.5: want an integer"),
+        ({"device": 0}, "device=0: want a DeviceSpec"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16': want one of torch.bfloat16"),
+    ],
+)
+def test_values_of_another_type(changes, said) -> None:
+    with pytest.raises(InvalidProblem, match=re.escape(said)):
+        MoEProblem(
+            **{"num_experts": 4, "top_k": 2, "hidden_size": 8, "intermediate_size": 8, **changes}
+        )

@@ -146,6 +146,10 @@ def test_masks_that_mask_nothing() -> None:
     bias = torch.tensor([-torch.inf] + [1.0] * 7)
     got = route(torch.randn(6, 8), 7, scoring="sigmoid", correction_bias=bias)
     assert (got.topk_ids > 0).all()
+    for never in (torch.nan, torch.inf):
+        unfilled = torch.full((8,), never)
+        with pytest.raises(InvalidInput, match="correction_bias holds NaN or infinity"):
+            route(torch.randn(6, 8), 2, scoring="sigmoid", correction_bias=unfilled)
     groups = {"num_expert_group": 4, "topk_group": 2}
     for top_k, more in ((8, {}), (2, groups)):
         with pytest.raises(InvalidInput, match="masks all but 7 experts"):

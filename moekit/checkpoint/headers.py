@@ -31,6 +31,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_LFS = b"version https://git-lfs"
 _MAX_HEADER = 1 << 30
 
 
@@ -66,6 +67,9 @@ def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one file. Layout: u64 length, JSON of that length, data."""
     try:
         with file.open("rb") as stream:
+            if stream.read(len(_LFS)) == _LFS:
+                raise ValueError("a pointer of git-lfs, not the tensors: git lfs pull")
+            stream.seek(0)
             size = os.fstat(stream.fileno()).st_size
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(size, _MAX_HEADER):
@@ -86,7 +90,12 @@ def read_header(file: Path) -> dict[str, Entry]:
                 entries[name] = entry
             return entries
     except FileNotFoundError as error:
-        raise WeightsError(f"{file}: no such file; the checkpoint is incomplete") from error
+        why = (
+            "the checkpoint is incomplete"
+            if file.parent.is_dir() and file.suffix
+            else ("no folder either; download a model of a hub first, and give its folder")
+        )
+        raise WeightsError(f"{file}: no such file; {why}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise WeightsError(
             f"{file}: truncated or not a safetensors file ({error}); fetch it again"

@@ -91,8 +91,9 @@ def load_layers(
     """(layer, weights) of each of ``layers``, each read when it is asked for; see `load_experts`.
 
     All layers are checked before the first is read.
-    reuse: read every layer into the same memory, for callers who are done with a layer (packed it,
-    or moved it to the device) when they ask for the next one. Spares the cost of fresh memory.
+    reuse: read every layer into the same memory, for callers who have moved a layer to another
+    device when they ask for the next one. Spares the cost of fresh memory. (Packing or moving it to
+    the device where it lies may copy nothing: all layers would then have the last one's weights.)
     """
     opened = nullcontext(path) if isinstance(path, Checkpoint) else Checkpoint(path)
     with opened as checkpoint:

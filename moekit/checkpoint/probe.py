@@ -187,6 +187,8 @@ class _Probe:
         blocks = self.config.get("weight_block_size") or self._compressed_tensors()[0].get(
             "block_structure"
         )
+        if isinstance(blocks, str):  # "128x128"
+            blocks = blocks.split("x")
         if blocks is not None and len(shape) > 1:
             return int(blocks[0]), int(blocks[1])
         if prod(shape) == 1:

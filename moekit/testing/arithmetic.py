@@ -312,6 +312,13 @@ class ExpertsNumbers(Conformance):
         problem = found if isinstance(found, MoEProblem) else self._problem()
         self._check(problem, 65 if on_cpu else 1030)
 
+    def test_many_experts(self) -> None:
+        """More than a block of threads might count; and more rows of one than a tile has."""
+        sizes = (130, 2, 32, 16) if self._device().type == "cpu" else (130, 2, 128, 128)
+        problem = self._problem(**_sizes(*sizes))
+        self._check(problem, 40)
+        self._check(problem, 150, "one_expert")
+
     @pytest.mark.parametrize("scheme", list(SCHEMES))
     def test_negative_controls(self, scheme: str) -> None:
         """The kit itself: on these very problems its tolerance rejects every known mistake."""

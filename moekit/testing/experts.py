@@ -108,6 +108,17 @@ class ExpertsConformance(ExpertsNumbers):
             out = kernel(case.x, packed, case.routing)
             assert_close(out, case.reference(), problem, f"call {index} with T={num_tokens}")
 
+    def test_weights_in_turns(self) -> None:
+        """One kernel serves layers with weights of their own."""
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        layers = [random_weights(problem, key) for key in (1, 2)]
+        packed = [pack(kernel, weights) for weights in layers]
+        for turn, layer in enumerate((0, 1, 0)):
+            case = make_case(problem, self._T, key=turn, weights=layers[layer])
+            out = kernel(case.x, packed[layer], case.routing)
+            assert_close(out, case.reference(), problem, f"call {turn}, weights {layer}")
+
     def test_two_calls_in_flight(self) -> None:
         problem = self._problem()
         kernel = self._compose(problem, self._native)

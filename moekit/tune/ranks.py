@@ -95,7 +95,10 @@ class _Measured(LayerSweep):
 def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """0: all measured, and no regret above --limit; 1: not so."""
     if args.measured is not None or args.gpus not in (0, args.ep):
-        raise MoekitError("--ep N measures on N devices: leave out --from and --gpus, or N of them")
+        raise MoekitError(
+            f"--ep {args.ep} measures on {args.ep} devices: leave out --gpus; and with --from, "
+            "which tells the ranks, leave out --ep"
+        )
     if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
         raise MoekitError(f"--ep {args.ep}: there are {torch.cuda.device_count()} devices")
     if args.regret and args.json is not None and "," in args.shapes:
