@@ -295,7 +295,7 @@ def test_a_recorded_run_fills_the_table(tuned: Path, capsys, tmp_path) -> None:
 def test_tune_wrong_questions(tuned: Path, capsys, more) -> None:
     what = [] if "--regret" in more else ["--select"]
     assert moekit_main([*TUNE, *what, *more]) == 2
-    assert "leave out --from and --gpus" in capsys.readouterr().err
+    assert "leave out --gpus; and with --from, which tells the ranks" in capsys.readouterr().err
 
 
 def movers(*experts: str) -> Registry:
