@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moekit import quant
-from moekit.checks import check_call, check_shared, check_tokens, weights_of
+from moekit.checks import check_call, check_shared, check_tokens, detached, weights_of
 from moekit.errors import InvalidInput, PeerFailed, WeightsError
 from moekit.group import Agreement, Together
 from moekit.overlap import InFlight as InFlight
@@ -350,11 +350,12 @@ class ModularKernel:
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """This rank's weights, checked against the problem and converted to the experts' layout.
 
-        Raises WeightsError listing everything that is missing or misshapen.
+        Raises WeightsError listing everything that is missing or misshapen, and while gradients
+        are enabled for tensors that require one.
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError(f"pack() wants moekit.ExpertWeights, not {type(weights).__name__}")
-        weights = weights.detach()
+        weights = detached(weights)
         weights.check(self.problem)
         packed = self.experts.pack(weights.canonical(self.problem))
         return replace(packed, made_for=self._made_for)

@@ -153,14 +153,21 @@ def test_what_was_forgotten_is_named() -> None:
             kernel(x, packed, routing, shared=shared)
 
 
-def test_parameters_may_be_packed() -> None:
+def test_weights_that_require_a_gradient_are_packed_only_without_gradients() -> None:
     w = weights()
     parameters = ExpertWeights(torch.nn.Parameter(w.w13), torch.nn.Parameter(w.w2))
     x, routing = tokens()
     kernel = moekit.compose(PROBLEM, experts="torch")
-    packed = kernel.pack(parameters)
-    assert torch.equal(kernel(x, packed, routing), kernel(x, kernel.pack(w), routing))
-    assert not any(t.requires_grad for t in packed.experts.values())
+    with pytest.raises(WeightsError, match=r"w13, w2 require a gradient.*pass weights.detach\(\)"):
+        kernel.pack(parameters)
+    with pytest.raises(WeightsError, match="the weights w2 require a gradient"):
+        kernel.pack(ExpertWeights(w.w13, parameters.w2))
+    expected = kernel(x, kernel.pack(w), routing)
+    with torch.no_grad():
+        packed = kernel.pack(parameters)
+    for made in (packed, kernel.pack(parameters.detach())):
+        assert torch.equal(kernel(x, made, routing), expected)
+        assert not any(t.requires_grad for t in made.experts.values())
     assert parameters.w13.requires_grad
 
 
