@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -28,6 +29,7 @@ _SCHEMA = (
 
 _layers: WeakValueDictionary[str, FusedMoE] = WeakValueDictionary()
 _numbers = itertools.count()
+_lock = threading.Lock()
 
 
 def register(layer: FusedMoE, name: str | None) -> str:
@@ -39,12 +41,13 @@ def register(layer: FusedMoE, name: str | None) -> str:
         name = next(n for i in _numbers if (n := f"fused_moe.{i}") not in _layers)
     if _taken(name):
         gc.collect()  # a model that was dropped may still hang together in cycles
-    if _taken(name):
-        raise NameClash(
-            f"a layer named {name!r} exists already: give each FusedMoE a prefix of its own, or "
-            "none"
-        )
-    _layers[name] = layer
+    with _lock:
+        if _taken(name):
+            raise NameClash(
+                f"a layer named {name!r} exists already: give each FusedMoE a prefix of its own, "
+                "or none"
+            )
+        _layers[name] = layer
     return name
 
 
