@@ -30,6 +30,7 @@ _SCHEMA = (
 _layers: WeakValueDictionary[str, FusedMoE] = WeakValueDictionary()
 _numbers = itertools.count()
 _lock = threading.Lock()
+_MAKER = "_moekit_maker"  # the attribute of a layer that says which thread constructs it
 
 
 def register(layer: FusedMoE, name: str | None) -> str:
@@ -47,13 +48,20 @@ def register(layer: FusedMoE, name: str | None) -> str:
                 f"a layer named {name!r} exists already: give each FusedMoE a prefix of its own, "
                 "or none"
             )
+        vars(layer)[_MAKER] = threading.get_ident()
         _layers[name] = layer
     return name
 
 
 def _taken(name: str) -> bool:
-    """By more than the remains of a layer whose constructor raised, which a traceback keeps."""
-    return hasattr(_layers.get(name), "packed")
+    """By more than the remains of a layer whose constructor raised, which a traceback keeps.
+
+    What another thread has not finished is a layer, as far as one can tell.
+    """
+    found = _layers.get(name)
+    if found is None or hasattr(found, "packed"):
+        return found is not None
+    return bool(vars(found)[_MAKER] != threading.get_ident())
 
 
 def unregister(name: str) -> None:

@@ -52,35 +52,37 @@ class Layout:
 class Scratch(list[Tensor]):
     """Disjoint uninitialised tensors. They belong to whoever took them until `give_back`."""
 
-    __slots__ = ("_arena",)
+    __slots__ = ("_lent",)
 
-    def __init__(self, buffers: Iterable[Tensor], arena: _Arena | None = None) -> None:
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
         super().__init__(buffers)
-        self._arena = arena
+        # The arena, and the list of idle ones that it returns to.
+        self._lent: tuple[_Arena, list[_Arena]] | None = None
 
     def give_back(self) -> None:
         """Lets the next call on this stream have the memory; idempotent."""
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.idle.append(arena)
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            arena, idle = lent
+            idle.append(arena)
 
 
 class _Arena:
-    """A buffer, how calls laid it out, and the list of idle arenas that it returns to."""
+    """A buffer, and how calls laid it out."""
 
-    __slots__ = ("_buffer", "_laid_out", "idle", "nbytes")
+    __slots__ = ("_buffer", "_laid_out", "nbytes")
 
-    def __init__(self, buffer: Tensor, idle: list[_Arena]) -> None:
-        self._buffer, self.nbytes, self.idle = buffer, buffer.nbytes, idle
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self.nbytes = buffer, buffer.nbytes
         self._laid_out: dict[Layout, Scratch] = {}
 
-    def lend(self, layout: Layout) -> Scratch:
+    def lend(self, layout: Layout, idle: list[_Arena]) -> Scratch:
         scratch = self._laid_out.get(layout)
         if scratch is None:
             if len(self._laid_out) >= _MAX_LAYOUTS:
                 self._laid_out.clear()
             scratch = self._laid_out[layout] = Scratch(layout.views(self._buffer))
-        scratch._arena = self
+        scratch._lent = self, idle
         return scratch
 
 
@@ -131,8 +133,8 @@ class Workspace:
             arena = None
         if arena is None or arena.nbytes < layout.nbytes:
             arena = None  # frees the outgrown buffer first
-            arena = _Arena(_allocate(layout.nbytes, device), idle)
-        return arena.lend(layout)
+            arena = _Arena(_allocate(layout.nbytes, device))
+        return arena.lend(layout, idle)
 
 
 Workspace._default = Workspace()
