@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +85,9 @@ def steps(name: str, tokens: int, module: Any) -> dict[str, Step]:
     integration.repack(module)  # so that it has its graphs back
     held = Layer.of(module)
     held.prepare(torch.bfloat16, MODELS[name][2][1], False)
-    kernel, weights = held.kernel, held.weights
-    assert kernel is not None and weights is not None
+    packed = held.packed
+    assert packed is not None
+    kernel, weights = packed.kernel, packed.weights
     kernel.checked = False
     p, device = kernel.problem, module.down_proj.device
     ((x, routing),) = inputs("uniform", tokens, 1, p, device)
@@ -106,11 +108,13 @@ def steps(name: str, tokens: int, module: Any) -> dict[str, Step]:
     y = torch.empty(*leading, hidden, dtype=p.dtype, device=device)
     kernel(x, weights, routing)  # the arena is large enough from now on
     scratch = kernel.workspace.take(kernel.experts.workspace(arrived.x.shape[-2]), device)
-    graphed = held._graphed
+    graphed = packed.graphed
 
     def by(implementation: str, graphed: Any = None) -> Step:
+        chosen = replace(packed, graphed=graphed)
+
         def call() -> None:
-            module.config._experts_implementation, held._graphed = implementation, graphed
+            module.config._experts_implementation, held.packed = implementation, chosen
             module(x, ids, bf16_weights)
 
         return call

@@ -13,6 +13,7 @@ from moekit.problem import MoEProblem
 
 if TYPE_CHECKING:
     from moekit.kernel import PackedWeights, PermuteExpertsUnpermute, Routing
+    from moekit.weights import ExpertWeights
 
 _IDS = (torch.int32, torch.int64)
 _OF_WEIGHTS = (
@@ -132,6 +133,18 @@ def check_call(
                 "topk_weights hold NaN or infinity where a token has an expert: "
                 "look for NaN in the router logits"
             )
+
+
+def detached(weights: ExpertWeights) -> ExpertWeights:
+    """Return ``weights`` without autograd. Raises WeightsError if that would drop a gradient."""
+    if torch.is_grad_enabled():
+        tracked = [name for name, t in weights.tensors().items() if t.requires_grad]
+        if tracked:
+            raise WeightsError(
+                f"the weights {', '.join(tracked)} require a gradient, which expert kernels do not "
+                "compute: pack under torch.no_grad(), or pass weights.detach()"
+            )
+    return weights.detach()
 
 
 def check_tokens(num_tokens: object) -> int:

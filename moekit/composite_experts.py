@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from moekit.kernel import (
 from moekit.plugins import ExpertsSpec
 from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights
-from moekit.workspace import Layout
+from moekit.workspace import Layout, is_capturing
 
 logger = logging.getLogger("moekit")
 
@@ -60,7 +61,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         index = {m.name: i for i, m in enumerate(used)}
         self._serving = [index[name] for _, name in buckets]
         self._most = [most for most, _ in buckets if most is not None]
-        self._arena, self._views = 0, dict[int, Sequence[Tensor]]()
+        self._own = _Views()
 
     def member(self, rows: int) -> PermuteExpertsUnpermute:
         """Who serves a call of ``rows`` rows (STANDARD: R, BATCHED: C)."""
@@ -135,12 +136,16 @@ class CompositeExperts(PermuteExpertsUnpermute):
     ) -> Sequence[Tensor]:
         """The member's buffers in ``arena``: made once for each number of rows, as that costs the
         host time, and forgotten with the arena."""
-        if arena.data_ptr() != self._arena or len(self._views) >= _MAX_LAYOUTS:
-            self._arena = arena.data_ptr()
-            self._views.clear()
-        if rows not in self._views:
-            self._views[rows] = Layout(member.workspace(rows)).views(arena)
-        return self._views[rows]
+        own = self._own
+        if arena.data_ptr() == own.arena and rows in own.by_rows:
+            return own.by_rows[rows]
+        views = Layout(member.workspace(rows)).views(arena)
+        if is_capturing(arena.device):  # kept views would keep memory of the graph's pool in use
+            return views
+        if arena.data_ptr() != own.arena or len(own.by_rows) >= _MAX_LAYOUTS:
+            own.arena, own.by_rows = arena.data_ptr(), {}
+        own.by_rows[rows] = views
+        return views
 
     @contextmanager
     def tuning(self) -> Iterator[None]:
@@ -148,6 +153,16 @@ class CompositeExperts(PermuteExpertsUnpermute):
             for member in self.members:
                 stack.enter_context(member.tuning())
             yield
+
+
+class _Views(threading.local):
+    """The members' buffers in the arena that this thread used last. They keep its memory alive, so
+    that no other arena has its address."""
+
+    arena = 0
+
+    def __init__(self) -> None:
+        self.by_rows: dict[int, Sequence[Tensor]] = {}
 
 
 class CompositeKernel(ModularKernel):

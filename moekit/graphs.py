@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -21,13 +22,12 @@ from torch import Tensor
 
 from moekit.errors import InvalidInput, Unsupported
 from moekit.kernel import ModularKernel, PackedWeights, Routing
-from moekit.workspace import Workspace, is_capturing
+from moekit.workspace import is_capturing
 
 logger = logging.getLogger("moekit")
 
-# What graphs use beside their own buffers. Apart from other calls' arena, which may be large, and
-# would be kept for the graphs when that one grows.
-_workspace = Workspace()
+# Graphs share memory and the stream that they are captured on: one thread at a time launches them.
+_lock = threading.RLock()
 
 
 def unsupported(kernel: ModularKernel) -> list[str]:
@@ -51,47 +51,48 @@ def unsupported(kernel: ModularKernel) -> list[str]:
 class Graphed:
     """A function of tensors with T rows, replayed: one graph for each T up to max_rows.
 
-    eager: the function, for calls that are not replayed: of more rows, or of other dtypes than the
-    graph's; while the current stream is being captured; while the last output of that T is in use.
-    That output lies in the graph's memory, and is handed out again once no tensor refers to it: so
-    whoever reads it on another stream must join that stream before dropping it (``record_stream``
-    does not protect it). captured: the same function, which may be called on another stream.
+    function: it also takes ``out``, such a tensor as it returns, to write its result to; a capture
+    calls it on another stream. Calls are not replayed, but go to it, with more rows, or with other
+    dtypes than the graph's; while the current stream is being captured; while the last output of
+    that T is in use. That output belongs to the graph, and is handed out again once no tensor
+    refers to it: so whoever reads it on another stream must join that stream before dropping it
+    (``record_stream`` does not protect it).
 
-    Calls on different streams wait for each other. One thread at a time.
+    Any thread may call it, on any stream; replays on different streams wait for each other.
     """
 
-    def __init__(
-        self, eager: Callable[..., Tensor], captured: Callable[..., Tensor], max_rows: int
-    ) -> None:
+    def __init__(self, function: Callable[..., Tensor], max_rows: int) -> None:
         if max_rows < 1:
             raise InvalidInput(f"graphs of at most {max_rows} tokens: want at least 1")
-        self._eager, self._captured = eager, captured
-        self._max_rows = max_rows
+        self._function, self._max_rows = function, max_rows
         self._called: set[int] = set()
         self._graphs: dict[int, _Graph] = {}
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         rows = inputs[0].shape[0]
-        graph = self._graphs.get(rows)
-        if graph is None:
-            graph = self._new(rows, inputs)
-        if graph is None or not graph.takes(inputs):
-            return self._eager(*inputs)
-        return graph.replay(inputs)
+        if 0 < rows <= self._max_rows:
+            with _lock:
+                graph = self._graphs.get(rows)
+                if graph is None:
+                    graph = self._new(rows, inputs)
+                if graph is not None and graph.takes(inputs):
+                    return graph.replay(inputs)
+        return self._function(*inputs)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of inputs and outputs that the graphs hold; they share one arena besides."""
-        return sum(t.nbytes for g in self._graphs.values() for t in (*g.inputs, g.out))
+        """Bytes of inputs and outputs that the graphs hold; all graphs share one pool besides."""
+        with _lock:
+            return sum(t.nbytes for g in self._graphs.values() for t in (*g.inputs, g.out))
 
     def _new(self, rows: int, inputs: Sequence[Tensor]) -> _Graph | None:
-        if not 0 < rows <= self._max_rows or is_capturing(inputs[0].device):
+        if is_capturing(inputs[0].device):
             return None
         if rows not in self._called:  # sizes that never come again need no graph
             self._called.add(rows)
             return None
         try:
-            made = self._graphs[rows] = _Graph(self._captured, inputs)
+            made = self._graphs[rows] = _Graph(self._function, inputs)
         except RuntimeError as error:  # what a library does that its spec did not say
             self._max_rows = 0
             logger.warning("moekit: calls stay eager, as capturing a CUDA graph failed: %s", error)
@@ -107,26 +108,17 @@ class GraphedKernel(Graphed):
     """
 
     def __init__(self, kernel: ModularKernel, weights: PackedWeights, max_tokens: int = 16) -> None:
-        def running(kernel: ModularKernel) -> Callable[..., Tensor]:
-            return lambda x, w, ids: kernel(x, weights, Routing(w, ids))
+        if reasons := unsupported(kernel):
+            name = kernel.experts.spec.name
+            raise Unsupported(f"no graphs of {name}: {'; '.join(reasons)}", reasons)
 
-        super().__init__(running(kernel), running(graph_kernel(kernel)), max_tokens)
+        def call(x: Tensor, w: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
+            return kernel(x, weights, Routing(w, ids), out=out)
+
+        super().__init__(call, max_tokens)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:  # type: ignore[override]
         return super().__call__(x, routing.topk_weights, routing.topk_ids)
-
-
-def graph_kernel(kernel: ModularKernel) -> ModularKernel:
-    """``kernel`` with the graphs' workspace. Raises Unsupported where it cannot be captured."""
-    if reasons := unsupported(kernel):
-        raise Unsupported(f"no graphs of {kernel.experts.spec.name}: {'; '.join(reasons)}", reasons)
-    return ModularKernel(
-        kernel.dispatcher,
-        kernel.experts,
-        workspace=_workspace,
-        explanation=kernel.explanation,
-        checked=False,
-    )
 
 
 class _Graph:
@@ -142,6 +134,7 @@ class _Graph:
         self._device = self.out.device
         self._storage = self.out.untyped_storage()
         self._own_uses = _uses(self._storage)
+        self._stream: Any = None  # the one that it last ran on
 
     def takes(self, inputs: Sequence[Tensor]) -> bool:
         for t, (shape, dtype, device) in zip(inputs, self._kinds, strict=True):
@@ -150,7 +143,7 @@ class _Graph:
         return _uses(self._storage) == self._own_uses and not is_capturing(self._device)
 
     def replay(self, inputs: Sequence[Tensor]) -> Tensor:
-        follow(self._device)
+        self._stream = follow(self._device, self._stream)
         # As bytes, one launch copies all dtypes.
         torch._foreach_copy_(self._bytes, [_bytes(t) for t in inputs])
         self._replay()
@@ -172,14 +165,17 @@ def _uses(storage: torch.UntypedStorage) -> int:
 _last: dict[torch.device, Any] = {}
 
 
-def follow(device: torch.device) -> None:
-    """Graphs share memory: what follows on the current stream waits for them on any other one."""
+def follow(device: torch.device, reader: Any = None) -> Any:
+    """Graphs share memory: what follows on the current stream, which is returned, waits for them on
+    any other one. reader: a stream that may still read the output; the current one waits for it.
+    """
     current = torch.cuda.current_stream(device)
     last = _last.get(device)
-    if current != last:
-        if last is not None:
-            current.wait_stream(last)
-        _last[device] = current
+    for other in (last,) if reader == last else (last, reader):
+        if other is not None and current != other:
+            current.wait_stream(other)
+    _last[device] = current
+    return current
 
 
 @cache
@@ -196,7 +192,11 @@ def _pool(device: torch.device) -> tuple[Any, Any, Any]:
 def capture(
     function: Callable[..., Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Callable[[], None], Tensor]:
-    """``function(*inputs)`` as a graph: what replays it, and its output."""
+    """``function(*inputs)`` as a graph: what replays it, and its output.
+
+    The output lies outside the pool: there, later graphs could use its memory, or it could lie in
+    memory that earlier ones use.
+    """
     device = inputs[0].device
     with torch.cuda.device(device):
         pool, stream, _ = _pool(device)
@@ -206,9 +206,10 @@ def capture(
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(stream):
-                function(*inputs)  # compiles, and allocates, what these very inputs need
+                # This compiles, and allocates, what these very inputs need.
+                out = torch.empty_like(function(*inputs))
                 with _capturing(graph, pool):
-                    out = function(*inputs)
+                    function(*inputs, out=out)
         finally:
             current.wait_stream(stream)
     return graph.replay, out

@@ -9,6 +9,7 @@ L local experts, R dispatched rows, C rows of a batched expert's slab.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moekit import quant
-from moekit.checks import check_call, check_shared, check_tokens, weights_of
+from moekit.checks import check_call, check_shared, check_tokens, detached, weights_of
 from moekit.errors import InvalidInput, PeerFailed, WeightsError
 from moekit.group import Agreement, Together
 from moekit.overlap import InFlight as InFlight
@@ -29,7 +30,7 @@ from moekit.overlap import Pending as Pending
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.weights import ExpertWeights
 from moekit.workspace import BufferSpec as BufferSpec
-from moekit.workspace import Layout
+from moekit.workspace import Layout, settle
 from moekit.workspace import MemoryReport as MemoryReport
 from moekit.workspace import Workspace as Workspace
 
@@ -331,7 +332,7 @@ class ModularKernel:
             else None
         )
         self._made_for = weights_of(self.problem)
-        self._calls = 0
+        self._calls = itertools.count(1)  # on all ranks alike: they notice when these differ
         self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
         activation = self.problem.quant.activation
@@ -350,13 +351,15 @@ class ModularKernel:
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """This rank's weights, checked against the problem and converted to the experts' layout.
 
-        Raises WeightsError listing everything that is missing or misshapen.
+        They are ready on every stream. Raises WeightsError listing everything that is missing or
+        misshapen, and while gradients are enabled for tensors that require one.
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError(f"pack() wants moekit.ExpertWeights, not {type(weights).__name__}")
-        weights = weights.detach()
+        weights = detached(weights)
         weights.check(self.problem)
         packed = self.experts.pack(weights.canonical(self.problem))
+        settle(weights.w13.device)
         return replace(packed, made_for=self._made_for)
 
     # -- calls ------------------------------------------------------------------------------
@@ -422,7 +425,7 @@ class ModularKernel:
     def _start(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
     ) -> _Started:
-        number, moves = self._next_call(), self._moves
+        number, moves = next(self._calls), self._moves
         # Where nothing moves, ranks hold the same tokens.
         same = "" if self._agreement is None or moves else f" with x {tuple(x.shape)}"
         with self._together("start", number, same, self.dispatcher.abort if moves else None):
@@ -474,7 +477,7 @@ class ModularKernel:
 
     def abort(self, error: Exception) -> None:
         """This rank cannot start its next call: the others raise PeerFailed with ``error``."""
-        together = self._together("start", self._next_call(), "", self.dispatcher.abort)
+        together = self._together("start", next(self._calls), "", self.dispatcher.abort)
         with suppress(type(error), PeerFailed), together:
             raise error
 
@@ -505,11 +508,6 @@ class ModularKernel:
                 combining = self.dispatcher.finalize(y, tokens, out)
         return combining, (y, tokens)
 
-    def _next_call(self) -> int:
-        """Counted on all ranks alike, so that they notice when they are at different calls."""
-        self._calls += 1
-        return self._calls
-
     def _together(
         self,
         step: str,
@@ -537,15 +535,16 @@ class ModularKernel:
         if 0 in shape[:-1]:
             return reduced
         rows = shape[-2]
+        y = reduced
+        if not self._reduced:
+            assert tokens.topk_ids is not None
+            y = torch.empty((rows, tokens.topk_ids.shape[1], shape[-1]), dtype=dtype, device=device)
         scratch = self.workspace.take(self._layouts.get(rows) or self._layout(rows), device)
-        if self._reduced:
-            self.experts.apply(reduced, tokens, weights, scratch)
-            return reduced
-        assert tokens.topk_ids is not None
-        slots = tokens.topk_ids.shape[1]
-        y = torch.empty((rows, slots, shape[-1]), dtype=dtype, device=device)
-        self.experts.apply(y, tokens, weights, scratch)
-        return weight_and_reduce(y, tokens, reduced)
+        try:
+            self.experts.apply(y, tokens, weights, scratch)
+        finally:
+            scratch.give_back()
+        return reduced if self._reduced else weight_and_reduce(y, tokens, reduced)
 
     def _layout(self, rows: int) -> Layout:
         if len(self._layouts) >= _MAX_LAYOUTS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -28,6 +29,8 @@ _SCHEMA = (
 
 _layers: WeakValueDictionary[str, FusedMoE] = WeakValueDictionary()
 _numbers = itertools.count()
+_lock = threading.Lock()
+_MAKER = "_moekit_maker"  # the attribute of a layer that says which thread constructs it
 
 
 def register(layer: FusedMoE, name: str | None) -> str:
@@ -39,18 +42,26 @@ def register(layer: FusedMoE, name: str | None) -> str:
         name = next(n for i in _numbers if (n := f"fused_moe.{i}") not in _layers)
     if _taken(name):
         gc.collect()  # a model that was dropped may still hang together in cycles
-    if _taken(name):
-        raise NameClash(
-            f"a layer named {name!r} exists already: give each FusedMoE a prefix of its own, or "
-            "none"
-        )
-    _layers[name] = layer
+    with _lock:
+        if _taken(name):
+            raise NameClash(
+                f"a layer named {name!r} exists already: give each FusedMoE a prefix of its own, "
+                "or none"
+            )
+        vars(layer)[_MAKER] = threading.get_ident()
+        _layers[name] = layer
     return name
 
 
 def _taken(name: str) -> bool:
-    """By more than the remains of a layer whose constructor raised, which a traceback keeps."""
-    return hasattr(_layers.get(name), "packed")
+    """By more than the remains of a layer whose constructor raised, which a traceback keeps.
+
+    What another thread has not finished is a layer, as far as one can tell.
+    """
+    found = _layers.get(name)
+    if found is None or hasattr(found, "packed"):
+        return found is not None
+    return bool(vars(found)[_MAKER] != threading.get_ident())
 
 
 def unregister(name: str) -> None:

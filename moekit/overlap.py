@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
@@ -13,10 +14,11 @@ from moekit.errors import MoekitError
 
 T = TypeVar("T")
 
-# A side stream for each stream that forked one. No other stream uses it, and each fork waits for
-# the stream it belongs to: so memory of the side stream is not used again before the current
-# stream has read it, without any further bookkeeping, in CUDA graphs too.
-_sides: dict[tuple[torch.device, int], Any] = {}
+# Side streams that nobody uses, by the stream that forked them: one for each, and another for each
+# further thread that forks that stream meanwhile. No other stream uses them, and each fork waits
+# for the stream it belongs to: so memory of the side stream is not used again before that stream
+# has read it, without any further bookkeeping, in CUDA graphs too.
+_idle: dict[tuple[torch.device, int], list[Any]] = {}
 
 
 class Pending(Generic[T]):
@@ -24,6 +26,7 @@ class Pending(Generic[T]):
 
     def __init__(self, wait: Callable[[], T] | None) -> None:
         self._wait = wait
+        self._lock = None if wait is None else threading.RLock()
         self._failed = ""
         self._value: T
 
@@ -35,16 +38,22 @@ class Pending(Generic[T]):
 
     def result(self) -> T:
         """The value. What raised is not tried again: from then on it raises MoekitError."""
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            try:
-                self._value = wait()
-            except BaseException as error:
-                self._failed = f"{type(error).__name__}: {error}"
-                raise
+        if self._lock is not None:
+            with self._lock:  # of two threads, one waits for the other
+                self._settle()
         if self._failed:
             raise MoekitError(f"this call failed before, start another: {self._failed}")
         return self._value
+
+    def _settle(self) -> None:
+        wait, self._wait = self._wait, None
+        if wait is None:
+            return
+        try:
+            self._value = wait()
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            raise
 
 
 class InFlight(Pending[Tensor]):
@@ -55,7 +64,8 @@ class InFlight(Pending[Tensor]):
         second.run()                                     # ... and travels while these experts run
         outs = first.result(), second.result()
 
-    `result` runs what was not run. Both belong on the stream that the call was started on.
+    `result` runs what was not run. Both belong on the stream that the call was started on, in
+    whichever thread.
     """
 
     def __init__(self, run: Callable[[], Pending[Tensor]]) -> None:
@@ -75,8 +85,11 @@ class Beside:
         beside.run()                    # enqueues it
         beside.join()                   # its result; what follows on this stream waits for it
 
-    ``join`` and the constructor belong on the same stream.
+    ``join`` and the constructor belong on the same stream. The result must have been used when the
+    last reference to this object goes: then another call may fork the side stream.
     """
+
+    _idle: list[Any] | None = None
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self._function, self._x = function, x
@@ -86,7 +99,8 @@ class Beside:
             self._streams = None
         if self._streams is not None:
             current = self._streams.current_stream(x.device)
-            self._side = _side(self._streams, x.device, current)
+            self._idle = _idle.setdefault((x.device, current.stream_id), [])
+            self._side = _side(self._streams, x.device, current, self._idle)
             self._side.wait_stream(current)
 
     def run(self) -> Tensor:
@@ -100,13 +114,15 @@ class Beside:
             self._streams.current_stream(self._x.device).wait_stream(self._side)
         return self._value
 
+    def __del__(self) -> None:
+        if self._idle is not None and hasattr(self, "_side"):
+            self._idle.append(self._side)
 
-def _side(streams: Any, device: torch.device, current: Any) -> Any:
-    key = (device, current.stream_id)
-    side = _sides.get(key)
-    if side is None:
+
+def _side(streams: Any, device: torch.device, current: Any, idle: list[Any]) -> Any:
+    try:
+        return idle.pop()
+    except IndexError:  # all are in use, if there are any
         side = streams.Stream(device)
-        if side == current:  # streams come from a pool, in turn
-            side = streams.Stream(device)
-        _sides[key] = side
-    return side
+    # Streams come from a pool, in turn.
+    return streams.Stream(device) if side == current else side

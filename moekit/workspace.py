@@ -1,22 +1,24 @@
-"""Scratch memory: what experts ask for, the arena that serves it, and the account of it."""
+"""Scratch memory: what experts ask for, the arenas that serve it, and the account of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
-from weakref import WeakSet
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moekit.errors import InvalidInput
 from moekit.problem import ActivationFormat
 
 if TYPE_CHECKING:
     from moekit.kernel import PermuteExpertsUnpermute, PrepareAndFinalize
+
+
+# Layouts that an arena remembers; beyond, it forgets them all.
+_MAX_LAYOUTS = 4096
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,6 @@ class Layout:
     def __init__(self, specs: Sequence[BufferSpec]) -> None:
         self._specs = tuple(specs)
         self.nbytes = Workspace.nbytes_for(specs)
-        # The arena they were laid out in last, and how.
-        self.held: tuple[Tensor, list[Tensor]] | None = None
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The buffers, as disjoint parts of ``buffer`` (uint8)."""
@@ -49,27 +49,62 @@ class Layout:
         return views
 
 
-class Workspace:
-    """One growing arena per device, shared by every layer that runs on the same stream.
+class Scratch(list[Tensor]):
+    """Disjoint uninitialised tensors. They belong to whoever took them until `give_back`."""
 
-    Growing during graph capture is refused, and a buffer that was handed out while capturing is
-    kept alive for the replays. Kernels that run at the same time on different streams need a
-    Workspace each.
+    __slots__ = ("_lent",)
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        super().__init__(buffers)
+        # The arena, and the list of idle ones that it returns to.
+        self._lent: tuple[_Arena, list[_Arena]] | None = None
+
+    def give_back(self) -> None:
+        """Lets the next call on this stream have the memory; idempotent."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            arena, idle = lent
+            idle.append(arena)
+
+
+class _Arena:
+    """A buffer, and how calls laid it out."""
+
+    __slots__ = ("_buffer", "_laid_out", "nbytes")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self.nbytes = buffer, buffer.nbytes
+        self._laid_out: dict[Layout, Scratch] = {}
+
+    def lend(self, layout: Layout, idle: list[_Arena]) -> Scratch:
+        scratch = self._laid_out.get(layout)
+        if scratch is None:
+            if len(self._laid_out) >= _MAX_LAYOUTS:
+                self._laid_out.clear()
+            scratch = self._laid_out[layout] = Scratch(layout.views(self._buffer))
+        scratch._lent = self, idle
+        return scratch
+
+
+class Workspace:
+    """Lends scratch memory to calls: one growing arena for each stream, and one more for each
+    further call that runs on that stream at the same time, in another thread.
+
+    Every layer may share it, from any thread and any stream. A call keeps its arena until it has
+    launched its work; the next call on that stream takes the same one, whichever thread makes it.
+    While a CUDA graph is being captured, scratch comes from the graph's own memory pool instead,
+    which keeps it for the replays and lets the layers of one graph share it.
     """
 
     _ALIGN = 256
-    _default: Workspace | None = None
+    _default: Workspace
 
     def __init__(self) -> None:
-        self._buffers: dict[torch.device, Tensor] = {}
-        self._captured: list[Tensor] = []
-        self._holders: WeakSet[Layout] = WeakSet()
+        self._idle: dict[tuple[torch.device, int], list[_Arena]] = {}
 
     @classmethod
     def default(cls) -> Workspace:
-        """The process-wide arena."""
-        if cls._default is None:
-            cls._default = cls()
+        """The process-wide workspace."""
         return cls._default
 
     @classmethod
@@ -78,50 +113,70 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._buffers.values())
+        """Bytes of all arenas that no call is using."""
+        return sum(arena.nbytes for idle in self._idle.values() for arena in idle)
 
-    def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> list[Tensor]:
-        """Disjoint uninitialised tensors, valid until the next `take`."""
+    def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> Scratch:
+        """Scratch for work on the current stream of ``device``; end with `Scratch.give_back`."""
         layout = wanted if isinstance(wanted, Layout) else Layout(wanted)
-        buffer = self._buffers.get(device)
-        capturing = is_capturing(device)
-        if buffer is None or buffer.nbytes < layout.nbytes:
-            if capturing:
-                raise InvalidInput(
-                    f"the workspace must grow to {layout.nbytes} bytes while a graph is being "
-                    "captured; run the largest call once (kernel.warmup(num_tokens)) before "
-                    "capturing"
-                )
-            for holder in self._holders:  # or a buffer that was outgrown is not freed
-                holder.held = None
-            self._holders.clear()
-            buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-            self._buffers[device] = buffer
-        if capturing and not any(b is buffer for b in self._captured):
-            self._captured.append(buffer)
-        held = layout.held
-        if held is None or held[0] is not buffer:
-            held = layout.held = buffer, layout.views(buffer)
-            self._holders.add(layout)
-        return held[1]
+        capturing, stream = _probe(device)
+        if capturing():
+            return Scratch(layout.views(_allocate(layout.nbytes, device)))
+        key = device, stream()
+        idle = self._idle.get(key)
+        if idle is None:
+            idle = self._idle.setdefault(key, [])
+        arena: _Arena | None
+        try:
+            arena = idle.pop()
+        except IndexError:  # all are in use, if there are any
+            arena = None
+        if arena is None or arena.nbytes < layout.nbytes:
+            arena = None  # frees the outgrown buffer first
+            arena = _Arena(_allocate(layout.nbytes, device))
+        return arena.lend(layout, idle)
+
+
+Workspace._default = Workspace()
+
+
+def _allocate(nbytes: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # or calls outside that mode could not write to it
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 @cache
-def _probe(device_type: str) -> Callable[[], bool]:
-    module = None if device_type == "cpu" else torch.get_device_module(device_type)
-    return getattr(module, "is_current_stream_capturing", lambda: False)
+def _probe(device: torch.device) -> tuple[Callable[[], bool], Callable[[], int]]:
+    """Two questions: is the current stream of ``device`` being captured, and which one is it?"""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+    if device.type == "cuda":
+        # Of this thread's current device, if ``device`` has no index.
+        index = -1 if device.index is None else device.index
+        return capturing, partial(torch._C._cuda_getCurrentRawStream, index)
+    if hasattr(module, "current_stream"):
+        return capturing, lambda: int(module.current_stream(device).stream_id)
+    return capturing, lambda: 0
 
 
 def is_capturing(device: torch.device) -> bool:
-    return bool(_probe(device.type)())
+    return _probe(device)[0]()
+
+
+def settle(device: torch.device) -> None:
+    """Waits for the current stream's work, so that any stream and thread may use what it made."""
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if hasattr(module, "current_stream") and not is_capturing(device):
+        module.current_stream(device).synchronize()
 
 
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes a kernel needs besides its weights and the caller's own tensors.
 
-    workspace: the shared arena; intermediate: the experts' output and other tensors allocated
-    per call; buffers: what the dispatcher keeps.
+    workspace: the arena, which all layers share; intermediate: the experts' output and other
+    tensors allocated per call; buffers: what the dispatcher keeps. Calls that run at one time, on
+    several threads or streams, need workspace and intermediate each.
     """
 
     num_tokens: int

@@ -327,7 +327,7 @@ def test_buffers_follow_the_arena() -> None:
             )
             kernel.experts.apply(y, given, both, [wide])
             assert_close(y, case.reference(), PROBLEM)
-    assert len(kernel.experts._views) == 2 and arenas
+    assert len(kernel.experts._own.by_rows) == 2 and arenas
 
 
 def test_tuning_is_handed_on() -> None:

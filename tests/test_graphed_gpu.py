@@ -228,7 +228,7 @@ def test_modules_in_transformers(installed: None) -> None:
             held = modules[1].gate_up_proj.flip(0)
             with torch.inference_mode(False):
                 modules[1].gate_up_proj = nn.Parameter(held.clone(), requires_grad=False)
-    graphed = Layer.of(modules[0])._graphed
+    graphed = Layer.of(modules[0]).packed.graphed
     if graphed is None:
         pytest.skip("the chosen backends cannot be captured")
     assert sorted(graphed._graphs) == [1, 3] and graphed.nbytes < 2**16

@@ -108,7 +108,7 @@ def test_gradients_and_compiled_code_run_eagerly(device: Device) -> None:  # noq
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(compiled(x, ids, weights), module(x, ids, weights))
-            assert Layer.of(module)._graphed is not None
+            assert Layer.of(module).packed.graphed is not None
     assert device.captures == [1] and device.replays == 2
 
 
@@ -128,4 +128,4 @@ def test_where_there_are_no_graphs_calls_are_eager() -> None:
     module = module_of("qwen3_moe", "Qwen3MoeExperts")
     for _ in range(3):
         check(module)
-    assert Layer.of(module)._graphed is None
+    assert Layer.of(module).packed.graphed is None

@@ -153,14 +153,21 @@ def test_what_was_forgotten_is_named() -> None:
             kernel(x, packed, routing, shared=shared)
 
 
-def test_parameters_may_be_packed() -> None:
+def test_weights_that_require_a_gradient_are_packed_only_without_gradients() -> None:
     w = weights()
     parameters = ExpertWeights(torch.nn.Parameter(w.w13), torch.nn.Parameter(w.w2))
     x, routing = tokens()
     kernel = moekit.compose(PROBLEM, experts="torch")
-    packed = kernel.pack(parameters)
-    assert torch.equal(kernel(x, packed, routing), kernel(x, kernel.pack(w), routing))
-    assert not any(t.requires_grad for t in packed.experts.values())
+    with pytest.raises(WeightsError, match=r"w13, w2 require a gradient.*pass weights.detach\(\)"):
+        kernel.pack(parameters)
+    with pytest.raises(WeightsError, match="the weights w2 require a gradient"):
+        kernel.pack(ExpertWeights(w.w13, parameters.w2))
+    expected = kernel(x, kernel.pack(w), routing)
+    with torch.no_grad():
+        packed = kernel.pack(parameters)
+    for made in (packed, kernel.pack(parameters.detach())):
+        assert torch.equal(kernel(x, made, routing), expected)
+        assert not any(t.requires_grad for t in made.experts.values())
     assert parameters.w13.requires_grad
 
 
@@ -273,15 +280,25 @@ def test_workspace_is_one_arena_that_grows() -> None:
     arena = Workspace()
     small = [BufferSpec((3, 5), torch.float32), BufferSpec((7,), torch.bfloat16)]
     cpu = torch.device("cpu")
-    a, b = arena.take(small, cpu)
+    scratch = arena.take(small, cpu)
+    a, b = scratch
     assert a.shape == (3, 5) and b.dtype == torch.bfloat16
     assert a.data_ptr() + a.nbytes <= b.data_ptr() and b.data_ptr() % 2 == 0
-    held = arena.nbytes
-    assert held == Workspace.nbytes_for(small)
-    assert arena.take(small, cpu)[0].data_ptr() == a.data_ptr() and arena.nbytes == held
-    arena.take([BufferSpec((1000,), torch.float32)], cpu)
-    assert arena.nbytes >= 4000
-    assert arena.take([BufferSpec((0, 4), torch.float32)], cpu)[0].shape == (0, 4)
+    scratch.give_back()
+    assert arena.nbytes == Workspace.nbytes_for(small)
+    again = arena.take(small, cpu)
+    assert again[0].data_ptr() == a.data_ptr()
+    other = arena.take(small, cpu)
+    assert other[0].data_ptr() != a.data_ptr(), "two calls at one time have the same memory"
+    for taken in (again, other, other):
+        taken.give_back()
+    assert arena.nbytes == 2 * Workspace.nbytes_for(small)
+    large = Workspace()
+    for specs in (small, [BufferSpec((1000,), torch.float32)], [BufferSpec((0, 4), torch.float32)]):
+        scratch = large.take(specs, cpu)
+        assert [t.shape for t in scratch] == [spec.shape for spec in specs]
+        scratch.give_back()
+    assert large.nbytes == 4096, "an arena that was outgrown is still there"
 
 
 def test_layers_share_the_arena() -> None:

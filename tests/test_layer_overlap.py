@@ -53,7 +53,7 @@ class FakeStream:
 def streams(monkeypatch):
     fake = FakeStreams()
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    monkeypatch.setattr(overlap, "_sides", {})
+    monkeypatch.setattr(overlap, "_idle", {})
     return fake
 
 

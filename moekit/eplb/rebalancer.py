@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class LoadWindow:
     """Tokens per layer and logical expert over the last ``steps`` steps, kept on the device.
 
-    Logical, so that counts stay true when experts move. ``record`` does not synchronize and can be
-    captured in a CUDA graph; ``step`` is the host's.
+    Logical, so that counts stay true when experts move. ``record`` does not synchronize, can be
+    captured in a CUDA graph, and may be called by any thread on any stream; ``step`` is the host's.
     """
 
     def __init__(
@@ -37,17 +38,21 @@ class LoadWindow:
         self._now = torch.zeros((layers, num_experts), dtype=torch.int32, device=device)
         self._last = self._now.repeat(steps, 1, 1)
         self._step = 0
+        self._lock = threading.Lock()
 
     def record(self, topk_ids: Tensor, layer: int = 0) -> None:
         """Counts logical ids (T, K) in the current step; -1 does not count."""
         ids = topk_ids.flatten().long()
-        self._now[layer].scatter_add_(0, ids.clamp(min=0), (ids >= 0).int())
+        index, counted = ids.clamp(min=0), (ids >= 0).int()
+        with self._lock:  # the CPU does not add atomically
+            self._now[layer].scatter_add_(0, index, counted)
 
     def step(self) -> None:
         """Ends the current step; the oldest one leaves a full window."""
-        self._last[self._step % len(self._last)].copy_(self._now)
-        self._now.zero_()
-        self._step += 1
+        with self._lock:
+            self._last[self._step % len(self._last)].copy_(self._now)
+            self._now.zero_()
+            self._step += 1
 
     def total(self, group: dist.ProcessGroup | None = None, *, mine: bool = True) -> Tensor:
         """Sum over finished steps and the ranks of ``group``: (layers, E) int64 on the CPU.

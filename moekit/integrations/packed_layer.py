@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ from moekit.select import compose
 logger = logging.getLogger("moekit")
 
 _ATTRIBUTE = "_moekit_layer"
+# One thread at a time packs, and drops what was packed.
+_lock = threading.RLock()
 _weak: Any = StorageWeakRef  # untyped
 
 
@@ -44,6 +47,22 @@ class Options:
     graph_tokens: int = 16
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A module as it was packed: a call takes one, and stays with it whatever other threads do.
+
+    seen: of the parameters, see `_seen`. storages: while these live, no other storage can be taken
+    for one in ``seen``. graphed: replays small calls, where that is possible.
+    """
+
+    seen: tuple[Any, ...]
+    storages: list[StorageWeakRef]
+    kernel: ModularKernel
+    weights: PackedWeights
+    eager: Callable[..., Tensor]
+    graphed: graphs.Graphed | None
+
+
 class Layer:
     """A module's kernel and packed weights. Copies of the module start without one."""
 
@@ -54,15 +73,17 @@ class Layer:
 
     def __init__(self, module: nn.Module) -> None:
         self.number = next(self._count)
-        self.kernel: ModularKernel | None = None
-        self.weights: PackedWeights | None = None
+        self.packed: Packed | None = None
         self._module = weakref.ref(module)
-        self._eager: Callable[..., Tensor] | None = None
-        self._graphed: graphs.Graphed | None = None
-        self._seen: tuple[Any, ...] | None = None
-        # While these live, no other storage can be taken for one in `_seen`.
-        self._storages: list[StorageWeakRef] = []
         self._all[self.number] = self
+
+    @property
+    def kernel(self) -> ModularKernel | None:
+        return None if self.packed is None else self.packed.kernel
+
+    @property
+    def weights(self) -> PackedWeights | None:
+        return None if self.packed is None else self.packed.weights
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -74,14 +95,17 @@ class Layer:
     def of(cls, module: nn.Module) -> Layer:
         layer: Layer | None = vars(module).get(_ATTRIBUTE)
         if layer is None or layer._module() is not module:
-            layer = vars(module)[_ATTRIBUTE] = cls(module)
+            with _lock:
+                layer = vars(module).get(_ATTRIBUTE)
+                if layer is None or layer._module() is not module:
+                    layer = vars(module)[_ATTRIBUTE] = cls(module)
         return layer
 
     @classmethod
     def find(cls, model: nn.Module) -> dict[str, Layer]:
         """The layers of ``model`` that are packed, by their modules' names."""
         found = {name: vars(m).get(_ATTRIBUTE) for name, m in model.named_modules()}
-        return {name: x for name, x in found.items() if x is not None and x.weights is not None}
+        return {name: x for name, x in found.items() if x is not None and x.packed is not None}
 
     @classmethod
     def forget(cls, layers: Iterable[Layer] | None = None) -> None:
@@ -89,43 +113,50 @@ class Layer:
 
         Raises WeightsError where no others are left of a living module.
         """
-        chosen = list(cls._all.values() if layers is None else layers)
-        if lost := sum(layer.weights is not None and layer.freed for layer in chosen):
-            raise WeightsError(
-                f"{lost} layer(s) of a model have packed weights only, and would lose them "
-                "(install(free_original=True)): delete that model first"
-            )
-        for layer in chosen:
-            layer._drop()
-        if layers is None:
-            cls._kernels.clear()
+        with _lock:
+            chosen = list(cls._all.values() if layers is None else layers)
+            if lost := sum(layer.packed is not None and layer.freed for layer in chosen):
+                raise WeightsError(
+                    f"{lost} layer(s) of a model have packed weights only, and would lose them "
+                    "(install(free_original=True)): delete that model first"
+                )
+            for layer in chosen:
+                layer._drop()
+            if layers is None:
+                cls._kernels.clear()
 
     def run(
         self, x: Tensor, ids: Tensor, topk_weights: Tensor, on_input: bool, replays: bool = False
     ) -> Tensor:
         """replays: it may be a replay, whose output is not the caller's alone (see `Graphed`)."""
-        self.prepare(x.dtype, ids.shape[1], on_input)
-        call = self._graphed if replays and self._graphed is not None else self._eager
-        assert call is not None
+        packed = self.prepare(x.dtype, ids.shape[1], on_input)
+        call = packed.graphed if replays and packed.graphed is not None else packed.eager
         return call(x, ids, topk_weights)
 
     def _drop(self) -> None:
-        self.kernel = self.weights = self._eager = self._graphed = self._seen = None
+        packed, self.packed = self.packed, None
+        if packed is not None and (device := packed.kernel.problem.device.type) != "cpu":
+            torch.get_device_module(device).synchronize()  # any stream may still read the weights
 
     # -- packing --------------------------------------------------------------------------------
 
-    def prepare(self, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
+    def prepare(self, dtype: torch.dtype, top_k: int, on_input: bool) -> Packed:
         """Packs, unless the module's parameters are packed as they are now."""
-        module = self._module()
+        module, packed = self._module(), self.packed
         assert module is not None
-        if self._seen != _seen(module, dtype, top_k):
-            self._pack(module, dtype, top_k, on_input)
+        if packed is None or packed.seen != _seen(module, dtype, top_k):
+            with _lock:
+                packed = self.packed  # by another thread, perhaps, while this one waited
+                if packed is None or packed.seen != _seen(module, dtype, top_k):
+                    self._drop()  # no two packed copies at a time
+                    del packed
+                    packed = self.packed = self._pack(module, dtype, top_k, on_input)
+        return packed
 
-    def _pack(self, module: nn.Module, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
+    def _pack(self, module: nn.Module, dtype: torch.dtype, top_k: int, on_input: bool) -> Packed:
         options = self.options
         with torch.inference_mode(False), torch.no_grad():
             problem, weights = read(module, dtype, top_k, options.quant, on_input)
-            self._drop()  # no two packed copies at a time
             key = problem, weights.w13.device
             kernel = self._kernels.get(key)
             if kernel is None:
@@ -141,13 +172,11 @@ class Layer:
         # version without the flag may do so wherever there are ranks.
         spread = dist.is_available() and dist.is_initialized()
         sentinels = bool(getattr(module, "_is_expert_parallel", spread)) and not on_input
-        self._eager = partial(_compute, kernel, packed, sentinels)
+        eager, graphed = partial(_compute, kernel, packed, sentinels), None
         if options.graph_tokens and not graphs.unsupported(kernel):
-            captured = partial(_compute, graphs.graph_kernel(kernel), packed, sentinels)
-            self._graphed = graphs.Graphed(self._eager, captured, options.graph_tokens)
-        self._storages = [_weak(p.untyped_storage()) for p in _parameters(module)]
-        self._seen = _seen(module, dtype, top_k)
-        self.kernel, self.weights = kernel, packed
+            graphed = graphs.Graphed(eager, options.graph_tokens)
+        storages = [_weak(p.untyped_storage()) for p in _parameters(module)]
+        return Packed(_seen(module, dtype, top_k), storages, kernel, packed, eager, graphed)
 
     @property
     def freed(self) -> bool:
@@ -158,8 +187,8 @@ class Layer:
     def storages(self) -> tuple[dict[int, int], dict[int, int]]:
         """Bytes by storage: the parameters', and those of the packed weights."""
         module = self._module()
-        assert module is not None and self.weights is not None
-        return _storages(_parameters(module)), _storages(_tensors(self.weights))
+        assert module is not None and self.packed is not None
+        return _storages(_parameters(module)), _storages(_tensors(self.packed.weights))
 
 
 def _compute(
@@ -169,6 +198,7 @@ def _compute(
     x: Tensor,
     ids: Tensor,
     topk_weights: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The module's output (T, H) in x's dtype; sentinels: ids beyond the last stand for none."""
     problem = kernel.problem
@@ -176,13 +206,15 @@ def _compute(
         ids = ids.masked_fill(ids >= problem.num_experts, -1)
     routing = Routing(topk_weights.float(), ids)
     converts, index = x.dtype != problem.dtype, x.device.index
-    given = x.to(problem.dtype) if converts else x
+    given, into = (x.to(problem.dtype), None) if converts else (x, out)
     if index is None or index == torch.accelerator.current_device_index():
-        out = kernel(given, weights, routing)
+        made = kernel(given, weights, routing, out=into)
     else:
         with torch.accelerator.device_index(index):  # a model spread over devices
-            out = kernel(given, weights, routing)
-    return out.to(x.dtype) if converts else out
+            made = kernel(given, weights, routing, out=into)
+    if not converts:
+        return made
+    return made.to(x.dtype) if out is None else out.copy_(made)
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:

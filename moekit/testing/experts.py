@@ -15,11 +15,11 @@ from moekit.kernel import PermuteExpertsUnpermute, Routing, Workspace
 from moekit.plugins import BackendSpec
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem
 from moekit.quant import SCHEMES
-from moekit.testing.arithmetic import ExpertsNumbers
 from moekit.testing.calls import bits, call, check_call, check_graph, pack, same_bits
 from moekit.testing.cases import Case, device_of, make_case, random_weights
 from moekit.testing.compare import assert_close
 from moekit.testing.memory import measure, poison, slack
+from moekit.testing.threads import ThreadedExperts
 
 
 def strided(case: Case) -> Case:
@@ -52,7 +52,7 @@ def variants(spec: BackendSpec) -> list[tuple[str, dict[str, Any], bool]]:
     return found
 
 
-class ExpertsConformance(ExpertsNumbers):
+class ExpertsConformance(ThreadedExperts):
     """Subclass it with ``backend = "name"``; see `Conformance` for the few other settings.
 
     Every test composes the named experts with dispatchers of the core, on this machine's

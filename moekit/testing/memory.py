@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from moekit.kernel import BufferSpec, Workspace
-from moekit.workspace import Layout
+from moekit.workspace import Layout, Scratch
 
 _POISON = 0xFF  # all bits set: NaN in every float format, -1 in the integers
 
@@ -38,11 +38,11 @@ def poison(tensor: Tensor) -> Tensor:
 class PoisonedWorkspace(Workspace):
     """An arena that comes back full of NaN every time."""
 
-    def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> list[Tensor]:
-        views = super().take(wanted, device)
-        for buffer in self._buffers.values():
-            buffer.fill_(_POISON)
-        return views
+    def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> Scratch:
+        scratch = super().take(wanted, device)
+        for buffer in scratch[:1]:  # all of them lie in one storage
+            poison(buffer)
+        return scratch
 
 
 class _PoisonFresh(TorchDispatchMode):  # type: ignore[no-untyped-call]

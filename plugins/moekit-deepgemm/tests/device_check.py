@@ -113,8 +113,8 @@ class NaNWorkspace(Workspace):
 
     def take(self, specs, device):
         views = super().take(specs, device)
-        for buffer in self._buffers.values():
-            buffer.fill_(255)
+        for buffer in views:
+            buffer.view(-1).view(torch.uint8).fill_(255)
         return views
 
 

@@ -148,9 +148,10 @@ def numbers(part: int) -> tuple[int, list[str]]:
             packed, want, got = kernel.pack(case.weights), case.reference(), []
             for pdl in (False, True, True):
                 call = Variant(kernel, packed, plan_for(problem, rows, "dots"), pdl)
-                kernel.workspace.take(kernel.experts.workspace(rows), cuda())
-                for buffer in kernel.workspace._buffers.values():
-                    buffer.fill_(255)
+                scratch = kernel.workspace.take(kernel.experts.workspace(rows), cuda())
+                for buffer in scratch:
+                    buffer.view(-1).view(torch.uint8).fill_(255)
+                scratch.give_back()
                 got.append(call(case.x, case.routing).clone())
             complaint = complain(got[0], want, problem)
             if not torch.equal(got[0], got[1]) or not torch.equal(got[1], got[2]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,10 +239,11 @@ class VllmW4A8(Provider):
 def _stride(num_experts: int, value: int, device: torch.device, *more: int) -> Tensor:
     """int64 (L,), or with ``more`` values (L, 1 + more).
 
-    Made at the first call (not while capturing a graph) and kept, for graphs use it.
+    Made at the first call (not while capturing a graph) and kept, for graphs use it. It is copied
+    from the host, which waits for the copy, so that any other stream may read it.
     """
-    row = torch.tensor([value, *more], dtype=torch.int64, device=device)
-    return row.repeat(num_experts, 1).squeeze(1)
+    rows = torch.tensor([[value, *more]] * num_experts, dtype=torch.int64, device="cpu")
+    return rows.squeeze(1).to(device)
 
 
 _ARGUMENTS = {
@@ -312,21 +314,26 @@ class Quack(Provider):
     ) -> Tensor:  # fmt: skip
         assert out is not None
         key = (a.dtype, tile, activation, rows_S is None, halves)
-        started = None if key in _compiled else time.perf_counter()
-        if started is not None:
-            logger.info("moekit-cutlass: first use of quack with %s %s", activation, tile)
-        self._gemm(
+        call = functools.partial(
+            self._gemm,
             a, w_LNK.mT, activation=activation, store_preact=False, postact_out=out,
             cu_seqlens_m=groups.offsets_L1, A_idx=rows_S, tuned=False,
             config=_quack_config(tile), concat_layout=halves,
         )  # fmt: skip
-        if started is not None:
+        if key in _compiled:
+            call()
+            return out
+        with _compiling:
+            started = time.perf_counter()
+            logger.info("moekit-cutlass: first use of quack with %s %s", activation, tile)
+            call()
             _compiled.add(key)
             logger.info("moekit-cutlass: took %.1f s", time.perf_counter() - started)
         return out
 
 
 _compiled: set[object] = set()
+_compiling = threading.Lock()  # of threads that use a kernel for the first time, one compiles it
 _LEAST_ALLOCATION = 512  # of torch's allocator, in bytes
 
 

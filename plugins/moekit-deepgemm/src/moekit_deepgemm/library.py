@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,9 @@ from torch import Tensor
 from moekit.errors import BackendBroken
 
 from . import provider
+
+# The library keeps a setting and the kernels that it compiled for the whole process, unprotected.
+_lock = threading.Lock()
 
 
 class Gemms:
@@ -84,7 +88,9 @@ class Gemms:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
+        """One thread at a time is in the library."""
         try:
-            yield
+            with _lock:
+                yield
         except RuntimeError as error:
             raise BackendBroken(self._broken.format(error)) from error

@@ -10,6 +10,7 @@ it may pick add up with atomics, in the output's dtype.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,10 @@ _ACTIVATIONS = {
     "silu_no_mul": "Silu",
     "relu2": "Relu2",
 }
+
+
+# The library's runner and tuner keep state between calls: one thread at a time calls it.
+_lock = threading.Lock()
 
 
 class FlashInferCutlassExperts(PermuteExpertsUnpermute):
@@ -117,21 +122,22 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         x = self._input(tokens, weights, workspace)
         parameters = {name: weights[name] for name in self._parameters()}
-        self._core.cutlass_fused_moe(
-            x,
-            tokens.topk_ids.to(torch.int32).contiguous(),
-            tokens.topk_weights.contiguous(),
-            weights["w13"],
-            weights["w2"],
-            self.problem.dtype,
-            quant_scales=self._scales(weights),
-            fc1_expert_biases=weights.get("w13_bias"),
-            fc2_expert_biases=weights.get("w2_bias"),
-            output=y,
-            use_deepseek_fp8_block_scale=self._block,
-            activation_type=self._activation,
-            **parameters,
-        )
+        with _lock:
+            self._core.cutlass_fused_moe(
+                x,
+                tokens.topk_ids.to(torch.int32).contiguous(),
+                tokens.topk_weights.contiguous(),
+                weights["w13"],
+                weights["w2"],
+                self.problem.dtype,
+                quant_scales=self._scales(weights),
+                fc1_expert_biases=weights.get("w13_bias"),
+                fc2_expert_biases=weights.get("w2_bias"),
+                output=y,
+                use_deepseek_fp8_block_scale=self._block,
+                activation_type=self._activation,
+                **parameters,
+            )
 
     def _input(
         self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]

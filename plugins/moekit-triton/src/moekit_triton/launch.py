@@ -11,6 +11,7 @@ all this off.
 
 import functools
 import os
+import threading
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ import triton
 from triton.language.extra import cuda
 
 from .numerics import INTERPRETED
+
+# Of threads that call a kernel for the first time, one compiles it.
+_compiling = threading.Lock()
 
 
 class Launcher:
@@ -54,7 +58,8 @@ class Launcher:
         key = (device, num_warps, num_stages, *constants.values(), *map(_kind, args))
         found = self._compiled.get(key)
         if found is None:
-            compiled = self._kernel[grid](*args, **constants, **options)
+            with _compiling:
+                compiled = self._kernel[grid](*args, **constants, **options)
             names = self._kernel.arg_names[len(args) :]
             self._compiled[key] = compiled, [constants[name] for name in names]
             return
