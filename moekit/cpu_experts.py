@@ -309,15 +309,13 @@ def _right(onednn: bool, experts: Experts, expert: int, x: Tensor, z: Tensor, ar
         h = _mm(x, w13.T, arena.take((len(x), len(w13)), x.dtype))
     if experts.bias13 is not None:
         h += experts.bias13[expert]
-    act, powers = _powers_out(activate(h, experts.problem.activation), dim=-1)
+    act = activate(h, experts.problem.activation)
     if onednn:
         z.copy_(_linear(act, w2))
     elif z.dtype == x.dtype:
         _mm(act, w2.T, z)
     else:
         z.copy_(_mm(act, w2.T, arena.take((len(x), len(w2)), x.dtype)))
-    if powers is not None:
-        z *= powers
 
 
 def _left(experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> None:
@@ -325,11 +323,9 @@ def _left(experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> 
     h = _mm(w13, x.T, arena.take((len(w13), len(x)), x.dtype))
     if experts.bias13 is not None:
         h += experts.bias13[expert, :, None]
-    act, powers = _powers_out(activate(h, experts.problem.activation, dim=0), dim=0)
+    act = activate(h, experts.problem.activation, dim=0)
     out = _mm(w2, act, arena.take((len(w2), len(x)), x.dtype))
     z[None].copy_(out.T[None])  # as 3-D: a 2-D transposing copy is single-threaded
-    if powers is not None:
-        z *= powers.T
 
 
 def _upcast(
@@ -372,11 +368,9 @@ def run_batched(experts: Experts, x_NH: Tensor, z_NH: Tensor, arena: Arena) -> N
     h = torch.bmm(w13, x.mT, out=arena.take((L, w13.shape[1], rows), x.dtype))
     if experts.bias13 is not None:
         h += experts.bias13[:, :, None]
-    act, powers = _powers_out(activate(h, experts.problem.activation, dim=1), dim=1)
+    act = activate(h, experts.problem.activation, dim=1)
     out = torch.bmm(w2, act, out=arena.take((L, w2.shape[1], rows), x.dtype))
     z.copy_(out.mT)
-    if powers is not None:
-        z *= powers.mT
     if experts.bias2 is not None:
         z += experts.bias2[:, None]
     arena.used = used
@@ -387,21 +381,8 @@ def run_grouped(experts: Experts, x_SH: Tensor, counts: Sequence[int]) -> Tensor
     assert experts.w13 is not None and experts.w2 is not None
     ends_L = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     h = F.grouped_mm(x_SH, experts.w13.mT, offs=ends_L)
-    act, powers = _powers_out(activate(h, experts.problem.activation), dim=-1)
-    z_SH = F.grouped_mm(act, experts.w2.mT, offs=ends_L).float()
-    return z_SH if powers is None else z_SH.mul_(powers)
-
-
-def _powers_out(act: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
-    """fp16 activations with each row's power of two taken out, if above one, and these in fp32.
-
-    An expert's output may exceed fp16's range until its router weight brings it back.
-    """
-    if act.dtype != torch.float16:
-        return act, None
-    exponents = torch.frexp(act.abs().amax(dim, keepdim=True).float()).exponent.clamp_(min=0)
-    powers = torch.exp2(exponents.float())
-    return act.div_(powers), powers
+    act = activate(h, experts.problem.activation)
+    return F.grouped_mm(act, experts.w2.mT, offs=ends_L).float()
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
