@@ -9,6 +9,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MOEKIT_TUNED", "")  # a table must not steer the choice in tests
+os.environ.setdefault("MOEKIT_CALIBRATE", "0")  # nor times that differ from run to run
 
 import torch  # noqa: E402
 

@@ -1,16 +1,20 @@
 """The `torch` experts on the CPU beside transformers' own experts implementations.
 
-    python benchmarks/cpu_torch_experts.py [--threads 1] [--shapes tiny,60,8] [--out FILE.md]
+    python benchmarks/cpu_torch_experts.py [--threads 1] [--shapes tiny,60,8] [--compile]
 
 Whole block from (x, ids, weights) to out; moekit's time includes ModularKernel. Contestants take
 turns within a cell; the table shows medians. With one thread the clock is the thread's CPU time,
-which other processes do not disturb.
+which other processes do not disturb. The last column is the rate at which weights are read, as a
+fraction of what reading them with `torch.sum` reaches on this machine.
+
+A lesser CPU is shown by ATEN_CPU_CAPABILITY=avx2|avx512 and ONEDNN_MAX_CPU_ISA=AVX2|AVX512_CORE|
+AVX512_CORE_BF16|AVX512_CORE_AMX. torch sends no 16-bit products to oneDNN where the CPU has no
+AVX-512; --no-onednn-16bit shows that: every contestant's 16-bit products then stay in torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -20,20 +24,23 @@ import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moekit
+from moekit import cpu_costs, cpu_experts
 from moekit.reference import oracle
 
 SHAPES = {  # experts, top-k, hidden, intermediate
     "tiny": (16, 2, 256, 512),
     "8": (8, 2, 1024, 3584),
     "60": (60, 4, 1024, 704),
+    "mixtral-small": (8, 2, 2048, 1024),
     "qwen3-30b": (128, 8, 2048, 768),
 }
+ROUTINGS = 4  # that a cell uses in turn
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-PEERS = ("eager", "grouped_mm")
+BASELINES = ("eager", "grouped_mm", "compiled")
 
 
-def contestants(shape: tuple[int, int, int, int], dtype: torch.dtype):
-    """name -> call(x, routing), all over the same weights; and the moekit problem and weights."""
+def contestants(shape: tuple[int, int, int, int], dtype: torch.dtype, compiled: bool):
+    """name -> call(x, routing), all over the same weights; the problem, the weights, the choice."""
     experts, top_k, hidden, inner = shape
     w13 = torch.randn(experts, 2 * inner, hidden, dtype=dtype) / hidden**0.5
     w2 = torch.randn(experts, hidden, inner, dtype=dtype) / inner**0.5
@@ -45,32 +52,52 @@ def contestants(shape: tuple[int, int, int, int], dtype: torch.dtype):
     kernel = moekit.compose(problem, "local", "torch")
     packed = kernel.pack(weights)
     calls = {"moekit": lambda x, routing: kernel(x, packed, routing)}
-    for peer in PEERS:
+    for baseline in BASELINES:
         config = transformers.Qwen3MoeConfig(
             num_experts=experts, num_experts_per_tok=top_k, hidden_size=hidden,
             moe_intermediate_size=inner,
         )  # fmt: skip
-        config._experts_implementation = peer
+        config._experts_implementation = "eager" if baseline == "compiled" else baseline
         with torch.device("meta"):
             module = Qwen3MoeExperts(config)
         module.gate_up_proj = torch.nn.Parameter(w13)
         module.down_proj = torch.nn.Parameter(w2)
-        calls[peer] = lambda x, routing, module=module: module(
+        if baseline == "compiled":
+            if not compiled:
+                continue
+            module = torch.compile(module, dynamic=True)
+        calls[baseline] = lambda x, routing, module=module: module(
             x, routing.topk_ids, routing.topk_weights.to(x.dtype)
         )
     return calls, problem, weights
 
 
-def cell(calls, x: torch.Tensor, routing: moekit.Routing, clock, budget: float) -> dict[str, float]:
-    """Median seconds of each contestant, taking turns."""
+def read_rate() -> float:
+    """Bytes a second at which all threads together read memory (the best of several sums)."""
+    data = torch.ones(128 << 20, dtype=torch.float32)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - start)
+    return data.nbytes / min(times)
+
+
+def cell(calls, x: torch.Tensor, routings, clock, budget: float) -> dict[str, float]:
+    """Median seconds of each contestant over several routings, so that weights stay cold.
+
+    They take turns, and who begins changes: the first one leaves weights in the caches.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
-        call(x, routing)
-    deadline = time.perf_counter() + budget * len(calls)
-    while time.perf_counter() < deadline or len(times["moekit"]) < 5:
-        for name, call in calls.items():
-            start = clock()
+        for routing in routings:
             call(x, routing)
+    deadline = time.perf_counter() + budget * len(calls)
+    while time.perf_counter() < deadline or len(times["moekit"]) < 6:
+        turn = len(times["moekit"])
+        for name in [*calls][turn % len(calls) :] + [*calls][: turn % len(calls)]:
+            start = clock()
+            calls[name](x, routings[turn % len(routings)])
             times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -79,38 +106,57 @@ def cell(calls, x: torch.Tensor, routing: moekit.Routing, clock, budget: float) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shapes", default="tiny,8,60,qwen3-30b")
+    parser.add_argument("--shapes", default="tiny,mixtral-small,qwen3-30b")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--budget", type=float, default=0.5, help="seconds per cell and contestant")
+    parser.add_argument("--compile", action="store_true", help="torch.compile'd eager, too")
+    parser.add_argument("--no-onednn", action="store_true", help="torch's own kernels for all")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    with torch.backends.mkldnn.flags(enabled=not args.no_onednn):
+        lines = table(args)
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+def table(args: argparse.Namespace) -> list[str]:
     clock = time.thread_time if args.threads == 1 else time.perf_counter
+    baselines = [b for b in BASELINES if b != "compiled" or args.compile]
+    rate = read_rate()
     lines = [
         f"torch {torch.__version__}, transformers {transformers.__version__}, moekit "
-        f"{moekit.__version__}, {platform.machine()}, {args.threads} thread(s); medians in us",
+        f"{moekit.__version__}, {cpu_costs.cpu_name()}, {cpu_costs.capability()}, {args.threads} "
+        f"thread(s), reads {rate / 1e9:.1f} GB/s; medians in us",
         "",
-        "| shape | dtype | T | moekit | " + " | ".join(PEERS) + " | best peer / moekit | error |",
-        "|---|---|---|---|" + "---|" * (len(PEERS) + 2),
+        f"| shape | dtype | T | moekit | {' | '.join(baselines)} | best baseline / moekit | error "
+        "| weights read |",
+        "|---|---|---|---|" + "---|" * (len(baselines) + 3),
     ]
     print("\n".join(lines))
     for name in args.shapes.split(","):
-        for dtype in (torch.bfloat16, torch.float32):
-            calls, problem, weights = contestants(SHAPES[name], dtype)
-            for tokens in TOKENS:
+        for dtype in (getattr(torch, dtype) for dtype in args.dtypes.split(",")):
+            calls, problem, weights = contestants(SHAPES[name], dtype, args.compile)
+            for tokens in map(int, args.tokens.split(",")):
                 x = torch.randn(tokens, problem.hidden_size, dtype=dtype)
-                routing = moekit.route(
-                    torch.randn(tokens, problem.num_experts), problem.top_k, renormalize=True
-                )
+                logits = torch.randn(ROUTINGS, tokens, problem.num_experts)
+                routings = [moekit.route(one, problem.top_k, renormalize=True) for one in logits]
+                routing = routings[0]
                 want = oracle(x, weights, routing, problem) if tokens <= 64 else None
                 error = "" if want is None else f"{relative(calls, x, routing, want):.1e}"
-                took = cell(calls, x, routing, clock, args.budget)
-                ratio = min(took[p] for p in PEERS) / took["moekit"]
+                took = cell(calls, x, routings, clock, args.budget)
+                ratio = min(took[b] for b in baselines) / took["moekit"]
+                hit = sum(len(r.topk_ids.unique()) for r in routings) / ROUTINGS
+                hit /= problem.num_experts
+                nbytes = hit * (weights.w13.nbytes + weights.w2.nbytes)
                 row = [name, str(dtype)[6:], str(tokens)]
-                row += [f"{took[c] * 1e6:.0f}" for c in ("moekit", *PEERS)]
-                lines.append("| " + " | ".join([*row, f"{ratio:.2f}", error]) + " |")
+                row += [f"{took[c] * 1e6:.0f}" for c in ("moekit", *baselines)]
+                row += [f"{ratio:.2f}", error, f"{nbytes / took['moekit'] / rate:.2f}"]
+                lines.append("| " + " | ".join(row) + " |")
                 print(lines[-1], flush=True)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+            print(f"  {name} {dtype}: {cpu_experts.choice(problem)}", flush=True)
+    return lines
 
 
 def relative(calls, x: torch.Tensor, routing: moekit.Routing, want: torch.Tensor) -> float:

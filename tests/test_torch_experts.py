@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 import moekit
-from moekit import ExpertWeights, MoEProblem, torch_experts
+from moekit import ExpertWeights, MoEProblem, cpu_costs, cpu_experts
 from moekit.reference import oracle
-from moekit.torch_experts import _CpuCall, _on_accelerator
+from moekit.torch_experts import _on_accelerator
 
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -38,28 +40,94 @@ def rms(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want).norm() / want.norm())
 
 
+class Forced(cpu_experts.Choice):
+    """A choice that always takes one way."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.taken = way, 0
+
+    def loop(self, rows: int, alone: bool) -> str:
+        self.taken += 1
+        return self.way
+
+    def one_token_at_once(self, top_k: int) -> bool:
+        return self.way in cpu_experts.ALL_AT_ONCE
+
+    def at_once(self, counts, batched_fits: bool) -> str | None:
+        if self.way not in cpu_experts.ALL_AT_ONCE:
+            return None
+        self.taken += 1
+        return self.way
+
+
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("path", ["slab", "grouped", "loop"])
-@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(4, 2, 3), (4, 2, 33), (16, 4, 7)])
-def test_every_cpu_path(
-    monkeypatch: pytest.MonkeyPatch, dtype, bias, path, experts, top_k, tokens
+@pytest.mark.parametrize("way", (*cpu_experts.LOOPS, *cpu_experts.ALL_AT_ONCE))
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(4, 2, 1), (4, 2, 33), (16, 4, 7)])
+def test_every_cpu_way(
+    monkeypatch: pytest.MonkeyPatch, dtype, bias, way, experts, top_k, tokens
 ) -> None:
-    if path != "loop" and (path == "grouped") != (dtype == torch.float32):
-        pytest.skip("grouped is for fp32, slabs are for 16 bits")
     p, w, x, routing = case(dtype, experts, top_k, tokens, has_bias=bias)
-    monkeypatch.setattr(torch_experts, "SLAB_ROWS_PER_PAIR", experts)
-    taken = []
-    for name, wanted in (("_slab_pays", path == "slab"), ("_grouped_pays", path == "grouped")):
-
-        def forced(self, *args, name=name, wanted=wanted) -> bool:
-            taken.append(name)
-            return wanted and not (name == "_grouped_pays" and p.has_bias)
-
-        monkeypatch.setattr(_CpuCall, name, forced)
+    if way not in cpu_experts.ways_for(p):
+        pytest.skip(f"{way} cannot run {dtype}{' with biases' if bias else ''}")
+    forced = Forced(way)
+    monkeypatch.setattr(cpu_experts, "BATCHED_ROWS_PER_ASSIGNMENT", experts)
+    monkeypatch.setattr(cpu_experts, "choice", lambda problem: forced)
     kernel = moekit.compose(p, "local", "torch")
     out = kernel(x, kernel.pack(w), routing)
-    assert rms(out, oracle(x, w, routing, p)) < LIMIT[dtype] and taken
+    assert rms(out, oracle(x, w, routing, p)) < LIMIT[dtype] and forced.taken
+
+
+def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_experts, "_choices", {})
+    monkeypatch.setattr(cpu_costs, "_TURNS", 1)
+    p, *_ = case(torch.float32, 4, 2, 1)
+    first = cpu_experts.choice(p)
+    assert "calibrated on this machine" in str(first)
+    (kept,) = (tmp_path / "moekit").iterdir()
+    monkeypatch.setattr(cpu_experts, "_timed", lambda *args: pytest.fail("timed a second time"))
+    cpu_experts._choices.clear()
+    assert str(cpu_experts.choice(p)) == str(first)
+    for damage in ("", "[]", "{", '{"x": {"right": [[1, -1]]}}', "[" * 100_000, "\udcff"):
+        kept.write_bytes(damage.encode(errors="surrogateescape"))
+        assert cpu_costs._read(kept) == {}
+
+
+def test_unwritable_cache_costs_a_warning_alone(monkeypatch, tmp_path, caplog) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    costs = cpu_costs.find(("k",), "float32", 100, lambda: {"right": [(1, 1e-6)]})
+    assert costs.of("right", 1) == 1e-6 and "was not kept" in caplog.text
+
+
+def test_costs_between_and_beyond_the_timed_rows() -> None:
+    costs = cpu_costs.Costs({"right": [(1, 1.0), (3, 2.0)], "left": [(1, 1.0), (213, 4.0)]}, "")
+    assert costs.of("right", 2) == 1.5 and costs.of("right", 4) == float("inf")
+    assert costs.of("left", 426) == 8.0 and costs.of("unknown", 1) == float("inf")
+
+
+def test_shipped_tables_name_every_loop_way() -> None:
+    """Where nothing may be timed, each dtype finds a way for every number of rows."""
+    for dtype in ("bfloat16", "float16", "float32"):
+        costs = cpu_costs.shipped(dtype, 3 * 2048 * 768)
+        for rows in (1, 7, 500, 5000):
+            assert min(costs.of(way, rows) for way in cpu_experts.LOOPS) < 10
+
+
+def test_another_thread_keeps_onednn_on() -> None:
+    costs = cpu_costs.Costs({"native": [(1, 1.0)], "right": [(1, 2.0)]}, "")
+    chosen = cpu_experts.Choice(costs, ("native", "right"))
+    assert chosen.loop(1, alone=True) == "native" and chosen.loop(1, alone=False) == "right"
+    cpu_experts._alone()
+    assert cpu_experts._alone()
+    other = threading.Thread(target=cpu_experts._alone)
+    other.start()
+    other.join()
+    assert not cpu_experts._alone()
 
 
 @pytest.mark.parametrize("dtype", LIMIT)

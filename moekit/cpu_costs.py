@@ -1,0 +1,260 @@
+"""How long each way to run an expert takes on this CPU: calibrated, or from a shipped table.
+
+Which way is fastest depends on the instruction set that torch and oneDNN really use, on the number
+of threads, on the dtype, on the size of an expert and on its rows. No model knows all of that, so a
+short calibration times the ways themselves and the user's cache folder keeps what it found. Where
+calibration is switched off (``MOEKIT_CALIBRATE=0``) the table of the nearest capability serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("moekit")
+
+# Numbers of rows that an expert is timed with; costs in between are interpolated. They are no
+# multiples of a tile, as the rows that a router gives an expert hardly ever are.
+ROWS = (1, 2, 3, 6, 13, 27, 53, 107, 213)
+CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 1
+_TURNS, _CELL_SECONDS = 6, 0.04  # timed runs of each way after its first; when two are enough
+_BURST = 3  # calls of one expert in a row, as a layer makes them
+_HOPELESS = 3.0  # a way that takes this many times the fastest is not timed with more rows
+
+Points = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per expert and number of rows, for each way.
+
+    seconds: way -> [(rows, seconds), ...], rows ascending. A way without an entry for the last of
+    `ROWS` is never chosen beyond its own last entry. source: where the numbers come from, for
+    `explain`.
+    """
+
+    seconds: Mapping[str, Points]
+    source: str
+
+    def of(self, way: str, rows: int) -> float:
+        """Seconds that ``way`` takes for an expert of ``rows`` rows; infinite where unknown."""
+        points = self.seconds.get(way, ())
+        if not points or rows > points[-1][0] < ROWS[-1]:
+            return math.inf
+        at = bisect_left(points, (rows, 0.0))
+        if at == 0:
+            return points[0][1]
+        if at == len(points):  # beyond the last entry, time grows with the rows
+            return points[-1][1] * rows / points[-1][0]
+        (n0, t0), (n1, t1) = points[at - 1], points[at]
+        return t0 + (t1 - t0) * (rows - n0) / (n1 - n0)
+
+
+def capability() -> str:
+    """The instruction sets that torch's own kernels and oneDNN's use here, as one short text.
+
+    `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA` and `torch.backends.mkldnn.flags` change it.
+    """
+    aten = torch.backends.cpu.get_cpu_capability()
+    return f"{aten}, oneDNN {_onednn() if onednn_enabled() else 'off'}"
+
+
+def onednn_enabled() -> bool:
+    """Whether torch may call oneDNN now."""
+    return bool(torch._C._has_mkldnn and torch._C._get_mkldnn_enabled())
+
+
+@cache
+def _onednn() -> str:
+    """The newest of the instruction sets that matter for 16-bit products, as oneDNN may use it."""
+    flags, limit = _cpu_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    levels = [  # name in ONEDNN_MAX_CPU_ISA, the flag that shows it
+        ("AVX2", "avx2"),
+        ("AVX512_CORE", "avx512bw"),
+        ("AVX512_CORE_BF16", "avx512_bf16"),
+        ("AVX512_CORE_FP16", "avx512_fp16"),
+        ("AVX512_CORE_AMX", "amx_bf16"),
+    ]
+    found = "SSE41"
+    for name, flag in levels:
+        if flag in flags:
+            found = name
+        if limit.startswith(name) and limit in (name, f"{name}_VNNI"):
+            break
+    return found
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    lines = [line for line in text.splitlines() if line.startswith(("flags", "Features"))]
+    return frozenset(lines[0].partition(":")[2].split()) if lines else frozenset()
+
+
+@cache
+def cpu_name() -> str:
+    """The processor's name, family and model; enough to tell two machines' calibrations apart."""
+    with contextlib.suppress(OSError):
+        wanted = ("model name", "cpu family", "model", "stepping", "CPU part")
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        pairs = [line.partition(":") for line in lines]
+        found = [value.strip() for name, _, value in pairs if name.strip() in wanted]
+        if found:
+            return " ".join(found)
+    return platform.processor() or platform.machine()
+
+
+def calibrates() -> bool:
+    """Whether this process may time products: not where ``MOEKIT_CALIBRATE=0`` says otherwise."""
+    return os.environ.get(CALIBRATE, "1") not in ("", "0")
+
+
+# -- the store ----------------------------------------------------------------------------------
+
+
+def find(
+    key: tuple[object, ...], dtype: str, elements: int, timed: Callable[[], Mapping[str, Points]]
+) -> Costs:
+    """The costs of one kind of expert on this machine with the current number of threads.
+
+    key: what the costs depend on besides the machine: sizes, dtype, activation. elements: of an
+    expert's weights. timed: times the ways; it runs where the cache folder has no answer yet.
+    """
+    where = f"{capability()}, {torch.get_num_threads()} thread(s)"
+    if not calibrates():
+        return shipped(dtype, elements)
+    path, name = _file(), f"{where}: {key!r}"
+    entry = _read(path).get(name)
+    if entry is None:
+        begin = time.perf_counter()
+        entry = {way: [[n, t] for n, t in points] for way, points in timed().items()}
+        logger.info("moekit: timed the ways to run %s in %.1f s", name, time.perf_counter() - begin)
+        _write(path, name, entry)
+    seconds = {way: [(int(n), float(t)) for n, t in points] for way, points in entry.items()}
+    return Costs(seconds, f"calibrated on this machine ({where})")
+
+
+def _file() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    machine = f"{cpu_name()} {torch.__version__} {CACHE_VERSION}"
+    digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
+    return Path(home) / "moekit" / f"cpu-{digest}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What the cache file holds; nothing where it is absent or damaged."""
+    try:
+        found = json.loads(path.read_text())
+        return {name: entry for name, entry in found.items() if _is_entry(entry)}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, dict) and all(
+        isinstance(points, list)
+        and all(
+            isinstance(point, list)
+            and len(point) == 2
+            and isinstance(point[0], int)
+            and isinstance(point[1], float)
+            and 0 < point[1] < math.inf
+            for point in points
+        )
+        for points in entry.values()
+    )
+
+
+def _write(path: Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Adds an entry; a folder that cannot be written costs the next process a calibration."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        together = {**_read(path), name: entry}
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(together, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("moekit: the CPU's calibration was not kept in %s: %s", path, error)
+
+
+# -- measuring ----------------------------------------------------------------------------------
+
+
+def measure(
+    calls: Mapping[str, Callable[[int], Callable[[], object]]],
+    experts: int = 1,
+    against: Sequence[float] = (math.inf,) * len(ROWS),
+) -> dict[str, list[tuple[int, float]]]:
+    """Times every way with every number of rows, the ways in turn.
+
+    calls: way -> (rows -> a call of ``experts`` experts of that many rows). against: the seconds of
+    the fastest way known, for each of `ROWS`. Returns way -> [(rows, least seconds an expert)].
+    """
+    # One thread's own clock does not count what other processes take meanwhile.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    burst = 1 if experts > 1 else _BURST
+    points: dict[str, list[tuple[int, float]]] = {way: [] for way in calls}
+    alive = dict(calls)
+    for rows, known in zip(ROWS, against, strict=True):
+        ready = {way: make(rows) for way, make in alive.items()}
+        for call in ready.values():
+            call()
+        times, fastest, begin = dict.fromkeys(ready, math.inf), known * experts, time.perf_counter()
+        for turn in range(_TURNS):
+            for way, call in ready.items():
+                if turn and times[way] > _HOPELESS * fastest:
+                    continue
+                start = clock()
+                for _ in range(burst):
+                    call()
+                times[way] = min(times[way], (clock() - start) / burst)
+                fastest = min(fastest, times[way])
+            if turn and time.perf_counter() - begin > _CELL_SECONDS:
+                break
+        for way, seconds in times.items():
+            points[way].append((rows, seconds / experts))
+            if seconds > _HOPELESS * fastest and rows > ROWS[0]:
+                del alive[way]
+    return points
+
+
+# -- shipped ------------------------------------------------------------------------------------
+
+
+def shipped(dtype: str, elements: int) -> Costs:
+    """The shipped costs of the nearest capability and size of expert, scaled by its elements."""
+    aten, _, onednn = capability().partition(", oneDNN ")
+    if not aten.startswith("AVX512") or onednn in ("off", "AVX2", "SSE41"):
+        name = "AVX2"
+    else:
+        name = "AVX512" if onednn == "AVX512_CORE" else "AVX512_BF16"
+    tables = [t for t in _shipped() if t["capability"] == name and t["dtype"] == dtype]
+    nearest = min(tables, key=lambda t: abs(math.log(t["elements"] / elements)))
+    scale = elements / nearest["elements"]
+    seconds = {way: [(n, t * scale) for n, t in found] for way, found in nearest["seconds"].items()}
+    return Costs(seconds, f"shipped costs for {name}, as {CALIBRATE}=0 asks")
+
+
+@cache
+def _shipped() -> list[dict[str, Any]]:
+    path = Path(__file__).with_suffix(".json")
+    tables: list[dict[str, Any]] = json.loads(path.read_text())
+    return tables
