@@ -146,7 +146,7 @@ def _answers(told: bytes) -> Iterator[Answer]:
     for line in told.split(b"\n")[:-1]:
         with suppress(ValueError, RecursionError):
             answer = json.loads(line)
-            if isinstance(answer, list) and all(isinstance(each, str) for each in answer):
+            if isinstance(answer, list) and answer and all(isinstance(t, str) for t in answer):
                 yield [printable(each) for each in answer]
 
 
