@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import moekit
@@ -29,19 +30,36 @@ _WIDTH = 100
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args, rest = _parser().parse_known_args(argv)
-    if rest and args.command not in (_demo, _bench, _tune, _doctor):
+    if rest and args.command not in (_demo, _bench, _tune):
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.rest = rest
+    args.rest, args.out = rest, sys.stdout
     try:
-        code = int(args.command(args))
-        sys.stdout.flush()
+        with _alone_on_stdout(args) if args.command in _ANSWERS else nullcontext():
+            code = int(args.command(args))
+            args.out.flush()
         return code
     except BrokenPipeError:  # who read it, `head` say, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), args.out.fileno())
         return 0
     except MoekitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _alone_on_stdout(args: argparse.Namespace) -> Iterator[None]:
+    """Leave stdout to what moekit prints on ``args.out``: what plugins print goes to stderr.
+
+    In a program of its own that includes what a C library writes to file descriptor 1, and what is
+    written after the answer.
+    """
+    if __name__ == "__main__" and sys.stdout is not None and sys.stdout.fileno() == 1:
+        sys.stdout.flush()
+        own = os.dup(1)
+        args.out = open(own, "w", encoding=sys.stdout.encoding, errors="backslashreplace")
+        os.dup2(2, 1)
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +101,18 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(command=_tune, parser=tune)
 
     doctor = commands.add_parser(
-        "doctor", help="try what is installed: devices, backends, Triton, caches", add_help=False
+        "doctor",
+        help="try what is installed: devices, backends, Triton, caches",
+        description="Tries what is installed on this machine: versions, backends, devices, Triton, "
+        "network, caches. Exit code 0: nothing is at fault; 1: something is.",
+    )
+    doctor.add_argument("--json", action="store_true", help="machine-readable output")
+    doctor.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="end a plugin that takes longer (default: %(default)g)",
     )
     doctor.set_defaults(command=_doctor, parser=doctor)
 
@@ -92,6 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(command=_demo, parser=demo)
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text}: want a number of seconds above 0")
+    return seconds
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
@@ -149,21 +185,21 @@ def _explain(args: argparse.Namespace) -> int:
         answer = explanation.as_dict()
         if hosts is not None:
             answer["topology"] = topology.as_dict(problem, hosts)
-        print(json.dumps(answer, indent=2))
+        print(json.dumps(answer, indent=2), file=args.out)
     else:
         lines = f"{select.summary(problem)}\n{explanation}".splitlines()
         lines += [f"  note: {fault}" for fault in registry().faults()]
         lines += [] if hosts is None else topology.lines(problem, hosts)
-        print("\n".join(_wrap(line, 6) for line in lines))
+        print("\n".join(_wrap(line, 6) for line in lines), file=args.out)
     return 0 if explanation.chosen else 1
 
 
 def _plugins(args: argparse.Namespace) -> int:
     states = registry().plugins
     if args.json:
-        print(json.dumps(_plugins_dict(states), indent=2))
+        print(json.dumps(_plugins_dict(states), indent=2), file=args.out)
     else:
-        print(_plugins_text(states))
+        print(_plugins_text(states), file=args.out)
     return int(any(state.state in ("broken", "clash") for state in states))
 
 
@@ -280,12 +316,16 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    return int(importlib.import_module("moekit.doctor").main(args.rest))
+    doctor = importlib.import_module("moekit.doctor")
+    return int(doctor.run(args.out, as_json=args.json, seconds=args.time_limit))
 
 
 def _demo(args: argparse.Namespace) -> int:
     return int(importlib.import_module("moekit.demo").main(args.rest))
 
+
+# Commands whose whole output is an answer.
+_ANSWERS = (_plugins, _explain, _doctor)
 
 if __name__ == "__main__":
     sys.exit(main())

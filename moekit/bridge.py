@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moekit.answers import create
 from moekit.kernel import (
     BufferSpec,
     Dispatched,
@@ -31,11 +32,11 @@ def bridge(
 ) -> PermuteExpertsUnpermute:
     """An instance of ``experts`` for ``problem``, behind a bridge if its format is not ``to``."""
     if spec.format is to:
-        return experts(spec, problem)
+        return create(experts, spec, problem)
     if to is ActivationFormat.STANDARD:
-        return BatchedAsStandard(experts(spec, problem), problem)
+        return BatchedAsStandard(create(experts, spec, problem), problem)
     # Every slab row names one expert, so the experts' buffers need one slot per row.
-    return StandardAsBatched(experts(spec, problem.replace(top_k=1)), problem)
+    return StandardAsBatched(create(experts, spec, problem.replace(top_k=1)), problem)
 
 
 class _Bridge(PermuteExpertsUnpermute):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moekit.answers import packed_by
 from moekit.bridge import bridge
 from moekit.checks import _overlap
 from moekit.composite import CompositeSpec
@@ -78,7 +79,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         """Every member's packed weights; those that keep the tensors as they are share them."""
         dense = {name: t.contiguous() for name, t in weights.tensors().items()}
         weights = replace(weights, **dense)  # type: ignore[arg-type]
-        packed = _merge(self.spec.name, [member.pack(weights) for member in self.members])
+        packed = _merge(self.spec.name, [packed_by(m, weights) for m in self.members])
         if packed.extra_bytes:
             logger.info(
                 "moekit: %s: packed weights take %.3g GB, %.3g GB more than one backend's",

@@ -1,35 +1,38 @@
 """``python -m moekit doctor``: is this machine fit for what is installed, and if not, why not?
 
 Unlike `plugins` and `explain` it tries things: it loads every backend that could serve this device,
-compiles a kernel and writes to the caches. Nothing is left behind.
+compiles a kernel and writes to the caches. Nothing is left behind. Each plugin is loaded in a
+process of its own, so that one that hangs, crashes or exits is a finding like any other.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import json
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 import moekit
+from moekit import discovery, isolate
 from moekit.bench.environment import installed
 from moekit.errors import MoekitError
-from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, importable, registry
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.quant import SCHEMES
+from moekit.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec, importable
+from moekit.strangers import describe, message, printable
 from moekit.tune import table
 
 _NAME, _WIDTH = 30, 100
@@ -50,28 +53,24 @@ class Finding:
     text: str
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; 0: no fault was found, 1: some was."""
-    parser = argparse.ArgumentParser(
-        prog="python -m moekit doctor",
-        description="Tries what is installed on this machine: versions, devices, backends, Triton, "
-        "network, caches. Exit code 0: nothing is at fault; 1: something is.",
-    )
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
-    args = parser.parse_args(argv)
+def run(out: TextIO, *, as_json: bool = False, seconds: float = 120.0) -> int:
+    """Print what was found to ``out``; return 0: no fault was found, or 1: some was.
+
+    seconds: how long a plugin may take.
+    """
     found: list[Finding] = []
-    for finding in examine():
-        if not args.json:  # at once: a library may take the process down
+    for finding in examine(seconds):
+        if not as_json:  # at once: a library may take the process down
             if not found or found[-1].group != finding.group:
-                print(f"{finding.group}:")
-            print(_line(finding), flush=True)
+                print(f"{finding.group}:", file=out)
+            print(_line(finding), file=out, flush=True)
         found.append(finding)
     faults = [finding for finding in found if finding.state == "bad"]
-    if args.json:
+    if as_json:
         listed = [asdict(finding) for finding in found]
-        print(json.dumps({"moekit": moekit.__version__, "findings": listed}, indent=2))
+        print(json.dumps({"moekit": moekit.__version__, "findings": listed}, indent=2), file=out)
     else:
-        print(f"{len(faults)} faults" if len(faults) != 1 else "1 fault")
+        print(f"{len(faults)} faults" if len(faults) != 1 else "1 fault", file=out)
     return int(bool(faults))
 
 
@@ -81,21 +80,24 @@ def _line(finding: Finding) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def examine() -> Iterator[Finding]:
-    """Everything, in the order in which it is tried."""
+def examine(seconds: float) -> Iterator[Finding]:
+    """Everything, in the order in which it is tried.
+
+    Backends come before devices, as a process that has initialized CUDA cannot be forked.
+    """
     for group, look in (
         ("versions", _versions),
+        ("backends", lambda: _backends(seconds)),
         ("devices", _devices),
-        ("backends", _backends),
         ("triton", _triton),
         ("network", lambda: _network(os.environ)),
         ("caches", lambda: _caches(os.environ)),
     ):
         try:
             for name, state, text in look():
-                yield Finding(group, name, state, text)
+                yield Finding(group, name, state, printable(text))
         except Exception as error:  # the other groups may tell why
-            yield Finding(group, "looking", "bad", f"{type(error).__name__}: {error}")
+            yield Finding(group, "looking", "bad", describe(error))
 
 
 def _versions() -> _Found:
@@ -185,17 +187,68 @@ def _wait_for(*devices: torch.device) -> None:
             torch.get_device_module(device).synchronize(device)
 
 
-def _backends() -> _Found:
+def _backends(seconds: float) -> _Found:
+    """The findings of each plugin, told by a process of its own, and whose names clash."""
+    device, fault = _device(seconds)
+    if fault:
+        yield "device", "bad", f"asking torch for this machine's device: {fault}"
+    found, unknown = discovery.sources(os.environ)
+    offers: list[tuple[str, list[discovery.Offer]]] = []
+    for source, blocked in found:
+        owner = f"{source.distribution} {source.version}"
+        offers.append((owner, []))
+        if blocked:
+            yield source.name, "no", f"blocked: {blocked}"
+            continue
+        outcome = isolate.run(partial(_examine_plugin, source, device), seconds)
+        step = "it was loaded"
+        for kind, *texts in outcome.answers:
+            if kind == "step" and len(texts) == 1:
+                step = texts[0]
+            elif kind == "broken" and len(texts) == 1:
+                yield source.name, "bad", f"broken: {texts[0]}"
+            elif kind == "offer" and len(texts) == 2:
+                offers[-1][1].append((texts[0], texts[1]))
+            elif kind == "finding" and len(texts) == 3 and texts[1] in ("ok", "no", "bad"):
+                yield texts[0], texts[1], f"{texts[2]} ({owner})"
+        if outcome.fault:
+            yield source.name, "bad", f"while {step}: {outcome.fault} ({owner})"
+    for (source, _), (reason, _) in zip(found, discovery.clashes(offers), strict=True):
+        if reason:
+            yield source.name, "bad", f"clash: {reason}"
+    for state in unknown:
+        yield state.name, "bad", f"{state.state}: {state.reason}"
+
+
+def _examine_plugin(source: discovery.Source, device: DeviceSpec, tell: isolate.Tell) -> None:
+    """Tell what `_backends` reads."""
+    state = discovery.probe(source)
+    if state.state != "ok":
+        tell("broken", state.reason)
+    for spec in state.backends:
+        tell("offer", spec.kind, spec.name)
+    for spec in state.backends:
+        tell("step", f"{spec.kind} {spec.name!r} was tried")
+        tell("finding", spec.name, *_try_backend(spec, device))
+
+
+def _device(seconds: float) -> tuple[DeviceSpec, str]:
+    """This machine's device, asked for in another process: this one is to be forked again."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return DeviceSpec.detect(), ""
+    outcome = isolate.run(_tell_device, seconds)
+    for answer in outcome.answers:
+        with suppress(ValueError):
+            kind, capability, name, arch = answer
+            major, minor = map(int, capability.split(".")) if capability else (0, 0)
+            return DeviceSpec(kind, (major, minor) if capability else None, name, arch), ""
+    return DeviceSpec("cpu"), outcome.fault
+
+
+def _tell_device(tell: isolate.Tell) -> None:
     device = DeviceSpec.detect()
-    for plugin in registry().plugins:
-        owner = f"{plugin.distribution} {plugin.version}".strip() or plugin.name
-        if plugin.state != "ok":
-            state = "no" if plugin.state == "blocked" else "bad"
-            yield plugin.name, state, f"{plugin.state}: {plugin.reason}"
-        if plugin.state in ("ok", "clash"):
-            for spec in plugin.backends:
-                state, text = _try_backend(spec, device)
-                yield spec.name, state, f"{text} ({owner})"
+    capability = ".".join(map(str, device.capability or ()))
+    tell(device.type, capability, device.name, device.arch)
 
 
 def _try_backend(spec: BackendSpec, device: DeviceSpec) -> tuple[str, str]:
@@ -207,13 +260,15 @@ def _try_backend(spec: BackendSpec, device: DeviceSpec) -> tuple[str, str]:
         reasons.update(dict.fromkeys(why_not))
         if not why_not:
             served.append(problem.quant.name)
+    if failed := [reason for reason in reasons if reason.startswith(CHECK_FAILED)]:
+        return "bad", "; ".join(failed)
     if not served:
         return "no", "; ".join(reasons)
     assert isinstance(spec, DispatcherSpec | ExpertsSpec)
     try:
         spec.load()
     except MoekitError as error:
-        return "bad", str(error)
+        return "bad", message(error)
     if isinstance(spec, DispatcherSpec):
         return "ok", "loads"
     if len(served) == len(SCHEMES):
@@ -348,7 +403,3 @@ def _try_folder(path: Path) -> tuple[str, str]:
 def _cuda_path() -> str:
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     return os.pathsep.join(str(Path(home) / "bin") for home in homes if home)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moekit import quant
+from moekit.answers import packed_by
 from moekit.checks import check_call, check_shared, check_tokens, detached, weights_of
 from moekit.errors import InvalidInput, PeerFailed, WeightsError
 from moekit.group import Agreement, Together
@@ -356,9 +357,8 @@ class ModularKernel:
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError(f"pack() wants moekit.ExpertWeights, not {type(weights).__name__}")
-        weights = detached(weights)
-        weights.check(self.problem)
-        packed = self.experts.pack(weights.canonical(self.problem))
+        (weights := detached(weights)).check(self.problem)
+        packed = packed_by(self.experts, weights.canonical(self.problem))
         settle(weights.w13.device)
         return replace(packed, made_for=self._made_for)
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moekit import tune
+from moekit.answers import check_dispatcher, check_experts, create
 from moekit.bridge import bridge
 from moekit.composite import CompositeSpec, composite
 from moekit.composite_experts import CompositeKernel
 from moekit.errors import (
-    BackendBroken,
     GroupMismatch,
     MoekitError,
     NameClash,
     NoBackend,
+    PeerFailed,
     UnknownBackend,
     Unsupported,
 )
@@ -27,6 +28,7 @@ from moekit.group import same_choice
 from moekit.kernel import ModularKernel, PermuteExpertsUnpermute, PrepareAndFinalize, Workspace
 from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, Registry, SpecT, registry
 from moekit.problem import ActivationFormat, MoEProblem
+from moekit.strangers import message
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -252,7 +254,7 @@ def _composites(
     if len(choice.plan.buckets) == 1:
         return []
     spec = composite(tune.join(choice.plan.buckets), candidates.__getitem__)
-    if _reasons(spec.seen_from(dispatcher.format), problem):
+    if spec.seen_from(dispatcher.format).unsupported(problem):
         return []
     return [Pair(dispatcher.name, spec.name, _bridged(dispatcher, spec))]
 
@@ -275,30 +277,28 @@ def compose(
 
     Collective where tokens move. Raises Unsupported (a named backend cannot), NoBackend (none
     can), UnknownBackend, NameClash, BackendBroken, GroupMismatch (also where ranks choose
-    differently, or another one raises). A backend that fails to load is passed over when nobody
-    named it.
+    differently, or another one raises). A backend that cannot be loaded or made is passed over
+    with a warning when nobody named it. A dispatcher that moves tokens is made by all ranks
+    together, after they agreed on it, so nothing takes its place.
     """
     moves = problem.parallel.moves_tokens
     try:
-        chosen = _choose(problem, dispatcher, experts, backends or registry())
+        chosen = _choose(problem, dispatcher, experts, group, backends or registry())
     except MoekitError as error:
         if moves:  # the others must hear of it
             with suppress(GroupMismatch):
-                same_choice("", group, f"{type(error).__name__}: {error}")
+                same_choice("", group, f"{type(error).__name__}: {message(error)}")
         raise
     if moves:
         same_choice(str(chosen.explanation.chosen), group)
     logger.info("moekit: %s", chosen.explanation)
-    # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
-    rows = chosen.dispatcher.format
-    with _making(chosen.experts):
-        gemms = bridge(chosen.experts_class, chosen.experts, problem, rows)
-    with _making(chosen.dispatcher):
-        tokens = chosen.dispatcher_class(chosen.dispatcher, problem, group)
-    composed = CompositeKernel if isinstance(chosen.experts, CompositeSpec) else ModularKernel
-    return composed(
+    tokens = chosen.dispatcher
+    if tokens is None:
+        tokens = create(chosen.dispatcher_class, chosen.dispatcher_spec, problem, group)
+        check_experts(chosen.experts, check_dispatcher(tokens))
+    return chosen.kernel_class(
         tokens,
-        gemms,
+        chosen.experts,
         workspace=workspace,
         explanation=chosen.explanation,
         checked=checked,
@@ -306,30 +306,24 @@ def compose(
     )
 
 
-@contextmanager
-def _making(spec: BackendSpec) -> Iterator[None]:
-    """Says whose constructor it is that the contract's arguments do not fit."""
-    try:
-        yield
-    except (TypeError, AttributeError) as error:
-        raise BackendBroken(
-            f"{spec.name!r} ({spec.target}) cannot be made: {type(error).__name__}: {error}; name "
-            "another backend, or correct this one"
-        ) from error
-
-
 class _Chosen(NamedTuple):
-    """The best pair whose classes load."""
+    """The best pair whose classes load and whose experts could be made; and the dispatcher, unless
+    all ranks must make it together."""
 
     explanation: Explanation
-    dispatcher: DispatcherSpec
-    experts: ExpertsSpec
+    dispatcher_spec: DispatcherSpec
     dispatcher_class: type[PrepareAndFinalize]
-    experts_class: type[PermuteExpertsUnpermute]
+    dispatcher: PrepareAndFinalize | None
+    experts: PermuteExpertsUnpermute
+    kernel_class: type[ModularKernel]
 
 
 def _choose(
-    problem: MoEProblem, dispatcher: str | None, experts: str | None, backends: Registry
+    problem: MoEProblem,
+    dispatcher: str | None,
+    experts: str | None,
+    group: dist.ProcessGroup | None,
+    backends: Registry,
 ) -> _Chosen:
     """What `compose` composes, by this rank alone; raises as it does."""
     explanation = explain(problem, dispatcher, experts, backends=backends)
@@ -339,24 +333,50 @@ def _choose(
     while (pair := explanation.chosen) is not None:
         dispatcher_spec = backends.dispatcher(pair.dispatcher)
         experts_spec = find_experts(pair.experts, backends)
+        kernel_class: type[ModularKernel] = ModularKernel
         if isinstance(experts_spec, CompositeSpec):
             experts_spec = experts_spec.seen_from(dispatcher_spec.format)
+            kernel_class = CompositeKernel
         spec: BackendSpec = dispatcher_spec
+        tokens: PrepareAndFinalize | None = None
         try:
             dispatcher_class = dispatcher_spec.load()
+            # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
             spec = experts_spec
-            experts_class = experts_spec.load()
-        except BackendBroken as error:
+            gemms = bridge(experts_spec.load(), experts_spec, problem, dispatcher_spec.format)
+            if not problem.parallel.moves_tokens:
+                spec = dispatcher_spec
+                tokens = create(dispatcher_class, dispatcher_spec, problem, group)
+                rows = check_dispatcher(tokens)
+                spec = experts_spec
+                check_experts(gemms, rows)
+        except (GroupMismatch, PeerFailed):
+            raise  # about the ranks, not about the backend
+        except MoekitError as error:
             if spec.name == (dispatcher if spec is dispatcher_spec else experts):
                 raise
-            logger.warning("passing over %s: %s", spec.name, error)
-            explanation = explanation._without(spec, str(error))
+            logger.warning("moekit: passing over %s: %s", spec.name, message(error))
+            explanation = explanation._without(spec, message(error))
             continue
-        return _Chosen(explanation, dispatcher_spec, experts_spec, dispatcher_class, experts_class)
-    reasons = explanation.reasons()
-    lines = [f"{name}: {'; '.join(why)}" for name, why in reasons.items()]
-    text = "\n  ".join([*lines, *backends.faults()])
-    raise NoBackend(f"no installed backends can do this: {summary(problem)}\n  {text}", reasons)
+        for spec, name in ((dispatcher_spec, dispatcher), (experts_spec, experts)):
+            if name is None and spec.priority_for(problem) < 0:
+                logger.warning(
+                    "moekit: nothing faster than the %s %r can do this problem:\n  %s",
+                    spec.kind, spec.name, _why_not(explanation, backends),
+                )  # fmt: skip
+        return _Chosen(
+            explanation, dispatcher_spec, dispatcher_class, tokens, gemms, kernel_class
+        )  # fmt: skip
+    raise NoBackend(
+        f"no installed backends can do this: {summary(problem)}\n  "
+        f"{_why_not(explanation, backends)}",
+        explanation.reasons(),
+    )
+
+
+def _why_not(explanation: Explanation, backends: Registry) -> str:
+    lines = [f"{name}: {'; '.join(why)}" for name, why in explanation.reasons().items()]
+    return "\n  ".join([*lines, *backends.faults()])
 
 
 def _asked(name: str | None, variable: str) -> tuple[str | None, str]:
@@ -379,15 +399,8 @@ def _find(find: Callable[[str], SpecT], name: str, chosen_by: str) -> SpecT:
 def _rejected(
     specs: Mapping[str, DispatcherSpec] | Mapping[str, ExpertsSpec], problem: MoEProblem
 ) -> dict[str, tuple[str, ...]]:
-    judged = {name: tuple(_reasons(spec, problem)) for name, spec in specs.items()}
+    judged = {name: tuple(spec.unsupported(problem)) for name, spec in specs.items()}
     return {name: why for name, why in judged.items() if why}
-
-
-def _reasons(spec: BackendSpec, problem: MoEProblem) -> list[str]:
-    try:
-        return spec.unsupported(problem)
-    except Exception as error:  # a stranger's check function
-        return [f"its check failed: {type(error).__name__}: {error}"]
 
 
 def _require_named(explanation: Explanation, dispatcher: str | None, experts: str | None) -> None:

@@ -29,6 +29,7 @@ from moekit.kernel import (
 from moekit.plugins import DispatcherSpec, Registry, registry
 from moekit.problem import MoEProblem
 from moekit.select import Explanation, find_experts
+from moekit.strangers import Fault, contained, printable, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,15 @@ class Footprint:
     transient: int
     source: str
     across: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {"rows": self.rows, "transient": self.transient, **dict(self.buffers)}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise ValueError(f"{shown(name)} {shown(size)}: want an int of at least 0")
+        object.__setattr__(self, "buffers", {printable(n): b for n, b in self.buffers.items()})
+        object.__setattr__(self, "source", printable(self.source))
+        object.__setattr__(self, "across", tuple(map(printable, self.across)))
 
     @property
     def buffer_bytes(self) -> int:
@@ -164,17 +174,20 @@ def _on_hosts(
     if spec.footprint is None:
         return OnHosts(spec.name, bool(experts), None, experts)
     try:
-        footprint = spec.footprint(problem)
-    except Exception as error:  # a stranger's function
-        why = f"its footprint failed: {type(error).__name__}: {error}"
+        with contained():
+            footprint = spec.footprint(problem)
+            if not isinstance(footprint, Footprint):
+                raise TypeError(f"it returned {shown(footprint)}, want a Footprint")
+    except Fault as fault:
+        why = f"its footprint failed: {fault}"
         return OnHosts(spec.name, bool(experts), None, experts, None, why)
     if not experts:
         return OnHosts(spec.name, False, footprint)
     try:
-        memory = _memory(problem, spec, footprint, experts, backends)
-    except Exception as error:  # experts that want their library, or a GPU, to know
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return OnHosts(spec.name, True, footprint, experts, None, why)
+        with contained():
+            memory = _memory(problem, spec, footprint, experts, backends)
+    except Fault as fault:  # experts that want their library, or a GPU, to know
+        return OnHosts(spec.name, True, footprint, experts, None, str(fault))
     return OnHosts(spec.name, True, footprint, experts, memory)
 
 

@@ -56,19 +56,24 @@ class Fakes:
         distribution: str | None = None,
         version: str = "1.0",
         entries: str | None = None,
+        metadata: str | None = None,
+        late: str = "",
     ) -> None:
-        """An entry point ``name`` for package ``fake_<distribution>`` with this source."""
+        """An entry point ``name`` for package ``fake_<distribution>`` with this source, and a
+        module ``late`` in it."""
         distribution = distribution or f"{name}-dist"
         package = f"fake_{distribution.replace('-', '_')}"
         if source is not None:
             (self.root / package).mkdir()
             (self.root / package / "__init__.py").write_text(source)
+            (self.root / package / "late.py").write_text(late)
         info = self.root / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+        if metadata is None:
+            metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
         (info / "METADATA").write_text(metadata)
         entries = f"[moekit]\n{name} = {package}\n" if entries is None else entries
-        (info / "entry_points.txt").write_text(entries)
+        (info / "entry_points.txt").write_text(entries, errors="surrogateescape")
 
     def discover(self, **environ: str) -> Registry:
         importlib.invalidate_caches()

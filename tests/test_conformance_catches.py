@@ -379,6 +379,14 @@ def test_unsupported_changes_its_mind():
     caught_experts(Plain, "test_unsupported_answers_for_any_device", says=".", check=fickle)
 
 
+def test_unsupported_whose_check_raises():
+    def careless(problem):
+        return [] if problem.device.capability else [problem.device.capability[0]]
+
+    says = "its check failed: TypeError"
+    caught_experts(Plain, "test_unsupported_answers_for_any_device", says=says, check=careless)
+
+
 class StaleWorkspace(Plain):
     """Adds to what the arena holds instead of clearing it."""
 

@@ -52,12 +52,15 @@ BROKEN = {
     "returns_names": (HOOK + "return ['a']", "moekit_experts returned 'a' for a ExpertsSpec"),
     "wrong_hook": (offers("a").replace("moekit_experts", "moekit_dispatchers"), "DispatcherSpec"),
     "twice": (offers("a", "a"), "offers 'a' twice"),
-    "name": (HOOK + "return [spec('Acme MoE')]", "want lower-case letters, digits and _"),
+    "name": (HOOK + "return [spec('Acme MoE')]", "want lower-case letters, digits and _, "),
     "missing_fact": (HOOK + "return [moekit.ExpertsSpec(name='a')]", "missing"),
     "unknown_fact": (HOOK + "return [spec('a', speed=9)]", "speed"),
     "target": (HOOK + "return [spec('a', target='acme')]", "want 'package.module:Class'"),
     "no set": (HOOK + "return [spec('a', schemes=['none'])]", "want a frozenset of strings"),
-    "schemes": (HOOK + "return [spec('a', schemes=frozenset({'fp3'}))]", "unknown schemes"),
+    "schemes": (
+        HOOK + "return [spec('a', schemes=frozenset({'fp3'}))]",
+        "schemes frozenset({'fp3'}): unknown",
+    ),
     "devices": (HOOK + "return [spec('a', devices='cpu')]", "want a tuple"),
     "requires": (HOOK + "return [spec('a', requires='triton')]", "want a tuple"),
     "format": (HOOK + "return [spec('a', format='standard')]", "want an ActivationFormat"),
@@ -250,10 +253,17 @@ def test_two_forks_of_one_plugin(fakes: Fakes) -> None:
     assert_usable(only, "acme")
 
 
-def test_a_stranger_cannot_replace_the_cores_backends(fakes: Fakes) -> None:
-    fakes.install("impostor", offers("torch", "mine"))
+def test_the_core_keeps_its_names(fakes: Fakes, caplog: pytest.LogCaptureFixture) -> None:
+    for impostor in ("impostor", "another"):
+        fakes.install(impostor, offers("torch", "reference", f"{impostor}s_own"))
     found = fakes.discover()
-    assert "torch" not in found.experts
-    with pytest.raises(NameClash, match=r"moekit .* and impostor-dist 1.0"):
-        found.expert("torch")
-    assert_usable(found, "mine")
+    assert "plugin impostor is clash" in caplog.text
+    assert state(found, "core").state == "ok"
+    for impostor in ("impostor", "another"):
+        loser = state(found, impostor)
+        assert loser.state == "clash" and [s.name for s in loser.experts] == [f"{impostor}s_own"]
+        for name in ("torch", "reference"):
+            assert f"experts backend {name!r} is a name of moekit's own backend" in loser.reason
+        assert_usable(found, f"{impostor}s_own")
+    assert found.expert("torch") == fakes.discover(MOEKIT_PLUGINS="").expert("torch")
+    assert_usable(found, "torch")

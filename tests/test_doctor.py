@@ -16,7 +16,7 @@ from moekit import doctor
 from moekit.__main__ import main
 
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
-GROUPS = ["versions", "devices", "backends", "triton", "network", "caches"]
+GROUPS = ["versions", "backends", "devices", "triton", "network", "caches"]
 
 
 @pytest.fixture(autouse=True)

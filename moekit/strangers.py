@@ -1,0 +1,88 @@
+"""Run code from strangers, and say on one printable line what came of it.
+
+Plugins and the libraries that they import raise anything: SystemExit, exceptions that derive from
+BaseException alone (pyo3's PanicException, pytest's Skipped), exceptions whose text cannot be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+logger = logging.getLogger("moekit")
+
+_LONGEST = 2000
+_SLOW = 10.0  # seconds
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 200
+
+
+class Fault(Exception):
+    """A stranger's code raised: the text describes ``__cause__``, the exception itself."""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Raise `Fault` for whatever the block raises, but for the user's KeyboardInterrupt."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise Fault(describe(error)) from error
+
+
+@contextmanager
+def watched(what: str, seconds: float = _SLOW) -> Iterator[None]:
+    """Log a warning that names ``what`` if the block takes longer than ``seconds``."""
+    text = "moekit: %s has taken %g s so far; `python -m moekit doctor` ends what hangs"
+    timer = threading.Timer(seconds, logger.warning, (text, what, seconds))
+    timer.daemon = True
+    with suppress(RuntimeError):  # no more threads can be started: nobody is warned
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def describe(error: BaseException) -> str:
+    """Return ``Type: message``, whatever the exception's own methods do."""
+    kind, said = _read(lambda: type(error).__name__), message(error)
+    return f"{printable(kind, 100)}: {said}" if said else printable(kind, 100)
+
+
+def message(error: BaseException) -> str:
+    """Return the exception's text, whatever its own methods do."""
+    return printable(_read(lambda: str(error)))
+
+
+def shown(value: object) -> str:
+    """Return the value's repr, shortened, whatever its own methods do."""
+    return printable(_read(lambda: _repr.repr(value)), 400)
+
+
+def printable(text: str, most: int = _LONGEST) -> str:
+    r"""Return at most ``most`` characters of ``text`` as one line that a terminal only prints.
+
+    Control characters, line breaks, marks that turn the writing direction and lone surrogates come
+    as ``\x1b``, ``\n``, ``\u202e`` and ``\ud800``.
+    """
+    if (left := len(text) - most) > 0:
+        text = f"{text[:most]}... ({left} characters more)"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _read(make: Callable[[], str]) -> str:
+    try:
+        return str.__str__(make())  # a plain str, also of a subclass
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"(no text: reading it raised {type.__dict__['__name__'].__get__(type(error))})"
