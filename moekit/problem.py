@@ -24,6 +24,7 @@ from moekit.validate import (
     accept,
     accept_fields,
     converted,
+    first_line,
     instance,
     optional,
     shown,
@@ -134,7 +135,7 @@ class DeviceSpec:
         except Exception as error:  # each device type has its own
             raise InvalidProblem(
                 f"device {str(device)!r} was asked for, but torch sees none here "
-                f"({type(error).__name__}: {str(error).splitlines()[0]}); name a device that is "
+                f"({type(error).__name__}: {first_line(error)}); name a device that is "
                 "here, or ask about another machine with a DeviceSpec"
             ) from error
         if device.type == "cuda" and torch.version.hip:

@@ -27,6 +27,7 @@ from moekit.group import same_choice
 from moekit.kernel import ModularKernel, PermuteExpertsUnpermute, PrepareAndFinalize, Workspace
 from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, Registry, SpecT, registry
 from moekit.problem import ActivationFormat, MoEProblem
+from moekit.validate import FLAG, GROUP, NAME, TIMEOUT, accept, instance, optional
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,6 +38,17 @@ SWITCHES = ("MOEKIT_DISPATCHER", "MOEKIT_EXPERTS", tune.VARIABLE)
 _BY_NAME, _BY_PRIORITY = "by name", "by priority"
 # In priority: a bridge costs copies, and padded rows, but less than a reference backend (-100).
 _BRIDGE_COST = 50
+
+
+_PROBLEM = {"problem": instance("a MoEProblem", MoEProblem)}
+_ASKED = dict.fromkeys(("dispatcher", "experts"), optional(NAME)) | {
+    "backends": optional(instance("a Registry", Registry))
+}
+_COMPOSED = _ASKED | {
+    "workspace": optional(instance("a Workspace", Workspace)),
+    "checked": optional(FLAG),
+    "peer_timeout": TIMEOUT,
+}
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,7 @@ def explain(
     Names given here, or in ``MOEKIT_DISPATCHER`` and ``MOEKIT_EXPERTS``, leave only these in the
     running. Raises UnknownBackend or NameClash for a name that means nothing or too much.
     """
+    accept(_PROBLEM | _ASKED, locals())
     backends = backends or registry()
     dispatcher, dispatcher_by = _asked(dispatcher, "MOEKIT_DISPATCHER")
     experts, experts_by = _asked(experts, "MOEKIT_EXPERTS")
@@ -278,8 +291,10 @@ def compose(
     differently, or another one raises). A backend that fails to load is passed over when nobody
     named it.
     """
+    accept(_PROBLEM | {"group": optional(GROUP)}, locals())
     moves = problem.parallel.moves_tokens
     try:
+        accept(_COMPOSED, locals())
         chosen = _choose(problem, dispatcher, experts, backends or registry())
     except MoekitError as error:
         if moves:  # the others must hear of it

@@ -13,6 +13,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -83,6 +84,11 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def first_line(error: BaseException) -> str:
+    """What a foreign error says, without what its library adds below it."""
+    return str(error).partition("\n")[0]
+
+
 def _require(condition: bool) -> None:
     if not condition:
         raise ValueError
@@ -100,18 +106,25 @@ def size(least: int = 1, most: int = MAX_TOKENS) -> Kind:
     return Kind(f"an integer of at least {least} and at most {most}", keep)
 
 
-def real(least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf) -> Kind:
-    """A finite number within the bounds, kept as float; bools are none."""
+def real(
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: float = -math.inf,
+    finite: bool = True,
+) -> Kind:
+    """A number within the bounds, kept as float; NaN and bools are none."""
 
     def keep(value: Any) -> float:
         _require(isinstance(value, Real) and not isinstance(value, bool))
         number = float(value)
-        _require(math.isfinite(number) and least <= number <= most and number > above)
+        _require(least <= number <= most and (number > above or above == -math.inf))
+        _require(math.isfinite(number) or not finite)
         return number
 
     bounds = (("at least", least), ("above", above), ("at most", most))
     words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
-    return Kind(f"a finite number {words}".strip(), keep)
+    return Kind(f"a {'finite ' * finite}number {words}".strip(), keep)
 
 
 def instance(wanted: str, *types: type) -> Kind:
@@ -141,6 +154,25 @@ def converted(wanted: str, type_: type, makers: Mapping[type, Callable[[Any], An
         return value
 
     return Kind(wanted, keep)
+
+
+def sequence(wanted: str, type_: type) -> Kind:
+    """A list or tuple of ``type_``; kept as it is."""
+
+    def keep(value: Any) -> Any:
+        _require(isinstance(value, (list, tuple)) and all(isinstance(v, type_) for v in value))
+        return value
+
+    return Kind(f"a list or tuple of {wanted}", keep)
+
+
+def either(first: Kind, second: Kind) -> Kind:
+    def keep(value: Any) -> Any:
+        with suppress(Exception):
+            return first.keep(value)
+        return second.keep(value)
+
+    return Kind(f"{first.wanted} or {second.wanted}", keep)
 
 
 def optional(kind: Kind) -> Kind:
