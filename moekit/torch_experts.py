@@ -216,11 +216,11 @@ class _CpuCall:
         slab = self._slab_pays(counts, widest)
 
         # Pair s of the sorted pairs lives in row slot_S[s] of x and z.
-        slot_S = torch.arange(len(ids_S))
+        slot_S = torch.arange(len(ids_S), device="cpu")
         row_N = order_S // K
         if slab:
-            first_L = torch.tensor([0, *counts[:-1]]).cumsum(0)
-            slot_S += (torch.arange(L) * widest - first_L)[ids_S]
+            first_L = torch.tensor([0, *counts[:-1]], device="cpu").cumsum(0)
+            slot_S += (torch.arange(L, device="cpu") * widest - first_L)[ids_S]
             padded = row_N.new_full((L * widest,), int(row_N[0]))
             row_N = padded.index_copy_(0, slot_S, row_N)
         x_NH = torch.index_select(x_RH, 0, row_N, out=self.arena.take((len(row_N), H), x_RH.dtype))
@@ -238,8 +238,8 @@ class _CpuCall:
                         self._experts(expert, x_NH[start:end], z_NH[start:end])
 
         # embedding_bag: gather, weight and sum over K in one threaded, ordered fp32 pass.
-        slot_RK = torch.empty(R * K, dtype=torch.int64).index_copy_(0, order_S, slot_S)
-        weight_RK, bag_R = weights_RK.reshape(-1), torch.arange(0, R * K, K)
+        slot_RK = order_S.new_empty(R * K).index_copy_(0, order_S, slot_S)
+        weight_RK, bag_R = weights_RK.reshape(-1), torch.arange(0, R * K, K, device="cpu")
         if skipped:
             used_RK = ids_RK >= 0
             per_row = used_RK.sum(1)
@@ -286,7 +286,7 @@ class _CpuCall:
         )
 
     def _grouped(self, x_SH: Tensor, counts: Sequence[int]) -> Tensor:
-        ends_L = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends_L = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         h = F.grouped_mm(x_SH, self.weights["w13"].mT, offs=ends_L)
         act = _activate(h, self.problem.activation)
         return F.grouped_mm(act, self.weights["w2"].mT, offs=ends_L)
