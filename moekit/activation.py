@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.errors import InvalidProblem
+from moekit.validate import Kind, accept_fields, optional, real, shown
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -28,6 +30,20 @@ ACTIVATIONS = GATED | NON_GATED
 
 # Kinds that accept ``limit`` (gate <= limit, |up| <= limit).
 CLAMPABLE = frozenset({"silu", "swigluoai"})
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise InvalidProblem(f"activation {shown(value)} is unknown; choose one of: {known}")
+    return value
+
+
+_KINDS = {
+    "name": Kind("", _name),
+    "alpha": optional(real()),
+    "limit": optional(real(above=0.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -48,12 +64,10 @@ class Activation:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in ACTIVATIONS:
-            known = ", ".join(sorted(ACTIVATIONS))
-            raise InvalidProblem(f"activation {self.name!r} is unknown; choose one of: {known}")
+        accept_fields(self, _KINDS)
         if self.name == "swigluoai":
-            object.__setattr__(self, "alpha", 1.702 if self.alpha is None else float(self.alpha))
-            object.__setattr__(self, "limit", 7.0 if self.limit is None else float(self.limit))
+            object.__setattr__(self, "alpha", 1.702 if self.alpha is None else self.alpha)
+            object.__setattr__(self, "limit", 7.0 if self.limit is None else self.limit)
         elif self.alpha is not None:
             raise InvalidProblem(
                 f"activation {self.name!r} has no alpha (got {self.alpha}); only swigluoai has"
@@ -64,8 +78,6 @@ class Activation:
                     f"activation {self.name!r} has no clamp (got limit={self.limit}); "
                     f"kinds with one: {', '.join(sorted(CLAMPABLE))}"
                 )
-            if not self.limit > 0:
-                raise InvalidProblem(f"activation limit must be positive, got {self.limit}")
 
     @property
     def gated(self) -> bool:

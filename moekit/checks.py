@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from moekit.errors import CapacityExceeded, InvalidInput, WeightsError
+from moekit.errors import CapacityExceeded, InvalidInput, InvalidProblem, WeightsError
 from moekit.problem import MoEProblem
+from moekit.validate import FLAG, MAX_TOKENS, TIMEOUT, accept, instance, optional, shown
+from moekit.validate import size as size_kind
 
 if TYPE_CHECKING:
-    from moekit.kernel import PackedWeights, PermuteExpertsUnpermute, Routing
+    from moekit.kernel import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
     from moekit.weights import ExpertWeights
 
-_IDS = (torch.int32, torch.int64)
+F = TypeVar("F", bound=Callable[..., object])
+
+ID_DTYPES = (torch.int32, torch.int64)
+_STRIDED = torch.strided
+# Ids of up to so many assignments are looked at as Python's ints, which takes a microsecond.
+_FEW = 32
 _OF_WEIGHTS = (
     "num_local_experts", "hidden_size", "local_intermediate_size", "scheme", "dtype", "gated",
     "has_bias",
@@ -47,12 +55,57 @@ def check_call(
     problem.
     """
     try:
-        p, ids, topk_weights = problem, routing.topk_ids, routing.topk_weights
-    except AttributeError:
+        _check_call(problem, experts, x, weights, routing, out, by_value, made_for)
+    except (AttributeError, TypeError, RuntimeError, IndexError, StopIteration):
+        _check_types(x, weights, routing, out)
+        raise
+
+
+def _check_types(x: object, weights: object, routing: object, out: object) -> None:
+    """Says which argument is of another type, after a comparison of its parts failed."""
+    from moekit.kernel import Routing
+
+    if not isinstance(routing, Routing):
         raise InvalidInput(
             f"routing is {type(routing).__name__}, want moekit.Routing(topk_weights, topk_ids)"
-        ) from None
+        )
+    check_tensor("x", x)
+    check_tensor("topk_ids", routing.topk_ids)
+    check_tensor("topk_weights", routing.topk_weights)
+    if out is not None:
+        check_tensor("out", out)
+    device_of(weights)
+
+
+def device_of(weights: object) -> torch.device:
+    """Where packed weights are. Raises WeightsError for anything else."""
+    from moekit.kernel import PackedWeights
+
+    if not isinstance(weights, PackedWeights):
+        raise WeightsError(f"weights={shown(weights)}: want what this kernel's pack() returned")
+    tensors = list(weights.experts.values())
+    if not (tensors and all(isinstance(t, Tensor) for t in tensors)):
+        raise WeightsError(
+            f"weights that {weights.backend!r} packed hold {shown(tensors)}, want tensors with the "
+            "local experts in dim 0: pack them with this kernel's pack()"
+        )
+    return tensors[0].device
+
+
+def _check_call(
+    p: MoEProblem,
+    experts: PermuteExpertsUnpermute,
+    x: Tensor,
+    weights: PackedWeights,
+    routing: Routing,
+    out: Tensor | None,
+    by_value: bool,
+    made_for: tuple[object, ...],
+) -> None:
+    ids, topk_weights = routing.topk_ids, routing.topk_weights
     shape, device = x.shape, x.device
+    if not (x.layout is ids.layout is topk_weights.layout is _STRIDED):
+        _check_types(x, weights, routing, out)
     if len(shape) != 2 or shape[1] != p.hidden_size:
         raise InvalidInput(f"x has shape {tuple(shape)}, want (T, {p.hidden_size})")
     if x.dtype != p.dtype:
@@ -65,7 +118,7 @@ def check_call(
             raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}, want (T, K) {wanted}")
         if tensor.device != device:
             raise InvalidInput(f"{name} is on {tensor.device}, x on {device}: move one")
-    if ids.dtype not in _IDS:
+    if ids.dtype not in ID_DTYPES:
         raise InvalidInput(f"topk_ids are {ids.dtype}, want int32 or int64")
     if topk_weights.dtype != torch.float32:
         raise InvalidInput(f"topk_weights are {topk_weights.dtype}, want float32")
@@ -113,17 +166,23 @@ def check_call(
                 f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
                 f"want {tuple(x.shape)} {x.dtype} on {x.device}"
             )
+        check_tensor("out", out)
+        if not out.is_contiguous() and _meets_itself(out):
+            raise InvalidInput(
+                f"out has strides {out.stride()}, so that several elements share memory: pass a "
+                "tensor with memory for each element, as torch.empty_like(x) is"
+            )
         if _overlap(x, out):
             raise InvalidInput("out shares memory with x; pass another tensor")
-    if by_value and ids.numel():
-        low, high = (int(v) for v in torch.aminmax(ids))
-        if low < -1 or high >= p.num_physical_experts:
+        if out.requires_grad and torch.is_grad_enabled():
+            raise InvalidInput("out requires a gradient: call under torch.no_grad()")
+        if out.is_inference() and not torch.is_inference_mode_enabled():
             raise InvalidInput(
-                f"topk_ids span [{low}, {high}], want -1 (no expert) or "
-                f"0..{p.num_physical_experts - 1}"
+                "out was made in inference mode and can be written only there: pass another "
+                "tensor, or call under torch.inference_mode()"
             )
-        if experts.slabs:
-            _check_distinct(ids)
+    if by_value and ids.numel():
+        check_ids(ids, p.num_physical_experts)
         # The sum is finite unless an entry is not: one cheap pass for the usual case.
         if not (
             math.isfinite(float(topk_weights.sum()))
@@ -147,23 +206,89 @@ def detached(weights: ExpertWeights) -> ExpertWeights:
     return weights.detach()
 
 
-def check_tokens(num_tokens: object) -> int:
+_TOKENS = size_kind(0)
+
+
+def check_tokens(count: object, name: str = "num_tokens") -> int:
     """A number of tokens. Raises InvalidInput."""
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
-        raise InvalidInput(f"num_tokens is {num_tokens!r}, want a whole number, 0 or more")
-    return num_tokens
+    if type(count) is int and 0 <= count <= MAX_TOKENS:
+        return count
+    kept: int = accept({name: _TOKENS}, {name: count}, InvalidInput)[name]
+    return kept
 
 
-def _check_distinct(ids: Tensor) -> None:
-    """Slabs have room for each token once."""
+def check_tensor(name: str, value: object) -> None:
+    """Raises InvalidInput for anything but a dense tensor: lists, sparse and nested tensors."""
+    if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
+        raise InvalidInput(f"{name} is {shown(value)}, want a dense torch.Tensor")
+
+
+def check_function(name: str, value: F) -> F:
+    """``value``, a function. Raises InvalidInput."""
+    if not callable(value):
+        raise InvalidInput(f"{name} is {shown(value)}, want a function")
+    return value
+
+
+def check_parts(
+    dispatcher: PrepareAndFinalize,
+    experts: PermuteExpertsUnpermute,
+    workspace: object,
+    checked: object,
+    peer_timeout: object,
+) -> None:
+    """Raises InvalidProblem for parts that make no kernel."""
+    from moekit.kernel import PermuteExpertsUnpermute, PrepareAndFinalize, Workspace
+
+    kinds = {
+        "dispatcher": instance("a PrepareAndFinalize", PrepareAndFinalize),
+        "experts": instance("a PermuteExpertsUnpermute", PermuteExpertsUnpermute),
+        "workspace": optional(instance("a Workspace", Workspace)),
+        "checked": optional(FLAG),
+        "peer_timeout": TIMEOUT,
+    }
+    accept(kinds, locals())
+    if dispatcher.problem != experts.problem:
+        raise InvalidProblem("dispatcher and experts were made for different problems: make both "
+                             "for one, or call moekit.compose")  # fmt: skip
+    if dispatcher.spec.format is not experts.spec.format:
+        raise InvalidProblem(
+            f"the dispatcher gives {dispatcher.spec.format.value} tokens and the experts take "
+            f"{experts.spec.format.value} ones: call moekit.compose, which converts between them"
+        )
+    if dispatcher.spec.applies_weights and experts.spec.reduces:
+        raise InvalidProblem("the dispatcher and the experts both apply the router weights")
+
+
+def check_ids(ids: Tensor, end: int) -> None:
+    """Raises InvalidInput for ids (T, K) of no expert of 0..end-1, -1 aside, and for a token that
+    names an expert twice. It waits for the device."""
+    K = ids.shape[1]
+    if ids.numel() <= _FEW:
+        rows = ids.tolist()
+        if not K or all(len(set(row)) == K and min(row) >= 0 and max(row) < end for row in rows):
+            return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low < -1 or high >= end:
+        raise InvalidInput(f"topk_ids span [{low}, {high}], want -1 (no expert) or 0..{end - 1}")
     ordered = ids.sort(dim=1).values
-    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(dim=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if bool(twice.any()):
-        token = int(twice.nonzero()[0])
+        token = int(twice.any(dim=1).nonzero()[0])
         raise InvalidInput(
             f"topk_ids of token {token} are {ids[token].tolist()}: a token can name an expert "
             "only once"
         )
+
+
+def _meets_itself(tensor: Tensor) -> bool:
+    """Whether elements share memory, or lie between each other's in a way that is not looked at."""
+    end = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride <= end:
+            return True
+        end += (length - 1) * stride
+    return False
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -181,8 +306,10 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a0 < b1 and b0 < a1
 
 
-def check_shared(extra: Tensor, x: Tensor) -> Tensor:
-    """``extra``, what shared experts made of x and what is added to the result: such as x is."""
+def check_shared(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
+    """What shared experts make of x, which is added to the result. Raises InvalidInput unless it is
+    as x is."""
+    extra = check_function("shared", function)(x)
     if not isinstance(extra, Tensor):
         raise InvalidInput(f"shared experts returned {extra!r}, want {tuple(x.shape)} {x.dtype}")
     if extra.shape != x.shape or extra.dtype != x.dtype:

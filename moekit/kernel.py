@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from moekit import quant
+from moekit import checks, quant
 from moekit.answers import packed_by
-from moekit.checks import check_call, check_shared, check_tokens, detached, weights_of
+from moekit.checks import check_call, check_function, check_shared, check_tokens, weights_of
 from moekit.errors import InvalidInput, PeerFailed, WeightsError
 from moekit.group import Agreement, Together
 from moekit.overlap import InFlight as InFlight
@@ -318,9 +318,7 @@ class ModularKernel:
         checked: bool | None = None,
         peer_timeout: float = 60.0,
     ) -> None:
-        assert dispatcher.spec.format is experts.spec.format, "compose() bridges formats"
-        assert not (dispatcher.spec.applies_weights and experts.spec.reduces)
-        assert dispatcher.problem == experts.problem
+        checks.check_parts(dispatcher, experts, workspace, checked, peer_timeout)
         self.problem = dispatcher.problem
         self.dispatcher = dispatcher
         self.experts = experts
@@ -357,7 +355,7 @@ class ModularKernel:
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError(f"pack() wants moekit.ExpertWeights, not {type(weights).__name__}")
-        (weights := detached(weights)).check(self.problem)
+        (weights := checks.detached(weights)).check(self.problem)
         packed = packed_by(self.experts, weights.canonical(self.problem))
         settle(weights.w13.device)
         return replace(packed, made_for=self._made_for)
@@ -386,7 +384,7 @@ class ModularKernel:
             combining, _sent = self._run(started, None)
             return combining.result()
         extra: list[Tensor] = []
-        combining, _sent = self._run(started, lambda: extra.append(check_shared(shared(x), x)))
+        combining, _sent = self._run(started, lambda: extra.append(check_shared(shared, x)))
         return combining.result().add_(extra[0])
 
     def start(
@@ -448,7 +446,7 @@ class ModularKernel:
         assert out is not None
         quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
         tokens = self.dispatcher.prepare(sent, routing, quantizer).result()
-        extra = None if shared is None else check_shared(shared(x), x)
+        extra = None if shared is None else check_shared(shared, x)
         if tokens.x_scale is None and not self._quantizes_itself:
             tokens = quantize_dispatched(self.experts, tokens, weights)
         y = self._run_experts(tokens, weights, out)
@@ -491,7 +489,7 @@ class ModularKernel:
             with self._together("run the experts of", number):
                 try:
                     if meanwhile is not None:
-                        meanwhile()
+                        check_function("meanwhile", meanwhile)()
                 finally:  # what travels must arrive
                     tokens = arriving.result()
                 if tokens.x_scale is None and not self._quantizes_itself:
@@ -576,8 +574,7 @@ class ModularKernel:
         Calls that take over a second are logged with the time they took. Collective: every rank
         must call it with the same ``num_tokens``.
         """
-        check_tokens(num_tokens)
-        device = next(iter(weights.experts.values())).device
+        num_tokens, device = check_tokens(num_tokens), checks.device_of(weights)
         sizes = sorted({*(1 << n for n in range(num_tokens.bit_length())), num_tokens})
         with self.experts.tuning():
             for step, tokens in enumerate(sizes):

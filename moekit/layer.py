@@ -15,22 +15,57 @@ from torch import Tensor, nn
 
 from moekit import ops
 from moekit.activation import NON_GATED, Activation
-from moekit.checks import check_shared
+from moekit.checks import ID_DTYPES, check_function, check_shared, check_tensor, check_tokens
 from moekit.errors import InvalidInput, InvalidProblem, MoekitError, WeightsError
 from moekit.kernel import PackedWeights, Routing
 from moekit.overlap import Beside
-from moekit.parallel import LayerRanks, config_of_group, place
+from moekit.parallel import PLACEMENTS, LayerRanks, config_of_group, place
 from moekit.problem import MoEProblem, ParallelConfig, partition
 from moekit.quant import QuantScheme
 from moekit.route import to_physical
 from moekit.router import Router, RoutingFunction
 from moekit.select import compose, summary
+from moekit.validate import (
+    FLAG,
+    FUNCTION,
+    GROUP,
+    MAX_RANKS,
+    NAME,
+    TIMEOUT,
+    accept,
+    choice,
+    first_line,
+    instance,
+    optional,
+    shown,
+    size,
+)
 from moekit.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from moekit.checkpoint import ExpertNames
 
 Module = Callable[[Tensor], Tensor]
+
+# The problem, the router and `parallel_config` judge the others.
+_KINDS = {
+    "is_act_and_mul": optional(FLAG),
+    "shared_experts": optional(FUNCTION),
+    "shared_experts_partial": FLAG,
+    "tp_size": optional(size(1, MAX_RANKS)),
+    "dp_size": size(1, MAX_RANKS),
+    "enable_expert_parallel": FLAG,
+    "parallel": optional(instance("a ParallelConfig", ParallelConfig)),
+    "group": optional(GROUP),
+    "is_sequence_parallel": FLAG,
+    "expert_placement_strategy": choice(PLACEMENTS),
+    "reduce_results": FLAG,
+    "dispatcher": optional(NAME),
+    "experts": optional(NAME),
+    "checked": optional(FLAG),
+    "peer_timeout": TIMEOUT,
+    "prefix": optional(NAME),
+}
 
 
 class FusedMoE(nn.Module):
@@ -115,6 +150,7 @@ class FusedMoE(nn.Module):
         prefix: str | None = None,
     ) -> None:
         super().__init__()
+        accept(_KINDS, locals())
         self.prefix = ops.register(self, prefix)
         self.device = _device(device)
         if parallel is None:
@@ -140,7 +176,7 @@ class FusedMoE(nn.Module):
             device=self.device,
         )
         bias = e_score_correction_bias
-        if bias is not None and not isinstance(bias, nn.Parameter):
+        if isinstance(bias, Tensor) and not isinstance(bias, nn.Parameter):
             bias = bias.to(self.device)  # a parameter goes with its owner
         self.router = Router(
             num_experts=num_experts,
@@ -214,7 +250,9 @@ class FusedMoE(nn.Module):
         Raises WeightsError listing all that does not fit; the layer is then without weights.
         """
         self.packed = None
-        self.packed = self.kernel.pack(weights.to(self.device))
+        if isinstance(weights, ExpertWeights):  # else pack() says what it wants
+            weights = weights.to(self.device)
+        self.packed = self.kernel.pack(weights)
 
     def load_checkpoint(
         self, path: str | Path, names: ExpertNames | str | None, layer: int, **options: Any
@@ -235,6 +273,7 @@ class FusedMoE(nn.Module):
         """
         if self.packed is None:
             raise WeightsError(f"layer {self.prefix!r} has no weights: call load_weights() first")
+        num_tokens = check_tokens(num_tokens)
         self.kernel.warmup(self.packed, min(num_tokens, self.problem.max_num_tokens or num_tokens))
 
     # -- replicas ---------------------------------------------------------------------------
@@ -245,13 +284,23 @@ class FusedMoE(nn.Module):
         It is kept, not copied: overwritten in place, it also changes captured graphs. record: is
         called with the logical ids (T, K) of every call, -1 where there is none.
         """
-        if table.dim() != 2 or table.shape[0] != self.problem.num_experts:
+        check_tensor("replicas", table)
+        shaped = table.dim() == 2 and table.shape[0] == self.problem.num_experts
+        if not shaped or table.dtype not in ID_DTYPES:
             raise InvalidInput(
-                f"replicas are {tuple(table.shape)}, want ({self.problem.num_experts}, M): a row "
-                "of physical ids for each expert"
+                f"replicas are {tuple(table.shape)} {table.dtype}, want "
+                f"({self.problem.num_experts}, M) of int32 or int64: a row of physical ids for "
+                "each expert"
             )
         if table.device != self.device:
             raise InvalidInput(f"replicas are on {table.device}, want {self.device}")
+        end = self.problem.num_physical_experts
+        if bool(((table < -1) | (table >= end)).any() | (table < 0).all(dim=1).any()):
+            raise InvalidInput(
+                f"replicas hold ids outside 0..{end - 1} (-1 past the last), or no id for an expert"
+            )
+        if record is not None:
+            check_function("record", record)
         # Batches begin with different replicas; ranks with the same tokens choose the same ones.
         batch = self.ranks.rank if self.ranks.splits else self.ranks.rank // self.ranks.copies
 
@@ -282,8 +331,11 @@ class FusedMoE(nn.Module):
         each other when there is a max_num_tokens, which CUDA graphs over NCCL alone need.
         """
         grad_enabled = torch.is_grad_enabled()
-        floats = (x, router_logits, topk_weights) if grad_enabled else ()
-        grads = any(t is not None and t.requires_grad for t in floats)
+        tensors = (x, router_logits, topk_weights, topk_ids, is_padding) if grad_enabled else ()
+        grads = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+        # Arguments of other types go to `run`, which says what is wrong with them.
+        grads = grads and all(t is None or isinstance(t, Tensor) for t in tensors)
+        grads = grads and (max_tokens is None or isinstance(max_tokens, int))
         if torch.compiler.is_compiling() or grads:
             operator = ops.fused_moe if self.graph_safe else ops.fused_moe_without_graphs
             return operator(
@@ -313,11 +365,13 @@ class FusedMoE(nn.Module):
             call = self._prepare(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens)
         except Exception as error:  # whatever it is, no peer may wait for this rank
             fault = error
-        chunks = self.ranks.num_chunks(0 if call is None else call.x.shape[0], max_tokens)
         if call is None:
             assert fault is not None
+            if max_tokens is None:  # the other ranks ask
+                self.ranks.num_chunks(0, None)
             self.kernel.abort(fault)
             raise fault
+        chunks = self.ranks.num_chunks(call.x.shape[0], max_tokens)
         shared = self._fork_shared(call.x)
         out = self._routed(call, chunks, shared)
         self._add(out, call, shared)
@@ -336,6 +390,7 @@ class FusedMoE(nn.Module):
     ) -> _Call:
         if self.packed is None:
             raise WeightsError(f"layer {self.prefix!r} has no weights: call load_weights() first")
+        check_tensor("x", x)
         if x.dim() < 2 or x.shape[-1] != self.problem.hidden_size:
             raise InvalidInput(
                 f"x has shape {tuple(x.shape)}, want (..., {self.problem.hidden_size})"
@@ -344,11 +399,12 @@ class FusedMoE(nn.Module):
         flat = len(leading) == 1 and not self.ranks.splits
         x_TH = x if flat else x.flatten(0, len(leading) - 1)
         tokens = x_TH.shape[0]
-        if max_tokens is not None and max_tokens < tokens:
+        if max_tokens is not None and check_tokens(max_tokens, "max_tokens") < tokens:
             raise InvalidInput(f"max_tokens={max_tokens}, but this rank passes {tokens}")
         share = self.ranks.share(tokens)
 
         def mine(name: str, tensor: Tensor, *width: int) -> Tensor:
+            check_tensor(name, tensor)
             if tensor.shape != (*leading, *width):
                 raise InvalidInput(
                     f"{name} has shape {tuple(tensor.shape)}, want {(*leading, *width)} for x "
@@ -389,7 +445,7 @@ class FusedMoE(nn.Module):
             return None
 
         def checked(x_TH: Tensor) -> Tensor:
-            return check_shared(function(x_TH), x_TH)
+            return check_shared(function, x_TH)
 
         return Beside(checked, x_TH)
 
@@ -482,6 +538,8 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
+        if not isinstance(device, (str, torch.device)):
+            raise RuntimeError("this is neither a name nor a torch.device")
         found = torch.device(device)
         if found.type != "cpu":
             module = torch.get_device_module(found)
@@ -489,17 +547,20 @@ def _device(device: torch.device | str | None) -> torch.device:
                 raise RuntimeError(f"torch sees no {found.type} device here")
             if found.index is None:
                 found = torch.device(found.type, module.current_device())
-    except RuntimeError as error:
+    except Exception as error:  # each device type has its own
         raise InvalidProblem(
-            f"device={str(device)!r}: {str(error).splitlines()[0]}; want where the layer shall "
-            "run, 'cpu' or 'cuda', say"
+            f"device={shown(device)}: {first_line(error)}; want where the layer shall run, "
+            "'cpu' or 'cuda', say"
         ) from error
     return found
 
 
 def _gated(activation: Activation | str, is_act_and_mul: bool | None) -> Activation:
     found = Activation(activation) if isinstance(activation, str) else activation
-    if is_act_and_mul is None or is_act_and_mul == found.gated:
+    # MoEProblem refuses what is no Activation.
+    if is_act_and_mul is None or not isinstance(found, Activation):
+        return found
+    if is_act_and_mul == found.gated:
         return found
     if not is_act_and_mul and f"{found.name}_no_mul" in NON_GATED:
         return replace(found, name=f"{found.name}_no_mul")

@@ -12,9 +12,16 @@ from moekit.eplb.placement import Placement
 from moekit.errors import GroupMismatch, InvalidInput, InvalidProblem
 from moekit.group import has_backend, resolve
 from moekit.problem import MoEProblem, ParallelConfig
+from moekit.validate import FLAG, MAX_RANKS, accept, size
 from moekit.workspace import is_capturing
 
 PLACEMENTS = ("linear", "round_robin")
+_KINDS = {
+    "tp_size": size(1, MAX_RANKS),
+    "dp_size": size(1, MAX_RANKS),
+    "rank": size(0, MAX_RANKS),
+    "enable_expert_parallel": FLAG,
+}
 
 
 def parallel_config(
@@ -26,9 +33,7 @@ def parallel_config(
     the experts, whole; without, a slice of every expert: ep_size, or else tp_size, is
     dp_size * tp_size. Tokens move where dp_size > 1.
     """
-    for name, size in (("tp_size", tp_size), ("dp_size", dp_size)):
-        if size < 1:
-            raise InvalidProblem(f"{name}={size}: want at least 1")
+    accept(_KINDS, locals())
     ranks = tp_size * dp_size
     if not 0 <= rank < ranks:
         raise InvalidProblem(
@@ -64,10 +69,6 @@ def place(problem: MoEProblem, strategy: str) -> Placement:
     linear: contiguous shares, then the replicas. round_robin: expert e on rank e % ep_size. Either
     way the first ranks get the remainder.
     """
-    if strategy not in PLACEMENTS:
-        raise InvalidProblem(
-            f"expert_placement_strategy={strategy!r}: want one of {', '.join(PLACEMENTS)}"
-        )
     if strategy == "linear":
         return Placement.default(problem)
     if problem.num_redundant_experts:

@@ -8,14 +8,28 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import Any
 
 import torch
 
 from moekit.activation import Activation
 from moekit.errors import InvalidProblem
-from moekit.quant import QuantScheme, scheme
+from moekit.quant import SCHEMES, QuantScheme, scheme
+from moekit.validate import (
+    FLAG,
+    MAX_EXPERTS,
+    MAX_RANKS,
+    MAX_WIDTH,
+    Kind,
+    accept,
+    accept_fields,
+    converted,
+    first_line,
+    instance,
+    optional,
+    shown,
+    size,
+)
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -44,12 +58,33 @@ class ActivationFormat(enum.Enum):
         return f"ActivationFormat.{self.name}"
 
 
+def _device_type(value: Any) -> str:
+    if torch.device(value).type != value:
+        raise ValueError
+    return str(value)
+
+
+def _capability(value: Any) -> tuple[int, int]:
+    major, minor = value if isinstance(value, tuple) else ()
+    return size(0, 999).keep(major), size(0, 99).keep(minor)
+
+
+_DEVICE = {
+    "type": Kind("a type of device that torch knows, for example 'cpu' or 'cuda'", _device_type),
+    "capability": optional(Kind("a tuple of two integers, for example (9, 0)", _capability)),
+    "name": instance("a str", str),
+    "arch": instance("a str", str),
+}
+
+
 @dataclass(frozen=True)
 class DeviceSpec:
     """A kind of device: ``type`` as torch names it and, where it has one, a compute capability.
 
     AMD's GPUs, which torch calls "cuda" too, have no capability but an ``arch``, as in "gfx942".
     Given explicitly, it lets any machine ask what would run on another one.
+
+    Raises InvalidProblem for a type that torch does not know, and for fields of other types.
     """
 
     type: str
@@ -57,10 +92,14 @@ class DeviceSpec:
     name: str = ""
     arch: str = ""
 
+    def __post_init__(self) -> None:
+        accept_fields(self, _DEVICE)
+
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:
         """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"gfx942"`` (AMD's),
         ``"cuda"``, ``"cuda:1"`` (of this machine)."""
+        accept({"device": instance("a str, for example 'sm90'", str)}, {"device": text})
         if match := re.fullmatch(r"(gfx[0-9a-f]+)(:.*)?", text):
             return cls("cuda", arch=match[1])
         if match := re.fullmatch(r"sm_?(1?\d)(\d)a?", text):
@@ -70,7 +109,7 @@ class DeviceSpec:
         if re.fullmatch(r"[a-z]+", text):
             return cls(text)
         raise InvalidProblem(
-            f"device {text!r} is not understood; examples: 'cpu', 'cuda', 'sm90', 'gfx942'"
+            f"device {shown(text)} is not understood; examples: 'cpu', 'cuda', 'sm90', 'gfx942'"
         )
 
     @classmethod
@@ -81,7 +120,8 @@ class DeviceSpec:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceSpec:
-        """Of a torch device of this machine. Raises InvalidProblem for a GPU that is not there."""
+        """Of a torch device of this machine. Raises InvalidProblem if torch does not see it."""
+        accept({"device": instance("a torch.device", torch.device)}, {"device": device})
         if device.type == "cpu":
             return cls("cpu")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -89,8 +129,15 @@ class DeviceSpec:
                 f"device {str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} "
                 "CUDA devices here; name the capability instead, as in 'sm90'"
             )
-        module = torch.get_device_module(device)
-        name = getattr(module, "get_device_name", lambda _: "")(device)
+        try:
+            module = torch.get_device_module(device)
+            name = getattr(module, "get_device_name", lambda _: "")(device)
+        except Exception as error:  # each device type has its own
+            raise InvalidProblem(
+                f"device {str(device)!r} was asked for, but torch sees none here "
+                f"({type(error).__name__}: {first_line(error)}); name a device that is "
+                "here, or ask about another machine with a DeviceSpec"
+            ) from error
         if device.type == "cuda" and torch.version.hip:
             arch = module.get_device_properties(device).gcnArchName.partition(":")[0]
             return cls(device.type, None, str(name), arch)
@@ -100,8 +147,9 @@ class DeviceSpec:
 
     def meets(self, wanted: str) -> bool:
         """``wanted``: "any", a type, ``"cuda>=9.0"``, ``"cuda==9.0"`` or ``"gfx942"``."""
-        match = DEVICE_PATTERN.fullmatch(wanted)
-        assert match is not None, wanted
+        match = DEVICE_PATTERN.fullmatch(wanted) if isinstance(wanted, str) else None
+        if match is None:
+            raise InvalidProblem(f"wanted={shown(wanted)}: it must be like 'cpu' or 'cuda>=9.0'")
         if match["arch"] or wanted == "any":
             return wanted in ("any", self.arch)
         if match["op"] is None:
@@ -124,6 +172,16 @@ def partition(total: int, size: int, rank: int) -> range:
     return range(start, start + share + (rank < extra))
 
 
+_RANKS = {
+    "ep_size": size(1, MAX_RANKS),
+    "ep_rank": size(0, MAX_RANKS),
+    "tp_size": size(1, MAX_RANKS),
+    "tp_rank": size(0, MAX_RANKS),
+    "dp_size": size(0, MAX_RANKS),
+    "nodes": size(1, MAX_RANKS),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How one MoE layer is spread over ranks, seen from one of them.
@@ -137,6 +195,8 @@ class ParallelConfig:
     where there are fewer batches than ranks, consecutive ranks share one.
     A rank's place in the layer's process group is ``ep_rank * tp_size + tp_rank``.
     nodes: hosts that these ranks are spread over, as many on each, in the order of their places.
+
+    Raises InvalidProblem for values of another type, out of range, or that contradict each other.
     """
 
     ep_size: int = 1
@@ -147,16 +207,14 @@ class ParallelConfig:
     nodes: int = 1
 
     def __post_init__(self) -> None:
+        accept_fields(self, _RANKS)
         for kind in ("ep", "tp"):
-            size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
-            if not isinstance(size, Integral) or size < 1 or rank not in range(size):
+            most, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
+            if rank >= most:
                 raise InvalidProblem(
-                    f"{kind}_rank={rank!r} with {kind}_size={size!r}: want a size of at least 1 "
-                    f"and a rank in [0, {kind}_size)"
+                    f"{kind}_rank={rank} with {kind}_size={most}: want a rank in [0, {most})"
                 )
-        if self.dp_size < 0:
-            raise InvalidProblem(f"dp_size={self.dp_size}: want at least 1 (or 0 for ep_size)")
-        if self.nodes < 1 or self.num_ranks % self.nodes:
+        if self.num_ranks % self.nodes:
             raise InvalidProblem(
                 f"nodes={self.nodes}: want a number of hosts that the {self.num_ranks} ranks "
                 "(ep_size x tp_size) divide by"
@@ -172,6 +230,40 @@ class ParallelConfig:
     def moves_tokens(self) -> bool:
         """True when ranks hold different tokens, so that a dispatcher must exchange them."""
         return self.dp_size > 1
+
+
+def _known_scheme(value: Any) -> QuantScheme:
+    value = scheme(value) if isinstance(value, str) else value
+    if SCHEMES[value.name] != value:
+        raise ValueError
+    return SCHEMES[value.name]
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if value not in DTYPES.values():
+        raise ValueError
+    return DTYPES[str(value).removeprefix("torch.")]
+
+
+_PROBLEM = {
+    "num_experts": size(1, MAX_EXPERTS),
+    "top_k": size(),
+    "hidden_size": size(1, MAX_WIDTH),
+    "intermediate_size": size(1, MAX_WIDTH),
+    "dtype": Kind("one of " + ", ".join(f"torch.{name}" for name in DTYPES), _dtype),
+    "activation": converted("an Activation or the name of one", Activation, {str: Activation}),
+    "quant": Kind("a QuantScheme of moekit.SCHEMES or the name of one", _known_scheme),
+    "has_bias": FLAG,
+    "apply_router_weight_on_input": FLAG,
+    "num_redundant_experts": size(0, MAX_EXPERTS),
+    "max_num_tokens": optional(size()),
+    "parallel": instance("a ParallelConfig", ParallelConfig),
+    "device": converted(
+        "a DeviceSpec, a torch.device or the name of a device",
+        DeviceSpec,
+        {str: DeviceSpec.parse, torch.device: DeviceSpec.of},
+    ),
+}
 
 
 @dataclass(frozen=True, init=False)
@@ -223,56 +315,15 @@ class MoEProblem:
         parallel: ParallelConfig | None = None,
         device: DeviceSpec | torch.device | str | None = None,
     ) -> None:
-        if isinstance(device, str):
-            device = DeviceSpec.parse(device)
-        elif isinstance(device, torch.device):
-            device = DeviceSpec.of(device)
-        values = {
-            "num_experts": num_experts,
-            "top_k": top_k,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "dtype": dtype,
-            "activation": Activation(activation) if isinstance(activation, str) else activation,
-            "quant": scheme(quant) if isinstance(quant, str) else quant,
-            "has_bias": has_bias,
-            "apply_router_weight_on_input": apply_router_weight_on_input,
-            "num_redundant_experts": num_redundant_experts,
-            "max_num_tokens": max_num_tokens,
-            "parallel": parallel or ParallelConfig(),
-            "device": DeviceSpec.detect() if device is None else device,
-        }
-        for name, value in values.items():
+        parallel = ParallelConfig() if parallel is None else parallel
+        device = DeviceSpec.detect() if device is None else device
+        for name, value in accept(_PROBLEM, locals()).items():
             object.__setattr__(self, name, value)
-        self._check()
-
-    def _check(self) -> None:
-        for name, kind in (
-            ("activation", Activation), ("quant", QuantScheme), ("parallel", ParallelConfig),
-            ("device", DeviceSpec),
-        ):  # fmt: skip
-            if not isinstance(getattr(self, name), kind):
-                raise InvalidProblem(f"{name}={getattr(self, name)!r}: want a {kind.__name__}")
-        positive = ["num_experts", "top_k", "hidden_size", "intermediate_size"]
-        if self.max_num_tokens is not None:
-            positive.append("max_num_tokens")
-        for name in ("has_bias", "apply_router_weight_on_input"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise InvalidProblem(f"{name}={value!r}: want True or False")
-        for name in positive:
-            if not isinstance(value := getattr(self, name), Integral) or value < 1:
-                raise InvalidProblem(f"{name}={value!r}: want an integer of at least 1")
         if self.top_k > self.num_experts:
             raise InvalidProblem(
                 f"top_k={self.top_k} exceeds num_experts={self.num_experts}: "
                 "a token cannot go to more experts than there are"
             )
-        if self.dtype not in DTYPES.values():
-            known = ", ".join(f"torch.{name}" for name in DTYPES)
-            raise InvalidProblem(f"dtype={self.dtype!r}: want one of {known}")
-        redundant = self.num_redundant_experts
-        if not isinstance(redundant, Integral) or redundant < 0:
-            raise InvalidProblem(f"num_redundant_experts={redundant!r}: want an integer, 0 or more")
         if self.apply_router_weight_on_input and self.top_k != 1:
             raise InvalidProblem(
                 "apply_router_weight_on_input needs top_k=1 (one weight per token), "

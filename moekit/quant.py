@@ -27,12 +27,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.errors import InvalidProblem
+from moekit.validate import FLAG, NAME, Kind, accept_fields, instance, optional, shown, size
 
 _QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1": 6.0}
 _TORCH_DTYPE = {
@@ -46,6 +48,21 @@ INT4_ZERO = 8
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST_AMAX = 1e-12
 _SMALLEST_E4M3 = 2.0**-9
+
+
+def _extents(value: Any) -> tuple[int, int]:
+    rows, columns = value if isinstance(value, tuple) else ()
+    if 0 in (rows, columns):
+        raise ValueError
+    return size(-1).keep(rows), size(-1).keep(columns)
+
+
+_OPERAND = {
+    "dtype": NAME,
+    "group": Kind("a tuple (rows, columns), -1 for the whole extent", _extents),
+    **dict.fromkeys(("static", "zero_points", "act_order"), FLAG),
+    "scale_dtype": NAME,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +83,9 @@ class OperandQuant:
     zero_points: bool = False
     act_order: bool = False
     scale_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _OPERAND)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -96,6 +116,11 @@ class OperandQuant:
         return (1 if gr < 0 else -(-rows // gr), 1 if gc < 0 else -(-columns // gc))
 
 
+_SCHEME = {"name": NAME} | dict.fromkeys(
+    ("weight", "activation"), optional(instance("an OperandQuant", OperandQuant))
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantScheme:
     """Weights x activations. ``activation`` None means 16-bit (or fp32) activations."""
@@ -103,6 +128,9 @@ class QuantScheme:
     name: str
     weight: OperandQuant | None = None
     activation: OperandQuant | None = None
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _SCHEME)
 
 
 def _scheme(
@@ -185,11 +213,10 @@ WIRE_SCHEMES = frozenset(
 
 def scheme(name: str) -> QuantScheme:
     """The named scheme; raises InvalidProblem listing the known names."""
-    try:
-        return SCHEMES[name]
-    except KeyError:
+    if not isinstance(name, str) or name not in SCHEMES:
         known = ", ".join(SCHEMES)
-        raise InvalidProblem(f"quant scheme {name!r} is unknown; choose one of: {known}") from None
+        raise InvalidProblem(f"quant scheme {shown(name)} is unknown; choose one of: {known}")
+    return SCHEMES[name]
 
 
 def _expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:

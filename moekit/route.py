@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moekit.checks import ID_DTYPES, check_ids, check_tensor, check_tokens
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.kernel import Routing
+from moekit.validate import FLAG, FUNCTION, accept, choice, optional, real, shown, size
 
 _SCORING: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(dim=-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+
+OPTIONS = {
+    "top_k": size(),
+    "scoring": choice(_SCORING),
+    "renormalize": FLAG,
+    "num_expert_group": optional(size()),
+    "topk_group": optional(size()),
+    "routed_scaling_factor": real(),
+    "checked": optional(FLAG),
 }
 
 
@@ -42,7 +56,8 @@ def route(
     routed_scaling_factor multiplies the weights last.
     custom: ``(logits_TE fp32, top_k) -> (weights_TK, ids_TK)`` in place of all of these.
     is_padding (T,) bool: these tokens get ids -1 and weights 0.
-    checked: refuse NaN and +infinity; default on the CPU only, as it synchronizes with the device.
+    checked: refuse NaN and +infinity, and ids of ``custom`` that name no expert or one twice;
+    default on the CPU only, as it synchronizes with the device.
 
     A logit of -infinity masks its expert, which is then chosen, with weight 0, only where fewer
     than K are left. A correction_bias, as it chooses, masks by -infinity of its own: not with
@@ -50,23 +65,24 @@ def route(
 
     Llama-4: ``scoring="sigmoid", top_k=1`` with ``apply_router_weight_on_input`` in the problem.
     gpt-oss: ``renormalize=True``.
+
+    Raises InvalidInput for tensors, and InvalidProblem for options, that do not fit.
     """
-    _check_shapes(logits, top_k, correction_bias, num_expert_group, topk_group, is_padding)
+    _check_shapes(logits, correction_bias, is_padding)
+    options = (top_k, scoring, renormalize, num_expert_group, topk_group, routed_scaling_factor)
+    try:
+        _check_options(logits.shape[1], *options, checked)
+    except TypeError:  # a value that has no hash
+        _check_options.__wrapped__(logits.shape[1], *options, checked)
     scores_TE = logits.float()
-    if checked or (checked is None and logits.device.type == "cpu"):
+    if checked is None or logits.is_meta:
+        checked = logits.device.type == "cpu"
+    if checked:
         grouped = num_expert_group is not None
         _check_values(scores_TE, top_k, correction_bias, grouped, is_padding)
     if custom is not None:
-        weights, ids = custom(scores_TE, top_k)
-        if weights.shape != (logits.shape[0], top_k) or ids.shape != weights.shape:
-            raise InvalidInput(
-                f"custom routing gave weights {tuple(weights.shape)} and ids {tuple(ids.shape)}, "
-                f"want ({logits.shape[0]}, {top_k}) each"
-            )
-        weights, ids = weights.float(), ids.long()
+        weights, ids = _custom(custom, scores_TE, top_k, checked)
     else:
-        if scoring not in _SCORING:
-            raise InvalidProblem(f"scoring {scoring!r}: want one of {', '.join(_SCORING)}")
         # A softmax keeps the order, so that the chosen alone need one where they sum to one.
         late = scoring == "softmax" and renormalize and correction_bias is None
         late = late and num_expert_group is None
@@ -85,7 +101,7 @@ def route(
         elif renormalize:
             weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-20)
         if routed_scaling_factor != 1.0:
-            weights = weights * routed_scaling_factor
+            weights = weights * float(routed_scaling_factor)
     if is_padding is not None:
         ids = ids.masked_fill(is_padding[:, None], -1)
         weights = weights.masked_fill(is_padding[:, None], 0.0)
@@ -100,12 +116,22 @@ def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
     ranks that hold the same tokens must pass the same. Experts begin with different ones, too:
     a single token's do not all go to the first replicas.
     """
-    ids = routing.topk_ids
+    if not isinstance(routing, Routing):
+        raise InvalidInput(f"routing is {shown(routing)}, want moekit.Routing")
+    ids, offset = routing.topk_ids, check_tokens(offset, "offset")
+    for name, table in (("topk_ids", ids), ("replicas", replicas)):
+        check_tensor(name, table)
+        if table.dim() != 2 or table.dtype not in ID_DTYPES:
+            raise InvalidInput(f"{name} is {shown(table)}, want two dimensions of int32 or int64")
+    if not replicas.numel():
+        raise InvalidInput(f"replicas is {shown(replicas)}, want at least one for each expert")
     replicas = replicas.to(ids.device, ids.dtype)
     counts = (replicas >= 0).sum(dim=1)
-    if replicas.device.type == "cpu" and bool((counts == 0).any()):
-        missing = int((counts == 0).nonzero()[0])
-        raise InvalidInput(f"logical expert {missing} has no replica: every expert needs one")
+    if replicas.device.type == "cpu":
+        if bool((counts == 0).any()):
+            missing = int((counts == 0).nonzero()[0])
+            raise InvalidInput(f"logical expert {missing} has no replica: every expert needs one")
+        check_ids(ids, len(replicas))
     logical = ids.clamp(min=0)
     token = torch.arange(offset, offset + ids.shape[0], device=ids.device)[:, None]
     replica = (token + logical) % counts[logical]
@@ -171,23 +197,79 @@ def _check_values(
             )
 
 
+def _custom(
+    custom: Callable[[Tensor, int], Any], logits_TE: Tensor, top_k: int, checked: bool
+) -> tuple[Tensor, Tensor]:
+    """The weights and ids that ``custom`` returns; raises InvalidInput for any other answer."""
+    accept({"custom": FUNCTION}, {"custom": custom})
+    answer, wanted = custom(logits_TE, top_k), (logits_TE.shape[0], top_k)
+    if not (isinstance(answer, (tuple, list)) and len(answer) == 2):
+        raise InvalidInput(f"custom routing gave {shown(answer)}, want a tuple (weights, ids)")
+    weights, ids = answer
+    for tensor in answer:
+        check_tensor("what custom routing gave", tensor)
+    if weights.shape != wanted or ids.shape != wanted:
+        raise InvalidInput(
+            f"custom routing gave weights {tuple(weights.shape)} and ids {tuple(ids.shape)}, "
+            f"want ({logits_TE.shape[0]}, {top_k}) each"
+        )
+    integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
+    if not (integers and weights.is_floating_point()):
+        raise InvalidInput(
+            f"custom routing gave weights {weights.dtype} and ids {ids.dtype}: weights must be of "
+            "a float dtype and ids of an integer dtype; are they the other way round?"
+        )
+    if weights.device != logits_TE.device or ids.device != logits_TE.device:
+        raise InvalidInput(
+            f"custom routing gave weights on {weights.device} and ids on {ids.device}, want both "
+            f"on {logits_TE.device}, where the logits are"
+        )
+    ids = ids.long()
+    if checked:
+        check_ids(ids, logits_TE.shape[1])
+    return weights.float(), ids
+
+
 def _check_shapes(
-    logits: Tensor,
-    top_k: int,
-    correction_bias: Tensor | None,
-    num_expert_group: int | None,
-    topk_group: int | None,
-    is_padding: Tensor | None,
+    logits: Tensor, correction_bias: Tensor | None, is_padding: Tensor | None
 ) -> None:
+    check_tensor("logits", logits)
     if logits.dim() != 2 or not logits.is_floating_point():
         raise InvalidInput(
             f"logits are {tuple(logits.shape)} {logits.dtype}, want (T, E) of a float dtype"
         )
     T, E = logits.shape
-    if not 1 <= top_k <= E:
+    for name, tensor, wanted in (
+        ("correction_bias", correction_bias, (E,)), ("is_padding", is_padding, (T,)),
+    ):  # fmt: skip
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.shape != wanted:
+            raise InvalidInput(f"{name} is {tuple(tensor.shape)}, want {wanted}")
+        if tensor.device != logits.device:
+            raise InvalidInput(f"{name} is on {tensor.device}, logits on {logits.device}: move one")
+    if correction_bias is not None and not correction_bias.is_floating_point():
+        raise InvalidInput(f"correction_bias is {correction_bias.dtype}, want a float dtype")
+    if is_padding is not None and is_padding.dtype != torch.bool:
+        raise InvalidInput(f"is_padding is {is_padding.dtype}, want ({T},) bool")
+
+
+# Calls repeat a layer's options: they are looked up, not judged again.
+@lru_cache(maxsize=256, typed=True)
+def _check_options(
+    E: int,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    routed_scaling_factor: float,
+    checked: bool | None,
+) -> None:
+    accept(OPTIONS, locals())
+    if top_k > E:
         raise InvalidProblem(f"top_k={top_k}: want 1..{E}, the number of experts")
-    if correction_bias is not None and tuple(correction_bias.shape) != (E,):
-        raise InvalidInput(f"correction_bias is {tuple(correction_bias.shape)}, want ({E},)")
     if (num_expert_group is None) != (topk_group is None):
         raise InvalidProblem("num_expert_group and topk_group go together; one is missing")
     if num_expert_group is not None and topk_group is not None:
@@ -201,9 +283,3 @@ def _check_shapes(
                 f"top_k={top_k} exceeds the {topk_group * (E // num_expert_group)} experts of "
                 f"{topk_group} groups"
             )
-    if is_padding is not None and (
-        tuple(is_padding.shape) != (T,) or is_padding.dtype != torch.bool
-    ):
-        raise InvalidInput(
-            f"is_padding is {tuple(is_padding.shape)} {is_padding.dtype}, want ({T},) bool"
-        )

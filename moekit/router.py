@@ -8,12 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moekit.errors import InvalidInput, InvalidProblem
+from moekit.checks import check_ids, check_tensor
+from moekit.errors import InvalidProblem
 from moekit.kernel import Routing
-from moekit.route import route
+from moekit.route import OPTIONS, route
+from moekit.validate import FUNCTION, MAX_EXPERTS, accept, optional, size
 
 # (hidden_states (T, H), router_logits (T, E) fp32, top_k, renormalize) -> (weights, ids), (T, K)
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], "tuple[Tensor, Tensor]"]
+
+
+_KINDS = {
+    **OPTIONS,
+    "num_experts": size(1, MAX_EXPERTS),
+    "zero_expert_num": size(0, MAX_EXPERTS),
+    "scoring_func": OPTIONS["scoring"],
+    "custom_routing_function": optional(FUNCTION),
+}
+del _KINDS["scoring"], _KINDS["checked"]  # the kernel's, and by another name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +48,9 @@ class Router:
     custom_routing_function: RoutingFunction | None
 
     def __post_init__(self) -> None:
-        if self.zero_expert_num < 0:
-            raise InvalidProblem(f"zero_expert_num={self.zero_expert_num}: want 0 or more")
+        accept(_KINDS, vars(self))
+        if self.e_score_correction_bias is not None:
+            check_tensor("e_score_correction_bias", self.e_score_correction_bias)
         if self.custom_routing_function is None:
             # One token of no values: `route` judges the options.
             bias = self.e_score_correction_bias
@@ -93,14 +106,8 @@ class Router:
         )
 
     def check(self, routing: Routing) -> None:
-        """Raises InvalidInput for ids of no expert; synchronizes with the device."""
-        if not routing.topk_ids.numel():
-            return
-        low, high = (int(v) for v in torch.aminmax(routing.topk_ids))
-        if low < -1 or high >= self.width:
-            raise InvalidInput(
-                f"topk_ids span [{low}, {high}], want -1 (no expert) or 0..{self.width - 1}"
-            )
+        """Raises InvalidInput for ids that `check_ids` refuses; synchronizes with the device."""
+        check_ids(routing.topk_ids, self.width)
 
     def take_zero_experts(self, routing: Routing) -> tuple[Routing, Tensor | None]:
         """Real experts' ids only, and what a token's identity experts weigh, (T, 1) or None."""

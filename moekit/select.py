@@ -29,6 +29,7 @@ from moekit.kernel import ModularKernel, PermuteExpertsUnpermute, PrepareAndFina
 from moekit.plugins import BackendSpec, DispatcherSpec, ExpertsSpec, Registry, SpecT, registry
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.strangers import message
+from moekit.validate import FLAG, GROUP, NAME, TIMEOUT, accept, instance, optional
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -39,6 +40,17 @@ SWITCHES = ("MOEKIT_DISPATCHER", "MOEKIT_EXPERTS", tune.VARIABLE)
 _BY_NAME, _BY_PRIORITY = "by name", "by priority"
 # In priority: a bridge costs copies, and padded rows, but less than a reference backend (-100).
 _BRIDGE_COST = 50
+
+
+_PROBLEM = {"problem": instance("a MoEProblem", MoEProblem)}
+_ASKED = dict.fromkeys(("dispatcher", "experts"), optional(NAME)) | {
+    "backends": optional(instance("a Registry", Registry))
+}
+_COMPOSED = _ASKED | {
+    "workspace": optional(instance("a Workspace", Workspace)),
+    "checked": optional(FLAG),
+    "peer_timeout": TIMEOUT,
+}
 
 
 @dataclass(frozen=True)
@@ -150,6 +162,7 @@ def explain(
     Names given here, or in ``MOEKIT_DISPATCHER`` and ``MOEKIT_EXPERTS``, leave only these in the
     running. Raises UnknownBackend or NameClash for a name that means nothing or too much.
     """
+    accept(_PROBLEM | _ASKED, locals())
     backends = backends or registry()
     dispatcher, dispatcher_by = _asked(dispatcher, "MOEKIT_DISPATCHER")
     experts, experts_by = _asked(experts, "MOEKIT_EXPERTS")
@@ -281,8 +294,10 @@ def compose(
     with a warning when nobody named it. A dispatcher that moves tokens is made by all ranks
     together, after they agreed on it, so nothing takes its place.
     """
+    accept(_PROBLEM | {"group": optional(GROUP)}, locals())
     moves = problem.parallel.moves_tokens
     try:
+        accept(_COMPOSED, locals())
         chosen = _choose(problem, dispatcher, experts, group, backends or registry())
     except MoekitError as error:
         if moves:  # the others must hear of it

@@ -13,8 +13,12 @@ from moekit import quant
 from moekit.errors import WeightsError
 from moekit.problem import DTYPES, MoEProblem
 from moekit.quant import OperandQuant, QuantScheme
+from moekit.validate import Kind, accept, first_line, instance, shown
 
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SCHEME = instance("a QuantScheme", QuantScheme)
+_DEVICE = Kind("a device that torch sees here", lambda value: torch.empty(0, device=value).device)
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,16 @@ class ExpertWeights:
     def __post_init__(self) -> None:
         problems = []
         for name, value in vars(self).items():
-            if name != "interleaved" and not isinstance(value, Tensor):
-                if value is not None or name in ("w13", "w2"):
-                    problems.append(f"{name} is a {type(value).__name__}, want a tensor")
+            if name == "interleaved" or (value is None and name not in ("w13", "w2")):
+                continue
+            if not isinstance(value, Tensor):
+                problems.append(f"{name} is a {type(value).__name__}, want a tensor")
+            elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
+                problems.append(f"{name} is {shown(value)}, want a dense tensor")
+        if not isinstance(self.interleaved, bool):
+            problems.append(f"interleaved={shown(self.interleaved)}: want True or False")
+        if not problems and not self.w13.dim():
+            problems.append("w13 is a scalar, want three dimensions")
         _raise(problems)
         for name in ("w13", "w2"):
             weight, scale = getattr(self, name), getattr(self, f"{name}_scale")
@@ -74,14 +85,31 @@ class ExpertWeights:
 
     def select(self, experts: Sequence[int] | Tensor) -> ExpertWeights:
         """The given experts, in the given order (for expert parallelism, replicas, permutation)."""
-        index = torch.as_tensor(experts, device=self.w13.device, dtype=torch.long)
-        return self._map(lambda t: t[index] if t.dim() else t)
+        try:
+            index = torch.as_tensor(experts, device="cpu")
+            if index.dim() != 1 or (index.numel() and index.dtype not in _INTEGERS):
+                raise TypeError(f"these are {shown(index)}")
+            if index.numel() and int(index.min()) < 0:
+                raise IndexError("negative ids name no expert")
+            index = index.long().to(self.w13.device)
+            return self._map(lambda t: t[index] if t.dim() else t)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise WeightsError(
+                f"experts={shown(experts)}: want integers in 0..{self.num_experts - 1} "
+                f"({first_line(error)})"
+            ) from error
 
     def detach(self) -> ExpertWeights:
         """The same memory, without autograd: parameters may be packed."""
         return self._map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> ExpertWeights:
+        """The same weights on ``device``."""
+        accept({"device": _DEVICE}, {"device": device})
+        if meta := [name for name, t in self.tensors().items() if t.is_meta]:
+            raise WeightsError(
+                f"{', '.join(meta)} are meta tensors, which hold no values: load them"
+            )
         return self._map(lambda t: t.to(device))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -105,6 +133,9 @@ class ExpertWeights:
 
     def check(self, problem: MoEProblem) -> None:
         """Raises WeightsError listing everything that does not fit ``problem``."""
+        accept({"problem": instance("a MoEProblem", MoEProblem)}, {"problem": problem})
+        if self.w13.is_meta:
+            raise WeightsError("the weights are meta tensors, which hold no values: load them")
         L, H, scheme = problem.num_local_experts, problem.hidden_size, problem.quant
         rows, inner = problem.w13_rows, problem.local_intermediate_size
         shapes = {"w13": (L, rows, H), "w2": (L, H, inner)}
@@ -194,8 +225,20 @@ class ExpertWeights:
         A static activation scale cannot be known from weights: set it with dataclasses.replace.
         Groups are runs of columns, for schemes in act-order, too.
         """
+        accept({"scheme": _SCHEME}, {"scheme": scheme})
         if scheme.weight is None:
             return self
+        faults = [
+            f"{name} is {shown(weight)}, want (L, N, K) of {', '.join(DTYPES)}"
+            for name, weight in (("w13", self.w13), ("w2", self.w2))
+            if weight.dim() != 3 or weight.dtype not in DTYPES.values()
+        ]
+        faults += [
+            f"{name} has {weight.shape[2]} columns, and 4 bits pack two in a byte"
+            for name, weight in (("w13", self.w13), ("w2", self.w2))
+            if not faults and scheme.weight.packed and weight.shape[2] % 2
+        ]
+        _raise(faults)
         if scheme.weight.zero_points:
             w13, w13_scale, w13_zeros = quant.quantize_with_zeros(self.w13, scheme.weight)
             w2, w2_scale, w2_zeros = quant.quantize_with_zeros(self.w2, scheme.weight)

@@ -192,11 +192,12 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
     ("more", "said"),
     [
         ("--top-k 300", "top_k=300 exceeds num_experts=256"),
-        ("--hidden-size 0", "hidden_size=0: want an integer of at least 1"),
+        ("--hidden-size 0", "hidden_size=0: it must be an integer of at least 1"),
         ("--quant fp3", "'fp3'"),
         ("--activation tanh", "activation 'tanh' is unknown; choose one of"),
         ("--activation gelu --activation-limit 7", "has no clamp"),
         ("--device nvidia!", "device 'nvidia!' is not understood; examples"),
+        ("--device foo", "type='foo': it must be a type of device that torch knows"),
         ("--tp 3", "intermediate_size=2048 does not divide by tp_size=3"),
         ("--ep 0", "ep_size=0"),
         ("--experts tritn", "no experts backend named 'tritn'; there are: reference, torch"),

@@ -36,14 +36,14 @@ def test_window_slides_and_skips_padding() -> None:
     window.record(torch.tensor([[1, 2]]), layer=0)
     assert window.total().tolist() == [[0] * 4, [0] * 4], "an unfinished step counts"
     window.step()
-    window.record(torch.tensor([[3, 3]]), layer=1)
+    window.record(torch.tensor([[3], [3]]), layer=1)
     window.step()
     assert window.total().tolist() == [[1, 3, 1, 0], [0, 0, 0, 2]]
     window.step()
     assert window.total().tolist() == [[0] * 4, [0, 0, 0, 2]], "the oldest step must leave"
     window.step()
     assert window.total().tolist() == [[0] * 4, [0] * 4]
-    with pytest.raises(InvalidInput, match="want at least 1"):
+    with pytest.raises(InvalidInput, match="steps=0: it must be an integer"):
         LoadWindow(1, 4, 0)
 
 

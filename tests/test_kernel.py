@@ -318,9 +318,9 @@ def test_memory_needs_a_token_count() -> None:
         kernel.memory()
     assert kernel.memory(128).total > kernel.memory(16).total > 0
     for wrong in (-1, 2.5, True):
-        with pytest.raises(InvalidInput, match=f"num_tokens is {wrong}, want a whole number"):
+        with pytest.raises(InvalidInput, match=f"num_tokens={wrong}: it must be an integer"):
             kernel.memory(wrong)
-        with pytest.raises(InvalidInput, match="want a whole number"):
+        with pytest.raises(InvalidInput, match="it must be an integer of at least 0"):
             kernel.warmup(kernel.pack(weights()), wrong)
     assert moekit.compose(PROBLEM.replace(max_num_tokens=16)).memory() == kernel.memory(16)
 

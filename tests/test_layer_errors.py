@@ -32,7 +32,7 @@ ROUTING = moekit.route(torch.randn(5, E), K)
         ({"activation": "swish"}, InvalidProblem, "activation 'swish' is unknown"),
         ({"quant": "fp5"}, InvalidProblem, "quant scheme 'fp5' is unknown"),
         ({"params_dtype": torch.float64}, InvalidProblem, "dtype=torch.float64"),
-        ({"scoring_func": "tanh"}, InvalidProblem, "scoring 'tanh'"),
+        ({"scoring_func": "tanh"}, InvalidProblem, "scoring_func='tanh': it must be one of"),
         ({"num_expert_group": 3}, InvalidProblem, "num_expert_group and topk_group go together"),
         ({"num_expert_group": 4, "topk_group": 2}, InvalidProblem, "groups that divide the 6"),
         ({"num_expert_group": 3, "topk_group": 1}, InvalidProblem, "top_k=3 exceeds the 2"),
@@ -70,7 +70,11 @@ ROUTING = moekit.route(torch.randn(5, E), K)
             "without is_sequence_parallel",
         ),
         ({"apply_router_weight_on_input": True}, InvalidProblem, "needs top_k=1"),
-        ({"expert_placement_strategy": "random"}, InvalidProblem, "want one of linear, round_rob"),
+        (
+            {"expert_placement_strategy": "random"},
+            InvalidProblem,
+            "must be one of linear, round_rob",
+        ),
         (
             {"expert_placement_strategy": "round_robin", "num_redundant_experts": 2},
             InvalidProblem,

@@ -280,9 +280,10 @@ def test_replicas_compute_what_their_expert_does() -> None:
     assert torch.equal(counted[0], moekit.route(logits, K).topk_ids)
 
     # The table is read where it is: with every expert in slot 0, all tokens go to that one.
+    # Each token names one expert, as it may name a slot only once.
     table.copy_(torch.tensor([0, -1, -1, -1]))
     x = random_x(layer.problem, 5)
-    routing = Routing(torch.ones(5, K) / K, torch.arange(K).expand(5, K))
+    routing = Routing(torch.ones(5, K), torch.tensor([[e] + [-1] * (K - 1) for e in range(5)]))
     out = layer(x, topk_weights=routing.topk_weights, topk_ids=routing.topk_ids)
     only = Routing(torch.ones(5, 1), torch.full((5, 1), held[0]))
     problem = make_layer(top_k=1).problem

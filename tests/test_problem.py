@@ -34,22 +34,22 @@ def test_repr_round_trips(changes: dict) -> None:
     [
         (dict(top_k=9), "top_k=9 exceeds num_experts=8"),
         (dict(hidden_size=0), "hidden_size=0"),
-        (dict(hidden_size=2.5), "hidden_size=2.5: want an integer"),
-        (dict(num_experts="8"), "num_experts='8': want an integer"),
-        (dict(max_num_tokens="x"), "max_num_tokens='x': want an integer"),
-        (dict(quant=None), "quant=None: want a QuantScheme"),
-        (dict(parallel=4), "parallel=4: want a ParallelConfig"),
+        (dict(hidden_size=2.5), "hidden_size=2.5: it must be an integer"),
+        (dict(num_experts="8"), "num_experts='8': it must be an integer"),
+        (dict(max_num_tokens="x"), "max_num_tokens='x': it must be an integer"),
+        (dict(quant=None), "quant=None: it must be a QuantScheme"),
+        (dict(parallel=4), "parallel=4: it must be a ParallelConfig"),
         (dict(device="sm900"), "'sm900' is not understood"),
         (dict(device=torch.device("cuda:99")), "'cuda:99' was asked for"),
         (dict(device="cuda:99"), "'cuda:99' was asked for"),
-        (dict(dtype=torch.int8), "want one of torch.bfloat16"),
+        (dict(dtype=torch.int8), "it must be one of torch.bfloat16"),
         (dict(activation="swish"), "choose one of: .*silu"),
         (dict(quant="fp9"), "choose one of: none, fp8_tensor"),
         (dict(device="sm-90"), "examples: 'cpu', 'cuda', 'sm90'"),
         (dict(apply_router_weight_on_input=True), "needs top_k=1"),
         (dict(parallel=ParallelConfig(ep_size=9)), "a rank would hold none"),
         (dict(parallel=ParallelConfig(tp_size=5)), "does not divide by tp_size=5"),
-        (dict(num_redundant_experts=-1), "want an integer, 0 or more"),
+        (dict(num_redundant_experts=-1), "must be an integer of at least 0"),
     ],
 )
 def test_contradictions_are_refused(changes: dict, said: str) -> None:
@@ -138,11 +138,11 @@ def test_device_spec_of_another_machine() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"has_bias": "no"}, "has_bias='no': want True or False"),
+        ({"has_bias": "no"}, "has_bias='no': it must be True or False"),
         ({"apply_router_weight_on_input": 1}, "apply_router_weight_on_input=1"),
-        ({"num_redundant_experts": 1.5}, "num_redundant_experts=1.5: want an integer"),
-        ({"device": 0}, "device=0: want a DeviceSpec"),
-        ({"dtype": "bfloat16"}, "dtype='bfloat16': want one of torch.bfloat16"),
+        ({"num_redundant_experts": 1.5}, "num_redundant_experts=1.5: it must be an integer"),
+        ({"device": 0}, "device=0: it must be a DeviceSpec"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16': it must be one of torch.bfloat16"),
     ],
 )
 def test_values_of_another_type(changes, said) -> None:

@@ -22,6 +22,8 @@ from moekit.eplb.placement import Placement
 from moekit.errors import GroupMismatch, InvalidInput, PeerFailed, WeightsError
 from moekit.group import has_backend
 from moekit.kernel import PackedWeights
+from moekit.validate import GROUP, accept, instance, optional
+from moekit.validate import size as size_kind
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,15 @@ class HalfMoved(WeightsError):
     """A transfer broke off: what a layer has packed is half old and half new."""
 
 
+_KINDS = {
+    "packed": instance("PackedWeights", PackedWeights),
+    "old": instance("a Placement", Placement),
+    "new": instance("a Placement", Placement),
+    "group": optional(GROUP),
+    "staging_bytes": size_kind(1, 2**62),
+}
+
+
 @torch.inference_mode()
 def migrate(
     packed: PackedWeights,
@@ -72,6 +83,7 @@ def migrate(
     of the weights. HalfMoved when the transfer breaks off: then load the weights again.
     """
     started = time.perf_counter()
+    accept(_KINDS, locals(), InvalidInput)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     tp_size = max(1, size // old.ep_size)
     me, rank_of = rank // tp_size, old.rank_of

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moekit.checks import check_tensor
 from moekit.errors import InvalidInput
 from moekit.problem import MoEProblem, partition
+from moekit.validate import MAX_EXPERTS, MAX_RANKS, Kind, accept_fields, shown, size
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple):
+        raise TypeError
+    return tuple(_id.keep(each) for each in value)
+
+
+_MOST_REPLICAS = 2**27
+_id = size(-MAX_EXPERTS, MAX_EXPERTS)
+_KINDS = {
+    "physical_to_logical": Kind("a tuple of expert ids", _ids),
+    "num_experts": size(1, MAX_EXPERTS),
+    "ep_size": size(1, MAX_RANKS),
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,7 @@ class Placement:
         return cls(held, problem.num_experts, problem.parallel.ep_size)
 
     def __post_init__(self) -> None:
+        accept_fields(self, _KINDS, InvalidInput)
         E, held, faults = self.num_experts, self.physical_to_logical, []
         if outside := sorted({e for e in held if not 0 <= e < E}):
             faults.append(f"slots hold {outside[:8]}, which are no experts of 0..{E - 1}")
@@ -38,7 +58,7 @@ class Placement:
             faults.append(f"{len(missing)} experts have no slot: {missing[:8]}")
         for rank in range(self.ep_size):
             mine = self.on_rank(rank)
-            twice = sorted({e for e in mine if mine.count(e) > 1})
+            twice = sorted(e for e, count in Counter(mine).items() if count > 1)
             if twice and len(mine) <= E:
                 faults.append(f"rank {rank} holds {twice[:8]} more than once")
         if faults:
@@ -68,15 +88,24 @@ class Placement:
     def logical_to_physical(self, device: torch.device | str = "cpu") -> Tensor:
         """`replicas` as `moekit.to_physical` takes them: (E, P - E + 1) int64, -1 past the last."""
         width = len(self.physical_to_logical) - self.num_experts + 1
+        if width * self.num_experts > _MOST_REPLICAS:
+            raise InvalidInput(
+                f"a table of {self.num_experts} experts with up to {width} replicas each has more "
+                f"than {_MOST_REPLICAS} entries: use fewer redundant experts"
+            )
         padded = [[*slots, *[-1] * (width - len(slots))] for slots in self.replicas]
         return torch.tensor(padded, dtype=torch.int64, device=device)
 
     def rank_loads(self, load_E: Tensor) -> Tensor:
         """Tokens of each rank, (ep_size,) float64, when experts spread theirs over replicas."""
-        copies = torch.tensor([len(slots) for slots in self.replicas])
+        wanted = (self.num_experts,)
+        check_tensor("load_E", load_E)
+        if load_E.shape != wanted or load_E.is_complex():
+            raise InvalidInput(f"load_E is {shown(load_E)}, want a tensor {wanted} of real numbers")
+        copies = torch.tensor([len(slots) for slots in self.replicas], device="cpu")
         load_P = (load_E.cpu().double() / copies)[list(self.physical_to_logical)]
-        loads = torch.zeros(self.ep_size, dtype=torch.float64)
-        return loads.index_add_(0, torch.tensor(self.rank_of), load_P)
+        loads = torch.zeros(self.ep_size, dtype=torch.float64, device="cpu")
+        return loads.index_add_(0, torch.tensor(self.rank_of, device="cpu"), load_P)
 
     def imbalance(self, load_E: Tensor) -> float:
         """Heaviest rank's load over the mean: from 1, perfect, to ep_size."""

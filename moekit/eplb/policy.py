@@ -11,6 +11,16 @@ from torch import Tensor
 
 from moekit.eplb.placement import Placement
 from moekit.errors import InvalidInput, InvalidProblem
+from moekit.validate import (
+    FUNCTION,
+    MAX_EXPERTS,
+    accept,
+    accept_fields,
+    instance,
+    real,
+    shown,
+    size,
+)
 
 # Chooses the expert of every slot: (load_E, current) -> P logical ids, the same on all ranks.
 # load_E: tokens per logical expert, (E,) float64 on the CPU.
@@ -30,11 +40,14 @@ class Balanced:
     num_groups: int = 1
     num_nodes: int = 1
 
+    def __post_init__(self) -> None:
+        accept_fields(self, dict.fromkeys(("num_groups", "num_nodes"), size(1, MAX_EXPERTS)))
+
     def __call__(self, load_E: Tensor, current: Placement) -> Sequence[int]:
         load: list[float] = load_E.tolist()
         E, P, ep = current.num_experts, len(current.physical_to_logical), current.ep_size
         G, N = self.num_groups, self.num_nodes
-        if min(G, N) < 1 or E % G or G % N or ep % N or (N > 1 and P % ep):
+        if E % G or G % N or ep % N or (N > 1 and P % ep):
             raise InvalidProblem(
                 f"{E} experts and {P} slots on {ep} ranks do not divide into num_groups={G} "
                 f"on num_nodes={N}; correct these, or use the policy 'global'"
@@ -67,12 +80,21 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 
 def named_policy(name: str, options: Mapping[str, int]) -> Policy:
     """The policy that ``POLICIES[name]`` makes; InvalidInput for an unknown name or option."""
-    if name not in POLICIES:
-        raise InvalidInput(f"policy {name!r}: want a function, or one of {', '.join(POLICIES)}")
+    if not isinstance(name, str) or name not in POLICIES:
+        raise InvalidInput(
+            f"policy {shown(name)}: want a function, or one of {', '.join(POLICIES)}"
+        )
     try:
         return POLICIES[name](**options)
     except TypeError as error:
         raise InvalidInput(f"options {dict(options)} of policy {name!r}: {error}") from error
+
+
+_KINDS = {
+    "policy": FUNCTION,
+    "now": instance("a Placement", Placement),
+    "min_gain": real(most=1.0, finite=False),
+}
 
 
 def improve(policy: Policy, load_E: Tensor, now: Placement, min_gain: float = 0.0) -> Placement:
@@ -80,9 +102,11 @@ def improve(policy: Policy, load_E: Tensor, now: Placement, min_gain: float = 0.
 
     Raises InvalidInput when the policy returns no placement of these experts in these slots.
     """
+    accept(_KINDS, locals(), InvalidInput)
+    now.rank_loads(load_E)  # or it says what is wrong with load_E
     answer = policy(load_E.clone(), now)
     try:
-        held = torch.as_tensor(answer).cpu()
+        held = torch.as_tensor(answer, device="cpu")
         wanted = torch.Size([len(now.physical_to_logical)])
         if held.shape != wanted or held.dtype not in (torch.int64, torch.int32):
             raise InvalidInput(f"want {wanted} ids, got {held.shape} of {held.dtype}")

@@ -12,15 +12,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moekit.checks import ID_DTYPES, check_ids, check_tensor, check_tokens, device_of
 from moekit.eplb.migrate import HalfMoved, MigrationReport, agree, digest, migrate
 from moekit.eplb.placement import Placement
 from moekit.eplb.policy import Policy, improve, named_policy
 from moekit.errors import InvalidInput, Unsupported, WeightsError
 from moekit.kernel import ModularKernel, PackedWeights, Routing
 from moekit.route import to_physical
+from moekit.validate import (
+    FUNCTION,
+    GROUP,
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    NAME,
+    accept,
+    either,
+    instance,
+    optional,
+    real,
+    sequence,
+    shown,
+    size,
+)
 
 if TYPE_CHECKING:
     from moekit.layer import FusedMoE
+
+
+_WINDOW = {"layers": size(), "num_experts": size(1, MAX_EXPERTS), "steps": size()}
+_KINDS = {
+    "kernel": instance("a ModularKernel", ModularKernel),
+    "packed": sequence("PackedWeights", PackedWeights),
+    "policy": either(FUNCTION, NAME),
+    "options": optional(instance("a mapping of names to integers", Mapping)),
+    "min_gain": real(most=1.0, finite=False),
+    "staging_bytes": size(1, 2**62),
+    "placements": optional(sequence("Placement", Placement)),
+    "group": optional(GROUP),
+}
 
 
 class LoadWindow:
@@ -33,8 +62,12 @@ class LoadWindow:
     def __init__(
         self, layers: int, num_experts: int, steps: int, device: torch.device | str = "cpu"
     ) -> None:
-        if steps < 1:
-            raise InvalidInput(f"a window of {steps} steps: want at least 1")
+        accept(_WINDOW, locals(), InvalidInput)
+        if (count := layers * num_experts * steps) > MAX_TOKENS:
+            raise InvalidInput(
+                f"a window of {steps} steps of {layers} layers of {num_experts} experts has "
+                f"{count} counters: use fewer steps"
+            )
         self._now = torch.zeros((layers, num_experts), dtype=torch.int32, device=device)
         self._last = self._now.repeat(steps, 1, 1)
         self._step = 0
@@ -42,6 +75,13 @@ class LoadWindow:
 
     def record(self, topk_ids: Tensor, layer: int = 0) -> None:
         """Counts logical ids (T, K) in the current step; -1 does not count."""
+        check_tensor("topk_ids", topk_ids)
+        if topk_ids.dim() != 2 or topk_ids.dtype not in ID_DTYPES:
+            raise InvalidInput(f"topk_ids is {shown(topk_ids)}, want (T, K) of int32 or int64")
+        if not 0 <= check_tokens(layer, "layer") < len(self._now):
+            raise InvalidInput(f"layer={layer}: want 0..{len(self._now) - 1}")
+        if topk_ids.device.type == "cpu":
+            check_ids(topk_ids, self._now.shape[1])
         ids = topk_ids.flatten().long()
         index, counted = ids.clamp(min=0), (ids >= 0).int()
         with self._lock:  # the CPU does not add atomically
@@ -112,12 +152,17 @@ class Rebalancer:
         placements: Sequence[Placement] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        accept(_KINDS, locals(), InvalidInput)
         problem, spec, parallel = kernel.problem, kernel.experts.spec, kernel.problem.parallel
         if not spec.movable:
             reason = "packs weights in a form in which experts cannot move"
             raise Unsupported(f"experts {spec.name!r}: {reason}; choose others", [reason])
-        if not packed:
-            raise InvalidInput("no layers: want the packed weights of at least one")
+        if not packed or (placements is not None and len(placements) != len(packed)):
+            raise InvalidInput(
+                "want the packed weights of at least one layer, and as many placements if any"
+            )
+        for each in packed:
+            device_of(each)
         self.policy = named_policy(policy, options or {}) if isinstance(policy, str) else policy
         self.packed, self.min_gain, self.staging_bytes = list(packed), min_gain, staging_bytes
         self.placements = list(placements or [Placement.default(problem)] * len(packed))
@@ -137,6 +182,9 @@ class Rebalancer:
     @classmethod
     def of(cls, layers: Sequence[FusedMoE], **options: Any) -> Rebalancer:
         """For layers with weights. They keep to its replicas, and are counted, from now on."""
+        from moekit.layer import FusedMoE
+
+        accept({"layers": sequence("FusedMoE", FusedMoE)}, {"layers": layers}, InvalidInput)
         packed = [layer.packed for layer in layers if layer.packed is not None]
         if len(packed) < len(layers) or len({repr(layer.problem) for layer in layers}) != 1:
             raise InvalidInput("want layers with weights, one or more, and all of one problem")
@@ -149,6 +197,8 @@ class Rebalancer:
 
     def route(self, routing: Routing, layer: int = 0) -> Routing:
         """Logical ids -> physical ids of the layer's replicas; counts them in the window."""
+        if not isinstance(routing, Routing):
+            raise InvalidInput(f"routing is {shown(routing)}, want moekit.Routing")
         self.window.record(routing.topk_ids, layer)
         return to_physical(routing, self.replicas[layer], self._batch)
 

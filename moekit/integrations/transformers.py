@@ -25,16 +25,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moekit import validate
 from moekit.errors import InvalidProblem, MoekitError, Unsupported
 from moekit.integrations.packed_layer import Layer, Options, experts_forward
 from moekit.kernel import ModularKernel
 from moekit.plugins import registry
 from moekit.quant import scheme
+from moekit.validate import FLAG, accept, instance, optional, size
 
 NAME = "moekit"
 
 # Config fields by which a model says that it has routed experts.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+_KINDS = {
+    "dispatcher": optional(validate.NAME),
+    "experts": optional(validate.NAME),
+    "free_original": FLAG,
+    "graph_tokens": size(0, 2**16),
+}
+_MODEL = {"model": instance("a torch.nn.Module", nn.Module)}
 
 
 def install(
@@ -60,6 +71,7 @@ def install(
     InvalidProblem for a scheme that is unknown or needs activation scales from a checkpoint;
     WeightsError if packing anew is impossible, as the weights of a living model were freed.
     """
+    accept(_KINDS, locals())
     found = scheme(quant)
     if found.activation is not None and found.activation.static:
         raise InvalidProblem(
@@ -69,8 +81,6 @@ def install(
         registry().dispatcher(dispatcher)
     if experts is not None:
         registry().expert(experts)
-    if graph_tokens < 0:
-        raise InvalidProblem(f"graph_tokens={graph_tokens}: want 0 (no graphs) or more")
     options = Options(dispatcher, experts, found, free_original, graph_tokens)
     if options != Layer.options:
         Layer.forget()
@@ -92,6 +102,7 @@ def uninstall() -> None:
 
 def kernels(model: nn.Module) -> dict[str, ModularKernel]:
     """The kernel of each experts module that has run, by module name. Equal layers share one."""
+    accept(_MODEL, locals())
     found = {name: layer.kernel for name, layer in Layer.find(model).items()}
     return {name: kernel for name, kernel in found.items() if kernel is not None}
 
@@ -114,6 +125,7 @@ class ExpertMemory:
 
 def memory(model: nn.Module) -> ExpertMemory:
     """What the experts of ``model`` occupy. A layer is packed, and counted, from its first call."""
+    accept(_MODEL, locals())
     parameters: dict[int, int] = {}
     packed: dict[int, int] = {}
     for layer in Layer.find(model).values():
@@ -129,6 +141,7 @@ def repack(model: nn.Module) -> None:
 
     Raises WeightsError where they were freed.
     """
+    accept(_MODEL, locals())
     Layer.forget(Layer.find(model).values())
 
 
