@@ -58,6 +58,9 @@ class BackendSpec:
     check: further reasons for a problem; must be pure and must not touch a device.
     graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
     deterministic: equal inputs give equal bits.
+    weights_in_fp32: in fp16, an expert's output above 65504 survives until its router weight makes
+    it smaller. Experts that reduce weight each output in fp32 before they round it. Others write a
+    float32 ``y``, and BATCHED dispatchers take one.
     """
 
     name: str
@@ -73,6 +76,7 @@ class BackendSpec:
     check: Callable[[MoEProblem], list[str]] | None = None
     graph_safe: bool = False
     deterministic: bool = False
+    weights_in_fp32: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.name):
