@@ -38,7 +38,7 @@ LARGE_SIZES = dict(num_experts=8, top_k=2, hidden_size=1024, intermediate_size=2
 def check(
     problem: MoEProblem, tokens: int, pair: tuple[str, str] = ("local", "triton"), limit=2e-3
 ) -> None:
-    """Every token on its own: two of three are loud under weights below 0.03, and the third is quiet
+    """Every token on its own: two of three are loud, under weights below 0.03. The third is quiet,
     under weights above 1, of which one is negative."""
     torch.manual_seed(tokens)
     weights = loud(problem)
