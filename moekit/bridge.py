@@ -22,6 +22,7 @@ from moekit.kernel import (
 from moekit.plugins import ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.weights import ExpertWeights
+from moekit.workspace import output_dtype
 
 
 def bridge(
@@ -46,6 +47,8 @@ class _Bridge(PermuteExpertsUnpermute):
             inner.spec,
             format=ActivationFormat.STANDARD if standard else ActivationFormat.BATCHED,
             reduces=standard,
+            # Experts that reduce see weights of 1: they round before the real ones apply.
+            weights_in_fp32=inner.spec.weights_in_fp32 and not inner.spec.reduces,
         )
         super().__init__(spec, problem)
         self.inner = inner
@@ -119,7 +122,9 @@ class BatchedAsStandard(_Bridge):
         return (
             BufferSpec((slots, p.hidden_size), widest),
             BufferSpec((slots, groups), torch.float32),
-            BufferSpec((p.num_local_experts, rows, p.hidden_size), p.dtype),
+            BufferSpec(
+                (p.num_local_experts, rows, p.hidden_size), output_dtype(p, self.inner.spec)
+            ),
             *self.inner.workspace(rows),
         )
 

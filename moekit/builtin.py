@@ -28,6 +28,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             moves_tokens=False,
             priority=-100,
             deterministic=True,
+            weights_in_fp32=True,
         ),
     ]
 
@@ -44,6 +45,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             emulates=True,
             reduces=True,
             deterministic=True,
+            weights_in_fp32=True,
         ),
         ExpertsSpec(
             name="reference",
@@ -55,5 +57,6 @@ def moekit_experts() -> list[ExpertsSpec]:
             reduces=False,
             priority=-100,
             deterministic=True,
+            weights_in_fp32=True,
         ),
     ]

@@ -33,7 +33,12 @@ class CompositeSpec(ExpertsSpec):
 
     def seen_from(self, format: ActivationFormat) -> CompositeSpec:
         """The same behind a dispatcher of this format, each member bridged where it must be."""
-        return replace(self, format=format, reduces=all(_reduces(m, format) for m in self.members))
+        return replace(
+            self,
+            format=format,
+            reduces=all(_reduces(m, format) for m in self.members),
+            weights_in_fp32=all(weights_in_fp32(m, format) for m in self.members),
+        )
 
     def divide(self, problem: MoEProblem) -> tune.Buckets:
         """Who serves which sizes; empty if there are no measurements to tell."""
@@ -71,6 +76,12 @@ class CompositeSpec(ExpertsSpec):
         for member in self.members:
             member.load()
         return super().load()
+
+
+def weights_in_fp32(experts: ExpertsSpec, format: ActivationFormat) -> bool:
+    """`BackendSpec.weights_in_fp32`, seen from a dispatcher of this format: slabs come without
+    weights, so that what reduces behind a bridge rounds before they apply."""
+    return experts.weights_in_fp32 and not (experts.reduces and format is ActivationFormat.BATCHED)
 
 
 def _reduces(member: ExpertsSpec, format: ActivationFormat) -> bool:

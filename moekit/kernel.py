@@ -31,7 +31,7 @@ from moekit.overlap import Pending as Pending
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.weights import ExpertWeights
 from moekit.workspace import BufferSpec as BufferSpec
-from moekit.workspace import Layout, settle
+from moekit.workspace import Layout, output_dtype, settle
 from moekit.workspace import MemoryReport as MemoryReport
 from moekit.workspace import Workspace as Workspace
 
@@ -144,8 +144,8 @@ class PrepareAndFinalize(ABC):
         """Combines the experts' output into ``out_TH`` and returns it. Every element is written.
 
         What overlaps is launched and returns; y and ``dispatched`` live until the result is taken.
-        y, in the problem's dtype: BATCHED (L, C, H) raw expert rows, padding undefined; STANDARD
-        (R, H) weighted and summed over K. Tokens without any expert get zeros.
+        y: BATCHED (L, C, H) raw expert rows, padding undefined; STANDARD (R, H) weighted and summed
+        over K. In the problem's dtype, or `output_dtype`. Tokens without any expert get zeros.
         """
 
     def finalize_new(self, y: Tensor, dispatched: Dispatched, x_TH: Tensor) -> Pending[Tensor]:
@@ -220,7 +220,7 @@ class PermuteExpertsUnpermute(ABC):
         weights: PackedWeights,
         workspace: Sequence[Tensor],
     ) -> None:
-        """Writes the experts' output to ``y`` (the problem's dtype).
+        """Writes the experts' output to ``y`` (the problem's dtype, or `output_dtype`).
 
         STANDARD, ``spec.reduces``: y (R, H), weighted by ``topk_weights`` and summed over K'; rows
         with no local expert are set to zero.
@@ -338,6 +338,7 @@ class ModularKernel:
         self._moves = dispatcher.spec.moves_tokens
         # What experts return goes to the dispatcher as it is.
         self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
+        self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
         self._quantizes_itself = activation is None or experts.spec.takes_unquantized
         self._sends_quantized = (
             activation is not None
@@ -522,14 +523,15 @@ class ModularKernel:
     def _run_experts(
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
     ) -> Tensor:
-        dtype, device = self.problem.dtype, tokens.x.device
+        dtype, device = self._output_dtype, tokens.x.device
         shape = torch.Size((*tokens.x.shape[:-1], self.problem.hidden_size))  # x may be packed
         reduced = self.dispatcher.output(tokens)
         if reduced is None and not self._moves and out is not None:
             # Without transfer, the experts write the caller's output directly.
             reduced = out if out.is_contiguous() and out.shape == shape else None
         if reduced is None:
-            reduced = torch.empty(shape, dtype=dtype, device=device)
+            kept = dtype if self._reduced else self.problem.dtype
+            reduced = torch.empty(shape, dtype=kept, device=device)
         if 0 in shape[:-1]:
             return reduced
         rows = shape[-2]
@@ -554,8 +556,6 @@ class ModularKernel:
 
     def _quantizer_before_dispatch(self, weights: PackedWeights) -> Quantizer:
         return lambda x_RH, valid_R: self.experts.quantize(x_RH, weights, valid_R)
-
-    # -- facts ------------------------------------------------------------------------------
 
     def memory(self, num_tokens: int | None = None) -> MemoryReport:
         """Bytes needed when every rank passes ``num_tokens`` (default: problem.max_num_tokens)."""

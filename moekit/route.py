@@ -30,6 +30,8 @@ OPTIONS = {
     "routed_scaling_factor": real(),
     "checked": optional(FLAG),
 }
+# Odd numbers with random bits, for a hash modulo 2**64: of a token's position and its expert.
+_TOKEN, _EXPERT, _MIX = 0x5851F42D4C957F2D, 0x14057B7EF767814F, 0x369DEA0F31A53F85
 
 
 def route(
@@ -109,7 +111,11 @@ def route(
 
 
 def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
-    """Logical ids -> physical ids, spreading tokens over an expert's replicas in turn.
+    """Logical ids -> physical ids, spreading tokens over an expert's replicas.
+
+    A hash of the token's position in the batch and of the expert chooses, so that no pattern in
+    which tokens come favours a replica: n tokens leave each of M replicas n / M, give or take the
+    square root of that. The choice depends on the arguments alone and synchronizes nothing.
 
     replicas (E, M) integer: physical ids of each logical expert's replicas, -1 past the last.
     offset: the batch of tokens this is, so that different batches begin with different replicas;
@@ -133,8 +139,12 @@ def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
             raise InvalidInput(f"logical expert {missing} has no replica: every expert needs one")
         check_ids(ids, len(replicas))
     logical = ids.clamp(min=0)
-    token = torch.arange(offset, offset + ids.shape[0], device=ids.device)[:, None]
-    replica = (token + logical) % counts[logical]
+    turn = logical + offset
+    if len(ids) > 1:  # single tokens of many batches are spread by ``offset`` alone, and evenly
+        token = torch.arange(len(ids), device=ids.device)[:, None]
+        hashed = torch.add(token * _TOKEN, logical.long(), alpha=_EXPERT)
+        turn = turn + ((hashed ^ hashed >> 32) * _MIX >> 33)
+    replica = turn % counts[logical]
     physical = replicas[logical, replica]
     return Routing(routing.topk_weights, torch.where(ids < 0, ids, physical))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moekit import tune
 from moekit.answers import check_dispatcher, check_experts, create
 from moekit.bridge import bridge
-from moekit.composite import CompositeSpec, composite
+from moekit.composite import CompositeSpec, composite, weights_in_fp32
 from moekit.composite_experts import CompositeKernel
 from moekit.errors import (
     GroupMismatch,
@@ -189,12 +189,11 @@ def explain(
     pairs, found, note = _by_measurement(problem, pairs, dispatchers, candidates)
     if isinstance(named := candidates.get(experts or ""), CompositeSpec):
         note = named.memory_note(problem)
-    if pairs and problem.quant.activation is not None:
+    if pairs:
+        notes = [note] if note else []
         chosen = find_experts(pairs[0].experts, backends)
-        members = chosen.members if isinstance(chosen, CompositeSpec) else (chosen,)
-        for name in (m.name for m in members if m.emulates):
-            emulates = f"{name} emulates {problem.quant.name}: it quantizes no activations itself"
-            note = f"{note}; {emulates}" if note else emulates
+        notes += _notes(problem, dispatchers[pairs[0].dispatcher], chosen)
+        note = "; ".join(notes)
     if found is not None and experts_by == _BY_PRIORITY:
         experts_by = f"by measurement ({found})"
     if found is not None and dispatcher_by == _BY_PRIORITY and not found.borrowed:
@@ -203,6 +202,20 @@ def explain(
     if dispatcher_by != experts_by:
         why = f"dispatcher {dispatcher_by}, experts {experts_by}"
     return Explanation(problem, pairs, why, bad_dispatchers, bad_experts, note)
+
+
+def _notes(problem: MoEProblem, dispatcher: DispatcherSpec, experts: ExpertsSpec) -> Iterator[str]:
+    """What users should know of the numbers of the chosen combination."""
+    members = experts.members if isinstance(experts, CompositeSpec) else (experts,)
+    for member in members:
+        if problem.quant.activation is not None and member.emulates:
+            yield f"{member.name} emulates {problem.quant.name}: it quantizes no activations itself"
+    taken = dispatcher.weights_in_fp32 or not dispatcher.applies_weights
+    kept = taken and all(weights_in_fp32(member, dispatcher.format) for member in members)
+    if problem.dtype_name == "float16" and not kept:
+        yield (
+            "an expert's output above 65504 becomes infinite in float16, whatever its router weight"
+        )
 
 
 def find_experts(name: str, backends: Registry) -> ExpertsSpec:

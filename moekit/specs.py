@@ -117,7 +117,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
         (
             "graph_safe", "deterministic", "moves_tokens", "needs_capacity", "overlaps",
             "spans_hosts", "silu_clamp", "bias", "reduces", "takes_quantized", "takes_unquantized",
-            "emulates", "movable",
+            "emulates", "movable", "weights_in_fp32",
         ),
         _BOOL,
     ),
@@ -140,6 +140,9 @@ class BackendSpec:
     check: further reasons for a problem; must be pure and must not touch a device.
     graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
     deterministic: equal inputs give equal bits.
+    weights_in_fp32: in fp16, an expert's output above 65504 survives until its router weight makes
+    it smaller. Experts that reduce weight each output in fp32 before they round it. Others write a
+    float32 ``y``, and BATCHED dispatchers take one.
     """
 
     name: str
@@ -155,6 +158,7 @@ class BackendSpec:
     check: Callable[[MoEProblem], list[str]] | None = None
     graph_safe: bool = False
     deterministic: bool = False
+    weights_in_fp32: bool = False
 
     kind: ClassVar[str]
 

@@ -5,6 +5,7 @@ Shape suffix beyond the kernel's: S expert-sorted assignments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,9 @@ class TorchExperts(PermuteExpertsUnpermute):
     """STANDARD, reducing: rows sorted by expert, one pair of matrix products per expert.
 
     Quantized weights are dequantized one expert at a time, and activations stay unquantized: the
-    arithmetic is that of the problem's dtype.
+    arithmetic is that of the problem's dtype. In float16 an intermediate value above 65504 is
+    infinite, although its router weight or the sum over K may bring it back into range: rows whose
+    result is not finite are computed again in float32.
     """
 
     _chosen: tuple[object, cpu_experts.Choice] | None = None
@@ -39,11 +42,15 @@ class TorchExperts(PermuteExpertsUnpermute):
         return (BufferSpec((nbytes,), torch.uint8),)
 
     def transient_bytes(self, rows: int) -> int:
-        p, size = self.problem, self.problem.dtype.itemsize
+        p = self.problem
+        half = p.dtype == torch.float16  # perhaps all rows are computed again in fp32
+        size = 4 if half else p.dtype.itemsize
         pairs = rows * p.top_k
         activations = pairs * (p.hidden_size * (3 * size + 4) + p.w13_rows * (size + 8))
         weights = p.hidden_size * max(p.w13_rows, p.local_intermediate_size)
-        dequantized = 0 if p.quant.weight is None else weights * (12 + 2 * size)
+        dequantized = 4 * weights if half else 0
+        if p.quant.weight is not None:
+            dequantized = weights * (12 + 2 * size)
         if p.quant.weight is not None and p.quant.weight.packed:
             dequantized += weights * 14  # unpacked, zero points, g_idx's indices
         per_expert = 1 + cpu_experts.BATCHED_ROWS_PER_EXPERT
@@ -64,12 +71,18 @@ class TorchExperts(PermuteExpertsUnpermute):
             x = quant.dequantize(
                 x, tokens.x_scale, self.problem.quant.activation, self.problem.dtype
             )
+        ids, topk_weights = tokens.topk_ids, tokens.topk_weights
         if x.device.type == "cpu":
             experts, chosen = self._experts(weights), self._choice()
             arena = cpu_experts.Arena(workspace[0])
-            cpu_experts.run(experts, chosen, y, x, tokens.topk_ids, tokens.topk_weights, arena)
+            cpu_experts.run(experts, chosen, y, x, ids, topk_weights, arena)
         else:
-            _on_accelerator(self.problem, weights, y, x, tokens.topk_ids, tokens.topk_weights)
+            _on_any_device(self.problem, weights, y, x, ids, topk_weights)
+        if y.dtype == torch.float16 and not math.isfinite(y.sum(dtype=torch.float32).item()):
+            row = (~y.isfinite().all(dim=1)).nonzero()[:, 0]
+            wide, again = self.problem.replace(dtype=torch.float32), y[row]
+            _on_any_device(wide, weights, again, x[row].float(), ids[row], topk_weights[row])
+            y[row] = again
 
     def _choice(self) -> cpu_experts.Choice:
         now = torch.get_num_threads(), cpu_costs.onednn_enabled()
@@ -97,7 +110,7 @@ def _matrix(
 ) -> Tensor:
     matrix, operand = weights[name][expert], problem.quant.weight
     if operand is None:
-        return matrix
+        return matrix if matrix.dtype == problem.dtype else matrix.to(problem.dtype)
     zero_points, g_idx = (weights.get(f"{name}_{what}") for what in ("zero_points", "g_idx"))
     return quant.dequantize(
         matrix,
@@ -109,7 +122,7 @@ def _matrix(
     )
 
 
-def _on_accelerator(
+def _on_any_device(
     problem: MoEProblem,
     weights: PackedWeights,
     y_RH: Tensor,

@@ -15,6 +15,8 @@ from moekit.problem import ActivationFormat
 
 if TYPE_CHECKING:
     from moekit.kernel import PermuteExpertsUnpermute, PrepareAndFinalize
+    from moekit.plugins import DispatcherSpec, ExpertsSpec
+    from moekit.problem import MoEProblem
 
 
 # Layouts that an arena remembers; beyond, it forgets them all.
@@ -159,6 +161,15 @@ def _probe(device: torch.device) -> tuple[Callable[[], bool], Callable[[], int]]
     return capturing, lambda: 0
 
 
+def output_dtype(
+    problem: MoEProblem, experts: ExpertsSpec, dispatcher: DispatcherSpec | None = None
+) -> torch.dtype:
+    """The dtype of the experts' output ``y``; the dispatcher counts if it applies the weights."""
+    taken = dispatcher is None or dispatcher.weights_in_fp32 or not dispatcher.applies_weights
+    wide = experts.weights_in_fp32 and not experts.reduces and taken
+    return torch.float32 if wide and problem.dtype == torch.float16 else problem.dtype
+
+
 def is_capturing(device: torch.device) -> bool:
     return _probe(device)[0]()
 
@@ -191,15 +202,16 @@ class MemoryReport:
         """Of a kernel of these two when every rank passes ``num_tokens``."""
         p, batched = experts.problem, experts.spec.format is ActivationFormat.BATCHED
         rows = dispatcher.max_rows(num_tokens)
-        row_bytes = p.hidden_size * p.dtype.itemsize
+        output_bytes = p.hidden_size * output_dtype(p, experts.spec, dispatcher.spec).itemsize
         slab = rows * p.num_local_experts if batched else rows
         # The experts write where the dispatcher reads, if it gives a place, or the caller's output
         # where nothing moves and rows are tokens.
-        stays = not dispatcher.spec.moves_tokens and slab == num_tokens
+        stays = not dispatcher.spec.moves_tokens and not batched and rows == num_tokens
+        row_bytes = output_bytes if batched else p.hidden_size * p.dtype.itemsize
         intermediate = 0 if dispatcher.offers_output or stays else slab * row_bytes
         if not batched and not experts.spec.reduces:
             # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries
-            intermediate += rows * p.top_k * row_bytes + 3 * rows * p.hidden_size * 4
+            intermediate += rows * p.top_k * output_bytes + 3 * rows * p.hidden_size * 4
         if p.quant.activation is not None:
             # the quantized copy of the rows, and fp32 on the way to it
             intermediate += slab * p.hidden_size * 10

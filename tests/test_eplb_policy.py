@@ -70,8 +70,7 @@ def test_loads_of_ranks() -> None:
         ((0, 1, 3, 2, 4), 1, r"\[4\], which are no experts of 0..3"),
         ((0, 1, -1, 2, 3), 1, r"\[-1\]"),
         ((0, 1, 3, 3), 2, r"1 experts have no slot: \[2\]"),
-        ((0, 0, 1, 2, 3, 1), 2, r"rank 0 holds \[0\] more than once"),
-        ((9, 9, 9, 9), 2, r"\[9\], which.*4 experts have no slot.*rank 0.*rank 1"),
+        ((9, 9, 9, 9), 2, r"\[9\], which.*4 experts have no slot"),
     ],
 )
 def test_no_placement(held, ep_size, says) -> None:
@@ -79,8 +78,8 @@ def test_no_placement(held, ep_size, says) -> None:
         Placement(held, 4, ep_size)
 
 
-def test_a_rank_with_more_slots_than_experts_may_hold_one_twice() -> None:
-    Placement((0, 1, 0), 2, 1)
+def test_a_rank_may_hold_an_expert_twice() -> None:
+    Placement((0, 0, 1, 2, 3, 1), 4, 2)
     current = default(2, 3, 2)
     assert sorted(improve(Balanced(), torch.tensor([9.0, 1.0]), current).physical_to_logical)
 
@@ -153,6 +152,59 @@ def test_never_worse_and_settled() -> None:
         third = improve(Balanced(), other, new)
         assert float(third.rank_loads(other).max()) <= float(new.rank_loads(other).max())
     assert better > 200
+
+
+def greedy(load: list[float], slots: int, ranks: int, groups: int, nodes: int) -> list[float]:
+    """The ranks' loads by the algorithm that DeepSeek's EPLB describes and vLLM uses.
+
+    Groups of experts, the heaviest first, go to the lightest node with room. In a node, each
+    further slot goes to the expert with most load a copy. Copies, the heaviest first, go to the
+    node's lightest rank with room.
+    """
+
+    def pack(weights: list[float], bins: int) -> tuple[list[list[int]], list[float]]:
+        held: list[list[int]] = [[] for _ in range(bins)]
+        total = [0.0] * bins
+        for item in sorted(range(len(weights)), key=lambda i: -weights[i]):
+            open_bins = [b for b in range(bins) if len(held[b]) < len(weights) // bins]
+            lightest = min(open_bins, key=total.__getitem__)
+            held[lightest].append(item)
+            total[lightest] += weights[item]
+        return held, total
+
+    size = len(load) // groups
+    members = [load[g * size : (g + 1) * size] for g in range(groups)]
+    ranks_loads = []
+    for node in pack([sum(m) for m in members], nodes)[0]:
+        experts = [weight for group in node for weight in members[group]]
+        copies = [1] * len(experts)
+        for _ in range(slots // nodes - len(experts)):
+            copies[max(range(len(experts)), key=lambda e: experts[e] / copies[e])] += 1
+        shares = [w / c for w, c in zip(experts, copies, strict=True) for _ in range(c)]
+        ranks_loads += pack(shares, ranks // nodes)[1]
+    return ranks_loads
+
+
+@pytest.mark.parametrize("times", [1.0, 1.125, 1.5, 2.0, 2.5, 3.0, 4.0])
+def test_never_worse_than_the_greedy_baseline(times) -> None:
+    """Random loads; E of 8 to 256, 2 to 16 ranks, 1 to 4 nodes. As with `times` = 2 and several
+    nodes, a rank may have more slots than its node has experts."""
+    draw = random.Random(int(8 * times))
+    better = 0
+    for _ in range(60):
+        experts, ranks = draw.choice([8, 16, 60, 64, 128, 256]), draw.choice([2, 4, 8, 16])
+        nodes = draw.choice([n for n in (1, 1, 2, 4) if n <= ranks])
+        groups = nodes * draw.choice([n for n in (1, 2) if experts % (n * nodes) == 0])
+        slots = -(-int(experts * times) // ranks) * ranks
+        shape = draw.choice([0.8, 1.5, 4.0])  # of a Pareto distribution
+        load = [draw.paretovariate(shape) for _ in range(experts)]
+        current = default(experts, slots - experts, ranks)
+        held = Balanced(groups, nodes)(torch.tensor(load).double(), current)
+        loads = replace(current, physical_to_logical=tuple(held)).rank_loads(torch.tensor(load))
+        baseline = max(greedy(load, slots, ranks, groups, nodes))
+        assert float(loads.max()) <= baseline * (1 + 1e-6), (experts, slots, ranks, nodes)
+        better += float(loads.max()) < 0.999 * baseline
+    assert better or times in (1.0, 4.0)
 
 
 def test_the_last_copies_find_a_rank_without_their_expert() -> None:
@@ -257,7 +309,6 @@ NONSENSE = {
     "floats": [0.0, 1.0, 2.0, 3.0, 0.0, 1.0],
     "bools": torch.ones(6, dtype=torch.bool),
     "complex": torch.zeros(6, dtype=torch.complex64),
-    "twice on a rank": [0, 0, 1, 2, 3, 1],
     "None": None,
     "text": "012301",
     "ragged": [[0, 1], [2]],

@@ -10,7 +10,7 @@ import torch
 import moekit
 from moekit import ExpertWeights, MoEProblem, cpu_costs, cpu_experts
 from moekit.reference import oracle
-from moekit.torch_experts import _on_accelerator
+from moekit.torch_experts import _on_any_device
 
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -147,5 +147,5 @@ def test_accelerator_path_on_the_cpu(dtype, activation, bias) -> None:
     p, w, x, routing = case(dtype, 8, 3, 21, has_bias=bias, activation=activation)
     packed = moekit.compose(p, "local", "torch").pack(w)
     y = torch.full_like(x, float("nan"))
-    _on_accelerator(p.replace(device="sm90"), packed, y, x, routing.topk_ids, routing.topk_weights)
+    _on_any_device(p.replace(device="sm90"), packed, y, x, routing.topk_ids, routing.topk_weights)
     assert rms(y, oracle(x, w, routing, p)) < LIMIT[dtype]

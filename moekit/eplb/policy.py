@@ -33,7 +33,8 @@ class Balanced:
 
     num_groups, num_nodes: consecutive experts form groups (those of grouped top-k), consecutive
     ranks nodes. Every node gets equally many groups and replicates and packs their experts only,
-    so that a token's experts are on few nodes. With one node any expert can go anywhere.
+    so that a token's experts are on few nodes. With one node any expert can go anywhere. Copies of
+    an expert go to different ranks, unless the heaviest rank gets lighter where they need not.
     Experts stay on their rank, and in their slot, where that changes no rank's load.
     """
 
@@ -63,11 +64,8 @@ class Balanced:
         placed: list[int] = []
         for node, groups in zip(nodes, groups_of, strict=True):
             sizes = [len(rank) for rank in node]
-            copies = _replicate({e: load[e] for group in groups for e in members[group]}, sizes)
-            shares = {e: load[e] / count for e, count in copies.items()}
-            for rank, experts in zip(
-                node, _nearest(_pack(copies, shares, sizes), node), strict=True
-            ):
+            bins = _place({e: load[e] for group in groups for e in members[group]}, sizes)
+            for rank, experts in zip(node, _nearest(bins, node), strict=True):
                 placed += _in_place(experts, rank)
         return placed
 
@@ -118,10 +116,24 @@ def improve(policy: Policy, load_E: Tensor, now: Placement, min_gain: float = 0.
     return proposal if after < before * (1 - min_gain) else now
 
 
-def _replicate(load: Mapping[int, float], sizes: Sequence[int]) -> dict[int, int]:
-    """Copies of each expert that fill bins of ``sizes``, at most one in a bin where that fills."""
+def _place(load: Mapping[int, float], sizes: Sequence[int]) -> list[list[int]]:
+    """Bins of ``sizes`` experts. Copies that must be apart can be one too few or one too many for
+    the sizes of the bins, so that the same without this rule is tried, too."""
+    found: list[list[list[int]]] = []
+    heaviest: list[float] = []
+    for apart in (True, False):
+        copies = _replicate(load, sizes, apart)
+        shares = {e: load[e] / count for e, count in copies.items()}
+        found.append(_pack(copies, shares, sizes, apart))
+        heaviest.append(max(sum(shares[e] for e in held) for held in found[-1]))
+    return found[heaviest[1] < heaviest[0] * (1 - 1e-9)]
+
+
+def _replicate(load: Mapping[int, float], sizes: Sequence[int], apart: bool) -> dict[int, int]:
+    """Copies of each expert that fill bins of ``sizes``; apart: at most one in a bin, where that
+    fills them."""
     slots = sum(sizes)
-    most = max(len(sizes), -(-slots // len(load)))
+    most = max(len(sizes), -(-slots // len(load))) if apart else slots
     copies = dict.fromkeys(load, 1)
     heaviest = [(-weight, 1, expert) for expert, weight in load.items()]
     heapq.heapify(heaviest)
@@ -134,22 +146,26 @@ def _replicate(load: Mapping[int, float], sizes: Sequence[int]) -> dict[int, int
 
 
 def _pack(
-    copies: Mapping[int, int], weight: Mapping[int, float], sizes: Sequence[int]
+    copies: Mapping[int, int], weight: Mapping[int, float], sizes: Sequence[int], apart: bool = True
 ) -> list[list[int]]:
-    """Bins of ``sizes`` keys, copies of a key apart: the heaviest first, to the lightest bin."""
+    """Bins of ``sizes`` keys: the heaviest first, to the lightest bin; apart: without a copy."""
     bins: list[list[int]] = [[] for _ in sizes]
     totals = [0.0] * len(sizes)
     for key in sorted(copies, key=lambda key: (-weight[key], key)):
         for _ in range(copies[key]):
             room = [b for b, size in enumerate(sizes) if len(bins[b]) < size]
-            target = min(room, key=lambda b: (key in bins[b], totals[b]))
-            if key in bins[target] and (
-                gifts := [
-                    (weight[other], other, b)
-                    for b, keys in enumerate(bins)
-                    for other in keys
-                    if key not in keys and other not in bins[target]
-                ]
+            target = min(room, key=lambda b: (apart and key in bins[b], totals[b]))
+            if (
+                apart
+                and key in bins[target]
+                and (
+                    gifts := [
+                        (weight[other], other, b)
+                        for b, keys in enumerate(bins)
+                        for other in keys
+                        if key not in keys and other not in bins[target]
+                    ]
+                )
             ):  # the key is in every bin with room: one without it makes some
                 given, other, giver = min(gifts)
                 bins[giver].remove(other)

@@ -79,6 +79,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         takes_unquantized=format is ActivationFormat.STANDARD,
         graph_safe=True,
         deterministic=True,
+        weights_in_fp32=True,
     )
 
 

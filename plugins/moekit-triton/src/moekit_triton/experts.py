@@ -65,6 +65,8 @@ class _TritonExperts(PermuteExpertsUnpermute):
         self._a_dtype = problem.dtype if operand is None else operand.torch_dtype
         self._plans: dict[tuple[int, int], Plan] = {}
         self._static = operand is not None and operand.static
+        # fp16 holds no expert's output above 65504, but perhaps what its router weight makes of it.
+        self._weights_early = problem.dtype == torch.float16
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Weights as they are; scales (L,) per tensor, (L, N) per channel, (L, N/128, K/128).
@@ -119,6 +121,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         a: Tensor,
         scale: Tensor,
         y: Tensor,
+        weights_RK: Tensor | None = None,
     ) -> None:
         """GEMM 1, activation, GEMM 2. h: GEMM 1's output unless the activation is fused with it;
         a: GEMM 2's input, with `scale` for its rows."""
@@ -149,7 +152,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         grouped_gemm(
             a, weights["w2"], y, second, plan.second, a_scale=a_scale,
             w_scale=weights.get("w2_scale"), w_offset=weights.get("w2_offset"),
-            bias_LN=weights.get("w2_bias"),
+            bias_LN=weights.get("w2_bias"), weights_RK=weights_RK,
         )  # fmt: skip
 
 
@@ -233,13 +236,14 @@ class TritonExperts(_TritonExperts):
             )  # fmt: skip
             align(ids_RK, p.num_local_experts, aligned, scratch)
             first, second = Rows.aligned(aligned, slots), Rows.aligned(aligned)
+        early = topk_weights_RK if self._weights_early else None
         if in_order:
             y_SH = self._run_sorted(
                 x, x_scale, weights, plan, aligned, gemm_out, activated[:capacity],
-                (q_scale.flatten(), scale.flatten()), pairs,
+                (q_scale.flatten(), scale.flatten()), pairs, early,
             )  # fmt: skip
             entries_P = aligned.entries_P if plan.second.specialized else None
-            weighted_sum(y_SH, topk_weights_RK, ids_RK, y, entries_P)
+            weighted_sum(y_SH, topk_weights_RK, ids_RK, y, entries_P, begun=self._weights_early)
             return
         addends = pairs * plan.second.splits
         y_SH = gemm_out[: addends * p.hidden_size].view(addends, p.hidden_size)
@@ -248,14 +252,14 @@ class TritonExperts(_TritonExperts):
             h_SN = gemm_out[: pairs * p.w13_rows].view(pairs, p.w13_rows)
         self._run(
             x, x_scale, weights, plan, (first, second), ValidRows(ids=ids_RK),
-            h_SN, activated[:pairs], scale[:pairs], y_SH,
+            h_SN, activated[:pairs], scale[:pairs], y_SH, early,
         )  # fmt: skip
-        weighted_sum(y_SH, topk_weights_RK, ids_RK, y)
+        weighted_sum(y_SH, topk_weights_RK, ids_RK, y, begun=self._weights_early)
 
     def _run_sorted(
         self, x: Tensor, x_scale: Tensor | None, weights: PackedWeights, plan: Plan,
         aligned: AlignedPairs, gemm_out: Tensor, a_SI: Tensor, scales: tuple[Tensor, Tensor],
-        pairs: int,
+        pairs: int, weights_RK: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """GEMM 2's output, in the order of `aligned` if specialized, else by pair. It lies where
         GEMM 1's input was. ``scales``: memory for those of both GEMMs' inputs."""
@@ -281,7 +285,7 @@ class TritonExperts(_TritonExperts):
 
             specialized_block(  # y of a block is written when its x has been read
                 x_SH, weights["w13"], a_SI, weights["w2"], y_SH, aligned, plan.first, plan.second,
-                pairs, sms,
+                pairs, sms, weights_RK,
             )  # fmt: skip
             return y_SH
         if plan.order == "sorted":
@@ -297,7 +301,7 @@ class TritonExperts(_TritonExperts):
             )  # fmt: skip
         sorted_gemm(
             a_SI, weights["w2"], y_SH, aligned, plan.second, pairs, sms,
-            bias_LN=weights.get("w2_bias"), by_pair=by_pair, scales=second,
+            bias_LN=weights.get("w2_bias"), weights_RK=weights_RK, by_pair=by_pair, scales=second,
         )  # fmt: skip
         return y_SH
 

@@ -25,6 +25,7 @@ from .numerics import (
     dot,
     quantize,
     scale_of,
+    weight_before,
 )
 from .packed import CHUNK, packed_products
 
@@ -116,6 +117,7 @@ def grouped_gemm(
     w_scale: torch.Tensor | None = None,
     w_offset: torch.Tensor | None = None,
     bias_LN: torch.Tensor | None = None,
+    weights_RK: torch.Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
     """out[row] = epilogue(a[row] @ w[expert of row].T + bias), for the rows that `rows` names.
@@ -126,6 +128,7 @@ def grouped_gemm(
     one value, (rows, 1) or (rows or 1, ceil(K / 128)), BATCHED with L and C in front, which may be
     1 for all; w_scale: None, (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); all fp32. out: any
     float dtype or the epilogue's quantized one, last dim contiguous; other rows stay untouched.
+    weights_RK: STANDARD by pair, fp32 router weights: `weight_before` of each multiplies its row.
 
     Weights of 4 bits (w int16, with w_scale and w_offset as `packed` lays them out) go with an
     a of 16 bits; scales of uint8 say that the codes are e2m1. With config.splits = S there is no
@@ -142,6 +145,8 @@ def grouped_gemm(
         assert triton.cdiv(k, CHUNK) == chunks and config.block_k == CHUNK and not config.tma
     else:
         num_experts, w_rows, k = w_LNK.shape
+    assert weights_RK is None or (rows.kind != "slabs" and rows.pairs_per_row == 1)
+    assert weights_RK is None or weights_RK.is_contiguous()
     assert config.splits == 1 or (packed and epilogue is None and rows.kind != "slabs")
     assert not config.halves or config.block_m >= 128 or INTERPRETED, "wgmma takes 64 rows"
     gated = epilogue is not None and epilogue.activation.gated
@@ -171,9 +176,9 @@ def grouped_gemm(
     slab_blocks = triton.cdiv(rows.slab, config.block_m)
     _launch_gemm(
         (rows.blocks * triton.cdiv(n, config.block_n * (2 if wide else 1)), config.splits),
-        a, w, out, rows.pairs, rows.experts, a_scale, w_scale, w_offset, bias_LN, out_scale,
-        n, k, a.shape[0] * rows.pairs_per_row, rows.blocks, slab_blocks, rows.slab, config.group_m,
-        a.stride(0), out.stride(0), *a_scale_strides,
+        a, w, out, rows.pairs, rows.experts, a_scale, w_scale, w_offset, bias_LN, weights_RK,
+        out_scale, n, k, a.shape[0] * rows.pairs_per_row, rows.blocks, slab_blocks, rows.slab,
+        config.group_m, a.stride(0), out.stride(0), *a_scale_strides,
         0 if out_scale is None else out_scale.stride(0),
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None or activation.limit is None else activation.limit,
@@ -350,7 +355,7 @@ def _products(
 @triton.jit
 def _tile(
     block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr, w_scale_ptr,
-    w_offset_ptr, bias_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride, out_stride,
+    w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride, out_stride,
     a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
     PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
     A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
@@ -414,6 +419,9 @@ def _tile(
     elif ACTIVATION != "none":
         value = activate(value, ACTIVATION)
 
+    if weights_ptr is not None:
+        weight_M = weight_before(tl.load(weights_ptr + pair_M, mask=row_ok, other=0.0))
+        value *= weight_M[:, None]
     if SPLITS > 1:
         out_row = out_row * SPLITS + tl.program_id(1)
     ok = row_ok[:, None] & n_ok[None, :]
@@ -435,6 +443,8 @@ def _tile(
     if WIDE:
         value = _finish(up, scale_M, w_scale_ptr, bias_ptr, expert, W_ROWS, row0 + BLOCK_N, n_ok,
                         W_SCALE, BIAS, BLOCK_N)  # fmt: skip
+        if weights_ptr is not None:
+            value *= weight_M[:, None]
         tl.store(out_ptrs + BLOCK_N, convert(value, DTYPE), mask=ok)
 
 
@@ -458,8 +468,9 @@ def _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, rows, row0, n_ok,
 @triton.jit(do_not_specialize=["num_rows", "row_blocks", "slab_blocks", "slab", "group_m"])
 def _gemm(
     a_ptr, w, out_ptr, pairs_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, w_offset_ptr, bias_ptr,
-    out_scale_ptr, N, K, num_rows, row_blocks, slab_blocks, slab, group_m, a_stride, out_stride,
-    a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
+    weights_ptr, out_scale_ptr, N, K, num_rows, row_blocks, slab_blocks, slab, group_m, a_stride,
+    out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha,
+    limit,
     PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
     A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
     PACKED: tl.constexpr, SPLITS: tl.constexpr, W_GROUP: tl.constexpr, W_OFFSET: tl.constexpr,
@@ -496,21 +507,21 @@ def _gemm(
         if half:
             _tile(
                 block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr,
-                w_scale_ptr, w_offset_ptr, bias_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride,
-                out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride,
-                alpha, limit, PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS,
-                W_GROUP, W_OFFSET, E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP,
-                QUANTIZE, QMAX, TMA, ONE_SCALE, EVEN_N, EVEN_K, WIDE, SWAPPED, HALF, BLOCK_N,
-                BLOCK_K,
+                w_scale_ptr, w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows,
+                slab, a_stride, out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k,
+                out_scale_stride, alpha, limit, PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE,
+                PACKED, SPLITS, W_GROUP, W_OFFSET, E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8,
+                ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA, ONE_SCALE, EVEN_N, EVEN_K, WIDE,
+                SWAPPED, HALF, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             return
     _tile(
         block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr, w_scale_ptr,
-        w_offset_ptr, bias_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride, out_stride,
-        a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
-        PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET, E2M1,
-        SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA, ONE_SCALE,
-        EVEN_N, EVEN_K, WIDE, SWAPPED, BLOCK_M, BLOCK_N, BLOCK_K,
+        w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride,
+        out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha,
+        limit, PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET,
+        E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA,
+        ONE_SCALE, EVEN_N, EVEN_K, WIDE, SWAPPED, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 

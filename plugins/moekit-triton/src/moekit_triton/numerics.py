@@ -86,6 +86,19 @@ def convert(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def weight_before(weight):
+    """The factor of a router weight that applies in fp32 before a result is rounded to fp16:
+    nothing that rounds is larger than the result, weighted or not. `weight_after` is the other."""
+    return tl.where(tl.abs(weight) > 1.0, 1.0, weight)
+
+
+@triton.jit
+def weight_after(weight):
+    """The factor of a router weight that `weight_before` leaves: one of the two is 1."""
+    return tl.where(tl.abs(weight) > 1.0, weight, 1.0)
+
+
+@triton.jit
 def scale_of(amax, QMAX: tl.constexpr):
     """The scale that maps amax to the largest quantized magnitude."""
     amax = tl.maximum(amax, _TINY)

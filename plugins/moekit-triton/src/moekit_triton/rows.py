@@ -25,6 +25,7 @@ from .numerics import (
     convert,
     quantize,
     scale_of,
+    weight_after,
 )
 from .numerics import Activation as Activation
 
@@ -215,6 +216,8 @@ def weighted_sum(
     out_RH: torch.Tensor,
     entries_P: torch.Tensor | None = None,
     bias_LH: torch.Tensor | None = None,
+    *,
+    begun: bool = False,
 ) -> None:
     """out[r] = sum over k, in order, of weights[r, k] * (y[r * K + k] + bias[ids[r, k]]) where
     ids[r, k] >= 0; fp32 accumulation.
@@ -222,6 +225,7 @@ def weighted_sum(
     weights: fp32, None = ones; bias (contiguous): None = zeros. Pairs with a negative id are
     skipped whatever y holds; rows without any give 0. y may hold several addends in a row for each
     pair (without bias); or, with ``entries_P`` (int32), the row of a pair is its entry.
+    begun: y has been multiplied by `weight_before` of its weights already.
     """
     rows, top_k = ids_RK.shape
     cols = out_RH.shape[1]
@@ -230,6 +234,7 @@ def weighted_sum(
     assert entries_P is not None or len(y_SH) == rows * top_k * addends
     assert y_SH.stride(1) == 1 and out_RH.stride(1) == 1
     assert ids_RK.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
+    assert not begun or (weights_RK is not None and bias_LH is None)
     assert bias_LH is None or (addends == 1 and bias_LH.is_contiguous())
     if rows == 0:
         return
@@ -238,7 +243,7 @@ def weighted_sum(
         (rows, triton.cdiv(cols, block)),
         y_SH, weights_RK, ids_RK, entries_P, bias_LH, out_RH, cols, y_SH.stride(0),
         out_RH.stride(0), TOP_K=top_k, ADDENDS=addends, ENTRIES=entries_P is not None,
-        WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
+        WEIGHTED=weights_RK is not None, BEGUN=begun, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -368,7 +373,7 @@ def _rows(
 def _weighted_sum(
     y_ptr, weights_ptr, ids_ptr, entries_ptr, bias_ptr, out_ptr, cols, y_stride, out_stride,
     TOP_K: tl.constexpr, ADDENDS: tl.constexpr, ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BEGUN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         take_turn()
@@ -405,7 +410,7 @@ def _weighted_sum(
                     end = tl.where(ids[i - first] >= 0, cols, 0)
                     y += tl.load(bias_ptrs, mask=col < end, other=0.0).to(tl.float32)
                 if WEIGHTED:
-                    y *= weights[i - first]
+                    y *= weight_after(weights[i - first]) if BEGUN else weights[i - first]
                 total += tl.where(ids[i - first] >= 0, y, 0.0)
     tl.store(out_ptr + row * out_stride + col, convert(total, out_ptr.dtype.element_ty), mask=ok)
 

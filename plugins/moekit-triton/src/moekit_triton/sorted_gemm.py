@@ -33,6 +33,7 @@ from .numerics import (
     dot,
     quantize,
     scale_of,
+    weight_before,
 )
 
 _COLUMNS = 2048
@@ -108,6 +109,7 @@ def sorted_gemm(
     num_sms: int,
     *,
     bias_LN: torch.Tensor | None = None,
+    weights_RK: torch.Tensor | None = None,
     activation: Activation | None = None,
     by_pair: bool = False,
     scales: Scales | None = None,
@@ -119,10 +121,14 @@ def sorted_gemm(
     (capacity, N) in the order of `aligned`, or with ``by_pair`` (pairs, N). N is half of w's rows
     if the activation has a gate. Rows that belong to no pair become undefined, or with ``by_pair``
     are not there. ``num_pairs`` is what `aligned` has for padding. ``num_sms`` programs run where
-    the config is persistent. A specialized one knows no bias, no activation but silu with a gate,
-    and no ``by_pair``; it alone knows ``scales``, with which a and w are e4m3, and without them x,
-    which it copies into a on the way, as `copy_rows` does.
+    the config is persistent. ``weights_RK``: fp32 router weights by pair; `weight_before` of each
+    multiplies its row, with ``by_pair`` or specialized, without activation. A specialized one knows
+    no bias, no activation but silu with a gate, and no ``by_pair``; it alone knows ``scales``, with
+    which a and w are e4m3, and without them x, which it copies into a on the way, as `copy_rows`
+    does.
     """
+    assert weights_RK is None or (activation is None and (by_pair or config.specialized))
+    assert weights_RK is None or weights_RK.is_contiguous()
     if config.specialized:
         gated = activation is not None
         assert bias_LN is None and not by_pair
@@ -132,14 +138,16 @@ def sorted_gemm(
         if scales is None:
             from .specialized import specialized_gemm
 
-            specialized_gemm(a_SK, w_LNK, out, *options, gated=gated, x_RK=x_RK)
+            specialized_gemm(
+                a_SK, w_LNK, out, *options, gated=gated, x_RK=x_RK, weights_RK=weights_RK
+            )
         else:
             assert x_RK is None
             from .specialized_fp8 import specialized_fp8_gemm
 
             specialized_fp8_gemm(
                 a_SK, scales.a_GS, w_LNK, scales.w, out, *options,
-                out_scale_GS=scales.out_GS if gated else None,
+                out_scale_GS=scales.out_GS if gated else None, weights_RK=weights_RK,
             )  # fmt: skip
         return
     assert scales is None and x_RK is None, "these are for specialized tiles"
@@ -162,7 +170,7 @@ def sorted_gemm(
         TensorDescriptor(a_SK, [entries, k], [k, 1], half_box) if config.halves else None,
         TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
         out, aligned.pairs_S, aligned.experts_B, aligned.num_rows, bias_LN,
-        n, k, num_pairs, config.group_m, out.stride(0),
+        weights_RK, n, k, num_pairs, config.group_m, out.stride(0),
         0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
         ACTIVATION="none" if activation is None else activation.name, GATED=gated,
         CLAMP=limit is not None, BIAS=bias_LN is not None, BY_PAIR=by_pair,
@@ -235,8 +243,8 @@ def _quantize(
 
 @triton.jit
 def _tile(
-    row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, N, K, num_pairs, out_stride,
-    alpha, limit,
+    row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, weights_ptr, N, K, num_pairs,
+    out_stride, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
     BY_PAIR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -266,6 +274,9 @@ def _tile(
     if BY_PAIR:
         rows = tl.load(pairs_ptr + rows)
         ok = ok & (rows < num_pairs)[:, None]
+        if weights_ptr is not None:
+            weights = tl.load(weights_ptr + rows, mask=rows < num_pairs, other=0.0)
+            acc *= weight_before(weights)[:, None]
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * out_stride + cols[None, :]
     tl.store(out_ptrs, convert(acc, out_ptr.dtype.element_ty), mask=ok)
 
@@ -281,8 +292,8 @@ def _place(tile, row_blocks, experts_ptr, N, group_m, GATED: tl.constexpr,
 
 @triton.jit(do_not_specialize=["num_pairs", "group_m"])
 def _gemm(
-    a, a_half, w, out_ptr, pairs_ptr, experts_ptr, num_rows_ptr, bias_ptr, N, K, num_pairs,
-    group_m, out_stride, alpha, limit,
+    a, a_half, w, out_ptr, pairs_ptr, experts_ptr, num_rows_ptr, bias_ptr, weights_ptr, N, K,
+    num_pairs, group_m, out_stride, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
     BY_PAIR: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -300,8 +311,9 @@ def _gemm(
             row0, col0, w_row = _place(tile, row_blocks, experts_ptr, N, group_m, GATED, BLOCK_M,
                                        BLOCK_N)  # fmt: skip
             _tile(
-                row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, N, K, num_pairs, out_stride,
-                alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, BLOCK_M, BLOCK_N, BLOCK_K,
+                row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, weights_ptr, N, K, num_pairs,
+                out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, BLOCK_M, BLOCK_N,
+                BLOCK_K,
             )  # fmt: skip
         return
     if tl.program_id(0) >= tiles:
@@ -311,14 +323,15 @@ def _gemm(
     if HALVES:
         if tl.load(pairs_ptr + row0 + HALF) >= num_pairs:
             _tile(
-                row0, col0, w_row, a_half, w, out_ptr, pairs_ptr, bias_ptr, N, K, num_pairs,
-                out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, HALF, BLOCK_N,
-                BLOCK_K,
+                row0, col0, w_row, a_half, w, out_ptr, pairs_ptr, bias_ptr, weights_ptr, N, K,
+                num_pairs, out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, HALF,
+                BLOCK_N, BLOCK_K,
             )  # fmt: skip
             return
     _tile(
-        row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, N, K, num_pairs, out_stride,
-        alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, BLOCK_M, BLOCK_N, BLOCK_K,
+        row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, weights_ptr, N, K, num_pairs,
+        out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, BLOCK_M, BLOCK_N,
+        BLOCK_K,
     )  # fmt: skip
 
 

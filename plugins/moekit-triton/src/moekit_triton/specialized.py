@@ -42,6 +42,7 @@ from .warps import (
     STAGES,
     WIDE,
     acquired,
+    begin_weighting,
     clear,
     descriptor,
     facts,
@@ -75,6 +76,7 @@ def specialized_gemm(
     *,
     gated: bool = False,
     x_RK: torch.Tensor | None = None,
+    weights_RK: torch.Tensor | None = None,
 ) -> None:
     """out[s] = a[s] @ w[expert of s].T for the entries s of `aligned`; gated: silu(gate) * up.
 
@@ -83,7 +85,8 @@ def specialized_gemm(
     halves count; tiles are BLOCK_M x COLUMNS. halves, and x, want counters in `aligned`.
 
     With x (R, K), a is written on the way, as `copy_rows` does it: rows are copied ahead of the
-    tiles that read them.
+    tiles that read them. With weights, fp32 by pair and not gated, out[s] is multiplied by
+    `weight_before` of its pair's.
     """
     num_experts, w_rows, k = w_LNK.shape
     wide = 2 if gated else 1
@@ -91,6 +94,7 @@ def specialized_gemm(
     assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n)
     assert aligned.block_m == BLOCK_M and w_LNK.is_contiguous()
     assert aligned.counters is not None or not config.halves and x_RK is None
+    assert weights_RK is None or not gated
     assert x_RK is None or x_RK.shape[1] == k and x_RK.stride(1) == 1
     tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
@@ -99,7 +103,7 @@ def specialized_gemm(
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 2),
         x_RK, None if x_RK is None else a_SK, aligned.experts_B, aligned.pairs_S, aligned.num_rows,
-        aligned.counters, n, k, num_pairs, config.group_m,
+        aligned.counters, weights_RK, n, k, num_pairs, config.group_m,
         *((1, 0) if x_RK is None else (num_pairs // len(x_RK), x_RK.stride(0))),
         GATED=gated, HALVES=config.halves, COPY=x_RK is not None, num_warps=4,
     )  # fmt: skip
@@ -152,8 +156,8 @@ def skip(full, empty, slot, phase, steps):
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words,
-    told, GATED: gl.constexpr,
+    WHICH: gl.constexpr, out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s,
+    w_s, buffers, full, empty, words, told, GATED: gl.constexpr,
 ):  # fmt: skip
     """Half the rows of every tile, if any of them is used."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
@@ -173,6 +177,7 @@ def _consume(
             if GATED:
                 send(silu_mul(acc), buffers, WHICH, out, row, col, 1)
             else:
+                acc = begin_weighting(acc, weights_ptr, pairs_ptr, row, num_pairs)
                 left, right = halves_of(acc)
                 send(left, buffers, WHICH, out, row, col, 1)
                 send(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
@@ -184,17 +189,17 @@ def _consume(
 
 
 @gluon.jit
-def _upper(out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
-           GATED: gl.constexpr):  # fmt: skip
-    _consume(0, out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
-             GATED)  # fmt: skip
+def _upper(out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers,
+           full, empty, words, told, GATED: gl.constexpr):  # fmt: skip
+    _consume(0, out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s,
+             buffers, full, empty, words, told, GATED)  # fmt: skip
 
 
 @gluon.jit
-def _lower(out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
-           GATED: gl.constexpr):  # fmt: skip
-    _consume(1, out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
-             GATED)  # fmt: skip
+def _lower(out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers,
+           full, empty, words, told, GATED: gl.constexpr):  # fmt: skip
+    _consume(1, out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s,
+             buffers, full, empty, words, told, GATED)  # fmt: skip
 
 
 @gluon.jit
@@ -321,8 +326,8 @@ def _load(
 
 @gluon.jit(do_not_specialize=["num_pairs", "group_m"])
 def _gemm(
-    a, w, out, x_ptr, a_ptr, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
-    group_m, slots, x_stride,
+    a, w, out, x_ptr, a_ptr, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, weights_ptr, N, K,
+    num_pairs, group_m, slots, x_stride,
     GATED: gl.constexpr, HALVES: gl.constexpr, COPY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
@@ -342,10 +347,10 @@ def _gemm(
     # (A tuple with a name would make variables of constants in triton 3.6.)
     gl.warp_specialize(
         [
-            (_upper, (out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
-                      GATED)),
-            (_lower, (out, num_rows_ptr, N, K, group_m, a_s, w_s, buffers, full, empty, words, told,
-                      GATED)),
+            (_upper, (out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s,
+                      buffers, full, empty, words, told, GATED)),
+            (_lower, (out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s,
+                      buffers, full, empty, words, told, GATED)),
             (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
                      group_m, a_s, w_boxes, full, empty, words, told, GATED, HALVES, COPY)),
             (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,

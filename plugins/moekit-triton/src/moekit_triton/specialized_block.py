@@ -31,6 +31,7 @@ from .warps import (
     STAGES,
     WIDE,
     acquired,
+    begin_weighting,
     clear,
     descriptor,
     halves_of,
@@ -55,6 +56,7 @@ def specialized_block(
     second: GemmConfig,
     num_pairs: int,
     num_sms: int,
+    weights_RK: torch.Tensor | None = None,
 ) -> None:
     """a[s] = silu(gate) * up of x[s] @ w13[expert of s].T, y[s] = a[s] @ w2[expert of s].T, for the
     entries s of `aligned`, with counters.
@@ -62,7 +64,8 @@ def specialized_block(
     x, y (capacity, H) and a (capacity, I) of one 16-bit dtype, rows of whole 16 bytes. y may lie
     where x does: a block of it is written when all that reads that block of x is done. Rows that
     belong to no pair become undefined. Of the configs group_m counts; tiles are BLOCK_M x COLUMNS,
-    and half blocks without rows are left out.
+    and half blocks without rows are left out. With weights, fp32 by pair, y[s] is multiplied by
+    `weight_before` of its pair's.
     """
     num_experts, w_rows, hidden = w13_LNH.shape
     inner, entries = w_rows // 2, aligned.pairs_S.numel()
@@ -80,8 +83,8 @@ def specialized_block(
         descriptor(a_SI, BLOCK_M, 64),
         descriptor(w2_LHI.view(num_experts * hidden, inner), COLUMNS // 2, 64),
         descriptor(y_SH, *half),
-        aligned.experts_B, aligned.pairs_S, aligned.num_rows, aligned.counters, hidden, inner,
-        num_pairs, first.group_m, second.group_m, num_warps=4,
+        aligned.experts_B, aligned.pairs_S, aligned.num_rows, aligned.counters, weights_RK, hidden,
+        inner, num_pairs, first.group_m, second.group_m, num_warps=4,
     )  # fmt: skip
 
 
@@ -114,15 +117,15 @@ def _hand_over(x, buffer, given, taken, piece):
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, num_rows_ptr, H, I, a_s, w_s, buffers, full, empty, given_2, taken_2,
-    words, told,
+    WHICH: gl.constexpr, pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2,
+    a_s, w_s, buffers, full, empty, given_2, taken_2, words, told,
 ):  # fmt: skip
     """Half the rows of every tile, if any of them is used."""
     half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     buffer = buffers.index(WHICH)
     given = given_2.index(WHICH)
     taken = taken_2.index(WHICH)
-    _, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
+    row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     slot = 0
     phase = 0
     count = 0
@@ -135,6 +138,10 @@ def _consume(
             if tile < first_tiles:
                 piece = _hand_over(silu_mul(acc).to(buffer.dtype), buffer, given, taken, piece)
             else:
+                if weights_ptr is not None:
+                    block_m, _ = _place(tile, first_tiles, row_blocks, H, I, group_1, group_2)
+                    row = (2 * block_m + WHICH) * ROWS
+                    acc = begin_weighting(acc, weights_ptr, pairs_ptr, row, num_pairs)
                 left, right = halves_of(acc)
                 piece = _hand_over(left.to(buffer.dtype), buffer, given, taken, piece)
                 piece = _hand_over(right.to(buffer.dtype), buffer, given, taken, piece)
@@ -149,13 +156,17 @@ def _consume(
 
 
 @gluon.jit
-def _upper(num_rows_ptr, H, I, a_s, w_s, buffers, full, empty, given, taken, words, told):
-    _consume(0, num_rows_ptr, H, I, a_s, w_s, buffers, full, empty, given, taken, words, told)
+def _upper(pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s, w_s,
+           buffers, full, empty, given, taken, words, told):  # fmt: skip
+    _consume(0, pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s, w_s,
+             buffers, full, empty, given, taken, words, told)  # fmt: skip
 
 
 @gluon.jit
-def _lower(num_rows_ptr, H, I, a_s, w_s, buffers, full, empty, given, taken, words, told):
-    _consume(1, num_rows_ptr, H, I, a_s, w_s, buffers, full, empty, given, taken, words, told)
+def _lower(pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s, w_s,
+           buffers, full, empty, given, taken, words, told):  # fmt: skip
+    _consume(1, pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s, w_s,
+             buffers, full, empty, given, taken, words, told)  # fmt: skip
 
 
 @gluon.jit
@@ -316,8 +327,8 @@ def _load(
 
 @gluon.jit(do_not_specialize=["num_pairs", "group_1", "group_2"])
 def _block(
-    x, w13, a_out, a, w2, y, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, H, I, num_pairs,
-    group_1, group_2, PDL: gl.constexpr,
+    x, w13, a_out, a, w2, y, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, weights_ptr, H, I,
+    num_pairs, group_1, group_2, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
@@ -333,10 +344,10 @@ def _block(
     done_ptr = counters_ptr + OF_BLOCKS
     gl.warp_specialize(
         [
-            (_upper, (num_rows_ptr, H, I, a_s, w_s, buffers, full, empty, given, taken, words,
-                      told)),
-            (_lower, (num_rows_ptr, H, I, a_s, w_s, buffers, full, empty, given, taken, words,
-                      told)),
+            (_upper, (pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s,
+                      w_s, buffers, full, empty, given, taken, words, told)),
+            (_lower, (pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s,
+                      w_s, buffers, full, empty, given, taken, words, told)),
             (_load, (x, w13, a, w2, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, H, I,
                      num_pairs, group_1, group_2, a_s, w_boxes, full, empty, words, told)),
             (_store_upper, (a_out, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers,

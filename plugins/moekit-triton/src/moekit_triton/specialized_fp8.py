@@ -32,6 +32,7 @@ from .warps import (
     ROWS,
     STAGES,
     WIDE,
+    begin_weighting,
     descriptor,
     facts,
     fetch,
@@ -65,6 +66,7 @@ def specialized_fp8_gemm(
     num_sms: int,
     *,
     out_scale_GS: torch.Tensor | None = None,
+    weights_RK: torch.Tensor | None = None,
 ) -> None:
     """out[s] = a[s] @ w[expert of s].T for the entries s of `aligned`; with ``out_scale`` their
     silu(gate) * up, quantized by groups of 128 columns.
@@ -73,7 +75,8 @@ def specialized_fp8_gemm(
     w (L, ceil(rows of w / 128), ceil(K / 128)). out (capacity, N): of 16 bits, N = w's rows, a
     multiple of 8; or e4m3, N half of them, a multiple of 128, with out_scale (N / 128, capacity).
     Rows that belong to no pair become undefined. Of ``config`` group_m and halves count, which
-    wants a counter in `aligned`; tiles are BLOCK_M x COLUMNS.
+    wants a counter in `aligned`; tiles are BLOCK_M x COLUMNS. With weights, fp32 by pair and
+    without out_scale, out[s] is multiplied by `weight_before` of its pair's.
     """
     num_experts, w_rows, k = w_LNK.shape
     gated = out_scale_GS is not None
@@ -85,6 +88,7 @@ def specialized_fp8_gemm(
     assert w_scale_LBG.is_contiguous() and w_LNK.is_contiguous() and aligned.block_m == BLOCK_M
     assert groups * entries < 2**31 and w_scale_LBG.numel() < 2**31
     assert aligned.counters is not None or not config.halves
+    assert weights_RK is None or not gated
     if gated:
         assert n % SCALE_GROUP == 0 and out_scale_GS is not None
         assert out_scale_GS.shape == (n // SCALE_GROUP, entries) and out_scale_GS.is_contiguous()
@@ -95,7 +99,7 @@ def specialized_fp8_gemm(
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 4),
         out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.pairs_S,
-        aligned.num_rows, aligned.counters, n, k, entries, num_pairs, config.group_m,
+        aligned.num_rows, aligned.counters, weights_RK, n, k, entries, num_pairs, config.group_m,
         GATED=gated, HALVES=config.halves, num_warps=4,
     )  # fmt: skip
 
@@ -154,8 +158,8 @@ def _scales_at(WHICH: gl.constexpr, words, told, count, N, steps, GATED: gl.cons
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s,
-    buffers, full, empty, words, told, GATED: gl.constexpr,
+    WHICH: gl.constexpr, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K,
+    entries, num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED: gl.constexpr,
 ):  # fmt: skip
     """Half the rows of every tile, if any of them is used.
 
@@ -215,6 +219,8 @@ def _consume(
                 send(y0 * inverse, buffers, 2 * WHICH, out, row, col, 2)
                 send(y1 * inverse, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
             else:
+                acc0 = begin_weighting(acc0, weights_ptr, pairs_ptr, row, num_pairs)
+                acc1 = begin_weighting(acc1, weights_ptr, pairs_ptr, row, num_pairs)
                 y0, y1 = halves_of(acc0)
                 send(y0, buffers, 2 * WHICH, out, row, col, 2)
                 send(y1, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
@@ -236,17 +242,19 @@ def _consume(
 
 
 @gluon.jit
-def _upper(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s, buffers, full,
-           empty, words, told, GATED: gl.constexpr):  # fmt: skip
-    _consume(0, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s, buffers,
-             full, empty, words, told, GATED)  # fmt: skip
+def _upper(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K, entries,
+           num_pairs, a_s, w_s, buffers, full, empty, words, told,
+           GATED: gl.constexpr):  # fmt: skip
+    _consume(0, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K, entries,
+             num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED)  # fmt: skip
 
 
 @gluon.jit
-def _lower(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s, buffers, full,
-           empty, words, told, GATED: gl.constexpr):  # fmt: skip
-    _consume(1, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s, buffers,
-             full, empty, words, told, GATED)  # fmt: skip
+def _lower(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K, entries,
+           num_pairs, a_s, w_s, buffers, full, empty, words, told,
+           GATED: gl.constexpr):  # fmt: skip
+    _consume(1, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K, entries,
+             num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED)  # fmt: skip
 
 
 @gluon.jit
@@ -324,8 +332,8 @@ def _load(
 @gluon.jit(do_not_specialize=["entries", "num_pairs", "group_m"])
 def _gemm(
     a, w, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr,
-    counters_ptr, N, K, entries, num_pairs, group_m, GATED: gl.constexpr, HALVES: gl.constexpr,
-    PDL: gl.constexpr,
+    counters_ptr, weights_ptr, N, K, entries, num_pairs, group_m, GATED: gl.constexpr,
+    HALVES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
         take_turn()
@@ -342,10 +350,10 @@ def _gemm(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_upper, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s,
-                      buffers, full, empty, words, told, GATED)),
-            (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, N, K, entries, a_s, w_s,
-                      buffers, full, empty, words, told, GATED)),
+            (_upper, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K,
+                      entries, num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED)),
+            (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K,
+                      entries, num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED)),
             (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
                      group_m, a_s, w_s, full, empty, words, told, GATED, HALVES)),
         ],

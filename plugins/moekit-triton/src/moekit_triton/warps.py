@@ -151,6 +151,18 @@ def halves_of(x):
 
 
 @gluon.jit
+def begin_weighting(acc, weights_ptr, pairs_ptr, row, num_pairs):
+    """acc times `weight_before` of the pairs of its rows, which begin at entry `row`; weights_ptr
+    None: acc. Padding rows become 0 or NaN."""
+    if weights_ptr is not None:
+        rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        pair = gl.load(pairs_ptr + row + gl.arange(0, acc.shape[0], rows))
+        weight = gl.load(weights_ptr + pair, mask=pair < num_pairs, other=0.0)
+        acc = acc * gl.expand_dims(gl.where(gl.abs(weight) > 1.0, 1.0, weight), 1)
+    return acc
+
+
+@gluon.jit
 def _ex2(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1

@@ -1,0 +1,139 @@
+"""fp16: experts whose output is above 65504, under router weights that bring it back into range.
+
+Every path from GEMM 2 to the sum over K rounds to fp16 in between, except the dot products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moekit_triton import experts
+from moekit_triton.config import BLOCKS_M, Plan, choose_plan, sorted_plan
+from moekit_triton.gemm import GemmConfig
+from moekit_triton.numerics import INTERPRETED
+
+import moekit
+from moekit import ExpertWeights, MoEProblem, Routing
+from moekit.reference import oracle
+from moekit.testing.cases import random_weights
+
+SMALL = GemmConfig(min(BLOCKS_M), 32, 32)
+SORTED = GemmConfig(32 if INTERPRETED else 128, 64, 64)  # halves of it are wgmma's 64 rows
+PLANS = {
+    "direct": Plan(SMALL, SMALL, fused=True, direct=True),
+    "aligned": Plan(SMALL, SMALL, fused=True),
+    "not fused": Plan(SMALL, SMALL, fused=False),
+    "wide": Plan(SMALL, replace(SMALL, wide=True), fused=True),
+    "halves": Plan(SORTED, replace(SORTED, halves=True), fused=True),
+    "sorted": Plan(SORTED, SORTED, fused=True, order="sorted"),
+    "copied": Plan(SORTED, replace(SORTED, halves=True), fused=True, order="copied"),
+    "persistent": Plan(SORTED, replace(SORTED, persistent=True), fused=True, order="copied"),
+}
+SMALL_SIZES = dict(num_experts=5, top_k=2, hidden_size=128, intermediate_size=96)
+LARGE_SIZES = dict(num_experts=8, top_k=2, hidden_size=1024, intermediate_size=2048)
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which values overflow depends on the draw, so that it is always the same one."""
+    monkeypatch.setenv("MOEKIT_TEST_SEED", "2")
+
+
+def check(
+    problem: MoEProblem, tokens: int, pair: tuple[str, str] = ("local", "triton"), limit=2e-3
+) -> None:
+    """Every token on its own: two of three are loud, under weights below 0.01. The third is quiet,
+    under weights above 1, of which one is negative."""
+    torch.manual_seed(tokens)
+    weights = loud(problem)
+    x = torch.randn(tokens, problem.hidden_size)
+    ids = torch.rand(tokens, problem.num_experts).topk(problem.top_k, dim=1).indices
+    topk_weights = 0.003 + 0.007 * torch.rand(ids.shape)
+    x[2::3] *= 0.05
+    topk_weights[2::3] = 1.5 + torch.rand(topk_weights[2::3].shape)
+    topk_weights[2::3, 0] *= -1
+    topk_weights[1::3, 1] = 0.0
+    x = x.half().to(problem.device.type)
+    routing = Routing(topk_weights.to(x.device), ids.to(x.device))
+    raw = oracle(
+        x, weights, Routing(torch.ones_like(routing.topk_weights), routing.topk_ids), problem
+    )
+    assert float(raw.abs().max()) > 65504, "no output overflows: the test tells nothing"
+    kernel = moekit.compose(problem, *pair)
+    out = kernel(x, kernel.pack(weights), routing).float()
+    want = oracle(x, weights, routing, problem)
+    held = want.abs().amax(dim=1) < 65000  # of the others the result itself is above the range
+    assert float(held.float().mean()) > 0.9
+    out, want = out[held], want[held]
+    error = (out - want).norm(dim=1) / want.norm(dim=1)
+    assert bool(out.isfinite().all()) and float(error.max()) < limit, error.max()
+
+
+def loud(problem: MoEProblem) -> ExpertWeights:
+    """Weights of experts whose output has a root mean square of about 60000."""
+    weights = random_weights(problem.replace(quant="none"))
+    weights = replace(weights, w13=4 * weights.w13)
+    x = torch.randn(64, problem.hidden_size, device=weights.w2.device).half()
+    routing = Routing(
+        torch.ones(64, 1, device=x.device), torch.zeros(64, 1, device=x.device).long()
+    )
+    one = problem.replace(quant="none", top_k=1)
+    by = 6e4 / float(oracle(x, weights, routing, one).square().mean().sqrt())
+    return replace(weights, w2=(weights.w2.float() * by).half()).quantize(problem.quant)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: plan)
+    monkeypatch.setattr(experts, "sorting_pays", lambda *_: plan.order != "pairs")
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan(device, monkeypatch, name, tokens):
+    use(monkeypatch, PLANS[name])
+    check(MoEProblem(**SMALL_SIZES, dtype=torch.float16, device=device.type), tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "int8_channel_token", "int4_w4a16_g32"])
+@pytest.mark.parametrize(
+    "pair",
+    [("local", "triton"), ("local", "triton_batched"), ("batched_reference", "triton_batched")],
+)
+def test_schemes(device, pair, scheme, tokens):
+    problem = MoEProblem(**SMALL_SIZES, quant=scheme, dtype=torch.float16, device=device.type)
+    limits = {"none": 2e-3, "int4_w4a16_g32": 4e-3}  # of others: what quantizing x costs a token
+    check(problem, tokens, pair, limits.get(scheme, 0.2))
+
+
+def test_programs_that_share_k(device, monkeypatch):
+    problem = MoEProblem(
+        num_experts=2, top_k=2, hidden_size=64, intermediate_size=4096,
+        quant="int4_w4a16_g128", dtype=torch.float16, device=device.type,
+    )  # fmt: skip
+    assert choose_plan(problem, 2, 2).second.splits > 1
+    check(problem, 2, limit=4e-3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="large")
+@pytest.mark.parametrize("tokens", [1, 4, 64, 512, 4096])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_chosen_plans(scheme, tokens):
+    problem = MoEProblem(**LARGE_SIZES, quant=scheme, dtype=torch.float16, device="cuda")
+    check(problem, tokens, limit=2e-3 if scheme == "none" else 0.2)
+
+
+@pytest.mark.parametrize("tokens", [64, 700, 4096])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("order", ["copied", "ahead", "joined", "fp8"])
+def test_specialized_plans(specialized, monkeypatch, order, halves, tokens):
+    scheme = "fp8_block" if order == "fp8" else "none"
+    problem = MoEProblem(**LARGE_SIZES, quant=scheme, dtype=torch.float16, device="cuda")
+    plan = sorted_plan(problem, 1024.0)
+    first, second = (replace(c, halves=halves) for c in (plan.first, plan.second))
+    assert first.specialized and second.specialized
+    order = "copied" if order == "fp8" else order
+    use(monkeypatch, replace(plan, first=first, second=second, order=order))
+    check(problem, tokens, limit=2e-3 if scheme == "none" else 0.2)
