@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
-from moekit.checkpoint.files import Checkpoint, empty
+from moekit.checkpoint.files import Checkpoint, available_memory, empty
 from moekit.checkpoint.formats import stored
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.progress import Progress
@@ -128,6 +129,14 @@ def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
         "w13": (L, p.w13_rows, p.hidden_size // halved),
         "w2": (L, p.hidden_size, p.local_intermediate_size // halved),
     }
+    nbytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    if nbytes > (free := available_memory()):
+        raise WeightsError(
+            f"{share.checkpoint.path}: the experts of layer {share.layer} take {nbytes / 1e9:.1f} "
+            f"GB on this rank, and {free / 1e9:.1f} GB of memory are free; use more ranks, or "
+            f"correct the sizes: num_experts={p.num_experts}, hidden_size={p.hidden_size}, "
+            f"intermediate_size={p.intermediate_size}"
+        )
     return {name: empty(shape, dtype, pin_memory) for name, shape in shapes.items()}
 
 
