@@ -17,6 +17,7 @@ from typing import Any
 MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
 _SHOWN = 80  # characters of a wrong value in a message
 _DIGITS = 40
+_MAX_VALUES = 4_000_000  # in one file; a header has eight or so for each tensor
 
 
 def open_regular(path: Path) -> int:
@@ -40,6 +41,8 @@ def read_json(path: Path, most: int = MAX_JSON) -> Any:
 
 def parse_json(data: bytes) -> Any:
     """UTF-8 JSON as RFC 8259 has it: no name twice in an object, every number finite."""
+    if sum(map(data.count, (b"[", b"{", b","))) > _MAX_VALUES:
+        raise ValueError(f"it has more than {_MAX_VALUES} values")
     try:
         return json.loads(
             data.decode(),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import itertools
 import math
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.headers import DTYPES, Entry, Version, read_header, shards
-from moekit.errors import WeightsError
-from moekit.untrusted import open_regular, read_json
+from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
+from moekit.errors import InvalidProblem, WeightsError
+from moekit.untrusted import Kind, open_regular, read_json
 
 _MAX_READ = 1 << 30  # Linux reads at most 2 GiB a call
 # Runs at least this far apart are read one by one. Nearer ones are read with what lies between, as
@@ -27,7 +30,7 @@ _MAX_READ = 1 << 30  # Linux reads at most 2 GiB a call
 _FAR = 1 << 14
 _SPAN = 1 << 20
 _HUGE = 1 << 22
-_SHOWN = 20  # faulty files spelled out in one error
+_SHOWN = 20  # faulty files or fields spelled out in one error
 
 
 class Checkpoint:
@@ -104,20 +107,20 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The config.json beside the files; empty if there is none."""
-        return self._json("config.json")
+        """The config.json beside the files, its fields checked; empty if there is none."""
+        return self._json("config.json", CONFIG)
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
         """What config.json (or ModelOpt's hf_quant_config.json) says of quantization."""
-        for config in (self.config, self.config.get("text_config")):
+        for config in (self.config, self.config.get("text_config") or {}):
             for key in ("quantization_config", "compression_config"):
-                if isinstance(config, Mapping) and isinstance(config.get(key), Mapping):
+                if config.get(key) is not None:
                     return dict(config[key])
-        modelopt = self._json("hf_quant_config.json").get("quantization")
-        return {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, Mapping) else {}
+        modelopt = self._json("hf_quant_config.json", HF_QUANT_CONFIG).get("quantization")
+        return {} if modelopt is None else {"quant_method": "modelopt", **modelopt}
 
-    def _json(self, name: str) -> Mapping[str, Any]:
+    def _json(self, name: str, kind: Kind) -> Mapping[str, Any]:
         file = (self.path if self.path.is_dir() else self.path.parent) / name
         try:
             found = read_json(file)
@@ -127,6 +130,8 @@ class Checkpoint:
             raise WeightsError(f"{file}: not readable as JSON ({error}); fetch it again") from error
         if not isinstance(found, dict):
             raise WeightsError(f"{file}: holds a {type(found).__name__}, want an object")
+        if wrong := list(itertools.islice(kind(found), _SHOWN)):
+            raise WeightsError(f"{file}: {'; '.join(fault.lstrip('.') for fault in wrong)}")
         return found
 
     # -- reading ----------------------------------------------------------------------------
@@ -253,6 +258,17 @@ class Checkpoint:
             other = self._entries.setdefault(name, entry)
             if other is not entry:
                 self.duplicates.setdefault(name, [other.file]).append(file)
+
+
+@contextmanager
+def named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Errors about the checkpoint say which one it is."""
+    try:
+        yield
+    except (InvalidProblem, WeightsError) as error:
+        if str(checkpoint.path) in str(error):
+            raise
+        raise type(error)(f"{checkpoint.path}: {error}") from error
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, pin_memory: bool = False) -> Tensor:

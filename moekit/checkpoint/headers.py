@@ -31,11 +31,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _LFS = b"version https://git-lfs"
-# What safetensors' own library reads at most; nothing in use comes near the other three.
+# What safetensors' own library reads at most; nothing in use comes near the others.
 _MAX_HEADER = 100_000_000
 _MAX_NAME = 4096
 _MAX_DIMS = 32
-_MAX_FILES = 100_000
+_MAX_FILES = 10_000
 
 
 class Entry(NamedTuple):

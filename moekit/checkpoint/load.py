@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
-from moekit.checkpoint.files import Checkpoint, available_memory, empty
+from moekit.checkpoint.files import Checkpoint, available_memory, empty, named
 from moekit.checkpoint.formats import stored
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.progress import Progress
-from moekit.checkpoint.read import Reader
+from moekit.checkpoint.read import Reader, is_finite
+from moekit.checkpoint.schema import MAX_EXPERTS
 from moekit.checkpoint.share import Share
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
@@ -25,6 +27,7 @@ from moekit.weights import ExpertWeights, in_order
 
 THREADS = 8  # also on few cores: they wait for the disk
 _SHOWN = 20  # faults spelled out in one error
+_COUNTED = 10_000
 _AGREE = 1e-5  # relative, between the input scales of gate and up
 
 
@@ -98,10 +101,18 @@ def load_layers(
     """
     opened = nullcontext(path) if isinstance(path, Checkpoint) else Checkpoint(path)
     with opened as checkpoint:
-        named = model_type_of(checkpoint) if names is None else names
-        local = _local_experts(problem, experts)
-        shares = [Share(checkpoint, named, layer, problem, local, dequantize) for layer in layers]
-        _raise(checkpoint, [fault for share in shares for fault in share.faults()])
+        called = model_type_of(checkpoint) if names is None else names
+        with named(checkpoint):
+            if problem.num_physical_experts > 2 * MAX_EXPERTS:
+                raise WeightsError(
+                    f"num_experts={problem.num_experts}: want at most {MAX_EXPERTS} experts"
+                )
+            local = _local_experts(problem, experts)
+            shares = [
+                Share(checkpoint, called, layer, problem, local, dequantize) for layer in layers
+            ]
+            faults = (fault for share in shares for fault in share.faults())
+            _raise(checkpoint, list(itertools.islice(faults, _COUNTED)))
         total = sum(share.expert_nbytes * len(local) for share in shares)
         out: dict[str, Tensor] = {}
         with _pool(threads or THREADS) as pool, Progress(total, "loading experts", progress) as bar:
@@ -154,12 +165,13 @@ def _load(
         pool.shutdown(cancel_futures=True)
         raise
     input_scales = _input_scales(share, reader.faults) if share.static else {}
+    biases = _biases(share, reader.faults)
     _raise(share.checkpoint, reader.faults)
     extras = {name: torch.stack([e[name] for e in reader.extras]) for name in reader.extras[0]}
     return ExpertWeights(
         **out,
         **_without_runs(share, extras),
-        **_biases(share),
+        **biases,
         **input_scales,
         interleaved=bool(share.names.gate_up and share.names.interleaved),
     )
@@ -199,7 +211,7 @@ def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
     return extras
 
 
-def _biases(share: Share) -> dict[str, Tensor]:
+def _biases(share: Share, faults: list[str]) -> dict[str, Tensor]:
     """w13_bias (L, 2I or I) and w2_bias (L, H), where the names have them."""
     names, found = share.names, {}
     of = {names.gate: names.gate_bias, names.up: names.up_bias, names.gate_up: names.gate_up_bias}
@@ -212,6 +224,9 @@ def _biases(share: Share) -> dict[str, Tensor]:
         found["w13_bias"] = torch.cat(w13, dim=1)
     if names.down_bias:
         found["w2_bias"] = _stack(share, names.down_bias, slice(None))
+    for name, bias in found.items():
+        if not is_finite(bias):
+            faults.append(f"layer {share.layer}'s {name} holds values that are not finite")
     dtype = share.problem.dtype
     return {name: t.to(dtype) if share.dequantize else t for name, t in found.items()}
 
@@ -253,7 +268,7 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
 
 
 def _raise(checkpoint: Checkpoint, faults: Sequence[Any]) -> None:
-    if faults:
+    if faults := list(dict.fromkeys(faults)):
         shown = "; ".join(faults[:_SHOWN])
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise WeightsError(

@@ -169,6 +169,8 @@ class Reader:
                 self.checkpoint.read_into(entries, name, *which, *cuts, shape=shape)
         if self.format.biased:
             out.view(torch.uint8).bitwise_xor_(128)
+        if not is_finite(out):
+            self.faults.append(f"{name} holds values that are not finite")
 
     # -- scales -------------------------------------------------------------------------------
 
@@ -321,6 +323,19 @@ class Reader:
             values = format.values(q[part], zeros)
             values *= scales.scale[rows[part]][:, entries]
             out[part].copy_(values)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite, at a fraction of what reading the tensor costs; true of
+    integers."""
+    if not tensor.is_floating_point():
+        return True
+    if tensor.dtype == torch.float8_e4m3fn:  # without infinities, and two NaNs
+        parts = torch.split(tensor.view(torch.uint8).flatten(), _CHUNK)
+        return all(int((part & 0x7F).max()) < 0x7F for part in parts if part.numel())
+    # fp16 is the only one in which a sum of usual numbers overflows.
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
-from moekit.checkpoint.formats import Part, stored
+from moekit.checkpoint.formats import FLOATS, Part, stored
 from moekit.checkpoint.names import ExpertNames, names_in
 from moekit.checkpoint.probe import format_of
 from moekit.checkpoint.scales import neuron_ranges
@@ -213,8 +213,8 @@ class Share:
             dtype = checkpoint.dtype(name)
             if not fits(checkpoint.shape(name), shape, part):
                 found.append(f"{name} is {checkpoint.shape(name)}, want {shape}")
-            elif part is not None and dtype not in part.dtypes:
-                allowed = " or ".join(str(d) for d in part.dtypes)
+            elif dtype not in (allowed_dtypes := FLOATS if part is None else part.dtypes):
+                allowed = " or ".join(str(d) for d in allowed_dtypes)
                 found.append(f"{name} is {dtype}, want {allowed}")
             elif part is self.format.weight:
                 dtypes.setdefault(str(dtype), name)
