@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
@@ -20,7 +21,7 @@ from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.progress import Progress
 from moekit.checkpoint.read import Reader, is_finite
 from moekit.checkpoint.schema import MAX_EXPERTS
-from moekit.checkpoint.share import Share
+from moekit.checkpoint.share import Piece, Share
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights, in_order
@@ -49,10 +50,13 @@ def load_experts(
     largest). Weights stay as they are stored: in the file's dtype, or in the problem's scheme,
     whose activations need not be those that the checkpoint means, and whose scales may be finer.
 
-    Where a rank's share of I is no multiple of a scale's block, it is made of whole blocks and a
-    part of one more, which need not lie together: the neurons' order makes no difference. Where
-    blocks of gate and up, or parts of blocks, still meet in one, 8-bit values are rounded again
-    under the larger scale; 4-bit values never are. A w2 in act-order is cut into whole groups,
+    Under tensor parallelism every rank has the very numbers that are stored. Blocks of 128 x 128
+    are never cut: a rank holds whole ones, the `MoEProblem.local_neurons`, and zeros behind them.
+    Groups of columns of w2 are cut in even parts only: where a rank's share of I is no multiple of
+    them, it is made of whole groups and a part of one more, which need not lie together, as the
+    neurons' order makes no difference; where that does not come out even, the scheme is refused.
+    On one rank, where I is no multiple of 128, a block of gate meets one of up, and values are
+    rounded again under the larger scale. A w2 in act-order is cut into whole groups,
     for which whole experts are read. Where all columns turn out to be in order, there is no g_idx.
 
     path: an open `Checkpoint` saves reading the headers for each layer.
@@ -148,7 +152,11 @@ def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
             f"correct the sizes: num_experts={p.num_experts}, hidden_size={p.hidden_size}, "
             f"intermediate_size={p.intermediate_size}"
         )
-    return {name: empty(shape, dtype, pin_memory) for name, shape in shapes.items()}
+    out = {name: empty(shape, dtype, pin_memory) for name, shape in shapes.items()}
+    if share.padded:  # no layer writes there, so this holds for all that reuse the memory
+        for tensor in out.values():
+            tensor.zero_()
+    return out
 
 
 def _load(
@@ -216,7 +224,7 @@ def _biases(share: Share, faults: list[str]) -> dict[str, Tensor]:
     names, found = share.names, {}
     of = {names.gate: names.gate_bias, names.up: names.up_bias, names.gate_up: names.gate_up_bias}
     w13 = [
-        _stack(share, of[piece.template], slice(piece.rows.start, piece.rows.stop))
+        _padded(_stack(share, of[piece.template], slice(piece.rows.start, piece.rows.stop)), piece)
         for piece in share.w13
         if of[piece.template]
     ]
@@ -229,6 +237,10 @@ def _biases(share: Share, faults: list[str]) -> dict[str, Tensor]:
             faults.append(f"layer {share.layer}'s {name} holds values that are not finite")
     dtype = share.problem.dtype
     return {name: t.to(dtype) if share.dequantize else t for name, t in found.items()}
+
+
+def _padded(bias: Tensor, piece: Piece) -> Tensor:
+    return F.pad(bias, (0, piece.room - len(piece.rows)))
 
 
 def _stack(share: Share, template: str, part: slice) -> Tensor:

@@ -59,6 +59,9 @@ class Reader:
         for piece in pieces:
             extent = piece.columns if beside else piece.rows
             entries = sources(extent, self.format.group[1 if beside else 0])
+            # Zeros have the last block's scale; those of a rank without neurons one of their own.
+            last = entries[-1:] if len(entries) else torch.zeros(1, dtype=torch.int64)
+            entries = torch.cat([entries, last.expand(piece.room - len(entries))])
             joined.append(entries + first)
             first = int(joined[-1][-1]) + 1
         if beside:
@@ -83,6 +86,8 @@ class Reader:
 
     def _place(self, piece: Piece, expert: int, matrix: Tensor, order: Tensor | None) -> None:
         """The piece, into its rows and columns of w13 or w2."""
+        if not piece.neurons:
+            return
         halved = 2 if matrix.dtype == torch.uint8 else 1
         left, width = piece.left // halved, len(piece.columns) // halved
         target = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
@@ -211,6 +216,10 @@ class Reader:
     ) -> _Scales:
         """Of the piece's rows (of its neurons in ``order``) and columns, or all columns."""
         rows, columns = piece.rows, range(piece.k) if whole_k else piece.columns
+        if not piece.neurons:
+            extents = zip((rows, columns), self.format.group, strict=True)
+            entries = [len(torch.unique(sources(extent, group))) for extent, group in extents]
+            return _Scales(torch.ones([max(n, 1) for n in entries]), None)
         picked = None
         if order is not None and piece in self.share.w13:
             picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
