@@ -360,9 +360,37 @@ class MoEProblem:
         return physical % self.num_experts
 
     @property
+    def local_neurons(self) -> range:
+        """Which of the model's I neurons this rank holds: the first of `local_intermediate_size`.
+
+        A run of ``I / tp_size``, except where that would cut the blocks of rows and columns that
+        share a scale (fp8_block, fp8_w8a16_block): whole blocks then, of which the first ranks
+        hold one more, and some ranks may hold none.
+        """
+        tp_size, rank, block = self.parallel.tp_size, self.parallel.tp_rank, self._cut_block
+        if not block:
+            share = self.intermediate_size // tp_size
+            return range(rank * share, (rank + 1) * share)
+        blocks = partition(-(-self.intermediate_size // block), tp_size, rank)
+        return range(
+            *(min(at * block, self.intermediate_size) for at in (blocks.start, blocks.stop))
+        )
+
+    @property
     def local_intermediate_size(self) -> int:
-        """I on this rank."""
+        """I on this rank, the same on all ranks. Behind a rank's `local_neurons` there may be
+        zeros: rows of w13 (of gate and of up), biases and columns of w2, which add nothing."""
+        if block := self._cut_block:
+            return -(-self.intermediate_size // (block * self.parallel.tp_size)) * block
         return self.intermediate_size // self.parallel.tp_size
+
+    @property
+    def _cut_block(self) -> int:
+        """The rows of the blocks of w13 that ``I / tp_size`` would cut; 0 if it cuts none."""
+        weight, tp_size = self.quant.weight, self.parallel.tp_size
+        if tp_size == 1 or weight is None or weight.group[0] <= 1:
+            return 0
+        return weight.group[0] if self.intermediate_size // tp_size % weight.group[0] else 0
 
     @property
     def w13_rows(self) -> int:

@@ -31,8 +31,9 @@ class ExpertWeights:
     w13_bias (L, 2I or I), w2_bias (L, H).
     w13_scale, w2_scale: fp32, (L, N or N/group or 1, K/group or 1) for an (L, N, K) weight;
     trailing dimensions of size 1 may be left out. Blocks count from row 0 of w13, so where I is no
-    multiple of the block one block spans gate and up. A per-tensor w13 scale may also be (L, 2),
-    one for gate and one for up.
+    multiple of the block one block spans gate and up; where tensor parallelism would cut blocks, a
+    rank has whole ones and zeros behind them, see `MoEProblem.local_neurons`. A per-tensor w13
+    scale may also be (L, 2), one for gate and one for up.
     w13_input_scale, w2_input_scale: static activation scales, a scalar or one per expert; experts
     share the largest.
     w13_zero_points, w2_zero_points: uint8 below 16, shaped as the scales (all three dimensions),
@@ -162,6 +163,13 @@ class ExpertWeights:
             elif scheme.weight is not None:
                 gated = problem.activation.gated
                 found += _scale_faults(self, name, want, scheme.weight, gated)
+        if found and inner * problem.parallel.tp_size != problem.intermediate_size:
+            held = problem.local_neurons
+            found.append(
+                f"tp_size={problem.parallel.tp_size} cuts blocks of {scheme.name}: this rank's "
+                f"weights are those of neurons {held.start} to {held.stop} of "
+                f"{problem.intermediate_size}, and zeros up to {inner}"
+            )
         for name, shape in biases.items():
             bias = getattr(self, name)
             if (bias is not None) != problem.has_bias:

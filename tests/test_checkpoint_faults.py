@@ -130,7 +130,9 @@ def test_truncated_while_open(made: dict[str, files.Layer], tmp_path: Path) -> N
             with file.open("r+b") as stream:
                 stream.truncate(file.stat().st_size // 2)
         for asked in (problem, sliced):
-            with pytest.raises(WeightsError, match="truncated while it was read"):
+            with pytest.raises(
+                WeightsError, match="truncated (while it|after its header) was read"
+            ):
                 load_experts(checkpoint, None, 0, asked)
 
 

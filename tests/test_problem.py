@@ -10,6 +10,7 @@ import moekit
 from moekit import Activation, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.errors import InvalidProblem
 from moekit.problem import partition
+from moekit.testing import cases
 
 SIZES = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=96, device="cpu")
 
@@ -150,3 +151,43 @@ def test_values_of_another_type(changes, said) -> None:
         MoEProblem(
             **{"num_experts": 4, "top_k": 2, "hidden_size": 8, "intermediate_size": 8, **changes}
         )
+
+
+@pytest.mark.parametrize(
+    ("inner", "tp_size", "local", "held"),
+    [
+        (512, 4, 128, [128, 128, 128, 128]),
+        (384, 2, 256, [256, 128]),
+        (768, 4, 256, [256, 256, 128, 128]),
+        (896, 4, 256, [256, 256, 256, 128]),
+        (384, 8, 128, [128, 128, 128, 0, 0, 0, 0, 0]),
+        (320, 2, 256, [256, 64]),
+        (320, 1, 320, [320]),
+    ],
+)
+def test_ranks_hold_whole_blocks(inner: int, tp_size: int, local: int, held: list[int]) -> None:
+    """And the kit cuts weights in the same way: its ranks have the whole layer's very numbers."""
+    problem = MoEProblem(
+        num_experts=2, top_k=1, hidden_size=64, intermediate_size=inner, quant="fp8_block",
+        device="cpu", dtype=torch.float32,
+    )  # fmt: skip
+    full = cases.unquantized_weights(problem)
+    whole = cases.quantized(full, problem).dequantize(problem.quant)
+    at = 0
+    for rank, count in enumerate(held):
+        mine = problem.replace(parallel=ParallelConfig(tp_size=tp_size, tp_rank=rank))
+        assert mine.local_intermediate_size == local
+        assert list(mine.local_neurons) == list(range(at, at + count))
+        shard = cases.tp_shard(full, mine)
+        shard.check(mine)
+        plain = shard.dequantize(mine.quant)
+        assert torch.equal(plain.w2[:, :, :count], whole.w2[:, :, at : at + count])
+        assert not plain.w2[:, :, count:].any() and not plain.w13[:, count:local].any()
+        if inner % 128 == 0:  # else a block of the whole w13 spans gate and up
+            for half in (0, 1):
+                got = plain.w13[:, half * local : half * local + count]
+                first = half * inner + at
+                assert torch.equal(got, whole.w13[:, first : first + count])
+        at += count
+    assert at == inner
+    assert problem.replace(quant="none").local_intermediate_size == inner

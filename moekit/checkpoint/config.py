@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from moekit.activation import Activation
-from moekit.checkpoint.files import Checkpoint
+from moekit.checkpoint.files import Checkpoint, named
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in
 from moekit.checkpoint.probe import format_of
+from moekit.checkpoint.schema import NESTED
 from moekit.checkpoint.schemes import scheme_for
 from moekit.errors import WeightsError
 from moekit.problem import DTYPES, MoEProblem
@@ -50,19 +51,20 @@ def detect(path: str | Path | Checkpoint, names: ExpertNames | None = None) -> D
     Raises WeightsError when a size is not in the config, or the experts are not in the files.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    with named(checkpoint):
+        return _detect(checkpoint, names)
+
+
+def _detect(checkpoint: Checkpoint, names: ExpertNames | None) -> Detected:
     config, model_type = _text_config(checkpoint), model_type_of(checkpoint)
-    probe = names_in(checkpoint, names or model_type, 0)
+    # The first layers may be dense, and the names may be different ones.
+    probe = names_in(checkpoint, names or model_type, None)
     layers = layers_in(checkpoint, probe)
-    if not layers:  # layer 0 may be dense, and the names may be different ones
-        for layer in range(1, int(config.get("num_hidden_layers") or 1)):
-            probe = names_in(checkpoint, names or model_type, layer)
-            if layers := layers_in(checkpoint, probe):
-                break
-        else:
-            raise WeightsError(
-                f"{checkpoint.path}: no layer has experts called {probe.down}; describe them: "
-                "moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
-            )
+    if not layers:
+        raise WeightsError(
+            f"{checkpoint.path}: no layer has experts called {probe.down}; describe them: "
+            "moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
+        )
     hidden, inner = _size(config, "hidden_size"), _size(config, *_INNER)
     format = format_of(checkpoint, probe, layers[0], 0, hidden, inner)
     return Detected(
@@ -99,15 +101,17 @@ def problem_from_config(
 
     Raises WeightsError when no scheme of moekit computes with the stored weights.
     """
-    found = detect(path, names)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    found = detect(checkpoint, names)
     said = {field: getattr(found, field) for field in _FIELDS}
-    problem = MoEProblem(**{**said, "quant": "none", **given})
-    if dequantize or "quant" in given:
-        return problem
-    scheme = scheme_for(found.format, found.intermediate_size, problem.parallel.tp_size)
-    if scheme is None:
-        raise WeightsError(_no_scheme(found, problem.parallel.tp_size))
-    return problem.replace(quant=scheme)
+    with named(checkpoint):
+        problem = MoEProblem(**{**said, "quant": "none", **given})
+        if dequantize or "quant" in given:
+            return problem
+        scheme = scheme_for(found.format, found.intermediate_size, problem.parallel.tp_size)
+        if scheme is None:
+            raise WeightsError(_no_scheme(found, problem.parallel.tp_size))
+        return problem.replace(quant=scheme)
 
 
 # Of Detected and of MoEProblem alike.
@@ -162,15 +166,15 @@ def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
         raise WeightsError(f"{folder}: no config.json; describe the problem with MoEProblem(...)")
     for _ in range(2):  # thinker_config -> text_config, at most
-        for key in ("thinker_config", "text_config", "llm_config", "language_config"):
-            if isinstance(config.get(key), Mapping):
+        for key in NESTED:
+            if config.get(key) is not None:
                 config = config[key]
                 break
     return config
 
 
 def model_type_of(checkpoint: Checkpoint) -> str:
-    return str(_text_config(checkpoint).get("model_type", ""))
+    return _text_config(checkpoint).get("model_type") or ""
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int:
@@ -178,7 +182,7 @@ def _size(config: Mapping[str, Any], *keys: str) -> int:
         value = config.get(key)
         if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
             value = value[0]
-        if isinstance(value, int) and value > 0:
+        if isinstance(value, int) and value:
             return value
     raise WeightsError(
         f"config.json of model type {config.get('model_type')!r} says none of {', '.join(keys)}; "
@@ -188,9 +192,9 @@ def _size(config: Mapping[str, Any], *keys: str) -> int:
 
 def _dtype(*configs: Mapping[str, Any]) -> torch.dtype:
     for config in configs:
-        named = str(config.get("dtype") or config.get("torch_dtype") or "")
-        if named.removeprefix("torch.") in DTYPES:
-            return DTYPES[named.removeprefix("torch.")]
+        said = (config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+        if said in DTYPES:
+            return DTYPES[said]
     return torch.bfloat16
 
 
@@ -198,11 +202,11 @@ def _activation_function(config: Mapping[str, Any], model_type: str) -> Activati
     limit = config.get("swiglu_limit")
     if model_type == "gpt_oss":
         return Activation("swigluoai", alpha=config.get("swiglu_alpha"), limit=limit)
-    named = config.get("hidden_act") or config.get("mlp_hidden_act") or "silu"
-    if named not in _ACTIVATIONS:
+    said = config.get("hidden_act") or config.get("mlp_hidden_act") or "silu"
+    if said not in _ACTIVATIONS:
         raise WeightsError(
-            f"config.json names the activation {named!r}; moekit maps "
+            f"config.json names the activation {said!r}; moekit maps "
             f"{', '.join(_ACTIVATIONS)}: describe the problem with MoEProblem(...)"
         )
-    kind = _ACTIVATIONS[named]
+    kind = _ACTIVATIONS[said]
     return Activation(kind, limit=float(limit)) if limit and kind == "silu" else Activation(kind)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import json
+import itertools
 import math
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -18,13 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.headers import DTYPES, Entry, read_header, shards
-from moekit.errors import WeightsError
+from moekit.checkpoint.headers import DTYPES, Entry, Version, read_header, shards
+from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
+from moekit.errors import InvalidProblem, WeightsError
+from moekit.untrusted import Kind, open_regular, read_json
 
 _MAX_READ = 1 << 30  # Linux reads at most 2 GiB a call
-# Runs at least this long are read one by one; shorter ones are gathered from a mapping.
-_LONG_RUN = 1 << 15
+# Runs at least this far apart are read one by one. Nearer ones are read with what lies between, as
+# many at a time as _SPAN bytes hold: a copy within a core's cache costs less than system calls.
+_FAR = 1 << 14
+_SPAN = 1 << 20
 _HUGE = 1 << 22
+_SHOWN = 20  # faulty files or fields spelled out in one error
 
 
 class Checkpoint:
@@ -34,7 +40,8 @@ class Checkpoint:
     files' headers only. ``bytes_read`` counts the bytes of tensors read since. Reads may come from
     several threads.
 
-    Raises WeightsError for files that are missing, truncated or not safetensors, all at once.
+    Raises WeightsError for files that are missing, truncated or not safetensors, all at once, and
+    when a tensor is read from a file that was replaced or written to since it was opened.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,6 +49,7 @@ class Checkpoint:
         self.bytes_read = 0
         self.duplicates: dict[str, list[Path]] = {}
         self._entries: dict[str, Entry] = {}
+        self._versions: dict[Path, Version] = {}
         self._files: dict[Path, Any] = {}
         self._lock = threading.Lock()
         faults = []
@@ -51,7 +59,8 @@ class Checkpoint:
             except WeightsError as error:
                 faults.append(str(error))
         if faults:
-            raise WeightsError("; ".join(faults))
+            more = f"; and {len(faults) - _SHOWN} more files" if len(faults) > _SHOWN else ""
+            raise WeightsError("; ".join(faults[:_SHOWN]) + more)
         self._sorted = sorted(self._entries)
 
     def __enter__(self) -> Checkpoint:
@@ -98,29 +107,31 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The config.json beside the files; empty if there is none."""
-        return self._json("config.json")
+        """The config.json beside the files, its fields checked; empty if there is none."""
+        return self._json("config.json", CONFIG)
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
         """What config.json (or ModelOpt's hf_quant_config.json) says of quantization."""
-        for config in (self.config, self.config.get("text_config")):
+        for config in (self.config, self.config.get("text_config") or {}):
             for key in ("quantization_config", "compression_config"):
-                if isinstance(config, Mapping) and isinstance(config.get(key), Mapping):
+                if config.get(key) is not None:
                     return dict(config[key])
-        modelopt = self._json("hf_quant_config.json").get("quantization")
-        return {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, Mapping) else {}
+        modelopt = self._json("hf_quant_config.json", HF_QUANT_CONFIG).get("quantization")
+        return {} if modelopt is None else {"quant_method": "modelopt", **modelopt}
 
-    def _json(self, name: str) -> Mapping[str, Any]:
+    def _json(self, name: str, kind: Kind) -> Mapping[str, Any]:
         file = (self.path if self.path.is_dir() else self.path.parent) / name
         try:
-            found = json.loads(file.read_text())
+            found = read_json(file)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             raise WeightsError(f"{file}: not readable as JSON ({error}); fetch it again") from error
         if not isinstance(found, dict):
             raise WeightsError(f"{file}: holds a {type(found).__name__}, want an object")
+        if wrong := list(itertools.islice(kind(found), _SHOWN)):
+            raise WeightsError(f"{file}: {'; '.join(fault.lstrip('.') for fault in wrong)}")
         return found
 
     # -- reading ----------------------------------------------------------------------------
@@ -177,14 +188,35 @@ class Checkpoint:
         run = out.nbytes // max(math.prod(outer), 1)
         if math.prod(outer) == 1:
             self._read_bytes(entry.file, first, _bytes_of(out))
-        elif run >= _LONG_RUN:
-            buffer = _bytes_of(out)
-            for index, start in enumerate(_starts(first, outer, strides)):
-                self._read_bytes(entry.file, start, buffer[index * run : (index + 1) * run])
         else:
-            self._gather(out, entry, first, run, outer, strides[:inner])
+            *far, near = range(len(outer))
+            rows = out.view(-1).view(torch.uint8).view(-1, outer[near], run)
+            starts = _starts(first, [outer[dim] for dim in far], strides)
+            for row, start in zip(rows, starts, strict=True):
+                self._read_runs(entry.file, start, strides[near], row)
+        # What was read counts only if it is what the header was about.
+        self._check(entry.file, self._open(entry.file).fileno())
         with self._lock:
             self.bytes_read += out.nbytes
+
+    def _read_runs(self, file: Path, first: int, stride: int, out: Tensor) -> None:
+        """Runs of bytes, one ``stride`` after the other in the file, into ``out`` (runs, bytes)."""
+        count, run = out.shape
+        if stride - run >= _FAR:
+            for index in range(count):
+                self._read_bytes(file, first + index * stride, _bytes_of(out[index]))
+            return
+        # In the widest words that fit: fewer, larger elements copy faster.
+        word = math.gcd(8, run, stride, out.storage_offset())
+        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
+        at_once = max(1, _SPAN // stride)
+        span = torch.empty(min(at_once, count) * stride, dtype=torch.uint8)
+        strided = span.view(dtype).view(-1, stride // word)[:, : run // word]
+        for start in range(0, count, at_once):
+            part = out[start : start + at_once]
+            length = (len(part) - 1) * stride + run  # the file may end with the last run
+            self._read_bytes(file, first + start * stride, _bytes_of(span[:length]))
+            part.view(dtype).copy_(strided[: len(part)])
 
     def _read_bytes(self, file: Path, offset: int, buffer: memoryview) -> None:
         fd, done = self._open(file).fileno(), 0
@@ -199,65 +231,68 @@ class Checkpoint:
                 )
             done += got
 
-    def _gather(
-        self,
-        out: Tensor,
-        entry: Entry,
-        first: int,
-        run: int,
-        outer: Sequence[int],
-        strides: Sequence[int],
-    ) -> None:
-        """Many short runs: copied out of a mapping of the file that lives as long as the copy."""
-        length = sum((n - 1) * stride for n, stride in zip(outer, strides, strict=True)) + run
-        before = first % mmap.ALLOCATIONGRANULARITY
-        file = self._open(entry.file)
-        if os.fstat(file.fileno()).st_size < first + length:
-            raise WeightsError(f"{entry.file}: truncated while it was read")
-        with mmap.mmap(
-            file.fileno(), before + length, access=mmap.ACCESS_COPY, offset=first - before
-        ) as mapping:
-            if hasattr(mapping, "madvise"):
-                mapping.madvise(mmap.MADV_WILLNEED)
-            # In the widest words that fit: fewer, larger elements copy faster.
-            word = math.gcd(8, before, run, *strides)
-            dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
-            flat = torch.frombuffer(
-                mapping, dtype=torch.uint8, count=(before + length) // word * word
-            )
-            view = flat.view(dtype).as_strided(
-                [*outer, run // word], [*(s // word for s in strides), 1], before // word
-            )
-            out.view(-1).view(dtype).view(view.shape).copy_(view)
-            del flat, view
-
     def _open(self, file: Path) -> Any:
         with self._lock:
             if file not in self._files:
                 try:
-                    self._files[file] = file.open("rb", buffering=0)
+                    fd = open_regular(file)
                 except OSError as error:
                     raise WeightsError(f"{file}: cannot be opened ({error})") from error
+                self._files[file] = open(fd, "rb", buffering=0)
             return self._files[file]
+
+    def _check(self, file: Path, fd: int) -> None:
+        now, opened = Version.of(fd), self._versions[file]
+        if now != opened:
+            how = "truncated" if now.size < opened.size else "replaced or written to"
+            raise WeightsError(
+                f"{file}: {how} after its header was read; open the checkpoint again when nobody "
+                "writes to it"
+            )
 
     # -- opening ----------------------------------------------------------------------------
 
     def _add(self, file: Path) -> None:
-        for name, entry in read_header(file).items():
+        entries, self._versions[file] = read_header(file)
+        for name, entry in entries.items():
             other = self._entries.setdefault(name, entry)
             if other is not entry:
                 self.duplicates.setdefault(name, [other.file]).append(file)
+
+
+@contextmanager
+def named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Errors about the checkpoint say which one it is."""
+    try:
+        yield
+    except (InvalidProblem, WeightsError) as error:
+        if str(checkpoint.path) in str(error):
+            raise
+        raise type(error)(f"{checkpoint.path}: {error}") from error
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
     """An uninitialised CPU tensor. Large ones lie in huge pages where the system has them: first
     touches then cost a fraction of what they cost in small ones."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if pin_memory or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(list(shape), dtype=dtype, pin_memory=pin_memory)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        if pin_memory or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(list(shape), dtype=dtype, pin_memory=pin_memory)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError, RuntimeError, OverflowError) as error:
+        raise WeightsError(f"no memory for a tensor of shape {tuple(shape)}: {error}") from error
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(list(shape))
+
+
+def available_memory() -> float:
+    """Bytes that this machine can still hold, swap included; infinite where it does not say."""
+    try:
+        said = Path("/proc/meminfo").read_text()
+        lines = dict(line.split(":", 1) for line in said.splitlines())
+        return sum(1024 * int(lines[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
+    except (OSError, ValueError, LookupError):
+        return math.inf
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -45,6 +45,8 @@ class Part:
     def cells(self, axis: str, extent: range) -> slice:
         """The entries along ``axis`` that cover ``extent`` of the matrix."""
         unit = self.grid["NK".index(axis)]
+        if not extent:
+            return slice(0, 0)
         if unit < 0:
             return slice(0, 1)
         return slice(extent.start // unit, ceil(extent.stop / unit))

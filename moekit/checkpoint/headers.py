@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PureWindowsPath
+from typing import Any, NamedTuple
 
 import torch
 
 from moekit.errors import WeightsError
+from moekit.untrusted import open_regular, parse_json, read_json, shown
 
 DTYPES = {
     "F64": torch.float64,
@@ -32,7 +31,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _LFS = b"version https://git-lfs"
-_MAX_HEADER = 1 << 30
+# What safetensors' own library reads at most; nothing in use comes near the others.
+_MAX_HEADER = 100_000_000
+_MAX_NAME = 4096
+_MAX_DIMS = 32
+_MAX_FILES = 10_000
 
 
 class Entry(NamedTuple):
@@ -41,6 +44,20 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     offset: int  # in the file
     nbytes: int
+
+
+class Version(NamedTuple):
+    """Which file lies under a name, and in which state: another one once it was written to."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> Version:
+        found = os.fstat(fd)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def shards(path: Path) -> list[Path]:
@@ -57,38 +74,49 @@ def shards(path: Path) -> list[Path]:
     usual = path / "model.safetensors.index.json"
     index = usual if usual in indexes else indexes[0]
     try:
-        files = {path / name for name in json.loads(index.read_text())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index}: not a safetensors index ({error!r})") from error
-    return sorted(files)
+        names = _files_of(read_json(index, _MAX_HEADER))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{index}: not a safetensors index ({error})") from error
+    return sorted(path / name for name in names)
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of one file. Layout: u64 length, JSON of that length, data."""
+def _files_of(index: Any) -> set[str]:
+    """The files that an index names, all of them in its own folder or below. A file itself may be
+    a symbolic link to anywhere, as in a hub's cache."""
+    held = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(held, dict):
+        raise ValueError(f"weight_map is {shown(held)}, want an object")
+    for tensor, name in held.items():
+        if not isinstance(name, str) or not name or len(name) > _MAX_NAME:
+            raise ValueError(f"weight_map[{shown(tensor)}] is {shown(name)}, want a file's name")
+        path = PureWindowsPath(name)  # which knows the separators and roots of all systems
+        if path.anchor or ".." in path.parts or "\0" in name:
+            raise ValueError(
+                f"weight_map[{shown(tensor)}] is {shown(name)}, want a file in the index's folder"
+            )
+    if len(names := set(held.values())) > _MAX_FILES:
+        raise ValueError(f"weight_map names {len(names)} files, want at most {_MAX_FILES}")
+    return names
+
+
+def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
+    """The tensors of one file. Layout: u64 length, JSON of that length, data, which the tensors
+    cover without overlaps, holes or a rest, as the format's specification has it."""
     try:
-        with file.open("rb") as stream:
-            if stream.read(len(_LFS)) == _LFS:
+        with open(open_regular(file), "rb") as stream:
+            version = Version.of(stream.fileno())
+            start = stream.read(len(_LFS))
+            if start == _LFS:
                 raise ValueError("a pointer of git-lfs, not the tensors: git lfs pull")
-            stream.seek(0)
-            size = os.fstat(stream.fileno()).st_size
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(size, _MAX_HEADER):
+            if len(start) < 8:
+                raise ValueError(f"it has {version.size} bytes")
+            length = int.from_bytes(start[:8], "little")
+            if length > version.size - 8 or length > _MAX_HEADER:
                 raise ValueError(f"its header would be {length} bytes long")
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            data, entries = 8 + length, {}
-            for name, tensor in header.items():
-                start, stop = tensor["data_offsets"]
-                entry = Entry(
-                    file, tensor["dtype"], tuple(tensor["shape"]), data + start, stop - start
-                )
-                dtype = DTYPES.get(entry.dtype)
-                if dtype and math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
-                    raise ValueError(f"{name} has {entry.nbytes} bytes for shape {entry.shape}")
-                if not 0 <= start <= stop or data + stop > size:
-                    raise ValueError(f"{name} ends at byte {data + stop} of {size}")
-                entries[name] = entry
-            return entries
+            stream.seek(8)
+            if stream.read(1) != b"{":
+                raise ValueError("its header is no JSON object")
+            header = parse_json(b"{" + stream.read(length - 1))
     except FileNotFoundError as error:
         why = (
             "the checkpoint is incomplete"
@@ -96,7 +124,54 @@ def read_header(file: Path) -> dict[str, Entry]:
             else ("no folder either; download a model of a hub first, and give its folder")
         )
         raise WeightsError(f"{file}: no such file; {why}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise WeightsError(
-            f"{file}: truncated or not a safetensors file ({error}); fetch it again"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise _not_safetensors(file, error) from error
+    try:
+        if not isinstance(header.pop("__metadata__", {}), dict):
+            raise ValueError("__metadata__ is no object")
+        return _entries(file, header, 8 + length, version.size), version
+    except ValueError as error:
+        raise _not_safetensors(file, error) from error
+
+
+def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
+    entries = {name: _entry(file, name, tensor, data) for name, tensor in header.items()}
+    end = data
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][3:]):
+        if entry.offset + entry.nbytes > size:
+            raise ValueError(f"{name} ends at byte {entry.offset + entry.nbytes} of {size}")
+        if entry.offset != end:
+            what = "overlaps the tensor before" if entry.offset < end else "leaves a hole before it"
+            raise ValueError(f"{name} {what}: it begins at byte {entry.offset}, not {end}")
+        end = entry.offset + entry.nbytes
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end} of {size}")
+    return entries
+
+
+def _entry(file: Path, name: str, tensor: Any, data: int) -> Entry:
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"{shown(name)}: a name of {len(name)} characters")
+    if not isinstance(tensor, dict):
+        raise ValueError(f"{name} is {shown(tensor)}, want an object")
+    shape: Any = tensor.get("shape")
+    offsets: Any = tensor.get("data_offsets")
+    dtype = tensor.get("dtype")
+    if not isinstance(dtype, str):
+        raise ValueError(f"{name}.dtype is {shown(dtype)}, want a text")
+    for field, found in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(found, list) or any(type(n) is not int or n < 0 for n in found):
+            raise ValueError(f"{name}.{field} is {shown(found)}, want integers of at least 0")
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"{name}.shape has {len(shape)} dimensions")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name}.data_offsets is {shown(offsets)}, want [begin, end]")
+    entry = Entry(file, dtype, tuple(shape), data + offsets[0], offsets[1] - offsets[0])
+    known = DTYPES.get(dtype)
+    if known and math.prod(shape) * known.itemsize != entry.nbytes:
+        raise ValueError(f"{name} has {entry.nbytes} bytes for shape {shown(entry.shape)}")
+    return entry
+
+
+def _not_safetensors(file: Path, error: Exception) -> WeightsError:
+    return WeightsError(f"{file}: truncated or not a safetensors file ({error}); fetch it again")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -9,21 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
-from moekit.checkpoint.files import Checkpoint, empty
+from moekit.checkpoint.files import Checkpoint, available_memory, empty, named
 from moekit.checkpoint.formats import stored
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.progress import Progress
-from moekit.checkpoint.read import Reader
-from moekit.checkpoint.share import Share
+from moekit.checkpoint.read import Reader, is_finite
+from moekit.checkpoint.schema import MAX_EXPERTS
+from moekit.checkpoint.share import Piece, Share
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.weights import ExpertWeights, in_order
 
 THREADS = 8  # also on few cores: they wait for the disk
 _SHOWN = 20  # faults spelled out in one error
+_COUNTED = 10_000
 _AGREE = 1e-5  # relative, between the input scales of gate and up
 
 
@@ -45,10 +50,13 @@ def load_experts(
     largest). Weights stay as they are stored: in the file's dtype, or in the problem's scheme,
     whose activations need not be those that the checkpoint means, and whose scales may be finer.
 
-    Where a rank's share of I is no multiple of a scale's block, it is made of whole blocks and a
-    part of one more, which need not lie together: the neurons' order makes no difference. Where
-    blocks of gate and up, or parts of blocks, still meet in one, 8-bit values are rounded again
-    under the larger scale; 4-bit values never are. A w2 in act-order is cut into whole groups,
+    Under tensor parallelism every rank has the very numbers that are stored. Blocks of 128 x 128
+    are never cut: a rank holds whole ones, the `MoEProblem.local_neurons`, and zeros behind them.
+    Groups of columns of w2 are cut in even parts only: where a rank's share of I is no multiple of
+    them, it is made of whole groups and a part of one more, which need not lie together, as the
+    neurons' order makes no difference; where that does not come out even, the scheme is refused.
+    On one rank, where I is no multiple of 128, a block of gate meets one of up, and values are
+    rounded again under the larger scale. A w2 in act-order is cut into whole groups,
     for which whole experts are read. Where all columns turn out to be in order, there is no g_idx.
 
     path: an open `Checkpoint` saves reading the headers for each layer.
@@ -97,10 +105,18 @@ def load_layers(
     """
     opened = nullcontext(path) if isinstance(path, Checkpoint) else Checkpoint(path)
     with opened as checkpoint:
-        named = model_type_of(checkpoint) if names is None else names
-        local = _local_experts(problem, experts)
-        shares = [Share(checkpoint, named, layer, problem, local, dequantize) for layer in layers]
-        _raise(checkpoint, [fault for share in shares for fault in share.faults()])
+        called = model_type_of(checkpoint) if names is None else names
+        with named(checkpoint):
+            if problem.num_physical_experts > 2 * MAX_EXPERTS:
+                raise WeightsError(
+                    f"num_experts={problem.num_experts}: want at most {MAX_EXPERTS} experts"
+                )
+            local = _local_experts(problem, experts)
+            shares = [
+                Share(checkpoint, called, layer, problem, local, dequantize) for layer in layers
+            ]
+            faults = (fault for share in shares for fault in share.faults())
+            _raise(checkpoint, list(itertools.islice(faults, _COUNTED)))
         total = sum(share.expert_nbytes * len(local) for share in shares)
         out: dict[str, Tensor] = {}
         with _pool(threads or THREADS) as pool, Progress(total, "loading experts", progress) as bar:
@@ -128,7 +144,19 @@ def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
         "w13": (L, p.w13_rows, p.hidden_size // halved),
         "w2": (L, p.hidden_size, p.local_intermediate_size // halved),
     }
-    return {name: empty(shape, dtype, pin_memory) for name, shape in shapes.items()}
+    nbytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    if nbytes > (free := available_memory()):
+        raise WeightsError(
+            f"{share.checkpoint.path}: the experts of layer {share.layer} take {nbytes / 1e9:.1f} "
+            f"GB on this rank, and {free / 1e9:.1f} GB of memory are free; use more ranks, or "
+            f"correct the sizes: num_experts={p.num_experts}, hidden_size={p.hidden_size}, "
+            f"intermediate_size={p.intermediate_size}"
+        )
+    out = {name: empty(shape, dtype, pin_memory) for name, shape in shapes.items()}
+    if share.padded:  # no layer writes there, so this holds for all that reuse the memory
+        for tensor in out.values():
+            tensor.zero_()
+    return out
 
 
 def _load(
@@ -145,12 +173,13 @@ def _load(
         pool.shutdown(cancel_futures=True)
         raise
     input_scales = _input_scales(share, reader.faults) if share.static else {}
+    biases = _biases(share, reader.faults)
     _raise(share.checkpoint, reader.faults)
     extras = {name: torch.stack([e[name] for e in reader.extras]) for name in reader.extras[0]}
     return ExpertWeights(
         **out,
         **_without_runs(share, extras),
-        **_biases(share),
+        **biases,
         **input_scales,
         interleaved=bool(share.names.gate_up and share.names.interleaved),
     )
@@ -190,12 +219,12 @@ def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
     return extras
 
 
-def _biases(share: Share) -> dict[str, Tensor]:
+def _biases(share: Share, faults: list[str]) -> dict[str, Tensor]:
     """w13_bias (L, 2I or I) and w2_bias (L, H), where the names have them."""
     names, found = share.names, {}
     of = {names.gate: names.gate_bias, names.up: names.up_bias, names.gate_up: names.gate_up_bias}
     w13 = [
-        _stack(share, of[piece.template], slice(piece.rows.start, piece.rows.stop))
+        _padded(_stack(share, of[piece.template], slice(piece.rows.start, piece.rows.stop)), piece)
         for piece in share.w13
         if of[piece.template]
     ]
@@ -203,8 +232,15 @@ def _biases(share: Share) -> dict[str, Tensor]:
         found["w13_bias"] = torch.cat(w13, dim=1)
     if names.down_bias:
         found["w2_bias"] = _stack(share, names.down_bias, slice(None))
+    for name, bias in found.items():
+        if not is_finite(bias):
+            faults.append(f"layer {share.layer}'s {name} holds values that are not finite")
     dtype = share.problem.dtype
     return {name: t.to(dtype) if share.dequantize else t for name, t in found.items()}
+
+
+def _padded(bias: Tensor, piece: Piece) -> Tensor:
+    return F.pad(bias, (0, piece.room - len(piece.rows)))
 
 
 def _stack(share: Share, template: str, part: slice) -> Tensor:
@@ -244,7 +280,7 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
 
 
 def _raise(checkpoint: Checkpoint, faults: Sequence[Any]) -> None:
-    if faults:
+    if faults := list(dict.fromkeys(faults)):
         shown = "; ".join(faults[:_SHOWN])
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise WeightsError(

@@ -11,6 +11,7 @@ from moekit.checkpoint.files import Checkpoint
 from moekit.errors import WeightsError
 
 _MODEL = "model.layers.{layer}."
+_SHOWN = 10  # prefixes in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +131,18 @@ NAMES: Mapping[str, ExpertNames] = MappingProxyType(
 )
 
 
-def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int) -> ExpertNames:
-    """The names as ``checkpoint`` has them: those given, or of the given model type.
+def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int | None) -> ExpertNames:
+    """The names as ``checkpoint`` has them: those given, or of the given model type, in ``layer``;
+    None: in the first layer that has experts under any of them.
 
     Where the layer's experts are not there under the map's own names, the ways in which the same
     models are also saved are tried: below another prefix than ``model.``, one tensor per expert
     instead of one for all, or the reverse. If nothing fits, the map itself comes back.
     """
     candidates = [names] if isinstance(names, ExpertNames) else _of_type(names)
+    if layer is None:
+        first = [_first_layer(checkpoint, candidate) for candidate in candidates]
+        layer = min((found for found in first if found is not None), default=0)
     for candidate in candidates:
         for found in (candidate, *_elsewhere(checkpoint, candidate, layer)):
             if _has(checkpoint, found, layer):
@@ -148,10 +153,27 @@ def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int) -> Ex
 def layers_in(checkpoint: Checkpoint, names: ExpertNames) -> tuple[int, ...]:
     """The layers of which the checkpoint has experts, under exactly these names."""
     stem = names.down.removesuffix("weight")
-    pattern = re.escape(stem).replace(r"\{layer\}", "(?P<layer>[0-9]+)", 1)
-    pattern = pattern.replace(r"\{layer\}", "[0-9]+").replace(r"\{expert\}", "[0-9]+")
-    matches = map(re.compile(pattern).match, checkpoint.names(stem.partition("{")[0]))
-    return tuple(sorted({int(match["layer"]) for match in matches if match}))
+    matches = map(_pattern(stem).match, checkpoint.names(stem.partition("{")[0]))
+    return tuple(sorted({int(match["layer"] or 0) for match in matches if match}))
+
+
+def _first_layer(checkpoint: Checkpoint, names: ExpertNames) -> int | None:
+    """The first layer with experts under these names, or under them below another prefix."""
+    stem = names.down.partition("{expert}")[0].removesuffix("weight")
+    if stem.startswith(_MODEL):
+        stem = stem.removeprefix("model.")
+        found = map(_pattern(stem, r"(?:^|\.)").search, checkpoint.names())
+    else:
+        found = map(_pattern(stem).match, checkpoint.names(stem.partition("{")[0]))
+    return min((int(match["layer"] or 0) for match in found if match), default=None)
+
+
+def _pattern(stem: str, before: str = "") -> re.Pattern[str]:
+    """Of names that begin with ``stem``, whose "layer" is a group, empty where it has none."""
+    number = "[0-9]{1,9}"
+    pattern = re.escape(stem).replace(r"\{layer\}", f"(?P<layer>{number})", 1)
+    pattern = pattern.replace(r"\{layer\}", number).replace(r"\{expert\}", number)
+    return re.compile(before + pattern + ("" if "(?P<layer>" in pattern else "(?P<layer>)"))
 
 
 def _of_type(model_type: str) -> list[ExpertNames]:
@@ -182,7 +204,8 @@ def _elsewhere(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> list[E
     if len(found) > 1:
         raise WeightsError(
             f"{checkpoint.path}: several models have a layer {layer} with experts, under "
-            f"{', '.join(map(repr, sorted(found)))}: say which, with ExpertNames(...).under(prefix)"
+            f"{', '.join(map(repr, sorted(found)[:_SHOWN]))}: say which, with "
+            "ExpertNames(...).under(prefix)"
         )
     return [names.under(prefix) for prefix in found]
 

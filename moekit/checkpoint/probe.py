@@ -15,8 +15,10 @@ from moekit.checkpoint import formats
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import Format, Grid
 from moekit.checkpoint.names import ExpertNames
+from moekit.checkpoint.targets import MAX_STEPS, matches
 from moekit.errors import WeightsError
 from moekit.quant import SCHEMES, OperandQuant
+from moekit.untrusted import shown
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 _BLOCKS = (128, 64, 32, 16, 256)
@@ -57,7 +59,8 @@ class _Probe:
         self.transposed = _transposed(checkpoint, names, layer, expert)
         self.n, self.k = H, I
         self.config = checkpoint.quantization
-        self.method = str(self.config.get("quant_method", "")).lower()
+        self.method = (self.config.get("quant_method") or "").lower()
+        self.steps = [MAX_STEPS]
 
     def format(self) -> Format:
         if self.has("qweight"):
@@ -101,9 +104,10 @@ class _Probe:
 
     def _columns(self, groups: int) -> int:
         """The group size of this many groups along K."""
-        if groups == 1:
+        if groups <= 1:
             return -1
-        return next((g for g in _BLOCKS if ceil(self.k / g) == groups), self.k // groups)
+        guess = max(1, self.k // groups)
+        return next((g for g in _BLOCKS if ceil(self.k / g) == groups), guess)
 
     # -- packed integers
 
@@ -111,32 +115,38 @@ class _Probe:
         rows, columns = self.matrix("qweight")
         groups = self.matrix("scales")[0] if self.has("scales") else 1
         config, said = self.config, self.config.get("group_size")
-        group = self._columns(groups) if said is None else int(said)
+        group = self._columns(groups) if said is None else said
         if self.method == "awq" or (
             self.method != "gptq" and (rows, columns * 8) == (self.k, self.n)
         ):
-            version = str(config.get("version", "gemm")).lower()
+            version = (config.get("version") or "gemm").lower()
             if version != "gemm":
                 raise WeightsError(f"AWQ version {version!r} is not read; convert it to 'gemm'")
             return formats.awq(group)
-        checkpoint_format = str(config.get("checkpoint_format", "gptq"))
+        checkpoint_format = config.get("checkpoint_format") or "gptq"
         if checkpoint_format not in ("gptq", "gptq_v2"):
             raise WeightsError(
                 f"GPTQ checkpoint_format {checkpoint_format!r} is not read; want gptq or gptq_v2"
             )
         bits = round(32 * rows / self.k)
-        symmetric = bool(config.get("sym", not self.has("qzeros")))
+        symmetric = config.get("sym")
+        if symmetric is None:
+            symmetric = not self.has("qzeros")
         if bits not in (4, 8) or (bits == 8 and not symmetric):
             kind = "symmetric" if symmetric else "asymmetric"
-            raise WeightsError(f"{kind} {bits}-bit GPTQ is not read; want 4 bits, or 8 symmetric")
+            raise WeightsError(
+                f"{self.name('qweight')}: {kind} {bits}-bit GPTQ is not read; want 4 bits, or 8 "
+                "symmetric"
+            )
         # Without act-order g_idx tells nothing, and where the config does not say, `Reader` looks.
-        g_idx = group > 0 and self.has("g_idx") and config.get("desc_act") is not False
+        ordered = bool(config.get("desc_act")) and not config.get("static_groups")
+        g_idx = config.get("desc_act") is not False and (ordered or self.has("g_idx")) and group > 0
         return formats.gptq(
             bits,
             group,
             zero_points=not symmetric,
             zero_offset=1 if checkpoint_format == "gptq" else 0,
-            act_order=g_idx and bool(config.get("desc_act")) and not config.get("static_groups"),
+            act_order=g_idx and ordered,
             g_idx=g_idx,
         )
 
@@ -159,7 +169,7 @@ class _Probe:
         group = weights.get("group_size") if weights.get("strategy") != "channel" else -1
         return formats.pack_quantized(
             bits,
-            int(group) if group else self._columns(groups),
+            group or self._columns(groups),
             zero_points=zero_points,
             act_order=self.has("weight_g_idx"),
             activation=activation,
@@ -188,9 +198,12 @@ class _Probe:
             "block_structure"
         )
         if isinstance(blocks, str):  # "128x128"
-            blocks = blocks.split("x")
+            said = re.fullmatch(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", blocks)
+            if not said:
+                raise WeightsError(f"block_structure is {shown(blocks)}, want '128x128', say")
+            blocks = [int(size) for size in said.groups()]
         if blocks is not None and len(shape) > 1:
-            return int(blocks[0]), int(blocks[1])
+            return blocks[0], blocks[1]
         if prod(shape) == 1:
             custom = scale.endswith("_inv") and len(shape) > 1 and not self.method
             return (128, 128) if custom else (-1, -1)
@@ -203,7 +216,7 @@ class _Probe:
         return row_group, self._columns(columns)
 
     def _of_modelopt_fp4(self) -> OperandQuant | None:
-        algorithm = str(self.config.get("quant_algo") or "NVFP4").upper()
+        algorithm = (self.config.get("quant_algo") or "NVFP4").upper()
         if algorithm in ("W4A16_NVFP4", "NVFP4_W4A16"):
             return None
         if algorithm in ("NVFP4", "NVFP4_AWQ"):
@@ -220,12 +233,12 @@ class _Probe:
         if self.method == "compressed-tensors":
             return self._compressed_tensors()[1]
         if self.method == "modelopt":
-            algorithm = str(config.get("quant_algo", "FP8")).upper()
+            algorithm = (config.get("quant_algo") or "FP8").upper()
             if algorithm.endswith("_WO"):
                 return None
             if algorithm == "FP8":
                 return OperandQuant(dtype=kind, group=(-1, -1), static=has_input)
-        scheme = str(config.get("activation_scheme", "static" if has_input else "dynamic"))
+        scheme = config.get("activation_scheme") or ("static" if has_input else "dynamic")
         if group == (-1, -1):
             return OperandQuant(dtype=kind, group=(-1, -1), static=scheme == "static")
         return OperandQuant(dtype=kind, group=(1, group[1]), scale_dtype=scale_dtype)
@@ -233,38 +246,39 @@ class _Probe:
     def _compressed_tensors(self) -> tuple[Mapping[str, Any], OperandQuant | None]:
         """(weights, activation) of the config group that is about this module."""
         groups = self.config.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
+        if not groups:
             return {}, None
         module = self.template.removesuffix(".weight")
 
         def nearness(group: Mapping[str, Any]) -> int:
-            return max(
-                (_target_match(str(t), module) for t in group.get("targets") or ()), default=0
-            )
+            return max((self._nearness(t, module) for t in group.get("targets") or ()), default=0)
 
         group = max(groups.values(), key=nearness)
         return group.get("weights") or {}, _operand(group.get("input_activations"))
 
-
-def _target_match(target: str, module: str) -> int:
-    if target.startswith("re:"):
-        return 2 if re.match(target[3:], module) else 0
-    return 2 if module.endswith(target) else int(target == "Linear")
+    def _nearness(self, target: str, module: str) -> int:
+        """Of one of a config group's targets to the module; 0 if it is about others."""
+        if not target.startswith("re:"):
+            return 2 if module.endswith(target) else int(target == "Linear")
+        try:
+            return 2 if matches(target[3:], module, self.steps) else 0
+        except ValueError as error:
+            raise WeightsError(f"config_groups targets {shown(target)}: {error}") from error
 
 
 def _operand(args: Mapping[str, Any] | None) -> OperandQuant | None:
     """compressed-tensors' QuantizationArgs of activations."""
     if not args:
         return None
-    bits, kind = int(args.get("num_bits", 8)), str(args.get("type", "int"))
+    bits, kind = args.get("num_bits") or 8, args.get("type") or "int"
     dtype = _DTYPES.get((bits, kind), f"{kind}{bits}")
-    dynamic, columns = bool(args.get("dynamic")), int(args.get("group_size") or -1)
+    dynamic, columns = bool(args.get("dynamic")), args.get("group_size") or -1
     group = {
         "token": (1, -1),
         "channel": (1, -1),
         "group": (1, columns),
         "tensor_group": (1, columns),
-    }.get(str(args.get("strategy") or ("token" if dynamic else "tensor")), (-1, -1))
+    }.get(args.get("strategy") or ("token" if dynamic else "tensor"), (-1, -1))
     scale_dtype = _SCALE_DTYPES.get((dtype, group[1]), "float32")
     return OperandQuant(dtype=dtype, group=group, static=not dynamic, scale_dtype=scale_dtype)
 

@@ -59,6 +59,9 @@ class Reader:
         for piece in pieces:
             extent = piece.columns if beside else piece.rows
             entries = sources(extent, self.format.group[1 if beside else 0])
+            # Zeros have the last block's scale; those of a rank without neurons one of their own.
+            last = entries[-1:] if len(entries) else torch.zeros(1, dtype=torch.int64)
+            entries = torch.cat([entries, last.expand(piece.room - len(entries))])
             joined.append(entries + first)
             first = int(joined[-1][-1]) + 1
         if beside:
@@ -83,6 +86,8 @@ class Reader:
 
     def _place(self, piece: Piece, expert: int, matrix: Tensor, order: Tensor | None) -> None:
         """The piece, into its rows and columns of w13 or w2."""
+        if not piece.neurons:
+            return
         halved = 2 if matrix.dtype == torch.uint8 else 1
         left, width = piece.left // halved, len(piece.columns) // halved
         target = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
@@ -169,6 +174,8 @@ class Reader:
                 self.checkpoint.read_into(entries, name, *which, *cuts, shape=shape)
         if self.format.biased:
             out.view(torch.uint8).bitwise_xor_(128)
+        if not is_finite(out):
+            self.faults.append(f"{name} holds values that are not finite")
 
     # -- scales -------------------------------------------------------------------------------
 
@@ -209,6 +216,10 @@ class Reader:
     ) -> _Scales:
         """Of the piece's rows (of its neurons in ``order``) and columns, or all columns."""
         rows, columns = piece.rows, range(piece.k) if whole_k else piece.columns
+        if not piece.neurons:
+            extents = zip((rows, columns), self.format.group, strict=True)
+            entries = [len(torch.unique(sources(extent, group))) for extent, group in extents]
+            return _Scales(torch.ones([max(n, 1) for n in entries]), None)
         picked = None
         if order is not None and piece in self.share.w13:
             picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
@@ -321,6 +332,18 @@ class Reader:
             values = format.values(q[part], zeros)
             values *= scales.scale[rows[part]][:, entries]
             out[part].copy_(values)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite, at a fraction of what reading the tensor costs; true of
+    integers."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.dtype == torch.float8_e4m3fn:  # no infinities, and two NaNs: 0x7F and 0xFF
+        return int(tensor.view(torch.int8).max()) < 0x7F and int(_bytes(tensor).max()) < 0xFF
+    # fp16 is the only one in which a sum of usual numbers overflows.
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

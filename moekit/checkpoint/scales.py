@@ -1,9 +1,9 @@
 """Scales on the grid on which they are stored -> scales on the grid of one rank's share.
 
 A rank's share may begin within a stored block, and its blocks count from its own first row and
-column. `neuron_ranges` avoids that where it can. Along each axis, `sources` says which stored
-entry each position has; a new entry that covers one stored entry takes it as it is, one that
-covers several takes the largest, and 8-bit values under a smaller one are rounded again.
+column. `neuron_ranges` and `MoEProblem.local_neurons` avoid that. Along each axis, `sources` says
+which stored entry each position has; a new entry that covers one stored entry takes it as it is,
+one that covers several takes the largest, and 8-bit values under a smaller one are rounded again.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ from moekit.quant import SCHEMES, OperandQuant, QuantScheme
 
 
 def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str | None:
-    """The scheme with the fewest scales that holds the stored weights exactly, or, where tensor
-    parallelism cuts blocks of 8-bit weights, that requantizes the fewest. In act-order as the
-    format is."""
+    """The scheme with the fewest scales that holds the stored weights exactly on every rank of
+    tensor parallelism. In act-order as the format is."""
     if not format.dtype:
         return "none"
     fitting = [
@@ -20,11 +19,7 @@ def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str 
         for scheme in SCHEMES.values()
         if scheme.activation == format.activation
         and not mismatch(format, scheme)
-        and (
-            scheme.weight is None
-            or not scheme.weight.packed
-            or not cuts_groups(format, scheme.weight, intermediate_size, tp_size)
-        )
+        and not cuts_groups(format, scheme.weight, intermediate_size, tp_size)
         and (scheme.weight is None or scheme.weight.act_order == format.act_order)
     ]
 
@@ -53,8 +48,13 @@ def mismatch(format: Format, scheme: QuantScheme) -> str:
     return ""
 
 
-def cuts_groups(format: Format, weight: OperandQuant, intermediate_size: int, tp_size: int) -> bool:
-    """Whether some rank of tensor parallelism would have two stored groups of w2 in one."""
+def cuts_groups(
+    format: Format, weight: OperandQuant | None, intermediate_size: int, tp_size: int
+) -> bool:
+    """Whether some rank of tensor parallelism would have two stored groups of w2 in one. Blocks of
+    rows and columns are never cut, see `MoEProblem.local_neurons`."""
+    if weight is None or weight.group[0] != 1:
+        return False
     return any(
         cuts_a_cell(
             neuron_ranges(intermediate_size, tp_size, rank, format.group, weight.group),

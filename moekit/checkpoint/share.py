@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
-from moekit.checkpoint.formats import Part, stored
+from moekit.checkpoint.formats import FLOATS, Part, stored
 from moekit.checkpoint.names import ExpertNames, names_in
 from moekit.checkpoint.probe import format_of
 from moekit.checkpoint.scales import neuron_ranges
@@ -24,6 +24,7 @@ class Piece:
     """This rank's part of one stored matrix (n, k): some rows and columns.
 
     neurons: which these are, of all I. at, left: where in w13 or w2 its first row and column go.
+    room: rows of w13 or columns of w2 that it takes there; behind its own ones are zeros.
     base, per_neuron: neuron j of w13 is the ``per_neuron`` rows from ``base + per_neuron * j``.
     """
 
@@ -33,6 +34,7 @@ class Piece:
     rows: range
     columns: range
     neurons: range
+    room: int
     at: int = 0
     left: int = 0
     base: int = 0
@@ -69,6 +71,8 @@ class Share:
 
     def _neurons(self) -> tuple[range, ...]:
         p, weight = self.problem, self.problem.quant.weight
+        if weight is not None and weight.group[0] > 1:
+            return (p.local_neurons,)
         grids = ((-1, -1), (-1, -1)) if weight is None else (self.format.group, weight.group)
         parallel = p.parallel
         return neuron_ranges(p.intermediate_size, parallel.tp_size, parallel.tp_rank, *grids)
@@ -88,6 +92,7 @@ class Share:
         for template, n, base, per in stored:
             for run in self.neurons:
                 rows = range(base + per * run.start, base + per * run.stop)
+                room = per * self._room(run)
                 pieces.append(
                     Piece(
                         template=template,
@@ -96,12 +101,13 @@ class Share:
                         rows=rows,
                         columns=range(H),
                         neurons=run,
+                        room=room,
                         at=at,
                         base=base,
                         per_neuron=per,
                     )
                 )
-                at += len(rows)
+                at += room
         return tuple(pieces)
 
     def _w2(self) -> tuple[Piece, ...]:
@@ -116,11 +122,21 @@ class Share:
                     rows=range(H),
                     columns=run,
                     neurons=run,
+                    room=self._room(run),
                     left=left,
                 )
             )
-            left += len(run)
+            left += self._room(run)
         return tuple(pieces)
+
+    def _room(self, run: range) -> int:
+        """A rank's only run is followed by zeros, where its share is whole blocks."""
+        return len(run) if len(self.neurons) > 1 else self.problem.local_intermediate_size
+
+    @property
+    def padded(self) -> bool:
+        """Whether there are zeros behind the rank's own neurons."""
+        return sum(map(len, self.neurons)) < self.problem.local_intermediate_size
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -193,7 +209,7 @@ class Share:
                 f"use {' or '.join(instead)}"
             )
         weight = scheme.weight
-        if weight is not None and weight.packed and cuts_groups(format, weight, inner, tp):
+        if weight is not None and cuts_groups(format, weight, inner, tp):
             other = scheme_for(format, inner, tp)
             instead = [f"quant={other!r}"] * bool(other) + ["expert parallelism", *instead]
             return (
@@ -213,8 +229,8 @@ class Share:
             dtype = checkpoint.dtype(name)
             if not fits(checkpoint.shape(name), shape, part):
                 found.append(f"{name} is {checkpoint.shape(name)}, want {shape}")
-            elif part is not None and dtype not in part.dtypes:
-                allowed = " or ".join(str(d) for d in part.dtypes)
+            elif dtype not in (allowed_dtypes := FLOATS if part is None else part.dtypes):
+                allowed = " or ".join(str(d) for d in allowed_dtypes)
                 found.append(f"{name} is {dtype}, want {allowed}")
             elif part is self.format.weight:
                 dtypes.setdefault(str(dtype), name)

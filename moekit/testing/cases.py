@@ -219,19 +219,23 @@ def make_case(
 def tp_shard(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
     """A tensor-parallel rank's share of unquantized weights of the whole layer, in its scheme.
 
-    Gate and up are cut alike; every rank gets w2's bias (only the first one's may count).
+    Gate and up are cut alike, zeros stand for what is no neuron of the model (see
+    `MoEProblem.local_neurons`); every rank gets w2's bias (only the first one's may count).
     """
-    rank, share = problem.parallel.tp_rank, problem.local_intermediate_size
-    columns = slice(rank * share, (rank + 1) * share)
+    mine, room = problem.local_neurons, problem.local_intermediate_size
+
+    def share(t: Tensor, dim: int) -> Tensor:
+        shape = (*t.shape[:dim], room - len(mine), *t.shape[dim + 1 :])
+        return torch.cat([t.narrow(dim, mine.start, len(mine)), t.new_zeros(shape)], dim)
 
     def rows(t: Tensor) -> Tensor:
         halves = t.chunk(2, dim=1) if problem.activation.gated else (t,)
-        return torch.cat([half[:, columns] for half in halves], dim=1)
+        return torch.cat([share(half, 1) for half in halves], dim=1)
 
     bias: dict[str, Any] = {}
     if weights.w13_bias is not None and weights.w2_bias is not None:
         bias = {"w13_bias": rows(weights.w13_bias), "w2_bias": weights.w2_bias}
-    shard = ExpertWeights(rows(weights.w13), weights.w2[:, :, columns].contiguous(), **bias)
+    shard = ExpertWeights(rows(weights.w13), share(weights.w2, 2), **bias)
     return quantized(shard, problem)
 
 

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from moekit.errors import MoekitError
 from moekit.problem import MoEProblem
+from moekit.untrusted import read_json
 
 logger = logging.getLogger("moekit")
 
 FORMAT = 1
 VARIABLE = "MOEKIT_TUNED"
+_MOST = 1 << 40  # of experts, tokens ...
 SHIPPED = Path(__file__).parent.parent / "tuned"
 
 
@@ -93,7 +95,7 @@ Table = Mapping[Key, Times]
 def read(file: Path) -> Table:
     """The table in ``file``; MoekitError naming the first thing in it that makes no sense."""
     try:
-        data = json.loads(file.read_text())
+        data = read_json(file)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"no tuned table of format {FORMAT}")
         table: dict[Key, dict[tuple[str, str], dict[int, Record]]] = {}
@@ -106,7 +108,7 @@ def read(file: Path) -> Table:
                 _check_record(record)
                 times = table.setdefault(key, {}).setdefault((dispatcher, experts), {})
                 times[tokens] = _newer(times.get(tokens), record)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise MoekitError(
             f"the tuned table {file} cannot be used: {what}; correct or delete it, and measure "
@@ -163,8 +165,8 @@ def _newer(old: Record | None, new: Record) -> Record:
 
 def _check(key: Key, tokens: object) -> None:
     sizes = (key.experts, key.top_k, key.hidden, key.inner, key.ranks, tokens)
-    if any(type(n) is not int or n < 1 for n in sizes) or type(key.gated) is not bool:
-        raise ValueError(f"{key!r} with {tokens!r} tokens: want whole numbers of at least 1")
+    if any(type(n) is not int or not 1 <= n <= _MOST for n in sizes) or type(key.gated) is not bool:
+        raise ValueError(f"{key!r} with {tokens!r} tokens: want whole numbers from 1 to {_MOST}")
     words = (key.device, key.arch, key.scheme, key.dtype)
     if any(not isinstance(word, str) for word in words):
         raise ValueError(f"{key!r}: want names")

@@ -1,0 +1,179 @@
+"""Files that strangers wrote, read in bounded time and memory.
+
+The functions raise OSError or ValueError; callers turn these into moekit's errors, which name the
+file. `Kind` checks what a parsed file says: one table of fields states every type and range.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
+_SHOWN = 80  # characters of a wrong value in a message
+_DIGITS = 40
+_MAX_VALUES = 4_000_000  # in one file; a header has eight or so for each tensor
+
+
+def open_regular(path: Path) -> int:
+    """A file descriptor for reading. Raises OSError, also for what is no regular file: opening a
+    FIFO would wait for its writer, and a device has no end."""
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError("it is no regular file")
+    return fd
+
+
+def read_json(path: Path, most: int = MAX_JSON) -> Any:
+    """`parse_json` of a file of at most ``most`` bytes."""
+    with open(open_regular(path), "rb") as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return parse_json(data)
+
+
+def parse_json(data: bytes) -> Any:
+    """UTF-8 JSON as RFC 8259 has it: no name twice in an object, every number finite."""
+    if sum(map(data.count, (b"[", b"{", b","))) > _MAX_VALUES:
+        raise ValueError(f"it has more than {_MAX_VALUES} values")
+    try:
+        return json.loads(
+            data.decode(),
+            object_pairs_hook=_object,
+            parse_constant=_no_number,
+            parse_float=_finite,
+            parse_int=_integer,
+        )
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(twice)} is there twice")
+    return made
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{shown(text)} is too large for a number")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:  # parsing takes time with the square of the digits
+        raise ValueError(f"{shown(text)} is too large for a number")
+    return int(text)
+
+
+def shown(value: object) -> str:
+    """``repr`` in a bounded length."""
+    try:
+        text = repr(value[:_SHOWN] if isinstance(value, (str, list)) else value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# -- kinds of values -------------------------------------------------------------------------
+
+Kind = Callable[[Any], Iterator[str]]
+"""Yields what is wrong with a value: ``": 'x', want ..."``, preceded by the field within it."""
+
+
+def integer(low: int, high: int, *, zero: bool = True) -> Kind:
+    """``zero``: whether 0 is right, where it lies in the range."""
+
+    def faults(value: Any) -> Iterator[str]:
+        if type(value) is not int or not low <= value <= high or (value == 0 and not zero):
+            but = "" if zero else " other than 0"
+            yield f" is {shown(value)}, want an integer from {low} to {high}{but}"
+
+    return faults
+
+
+def number(low: float, high: float) -> Kind:
+    def faults(value: Any) -> Iterator[str]:
+        if type(value) not in (int, float) or not low <= value <= high:
+            yield f" is {shown(value)}, want a number from {low:g} to {high:g}"
+
+    return faults
+
+
+def text(most: int = 1000) -> Kind:
+    def faults(value: Any) -> Iterator[str]:
+        if not isinstance(value, str) or len(value) > most:
+            yield f" is {shown(value)}, want a text of at most {most} characters"
+
+    return faults
+
+
+def flag(value: Any) -> Iterator[str]:
+    if not isinstance(value, bool):
+        yield f" is {shown(value)}, want true or false"
+
+
+def either(*kinds: Kind) -> Kind:
+    """Right if any of ``kinds`` finds it right."""
+
+    def faults(value: Any) -> Iterator[str]:
+        said = [list(kind(value)) for kind in kinds]
+        if all(said):
+            first, *others = (fault for faults in said for fault in faults[:1])
+            wanted = [other.rpartition(", want ")[2] for other in others]
+            yield " or ".join([first, *wanted])
+
+    return faults
+
+
+def sequence(of: Kind, low: int, high: int) -> Kind:
+    def faults(value: Any) -> Iterator[str]:
+        if not isinstance(value, list) or not low <= len(value) <= high:
+            count = str(low) if low == high else f"{low} to {high}"
+            yield f" is {shown(value)}, want a list of {count}"
+            return
+        for index, item in enumerate(value):
+            yield from (f"[{index}]{fault}" for fault in of(item))
+
+    return faults
+
+
+def mapping(of: Mapping[str, Kind]) -> Kind:
+    """An object; fields that are null, missing, or not in ``of`` are right."""
+
+    def faults(value: Any) -> Iterator[str]:
+        if not isinstance(value, dict):
+            yield f" is {shown(value)}, want an object"
+            return
+        for name, kind in of.items():
+            if (item := value.get(name)) is not None:
+                yield from (f".{name}{fault}" for fault in kind(item))
+
+    return faults
+
+
+def table(of: Kind, most: int) -> Kind:
+    """An object whose fields, whatever their names, are all of one kind."""
+
+    def faults(value: Any) -> Iterator[str]:
+        if not isinstance(value, dict) or len(value) > most:
+            yield f" is {shown(value)}, want an object of at most {most} fields"
+            return
+        for name, item in value.items():
+            yield from (f".{shown(name)[1:-1]}{fault}" for fault in of(item))
+
+    return faults

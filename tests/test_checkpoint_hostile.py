@@ -1,0 +1,101 @@
+"""Files from strangers: every hostile one ends in an error that names it, in bounded time and
+memory, and valid ones go on loading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import hostile_checkpoints as hostile
+import pytest
+
+from moekit.checkpoint.targets import MAX_STEPS, matches
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    hostile.write_bases(folder / "bases")
+    return folder
+
+
+def reports(folder: Path) -> dict[str, str]:
+    """What is wrong with each case, by name, from processes that may die of one."""
+    cases, found, at = hostile.cases(), {}, 0
+    while at < len(cases):
+        command = [sys.executable, hostile.__file__, str(folder), str(at)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        found |= {line["case"]: line["wrong"] for line in lines if "case" in line}
+        started = [line["started"] for line in lines if "started" in line]
+        assert started, done.stderr
+        at = started[-1] + 1
+        if done.returncode:
+            found[cases[at - 1].name] = f"the process ended with {done.returncode}"
+            shutil.rmtree(folder / "case", ignore_errors=True)
+    return found
+
+
+def test_every_hostile_file_is_refused(folder: Path) -> None:
+    cases = hostile.cases()
+    assert len({case.name for case in cases}) == len(cases) >= 250
+    found = reports(folder)
+    assert found.keys() == {case.name for case in cases}
+    wrong = {name: what for name, what in found.items() if what}
+    assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
+
+
+@pytest.mark.parametrize("base", hostile.BASES)
+def test_the_bases_are_valid(base: str, folder: Path) -> None:
+    hostile.load(folder / "bases" / base)
+
+
+def test_links_as_a_hubs_cache_has_them(folder: Path, tmp_path: Path) -> None:
+    """snapshots/REVISION/FILE -> ../../blobs/DIGEST"""
+    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted((folder / "bases" / "ct").iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    hostile.load(snapshot)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+$", "(?:.*)*(?:.*)*(?:.*)*x", r"((model|[a-z0-9._])+)+\$", ".*" * 30 + "X",
+     "(?:a|a)*(?:a|a)*b"],
+)  # fmt: skip
+def test_targets_that_would_backtrack_for_ever(pattern: str, folder: Path, tmp_path: Path) -> None:
+    """They match nothing, so the only group serves, and the checkpoint loads."""
+    path = tmp_path / "model"
+    shutil.copytree(folder / "bases" / "ct", path)
+    where = "quantization_config.config_groups.group_0.targets"
+    hostile.field(where, [f"re:{pattern}"])(path)
+    hostile.load(path)
+    assert not matches(pattern, "a" * 300 + "!", [MAX_STEPS])
+
+
+SUBJECT = "model.layers.3.mlp.experts.17.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        (r"model\.layers\.[0-9]+\.mlp\.experts\.\d+\.(gate|up|down)_proj$", True),
+        (r".*mlp\.experts\..*", True),
+        (r"^(?!.*shared).*experts.*_proj", True),
+        (r"^(?!.*experts).*_proj", False),
+        (r".*self_attn.*", False),
+        (r"(?P<a>model)(?:\.layers){1}\.\d{1,2}\..*?", True),
+        (r"[^a-l]odel[.]layers[.][^3]", False),
+        (r"\w+\.\w+\b.*\Aq?", False),
+        (r".*experts$", False),
+        (r"mlp", False),
+    ],
+)
+def test_targets_match_as_regular_expressions(pattern: str, matched: bool) -> None:
+    assert matches(pattern, SUBJECT, [MAX_STEPS]) is matched
