@@ -155,6 +155,7 @@ class DispatcherSpec(BackendSpec):
     overlaps: `prepare` returns before tokens have arrived, and they take no room on the current
     stream; so does `finalize` where the library can.
     spans_hosts: its ranks may be on several hosts; without, they share one.
+    aborts: `abort` makes the other ranks raise where one rank of an unchecked kernel fails.
     footprint: what it takes on a rank, told without creating it; None: it does not tell.
     """
 
@@ -164,6 +165,7 @@ class DispatcherSpec(BackendSpec):
     ids_dtype: str = "int64"
     overlaps: bool = False
     spans_hosts: bool = False
+    aborts: bool = False
     footprint: Callable[[MoEProblem], Footprint] | None = None
     schemes: frozenset[str] = frozenset(SCHEMES)
 
