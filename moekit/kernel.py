@@ -116,8 +116,11 @@ class PackedWeights:
 class PrepareAndFinalize(ABC):
     """Moves tokens to the ranks of their experts, and the results back.
 
-    State belongs to the call: `prepare` puts what `finalize` needs into ``Dispatched.handle``.
-    Two calls may be in flight; the caller's tensors are never modified.
+    It talks only in the group it is given, which need not be WORLD, and passes
+    ``moekit.group.resolve(problem, group)`` to ``super().__init__``: ranks that differ raise there,
+    and checked kernels agree in ``self.group``; where that is None, no rank checks another.
+    State belongs to the call: `prepare` puts what `finalize` needs into ``Dispatched.handle``. Two
+    calls may be in flight, and finish in any order; the caller's tensors are never modified.
     """
 
     # Multiprocessors that a transfer occupies, where that is known; benchmarks print it.
@@ -177,7 +180,8 @@ class PrepareAndFinalize(ABC):
         return 0
 
     def abort(self, reason: str) -> None:  # noqa: B027 (doing nothing is a valid choice)
-        """This rank's unchecked call failed before `prepare`: tells the peers, if it can."""
+        """Tells the other ranks that this rank's unchecked call failed before `prepare`: they raise
+        PeerFailed, which names this rank. One that does so declares ``aborts``."""
 
     def abandon(self, dispatched: Dispatched) -> None:  # noqa: B027 (likewise)
         """The experts failed on some rank: no rank will call `finalize` for these tokens."""

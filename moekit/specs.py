@@ -117,7 +117,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
         (
             "graph_safe", "deterministic", "moves_tokens", "needs_capacity", "overlaps",
             "spans_hosts", "silu_clamp", "bias", "reduces", "takes_quantized", "takes_unquantized",
-            "emulates", "movable", "weights_in_fp32",
+            "emulates", "movable", "weights_in_fp32", "aborts",
         ),
         _BOOL,
     ),
@@ -237,6 +237,7 @@ class DispatcherSpec(BackendSpec):
     overlaps: `prepare` returns before tokens have arrived, and they take no room on the current
     stream; so does `finalize` where the library can.
     spans_hosts: its ranks may be on several hosts; without, they share one.
+    aborts: `abort` makes the other ranks raise where one rank of an unchecked kernel fails.
     footprint: what it takes on a rank, told without creating it; None: it does not tell.
     """
 
@@ -248,6 +249,7 @@ class DispatcherSpec(BackendSpec):
     ids_dtype: str = "int64"
     overlaps: bool = False
     spans_hosts: bool = False
+    aborts: bool = False
     footprint: Callable[[MoEProblem], Footprint] | None = None
     schemes: frozenset[str] = frozenset(SCHEMES)
 

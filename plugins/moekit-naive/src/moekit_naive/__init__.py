@@ -40,6 +40,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             wire_schemes=WIRE_SCHEMES,
             overlaps=True,
             spans_hosts=True,
+            aborts=True,
             footprint=_footprint,
             deterministic=True,
             check=_check,
