@@ -1,4 +1,4 @@
-"""Deliberately wrong backends: each must fail a named test of the kit that a right one passes."""
+"""Deliberately wrong experts: each must fail a named test of the kit that a right one passes."""
 
 from __future__ import annotations
 
@@ -7,35 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from conformance_catches import caught, suite
 
-from moekit import Registry, Routing, registry
-from moekit.kernel import BufferSpec, PackedWeights, Pending, PermuteExpertsUnpermute
-from moekit.local import LocalDispatcher
-from moekit.reference import BatchedReference, ReferenceExperts, dequantized_input, expert_mlp
-from moekit.testing import DispatcherConformance, ExpertsConformance
+from moekit.kernel import BufferSpec, PackedWeights, PermuteExpertsUnpermute
+from moekit.reference import ReferenceExperts, dequantized_input, expert_mlp
 from moekit.weights import ExpertWeights
-
-
-def suite(wrong: type, base: str, **declared: Any) -> Any:
-    """The kit's tests for class ``wrong``, declared as ``base`` is but for ``declared``."""
-    experts = base in registry().experts
-    kit = ExpertsConformance if experts else DispatcherConformance
-    origin = registry().expert(base) if experts else registry().dispatcher(base)
-    spec = replace(origin, name="suspect", target=f"{__name__}:{wrong.__name__}", **declared)
-    backends = Registry(plugins=registry().plugins)
-    backends.register(spec)
-    body = {"backend": "suspect", "backends": backends, "device": "cpu", "__module__": __name__}
-    return type(f"Test{wrong.__name__}", (kit,), body)()
-
-
-def caught(
-    wrong: type, base: str, test: str, *args: Any, says: str, right: type, **declared: Any
-) -> None:
-    """``test`` of the kit fails for ``wrong`` with a message like ``says``, and passes for
-    ``right`` with the base's declaration."""
-    getattr(suite(right, base), test)(*args)
-    with pytest.raises(Exception, match=says):  # a skip is no Exception
-        getattr(suite(wrong, base, **declared), test)(*args)
 
 
 def caught_experts(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
@@ -75,17 +51,6 @@ class Plain(PermuteExpertsUnpermute):
 
 class Reference_(ReferenceExperts):
     """The right control."""
-
-
-class Local_(LocalDispatcher):
-    """The right control."""
-
-
-class Batched_(BatchedReference):
-    """The right control."""
-
-
-# -- experts --------------------------------------------------------------------------------------
 
 
 class WeightsTwice(Plain):
@@ -456,151 +421,3 @@ class AliasesInput(Plain):
 
 def test_earlier_output_overwritten():
     caught_experts(AliasesInput, "test_fresh_output", says="changed an earlier output")
-
-
-# -- dispatchers --------------------------------------------------------------------------------
-
-
-def caught_local(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
-    caught(wrong, "local", test, *args, says=says, right=Local_, **declared)
-
-
-def caught_batched(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
-    caught(wrong, "batched_reference", test, *args, says=says, right=Batched_, **declared)
-
-
-class TokenDropped(LocalDispatcher):
-    def prepare(self, x_TH, routing, quantize):
-        ids = routing.topk_ids.clone()
-        ids[-1:] = -1
-        return super().prepare(x_TH, Routing(routing.topk_weights, ids), quantize)
-
-
-def test_token_dropped():
-    once = "test_each_pair_is_delivered_once"
-    caught_local(TokenDropped, "test_tokens_per_rank", "uneven", 1, says="worst row")
-    caught_local(TokenDropped, once, "uneven", "random", 1, says=".")
-
-
-class TokensSwapped(LocalDispatcher):
-    def finalize(self, y, dispatched, out_TH):
-        y = y.clone()
-        if len(y) > 1:
-            y[[0, 1]] = y[[1, 0]]
-        return super().finalize(y, dispatched, out_TH)
-
-
-def test_tokens_swapped():
-    caught_local(TokensSwapped, "test_tokens_per_rank", "even", 2, says="worst row|exact zeros")
-
-
-class DispatcherWeightsTwice(LocalDispatcher):
-    def prepare(self, x_TH, routing, quantize):
-        squared = Routing(routing.topk_weights.square(), routing.topk_ids)
-        return super().prepare(x_TH, squared, quantize)
-
-
-class BatchedWeightsTwice(BatchedReference):
-    def prepare(self, x_TH, routing, quantize):
-        squared = Routing(routing.topk_weights.square(), routing.topk_ids)
-        return super().prepare(x_TH, squared, quantize)
-
-
-def test_dispatcher_weighs_twice():
-    caught_local(DispatcherWeightsTwice, "test_dtype", "float32", 1, says="relative error")
-    caught_batched(BatchedWeightsTwice, "test_dtype", "float32", 1, says="relative error")
-
-
-class DeliveredTwice(BatchedReference):
-    """An expert computes its first row twice; the second result is never used."""
-
-    def prepare(self, x_TH, routing, quantize):
-        tokens = super().prepare(x_TH, routing, quantize).result()
-        counts = tokens.expert_num_tokens.clone()
-        room = (counts > 0) & (counts < tokens.x.shape[1])
-        for expert in room.nonzero().flatten().tolist():
-            tokens.x[expert, counts[expert]] = tokens.x[expert, 0]
-            counts[expert] += 1
-        return Pending.ready(replace(tokens, expert_num_tokens=counts))
-
-
-def test_pair_delivered_twice():
-    args = ("uneven", "random", 1)
-    caught_batched(DeliveredTwice, "test_each_pair_is_delivered_once", *args, says=".")
-
-
-class DispatcherModifies(LocalDispatcher):
-    def prepare(self, x_TH, routing, quantize):
-        x_TH[(routing.topk_ids < 0).all(dim=1)] = 0.0
-        return super().prepare(x_TH, routing, quantize)
-
-
-def test_dispatcher_modifies_input():
-    caught_local(DispatcherModifies, "test_routing", "rows", 1, says="modified the caller's x")
-
-
-class DispatcherFailsOnNoTokens(LocalDispatcher):
-    def prepare(self, x_TH, routing, quantize):
-        x_TH.amax()  # no value for an empty tensor
-        return super().prepare(x_TH, routing, quantize)
-
-
-class NothingWrittenForIdleTokens(BatchedReference):
-    def finalize(self, y, dispatched, out_TH):
-        keep = out_TH.clone()
-        super().finalize(y, dispatched, out_TH)
-        idle = torch.ones(len(out_TH), dtype=torch.bool)
-        idle[torch.cat([token for token, _ in dispatched.handle])] = False
-        out_TH[idle] = keep[idle]
-        return Pending.ready(out_TH)
-
-
-def test_dispatcher_garbage_on_no_tokens():
-    says = "non-zero size|reduction"
-    caught_local(DispatcherFailsOnNoTokens, "test_tokens_per_rank", "none", 1, says=says)
-    caught_batched(NothingWrittenForIdleTokens, "test_routing", "rows", 1, says="NaN")
-
-
-class StateInTheDispatcher(BatchedReference):
-    def prepare(self, x_TH, routing, quantize):
-        pending = super().prepare(x_TH, routing, quantize)
-        self._handle = pending.result().handle
-        return pending
-
-    def finalize(self, y, dispatched, out_TH):
-        return super().finalize(y, replace(dispatched, handle=self._handle), out_TH)
-
-
-def test_state_kept_in_the_dispatcher():
-    caught_batched(StateInTheDispatcher, "test_two_calls_in_flight", 1, says=".")
-
-
-class RowsUnderstated(BatchedReference):
-    def prepare(self, x_TH, routing, quantize):
-        tokens = super().prepare(x_TH, routing, quantize).result()
-        wider = torch.cat([tokens.x, torch.full_like(tokens.x, float("nan"))], dim=1)
-        return Pending.ready(replace(tokens, x=wider))
-
-
-class BuffersUnderstated(LocalDispatcher):
-    def __init__(self, spec, problem, group=None):
-        super().__init__(spec, problem, group)
-        self._buffer = torch.empty(1 << 20, dtype=torch.uint8)
-
-
-def test_dispatcher_memory_understated():
-    args = ("uneven", "random", 1)
-    once = "test_each_pair_is_delivered_once"
-    caught_batched(RowsUnderstated, once, *args, says="max_rows")
-    caught_local(BuffersUnderstated, "test_memory_is_stated", 1, says="stay allocated")
-
-
-def test_dispatcher_declares_wrongly():
-    wire = frozenset({"fp8_block"})
-    says = "arrived as torch.bfloat16"
-    with pytest.raises(AssertionError, match=says):
-        suite(Batched_, "batched_reference", wire_schemes=wire).test_quantized_wire("fp8_block", 1)
-    suite(Local_, "local").test_quantized_wire("fp8_block", 1)
-    # It says that it exchanges tokens: two rank processes show that it does not.
-    args = ("test_tokens_per_rank", "uneven", 2)
-    caught_local(Local_, *args, says="(?s)rank 0 raised.*relative error", moves_tokens=True)
