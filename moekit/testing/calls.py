@@ -187,6 +187,9 @@ def wrong_results(case: Case) -> dict[str, Tensor]:
         zeros: dict[str, Any] = {b: torch.zeros_like(getattr(w, b)) for b in biases}
         return replace(w, **zeros)
 
+    if p.activation.limit is not None:
+        far = replace(p.activation, limit=1e6)
+        return {"clamp dropped": oracle(case.x, w, r, p.replace(activation=far))}
     right = case.reference()
     wrong = {
         "zeros": torch.zeros_like(right),
@@ -199,28 +202,18 @@ def wrong_results(case: Case) -> dict[str, Tensor]:
     if not p.apply_router_weight_on_input:
         total = r.topk_weights.nan_to_num(0.0).sum(dim=1, keepdim=True).clamp(min=1e-6)
         wrong["router weights normalized"] = result(topk_weights=r.topk_weights / total)
-    dropped = r.topk_ids.clone()
-    dropped[int(used.any(dim=1).nonzero()[0])] = -1
-    wrong["one token dropped"] = result(ids=dropped)
+    wrong["one token dropped"] = right.clone()
+    wrong["one token dropped"][right.square().sum(dim=1).argmax()] = 0.0
     if p.quant.weight is not None and p.quant.weight.act_order:
         wrong["w13's act-order dropped"] = result(replace(w, w13_g_idx=None))
         wrong["w2's act-order dropped"] = result(replace(w, w2_g_idx=None))
     if p.has_bias:
         wrong["w13's bias dropped"] = result(without("w13_bias"))
         wrong["w2's bias dropped"] = result(without("w2_bias"))
-    if p.activation.limit is not None:
-        far = replace(p.activation, limit=1e6)
-        wrong["clamp dropped"] = oracle(case.x, w, r, p.replace(activation=far))
     if p.activation.gated:
-        halves = torch.unflatten(w.canonical(p).dequantize(p.quant).w13, 1, (2, -1))
-        swapped = ExpertWeights(
-            halves.flip(1).flatten(1, 2),
-            w.canonical(p).dequantize(p.quant).w2,
-            w13_bias=w.w13_bias,
-            w2_bias=w.w2_bias,
-        )
-        plain = p.replace(quant="none")
-        wrong["gate and up swapped"] = oracle(case.x, swapped, r, plain)
+        plain = w.canonical(p).dequantize(p.quant)
+        swapped = replace(plain, w13=plain.w13.roll(plain.w13.shape[1] // 2, dims=1))
+        wrong["gate and up swapped"] = oracle(case.x, swapped, r, p.replace(quant="none"))
     return wrong
 
 
