@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -111,13 +112,50 @@ def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
     return packed
 
 
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Assert that torch's process-wide state is afterwards as it was, and restore it."""
+    before = _process_state()
+    yield
+    after = _process_state()
+    changed = [name for name, (value, _) in before.items() if not _same(value, after[name][0])]
+    for name in changed:
+        value, restore = before[name]
+        restore(value)
+    assert not changed, f"the call changed torch's {', '.join(changed)} for the whole process"
+
+
+def _same(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
+    """What a library may change for all others: the value, and how to set it."""
+    state: dict[str, tuple[Any, Callable[[Any], object]]] = {
+        "default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
+        "number of threads": (torch.get_num_threads(), torch.set_num_threads),
+        "grad mode": (torch.is_grad_enabled(), torch.set_grad_enabled),
+        "float32 matmul precision": (
+            torch.get_float32_matmul_precision(),
+            torch.set_float32_matmul_precision,
+        ),
+        "random numbers": (torch.get_rng_state(), torch.set_rng_state),
+    }
+    if torch.cuda.is_initialized():
+        state["current device"] = (torch.cuda.current_device(), torch.cuda.set_device)
+        state["current stream"] = (torch.cuda.current_stream(), torch.cuda.set_stream)
+        state["random numbers of the GPU"] = (torch.cuda.get_rng_state(), torch.cuda.set_rng_state)
+    return state
+
+
 def call(
     kernel: ModularKernel, packed: PackedWeights, case: Case, *, out: Tensor | None = None
 ) -> Tensor:
     """One call with everything uninitialised poisoned, and every tensor of the caller watched.
 
     The workspace, fresh allocations and the output are NaN beforehand; x, routing and packed
-    weights must be bit-identical afterwards, and the result must be ``out`` itself.
+    weights must be bit-identical afterwards, and so must torch's process-wide state; the result
+    must be ``out`` itself.
     """
     x, routing = case.x, case.routing
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
@@ -126,7 +164,7 @@ def call(
     if out is None:
         out = poison(torch.empty_like(x, memory_format=torch.contiguous_format))
     try:
-        with poisoned_allocations():
+        with unchanged_process(), poisoned_allocations():
             result = kernel(x, packed, routing, out=out)
     finally:
         kernel.workspace = workspace

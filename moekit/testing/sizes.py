@@ -100,7 +100,7 @@ class ExpertsSizes(ExpertsNumbers):
     def test_many_experts(self) -> None:
         """More experts than any model has, and more slots than a token of most."""
         inner = 16 if self._on_cpu else 128
-        problem = self._at(*(sizes_of(640, 10, 2 * n, n) for n in (inner, 128, 256)))
+        problem = self._at(*(sizes_of(650, 10, 2 * n, n) for n in (inner, 128, 256)))
         self._check(problem, 6 if self._interpreted else 40)
 
     def test_rows_per_expert(self) -> None:
