@@ -21,9 +21,9 @@ from moekit.kernel import (
 from moekit.local import LocalDispatcher, local_ids
 from moekit.plugins import DispatcherSpec, ExpertsSpec, Registry, registry
 from moekit.quant import WIRE_SCHEMES
-from moekit.reference import oracle
 from moekit.testing.cases import Case
 from moekit.testing.compare import assert_close, complain
+from moekit.testing.diagnose import wrong_results
 from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocations
 from moekit.weights import ExpertWeights
 
@@ -141,7 +141,7 @@ def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
         ),
         "random numbers": (torch.get_rng_state(), torch.set_rng_state),
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["current device"] = (torch.cuda.current_device(), torch.cuda.set_device)
         state["current stream"] = (torch.cuda.current_stream(), torch.cuda.set_stream)
         state["random numbers of the GPU"] = (torch.cuda.get_rng_state(), torch.cuda.set_rng_state)
@@ -207,52 +207,8 @@ def check_graph(
 def check_call(kernel: ModularKernel, case: Case, packed: PackedWeights | None = None) -> Tensor:
     """`call`, compared with the oracle."""
     out = call(kernel, packed or pack(kernel, case.weights), case)
-    assert_close(out, case.reference(), case.problem)
+    assert_close(out, case.reference(), case.problem, case=case)
     return out
-
-
-def wrong_results(case: Case) -> dict[str, Tensor]:
-    """Outputs (T, H) of backends with one mistake each, by what the mistake is."""
-    p, w, r = case.problem, case.weights, case.routing
-    used = r.topk_ids >= 0
-
-    def result(
-        weights: ExpertWeights = w, topk_weights: Tensor = r.topk_weights, ids: Tensor = r.topk_ids
-    ) -> Tensor:
-        return oracle(case.x, weights, Routing(topk_weights, ids), p)
-
-    def without(*biases: str) -> ExpertWeights:
-        zeros: dict[str, Any] = {b: torch.zeros_like(getattr(w, b)) for b in biases}
-        return replace(w, **zeros)
-
-    if p.activation.limit is not None:
-        far = replace(p.activation, limit=1e6)
-        return {"clamp dropped": oracle(case.x, w, r, p.replace(activation=far))}
-    right = case.reference()
-    wrong = {
-        "zeros": torch.zeros_like(right),
-        "doubled": right * 2,
-        "tokens swapped": right.roll(1, dims=0),
-        "experts swapped": result(ids=torch.where(used, (r.topk_ids + 1) % p.num_experts, -1)),
-        "router weights not applied": result(topk_weights=torch.ones_like(r.topk_weights)),
-        "router weights applied twice": result(topk_weights=r.topk_weights.square()),
-    }
-    if not p.apply_router_weight_on_input:
-        total = r.topk_weights.nan_to_num(0.0).sum(dim=1, keepdim=True).clamp(min=1e-6)
-        wrong["router weights normalized"] = result(topk_weights=r.topk_weights / total)
-    wrong["one token dropped"] = right.clone()
-    wrong["one token dropped"][right.square().sum(dim=1).argmax()] = 0.0
-    if p.quant.weight is not None and p.quant.weight.act_order:
-        wrong["w13's act-order dropped"] = result(replace(w, w13_g_idx=None))
-        wrong["w2's act-order dropped"] = result(replace(w, w2_g_idx=None))
-    if p.has_bias:
-        wrong["w13's bias dropped"] = result(without("w13_bias"))
-        wrong["w2's bias dropped"] = result(without("w2_bias"))
-    if p.activation.gated:
-        plain = w.canonical(p).dequantize(p.quant)
-        swapped = replace(plain, w13=plain.w13.roll(plain.w13.shape[1] // 2, dims=1))
-        wrong["gate and up swapped"] = oracle(case.x, swapped, r, p.replace(quant="none"))
-    return wrong
 
 
 def check_negative_controls(case: Case) -> None:

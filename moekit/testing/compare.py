@@ -10,12 +10,17 @@ cancel: the fitted scale of the output (everything 0.5 % too large) and the mean
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moekit.problem import MoEProblem
+
+if TYPE_CHECKING:
+    from moekit.testing.cases import Case
 
 # Bounds on RMS(out - ref) / RMS(ref), about twice what a correct kernel shows.
 #
@@ -181,18 +186,36 @@ def _independent(problem: MoEProblem) -> float:
     return float(rows * columns)
 
 
-def assert_close(out: Tensor, ref: Tensor, problem: MoEProblem, what: str = "output") -> None:
+def assert_close(
+    out: Tensor,
+    ref: Tensor,
+    problem: MoEProblem,
+    what: str = "output",
+    *,
+    case: Case | None = None,
+    earlier: Sequence[Tensor] = (),
+) -> None:
     """Fails unless ``out`` (T, H) is ``ref`` (T, H) fp32, the oracle's, up to `tolerance`.
 
     Rejects other shapes and dtypes, NaN and infinity, and anything but exact zeros where a token
-    has no expert. The message names the worst coordinates, the problem and how to repeat it.
+    has no expert. The message says what the mistake looks like, where ``case`` (whose reference is
+    ``ref``) and ``earlier`` outputs tell, and names the worst coordinates, the problem and how to
+    repeat it.
     """
     complaint = complain(out, ref, problem)
     if complaint:
         from moekit.testing.cases import seed
+        from moekit.testing.diagnose import diagnose
 
+        found = ""
+        if case is not None:
+            try:
+                found = diagnose(out, case, earlier)
+            except Exception as error:  # must not hide what failed
+                found = f"(no diagnosis: {error!r})"
         raise AssertionError(
-            f"{what}: {complaint}\n  problem: {problem!r}\n  repeat with MOEKIT_TEST_SEED={seed()}"
+            f"{what}: {found}{': ' if found else ''}{complaint}"
+            f"\n  problem: {problem!r}\n  repeat with MOEKIT_TEST_SEED={seed()}"
         )
 
 

@@ -132,7 +132,9 @@ class ExpertsConformance(ExpertsSizes):
         for index, num_tokens in enumerate((self._T, 3, 0, 1, self._T + 9, 5, self._T)):
             case = make_case(problem, num_tokens, ("random", "slots")[index % 2], key=index)
             out = kernel(*inputs.hold(case, packed))
-            assert_close(out, case.reference(), problem, f"call {index} with T={num_tokens}")
+            assert_close(
+                out, case.reference(), problem, f"call {index} with T={num_tokens}", case=case
+            )
 
     def test_many_calls(self) -> None:
         """As a decoder makes them: one shape, one place, other contents every time."""
@@ -143,10 +145,14 @@ class ExpertsConformance(ExpertsSizes):
         weights = random_weights(problem)
         packed, inputs = pack(kernel, weights), Inputs(problem, 3)
         made = [make_case(problem, 3, key=key, weights=weights) for key in range(2)]
-        wanted = [case.reference() for case in made]
+        wanted, earlier = [case.reference() for case in made], list[Tensor]()
         for index in range(_MANY_CALLS):
             out = kernel(*inputs.hold(made[index % 2], packed))
-            assert_close(out, wanted[index % 2], problem, f"call {index} of one shape")
+            what = f"call {index} of one shape"
+            assert_close(
+                out, wanted[index % 2], problem, what, case=made[index % 2], earlier=earlier
+            )
+            earlier = [out]
 
     def test_nothing_is_kept(self) -> None:
         """Calls leave no memory behind, neither the caller's tensors nor their own.
@@ -179,7 +185,7 @@ class ExpertsConformance(ExpertsSizes):
         for turn, layer in enumerate((0, 1, 0)):
             case = make_case(problem, self._T, key=turn, weights=layers[layer])
             out = kernel(case.x, packed[layer], case.routing)
-            assert_close(out, case.reference(), problem, f"call {turn}, weights {layer}")
+            assert_close(out, case.reference(), problem, f"call {turn}, weights {layer}", case=case)
 
     def test_weights_change_in_place(self) -> None:
         """Experts move between ranks by copies into packed weights that were used before."""
@@ -193,7 +199,7 @@ class ExpertsConformance(ExpertsSizes):
             for name, tensor in pack(kernel, case.weights).experts.items():
                 packed.experts[name].copy_(tensor)
             out = kernel(case.x, packed, case.routing)
-            assert_close(out, case.reference(), problem, f"weights {turn} in the same place")
+            assert_close(out, case.reference(), problem, f"weights {turn} in place", case=case)
 
     def test_kernels_in_turns(self) -> None:
         """Kernels for problems of the same sizes share nothing that decides their results."""
