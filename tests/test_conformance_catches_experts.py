@@ -15,6 +15,8 @@ from moekit.kernel import PackedWeights
 
 @killed_by("test_dtype", "float32")
 class WeightsTwice(Plain):
+    """Applies the router weights twice."""
+
     def apply(self, y, tokens, weights, workspace):
         tokens = replace(tokens, topk_weights=tokens.topk_weights.square())
         super().apply(y, tokens, weights, workspace)
@@ -22,6 +24,8 @@ class WeightsTwice(Plain):
 
 @killed_by("test_dtype", "float32")
 class WeightsNever(Plain):
+    """Does not apply the router weights."""
+
     def apply(self, y, tokens, weights, workspace):
         tokens = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
         super().apply(y, tokens, weights, workspace)
@@ -75,18 +79,24 @@ class OtherActivation(Plain):
 @killed_by("test_clamp", "silu")
 @killed_by("test_clamp", "swigluoai")
 class ClampDropped(OtherActivation):
+    """Drops the clamp."""
+
     def _instead(self, activation):
         return replace(activation, limit=None if activation.name == "silu" else 1e6)
 
 
 @killed_by("test_activation", "gelu")
 class TanhForErf(OtherActivation):
+    """Computes gelu by tanh."""
+
     def _instead(self, activation):
         return replace(activation, name=activation.name.replace("gelu", "gelu_tanh"))
 
 
 @killed_by("test_bias", True)
 class BiasDropped(Plain):
+    """Drops both biases."""
+
     def pack(self, weights):
         return super().pack(replace(weights, w13_bias=None, w2_bias=None))
 
@@ -131,6 +141,8 @@ class OneOrderForAll(Plain):
 
 @killed_by("test_columns_in_order", says="w2_g_idx is missing")
 class OrderNeeded(Plain):
+    """Takes g_idx for granted."""
+
     def pack(self, weights):
         assert weights.w2_g_idx is not None, "w2_g_idx is missing"
         return super().pack(weights)
@@ -159,6 +171,8 @@ class ForeignRowsOnly(Plain):
 
 @killed_by("test_dtype", "float32", says="modified the caller's x")
 class InputModified(Plain):
+    """Modifies x."""
+
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
         tokens.x.nan_to_num_().neg_()
@@ -166,6 +180,8 @@ class InputModified(Plain):
 
 @killed_by("test_routing", "slots", says="modified the caller's topk_ids")
 class RoutingModified(Plain):
+    """Modifies the ids."""
+
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
         tokens.topk_ids.clamp_(min=0)
@@ -173,6 +189,8 @@ class RoutingModified(Plain):
 
 @killed_by("test_dtype", "float32", says="modified the caller's w2")
 class PackedModified(Plain):
+    """Modifies the packed weights."""
+
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
         weights["w2"].neg_()
@@ -180,6 +198,8 @@ class PackedModified(Plain):
 
 @killed_by("test_pack_is_pure", "none", says="pack modified the caller's w13")
 class PackInPlace(Plain):
+    """Modifies the weights when it packs them."""
+
     def pack(self, weights):
         weights.w13.mul_(2)
         return super().pack(weights)
@@ -197,6 +217,8 @@ class NothingWritten(Plain):
 
 @killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="got no rows")
 class FailsOnNoTokens(Plain):
+    """Fails to quantize no rows."""
+
     def quantize(self, x_RH, weights, valid_rows):
         assert x_RH.shape[0], "quantize got no rows"
         return super().quantize(x_RH, weights, valid_rows)
@@ -204,12 +226,16 @@ class FailsOnNoTokens(Plain):
 
 @killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN")
 class PaddingInScale(Plain):
+    """Lets padding reach the tokens' common scale."""
+
     def quantize(self, x_RH, weights, valid_rows):
         return super().quantize(x_RH, weights, None)
 
 
 @killed_by("test_input_form", "fp8_tensor", "kit_row_scales", says="relative error")
 class OneScaleForAll(Plain):
+    """Takes the first token's scale for all tokens'."""
+
     def apply(self, y, tokens, weights, workspace):
         if tokens.x_scale is not None:
             tokens = replace(tokens, x_scale=tokens.x_scale[:1])
@@ -277,6 +303,8 @@ class SharedByOrder(Plain):
 
 @killed_by("test_memory_is_stated", "local", says="stated are")
 class MemoryUnderstated(Plain):
+    """States no memory, and allocates some."""
+
     def transient_bytes(self, rows):
         return 0
 

@@ -206,6 +206,14 @@ class ExpertsNumbers(Conformance):
         case = cases.scaled(make_case(problem, self._T, "slots"), factor)
         check_call(self._compose(problem, self._native), case)
 
+    def test_outputs_beyond_float16(self) -> None:
+        """An expert's output may exceed 65504 if its router weight brings it back into range."""
+        if not getattr(self._spec(), "weights_in_fp32", False):
+            self._skip("the spec does not declare weights_in_fp32")
+        problem = self._problem(dtype=torch.float16)
+        case = cases.beyond_float16(make_case(problem, self._T, "slots"))
+        check_call(self._compose(problem, self._native), case)
+
     def test_tokens_are_independent(self) -> None:
         """A token that holds NaN or infinity spoils its own output and no other.
 

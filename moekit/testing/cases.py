@@ -7,6 +7,7 @@ Data are drawn on the CPU, so that every device and every rank sees the same num
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import zlib
@@ -254,6 +255,22 @@ def scaled(case: Case, factor: float) -> Case:
             changes["w13_input_scale"] = w.w13_input_scale * factor
         w = replace(w, **changes)
     return replace(case, x=case.x * factor, weights=w)
+
+
+def beyond_float16(case: Case) -> Case:
+    """The same call with experts' outputs beyond 65504 that router weights bring back into range.
+
+    w2 is multiplied so that outputs have an RMS of 32768: some of them exceed 65504 in every case,
+    and none reaches 16 times that.
+    """
+    w, r = case.weights, case.routing
+    typical = float(case.reference().square().mean().sqrt())
+    name = "w2" if case.problem.quant.weight is None else "w2_scale"
+    factor = 2.0 ** round(math.log2(32768 / typical * _WEIGHT_RANGE[1]))
+    changes = {name: getattr(w, name) * factor}
+    return replace(
+        case, weights=replace(w, **changes), routing=Routing(r.topk_weights / 64, r.topk_ids)
+    )
 
 
 def strided(weights: ExpertWeights) -> ExpertWeights:
