@@ -118,14 +118,11 @@ class ExpertsSizes(ExpertsNumbers):
 
     def test_many_assignments(self) -> None:
         """T * K beyond 32768: indices of assignments need more than 16 bits."""
+        if self._interpreted:
+            self._skip("takes minutes in Triton's interpreter, which runs a program a token")
         inner, top_k = (16, 8) if self._on_cpu else (128, 8)
         problem = self._at(*(sizes_of(16, top_k, 2 * n, n) for n in (inner, 128, 256)))
-        T = _ASSIGNMENTS // top_k + 9
-        case = make_case(problem, T)
-        ids = case.routing.topk_ids
-        if self._interpreted:  # few rows to compute, the last ones among them
-            ids = torch.where(torch.arange(T)[:, None] < T - 5, -1, ids)
-        self._check_routed(case, ids)
+        self._check(problem, _ASSIGNMENTS // top_k + 9)
 
     @pytest.mark.parametrize("wide", ["hidden", "intermediate"])
     def test_wide(self, wide: str) -> None:
