@@ -105,7 +105,8 @@ class ExpertsNumbers(Conformance):
         ordered = weight is not None and weight.act_order
         grouped = ordered or (weight is not None and weight.group[0] > 1)
         if device.type == "cpu":
-            odd = sizes_of(4, 2, 160, 144) if grouped else sizes_of(6, 2, 96, 80)
+            few = 4 if "triton" in self._spec().requires else 6  # interpreted
+            odd = sizes_of(4, 2, 160, 144) if grouped else sizes_of(few, 2, 96, 80)
             rounder = [sizes_of(4, 2, n, n) for n in ((256, 512) if ordered else (128, 256, 512))]
             return [odd, *rounder]
         rounder = [sizes_of(8, 2, 512, 256), sizes_of(8, 2, 1024, 512), sizes_of(8, 2, 2048, 1024)]
@@ -125,6 +126,11 @@ class ExpertsNumbers(Conformance):
     @property
     def _on_cpu(self) -> bool:
         return self._device().type == "cpu"
+
+    @property
+    def _interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the backend, a program at a time."""
+        return self._on_cpu and "triton" in self._spec().requires
 
     def _declares(self, name: str, value: Any) -> bool:
         spec = self._spec()
