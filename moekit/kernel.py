@@ -69,7 +69,7 @@ class Dispatched:
 
     STANDARD: x (R, H); topk_ids (R, K') *local* expert ids in [0, L), -1 where the slot is not
     for this rank; topk_weights (R, K') float32. Rows with no local expert are padding and may
-    hold anything, NaN included.
+    hold anything, NaN included. NaN in another row spoils only its own output, or a shared scale.
     BATCHED: x (L, C, H); expert_num_tokens (L,) int32, rows at or beyond it are padding; ids and
     weights are None.
     x_scale: None for unquantized x; else fp32, (R or 1, groups) or (L, C, groups) or (1, 1, 1),

@@ -1,12 +1,14 @@
-"""How tests show that the conformance kit rejects deliberately wrong backends.
+"""How tests show that the conformance kit rejects deliberately wrong backends (mutants).
 
-Every mutant is a class of the test file that names it. `caught` asserts that a named test of the
-kit fails for the mutant and passes for the right class that the mutant derives from.
+A mutant is a class under the decorator `killed_by`, or one that a test hands to `caught`: a named
+test of the kit must fail for it, and pass for the right class that it derives from.
+docs/kit_mutants.md lists the former.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,9 +22,8 @@ def suite(wrong: type, base: str, **declared: Any) -> Any:
     experts = base in registry().experts
     kit = ExpertsConformance if experts else DispatcherConformance
     origin = registry().expert(base) if experts else registry().dispatcher(base)
-    spec = replace(
-        origin, name="suspect", target=f"{wrong.__module__}:{wrong.__qualname__}", **declared
-    )
+    target = f"{wrong.__module__}:{wrong.__qualname__}"
+    spec = replace(origin, name="suspect", target=target, **declared)
     backends = Registry(plugins=registry().plugins)
     backends.register(spec)
     body = {"backend": "suspect", "backends": backends, "device": "cpu", "__module__": __name__}
@@ -39,3 +40,64 @@ def caught(
     getattr(suite(right, base), test)(*args)
     with pytest.raises(Exception, match=says):  # a skip is no Exception
         getattr(suite(wrong, base, **declared), test)(*args)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong class, the kit test that must kill it, and what the failure must say.
+
+    base: whose declaration it has, but for what the right class declares (`DECLARED`) and
+    ``declared``, which is part of the mistake.
+    """
+
+    wrong: type
+    test: str
+    args: tuple[Any, ...]
+    says: str
+    declared: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join((self.wrong.__name__, self.kit_test))
+
+    @property
+    def kit_test(self) -> str:
+        arguments = f"[{'-'.join(map(str, self.args))}]" if self.args else ""
+        return f"{self.test}{arguments}"
+
+    @property
+    def right(self) -> type:
+        return next(c for c in self.wrong.__mro__ if "BASE" in vars(c))
+
+    def check(self) -> None:
+        """Assert that the kit's test passes for the right class and fails for this one."""
+        right = self.right
+        own = getattr(right, "DECLARED", {})
+        getattr(suite(right, right.BASE, **own), self.test)(*self.args)
+        with pytest.raises(Exception, match=self.says):  # a skip is no Exception
+            getattr(suite(self.wrong, right.BASE, **{**own, **self.declared}), self.test)(
+                *self.args
+            )
+
+
+def killed_by(
+    test: str, *args: Any, says: str = "relative error too large", **declared: Any
+) -> Callable[[type], type]:
+    """Make the class a mutant that ``test`` of the kit, called with ``args``, must kill.
+
+    The mutants of a module are in its list MUTANTS. The class, or the one it derives from, has
+    ``BASE``, the name of the backend whose declaration is its own.
+    """
+
+    def register(wrong: type) -> type:
+        MUTANTS.append(Mutant(wrong, test, args, says, declared))
+        return wrong
+
+    return register
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutants_of(module: str) -> list[Any]:
+    """Return a module's mutants as pytest parameters."""
+    return [pytest.param(m, id=str(m)) for m in MUTANTS if m.wrong.__module__ == module]

@@ -11,8 +11,10 @@ import torch
 
 import moekit
 from moekit import MoEProblem
+from moekit.activation import Activation
 from moekit.testing import ExpertsConformance, assert_close, cases, memory, run, tolerance
-from moekit.testing.calls import same_bits
+from moekit.testing.arithmetic import CONTROL_TOKENS
+from moekit.testing.calls import check_negative_controls, same_bits
 from moekit.testing.compare import complain, relative_error
 
 pytest_plugins = "pytester"
@@ -162,6 +164,40 @@ def test_poisoned_allocations():
         made = [torch.empty(3), torch.empty_like(torch.ones(3)), torch.ones(3).new_empty(3)]
         assert all(bool(t.isnan().all()) for t in made)
         assert bool((torch.zeros(3) == 0).all())
+
+
+def test_what_is_undeclared_is_one_line(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(moekit.__file__).parents[1]))
+    pytester.makepyfile(
+        test_acme="""
+        from dataclasses import replace
+        from moekit import Registry, registry
+        from moekit.testing import ExpertsConformance
+
+        backends = Registry(plugins=registry().plugins)
+        few = frozenset({"none", "fp8_block"})
+        backends.register(replace(registry().expert("reference"), name="acme", schemes=few))
+
+        class TestAcme(ExpertsConformance):
+            backend, backends, device = "acme", backends, "cpu"
+        """
+    )
+    result = pytester.runpytest_subprocess("-k", "scheme or undeclared or pack_is_pure", "-rs")
+    result.assert_outcomes(passed=5, skipped=2)  # gate and up of no scheme have a scale each
+    lines = [line for line in result.outlines if "scheme int8_w8a16" in line]
+    assert len(lines) == 1 and "not declared, so refused: scheme fp8_tensor" in lines[0]
+
+
+@pytest.mark.parametrize("seed", [*range(0, 300, 10), 1034])
+def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
+    """Seed 1034 let "clamp dropped" pass when the bounds had no mean and the limit was 3."""
+    monkeypatch.setenv(cases.SEED_VARIABLE, str(seed))
+    problem = PROBLEM.replace(
+        num_experts=6, hidden_size=96, intermediate_size=80, has_bias=True, quant="nvfp4"
+    )
+    limit = Activation("silu", limit=cases.GATE_STD / 2)
+    for p in (problem, problem.replace(activation=limit)):
+        check_negative_controls(cases.make_case(p, CONTROL_TOKENS, "slots"))
 
 
 def test_run_checks_an_installed_backend():

@@ -24,7 +24,7 @@ except ImportError as error:
 pytest.register_assert_rewrite(
     *(
         f"moekit.testing.{name}"
-        for name in ("calls", "dispatchers", "experts", "interface", "arithmetic", "ranks")
+        for name in ("calls", "dispatchers", "experts", "interface", "arithmetic", "sizes", "ranks")
     )
 )
 

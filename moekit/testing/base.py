@@ -7,9 +7,9 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import pytest
 
@@ -30,6 +30,21 @@ KNOBS = frozenset({"backend", "device", "backends", "expected_failures", "world_
 _DEVICES = ("cpu", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "xpu")
 
 Sizes = Mapping[str, int]
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def over(name: str, values: Iterable[Any]) -> Callable[[Test], Test]:
+    """Parametrize a kit test by those ``values`` that `Conformance._declares`.
+
+    What a backend does not declare makes no test; `test_undeclared_raises` tries it.
+    """
+
+    def mark(function: Test) -> Test:
+        function.__dict__.setdefault("kit_values", {})[name] = list(values)
+        return function
+
+    return mark
 
 
 class Conformance(ABC):
@@ -97,10 +112,20 @@ class Conformance(ABC):
         print(f"repeat with {cases.SEED_VARIABLE}={cases.seed()}")
         yield
 
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for name, values in getattr(metafunc.function, "kit_values", {}).items():
+            kept = [value for value in values if self._declares(name, value)]
+            nothing = pytest.mark.skip(reason=f"the spec declares no {name} of {values}")
+            metafunc.parametrize(name, kept or [pytest.param("undeclared", marks=nothing)])
+
     # -- for the kits -------------------------------------------------------------------------
 
     @abstractmethod
     def _spec(self) -> BackendSpec: ...
+
+    def _declares(self, name: str, value: Any) -> bool:
+        """Whether the spec declares this value of a parameter given to `over`."""
+        raise NotImplementedError(name)
 
     @abstractmethod
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:

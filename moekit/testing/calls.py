@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,9 @@ from moekit.kernel import (
 from moekit.local import LocalDispatcher, local_ids
 from moekit.plugins import DispatcherSpec, ExpertsSpec, Registry, registry
 from moekit.quant import WIRE_SCHEMES
-from moekit.reference import oracle
 from moekit.testing.cases import Case
 from moekit.testing.compare import assert_close, complain
+from moekit.testing.diagnose import wrong_results
 from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocations
 from moekit.weights import ExpertWeights
 
@@ -111,13 +112,50 @@ def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
     return packed
 
 
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Assert that torch's process-wide state is afterwards as it was, and restore it."""
+    before = _process_state()
+    yield
+    after = _process_state()
+    changed = [name for name, (value, _) in before.items() if not _same(value, after[name][0])]
+    for name in changed:
+        value, restore = before[name]
+        restore(value)
+    assert not changed, f"the call changed torch's {', '.join(changed)} for the whole process"
+
+
+def _same(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
+    """What a library may change for all others: the value, and how to set it."""
+    state: dict[str, tuple[Any, Callable[[Any], object]]] = {
+        "default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
+        "number of threads": (torch.get_num_threads(), torch.set_num_threads),
+        "grad mode": (torch.is_grad_enabled(), torch.set_grad_enabled),
+        "float32 matmul precision": (
+            torch.get_float32_matmul_precision(),
+            torch.set_float32_matmul_precision,
+        ),
+        "random numbers": (torch.get_rng_state(), torch.set_rng_state),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["current device"] = (torch.cuda.current_device(), torch.cuda.set_device)
+        state["current stream"] = (torch.cuda.current_stream(), torch.cuda.set_stream)
+        state["random numbers of the GPU"] = (torch.cuda.get_rng_state(), torch.cuda.set_rng_state)
+    return state
+
+
 def call(
     kernel: ModularKernel, packed: PackedWeights, case: Case, *, out: Tensor | None = None
 ) -> Tensor:
     """One call with everything uninitialised poisoned, and every tensor of the caller watched.
 
     The workspace, fresh allocations and the output are NaN beforehand; x, routing and packed
-    weights must be bit-identical afterwards, and the result must be ``out`` itself.
+    weights must be bit-identical afterwards, and so must torch's process-wide state; the result
+    must be ``out`` itself.
     """
     x, routing = case.x, case.routing
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
@@ -126,7 +164,7 @@ def call(
     if out is None:
         out = poison(torch.empty_like(x, memory_format=torch.contiguous_format))
     try:
-        with poisoned_allocations():
+        with unchanged_process(), poisoned_allocations():
             result = kernel(x, packed, routing, out=out)
     finally:
         kernel.workspace = workspace
@@ -169,59 +207,8 @@ def check_graph(
 def check_call(kernel: ModularKernel, case: Case, packed: PackedWeights | None = None) -> Tensor:
     """`call`, compared with the oracle."""
     out = call(kernel, packed or pack(kernel, case.weights), case)
-    assert_close(out, case.reference(), case.problem)
+    assert_close(out, case.reference(), case.problem, case=case)
     return out
-
-
-def wrong_results(case: Case) -> dict[str, Tensor]:
-    """Outputs (T, H) of backends with one mistake each, by what the mistake is."""
-    p, w, r = case.problem, case.weights, case.routing
-    used = r.topk_ids >= 0
-
-    def result(
-        weights: ExpertWeights = w, topk_weights: Tensor = r.topk_weights, ids: Tensor = r.topk_ids
-    ) -> Tensor:
-        return oracle(case.x, weights, Routing(topk_weights, ids), p)
-
-    def without(*biases: str) -> ExpertWeights:
-        zeros: dict[str, Any] = {b: torch.zeros_like(getattr(w, b)) for b in biases}
-        return replace(w, **zeros)
-
-    right = case.reference()
-    wrong = {
-        "zeros": torch.zeros_like(right),
-        "doubled": right * 2,
-        "tokens swapped": right.roll(1, dims=0),
-        "experts swapped": result(ids=torch.where(used, (r.topk_ids + 1) % p.num_experts, -1)),
-        "router weights not applied": result(topk_weights=torch.ones_like(r.topk_weights)),
-        "router weights applied twice": result(topk_weights=r.topk_weights.square()),
-    }
-    if not p.apply_router_weight_on_input:
-        total = r.topk_weights.nan_to_num(0.0).sum(dim=1, keepdim=True).clamp(min=1e-6)
-        wrong["router weights normalized"] = result(topk_weights=r.topk_weights / total)
-    dropped = r.topk_ids.clone()
-    dropped[int(used.any(dim=1).nonzero()[0])] = -1
-    wrong["one token dropped"] = result(ids=dropped)
-    if p.quant.weight is not None and p.quant.weight.act_order:
-        wrong["w13's act-order dropped"] = result(replace(w, w13_g_idx=None))
-        wrong["w2's act-order dropped"] = result(replace(w, w2_g_idx=None))
-    if p.has_bias:
-        wrong["w13's bias dropped"] = result(without("w13_bias"))
-        wrong["w2's bias dropped"] = result(without("w2_bias"))
-    if p.activation.limit is not None:
-        far = replace(p.activation, limit=1e6)
-        wrong["clamp dropped"] = oracle(case.x, w, r, p.replace(activation=far))
-    if p.activation.gated:
-        halves = torch.unflatten(w.canonical(p).dequantize(p.quant).w13, 1, (2, -1))
-        swapped = ExpertWeights(
-            halves.flip(1).flatten(1, 2),
-            w.canonical(p).dequantize(p.quant).w2,
-            w13_bias=w.w13_bias,
-            w2_bias=w.w2_bias,
-        )
-        plain = p.replace(quant="none")
-        wrong["gate and up swapped"] = oracle(case.x, swapped, r, plain)
-    return wrong
 
 
 def check_negative_controls(case: Case) -> None:

@@ -7,6 +7,7 @@ Data are drawn on the CPU, so that every device and every rank sees the same num
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import zlib
@@ -25,13 +26,15 @@ from moekit.weights import ExpertWeights
 
 SEED_VARIABLE = "MOEKIT_TEST_SEED"
 
-# Routings by name; `routing` says what each is. A token names an expert at most once: routers
+# Routings by name, as `random_routing` has them. A token names an expert at most once: routers
 # choose distinct experts, and `max_rows` of a batched dispatcher relies on it.
 ROUTINGS = ("random", "idle", "one_expert", "hot", "slots", "rows", "none")
+# What routers of some models give: negative weights and zeros.
+SIGNED = "signed"
 
 _X_LIMIT = 4.0
-_WEIGHT_RANGE = (0.3, 1.8)  # so K weights sum to K on average, and hardly ever to one
-_GATE_STD = 3.0
+_WEIGHT_RANGE = (0.5, 3.0)  # neither a weight nor the sum of K is one but by chance
+GATE_STD = 3.0
 
 
 _drawn: int | None = None
@@ -52,9 +55,9 @@ def use_seed(value: int) -> None:
     os.environ[SEED_VARIABLE] = str(value)
 
 
-def generator(*key: object) -> torch.Generator:
-    """A CPU generator for this run's seed and ``key``; equal keys give equal numbers."""
-    return torch.Generator().manual_seed(zlib.crc32(repr((seed(), *key)).encode()))
+def generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator for this run's seed and ``key``; equal keys give equal numbers on a device."""
+    return torch.Generator(device).manual_seed(zlib.crc32(repr((seed(), *key)).encode()))
 
 
 def device_of(problem: MoEProblem) -> torch.device:
@@ -70,20 +73,33 @@ def whole(problem: MoEProblem) -> MoEProblem:
     return problem.replace(parallel=ParallelConfig())
 
 
-def random_weights(problem: MoEProblem, key: object = 0) -> ExpertWeights:
+def random_weights(
+    problem: MoEProblem, key: object = 0, *, drawn_on: torch.device | None = None
+) -> ExpertWeights:
     """This rank's weights (L experts, its share of I), in the problem's scheme, on its device.
 
     Expert-parallel ranks select from one set of experts, and replicas repeat. Tensor-parallel
-    ranks would get different draws: `tp_shard` cuts one set.
+    ranks would get different draws: `tp_shard` cuts one set. drawn_on: where that would take too
+    long on the CPU; the ranks' sets then differ.
     """
+    if drawn_on is not None:
+        alone = problem.replace(
+            num_experts=problem.num_local_experts,
+            top_k=min(problem.top_k, problem.num_local_experts),
+            parallel=ParallelConfig(),
+        )
+        return quantized(unquantized_weights(alone, key, drawn_on), problem)
     full = unquantized_weights(whole(problem).replace(num_redundant_experts=0), key)
     local = full.select([problem.logical_expert(p) for p in problem.local_experts])
     return quantized(local, problem)
 
 
-def unquantized_weights(problem: MoEProblem, key: object = 0) -> ExpertWeights:
-    """L experts in the problem's dtype, on the CPU, whatever its scheme."""
-    draw = generator("weights", key)
+def unquantized_weights(
+    problem: MoEProblem, key: object = 0, drawn_on: torch.device | None = None
+) -> ExpertWeights:
+    """L experts in the problem's dtype, on the CPU or where they are drawn, whatever the scheme."""
+    drawn_on = drawn_on or torch.device("cpu")
+    draw = generator("weights", key, device=drawn_on)
     L, H, inner = (
         problem.num_local_experts,
         problem.hidden_size,
@@ -92,17 +108,21 @@ def unquantized_weights(problem: MoEProblem, key: object = 0) -> ExpertWeights:
     rows = problem.w13_rows
 
     def matrix(n: int, k: int, std: float) -> Tensor:
-        w: Tensor = torch.randn(L, n, k, generator=draw) * (std / k**0.5)
-        w *= 0.6 + 0.8 * torch.rand(L, 1, 1, generator=draw)  # experts differ
-        w *= torch.exp(0.3 * torch.randn(L, n, 1, generator=draw))  # so do channels
-        w *= torch.tensor([0.6, 1.4, 1.0])[torch.arange(k) // 128 % 3]  # and groups
+        w: Tensor = torch.randn(L, n, k, generator=draw, device=drawn_on).mul_(std / k**0.5)
+        # Experts differ, and so do channels and groups.
+        w *= 0.6 + 0.8 * torch.rand(L, 1, 1, generator=draw, device=drawn_on)
+        w *= torch.exp(0.3 * torch.randn(L, n, 1, generator=draw, device=drawn_on))
+        w *= torch.tensor([0.6, 1.4, 1.0], device=drawn_on)[
+            torch.arange(k, device=drawn_on) // 128 % 3
+        ]
         return w.to(problem.dtype)
 
     bias: dict[str, Any] = {}
     if problem.has_bias:
-        bias["w13_bias"] = torch.randn(L, rows, generator=draw).mul(1.5).to(problem.dtype)
-        bias["w2_bias"] = torch.randn(L, H, generator=draw).mul(3.0).to(problem.dtype)
-    return ExpertWeights(matrix(rows, H, _GATE_STD), matrix(H, inner, 1.0), **bias)
+        for name, n, std in (("w13_bias", rows, 1.5), ("w2_bias", H, 3.0)):
+            b = torch.randn(L, n, generator=draw, device=drawn_on)
+            bias[name] = b.mul(std).to(problem.dtype)
+    return ExpertWeights(matrix(rows, H, GATE_STD), matrix(H, inner, 1.0), **bias)
 
 
 def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
@@ -179,10 +199,13 @@ def random_routing(
     if kind == "slots" and num_tokens:
         ids[torch.rand(num_tokens, K, generator=draw) < 0.25] = -1
         ids[num_tokens // 2, 0] = -1
+        ids[num_tokens // 3] = -1
     if kind == "rows" and num_tokens:
         ids[::4] = ids[-1] = -1
     if kind == "none":
         ids[:] = -1
+    if kind == SIGNED:
+        weights *= torch.randint(-1, 2, weights.shape, generator=draw)
     weights[ids < 0] = float("nan")
     device = device_of(problem)
     return Routing(weights.to(device), ids.to(device))
@@ -214,6 +237,50 @@ def make_case(
     x = random_x(problem, num_tokens, key)
     x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
     return Case(problem, weights or random_weights(problem), x, routing)
+
+
+def scaled(case: Case, factor: float) -> Case:
+    """The same call with x times ``factor``, a power of two.
+
+    Where activations would leave the range that float16 or a static scale has, w13 is divided by
+    it, so that only x differs.
+    """
+    p, w = case.problem, case.weights
+    activation = p.quant.activation
+    static = activation is not None and activation.static
+    if p.dtype == torch.float16 or static or factor < 1:
+        name = "w13" if p.quant.weight is None else "w13_scale"
+        changes = {name: getattr(w, name) / factor}
+        if static and w.w13_input_scale is not None:
+            changes["w13_input_scale"] = w.w13_input_scale * factor
+        w = replace(w, **changes)
+    return replace(case, x=case.x * factor, weights=w)
+
+
+def beyond_float16(case: Case) -> Case:
+    """The same call with experts' outputs beyond 65504 that router weights bring back into range.
+
+    w2 is multiplied so that outputs have an RMS of 32768: some of them exceed 65504 in every case,
+    and none reaches 16 times that.
+    """
+    w, r = case.weights, case.routing
+    typical = float(case.reference().square().mean().sqrt())
+    name = "w2" if case.problem.quant.weight is None else "w2_scale"
+    factor = 2.0 ** round(math.log2(32768 / typical * _WEIGHT_RANGE[1]))
+    changes = {name: getattr(w, name) * factor}
+    return replace(
+        case, weights=replace(w, **changes), routing=Routing(r.topk_weights / 64, r.topk_ids)
+    )
+
+
+def strided(weights: ExpertWeights) -> ExpertWeights:
+    """The same weights in tensors that are not contiguous, as slices of a larger checkpoint are."""
+
+    def stretch(t: Tensor) -> Tensor:
+        wide = torch.stack((t, torch.zeros_like(t)), dim=-1)
+        return wide[..., 0]
+
+    return weights._map(lambda t: stretch(t) if t.dim() else t)
 
 
 def tp_shard(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:

@@ -3,17 +3,24 @@
 Errors are relative, because the outputs' magnitude is the model's business: the RMS of the
 difference over the RMS of the reference. Three bounds are checked, since each sees what the others
 miss: all elements (systematic errors), the worst row (one token dropped among thousands), the
-worst element (one stray write).
+worst element (one stray write). Two more bounds are on means, in which independent rounding errors
+cancel: the fitted scale of the output (everything 0.5 % too large) and the mean difference.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moekit.problem import MoEProblem
+
+if TYPE_CHECKING:
+    from moekit.testing.cases import Case
 
 # Bounds on RMS(out - ref) / RMS(ref), about twice what a correct kernel shows.
 #
@@ -45,14 +52,39 @@ _WORST_ELEMENT = 10.0
 # so that cancellation in one small row does not count as an error.
 _ROW_FLOOR = 0.25
 
+# The two means. Independent rounding errors of relative size r leave a mean of r / sqrt(N) over N
+# elements, where the participation ratio counts elements that differ in size. Errors within a token
+# depend on each other, as they come from the same few large activations, but tokens are
+# independent: how far their means lie apart gives the standard error. A correct backend exceeds
+# neither six of the former nor eight of the latter (which is estimated from few tokens, at least
+# 16). A quantizer with the least squared error shrinks its input by the relative squared error, and
+# activations are not linear, so r ** 2 is allowed as well. r is half of the bound on the RMS.
+_SIGMAS, _STANDARD_ERRORS, _LEAST_TOKENS = 6.0, 8.0, 16
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over an output's elements, the tokens' standard error of it, and how many elements
+    it averages over (at least)."""
+
+    value: float
+    standard_error: float
+    independent: float
+
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds on the three relative errors."""
+    """Bounds on the three relative errors, and the size of one rounding error for the means."""
 
     rms: float
     row: float
     element: float
+    rounding: float
+
+    def of_mean(self, mean: Mean) -> float:
+        """Return the bound on ``mean.value``."""
+        noise = _SIGMAS * self.rounding / math.sqrt(max(1.0, mean.independent))
+        return self.rounding**2 + max(noise, _STANDARD_ERRORS * mean.standard_error)
 
 
 def tolerance(problem: MoEProblem, num_tokens: int = 64) -> Tolerance:
@@ -67,20 +99,33 @@ def tolerance(problem: MoEProblem, num_tokens: int = 64) -> Tolerance:
     elif problem.quant.weight is not None and problem.dtype != torch.float32:
         rms *= _WEIGHT_ONLY
     spread = 1 + max(1, num_tokens) ** -0.5
-    return Tolerance(rms * spread, _WORST_ROW * rms, _WORST_ELEMENT * rms)
+    return Tolerance(rms * spread, _WORST_ROW * rms, _WORST_ELEMENT * rms, rms / 2)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of an output (T, H): over all elements, of the worst row and element."""
+    """Relative errors of an output (T, H): over all elements, of the worst row and element.
+
+    scale: ``<out - ref, ref> / <ref, ref>``, by how much the whole output is too large.
+    offset: the mean of ``out - ref`` over RMS(ref).
+    """
 
     rms: float
     row: float
     element: float
+    scale: Mean
+    offset: Mean
 
-    def within(self, bound: Tolerance) -> bool:
-        # Written so that NaN is outside.
-        return self.rms <= bound.rms and self.row <= bound.row and self.element <= bound.element
+    def beyond(self, bound: Tolerance) -> dict[str, tuple[float, float]]:
+        """Return what exceeds ``bound`` by name: (found, allowed). NaN exceeds every bound."""
+        pairs = {
+            "RMS": (self.rms, bound.rms),
+            "worst row": (self.row, bound.row),
+            "worst element": (self.element, bound.element),
+            "scale": (self.scale.value, bound.of_mean(self.scale)),
+            "mean": (self.offset.value, bound.of_mean(self.offset)),
+        }
+        return {name: pair for name, pair in pairs.items() if not abs(pair[0]) <= pair[1]}
 
 
 def rms(x: Tensor) -> float:
@@ -95,27 +140,82 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     return error / scale
 
 
-def errors(out: Tensor, ref: Tensor) -> Errors:
-    """out, ref (T, H) of any float dtypes."""
-    if not out.numel():
-        return Errors(0.0, 0.0, 0.0)
-    normalized = _normalized(out, ref)
+def errors(out: Tensor, ref: Tensor, independent: float = float("inf")) -> Errors:
+    """Compare ``out`` with ``ref``, both (T, H) of any float dtypes.
+
+    independent: of how many independent roundings the errors consist, if that is known.
+    """
+    used = (ref != 0).any(dim=1)
+    if not bool(used.any()):
+        wrong = float("inf") if bool((out != 0).any()) else 0.0
+        return Errors(wrong, wrong, wrong, *[Mean(wrong, 0.0, 1.0)] * 2)
+    normalized, total = _normalized(out, ref), relative_error(out, ref)
     rows = normalized.square().mean(dim=1).sqrt()
-    return Errors(relative_error(out, ref), float(rows.max()), float(normalized.abs().max()))
+    ref = ref[used].double()
+    difference, squares = out[used].double() - ref, ref.square()
+    independent = min(independent, float(squares.sum() ** 2 / squares.square().sum()))
+    size_T = squares.sum(dim=1)
+    typical_T = torch.full_like(size_T, float(squares.mean().sqrt()) * ref.shape[1])
+    return Errors(
+        total,
+        float(rows.max()),
+        float(normalized.abs().max()),
+        scale=_mean((difference * ref).sum(dim=1), size_T, independent),
+        offset=_mean(difference.sum(dim=1), typical_T, independent),
+    )
 
 
-def assert_close(out: Tensor, ref: Tensor, problem: MoEProblem, what: str = "output") -> None:
+def _mean(part_T: Tensor, size_T: Tensor, independent: float) -> Mean:
+    """Return ``sum(part) / sum(size)`` with its standard error, or none of few tokens."""
+    if len(part_T) < _LEAST_TOKENS:
+        return Mean(0.0, 0.0, independent)
+    value, total = part_T.sum() / size_T.sum(), size_T.sum()
+    residual = part_T - value * size_T
+    return Mean(float(value), float(residual.square().sum().sqrt() / total), independent)
+
+
+def _independent(problem: MoEProblem) -> float:
+    """Return how many roundings of weights an output averages over, at least.
+
+    Weight-only kernels may round scales: what shares one is off by one and the same factor.
+    """
+    operand = problem.quant.weight
+    if operand is None or problem.quant.activation is not None:
+        return float("inf")
+    rows, columns = operand.scale_shape(problem.hidden_size, problem.local_intermediate_size)
+    return float(rows * columns)
+
+
+def assert_close(
+    out: Tensor,
+    ref: Tensor,
+    problem: MoEProblem,
+    what: str = "output",
+    *,
+    case: Case | None = None,
+    earlier: Sequence[Tensor] = (),
+) -> None:
     """Fails unless ``out`` (T, H) is ``ref`` (T, H) fp32, the oracle's, up to `tolerance`.
 
     Rejects other shapes and dtypes, NaN and infinity, and anything but exact zeros where a token
-    has no expert. The message names the worst coordinates, the problem and how to repeat it.
+    has no expert. The message says what the mistake looks like, where ``case`` (whose reference is
+    ``ref``) and ``earlier`` outputs tell, and names the worst coordinates, the problem and how to
+    repeat it.
     """
     complaint = complain(out, ref, problem)
     if complaint:
         from moekit.testing.cases import seed
+        from moekit.testing.diagnose import diagnose
 
+        found = ""
+        if case is not None:
+            try:
+                found = diagnose(out, case, earlier)
+            except Exception as error:  # must not hide what failed
+                found = f"(no diagnosis: {error!r})"
         raise AssertionError(
-            f"{what}: {complaint}\n  problem: {problem!r}\n  repeat with MOEKIT_TEST_SEED={seed()}"
+            f"{what}: {found}{': ' if found else ''}{complaint}"
+            f"\n  problem: {problem!r}\n  repeat with MOEKIT_TEST_SEED={seed()}"
         )
 
 
@@ -138,13 +238,11 @@ def complain(out: Tensor, ref: Tensor, problem: MoEProblem) -> str:
     if bool(leaked.any()):
         rows = leaked.nonzero().flatten().tolist()
         return f"tokens without an expert must get exact zeros; rows {rows[:8]} do not"
-    found, bound = errors(out, ref), tolerance(problem, int((~idle).sum()))
-    if found.within(bound):
+    found = errors(out, ref, _independent(problem))
+    beyond = found.beyond(tolerance(problem, int((~idle).sum())))
+    if not beyond:
         return ""
-    text = ", ".join(
-        f"{name} {getattr(found, field):.3g} (bound {getattr(bound, field):.3g})"
-        for field, name in (("rms", "RMS"), ("row", "worst row"), ("element", "worst element"))
-    )
+    text = ", ".join(f"{n} {e:.3g} (bound {limit:.3g})" for n, (e, limit) in beyond.items())
     if not bool(out.any()):
         text += "; the output is all zeros"
     return f"relative error too large: {text}" + _where(_normalized(out, ref).abs(), out, ref)

@@ -16,6 +16,7 @@ _OF_DECLARATIONS = {
     "test_kit_is_not_overridden",
     "test_unsupported_answers_for_any_device",
     "test_declared_is_reachable",
+    "test_undeclared",
     "test_undeclared_raises",
 }
 """Tests that pass without the library or the device that a backend needs."""

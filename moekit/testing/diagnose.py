@@ -1,0 +1,251 @@
+"""What a wrong output looks like: the mistakes that would give just that.
+
+`diagnose` compares an output with what backends with one known mistake would return, for all
+experts or for those that are wrong, and looks for tokens that lost an assignment or hold each
+other's results. It runs only when a comparison has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.activation import ACTIVATIONS
+from moekit.kernel import Routing
+from moekit.reference import oracle
+from moekit.testing.cases import Case
+from moekit.testing.compare import complain, tolerance
+from moekit.weights import ExpertWeights
+
+# The most elements of (T, K, H) for which each assignment is looked at.
+_MOST_ELEMENTS = 1 << 26
+# The most experts of which one at a time is tried as right after all.
+_MOST_SUBSETS = 8
+
+
+def wrong_results(case: Case) -> dict[str, Tensor]:
+    """Outputs (T, H) of backends with one mistake each, by what the mistake is."""
+    p, w, r = case.problem, case.weights, case.routing
+    used = r.topk_ids >= 0
+
+    def result(
+        weights: ExpertWeights = w, topk_weights: Tensor = r.topk_weights, ids: Tensor = r.topk_ids
+    ) -> Tensor:
+        return oracle(case.x, weights, Routing(topk_weights, ids), p)
+
+    def without(*biases: str) -> ExpertWeights:
+        zeros: dict[str, Any] = {b: torch.zeros_like(getattr(w, b)) for b in biases}
+        return replace(w, **zeros)
+
+    if p.activation.limit is not None:
+        far = replace(p.activation, limit=1e6)
+        return {"clamp dropped": oracle(case.x, w, r, p.replace(activation=far))}
+    right = case.reference()
+    first, last = p.local_experts.start, p.local_experts.stop
+    other = first + (r.topk_ids - first + 1) % (last - first)
+    wrong = {
+        "zeros": torch.zeros_like(right),
+        "doubled": right * 2,
+        "tokens swapped": right.roll(1, dims=0),
+        "experts swapped": result(ids=torch.where(used, other, -1)),
+        "router weights not applied": result(topk_weights=torch.ones_like(r.topk_weights)),
+        "router weights applied twice": result(topk_weights=r.topk_weights.square()),
+    }
+    if not p.apply_router_weight_on_input:
+        total = r.topk_weights.nan_to_num(0.0).sum(dim=1, keepdim=True).clamp(min=1e-6)
+        wrong["router weights normalized"] = result(topk_weights=r.topk_weights / total)
+    if len(right):
+        wrong["one token dropped"] = right.clone()
+        wrong["one token dropped"][right.square().sum(dim=1).argmax()] = 0.0
+    if p.quant.weight is not None and p.quant.weight.act_order:
+        wrong["w13's act-order dropped"] = result(replace(w, w13_g_idx=None))
+        wrong["w2's act-order dropped"] = result(replace(w, w2_g_idx=None))
+    if p.has_bias:
+        wrong["w13's bias dropped"] = result(without("w13_bias"))
+        wrong["w2's bias dropped"] = result(without("w2_bias"))
+    if p.activation.gated:
+        plain = w.canonical(p).dequantize(p.quant)
+        swapped = replace(plain, w13=plain.w13.roll(plain.w13.shape[1] // 2, dims=1))
+        wrong["gate and up swapped"] = oracle(case.x, swapped, r, p.replace(quant="none"))
+    return wrong
+
+
+def diagnose(out: Tensor, case: Case, earlier: Sequence[Tensor] = ()) -> str:
+    """Say what would explain ``out`` (T, H), a wrong result of ``case``, or return nothing.
+
+    earlier: results of calls before, of any shape.
+    """
+    p, right = case.problem, case.reference()
+    out = out.detach().to(right.device)
+    if out.shape != right.shape:
+        return ""
+    if not bool(torch.isfinite(out).all()):
+        return _non_finite(out, case)
+    for index, old in enumerate(reversed(earlier)):
+        if old.shape == out.shape and torch.equal(old, out):
+            return f"the output is that of {index + 1} calls before"
+    wrong_T = _wrong_rows(out, right, p)
+    for explain in (_whole, _dropped, _swapped_rows, _some_experts, _scale):
+        if text := explain(out, right, case, wrong_T):
+            return text
+    return ""
+
+
+def _wrong_rows(out: Tensor, right: Tensor, problem: Any) -> Tensor:
+    """Return which tokens (T,) are off by more than a row may be."""
+    size = right.square().mean(dim=1).sqrt()
+    apart = (out.float() - right).square().mean(dim=1).sqrt()
+    return apart > tolerance(problem).row * size.clamp(min=float(size.mean()) / 4)
+
+
+def _same(out: Tensor, want: Tensor, case: Case) -> bool:
+    return not complain(out.to(case.problem.dtype), want, case.problem)
+
+
+def _non_finite(out: Tensor, case: Case) -> str:
+    bad = ~torch.isfinite(out).all(dim=1)
+    idle = (case.routing.topk_ids < 0).all(dim=1)
+    spoilt = ~torch.isfinite(case.x).all(dim=1) & ~idle
+    if bool((bad & idle).any()) and not bool((bad & ~idle).any()):
+        return "rows of tokens without an expert are not written, or multiplied by zero"
+    if bool(spoilt.any()) and bool((bad & ~spoilt).any()):
+        return "a token that is not finite spoils other tokens"
+    if bool((bad == (case.routing.topk_ids < 0).any(dim=1)).all()):
+        return "just the tokens with a slot of -1 are not finite: such slots are computed"
+    if bool(bad.all()):
+        return "every row is NaN or infinite: not written, or read from memory that was not"
+    return ""
+
+
+def _mistakes(case: Case) -> Iterator[tuple[str, Tensor]]:
+    yield from wrong_results(case).items()
+    p, r = case.problem, case.routing
+    for name in sorted(ACTIVATIONS):
+        other = replace(p.activation, name=name, alpha=None, limit=None)
+        if other.gated == p.activation.gated and name != p.activation.name:
+            result = oracle(case.x, case.weights, r, p.replace(activation=other))
+            yield f"the activation is {name}", result
+    plain = case.weights.canonical(p).dequantize(p.quant)
+    for name in ("w13", "w2"):
+        w = getattr(plain, name)
+        changes: dict[str, Any] = {name: w.reshape(w.shape[0], w.shape[2], w.shape[1]).mT}
+        turned = oracle(case.x, replace(plain, **changes), r, p.replace(quant="none"))
+        yield f"{name} read as if it were transposed", turned
+    if p.activation.gated:
+        mixed = replace(plain, w13=torch.cat((plain.w13[:, 0::2], plain.w13[:, 1::2]), dim=1))
+        result = oracle(case.x, mixed, r, p.replace(quant="none"))
+        yield "gate and up taken for alternating rows", result
+
+
+def _whole(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
+    for what, result in _mistakes(case):
+        if _same(out, result, case):
+            return f"looks like: {what}"
+    return ""
+
+
+def _some_experts(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
+    """One mistake in those experts all of whose tokens are wrong."""
+    p, ids = case.problem, case.routing.topk_ids
+    local = set(p.local_experts)
+    right_ones = set(ids[~wrong_T].flatten().tolist())
+    wrong_ones = sorted((set(ids[wrong_T].flatten().tolist()) - right_ones) & local)
+    if not wrong_ones or len(wrong_ones) == len(local):
+        return ""
+    # An expert with few tokens may have shared them all with wrong ones, and be right.
+    fewer = [[e for e in wrong_ones if e != out_of] for out_of in wrong_ones[:_MOST_SUBSETS]]
+    for chosen in (wrong_ones, *(f for f in fewer if f)):
+        theirs = torch.isin(ids, torch.tensor(chosen, device=ids.device))
+        only = _routed(case, torch.where(theirs, ids, -1))
+        rest = right - only.reference()
+        for what, result in _mistakes(only):
+            if _same(out, rest + result, case):
+                return f"{_experts(chosen, len(local))} wrong: {what}"
+    return f"{_experts(wrong_ones, len(local))} wrong, all tokens of others are right"
+
+
+def _experts(wrong: Sequence[int], count: int) -> str:
+    if len(wrong) == 1:
+        return f"expert {wrong[0]} of {count}"
+    if wrong == list(range(wrong[0], wrong[-1] + 1)) and len(wrong) > 2:
+        return f"experts {wrong[0]} to {wrong[-1]} of {count}"
+    shown = ", ".join(map(str, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
+    return f"experts {shown} of {count}"
+
+
+def _dropped(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
+    """Assignments without which every wrong token would be right."""
+    p, ids = case.problem, case.routing.topk_ids
+    if not bool(wrong_T.any()) or ids.numel() * p.hidden_size > _MOST_ELEMENTS:
+        return ""
+    results = [
+        _routed(case, torch.where(torch.arange(ids.shape[1], device=ids.device) == k, ids, -1))
+        for k in range(ids.shape[1])
+    ]
+    parts_TKH = torch.stack([case.reference() for case in results], dim=1)
+    # Which of a token's parts are missing: the difference is their sum.
+    missing = (right - out.float())[wrong_T, :, None]
+    found = torch.linalg.lstsq(parts_TKH[wrong_T].mT.double().cpu(), missing.double().cpu())
+    lost_TK = torch.zeros_like(ids, dtype=torch.bool)
+    lost_TK[wrong_T] = (found.solution[..., 0] > 0.5).to(ids.device) & (ids[wrong_T] >= 0)
+    left = _routed(case, torch.where(lost_TK, -1, ids))
+    if not bool(lost_TK.any()) or not _same(out, left.reference(), case):
+        return ""
+    return (
+        f"{int(lost_TK.sum())} of {int((ids >= 0).sum())} assignments dropped{_which(lost_TK, ids)}"
+    )
+
+
+def _which(lost: Tensor, ids: Tensor) -> str:
+    """What the assignments in ``lost`` (T, K) have in common that no other has."""
+    K, flat = ids.shape[1], ids.flatten()
+    order = flat.argsort(stable=True)
+    sorted_ids = flat[order]
+    rank = torch.arange(len(flat), device=ids.device) - torch.searchsorted(sorted_ids, sorted_ids)
+    rows = torch.empty_like(flat).scatter_(0, order, rank).view_as(ids)
+    index = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    kinds = {
+        "slots": index % K,
+        "experts": ids,
+        "rows of an expert": rows,
+        "tokens": index // K,
+        "assignments": index,
+    }
+    kept = ~lost & (ids >= 0)
+    for what, value in kinds.items():
+        first = int(value[lost].min())
+        if not bool((kept & (value >= first)).any()):
+            return f": those of {what} from {first} on"
+        gone = set(value[lost].tolist())
+        if what in ("slots", "experts") and not gone & set(value[kept].tolist()):
+            return f": those of {what} {', '.join(map(str, sorted(gone)[:8]))}"
+    return ""
+
+
+def _swapped_rows(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
+    """Tokens that hold other tokens' results."""
+    if not bool(wrong_T.any()) or len(out) > 4096:
+        return ""
+    nearest = torch.cdist(out.float(), right).argmin(dim=1)
+    if not _same(out, right[nearest], case):
+        return ""
+    pairs = [f"{t} has {int(nearest[t])}'s" for t in wrong_T.nonzero().flatten()[:4].tolist()]
+    return f"{int(wrong_T.sum())} tokens have other tokens' results: token {', '.join(pairs)}"
+
+
+def _scale(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
+    right = right.double()
+    factor = float((out.double() * right).sum() / right.square().sum().clamp(min=1e-30))
+    if not factor or not _same((out.double() / factor).float(), right.float(), case):
+        return ""
+    return f"everything is {factor:.4g} times too large"
+
+
+def _routed(case: Case, ids: Tensor) -> Case:
+    """The same tokens with other ids; weights of -1 slots are NaN."""
+    weights = case.routing.topk_weights.masked_fill(ids < 0, float("nan"))
+    return replace(case, routing=Routing(weights, ids))

@@ -1,0 +1,184 @@
+"""The experts kit, second part: sizes, from one expert to those of published models.
+
+On the CPU sizes that cost time stand for themselves with few columns, since what they are to show
+(a limit on experts, slots, rows, assignments or columns) does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from moekit.activation import ACTIVATIONS
+from moekit.kernel import Routing
+from moekit.problem import MoEProblem, ParallelConfig
+from moekit.testing import cases
+from moekit.testing.arithmetic import ExpertsNumbers, sizes_of
+from moekit.testing.base import over
+from moekit.testing.calls import check_call
+from moekit.testing.cases import Case, make_case, random_routing
+
+
+class Published(NamedTuple):
+    """A model's sizes as its config.json states them, and what else is particular to its experts.
+
+    on_cpu: it differs from the other sizes of the kit in more than the number of columns.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    particular: Mapping[str, Any] = {}
+    on_cpu: bool = False
+
+
+_ON_INPUT = {"apply_router_weight_on_input": True}
+
+PUBLISHED = {
+    "mixtral": Published(8, 2, 4096, 14336),
+    "qwen3-30b": Published(128, 8, 2048, 768),
+    "qwen3-next": Published(512, 10, 2048, 512),
+    "deepseek-v3": Published(256, 8, 7168, 2048, {"quant": "fp8_block"}),
+    "kimi-k2": Published(384, 8, 7168, 2048),
+    "gpt-oss-120b": Published(
+        128,
+        4,
+        2880,
+        2880,
+        {"activation": "swigluoai", "has_bias": True, "quant": "mxfp4_w4a16"},
+        on_cpu=True,  # H = I
+    ),
+    "olmoe": Published(64, 8, 2048, 1024, on_cpu=True),  # H = 2 I
+    "llama4-scout": Published(16, 1, 5120, 8192, _ON_INPUT, on_cpu=True),
+    "llama4-maverick": Published(128, 1, 5120, 8192, _ON_INPUT),
+}
+
+# Around the rows of common tiles: one fewer, as many, one more. None of 0 and 1 is a tile.
+_TILES = (16, 32, 64, 128, 256)
+_ROWS = (0, 1, *(rows for tile in _TILES for rows in (tile - 1, tile, tile + 1)))
+# More than fit into int16, and into what a block of threads may count.
+_ASSIGNMENTS = 32768
+# The part of a GPU's free memory that fp32 weights, their 16-bit form and the packed ones may fill.
+_MEMORY = 0.6
+
+
+class ExpertsSizes(ExpertsNumbers):
+    """Right numbers at every size. See `ExpertsConformance`."""
+
+    def _declares(self, name: str, value: Any) -> bool:
+        if name == "model":
+            return PUBLISHED[value].on_cpu or not self._on_cpu
+        return super()._declares(name, value)
+
+    def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
+        """Return the first of the problems with these sizes that the backend does, or skip."""
+        for sizes in choices:
+            found = self._find_problem(**{**sizes, **changes})
+            if isinstance(found, MoEProblem):
+                return found
+            reasons = found
+        self._skip(reasons)
+
+    def test_large(self) -> None:
+        """Many tiles in every direction."""
+        sizes = (8, 4, 192, 160) if self._on_cpu else (32, 4, 2048, 768)
+        if self._interpreted:
+            sizes = (3, 3, 192, 160)
+        self._check(self._at(sizes_of(*sizes), {}), 65 if self._on_cpu else 1030)
+
+    def test_one_expert(self) -> None:
+        """A dense layer, or a rank with one expert."""
+        self._check(self._problem(num_experts=1, top_k=1), kind="rows")
+
+    def test_many_experts(self) -> None:
+        """More experts than any model has, and more slots than a token of most."""
+        inner = 16 if self._on_cpu else 128
+        problem = self._at(*(sizes_of(650, 10, 2 * n, n) for n in (inner, 128, 256)))
+        self._check(problem, 3 if self._interpreted else 40)
+
+    def test_rows_per_expert(self) -> None:
+        """Each expert has about as many rows as a common tile; one has more than a thousand."""
+        rows = [r for r in _ROWS if r <= 65] if self._interpreted else [*_ROWS, 1025]
+        inner = 16 if self._on_cpu else 128
+        problem = self._at(
+            *(sizes_of(len(rows), 1, 2 * n, n) for n in (inner, 128, 256)),
+            apply_router_weight_on_input=False,
+        )
+        case = make_case(problem, sum(rows))
+        order = torch.randperm(sum(rows), generator=cases.generator("rows"))
+        ids = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))[order, None]
+        self._check_routed(case, ids)
+
+    def test_many_assignments(self) -> None:
+        """T * K beyond 32768: indices of assignments need more than 16 bits."""
+        if self._interpreted:
+            self._skip("takes minutes in Triton's interpreter, which runs a program a token")
+        inner, top_k = (16, 8) if self._on_cpu else (128, 8)
+        problem = self._at(*(sizes_of(16, top_k, 2 * n, n) for n in (inner, 128, 256)))
+        self._check(problem, _ASSIGNMENTS // top_k + 9)
+
+    @pytest.mark.parametrize("wide", ["hidden", "intermediate"])
+    def test_wide(self, wide: str) -> None:
+        """Rows and columns beyond 4096."""
+        narrow = 32 if self._on_cpu else 256
+        widths = [(narrow, n) for n in (4112, 4224, 4608, 8192)]
+        pairs = [pair[::-1] if wide == "hidden" else pair for pair in widths]
+        experts = (1, 1) if self._interpreted else (4, 2)
+        self._check(self._at(*(sizes_of(*experts, *pair) for pair in pairs)), 5)
+
+    @over("model", PUBLISHED)
+    def test_published_sizes(self, model: str) -> None:
+        """A model's experts, whole where they fit; on the CPU the same with few columns."""
+        published, spec = PUBLISHED[model], self._spec()
+        particular = dict(published.particular)
+        if particular.get("quant") not in spec.schemes:
+            particular.pop("quant", None)
+        if particular.get("activation", "silu") not in spec.activations & ACTIVATIONS:
+            particular.pop("activation", None)
+        if not spec.bias:
+            particular.pop("has_bias", None)
+        whole = sizes_of(*published[:4])
+        if self._on_cpu:
+            particular.pop("quant", None)  # whose groups need columns
+            small = [
+                {**whole, **{n: whole[n] // d for n in ("hidden_size", "intermediate_size")}}
+                for d in (64, 32, 16)
+            ]
+            self._check(self._at(*small, **particular), 2 if self._interpreted else 5)
+            return
+        problem = self._at(whole, **particular)
+        device = cases.device_of(problem)
+        free = _MEMORY * torch.get_device_module(device.type).mem_get_info()[0]
+        parameters = 3 * published.num_experts * problem.hidden_size * problem.intermediate_size
+        ranks = 1
+        while ranks * free < 10 * parameters:  # fp32, 16 bits as given, 16 bits packed, and some
+            ranks *= 2
+        parallel = ParallelConfig(ep_size=ranks, dp_size=1)
+        problem = self._at(whole, parallel=parallel, **particular)
+        weights = cases.random_weights(problem, drawn_on=device)
+        kernel = self._compose(problem, self._native)
+        packed = kernel.pack(weights)
+        for num_tokens in (1, 61, 1030):
+            check_call(kernel, make_case(problem, num_tokens, weights=weights), packed)
+
+    def test_offsets_beyond_int32(self) -> None:
+        """T * K * H beyond 2 ** 31 elements: offsets of rows need 64 bits."""
+        if self._on_cpu:
+            self._skip("takes 12 GB and the time of a GPU")
+        problem = self._at(sizes_of(8, 8, 7168, 256))
+        case = make_case(problem, 37500)
+        check_call(self._compose(problem, self._native), case)
+
+    def _check_routed(self, case: Case, ids: torch.Tensor) -> None:
+        """Check a call with ``case``'s data and these ids (T, K)."""
+        routing = random_routing(case.problem, len(ids), key="routed")
+        ids = ids.to(routing.topk_ids)
+        weights = routing.topk_weights.masked_fill(ids < 0, float("nan"))
+        x = case.x.clone()
+        x[(ids < 0).all(dim=1)] = float("nan")
+        routed = Case(case.problem, case.weights, x, Routing(weights, ids))
+        check_call(self._compose(case.problem, self._native), routed)
