@@ -279,9 +279,9 @@ class DispatcherConformance(Conformance):
         self._run(world, ranks.calls, [Call(_COUNTS[counts])])
 
     @pytest.mark.parametrize("kind", cases.ROUTINGS)
-    def test_routing(self, kind: str, world: int) -> None:
+    def test_routing(self, kind: str, ends: int) -> None:
         """A hot expert, idle experts, -1 in slots and whole tokens, which are NaN."""
-        self._run(world, ranks.calls, [Call((5, 2, 9, 13), kind)])
+        self._run(ends, ranks.calls, [Call((5, 2, 9, 13), kind)])
 
     def test_router_weight_on_input(self, world: int) -> None:
         changes = {"top_k": 1, "apply_router_weight_on_input": True}
@@ -309,9 +309,9 @@ class DispatcherConformance(Conformance):
 
     @pytest.mark.parametrize("counts", ["uneven", "only_first_ranks", "none"])
     @pytest.mark.parametrize("kind", ["random", "slots", "rows"])
-    def test_each_pair_is_delivered_once(self, counts: str, kind: str, world: int) -> None:
+    def test_each_pair_is_delivered_once(self, counts: str, kind: str, ends: int) -> None:
         """`Dispatched` as its docstring has it; every (token, expert) pair arrives exactly once."""
-        results = self._run(world, interface.deliveries, Call(_COUNTS[counts], kind))
+        results = self._run(ends, interface.deliveries, Call(_COUNTS[counts], kind))
         batched = self._spec().format is ActivationFormat.BATCHED
         same = not self._spec().moves_tokens
         sent = [d for result in (results[:1] if same else results) for d in result[0]]
@@ -398,15 +398,15 @@ class DispatcherConformance(Conformance):
     def test_two_calls_in_flight(self, world: int) -> None:
         self._run(world, ranks.in_flight, Call((7, 0, 3, 21)), Call((1, 8, 2, 5)))
 
-    def test_strided_input(self, world: int) -> None:
-        self._run(world, ranks.calls, [Call((7, 0, 3, 21), "slots")], "strided")
+    def test_strided_input(self, ends: int) -> None:
+        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "slots")], "strided")
 
-    def test_given_output(self, world: int) -> None:
-        self._run(world, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out")
+    def test_given_output(self, ends: int) -> None:
+        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out")
 
-    def test_without_capacity(self, world: int) -> None:
+    def test_without_capacity(self, ends: int) -> None:
         """No max_num_tokens in the problem (or the spec's reason)."""
-        self._run(world, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
+        self._run(ends, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
 
     def test_full_capacity(self, world: int) -> None:
         """As many tokens as max_num_tokens on every rank, all to one expert."""
@@ -466,10 +466,10 @@ class DispatcherConformance(Conformance):
     def test_memory_is_stated(self, ends: int) -> None:
         self._run(ends, ranks.memory, 32, num_experts=8, top_k=4)
 
-    def test_deterministic(self, world: int) -> None:
+    def test_deterministic(self, ends: int) -> None:
         if not self._spec().deterministic:
             self._skip("the spec does not declare deterministic")
-        self._run(world, ranks.repeat, Call((7, 0, 3, 21), "hot"))
+        self._run(ends, ranks.repeat, Call((7, 0, 3, 21), "hot"))
 
     def test_graph_capture(self, world: int) -> None:
         if not self._spec().graph_safe:
