@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from moekit.errors import PeerFailed
 from moekit.group import Agreement, SharedBuffers, Together
+from moekit.store import StoreLost, access
 from moekit.testing.distributed import RankPool
 
 
@@ -147,6 +149,51 @@ def of_a_subgroup(rank, world_size):
 
 def test_groups_do_not_mix(pool):
     assert pool.run(of_a_subgroup) == [True] * 3
+
+
+class Table:
+    """A store that cannot be cloned, and whose host stops when it is told to."""
+
+    def __init__(self):
+        self.values, self.going_on = {}, threading.Event()
+        self.going_on.set()
+
+    def set(self, key, value):
+        self.going_on.wait()
+        self.values[key] = value
+
+    def wait(self, keys, limit):
+        if not all(key in self.values for key in keys):
+            raise dist.DistStoreError("timeout")
+
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
+
+def test_a_store_that_cannot_be_cloned_is_shared():
+    table = Table()
+    access(table, lambda client, job: client.set("a", b"1"), 5.0)
+    assert access(table, lambda client, job: job.read(client, ["a"], 1.0), 5.0) == [b"1"]
+    with pytest.raises(dist.DistStoreError):
+        access(table, lambda client, job: job.read(client, ["b"], 1.0), 5.0)
+
+
+def test_a_store_that_stops_is_not_waited_for():
+    table, start = Table(), time.monotonic()
+
+    def work(client, job):
+        client.set("a", b"1")
+        job.go_on()
+        client.set("b", b"2")
+
+    table.going_on.clear()
+    for _ in range(2):  # the second access finds the first one's thread held
+        with pytest.raises(StoreLost, match="did not answer within 0.2 s"):
+            access(table, work, 0.2)
+    assert time.monotonic() - start < 5
+    table.going_on.set()
+    access(table, lambda client, job: client.set("c", b"3"), 5.0)
+    assert table.values == {"a": b"1", "c": b"3"}, "what nobody waits for is not gone on with"
 
 
 def test_buffers_live_as_long_as_their_users():
