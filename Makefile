@@ -7,7 +7,7 @@ PLUGINS := $(wildcard plugins/*)
 # Without a GPU, pin torch to the release whose CPU build installs without CUDA packages.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test lint install-test gpu-test clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m moekit demo
@@ -19,6 +19,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every wheel in a venv with nothing but declared dependencies, used from another folder.
+install-test: $(VENV)/.core
+	.ci/install $(BIN)/python '$(TORCH)'
 
 # On a GPU machine that has torch, triton, pluggy and pytest but no network: uses its own python.
 gpu-test:
@@ -42,4 +46,4 @@ $(VENV)/.dev: $(VENV)/.demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-install build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -9,7 +9,6 @@ L local experts, R dispatched rows, C rows of a batched expert's slab.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -25,7 +24,7 @@ from moekit import checks, quant
 from moekit.answers import packed_by
 from moekit.checks import check_call, check_function, check_shared, check_tokens, weights_of
 from moekit.errors import InvalidInput, PeerFailed, WeightsError
-from moekit.group import Agreement, Together
+from moekit.group import Together, named, turn_in
 from moekit.overlap import InFlight as InFlight
 from moekit.overlap import Pending as Pending
 from moekit.problem import ActivationFormat, MoEProblem
@@ -287,7 +286,7 @@ def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tens
 class _Started(NamedTuple):
     """A call that has been dispatched: x as it was sent; out if that is known."""
 
-    number: int
+    number: str
     x: Tensor
     out: Tensor | None
     weights: PackedWeights
@@ -329,13 +328,9 @@ class ModularKernel:
         self.explanation = explanation
         self.workspace = workspace or Workspace.default()
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
-        self._agreement = (
-            Agreement(dispatcher.group, peer_timeout)
-            if self.checked and dispatcher.group is not None
-            else None
-        )
+        self._name, self._agreement = named(dispatcher.group, peer_timeout, self.checked)
+        self._turn = turn_in(dispatcher.group)
         self._made_for = weights_of(self.problem)
-        self._calls = itertools.count(1)  # on all ranks alike: they notice when these differ
         self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
         activation = self.problem.quant.activation
@@ -384,13 +379,14 @@ class ModularKernel:
         """
         if self._agreement is None and not self._moves:
             return self._call_alone(x, weights, routing, out, shared)
-        started = self._start(x, weights, routing, out)
-        if shared is None:
-            combining, _sent = self._run(started, None)
-            return combining.result()
-        extra: list[Tensor] = []
-        combining, _sent = self._run(started, lambda: extra.append(check_shared(shared, x)))
-        return combining.result().add_(extra[0])
+        with self._turn:
+            started = self._start(x, weights, routing, out)
+            if shared is None:
+                combining, _sent = self._run(started, None)
+                return combining.result()
+            extra: list[Tensor] = []
+            combining, _sent = self._run(started, lambda: extra.append(check_shared(shared, x)))
+            return combining.result().add_(extra[0])
 
     def start(
         self,
@@ -428,11 +424,13 @@ class ModularKernel:
     def _start(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
     ) -> _Started:
-        number, moves = next(self._calls), self._moves
+        moves = self._moves
         # Where nothing moves, ranks hold the same tokens.
         same = "" if self._agreement is None or moves else f" with x {tuple(x.shape)}"
-        with self._together("start", number, same, self.dispatcher.abort if moves else None):
+        with self._together("start", same, self.dispatcher.abort if moves else None):
             x, routing, out = self._arrange(x, weights, routing, out)
+        # All ranks number a call alike, so that they notice when they are at different calls.
+        number = "" if self._agreement is None else f" (started at step {self._agreement.step})"
         quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
         with self._together("dispatch", number, moving=moves):
             arriving = self.dispatcher.prepare(x, routing, quantizer)
@@ -480,7 +478,7 @@ class ModularKernel:
 
     def abort(self, error: Exception) -> None:
         """This rank cannot start its next call: the others raise PeerFailed with ``error``."""
-        together = self._together("start", next(self._calls), "", self.dispatcher.abort)
+        together = self._together("start", "", self.dispatcher.abort)
         with suppress(type(error), PeerFailed), together:
             raise error
 
@@ -500,7 +498,7 @@ class ModularKernel:
                 if tokens.x_scale is None and not self._quantizes_itself:
                     tokens = quantize_dispatched(self.experts, tokens, weights)
                 y = self._run_experts(tokens, weights, out)
-        except Exception:
+        except BaseException:
             if tokens is not None:
                 self.dispatcher.abandon(tokens)
             raise
@@ -514,7 +512,6 @@ class ModularKernel:
     def _together(
         self,
         step: str,
-        number: int,
         more: str = "",
         otherwise: Callable[[str], None] | None = None,
         *,
@@ -522,7 +519,8 @@ class ModularKernel:
     ) -> AbstractContextManager[None]:
         if self._agreement is None and otherwise is None:
             return _ALONE
-        return Together(self._agreement, f"{step} call {number}{more}", otherwise, moving=moving)
+        what = f"{step} a call of {self._name}{more}"
+        return Together(self._agreement, what, otherwise, moving=moving)
 
     def _run_experts(
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None

@@ -207,6 +207,7 @@ class FusedMoE(nn.Module):
             common=f"{expert_placement_strategy}, reduce_results={reduce_results}, "
             f"is_sequence_parallel={is_sequence_parallel}, zero_expert_num={zero_expert_num}, "
             f"shared_experts={shared_experts is not None}, partial={shared_experts_partial}",
+            timeout=peer_timeout,
         )
         self.kernel = compose(
             self.problem,

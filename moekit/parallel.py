@@ -87,6 +87,7 @@ class LayerRanks:
     tokens: the ParallelConfig as the layer's caller has its tokens; ``problem.parallel`` is as the
     kernel has them: ``splits`` (sequence parallel) gives each rank its own share of the tokens
     that it would have in common with others. common: what else ranks must agree on.
+    timeout: seconds to wait for a rank.
 
     Collective over the layer's ranks where they exchange anything. Raises GroupMismatch on all.
     """
@@ -100,6 +101,7 @@ class LayerRanks:
         reduces: bool,
         splits: bool,
         common: str,
+        timeout: float,
     ) -> None:
         parallel = problem.parallel
         self.size = parallel.ep_size * parallel.tp_size
@@ -125,7 +127,7 @@ class LayerRanks:
             )
         self.group = group or dist.group.WORLD
         assert self.group is not None
-        resolve(problem, self.group, common)
+        resolve(problem, self.group, common, timeout)
         self._on_host = has_backend(self.group, "cpu")
 
     def num_chunks(self, tokens: int, most: int | None) -> int:

@@ -315,10 +315,10 @@ def compose(
     except MoekitError as error:
         if moves:  # the others must hear of it
             with suppress(GroupMismatch):
-                same_choice("", group, f"{type(error).__name__}: {message(error)}")
+                same_choice("", group, f"{type(error).__name__}: {message(error)}", peer_timeout)
         raise
     if moves:
-        same_choice(str(chosen.explanation.chosen), group)
+        same_choice(str(chosen.explanation.chosen), group, timeout=peer_timeout)
     logger.info("moekit: %s", chosen.explanation)
     tokens = chosen.dispatcher
     if tokens is None:

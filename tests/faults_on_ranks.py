@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
         if index == 1:  # what had to be compiled is
             agreement = r.kernel._agreement
             assert agreement is not None, "checked kernels agree"
-            agreement._timeout = timedelta(seconds=TIMEOUT)
+            agreement._timeout = TIMEOUT
         if index == 1 and rank == CULPRIT:
             if where == "before":
                 _fail(how)

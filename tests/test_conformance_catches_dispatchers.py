@@ -184,4 +184,6 @@ class FirstInFirstOut(BatchedReference):
 
 
 def test_calls_finished_only_in_the_order_of_their_starts():
-    caught_batched(FirstInFirstOut, "test_two_calls_in_flight", 1, says="last first|must match|out of bounds")
+    caught_batched(
+        FirstInFirstOut, "test_two_calls_in_flight", 1, says="last first|must match|out of bounds"
+    )

@@ -88,7 +88,9 @@ def test_a_rank_that_dies_is_named(device: str, name: str, where: str) -> None:
     waited = int(re.search(r"after (\d+) s", said)[1])
     assert waited <= TIMEOUT + 3 and seconds < 60
     if where == "combine":
-        assert "did not come to 'combine call 2'" in said, "found out by waiting for its tokens"
+        assert "did not come to 'combine a call of kernel" in said, (
+            "found out by waiting for its tokens"
+        )
 
 
 @pytest.mark.parametrize(("device", "name"), EACH)

@@ -8,6 +8,7 @@ may trade experts in any cycle, and the buffers are as small as the columns are 
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections import Counter
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from moekit.eplb.placement import Placement
 from moekit.errors import GroupMismatch, InvalidInput, PeerFailed, WeightsError
-from moekit.group import has_backend
+from moekit.group import exchange, has_backend, reason_of
 from moekit.kernel import PackedWeights
 from moekit.validate import GROUP, accept, instance, optional
 from moekit.validate import size as size_kind
@@ -199,9 +200,8 @@ def agree(
 ) -> None:
     """Raises ``error``; PeerFailed where others have one; GroupMismatch where ``mine`` differ."""
     if group is not None:
-        said = (mine, None if error is None else f"{type(error).__name__}: {error}")
-        everyone = [said] * group.size()
-        dist.all_gather_object(everyone, said, group=group)
+        said = json.dumps([dict(mine), None if error is None else reason_of(error)])
+        everyone = [json.loads(text) for text in exchange("move experts", said, group)]
         failed = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why)
         differ = {name: [other[name] for other, _ in everyone] for name in mine}
         differ = {name: values for name, values in differ.items() if len(set(values)) > 1}

@@ -18,14 +18,14 @@ import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import GroupMismatch, PeerFailed
-from moekit.group import Transfers, has_backend, resolve
+from moekit.group import Transfers, exchange, has_backend, reason_of, resolve
 from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
 from moekit.local import LocalDispatcher, local_ids
 from moekit.problem import MoEProblem
@@ -40,7 +40,8 @@ logger = logging.getLogger("moekit")
 # Ranks that speak different versions of this exchange must not start talking.
 _PROTOCOL = "moekit-naive 1"
 
-T = TypeVar("T")
+# The step at which ranks say why a call ends early.
+_REASONS = "end a call"
 
 # Newer releases of torch renamed it, and warn about the old name.
 _all_gather: Callable[..., Any] = (
@@ -94,8 +95,8 @@ class NaiveDispatcher(PrepareAndFinalize):
             return self._local.prepare(x_TH, routing, quantize)
         try:
             x, meta = self._to_send(x_TH, routing, quantize)
-        except Exception as error:
-            self.abort(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # the others are on their way into this exchange
+            self.abort(reason_of(error))
             raise
         with self._transfers:
             sizes = self._agree(x.shape[0], x.dtype, meta.shape[1] - 2 * self.problem.top_k)
@@ -156,7 +157,7 @@ class NaiveDispatcher(PrepareAndFinalize):
             return
         try:
             self._exchange_headers([-1, 0, 0])
-            self._exchange(reason)
+            exchange(_REASONS, reason, self.group)
         except RuntimeError as error:  # the group itself is broken; the caller's error matters
             logger.warning("could not tell the other ranks about %r: %s", reason, error)
 
@@ -196,13 +197,13 @@ class NaiveDispatcher(PrepareAndFinalize):
         headers = self._exchange_headers([tokens, wire, scales])
         failed = [rank for rank, header in enumerate(headers) if header[0] < 0]
         if failed:
-            reasons = self._exchange(None)
+            reasons = exchange(_REASONS, "", self.group)
             text = "; ".join(f"rank {rank} failed: {reasons[rank]}" for rank in failed)
             raise PeerFailed(
                 f"{text}. No rank ran this call; correct it there, and all ranks can call again"
             )
         if len({tuple(header[1:]) for header in headers}) > 1:
-            forms = self._exchange(f"{dtype} with {scales} scales per token")
+            forms = exchange(_REASONS, f"{dtype} with {scales} scales per token", self.group)
             raise GroupMismatch(
                 f"ranks send tokens in different forms: {dict(enumerate(forms))}; "
                 "choose the same experts backend on all ranks"
@@ -225,12 +226,6 @@ class NaiveDispatcher(PrepareAndFinalize):
         everyone = mine.new_empty(self.group.size() * len(header))
         _all_gather(everyone, mine, group=self.group)
         return everyone.view(-1, len(header)).tolist()
-
-    def _exchange(self, value: T) -> list[T]:
-        assert self.group is not None
-        everyone = [value] * self.group.size()
-        dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
 
     # -- transfers ---------------------------------------------------------------------------
 

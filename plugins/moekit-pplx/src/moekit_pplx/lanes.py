@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import BackendError, PeerFailed
-from moekit.group import Agreement, SharedBuffers
+from moekit.group import Agreement, SharedBuffers, exchange
 
 from .layout import Layout, Wire
 
@@ -162,8 +162,7 @@ class Lanes:
         if free < needed:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info()
-        everyone = [0] * self._layout.ranks
-        dist.all_gather_object(everyone, free, group=self._group)
+        everyone = map(int, exchange("make pplx's buffers", str(free), self._group))
         if small := {rank: room for rank, room in enumerate(everyone) if room < needed}:
             raise BackendError(
                 f"pplx needs {needed:,} bytes for buffers, the GPUs have free (by rank): {small}; "

@@ -1,0 +1,195 @@
+"""The key-value store of the process group, accessed in bounded time.
+
+The process that hosts the store may be stopped or gone. torch's client then blocks without a limit,
+and it holds a lock while it waits, so that one thread's wait blocks another thread's write. Every
+access therefore goes through a `_Line`: a client and a thread for each caller at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+_HOST_KEY = "moekit/host"
+
+
+class StoreLost(Exception):
+    """The store did not answer in time, or the connection to it broke."""
+
+
+class Job:
+    """Work on the store that somebody waits for."""
+
+    def __init__(
+        self, work: Callable[[Any, Job], Any], tidy: Callable[[Any, Any], None] | None
+    ) -> None:
+        self.work, self.tidy = work, tidy
+        self.reply: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.abandoned = False
+        self.shared = False
+
+    def read(self, client: Any, keys: list[str], seconds: float) -> list[bytes]:
+        """Return the values of keys that others may still have to write."""
+        limit = timedelta(seconds=max(seconds, 0.001))  # none would be no limit
+        if self.shared:
+            client.wait(keys, limit)
+        else:
+            client.set_timeout(limit)
+        values: list[bytes] = client.multi_get(keys)
+        return values
+
+    def go_on(self) -> None:
+        """Raises StoreLost if nobody waits for this work any longer."""
+        if self.abandoned:
+            raise StoreLost("answered too late")
+
+
+class _Line:
+    """A client of the store, and the thread that uses it."""
+
+    def __init__(self, store: Store) -> None:
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # A daemon: a thread that the store holds must not keep the process from its end.
+        thread = threading.Thread(
+            target=_serve, args=(store, self.jobs), name="moekit-store", daemon=True
+        )
+        thread.start()
+        _open_lines[thread] = self.jobs
+
+    def __del__(self) -> None:
+        self.jobs.put(None)
+
+
+_idle: WeakKeyDictionary[Store, list[_Line]] = WeakKeyDictionary()
+_hosts: WeakKeyDictionary[Store, str] = WeakKeyDictionary()
+_opening = threading.Lock()
+_open_lines: WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Job | None]] = (
+    WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _close() -> None:
+    """Python must not end while a thread returns from the store: that would abort the process."""
+    lines = list(_open_lines.items())
+    for _, jobs in lines:
+        jobs.put(None)
+    deadline = time.monotonic() + 1.0
+    for thread, _ in lines:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def access(
+    store: Store,
+    work: Callable[[Any, Job], Any],
+    seconds: float,
+    tidy: Callable[[Any, Any], None] | None = None,
+) -> Any:
+    """Return ``work(client, job)``, or raise StoreLost after ``seconds``.
+
+    tidy: called with the client and the result after this function has returned the result.
+    """
+    with _opening:
+        lines = _idle.setdefault(store, [])
+    try:
+        line = lines.pop()
+    except IndexError:
+        line = _Line(store)
+    job = Job(work, tidy)
+    try:
+        line.jobs.put(job)
+        result, error = job.reply.get(timeout=seconds)
+    except queue.Empty:
+        lines.append(line)  # later jobs queue behind this one, so that threads do not pile up
+        raise StoreLost(f"did not answer within {seconds:g} s") from None
+    finally:
+        job.abandoned = True
+    lines.append(line)
+    if isinstance(error, dist.DistNetworkError):
+        raise StoreLost("is gone") from error
+    if error is not None:
+        raise error
+    return result
+
+
+def host_of(store: Store) -> str:
+    """Name the process that hosts the store."""
+    if rank := _hosts.get(store):
+        return f"global rank {rank}"
+    store = _bare(store)
+    at = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
+    return f"the process{at} that hosts it (torchrun's launcher or global rank 0)"
+
+
+def learn_host(store: Store, client: Any) -> None:
+    """Remember which rank hosts the store, if one said so. Call it after all ranks met."""
+    if store not in _hosts:
+        _hosts[store] = client.get(_HOST_KEY).decode() if client.check([_HOST_KEY]) else ""
+
+
+def _serve(store: Store, jobs: queue.SimpleQueue[Job | None]) -> None:
+    client: Any = None
+    while (job := jobs.get()) is not None:
+        if job.abandoned:
+            continue
+        result, error = None, None
+        try:
+            if client is None:
+                client = _open(store)
+            job.shared = client is store
+            result = job.work(client, job)
+        except BaseException as raised:
+            error = raised
+        job.reply.put((result, error))
+        if error is None and job.tidy is not None:
+            with suppress(RuntimeError):  # the next access meets the same error
+                job.tidy(client, result)
+        del job, result, error
+
+
+def _open(store: Any) -> Any:
+    try:
+        client = store.clone()
+    except dist.DistError:
+        raise
+    except (AttributeError, RuntimeError):  # a store that cannot: its client is shared
+        client = store
+    bare = _bare(store)
+    if isinstance(bare, TCPStore) and _listens(bare.port):
+        client.set(_HOST_KEY, str(dist.get_rank()))
+    return client
+
+
+def _bare(store: Any) -> Any:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _listens(port: int) -> bool:
+    """Whether this process listens on the TCP port."""
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError, LookupError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            end = socket.socket(fileno=int(name))
+            try:
+                if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    if end.getsockname()[1] == port:
+                        return True
+            finally:
+                end.detach()
+    return False

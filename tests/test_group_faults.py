@@ -1,0 +1,130 @@
+"""Ranks that stop, die, come late or are interrupted: the others learn it, and can go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+
+import pytest
+from group_faults_on_ranks import (
+    checked_differs,
+    interrupted,
+    interrupted_waiting,
+    late,
+    never_composes,
+    one_group,
+    serve,
+    two_threads,
+)
+
+from moekit.testing.distributed import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def test_a_late_rank_hears_who_gave_up_and_all_recover(pool) -> None:
+    waited, came_late = pool.run(late)
+    assert [text for text, _ in (waited[0], came_late[0])] == ["right", "right"]
+    for text, seconds in waited[1:3]:
+        assert text.startswith("PeerFailed: rank 1 did not come to 'start a call of kernel")
+        assert seconds < 3
+    text, seconds = came_late[1]
+    assert text.startswith("PeerFailed: rank 0 gave up at 'start a call of kernel")
+    assert seconds < 0.9, "no wait for a step that is over"
+    assert [text for text, _ in waited[3:]] == ["right", "right"]
+    assert [text for text, _ in came_late[2:]] == ["right", "right"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["check", "experts", "send"])
+def test_all_hear_of_an_interrupt_and_recover(pool, where, kind) -> None:
+    for rank, said in enumerate(pool.run(interrupted, where, kind)):
+        by = f"{kind.__name__}: planted"
+        assert said[0] == "right"
+        assert said[1].startswith(by if rank == 1 else f"PeerFailed: rank 1 failed: {by}")
+        assert said[2:] == ["right", "right"]
+
+
+def test_a_signal_interrupts_a_rank_that_waits(pool) -> None:
+    others, mine = pool.run(interrupted_waiting)
+    assert mine[1][0].startswith("KeyboardInterrupt") and mine[1][1] < 1.2
+    assert others[1][0].startswith("PeerFailed: rank 1 failed: KeyboardInterrupt")
+    assert others[1][1] < 3
+    assert (others[2][0], mine[2][0]) == ("right", "right")
+
+
+def test_two_threads_with_a_group_each(pool) -> None:
+    for said in pool.run(two_threads, 20):
+        assert said == [["right"] * 20] * 2
+
+
+def test_two_threads_that_call_one_kernel(pool) -> None:
+    assert pool.run(one_group, 10) == [["right"] * 20] * 2
+
+
+def test_checked_on_some_ranks_only(pool) -> None:
+    for text, again in pool.run(checked_differs):
+        assert "ranks disagree on checked: True on ranks [0], False on ranks [1]" in text
+        assert again == "right"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rank_that_does_not_compose(pool, again) -> None:
+    (text, seconds), (late, late_seconds) = pool.run(never_composes, again)
+    assert text.startswith("rank 1 did not come to 'choose backends' within 1 s") and seconds < 4
+    if again:
+        assert late.startswith("rank 0 gave up at 'choose backends'") and late_seconds < 1
+        assert text.endswith("| right") and late.endswith("| right")
+
+
+def test_the_process_that_hosts_the_store_stops_and_dies() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context, ranks = multiprocessing.get_context("spawn"), 2
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(rank, ranks, port, theirs), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+
+    def answers(pipe, seconds):
+        assert pipe.poll(seconds), f"no answer within {seconds} s"
+        return pipe.recv()
+
+    def call(*who, timeout):
+        for rank in who:
+            pipes[rank].send(timeout)
+        return [answers(pipes[rank], 20) for rank in who]
+
+    host = processes[0].pid
+    assert host is not None
+    try:
+        assert [answers(pipe, 120) for pipe in pipes] == ["ready"] * ranks
+        assert [text for text, _ in call(0, 1, timeout=20.0)] == ["right"] * ranks
+
+        os.kill(host, signal.SIGSTOP)
+        for _ in range(2):
+            ((text, seconds),) = call(1, timeout=1.0)
+            assert text.startswith("PeerFailed: the store of the process group did not answer")
+            assert "global rank 0 is stopped" in text and seconds < 5
+        os.kill(host, signal.SIGCONT)
+        assert [text for text, _ in call(0, 1, timeout=20.0)] == ["right"] * ranks
+
+        os.kill(host, signal.SIGKILL)
+        for _ in range(2):
+            ((text, seconds),) = call(1, timeout=1.0)
+            assert text.startswith("PeerFailed: the store of the process group is gone")
+            assert "global rank 0 is stopped, died" in text and seconds < 5
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
