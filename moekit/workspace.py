@@ -89,20 +89,21 @@ class _Arena:
 
 
 class Workspace:
-    """Lends scratch memory to calls: one growing arena for each stream, and one more for each
-    further call that runs on that stream at the same time, in another thread.
+    """Lends scratch memory to calls: one growing arena for a device's default stream, and one more
+    for each further call that runs there at the same time, in another thread.
 
     Every layer may share it, from any thread and any stream. A call keeps its arena until it has
-    launched its work; the next call on that stream takes the same one, whichever thread makes it.
-    While a CUDA graph is being captured, scratch comes from the graph's own memory pool instead,
-    which keeps it for the replays and lets the layers of one graph share it.
+    launched its work; the next call on the default stream takes the same one, whichever thread
+    makes it. On other streams a call takes its scratch from torch's allocator, which reuses memory
+    by stream: nothing stays behind in the pool of a CUDA graph that is being captured, or that
+    torch.compile warms up, and none of it is lost when a stream ends.
     """
 
     _ALIGN = 256
     _default: Workspace
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[torch.device, int], list[_Arena]] = {}
+        self._idle: dict[torch.device, list[_Arena]] = {}
 
     @classmethod
     def default(cls) -> Workspace:
@@ -122,12 +123,11 @@ class Workspace:
         """Scratch for work on the current stream of ``device``; end with `Scratch.give_back`."""
         layout = wanted if isinstance(wanted, Layout) else Layout(wanted)
         capturing, stream = _probe(device)
-        if capturing():
+        if stream() or capturing():
             return Scratch(layout.views(_allocate(layout.nbytes, device)))
-        key = device, stream()
-        idle = self._idle.get(key)
+        idle = self._idle.get(device)
         if idle is None:
-            idle = self._idle.setdefault(key, [])
+            idle = self._idle.setdefault(device, [])
         arena: _Arena | None
         try:
             arena = idle.pop()

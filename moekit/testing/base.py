@@ -116,7 +116,8 @@ class Conformance(ABC):
         for name, values in getattr(metafunc.function, "kit_values", {}).items():
             kept = [value for value in values if self._declares(name, value)]
             nothing = pytest.mark.skip(reason=f"the spec declares no {name} of {values}")
-            metafunc.parametrize(name, kept or [pytest.param("undeclared", marks=nothing)])
+            undeclared = pytest.param(*["undeclared"] * len(name.split(",")), marks=nothing)
+            metafunc.parametrize(name, kept or [undeclared])
 
     # -- for the kits -------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ def reasons(**changes) -> str:
 
 def test_reasons():
     assert "hidden_size 320 is no multiple of 128" in reasons(hidden_size=320)
-    assert "intermediate size on a rank 64" in reasons(parallel=moekit.ParallelConfig(tp_size=2))
+    assert "intermediate size on a rank 192" in reasons(intermediate_size=192)
     assert "no multiple" not in reasons(hidden_size=320, quant="none")
     assert "packed four in an int32" in reasons(device="sm100")
     assert "float16 is not supported" in reasons(dtype=torch.float16)

@@ -24,6 +24,10 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 GARBAGE = 0xFF  # NaN in every float format, -1 in the integers
 
+# Libraries keep no order among rows. Theirs is drawn apart from torch's own random numbers, which a
+# dispatcher leaves as they are.
+ORDER = torch.Generator().manual_seed(0)
+
 
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(library, "one_sided", lambda: one_sided)
@@ -133,7 +137,7 @@ def moe_a2a_dispatch(
     assert offset <= workspace.shape[1], "workspace size per rank insufficient"
 
     used, sent = [0] * ranks, [{} for _ in range(len(ids))]
-    for token in torch.randperm(len(ids)).tolist():
+    for token in torch.randperm(len(ids), generator=ORDER).tolist():
         for expert in ids[token].tolist():
             target = target_rank(expert, experts // ranks)
             assert 0 <= target < ranks, f"expert {expert}: write out of bounds"
@@ -214,7 +218,7 @@ def _prepare(
     assert ids.dtype == torch.int32 and ids.shape[1] == top_k <= 32 and ids.is_contiguous()
     assert weights.dtype == torch.float32 and weights.is_contiguous()
     assert workspace.dtype == torch.uint64 and experts % 4 == slots % 4 == experts % ranks == 0
-    per_rank, order = experts // ranks, torch.randperm(len(ids)).tolist()
+    per_rank, order = experts // ranks, torch.randperm(len(ids), generator=ORDER).tolist()
     to_rank: list[list[int]] = [[] for _ in range(ranks)]
     first: list[list[int]] = [[] for _ in range(ranks)]
     for token in order:
