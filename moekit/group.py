@@ -124,7 +124,8 @@ class _Sequence:
     (``+what`` and a payload) or why it cannot go on (``-reason``); or by a rank that does not wait
     for it any longer (``~seconds|rank|what``) or leaves the step (``!rank|reason``). So all ranks
     read the same values, and a step succeeds on all of them or on none. A rank that comes late
-    finds its key written, and goes on at the first step that has none.
+    finds its key written, and goes on at the first step that has none: at once, if it comes for
+    something else than what the others gave up.
     """
 
     _of: ClassVar[WeakKeyDictionary[dist.ProcessGroup, _Sequence]] = WeakKeyDictionary()
@@ -200,9 +201,12 @@ class _Sequence:
         job.go_on()
         found = client.compare_set(keys[self.rank], "", mine)
         if found != mine:  # the others went on without this rank
+            told, after = _decoded(found), self._next(client, step + 1)
+            if told[:1] == "~" and told.split("|", 2)[2] != what:  # not what this rank is about
+                return self._take(client, job, after, mine, what, seconds)
             said = [""] * self._size
-            said[self.rank] = _decoded(found)
-            return step, self._next(client, step + 1), said
+            said[self.rank] = told
+            return step, after, said
         if mine[:1] == b"-":
             return step, step + 1, []
         try:

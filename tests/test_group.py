@@ -73,6 +73,26 @@ def test_a_silent_rank_is_named_in_time(pool):
         assert seconds < 5
 
 
+def skip(rank, world_size):
+    """Rank 1 leaves out a step that the others give up, and comes to the next one."""
+    group, said = dist.new_group(), "no error"
+    if rank == 1:
+        time.sleep(1.0)
+    else:
+        try:
+            Agreement(group, 0.5).agree("free the buffers")
+        except PeerFailed as error:
+            said = str(error)
+    Agreement(group, 20.0).agree("start a call")
+    return said
+
+
+def test_a_rank_that_leaves_a_step_out_comes_to_the_next(pool):
+    left_out = "rank 1 did not come to 'free the buffers'"
+    for rank, said in enumerate(pool.run(skip)):
+        assert said == "no error" if rank == 1 else said.startswith(left_out)
+
+
 def mix_up(rank, world_size):
     try:
         _agreement().agree("start a call" if rank else "finish its experts")
