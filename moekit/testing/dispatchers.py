@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -19,7 +22,7 @@ from moekit.testing import cases, interface, ranks
 from moekit.testing.base import Conformance, Sizes
 from moekit.testing.calls import check_negative_controls
 from moekit.testing.distributed import RankPool
-from moekit.testing.ranks import Call, Job
+from moekit.testing.ranks import Call, Job, Members
 
 # Numbers of ranks to test with, up to 8, instead of the classes' own: "2,8".
 WORLD_SIZES_VARIABLE = "MOEKIT_TEST_WORLD_SIZES"
@@ -27,6 +30,9 @@ WORLD_SIZES_VARIABLE = "MOEKIT_TEST_WORLD_SIZES"
 SHARE_VARIABLE = "MOEKIT_TEST_SHARE_DEVICES"
 
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
+
+# Experts, replicas, and experts of a token: more than any model has, then as published ones have.
+_MODELS = ((512, 64, 12), (512, 0, 10), (512, 0, 8), (384, 0, 8), (256, 0, 8), (128, 0, 6))
 
 # Tokens per rank, for the last ranks: two ranks take the last two numbers of four.
 _COUNTS = {
@@ -45,12 +51,51 @@ def _pools() -> dict[tuple[int, str], RankPool]:
     return {}
 
 
-def _pool(world_size: int, device_type: str) -> RankPool:
+def _pool(processes: int, device_type: str) -> RankPool:
     """A pool that serves all tests of the run; a new one if a rank of the last one got lost."""
-    pools, key = _pools(), (world_size, device_type)
+    pools, key = _pools(), (processes, device_type)
     if key not in pools or pools[key].closed:
-        pools[key] = RankPool(world_size, device_type, timeout=60 if device_type == "cpu" else 180)
+        pools[key] = RankPool(processes, device_type, timeout=60 if device_type == "cpu" else 180)
     return pools[key]
+
+
+@contextmanager
+def _quickly(device: DeviceSpec) -> Iterator[None]:
+    """Run small tests on one thread, which is faster, and collect no garbage of before."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(before)
+
+
+def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
+    """The ranks of ``at_once`` groups of ``world``; the first one of two has the odd ranks."""
+    return [tuple(range(i, at_once * world, at_once)) for i in reversed(range(at_once))]
+
+
+def _layouts(world: int) -> list[ParallelConfig]:
+    """How ``world`` ranks may share experts and tokens, other than `_parallel` does."""
+    made = []
+    if world > 1:
+        made += [ParallelConfig(ep_size=1, tp_size=world, dp_size=world)]
+        made += [ParallelConfig(ep_size=world // 2, tp_size=2, dp_size=1)] * (world % 2 == 0)
+    if world > 2 and world % 2 == 0:
+        half = world // 2
+        made += [
+            ParallelConfig(ep_size=half, tp_size=2, dp_size=world),
+            ParallelConfig(ep_size=half, tp_size=2, dp_size=half),
+            ParallelConfig(ep_size=world, dp_size=half),
+        ]
+    return made
+
+
+def _layout_name(p: ParallelConfig) -> str:
+    return f"ep{p.ep_size}-tp{p.tp_size}-dp{p.dp_size}"
 
 
 def _sizes(hidden: int, tokens: int, intermediate: int = 32) -> Sizes:
@@ -61,6 +106,17 @@ def _sizes(hidden: int, tokens: int, intermediate: int = 32) -> Sizes:
         "intermediate_size": intermediate,
         "max_num_tokens": tokens,
     }
+
+
+def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The smallest number of ranks, and the largest that this machine has devices for."""
+    count = torch.cuda.device_count()
+    fit = [n for n in sizes if n <= count or _shares()] if count else list(sizes)
+    return tuple(sorted({min(sizes), max(fit, default=max(sizes))}))
+
+
+def _shares() -> bool:
+    return os.environ.get(SHARE_VARIABLE, "0") not in ("", "0")
 
 
 def _asked_sizes(asked: str) -> tuple[int, ...]:
@@ -77,16 +133,31 @@ class DispatcherConformance(Conformance):
 
     world_sizes: numbers of ranks to test with; on accelerators, those for which there are devices,
     unless ranks may share them. MOEKIT_TEST_WORLD_SIZES and MOEKIT_TEST_SHARE_DEVICES change both.
-    Dispatchers that move no tokens run in this process, as ranks that hold the same tokens.
+    Where no token moves, one rank after the other runs in this process. Elsewhere two ranks are one
+    of two groups in four processes, and four ranks are WORLD. A dispatcher whose library needs
+    WORLD says so in `unsupported` if the default group is larger; the tests of two ranks skip then.
     """
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "world" in metafunc.fixturenames:
-            asked = os.environ.get(WORLD_SIZES_VARIABLE)
-            sizes = _asked_sizes(asked) if asked else self.world_sizes
-            metafunc.parametrize("world", sizes, ids=lambda n: f"{n}ranks")
+        """world: every number of ranks. ends: the smallest and the largest, for tests of what
+        hardly depends on it. most: the largest. several: those of 2 ranks and more."""
+        asked = os.environ.get(WORLD_SIZES_VARIABLE)
+        sizes = _asked_sizes(asked) if asked else self.world_sizes
+        several, ends = tuple(n for n in sizes if n > 1), _ends(sizes)
+        for name, some in (
+            ("world", sizes),
+            ("ends", ends),
+            ("most", ends[-1:]),
+            ("several", several),
+        ):
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, some, ids=lambda n: f"{n}ranks")
+        if "layout" in metafunc.fixturenames:
+            metafunc.parametrize(
+                "layout", [p for n in sizes for p in _layouts(n)], ids=_layout_name
+            )
 
     def _spec(self) -> DispatcherSpec:
         return self._registry().dispatcher(self.backend)
@@ -104,20 +175,58 @@ class DispatcherConformance(Conformance):
         dp_size = world if self._spec().moves_tokens else 1
         return ParallelConfig(ep_size=world, dp_size=dp_size)
 
+    def _job(self, world: int, **changes: Any) -> Job:
+        experts = changes.pop("experts", "torch")
+        problem = self._problem(**{"parallel": self._parallel(world), **changes})
+        return Job(self._spec(), problem, cases.seed(), experts)
+
     def _run(
         self, world: int, function: Callable[..., Any], *args: Any, **changes: Any
     ) -> list[Any]:
-        """``function(rank, world, job, *args)`` on every rank, for a problem with ``changes``."""
-        experts = changes.pop("experts", "torch")
-        problem = self._problem(**{"parallel": self._parallel(world), **changes})
-        job = Job(self._spec(), problem, cases.seed(), experts)
+        """``function(rank, world, job, *args)`` on every rank, for a problem with ``changes``.
+
+        Where tokens move, two ranks are ranks 1 and 3 of four, and ranks 0 and 2 do the same with
+        other data at the same time, so that the group is not WORLD; if there are devices for it.
+        """
+        job = self._job(world, **changes)
+        if not job.problem.parallel.moves_tokens:
+            with _quickly(job.problem.device):
+                return [function(rank, world, job, *args) for rank in range(world)]
+        twice = world == 2 and self._devices_for(4)
+        tasks = [(function, replace(job, seed=job.seed + i), args) for i in range(1 + twice)]
+        return self._run_at_once(world, tasks)
+
+    def _devices_for(self, ranks: int) -> bool:
+        kind = self._device().type
+        return kind == "cpu" or torch.get_device_module(kind).device_count() >= ranks or _shares()
+
+    def _run_at_once(self, world: int, tasks: Sequence[ranks.Task]) -> list[Any]:
+        """Each task in a group of its own of ``world`` ranks; returns the first group's results."""
+        processes, kind = world * len(tasks), self._device().type
+        if not self._devices_for(processes):
+            self._skip(f"{processes} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
+        pool = _pool(processes, kind)
+        groups = [Members(each, pool.failures) for each in _groups(world, len(tasks))]
+        results = pool.run(ranks.in_groups, groups, tasks)
+        refused = [result for result in results if isinstance(result, ranks.Refused)]
+        if refused and len(tasks) > 1 and len(refused) == processes:
+            self._skip(f"does not support a group that is not WORLD: {refused[0].reason}")
+        assert not refused, f"ranks {refused} do not support what others do"
+        return [results[rank] for rank in groups[0].ranks]
+
+    def _first(self, *candidates: Mapping[str, Any]) -> dict[str, Any]:
+        """The first of these changes of the problem that the dispatcher does; else skips."""
+        reasons: dict[str, None] = {}
+        for changes in candidates:
+            problem = self._find_problem(**changes)
+            if isinstance(problem, MoEProblem):
+                return dict(changes)
+            reasons[problem] = None
+        self._skip("; ".join(reasons))
+
+    def _needs_ranks(self) -> None:
         if not self._spec().moves_tokens:
-            return [function(rank, world, job, *args) for rank in range(world)]
-        kind = problem.device.type
-        enough = kind == "cpu" or torch.get_device_module(kind).device_count() >= world
-        if not enough and os.environ.get(SHARE_VARIABLE, "0") in ("", "0"):
-            self._skip(f"{world} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
-        return _pool(world, kind).run(function, job, *args)
+            self._skip("moves no tokens, so its ranks have nothing to agree on")
 
     # -- what the spec says -----------------------------------------------------------------------
 
@@ -162,6 +271,7 @@ class DispatcherConformance(Conformance):
             {"max_num_tokens": None},
             {"parallel": ParallelConfig(ep_size=2)},
             {"parallel": ParallelConfig(ep_size=3, dp_size=1)},
+            *({"parallel": parallel} for parallel in _layouts(4)),
         ]
         for changes in refused:
             self._find_problem(**changes)
@@ -173,9 +283,9 @@ class DispatcherConformance(Conformance):
         self._run(world, ranks.calls, [Call(_COUNTS[counts])])
 
     @pytest.mark.parametrize("kind", cases.ROUTINGS)
-    def test_routing(self, kind: str, world: int) -> None:
+    def test_routing(self, kind: str, ends: int) -> None:
         """A hot expert, idle experts, -1 in slots and whole tokens, which are NaN."""
-        self._run(world, ranks.calls, [Call((5, 2, 9, 13), kind)])
+        self._run(ends, ranks.calls, [Call((5, 2, 9, 13), kind)])
 
     def test_router_weight_on_input(self, world: int) -> None:
         changes = {"top_k": 1, "apply_router_weight_on_input": True}
@@ -196,11 +306,16 @@ class DispatcherConformance(Conformance):
         parallel = ParallelConfig(ep_size=world, dp_size=1)
         self._run(world, ranks.calls, [Call((9,)), Call((0,))], parallel=parallel)
 
+    def test_slices_and_shared_tokens(self, layout: ParallelConfig) -> None:
+        """Ranks that hold slices of the same experts (tp_size), or the same tokens (dp_size)."""
+        sequence = [Call((3, 0, 9, 13), "slots"), Call((0, 0, 0, 5)), Call((6, 6, 6, 6), "rows")]
+        self._run(layout.num_ranks, ranks.calls, sequence, parallel=layout)
+
     @pytest.mark.parametrize("counts", ["uneven", "only_first_ranks", "none"])
     @pytest.mark.parametrize("kind", ["random", "slots", "rows"])
-    def test_each_pair_is_delivered_once(self, counts: str, kind: str, world: int) -> None:
+    def test_each_pair_is_delivered_once(self, counts: str, kind: str, ends: int) -> None:
         """`Dispatched` as its docstring has it; every (token, expert) pair arrives exactly once."""
-        results = self._run(world, interface.deliveries, Call(_COUNTS[counts], kind))
+        results = self._run(ends, interface.deliveries, Call(_COUNTS[counts], kind))
         batched = self._spec().format is ActivationFormat.BATCHED
         same = not self._spec().moves_tokens
         sent = [d for result in (results[:1] if same else results) for d in result[0]]
@@ -208,28 +323,55 @@ class DispatcherConformance(Conformance):
         keep = 3 if batched else 4  # batched tokens travel without their weights
         assert sorted(d[:keep] for d in arrived) == sorted(d[:keep] for d in sent)
 
+    def test_many_assignments(self, most: int) -> None:
+        """As many experts and choices as models have, a long batch, and values of any size."""
+        parallel = self._parallel(most)
+        batched = self._spec().format is ActivationFormat.BATCHED
+        changes = self._first(
+            *(
+                {
+                    "num_experts": experts,
+                    "num_redundant_experts": extra,
+                    "top_k": k,
+                    "max_num_tokens": tokens,
+                    "parallel": parallel,
+                }
+                for tokens in ((64,) if batched else (4096, 1024, 256, 64))
+                for experts, extra, k in _MODELS
+            )
+        )
+        counts = (0, 9, 40, changes["max_num_tokens"])
+        self._run(most, interface.many_assignments, Call(counts), **changes)
+
+    def test_wide_rows(self, most: int) -> None:
+        """Tokens as wide as DeepSeek-V3's, of 256 experts, or as the dispatcher can."""
+        model: dict[str, Any] = {"num_experts": 256, "top_k": 8, "max_num_tokens": 16}
+        model |= {"parallel": self._parallel(most)}
+        changes = self._first(*({**model, "hidden_size": h} for h in (7168, 4096, 2048)))
+        self._run(most, interface.many_assignments, Call((3, 0, 9, 13)), **changes)
+
     # -- arithmetic -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("experts", ["torch", "reference"])
-    def test_with_experts(self, experts: str, world: int) -> None:
-        self._run(world, ranks.calls, [Call((3, 0, 9, 13), "slots")], experts=experts)
+    def test_with_experts(self, experts: str, ends: int) -> None:
+        self._run(ends, ranks.calls, [Call((3, 0, 9, 13), "slots")], experts=experts)
 
     @pytest.mark.parametrize("dtype", list(DTYPES))
-    def test_dtype(self, dtype: str, world: int) -> None:
-        self._run(world, ranks.calls, [Call((3, 0, 9, 13))], dtype=DTYPES[dtype])
+    def test_dtype(self, dtype: str, ends: int) -> None:
+        self._run(ends, ranks.calls, [Call((3, 0, 9, 13))], dtype=DTYPES[dtype])
 
     @pytest.mark.parametrize("scheme", sorted(WIRE_SCHEMES))
-    def test_quantized_tokens(self, scheme: str, world: int) -> None:
+    def test_quantized_tokens(self, scheme: str, ends: int) -> None:
         """Right for every scheme, whether or not tokens travel quantized."""
         sequence = [Call((3, 0, 9, 13), "rows"), Call((0, 0, 0, 0))]
         for experts in ("torch", "reference"):
-            self._run(world, ranks.calls, sequence, quant=scheme, experts=experts)
+            self._run(ends, ranks.calls, sequence, quant=scheme, experts=experts)
 
     @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
-    def test_quantized_wire(self, scheme: str, world: int) -> None:
+    def test_quantized_wire(self, scheme: str, ends: int) -> None:
         if scheme not in self._spec().wire_schemes:
             self._skip(f"the spec does not declare {scheme} in wire_schemes")
-        self._run(world, interface.wire, Call((3, 0, 9, 13), "rows"), quant=scheme)
+        self._run(ends, interface.wire, Call((3, 0, 9, 13), "rows"), quant=scheme)
 
     def test_negative_controls(self) -> None:
         """The kit itself: on this very problem its tolerance rejects every known mistake."""
@@ -240,22 +382,35 @@ class DispatcherConformance(Conformance):
     def test_many_calls(self, world: int) -> None:
         """One kernel, T up and down: no earlier call shows, and no output changes afterwards."""
         counts = [(7, 9, 3, 21), (1, 0, 2, 1), (0, 0, 0, 0), (0, 5, 30, 2), (9, 9, 9, 9)]
-        counts *= 3 if self._device().type == "cpu" else 20  # 100 calls, where they are fast
+        counts *= 2 if self._device().type == "cpu" else 20  # 100 calls, where they are fast
         sequence = [Call(c, ("random", "slots")[i % 2]) for i, c in enumerate(counts)]
         self._run(world, ranks.calls, sequence, "fresh")
+
+    def test_long_run_of_one_shape(self, most: int) -> None:
+        """Call 20 or 70 of one shape is right, and calls keep no tensors."""
+        self._run(most, ranks.long_run, Call((5, 0, 3, 9), "slots"), top_k=4)
+
+    def test_layers_in_turn(self, several: int) -> None:
+        """Two layers in one group, of different sizes, also when one of them is destroyed."""
+        job = self._job(several)
+        smaller = {"num_experts": 16, "top_k": 4, "max_num_tokens": 16}
+        changes = self._first(
+            *({"parallel": job.problem.parallel, **each} for each in (smaller, {})),
+        )
+        self._run(several, ranks.layers, self._problem(**changes))
 
     def test_two_calls_in_flight(self, world: int) -> None:
         self._run(world, ranks.in_flight, Call((7, 0, 3, 21)), Call((1, 8, 2, 5)))
 
-    def test_strided_input(self, world: int) -> None:
-        self._run(world, ranks.calls, [Call((7, 0, 3, 21), "slots")], "strided")
+    def test_strided_input(self, ends: int) -> None:
+        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "slots")], "strided")
 
-    def test_given_output(self, world: int) -> None:
-        self._run(world, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out")
+    def test_given_output(self, ends: int) -> None:
+        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out")
 
-    def test_without_capacity(self, world: int) -> None:
+    def test_without_capacity(self, ends: int) -> None:
         """No max_num_tokens in the problem (or the spec's reason)."""
-        self._run(world, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
+        self._run(ends, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
 
     def test_full_capacity(self, world: int) -> None:
         """As many tokens as max_num_tokens on every rank, all to one expert."""
@@ -274,10 +429,33 @@ class DispatcherConformance(Conformance):
         """One rank's experts raise: so do the others, naming it, and the next call works."""
         self._run(world, ranks.experts_fail)
 
+    def test_failure_without_checks(self, several: int) -> None:
+        """One rank fails before `prepare`: `abort` makes the others raise, naming it."""
+        if not self._spec().aborts:
+            self._skip("the spec does not declare aborts")
+        self._run(several, ranks.unchecked_rank_fails)
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def test_group_is_resolved(self, several: int) -> None:
+        """The constructor calls `moekit.group.resolve`, and keeps the group that it returns."""
+        self._needs_ranks()
+        self._run(several, ranks.resolves)
+
+    def test_groups_at_once(self) -> None:
+        """Ranks 1 and 3 of four are one group; ranks 0 and 2 serve another layer meanwhile."""
+        self._needs_ranks()
+        job = self._job(2)
+        smaller = {"top_k": 1, "max_num_tokens": 16, "parallel": job.problem.parallel}
+        other = replace(job, problem=self._problem(**self._first(smaller, {})))
+        many = [Call((i % 5, 6), ("random", "slots")[i % 2]) for i in range(7)]
+        few = [Call((16, 3)), Call((0, 9), "rows")]
+        tasks = [(ranks.calls, job, (many,)), (ranks.calls, other, (few,))]
+        self._run_at_once(2, tasks)
+
     def test_group_mismatch(self, world: int) -> None:
         """A group of another size than the problem's is refused for that, on every rank."""
-        if not self._spec().moves_tokens:
-            self._skip("moves no tokens, so it needs no group")
+        self._needs_ranks()
         problem = self._problem(parallel=self._parallel(world))
         for size in (2 * world, world + 1, max(world // 2, 2)):
             experts, parallel = max(problem.num_experts, size), ParallelConfig(ep_size=size)
@@ -289,13 +467,13 @@ class DispatcherConformance(Conformance):
 
     # -- memory, determinism, graphs --------------------------------------------------------------
 
-    def test_memory_is_stated(self, world: int) -> None:
-        self._run(world, ranks.memory, 32, num_experts=8, top_k=4)
+    def test_memory_is_stated(self, ends: int) -> None:
+        self._run(ends, ranks.memory, 32, num_experts=8, top_k=4)
 
-    def test_deterministic(self, world: int) -> None:
+    def test_deterministic(self, ends: int) -> None:
         if not self._spec().deterministic:
             self._skip("the spec does not declare deterministic")
-        self._run(world, ranks.repeat, Call((7, 0, 3, 21), "hot"))
+        self._run(ends, ranks.repeat, Call((7, 0, 3, 21), "hot"))
 
     def test_graph_capture(self, world: int) -> None:
         if not self._spec().graph_safe:

@@ -91,6 +91,7 @@ class RankPool:
         self.world_size = world_size
         self.device_type = device_type
         self.timeout = timeout
+        self.failures = 0  # runs that raised
         self._why_closed: str | None = None
         self._stacks = tempfile.TemporaryDirectory(prefix="moekit-ranks-")
         self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -178,6 +179,7 @@ class RankPool:
         if not (tracebacks or died or hung):
             return [results[rank] for rank in range(self.world_size)]
 
+        self.failures += 1
         faults = [f"rank {rank} raised:\n{tracebacks[rank]}" for rank in sorted(tracebacks)]
         faults += [f"rank {rank} died with exit code {died[rank]}" for rank in sorted(died)]
         if hung:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moekit.kernel import Dispatched, Routing
 from moekit.problem import MoEProblem
 from moekit.testing.calls import Watch, check_graph
-from moekit.testing.cases import device_of
+from moekit.testing.cases import device_of, generator
 from moekit.testing.memory import poison
 from moekit.testing.ranks import Call, Job, Rank
 
@@ -28,7 +28,7 @@ def deliveries(
     r = Rank(rank, world_size, job)
     p, dispatcher = r.problem, r.kernel.dispatcher
     case, _ = r.case(wanted)
-    source = 0 if r.alone else rank
+    source = r.batch
     T = case.x.shape[0]
     idle = (case.routing.topk_ids < 0).all(dim=1)
     x = torch.ones(T, p.hidden_size, dtype=p.dtype, device=device_of(p))
@@ -52,7 +52,7 @@ def deliveries(
     assert bool((apart <= 4 * torch.finfo(p.dtype).eps).all()), (
         f"identity experts: got {out[:, :3].tolist()}, want {ref[:, :3].tolist()}"
     )
-    r.kernel.destroy()
+    r.finish()
 
     sent = [
         (source, t, int(routing.topk_ids[t, k]), round(float(routing.topk_weights[t, k]), 6))
@@ -114,6 +114,69 @@ def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
     return torch.where(total > 0, x.float() * total, 0.0)
 
 
+def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+    """Many experts and assignments, and values of any size, are dispatched and combined right.
+
+    Every expert multiplies a token by a number of its own. Tokens reach several hundred, router
+    weights are negative, zero and above 2, and one element of one token is NaN.
+    """
+    r = Rank(rank, world_size, job)
+    p, dispatcher, device = r.problem, r.kernel.dispatcher, device_of(r.problem)
+    T, P, K = r.tokens(wanted), p.num_physical_experts, p.top_k
+    draw = generator("many assignments", r.batch)
+    largest = 1.5 if p.dtype is torch.float16 else 2.5  # sums over K take the rest of fp16
+    scale = 10 ** (4 * torch.rand(T, 1, generator=draw) + largest - 4)
+    x = (torch.randn(T, p.hidden_size, generator=draw) * scale).to(p.dtype)
+    weights = 8 * torch.rand(T, K, generator=draw) - 3
+    weights[torch.rand(T, K, generator=draw) < 0.1] = 0.0
+    odd = slice(T // 2, T // 2 + 1)  # one token, or none
+    x[odd, 3], weights[odd] = float("nan"), 1.5
+    ids = torch.rand(T, P, generator=draw).topk(K, dim=1).indices
+    x, weights, ids = x.to(device), weights.to(device), ids.to(device)
+
+    dtype = torch.int32 if dispatcher.spec.ids_dtype == "int32" else torch.int64
+    tokens = dispatcher.prepare(x, Routing(weights, ids.to(dtype)), None).result()
+    first, L = p.local_experts.start, p.num_local_experts
+    numbers = 0.5 + torch.arange(P, device=device) % 61 / 61  # experts 2 ** n apart differ
+    out = poison(torch.empty_like(x))
+    y = _scaled(tokens, numbers[first : first + L])
+    dispatcher.finalize(y, tokens, out).result()
+
+    terms = weights * numbers[ids]
+    mine = (ids >= first) & (ids < first + L) if r.alone else ids >= 0
+    terms = torch.where(mine, terms, 0.0)
+    ref = x.float() * terms.sum(dim=1, keepdim=True)
+    bound = x.float().abs() * terms.abs().sum(dim=1, keepdim=True) * 4 * torch.finfo(p.dtype).eps
+    wrong = (out.float() - ref).abs() > bound
+    wrong |= out.isnan() != (x.isnan() & mine.any(dim=1, keepdim=True))
+    bad = wrong.any(dim=1).nonzero().flatten().tolist()
+    if bad:
+        t = bad[0]
+        h = int(wrong[t].nonzero()[0])
+        r.expect(
+            False,
+            f"rank {rank}: {len(bad)} of {T} tokens are wrong, the first of them {bad[:8]}: "
+            f"[{t}, {h}] is {float(out[t, h]):.6g}, want {float(ref[t, h]):.6g}; x "
+            f"{float(x[t, h]):.6g}, ids {ids[t].tolist()}, weights {weights[t].tolist()} ({p!r})",
+        )
+    r.finish()
+
+
+def _scaled(tokens: Dispatched, numbers_L: Tensor) -> Tensor:
+    """Output of experts that multiply tokens by their number; a batched row of padding is NaN."""
+    x = tokens.x.float()
+    if tokens.expert_num_tokens is not None:
+        real = torch.arange(x.shape[1], device=x.device) < tokens.expert_num_tokens[:, None]
+        return torch.where(real[..., None], x * numbers_L[:, None, None], float("nan")).to(
+            tokens.x.dtype
+        )
+    assert tokens.topk_ids is not None and tokens.topk_weights is not None
+    here = tokens.topk_ids >= 0
+    factors = torch.where(here, tokens.topk_weights, 0.0) * numbers_L[tokens.topk_ids.clamp(min=0)]
+    factors = torch.where(here, factors, 0.0).sum(dim=1, keepdim=True)
+    return torch.where(here.any(dim=1, keepdim=True), x * factors, 0.0).to(tokens.x.dtype)
+
+
 def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     """prepare and finalize in a CUDA graph, with experts that return their input."""
     r = Rank(rank, world_size, job)
@@ -130,7 +193,7 @@ def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
         ids = Routing(case.routing.topk_weights, case.routing.topk_ids.to(dtype))
         made.append((replace(case, routing=ids), _identity_result(case.x, ids, r)))
     check_graph(run, made)
-    r.kernel.destroy()
+    r.finish()
 
 
 def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
@@ -157,4 +220,4 @@ def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"
-    r.kernel.destroy()
+    r.finish()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from moekit.kernel import BufferSpec, Workspace
 from moekit.workspace import Layout
@@ -96,8 +95,15 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= nbytes
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in an operator's arguments or results (pytree's functions take much longer)."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from _tensors(each)
+    elif isinstance(tree, dict):
+        yield from _tensors(tuple(tree.values()))
 
 
 def measure(device: torch.device, function: Callable[[], Any]) -> tuple[int, int]:

@@ -1,39 +1,80 @@
 """What a rank does in the dispatcher kit's tests. Everything here is picklable, and fails loudly.
 
-Each function takes ``(rank, world_size, job, ...)``: run in rank processes for dispatchers that
-move tokens, and one rank after the other in this process for those that do not.
+Each function takes ``(rank, world_size, job, ...)``, both counted within the job's process group.
+Where tokens move, `in_groups` runs it in rank processes; elsewhere this process runs it for one
+rank after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from datetime import timedelta
+from functools import cache, cached_property
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moekit.errors import GroupMismatch, InvalidInput, MoekitError
-from moekit.kernel import ModularKernel, Routing, Workspace
+from moekit.errors import GroupMismatch, InvalidInput, MoekitError, Unsupported
+from moekit.kernel import ModularKernel, PackedWeights, Routing, Workspace
 from moekit.plugins import DispatcherSpec
 from moekit.problem import MoEProblem
 from moekit.route import to_physical
 from moekit.select import compose
 from moekit.testing import cases
 from moekit.testing.calls import call, kit_registry, pack, same_bits
-from moekit.testing.cases import Case, make_case, random_weights, whole
+from moekit.testing.cases import (
+    Case,
+    make_case,
+    random_weights,
+    tp_shard,
+    unquantized_weights,
+    whole,
+)
 from moekit.testing.compare import assert_close
 from moekit.testing.experts import strided
-from moekit.testing.memory import measure, poison, slack
+from moekit.testing.memory import measure, poison, poisoned_allocations, slack
 from moekit.weights import ExpertWeights
+
+# Seconds that a collective of the kit's own groups may take before it raises.
+_GROUP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Call:
-    """Token counts of the ranks (fewer ranks take the last of them), and a routing."""
+    """Token counts of the batches (fewer batches take the last of them), and a routing."""
 
     counts: tuple[int, ...]
     kind: str = "random"
+
+
+@dataclass(frozen=True)
+class Members:
+    """The processes of a pool that form one process group.
+
+    generation: a failed test may leave messages in a group, so later tests make another one.
+    """
+
+    ranks: tuple[int, ...]
+    generation: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, or None for the default one."""
+        if len(self.ranks) == dist.get_world_size() and not self.generation:
+            return None
+        return _new_group(self)
+
+
+@cache
+def _new_group(members: Members) -> dist.ProcessGroup:
+    seconds = timedelta(seconds=_GROUP_SECONDS)
+    made: dist.ProcessGroup = dist.new_group(list(members.ranks), timeout=seconds)
+    return made
 
 
 @dataclass(frozen=True)
@@ -44,28 +85,86 @@ class Job:
     problem: MoEProblem
     seed: int
     experts: str = "torch"
+    members: Members | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A rank's result where the dispatcher does not support the group, and says why."""
+
+    reason: str
+
+
+Task = tuple[Callable[..., Any], Job, tuple[Any, ...]]
+
+
+def in_groups(
+    rank: int, world_size: int, groups: Sequence[Members], tasks: Sequence[Task]
+) -> object:
+    """Run each task in its group of processes, all groups at the same time."""
+    _settle()
+    for members in groups:  # every process takes part in making every group
+        _ = members.group
+    for members, (function, job, args) in zip(groups, tasks, strict=True):
+        if rank in members.ranks:
+            place, job = members.ranks.index(rank), replace(job, members=members)
+            try:
+                return function(place, len(members.ranks), job, *args)
+            except Unsupported as error:
+                return Refused(str(error))
+    return None
+
+
+@cache
+def _settle() -> None:
+    """Let collections of garbage skip what is there: libraries' modules take 0.2 s each time."""
+    gc.freeze()
 
 
 class Rank:
     """One rank's kernel and data for a job."""
 
-    def __init__(self, rank: int, world_size: int, job: Job) -> None:
+    def __init__(self, rank: int, world_size: int, job: Job, *, checked: bool = True) -> None:
         cases.use_seed(job.seed)
         self.rank, self.world_size, self.job = rank, world_size, job
-        self.problem = job.problem.replace(parallel=replace(job.problem.parallel, ep_rank=rank))
-        self.kernel = self.compose(self.problem)
-        self.packed = pack(self.kernel, random_weights(self.problem))
+        parallel, tp = job.problem.parallel, job.problem.parallel.tp_size
+        self.problem = job.problem.replace(
+            parallel=replace(parallel, ep_rank=rank // tp, tp_rank=rank % tp)
+        )
+        # Consecutive ranks hold the same tokens where there are fewer batches than ranks.
+        self.batch = rank * parallel.dp_size // world_size
+        self.kernel = self.compose(self.problem, checked=checked)
+        self._faults: list[str] = []
 
-    def compose(self, problem: MoEProblem) -> ModularKernel:
+    def expect(self, right: bool, otherwise: str) -> None:
+        """Note a fault, which `finish` raises: other ranks wait for those that stop half-way."""
+        if not right:
+            self._faults.append(otherwise)
+
+    def compare(self, out: Tensor, ref: Tensor, what: str) -> None:
+        """`assert_close`, noted as by `expect`."""
+        try:
+            assert_close(out, ref, self.problem, f"rank {self.rank}, {what}")
+        except AssertionError as error:
+            self._faults.append(str(error))
+
+    def finish(self) -> None:
+        """Destroy the kernel, and raise the first fault that was noted."""
+        self.kernel.destroy()
+        if self._faults:
+            raise AssertionError(self._faults[0])
+
+    def compose(self, problem: MoEProblem, *, checked: bool = True) -> ModularKernel:
         backends = kit_registry(extra=[self.job.spec])
         assert backends.dispatcher(self.job.spec.name) == self.job.spec, "another of that name"
         return compose(
             problem,
             self.job.spec.name,
             self.job.experts,
+            group=None if self.job.members is None else self.job.members.group,
             backends=backends,
             workspace=Workspace(),
-            checked=True,
+            checked=checked,
         )
 
     @property
@@ -74,9 +173,8 @@ class Rank:
         return not self.problem.parallel.moves_tokens
 
     def tokens(self, call: Call) -> int:
-        if self.alone:
-            return call.counts[-1]
-        return call.counts[(self.rank - self.world_size) % len(call.counts)]
+        batches = self.problem.parallel.dp_size
+        return call.counts[(self.batch - batches) % len(call.counts)]
 
     @cached_property
     def layer(self) -> tuple[MoEProblem, ExpertWeights]:
@@ -84,11 +182,23 @@ class Rank:
         problem = whole(self.problem).replace(num_redundant_experts=0)
         return problem, random_weights(problem)
 
+    @cached_property
+    def weights(self) -> ExpertWeights:
+        """This rank's share of the experts, and of each expert's intermediate size."""
+        p = self.problem
+        if p.parallel.tp_size == 1:
+            return random_weights(p)
+        full = unquantized_weights(whole(p).replace(num_redundant_experts=0))
+        return tp_shard(full.select([p.logical_expert(e) for e in p.local_experts]), p)
+
+    @cached_property
+    def packed(self) -> PackedWeights:
+        return pack(self.kernel, self.weights)
+
     def case(self, call: Call, index: object = 0) -> tuple[Case, Tensor]:
         """This rank's input for the index-th call, and the (T, H) fp32 it must get back."""
         problem, weights = self.layer
-        key = (index, 0 if self.alone else self.rank)
-        logical = make_case(problem, self.tokens(call), call.kind, key, weights)
+        logical = make_case(problem, self.tokens(call), call.kind, (index, self.batch), weights)
         extra = self.problem.num_redundant_experts
         physical = logical.routing
         if extra:
@@ -97,8 +207,8 @@ class Rank:
             replicas[:, 0] = torch.arange(E)
             replicas[:extra, 1] = torch.arange(E, E + extra)
             physical = to_physical(logical.routing, replicas)
-        mine = Case(self.problem, random_weights(self.problem), logical.x, physical)
-        partial = self.alone and self.problem.parallel.ep_size > 1
+        mine = Case(self.problem, self.weights, logical.x, physical)
+        partial = self.alone and self.problem.parallel.num_ranks > 1
         return mine, (mine if partial else logical).reference()
 
 
@@ -121,44 +231,112 @@ def calls(
             wide = poison(torch.empty(T + 2, H + 16, dtype=case.x.dtype, device=case.x.device))
             out = call(r.kernel, r.packed, case, out=wide[1:-1, 8:-8]).clone()
             wide[1:-1, 8:-8] = float("nan")
-            assert bool(torch.isnan(wide).all()), "wrote outside the given output"
+            r.expect(bool(torch.isnan(wide).all()), "wrote outside the given output")
         elif how == "fresh":
             out = r.kernel(case.x, r.packed, case.routing)
         else:
             out = call(r.kernel, r.packed, case)
-        assert_close(out, ref, r.problem, f"rank {rank}, call {index} ({wanted})")
+        r.compare(out, ref, f"call {index} ({wanted})")
         results.append((out, ref))
     for index, (out, ref) in enumerate(results):
-        assert_close(out, ref, r.problem, f"rank {rank}, call {index} after the later ones")
-    r.kernel.destroy()
+        r.compare(out, ref, f"call {index} after the later ones")
+    r.finish()
 
 
 def in_flight(rank: int, world_size: int, job: Job, first: Call, second: Call) -> None:
-    """Two calls are started before either is run; then run before either is waited for."""
+    """Two calls are started before either is run, and finished in every order that ranks share."""
     r = Rank(rank, world_size, job)
-    for ahead in (False, True):
-        made = [r.case(first, (ahead, 1)), r.case(second, (ahead, 2))]
+    for order in ("in turn", "run ahead", "last first"):
+        made = [r.case(first, (order, 1)), r.case(second, (order, 2))]
         started = [r.kernel.start(case.x, r.packed, case.routing) for case, _ in made]
-        for flying in started if ahead else ():
-            flying.run()
-        for index, ((_, ref), flying) in enumerate(zip(made, started, strict=True)):
-            assert_close(flying.result(), ref, r.problem, f"rank {rank}, call {index}, {ahead=}")
-    r.kernel.destroy()
+        flights = list(zip(("first", "second"), made, started, strict=True))
+        if order == "run ahead":
+            for flying in started:
+                flying.run()
+        if order == "last first":
+            flights.reverse()
+        for which, (_, ref), flying in flights:
+            what = f"the {which} of two calls in flight, finished {order}"
+            r.compare(flying.result(), ref, what)
+    r.finish()
+
+
+def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+    """72 calls of one shape on an unchecked kernel, on ranks that are not in step.
+
+    Every call has other data than the calls 1 to 6 before it, and no call leaves memory behind.
+    """
+    r = Rank(rank, world_size, job, checked=False)
+    made = [r.case(wanted, index) for index in range(7)]
+    device = made[0][0].x.device
+    number = 0
+
+    def some(count: int) -> None:
+        nonlocal number
+        for _ in range(count):
+            case, ref = made[number % len(made)]
+            if (number + rank) % 11 == 0:
+                time.sleep(0.002)
+            number += 1
+            x, routing = case.x.clone(), case.routing
+            routing = Routing(routing.topk_weights.clone(), routing.topk_ids.clone())
+            out = poison(torch.empty_like(x))
+            with poisoned_allocations():
+                r.kernel(x, r.packed, routing, out=out)
+            r.compare(out, ref, f"call {number} of one shape")
+
+    some(36)
+    # The least of three counts: a library may allocate late, and its thread may let go late.
+    kept = min(measure(device, lambda: some(12))[1] for _ in range(3))
+    r.expect(
+        kept <= _KEPT,
+        f"rank {rank}: 12 calls leave {kept} bytes allocated; a call must not keep its tensors",
+    )
+    r.finish()
+
+
+_KEPT = 2 * 1024
+
+
+def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
+    """Two layers of different sizes are called in turn in one group; the first one ends before."""
+    both = [Rank(rank, world_size, job), Rank(rank, world_size, replace(job, problem=other))]
+    for index, which in enumerate((0, 1, 0, 1, 1, 0, 1, 1)):
+        if index == 6:
+            both[0].kernel.destroy()
+        r = both[which]
+        case, ref = r.case(Call((4, 0, 7, 3)), index)
+        out = call(r.kernel, r.packed, case)
+        r.compare(out, ref, f"call {index}, layer {which}")
+    both[1].finish()
+    both[0].finish()
+
+
+def _culprit(r: Rank, round_: int) -> int:
+    """The rank that fails in a round: the last one, then the one before it, and so on."""
+    return (r.world_size - 1 - round_) % r.world_size
+
+
+def _check_next(r: Rank, key: object) -> None:
+    case, ref = r.case(Call((5, 3)), key)
+    out = call(r.kernel, r.packed, case)
+    r.compare(out, ref, "the call after the failed one")
 
 
 def one_rank_fails(rank: int, world_size: int, job: Job, fault: str) -> None:
-    """The last rank's input is bad: every rank gets a MoekitError, and the next call is right."""
+    """One rank's input is bad: every rank gets a MoekitError, and the next call is right."""
     r = Rank(rank, world_size, job)
     good = Call((5, 3))
-    culprit = r.alone or rank == world_size - 1
     for round_ in range(2):
+        culprit = _culprit(r, round_)
+        mine = r.alone or rank == culprit
         case, _ = r.case(good, round_)
         x, ids = case.x, case.routing.topk_ids
-        if culprit and fault == "shape":
+        if mine and fault == "shape":
             x = x[:, :-1]
-        if culprit and fault == "ids":
+        if mine and fault == "ids":
             ids = ids + r.problem.num_physical_experts
-        if culprit and fault == "capacity":
+        if mine and fault == "capacity":
             assert r.problem.max_num_tokens is not None
             case, _ = r.case(Call((r.problem.max_num_tokens + 1,)), round_)
             x, ids = case.x, case.routing.topk_ids
@@ -167,36 +345,86 @@ def one_rank_fails(rank: int, world_size: int, job: Job, fault: str) -> None:
         except MoekitError:
             pass
         else:
-            raise AssertionError(f"rank {rank} got no error although the last rank's input is bad")
-        case, ref = r.case(good, (round_, "after"))
-        out = call(r.kernel, r.packed, case)
-        assert_close(out, ref, r.problem, f"rank {rank}, the call after the failed one")
-    r.kernel.destroy()
+            raise AssertionError(f"rank {rank} got no error although rank {culprit}'s input is bad")
+        _check_next(r, (round_, "after"))
+    r.finish()
+
+
+def unchecked_rank_fails(rank: int, world_size: int, job: Job) -> None:
+    """One rank of an unchecked kernel fails before `prepare`: `abort` tells every other rank."""
+    r = Rank(rank, world_size, job, checked=False)
+    for round_ in range(2):
+        culprit = _culprit(r, round_)
+        case, _ = r.case(Call((5, 3)), round_)
+        x = case.x[:, :-1] if rank == culprit else case.x
+        try:
+            r.kernel(x, r.packed, case.routing)
+        except MoekitError as error:
+            r.expect(
+                rank == culprit or f"rank {culprit}" in str(error),
+                f"rank {rank} learns of a failure, but not that it is rank {culprit}'s: {error}",
+            )
+        else:
+            raise AssertionError(
+                f"rank {rank} got no error although rank {culprit} failed before prepare: abort() "
+                "told it nothing"
+            )
+        _check_next(r, (round_, "after"))
+    r.finish()
 
 
 def experts_fail(rank: int, world_size: int, job: Job) -> None:
-    """The last rank's experts raise: every rank gets a MoekitError, and the next call is right."""
+    """One rank's experts raise: every rank gets a MoekitError, and the next call is right."""
     r = Rank(rank, world_size, job)
-    apply, culprit = r.kernel.experts.apply, r.alone or rank == world_size - 1
+    apply = r.kernel.experts.apply
 
     def broken(*args: object, **more: object) -> None:
         raise InvalidInput("experts that fail on purpose")
 
-    for round_ in range(2):
+    for round_ in range(4):  # more often than a library has buffers
+        culprit = _culprit(r, round_)
+        mine = r.alone or rank == culprit
         case, _ = r.case(Call((5, 3)), round_)
-        if culprit:
+        if mine:
             r.kernel.experts.apply = broken  # type: ignore[method-assign]
         try:
             r.kernel(case.x, r.packed, case.routing)
         except MoekitError as error:
-            assert culprit or f"rank {world_size - 1} failed" in str(error), error
+            r.expect(mine or f"rank {culprit} failed" in str(error), str(error))
         else:
-            raise AssertionError(f"rank {rank} got no error although the last rank's experts fail")
+            raise AssertionError(f"rank {rank} got no error although rank {culprit}'s experts fail")
         r.kernel.experts.apply = apply  # type: ignore[method-assign]
-        case, ref = r.case(Call((5, 3)), (round_, "after"))
-        out = call(r.kernel, r.packed, case)
-        assert_close(out, ref, r.problem, f"rank {rank}, the call after the failed one")
-    r.kernel.destroy()
+        _check_next(r, (round_, "after"))
+    r.finish()
+
+
+def resolves(rank: int, world_size: int, job: Job) -> None:
+    """The dispatcher keeps the group that it was given, and ranks that differ are refused."""
+    r = Rank(rank, world_size, job)
+    kept = r.kernel.dispatcher.group
+    assert kept is not None, (
+        "tokens move, but the dispatcher's `group` is None, so that checked calls check nothing: "
+        "pass moekit.group.resolve(problem, group) to super().__init__()"
+    )
+    given = None if job.members is None else job.members.group
+    wanted = dist.get_process_group_ranks(given)
+    assert dist.get_process_group_ranks(kept) == wanted, (
+        f"the dispatcher was given the group of ranks {wanted}, and keeps that of ranks "
+        f"{dist.get_process_group_ranks(kept)}"
+    )
+    last = rank == world_size - 1
+    other = r.problem.replace(intermediate_size=2 * r.problem.intermediate_size)
+    try:
+        r.compose(other if last else r.problem)
+    except GroupMismatch:
+        pass
+    else:
+        raise AssertionError(
+            f"rank {rank}: ranks compose for different layers, and get no GroupMismatch: call "
+            "moekit.group.resolve(problem, group) in the constructor"
+        )
+    _check_next(r, "after")
+    r.finish()
 
 
 def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
@@ -210,7 +438,7 @@ def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> N
         pass
     else:
         raise AssertionError(f"a group of {world_size} ranks was taken for {size}")
-    r.kernel.destroy()
+    r.finish()
 
 
 def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
@@ -222,9 +450,10 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     r.kernel(case.x, r.packed, case.routing, out=out)  # libraries allocate at their first call
     r.kernel.workspace = Workspace()
     peak, _ = measure(device, lambda: r.kernel(case.x, r.packed, case.routing, out=out))
-    assert peak <= stated.total + slack(device, stated.total), (
+    r.expect(
+        peak <= stated.total + slack(device, stated.total),
         f"rank {rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
-        "rest in buffer_bytes() or transient_bytes()"
+        "rest in buffer_bytes() or transient_bytes()",
     )
     r.kernel.destroy()
     kept: list[ModularKernel] = []
@@ -235,11 +464,13 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
 
     _, live = measure(device, compose_and_call)
     buffers = kept[0].dispatcher.buffer_bytes() + kept[0].workspace.nbytes
-    assert live <= buffers + slack(device, buffers), (
-        f"rank {rank}: {live} bytes stay allocated, stated are {buffers}"
+    r.expect(
+        live <= buffers + slack(device, buffers),
+        f"rank {rank}: {live} bytes stay allocated, stated are {buffers}",
     )
     kept[0].destroy()
     kept[0].destroy()
+    r.finish()
 
 
 def repeat(rank: int, world_size: int, job: Job, wanted: Call) -> None:
@@ -247,5 +478,6 @@ def repeat(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     r = Rank(rank, world_size, job)
     case, _ = r.case(wanted)
     outs = [call(r.kernel, r.packed, case) for _ in range(4)]
-    assert all(same_bits(outs[0], out) for out in outs), f"rank {rank}: equal calls, other bits"
-    r.kernel.destroy()
+    same = all(same_bits(outs[0], out) for out in outs)
+    r.expect(same, f"rank {rank}: equal calls, other bits")
+    r.finish()
