@@ -162,7 +162,28 @@ def test_dispatcher_declares_wrongly():
     says = "arrived as torch.bfloat16"
     with pytest.raises(AssertionError, match=says):
         suite(Batched_, "batched_reference", wire_schemes=wire).test_quantized_wire("fp8_block", 1)
-    suite(Local_, "local").test_quantized_wire("fp8_block", 1)
     # It says that it exchanges tokens: two rank processes show that it does not.
     args = ("test_tokens_per_rank", "uneven", 2)
     caught_local(Local_, *args, says="(?s)rank 0 raised.*relative error", moves_tokens=True)
+
+
+class FirstInFirstOut(BatchedReference):
+    """Finalizes the oldest call in flight, whichever is asked for."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._handles = []
+
+    def prepare(self, x_TH, routing, quantize):
+        pending = super().prepare(x_TH, routing, quantize)
+        self._handles.append(pending.result().handle)
+        return pending
+
+    def finalize(self, y, dispatched, out_TH):
+        return super().finalize(y, replace(dispatched, handle=self._handles.pop(0)), out_TH)
+
+
+def test_calls_finished_only_in_the_order_of_their_starts():
+    caught_batched(
+        FirstInFirstOut, "test_two_calls_in_flight", 1, says="last first|must match|out of bounds"
+    )
