@@ -143,11 +143,16 @@ class DispatcherConformance(Conformance):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """world: every number of ranks. ends: the smallest and the largest, for tests of what
-        hardly depends on it. several: those of 2 ranks and more."""
+        hardly depends on it. most: the largest. several: those of 2 ranks and more."""
         asked = os.environ.get(WORLD_SIZES_VARIABLE)
         sizes = _asked_sizes(asked) if asked else self.world_sizes
-        several = tuple(n for n in sizes if n > 1)
-        for name, some in (("world", sizes), ("ends", _ends(sizes)), ("several", several)):
+        several, ends = tuple(n for n in sizes if n > 1), _ends(sizes)
+        for name, some in (
+            ("world", sizes),
+            ("ends", ends),
+            ("most", ends[-1:]),
+            ("several", several),
+        ):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, some, ids=lambda n: f"{n}ranks")
         if "layout" in metafunc.fixturenames:
@@ -319,9 +324,9 @@ class DispatcherConformance(Conformance):
         keep = 3 if batched else 4  # batched tokens travel without their weights
         assert sorted(d[:keep] for d in arrived) == sorted(d[:keep] for d in sent)
 
-    def test_many_assignments(self, ends: int) -> None:
+    def test_many_assignments(self, most: int) -> None:
         """As many experts and choices as models have, a long batch, and values of any size."""
-        parallel = self._parallel(ends)
+        parallel = self._parallel(most)
         batched = self._spec().format is ActivationFormat.BATCHED
         changes = self._first(
             *(
@@ -337,14 +342,14 @@ class DispatcherConformance(Conformance):
             )
         )
         counts = (0, 9, 40, changes["max_num_tokens"])
-        self._run(ends, interface.many_assignments, Call(counts), **changes)
+        self._run(most, interface.many_assignments, Call(counts), **changes)
 
-    def test_wide_rows(self, ends: int) -> None:
+    def test_wide_rows(self, most: int) -> None:
         """Tokens as wide as DeepSeek-V3's, of 256 experts, or as the dispatcher can."""
         model: dict[str, Any] = {"num_experts": 256, "top_k": 8, "max_num_tokens": 16}
-        model |= {"parallel": self._parallel(ends)}
+        model |= {"parallel": self._parallel(most)}
         changes = self._first(*({**model, "hidden_size": h} for h in (7168, 4096, 2048)))
-        self._run(ends, interface.many_assignments, Call((3, 0, 9, 13)), **changes)
+        self._run(most, interface.many_assignments, Call((3, 0, 9, 13)), **changes)
 
     # -- arithmetic -------------------------------------------------------------------------------
 
@@ -382,9 +387,9 @@ class DispatcherConformance(Conformance):
         sequence = [Call(c, ("random", "slots")[i % 2]) for i, c in enumerate(counts)]
         self._run(world, ranks.calls, sequence, "fresh")
 
-    def test_long_run_of_one_shape(self, ends: int) -> None:
+    def test_long_run_of_one_shape(self, most: int) -> None:
         """Call 20 or 70 of one shape is right, and calls keep no tensors."""
-        self._run(ends, ranks.long_run, Call((5, 0, 3, 9), "slots"), top_k=4)
+        self._run(most, ranks.long_run, Call((5, 0, 3, 9), "slots"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
         """Two layers in one group, of different sizes, also when one of them is destroyed."""
