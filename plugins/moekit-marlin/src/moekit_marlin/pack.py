@@ -157,9 +157,10 @@ def _scale_in(scale: Tensor, kind: Stored, problem: MoEProblem, name: str) -> Te
     result = (scale.float() * 2.0**kind.scale_exponent).to(problem.dtype)
     if not bool(torch.isfinite(result).all()):
         most = torch.finfo(problem.dtype).max * 2.0**-kind.scale_exponent
+        other = "" if problem.dtype == torch.bfloat16 else "bfloat16, or "
         raise WeightsError(
             f"{name}_scale reaches {float(scale.max()):g}, and Marlin holds scales up to {most:g} "
-            f"in {problem.dtype_name}: use bfloat16, or another backend"
+            f"in {problem.dtype_name}: use {other}another backend"
         )
     return result
 
