@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from moekit.plugins import DispatcherSpec, ExpertsSpec, hookimpl
-from moekit.problem import ActivationFormat
+from moekit.problem import ActivationFormat, MoEProblem
 from moekit.quant import SCHEMES
+
+
+def _describe_torch(problem: MoEProblem) -> str:
+    from moekit.cpu_experts import describe
+
+    return describe(problem)
 
 
 @hookimpl
@@ -43,6 +49,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             devices=("any",),
             schemes=frozenset(SCHEMES),
             emulates=True,
+            describe=_describe_torch,
             reduces=True,
             deterministic=True,
             weights_in_fp32=True,

@@ -131,12 +131,16 @@ def calibrates() -> bool:
 
 
 def find(
-    key: tuple[object, ...], dtype: str, elements: int, timed: Callable[[], Mapping[str, Points]]
-) -> Costs:
+    key: tuple[object, ...],
+    dtype: str,
+    elements: int,
+    timed: Callable[[], Mapping[str, Points]] | None,
+) -> Costs | None:
     """The costs of one kind of expert on this machine with the current number of threads.
 
     key: what the costs depend on besides the machine: sizes, dtype, activation. elements: of an
     expert's weights. timed: times the ways; it runs where the cache folder has no answer yet.
+    Returns None where there is no answer and nothing to time with.
     """
     where = f"{capability()}, {torch.get_num_threads()} thread(s)"
     if not calibrates():
@@ -144,6 +148,8 @@ def find(
     path, name = _file(), f"{where}: {key!r}"
     entry = _read(path).get(name)
     if entry is None:
+        if timed is None:
+            return None
         begin = time.perf_counter()
         entry = {way: [[n, t] for n, t in points] for way, points in timed().items()}
         logger.info("moekit: timed the ways to run %s in %.1f s", name, time.perf_counter() - begin)

@@ -86,7 +86,9 @@ def arena_bytes(problem: MoEProblem, assignments: int) -> int:
 def _scratch_bytes(problem: MoEProblem, rows: int) -> int:
     """What the ways take besides x and z, for ``rows`` rows of one expert or of all."""
     p, wide = problem, problem.w13_rows + problem.hidden_size
-    upcast = min(rows, _UPCAST_ROWS) * wide * 4 + max(_PIECE_BYTES, 4 * wide)
+    matrix = 4 * p.hidden_size * max(p.w13_rows, p.local_intermediate_size)
+    piece = min(matrix, max(_PIECE_BYTES, 4 * wide))
+    upcast = min(rows, _UPCAST_ROWS) * wide * 4 + piece + 256
     return max(rows * wide * p.dtype.itemsize, 0 if p.dtype == torch.float32 else upcast) + 512
 
 
@@ -155,11 +157,11 @@ class Choice:
         parts, start = [], 1
         for n in range(2, _TABLE_ROWS + 2):
             if n > _TABLE_ROWS or self._ways[n - 1] != self._ways[start - 1]:
-                rows = f"of {start}" if start == n - 1 else f"of {start} to {n - 1}"
-                rows = f"from {start}" if n > _TABLE_ROWS else rows
-                parts.append(f"{self._ways[start - 1]} for experts {rows} rows")
+                rows = f"{start}" if start == n - 1 else f"{start} to {n - 1}"
+                rows = f"{start} and more" if n > _TABLE_ROWS else rows
+                parts.append(f"'{self._ways[start - 1]}' for {rows}")
                 start = n
-        return f"{', '.join(parts)}; {self._source}"
+        return f"by rows an expert {', '.join(parts)} ({self._source})"
 
 
 def _total(seconds: Sequence[float], counts: Sequence[int]) -> float:
@@ -176,10 +178,24 @@ _choices: dict[tuple[object, ...], Choice] = {}
 
 def choice(problem: MoEProblem) -> Choice:
     """The choice for a problem, with the current number of threads; timed where not yet known."""
+    found = _find(problem, lambda: _timed(problem, ways_for(problem)))
+    assert found is not None
+    return found
+
+
+def describe(problem: MoEProblem) -> str:
+    """Say which way runs experts of how many rows, if this machine is known, without timing it."""
+    if problem.device.type != "cpu":
+        return ""
+    found = _find(problem, None)
+    return str(found) if found else "times the ways to run an expert when weights are first packed"
+
+
+def _find(problem: MoEProblem, timed: Callable[[], Mapping[str, Points]] | None) -> Choice | None:
     p, ways = problem, ways_for(problem)
     key = (
         p.dtype_name, p.hidden_size, p.local_intermediate_size, p.activation.name, p.has_bias,
-        min(p.num_local_experts, 64), ways,
+        ways,
     )  # fmt: skip
     full = (*key, torch.get_num_threads(), cpu_costs.calibrates())
     found = _choices.get(full)
@@ -188,8 +204,9 @@ def choice(problem: MoEProblem) -> Choice:
             found = _choices.get(full)
             if found is None:
                 elements = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
-                costs = cpu_costs.find(key, p.dtype_name, elements, lambda: _timed(p, ways))
-                found = _choices[full] = Choice(costs, ways)
+                costs = cpu_costs.find(key, p.dtype_name, elements, timed)
+                if costs is not None:
+                    found = _choices[full] = Choice(costs, ways)
     return found
 
 

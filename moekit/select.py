@@ -210,6 +210,8 @@ def _notes(problem: MoEProblem, dispatcher: DispatcherSpec, experts: ExpertsSpec
     for member in members:
         if problem.quant.activation is not None and member.emulates:
             yield f"{member.name} emulates {problem.quant.name}: it quantizes no activations itself"
+        if how := member.description(problem):
+            yield f"{member.name}: {how}"
     taken = dispatcher.weights_in_fp32 or not dispatcher.applies_weights
     kept = taken and all(weights_in_fp32(member, dispatcher.format) for member in members)
     if problem.dtype_name == "float16" and not kept:

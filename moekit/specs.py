@@ -112,6 +112,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
     "scheme_priority": _want("a tuple of (scheme, int), each scheme once", _are_scheme_priorities),
     "ids_dtype": _want("'int32' or 'int64'", lambda value: value in ("int32", "int64")),
     "check": _FUNCTION,
+    "describe": _FUNCTION,
     "footprint": _FUNCTION,
     **dict.fromkeys(
         (
@@ -138,6 +139,7 @@ class BackendSpec:
     priority: the higher of two possible backends is chosen when no measurement says otherwise;
     scheme_priority: (scheme, priority) pairs where it differs by scheme.
     check: further reasons for a problem; must be pure and must not touch a device.
+    describe: how it will run a problem, in a few words for `explain`; it may return "".
     graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
     deterministic: equal inputs give equal bits.
     weights_in_fp32: in fp16, an expert's output above 65504 survives until its router weight makes
@@ -156,6 +158,7 @@ class BackendSpec:
     priority: int = 0
     scheme_priority: tuple[tuple[str, int], ...] = ()
     check: Callable[[MoEProblem], list[str]] | None = None
+    describe: Callable[[MoEProblem], str] | None = None
     graph_safe: bool = False
     deterministic: bool = False
     weights_in_fp32: bool = False
@@ -189,6 +192,19 @@ class BackendSpec:
             reasons.append(f"dtype {problem.dtype_name} is not supported (has {known})")
         reasons += self._unsupported_features(problem)
         return reasons + self._reasons_of_check(problem)
+
+    def description(self, problem: MoEProblem) -> str:
+        """What `describe` says of ``problem``, or what went wrong there."""
+        if self.describe is None:
+            return ""
+        try:
+            with contained():
+                found = self.describe(problem)
+                if type(found) is not str:
+                    raise TypeError(f"describe returned {shown(found)}, want a string")
+                return printable(found)
+        except Fault as fault:
+            return f"its description failed: {fault}"
 
     def _reasons_of_check(self, problem: MoEProblem) -> list[str]:
         if self.check is None:

@@ -317,14 +317,6 @@ def test_load_is_counted_completely() -> None:
     assert window.total().tolist() == [[THREADS * 20 * 50_000] * 8]
 
 
-def test_calls_are_numbered_apart() -> None:
-    """Ranks compare these numbers."""
-    kernel = moekit.compose(PROBLEM, experts="torch")
-    numbers = at_once(lambda _: [next(kernel._calls) for _ in range(2000)])
-    flat = [n for each in numbers for n in each]
-    assert sorted(flat) == list(range(1, len(flat) + 1))
-
-
 def test_layers_are_named_apart() -> None:
     def make(thread: int) -> Any:
         sizes = {"params_dtype": torch.float32, "experts": "torch", "device": "cpu"}

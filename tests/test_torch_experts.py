@@ -95,12 +95,25 @@ def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
         assert cpu_costs._read(kept) == {}
 
 
+def test_explain_says_how_the_cpu_runs_experts(monkeypatch, tmp_path) -> None:
+    p, w, *_ = case(torch.float32, 4, 2, 1)
+    assert "torch: by rows an expert '" in moekit.explain(p, experts="torch").note
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_experts, "_choices", {})
+    assert "when weights are first packed" in moekit.explain(p, experts="torch").note
+    moekit.compose(p, experts="torch").pack(w)
+    assert "calibrated on this machine" in moekit.explain(p, experts="torch").note
+    assert "by rows" not in moekit.explain(p.replace(device="sm90"), experts="torch").note
+
+
 def test_unwritable_cache_costs_a_warning_alone(monkeypatch, tmp_path, caplog) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     costs = cpu_costs.find(("k",), "float32", 100, lambda: {"right": [(1, 1e-6)]})
+    assert costs is not None
     assert costs.of("right", 1) == 1e-6 and "was not kept" in caplog.text
 
 
