@@ -1,11 +1,14 @@
-"""The `torch` experts on the CPU beside transformers' own experts implementations.
+"""moekit's experts on the CPU beside transformers' own experts implementations.
 
     python benchmarks/cpu_torch_experts.py [--threads 1] [--shapes tiny,60,8] [--compile]
+        [--experts torch,ktransformers] [--quant none,int4_w4a16_g128]
 
-Whole block from (x, ids, weights) to out; moekit's time includes ModularKernel. Contestants take
-turns within a cell; the table shows medians. With one thread the clock is the thread's CPU time,
-which other processes do not disturb. The last column is the rate at which weights are read, as a
-fraction of what reading them with `torch.sum` reaches on this machine.
+Whole block from (x, ids, weights) to out; moekit's time includes ModularKernel. --experts names the
+experts backends of moekit to time. Under a --quant scheme they have quantized weights, and the
+baselines, which have none, the same weights dequantized. Contestants take turns within a cell; the
+table shows medians. With one thread and `torch` alone the clock is the thread's CPU time, which
+other processes do not disturb. The last column is the rate at which weights are read, as a fraction
+of what reading them with `torch.sum` reaches on this machine.
 
 A lesser CPU is shown by ATEN_CPU_CAPABILITY=avx2|avx512 and ONEDNN_MAX_CPU_ISA=AVX2|AVX512_CORE|
 AVX512_CORE_BF16|AVX512_CORE_AMX. torch sends no 16-bit products to oneDNN where the CPU has no
@@ -15,8 +18,10 @@ AVX-512; --no-onednn-16bit shows that: every contestant's 16-bit products then s
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,25 +38,38 @@ SHAPES = {  # experts, top-k, hidden, intermediate
     "60": (60, 4, 1024, 704),
     "mixtral-small": (8, 2, 2048, 1024),
     "qwen3-30b": (128, 8, 2048, 768),
+    "qwen3-30b-32": (32, 8, 2048, 768),
 }
 ROUTINGS = 4  # that a cell uses in turn
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BASELINES = ("eager", "grouped_mm", "compiled")
 
 
-def contestants(shape: tuple[int, int, int, int], dtype: torch.dtype, compiled: bool):
-    """name -> call(x, routing), all over the same weights; the problem, the weights, the choice."""
+def contestants(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    quant: str,
+    backends: Sequence[str],
+    compiled: bool,
+):
+    """name -> call(x, routing), all over the same weights; the problem and the weights."""
     experts, top_k, hidden, inner = shape
     w13 = torch.randn(experts, 2 * inner, hidden, dtype=dtype) / hidden**0.5
     w2 = torch.randn(experts, hidden, inner, dtype=dtype) / inner**0.5
     weights = moekit.ExpertWeights(w13, w2)
     problem = moekit.MoEProblem(
         num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner,
-        dtype=dtype, device="cpu",
+        dtype=dtype, device="cpu", quant=quant,
     )  # fmt: skip
-    kernel = moekit.compose(problem, "local", "torch")
-    packed = kernel.pack(weights)
-    calls = {"moekit": lambda x, routing: kernel(x, packed, routing)}
+    weights = weights.quantize(problem.quant)
+    calls = {}
+    for name in backends:
+        kernel = moekit.compose(problem, "local", name)
+        packed = kernel.pack(weights)
+        calls[name] = lambda x, routing, kernel=kernel, packed=packed: kernel(x, packed, routing)
+    if problem.quant.weight is not None:
+        plain = weights.canonical(problem).dequantize(problem.quant, dtype)
+        w13, w2 = plain.w13, plain.w2
     for baseline in BASELINES:
         config = transformers.Qwen3MoeConfig(
             num_experts=experts, num_experts_per_tok=top_k, hidden_size=hidden,
@@ -93,8 +111,9 @@ def cell(calls, x: torch.Tensor, routings, clock, budget: float) -> dict[str, fl
         for routing in routings:
             call(x, routing)
     deadline = time.perf_counter() + budget * len(calls)
-    while time.perf_counter() < deadline or len(times["moekit"]) < 6:
-        turn = len(times["moekit"])
+    turn = -1
+    while time.perf_counter() < deadline or turn < 5:
+        turn += 1
         for name in [*calls][turn % len(calls) :] + [*calls][: turn % len(calls)]:
             start = clock()
             calls[name](x, routings[turn % len(routings)])
@@ -108,6 +127,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", default="tiny,mixtral-small,qwen3-30b")
     parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--experts", default="torch", help="experts backends of moekit")
+    parser.add_argument("--quant", default="none", help="schemes")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--budget", type=float, default=0.5, help="seconds per cell and contestant")
     parser.add_argument("--compile", action="store_true", help="torch.compile'd eager, too")
@@ -122,45 +143,55 @@ def main() -> None:
 
 
 def table(args: argparse.Namespace) -> list[str]:
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    # A backend with threads of its own works while the calling thread waits.
+    alone = args.threads == 1 and args.experts == "torch"
+    clock = time.thread_time if alone else time.perf_counter
     baselines = [b for b in BASELINES if b != "compiled" or args.compile]
+    backends = args.experts.split(",")
     rate = read_rate()
     lines = [
         f"torch {torch.__version__}, transformers {transformers.__version__}, moekit "
         f"{moekit.__version__}, {cpu_costs.cpu_name()}, {cpu_costs.capability()}, {args.threads} "
         f"thread(s), reads {rate / 1e9:.1f} GB/s; medians in us",
         "",
-        f"| shape | dtype | T | moekit | {' | '.join(baselines)} | best baseline / moekit | error "
-        "| weights read |",
-        "|---|---|---|---|" + "---|" * (len(baselines) + 3),
+        f"| shape | dtype | quant | T | {' | '.join((*backends, *baselines))} "
+        f"| {' | '.join(f'best baseline / {b} | error | weights read' for b in backends)} |",
+        "|---|---|---|---|" + "---|" * (4 * len(backends) + len(baselines)),
     ]
     print("\n".join(lines))
     for name in args.shapes.split(","):
-        for dtype in (getattr(torch, dtype) for dtype in args.dtypes.split(",")):
-            calls, problem, weights = contestants(SHAPES[name], dtype, args.compile)
+        for dtype, quant in itertools.product(args.dtypes.split(","), args.quant.split(",")):
+            dtype = getattr(torch, dtype)
+            calls, problem, weights = contestants(
+                SHAPES[name], dtype, quant, backends, args.compile
+            )
             for tokens in map(int, args.tokens.split(",")):
                 x = torch.randn(tokens, problem.hidden_size, dtype=dtype)
                 logits = torch.randn(ROUTINGS, tokens, problem.num_experts)
                 routings = [moekit.route(one, problem.top_k, renormalize=True) for one in logits]
                 routing = routings[0]
                 want = oracle(x, weights, routing, problem) if tokens <= 64 else None
-                error = "" if want is None else f"{relative(calls, x, routing, want):.1e}"
                 took = cell(calls, x, routings, clock, args.budget)
-                ratio = min(took[b] for b in baselines) / took["moekit"]
                 hit = sum(len(r.topk_ids.unique()) for r in routings) / ROUTINGS
                 hit /= problem.num_experts
-                nbytes = hit * (weights.w13.nbytes + weights.w2.nbytes)
-                row = [name, str(dtype)[6:], str(tokens)]
-                row += [f"{took[c] * 1e6:.0f}" for c in ("moekit", *baselines)]
-                row += [f"{ratio:.2f}", error, f"{nbytes / took['moekit'] / rate:.2f}"]
+                nbytes = hit * sum(t.nbytes for t in weights.tensors().values())
+                row = [name, str(dtype)[6:], quant, str(tokens)]
+                row += [f"{took[c] * 1e6:.0f}" for c in (*backends, *baselines)]
+                for backend in backends:
+                    ratio = min(took[b] for b in baselines) / took[backend]
+                    error = ""
+                    if want is not None:
+                        error = f"{relative(calls[backend], x, routing, want):.1e}"
+                    row += [f"{ratio:.2f}", error, f"{nbytes / took[backend] / rate:.2f}"]
                 lines.append("| " + " | ".join(row) + " |")
                 print(lines[-1], flush=True)
-            print(f"  {name} {dtype}: {cpu_experts.choice(problem)}", flush=True)
+            if "torch" in backends:
+                print(f"  {name} {dtype}: {cpu_experts.choice(problem)}", flush=True)
     return lines
 
 
-def relative(calls, x: torch.Tensor, routing: moekit.Routing, want: torch.Tensor) -> float:
-    got = calls["moekit"](x, routing).float()
+def relative(call, x: torch.Tensor, routing: moekit.Routing, want: torch.Tensor) -> float:
+    got = call(x, routing).float()
     return float((got - want).norm() / want.norm())
 
 

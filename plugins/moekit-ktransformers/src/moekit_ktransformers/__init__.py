@@ -1,0 +1,44 @@
+"""kt-kernel's CPU experts for moekit: `ktransformers`.
+
+The library's extension module is loaded alone: its Python package, which imports readers of
+checkpoint formats, is never imported.
+"""
+
+from moekit import SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit_ktransformers import kinds, library
+
+# kt-kernel pins an old torch in its metadata, so its dependencies stay out.
+_HINT = f"pip install --no-deps 'kt-kernel{library.VERSIONS}'"
+
+
+def _check(problem: MoEProblem) -> list[str]:
+    """Whether this machine has the library matters only where it would be loaded: on a CPU."""
+    if problem.device.type != "cpu":
+        return []
+    return [*library.reasons(), *kinds.reasons(problem)]
+
+
+@hookimpl
+def moekit_experts() -> list[ExpertsSpec]:
+    return [
+        ExpertsSpec(
+            name="ktransformers",
+            target="moekit_ktransformers.experts:KTransformersExperts",
+            format=ActivationFormat.STANDARD,
+            dtypes=frozenset({"bfloat16"}),
+            schemes=kinds.schemes() & frozenset(SCHEMES),
+            devices=("cpu",),
+            requires=("kt_kernel",),
+            install_hint=_HINT,
+            priority=10,
+            # `torch` is faster in bf16 (benchmarks/results, cpu-ktransformers) and copies nothing.
+            scheme_priority=(("none", -10),),
+            check=_check,
+            activations=frozenset({"silu"}),
+            bias=False,
+            reduces=True,
+            takes_quantized=False,
+            emulates=True,
+            deterministic=True,
+        )
+    ]

@@ -1,0 +1,127 @@
+"""The `ktransformers` experts: STANDARD, reducing.
+
+Shape suffixes: R rows, K slots of a row, L local experts, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.plugins import ExpertsSpec
+from moekit.problem import MoEProblem
+from moekit.weights import ExpertWeights
+
+from . import kinds, library
+from .pool import Settings, pool
+
+library.load()  # here, so that a library that does not load is a backend that does not load
+
+MAX_ROWS = 512
+"""Rows of one call of the library; its buffers grow with them. More rows take several calls."""
+
+
+class KTransformersExperts(PermuteExpertsUnpermute):
+    """Runs one of the library's MoE classes on its own threads.
+
+    Packed weights are plain tensors in the library's input layout. The library's object for them
+    is made at their first call, kept as long as they live, and loaded anew when they change.
+    """
+
+    def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
+        super().__init__(spec, problem)
+        self._kind = kinds.choose(problem)
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        experts, _ = weights.by_expert()
+        for name in ("w13_scale", "w2_scale"):
+            if name in experts:
+                experts[name] = _stored(experts[name], self._kind.scales)
+        return PackedWeights(self.spec.name, {n: _versioned(t) for n, t in experts.items()})
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        p = self.problem
+        # x and the output contiguous, ids in int64, weights in fp32: only where they are not.
+        return (
+            BufferSpec((rows, p.hidden_size), p.dtype),
+            BufferSpec((rows, p.hidden_size), p.dtype),
+            BufferSpec((rows, p.top_k), torch.int64),
+            BufferSpec((rows, p.top_k), torch.float32),
+        )
+
+    def transient_bytes(self, rows: int) -> int:
+        """The library's buffers (shared by all layers) and its copy of one layer's weights.
+
+        Both stay allocated between calls. Buffers of pages that no call touched cost nothing.
+        """
+        p = self.problem
+        H, inner = p.hidden_size, p.local_intermediate_size
+        slots = MAX_ROWS * p.top_k
+        padded = slots + 32 * p.num_local_experts
+        gathered = 2 * slots * (2 * H + 2 * inner)
+        operands = padded * (2 * (H + inner) + 4 * (2 * inner + H) + 5 * 64)
+        outputs = 2 * 4 * MAX_ROWS * H
+        return gathered + operands + outputs + kinds.copied_bytes(p, self._kind)
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        assert tokens.topk_ids is not None and tokens.topk_weights is not None
+        rows = tokens.x.shape[0]
+        if rows == 0:
+            return
+        x_buffer, y_buffer, ids_buffer, weights_buffer = workspace
+        x_RH = _contiguous(tokens.x, x_buffer)
+        ids_RK = _contiguous(tokens.topk_ids, ids_buffer)
+        weights_RK = _contiguous(tokens.topk_weights, weights_buffer)
+        out_RH = y if y.is_contiguous() else y_buffer[:rows]
+        pool().run(self._settings(), weights.experts, x_RH, ids_RK, weights_RK, out_RH)
+        if out_RH is not y:
+            y.copy_(out_RH)
+
+    def _settings(self) -> Settings:
+        p = self.problem
+        quant = p.quant.weight
+        per_channel = quant is not None and quant.group == (1, -1)
+        return Settings(
+            kind=self._kind,
+            experts=p.num_local_experts,
+            top_k=p.top_k,
+            hidden=p.hidden_size,
+            inner=p.local_intermediate_size,
+            bits=0 if quant is None else 4 if quant.packed else 8,
+            group=0 if quant is None or per_channel else quant.group[1],
+            per_channel=per_channel,
+            limit=p.activation.limit or 0.0,
+            max_rows=MAX_ROWS,
+        )
+
+
+def _contiguous(given: Tensor, buffer: Tensor) -> Tensor:
+    """``given`` itself where it has the layout and dtype that the library reads, else a copy."""
+    if given.is_contiguous() and given.dtype == buffer.dtype:
+        return given
+    flat = buffer.view(-1)[: math.prod(given.shape)].view(given.shape)
+    return flat.copy_(given)
+
+
+def _stored(scale: Tensor, scales: str) -> Tensor:
+    if scales == "e8m0":
+        return (torch.frexp(scale).exponent + 126).to(torch.uint8)
+    return scale.to(getattr(torch, scales)).contiguous()
+
+
+def _versioned(tensor: Tensor) -> Tensor:
+    """A tensor that counts its changes, which one made in inference mode does not."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()

@@ -1,0 +1,114 @@
+"""Which of the library's classes computes a scheme, and for which sizes.
+
+Only classes that multiply 16-bit activations are listed. Those that round activations to int8 for
+int4 weights (AMXInt4_KGroup_MOE, AVXVNNI256*) are off by 1.2e-2 to 1.7e-2, beyond what a scheme
+with 16-bit activations allows, and AMXInt4_KGroup_MOE crashes for groups of 128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moekit import MoEProblem
+
+from . import library
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of the library.
+
+    step: hidden and intermediate size must be multiples of it. bf16_build: it needs a build with
+    AVX-512 BF16. scales: how it stores them, "" for none. copies: it copies the weights into
+    buffers of its own, else it reads ours. frees: its destructor frees what it allocated.
+    """
+
+    name: str
+    step: int
+    bf16_build: bool
+    scales: str = ""
+    copies: bool = True
+    frees: bool = True
+
+    @property
+    def runs(self) -> bool:
+        return not self.bf16_build or library.variant() in ("amx", "avx512_bf16")
+
+
+# The fastest first. Sizes that are no multiples of `step` crash the library or are refused by it.
+_BF16 = (Kind("AMXBF16_MOE", 32, True, frees=False), Kind("AVX2BF16_MOE", 32, False))
+_FP8_BLOCK = (
+    Kind("AMXFP8_MOE", 128, True, "float32", frees=False),
+    Kind("AVX2FP8_MOE", 128, False, "float32"),
+)
+_FP8_CHANNEL = (Kind("AMXFP8PerChannel_MOE", 32, True, "float32", frees=False),)
+_MXFP4 = (
+    Kind("AMXFP4_KGroup_MOE", 32, True, "bfloat16", frees=False),
+    Kind("AVX2MXFP4_MOE", 32, False, "bfloat16", copies=False),
+)
+_MXFP8 = (Kind("AVX2MXFP8_MOE", 32, False, "e8m0"),)
+
+
+def _int4(group: int) -> tuple[Kind, ...]:
+    return (Kind("AVX2RawInt4_MOE", group, False, "bfloat16", copies=False),)
+
+
+# Schemes that quantize activations are emulated: activations stay in 16 bits.
+KINDS: Mapping[str, tuple[Kind, ...]] = MappingProxyType(
+    {
+        "none": _BF16,
+        "fp8_block": _FP8_BLOCK,
+        "fp8_w8a16_block": _FP8_BLOCK,
+        "fp8_channel_token": _FP8_CHANNEL,
+        "fp8_w8a16_channel": _FP8_CHANNEL,
+        "mxfp4_w4a16": _MXFP4,
+        "mxfp4_w4a8": _MXFP4,
+        "mxfp8": _MXFP8,
+        **{f"int4_w4a16_g{group}": _int4(group) for group in (32, 64, 128)},
+    }
+)
+
+
+def schemes() -> frozenset[str]:
+    """Return the schemes that some class computes on this CPU."""
+    return frozenset(name for name, listed in KINDS.items() if any(kind.runs for kind in listed))
+
+
+def choose(problem: MoEProblem) -> Kind:
+    """Return the fastest class for a problem that `reasons` has nothing against."""
+    return next(kind for kind in KINDS[problem.quant.name] if kind.runs)
+
+
+def reasons(problem: MoEProblem) -> list[str]:
+    """Return why no class of the library computes the problem's scheme at its sizes."""
+    listed = KINDS.get(problem.quant.name, ())
+    kind = next((kind for kind in listed if kind.runs), None)
+    if kind is None:
+        return []  # the spec's schemes say so
+    nodes = library.numa_nodes()
+    found = [
+        f"{what} {size} must be a multiple of {kind.step * parts} ({kind.name})"
+        for what, size, parts in (
+            ("hidden size", problem.hidden_size, 1),
+            ("intermediate size on this rank", problem.local_intermediate_size, nodes),
+        )
+        if size % (kind.step * parts)
+    ]
+    if nodes > 1 and not kind.copies:
+        found.append(f"{kind.name} runs on one NUMA node ({library.NODES_VARIABLE}={nodes})")
+    return found
+
+
+def copied_bytes(problem: MoEProblem, kind: Kind) -> int:
+    """Return the bytes of the library's own copy of one layer's weights, at most."""
+    p = problem
+    elements = p.num_local_experts * 3 * p.hidden_size * p.local_intermediate_size
+    weight = p.quant.weight
+    if weight is None:
+        return elements * p.dtype.itemsize
+    shapes = (p.w13_rows, p.hidden_size), (p.hidden_size, p.local_intermediate_size)
+    scales = 4 * p.num_local_experts * sum(math.prod(weight.scale_shape(*s)) for s in shapes)
+    return scales + (elements // (2 if weight.packed else 1) if kind.copies else 0)

@@ -1,0 +1,189 @@
+"""Find kt-kernel, say what is wrong with it, and load the build for this CPU.
+
+`reasons` reads files and imports nothing. Only `load` loads the extension, after the CPU was seen
+to have every instruction set that the build uses: an instruction that a CPU lacks kills a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+VERSIONS = ">=0.7.2,<0.8"
+_LOWEST, _ABOVE = (0, 7, 2), (0, 8)
+
+VARIANT_VARIABLE = "MOEKIT_KT_VARIANT"
+THREADS_VARIABLE = "MOEKIT_KT_THREADS"
+NODES_VARIABLE = "MOEKIT_KT_NUMA_NODES"
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_VBMI = _VNNI | {"avx512vbmi"}
+_BF16 = _VBMI | {"avx512_bf16"}
+# The wheel's builds and the CPU flags (as /proc/cpuinfo spells them) that each needs, the best
+# first. "amx" is loaded on request only: no machine with AMX has run the conformance kit yet.
+VARIANTS: dict[str, frozenset[str]] = {
+    "amx": _BF16 | {"amx_tile", "amx_int8", "amx_bf16"},
+    "avx512_bf16": _BF16,
+    "avx512_vbmi": _VBMI,
+    "avx512_vnni": _VNNI,
+    "avx512_base": _AVX512,
+    "avx2": _AVX2,
+}
+_ON_REQUEST = frozenset({"amx"})
+
+_MODULE = "kt_kernel_ext"
+_extension: Any = None
+
+
+def load() -> Any:
+    """Return the library's extension module; the first call loads it.
+
+    Raises ImportError with the reasons where there is none that this machine can run.
+    """
+    global _extension
+    if _extension is None:
+        if why := reasons():
+            raise ImportError("; ".join(why))
+        path = build()
+        if path is None:
+            raise ImportError("kt_kernel is not installed")
+        loaded = sys.modules.get(_MODULE)  # kt_kernel itself was imported before
+        if loaded is None:
+            spec = importlib.util.spec_from_file_location(_MODULE, path)
+            assert spec is not None and spec.loader is not None
+            loaded = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded)
+            sys.modules[_MODULE] = loaded
+        _extension = loaded
+    return _extension
+
+
+def reasons() -> list[str]:
+    """Return why the installed library cannot be used here.
+
+    A library that is not installed at all is reported by the spec's ``requires``.
+    """
+    folder = find()
+    found = [*_environment_faults()]
+    if folder is None:
+        return found
+    version = installed_version()
+    if version is not None and not _LOWEST <= version < _ABOVE:
+        text = ".".join(map(str, version))
+        found.append(f"kt-kernel {text} is installed, but moekit needs kt-kernel{VERSIONS}")
+    asked = os.environ.get(VARIANT_VARIABLE)
+    if asked and asked not in VARIANTS:
+        known = ", ".join(VARIANTS)
+        found.append(f"{VARIANT_VARIABLE}={asked!r} is unknown; choose one of: {known}")
+    elif asked and (missing := VARIANTS[asked] - cpu_flags()):
+        lacks = ", ".join(sorted(missing))
+        found.append(f"{VARIANT_VARIABLE}={asked}, but this CPU lacks {lacks}")
+    elif variant() is None:
+        lacks = ", ".join(sorted(VARIANTS["avx2"] - cpu_flags()))
+        found.append(f"kt-kernel needs an x86 CPU with AVX2, and this CPU lacks {lacks}")
+    elif build() is None:
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        has = sorted(p.name for p in folder.glob(f"_{_MODULE}_{variant()}.*")) or ["none"]
+        found.append(
+            f"{folder} has no {variant()} build for Python {python} (found: {', '.join(has)}); "
+            "install the wheel for this Python"
+        )
+    return found
+
+
+def find() -> Path | None:
+    """Return the folder of the package kt_kernel, without importing it."""
+    try:
+        spec = importlib.util.find_spec("kt_kernel")
+    except (ImportError, ValueError):
+        return None
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    return Path(folders[0]) if folders else None
+
+
+def installed_version() -> tuple[int, ...] | None:
+    """Return the version that the package's metadata tells, or None."""
+    try:
+        text = importlib.metadata.version("kt-kernel")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return None if match is None else tuple(int(part or 0) for part in match.groups())
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Return the instruction sets that this CPU and its kernel offer; empty where unknown."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(match.group(1).split()) if match else frozenset()
+
+
+def variant() -> str | None:
+    """Return the build to load: the one asked for, else the best that this CPU can run."""
+    asked = os.environ.get(VARIANT_VARIABLE)
+    if asked:
+        return asked
+    runs = (v for v, needs in VARIANTS.items() if needs <= cpu_flags() and v not in _ON_REQUEST)
+    return next(runs, None)
+
+
+def build() -> Path | None:
+    """Return the extension module's file of `variant` for this Python."""
+    folder = find()
+    if folder is None:
+        return None
+    names = (f"_{_MODULE}_{variant()}{s}" for s in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def numa_nodes() -> int:
+    """Return how many NUMA nodes the pool spans: MOEKIT_KT_NUMA_NODES, or 1."""
+    return int(os.environ.get(NODES_VARIABLE) or 1)
+
+
+def threads(torch_threads: int) -> int:
+    """Return the number of threads of the pool: MOEKIT_KT_THREADS, or torch's.
+
+    The calling thread spins until the pool is done, so without the variable one core is left to
+    it: a pool with a thread on every core is slower than one with a thread less.
+    """
+    asked = os.environ.get(THREADS_VARIABLE)
+    if asked:
+        return int(asked)
+    return max(numa_nodes(), min(torch_threads, cores() - 1), 1)
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _environment_faults() -> list[str]:
+    found = []
+    for name in (THREADS_VARIABLE, NODES_VARIABLE):
+        text = os.environ.get(name)
+        if text and not (text.isascii() and text.isdigit() and int(text) > 0):
+            found.append(f"{name}={text!r} is not a positive integer")
+    if not found:
+        nodes, asked = numa_nodes(), os.environ.get(THREADS_VARIABLE)
+        present = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+        if nodes > present:
+            found.append(f"{NODES_VARIABLE}={nodes}, but this machine has {present} NUMA node(s)")
+        if asked and int(asked) % nodes:
+            found.append(f"{THREADS_VARIABLE}={asked} must be a multiple of {nodes} NUMA nodes")
+    return found

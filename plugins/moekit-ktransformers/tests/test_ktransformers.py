@@ -1,0 +1,233 @@
+"""Finding the library, what is said when it cannot run, threads, and weights that change."""
+
+import dataclasses
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from kt_standin import REAL
+from moekit_ktransformers import kinds, library
+from moekit_ktransformers import pool as pools
+
+import moekit
+from moekit.testing.calls import pack
+from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import assert_close
+
+
+def problem(**changes) -> moekit.MoEProblem:
+    sizes = dict(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128, device="cpu")
+    return moekit.MoEProblem(**{**sizes, "dtype": torch.bfloat16, **changes})
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A folder of kt_kernel 0.7.2 with a build for this Python, on a CPU with AVX2 alone."""
+    suffix = library.importlib.machinery.EXTENSION_SUFFIXES[0]
+    (tmp_path / f"_kt_kernel_ext_avx2{suffix}").touch()
+    monkeypatch.setattr(library, "find", lambda: tmp_path)
+    monkeypatch.setattr(library, "installed_version", lambda: (0, 7, 2))
+    monkeypatch.setattr(library, "cpu_flags", lambda: library.VARIANTS["avx2"])
+    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE, library.NODES_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_a_library_that_fits(installed):
+    assert library.reasons() == [] and library.variant() == "avx2"
+
+
+@pytest.mark.parametrize("version", [(0, 7, 1), (0, 8, 0)])
+def test_another_version(installed, monkeypatch, version):
+    monkeypatch.setattr(library, "installed_version", lambda: version)
+    (reason,) = library.reasons()
+    assert ".".join(map(str, version)) in reason and library.VERSIONS in reason
+
+
+def test_a_build_for_another_python(installed):
+    (build,) = installed.iterdir()
+    build.rename(installed / "_kt_kernel_ext_avx2.cpython-299-x86_64-linux-gnu.so")
+    (reason,) = library.reasons()
+    assert "no avx2 build for Python" in reason and "cpython-299" in reason
+
+
+def test_a_cpu_without_avx2(installed, monkeypatch):
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"sse2", "avx2"}))
+    (reason,) = library.reasons()
+    assert "lacks bmi2, f16c, fma" in reason
+    monkeypatch.setattr(library, "_extension", None)
+    with pytest.raises(ImportError, match="lacks bmi2"):
+        library.load()
+
+
+def test_a_build_that_the_cpu_cannot_run(installed, monkeypatch):
+    monkeypatch.setenv(library.VARIANT_VARIABLE, "avx512_base")
+    (reason,) = library.reasons()
+    assert "this CPU lacks avx512bw" in reason
+    monkeypatch.setenv(library.VARIANT_VARIABLE, "sse")
+    (reason,) = library.reasons()
+    assert "'sse' is unknown" in reason
+
+
+@pytest.mark.parametrize("flags, best", [(n, n) for n in library.VARIANTS if n != "amx"])
+def test_the_best_build_that_runs(installed, monkeypatch, flags, best):
+    monkeypatch.setattr(library, "cpu_flags", lambda: library.VARIANTS[flags])
+    assert library.variant() == best
+
+
+def test_amx_is_loaded_on_request_only(installed, monkeypatch):
+    monkeypatch.setattr(library, "cpu_flags", lambda: library.VARIANTS["amx"])
+    assert library.variant() == "avx512_bf16"
+    monkeypatch.setenv(library.VARIANT_VARIABLE, "amx")
+    assert library.variant() == "amx"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+@pytest.mark.parametrize("name", [library.THREADS_VARIABLE, library.NODES_VARIABLE])
+def test_bad_settings_are_reasons(installed, monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    (reason,) = library.reasons()
+    assert name in reason and text in reason
+
+
+def test_more_numa_nodes_than_there_are(installed, monkeypatch):
+    monkeypatch.setenv(library.NODES_VARIABLE, "999")
+    assert any("999" in reason for reason in library.reasons())
+
+
+def test_one_core_is_left_to_the_caller(monkeypatch):
+    monkeypatch.delenv(library.THREADS_VARIABLE, raising=False)
+    monkeypatch.delenv(library.NODES_VARIABLE, raising=False)
+    monkeypatch.setattr(library, "cores", lambda: 8)
+    assert [library.threads(n) for n in (1, 4, 8, 16)] == [1, 4, 7, 7]
+    monkeypatch.setattr(library, "cores", lambda: 1)
+    assert library.threads(1) == 1
+    monkeypatch.setenv(library.THREADS_VARIABLE, "3")
+    assert library.threads(1) == 3
+
+
+def test_more_threads_than_cores_warn(monkeypatch, caplog):
+    monkeypatch.setenv(library.THREADS_VARIABLE, str(library.cores() + 1))
+    monkeypatch.setattr(pools, "_pools", {})
+    monkeypatch.setattr(pools, "Pool", lambda *args: args)
+    with caplog.at_level("WARNING", logger="moekit.ktransformers"):
+        assert pools.pool()[1] == library.cores() + 1
+    assert library.THREADS_VARIABLE in caplog.text
+
+
+def test_sizes_that_crash_the_library_are_refused():
+    assert kinds.reasons(problem()) == []
+    (reason,) = kinds.reasons(problem(hidden_size=200))
+    assert "hidden size 200 must be a multiple of 32" in reason
+    (reason,) = kinds.reasons(problem(quant="fp8_block", intermediate_size=192))
+    assert "multiple of 128" in reason
+    (reason,) = kinds.reasons(problem(quant="int4_w4a16_g64", intermediate_size=96))
+    assert "multiple of 64" in reason
+
+
+def test_listing_imports_nothing():
+    code = (
+        "import sys, moekit; r = moekit.Registry.discover({'MOEKIT_PLUGINS': 'ktransformers'});"
+        "p = moekit.MoEProblem(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128,"
+        "device='cpu'); import moekit_ktransformers as m; (s,) = m.moekit_experts();"
+        "print('; '.join(s.unsupported(p)));"
+        "assert not {'kt_kernel', 'kt_kernel_ext', 'moekit_ktransformers.experts'} & {*sys.modules}"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    if library.find() is None:
+        assert "kt_kernel is not installed (pip install --no-deps 'kt-kernel" in run.stdout
+
+
+@pytest.mark.skipif(not REAL, reason="the library does not run here")
+def test_the_library_leaves_stdout_alone():
+    """Its greetings go to stderr, so that output in JSON stays JSON."""
+    code = "import torch; from moekit_ktransformers import pool; pool.pool(); print('only this')"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout == "only this\n" and "WorkerPool" in run.stderr
+
+
+@pytest.mark.parametrize("scheme", ["none", "int4_w4a16_g32"])
+def test_experts_that_moved_are_loaded_again(backends, scheme):
+    """EPLB copies experts within the packed tensors; the library's copy must follow."""
+    p = problem(quant=scheme)
+    kernel = moekit.compose(p, "local", "ktransformers", backends=backends)
+    first, second = random_weights(p, 1), random_weights(p, 2)
+    with torch.inference_mode():
+        packed, other = kernel.pack(first), kernel.pack(second)
+        for index in range(2):
+            case = make_case(p, 5, weights=(first, second)[index])
+            assert_close(kernel(case.x, packed, case.routing), case.reference(), p, f"{index}")
+            for name, tensor in packed.experts.items():
+                for expert in range(p.num_local_experts):
+                    tensor[expert].copy_(other.experts[name][expert])
+
+
+def test_packed_inference_tensors_count_their_changes(backends):
+    p = problem()
+    kernel = moekit.compose(p, "local", "ktransformers", backends=backends)
+    with torch.inference_mode():
+        weights = moekit.ExpertWeights(
+            torch.zeros(4, 256, 128, dtype=torch.bfloat16),
+            torch.zeros(4, 128, 128, dtype=torch.bfloat16),
+        )
+        packed = kernel.pack(weights)
+    assert not any(t.is_inference() for t in packed.experts.values())
+
+
+def test_objects_end_with_their_weights(backends):
+    p = problem()
+    kernel = moekit.compose(p, "local", "ktransformers", backends=backends)
+    loaded, case = pools.pool()._loaded, make_case(p, 3)
+    before = len(loaded)
+    packed = pack(kernel, case.weights)
+    packed = dataclasses.replace(packed, experts={n: t.clone() for n, t in packed.experts.items()})
+    kernel(case.x, packed, case.routing)
+    assert len(loaded) == before + 1
+    del packed
+    assert len(loaded) == before
+
+
+def test_more_rows_than_a_call_of_the_library_takes(backends, monkeypatch):
+    from moekit_ktransformers import experts
+
+    monkeypatch.setattr(experts, "MAX_ROWS", 8)
+    p = problem()
+    kernel = moekit.compose(p, "local", "ktransformers", backends=backends)
+    for num_tokens in (7, 8, 9, 24, 27):
+        case = make_case(p, num_tokens, "slots")
+        out = kernel(case.x, pack(kernel, case.weights), case.routing)
+        assert_close(out, case.reference(), p, f"T={num_tokens}")
+
+
+def test_calls_from_two_threads(backends):
+    p = problem()
+    cases = [make_case(p, 9, key=key, weights=random_weights(p, key)) for key in range(2)]
+    failures = []
+
+    def work(case):
+        try:
+            kernel = moekit.compose(
+                p, "local", "ktransformers", backends=backends, workspace=moekit.Workspace()
+            )
+            packed = pack(kernel, case.weights)
+            for _ in range(10):
+                out = kernel(case.x, packed, case.routing)
+                assert_close(out, case.reference(), p)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(case,)) for case in cases]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures
+
+
+def test_the_readme_names_every_variable():
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE, library.NODES_VARIABLE):
+        assert name in text
