@@ -1,6 +1,8 @@
-"""Hugging Face models with moekit's experts beside every experts implementation of transformers.
+r"""Hugging Face models with moekit's experts beside every experts implementation of transformers.
 
     python benchmarks/hf_generate.py [--models qwen3-30b,mixtral] [--out FILE.md]
+    python benchmarks/hf_generate.py --device cpu --threads 2 --models qwen3-small --prefill 512 \
+        --batches 1 --repeats 5
     python benchmarks/hf_generate.py --tiny          # any machine, to see that it works
 
 Real shapes, few layers, random bf16 weights. Times are of whole model forwards, host included:
@@ -29,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moekit.integrations.transformers
+from moekit.cpu_costs import capability
 
 # model_type, layers, what differs from its config's defaults
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -36,6 +39,11 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
         "qwen3_moe", 4,
         dict(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
              num_attention_heads=32, num_key_value_heads=4, head_dim=128, norm_topk_prob=True),
+    ),
+    "qwen3-small": (  # 1.7 GB in bf16: for CPUs
+        "qwen3_moe", 8,
+        dict(hidden_size=1024, moe_intermediate_size=512, num_experts=64, num_experts_per_tok=8,
+             num_attention_heads=16, num_key_value_heads=4, head_dim=64, norm_topk_prob=True),
     ),
     "mixtral": (
         "mixtral", 2,
@@ -62,16 +70,21 @@ Step = Callable[[], Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default="qwen3-30b,mixtral,gpt-oss-20b")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of the prompt")
     parser.add_argument("--batches", default="1,16,64", help="sequences of a decoding step")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--experts", help="moekit's experts backend; default: its own choice")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--device", help="default: this machine's accelerator, else the CPU")
+    parser.add_argument("--threads", type=int, help="of torch on the CPU; default: torch's own")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.device(args.device) if args.device else here
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     moekit.integrations.transformers.install(experts=args.experts)
     table = Table(device)
     for name in args.models.split(","):
@@ -91,7 +104,8 @@ class Table:
         self.lines: list[str] = []
         self.notes: list[str] = []
         self.peers = [p for p in PEERS if p == "eager" or p in ALL_EXPERTS_FUNCTIONS]
-        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        cpu = f"{capability()}, {torch.get_num_threads()} thread(s)"
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         self._add(
             f"`{' '.join(['python', *sys.argv])}`: {machine}, torch {torch.__version__}, "
             f"transformers {transformers.__version__}, moekit {moekit.__version__}; ms (error)"
@@ -196,6 +210,7 @@ def measure(contest: Contest, args: argparse.Namespace, batches: list[int]) -> N
 
 def build(name: str, tiny: bool, device: torch.device) -> Any:
     model_type, layers, sizes = MODELS[name]
+    print(f"{name}: {layers} layers with random weights ...", file=sys.stderr, flush=True)
     if tiny:
         sizes = {key: TINY[key] for key in sizes if key in TINY}
     torch.manual_seed(0)

@@ -41,8 +41,12 @@ class Plain(PermuteExpertsUnpermute):
                 continue
             row, slot = (tokens.topk_ids == expert).nonzero(as_tuple=True)
             result = expert_mlp(x[row], matrices, expert, p)
-            total.index_add_(0, row, result * tokens.topk_weights[row, slot, None])
+            weighted = self.weighted(result, tokens.topk_weights[row, slot, None])
+            total.index_add_(0, row, weighted)
         y.copy_(total)
+
+    def weighted(self, result, weights):
+        return result * weights
 
 
 class Slabs(PermuteExpertsUnpermute):

@@ -352,6 +352,14 @@ class ChangesItsMind(Plain):
     """Gives other reasons every time."""
 
 
+@killed_by("test_outputs_beyond_float16", says=".")
+class RoundsBeforeWeighting(Plain):
+    """Declares weights_in_fp32 and rounds an expert's output before it is weighted."""
+
+    def weighted(self, result, weights):
+        return result.to(self.problem.dtype).float() * weights
+
+
 def careless(problem):
     return [] if problem.device.capability else [problem.device.capability[0]]
 
