@@ -67,7 +67,7 @@ def test_above_the_range_under_a_small_weight(experts: str, tokens: int, scheme:
     assert float(raw.abs().max()) > 65504, "nothing overflows: the test tells nothing"
     for dispatcher in ("local",) if experts == "torch" else ("local", "batched_reference"):
         kernel = moekit.compose(problem, dispatcher, experts)
-        assert not kernel.explanation.note
+        assert "65504" not in kernel.explanation.note
         check(kernel(x, kernel.pack(weights), routing), oracle(x, weights, routing, problem))
 
 

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from fake_plugins import PROBLEM, Fakes, offers
+from fake_plugins import PROBLEM, Fakes, installed, offers
 from hostile_plugins import CASES, DEADLY
 
 import moekit
@@ -139,14 +140,17 @@ def test_doctor_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
         assert left.value.code == 2
 
 
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    yield from installed(tmp_path, monkeypatch)
+
+
 def test_a_reference_backend_is_never_a_silent_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fakes: Fakes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A clash over the only fast name warns when it is found, and when the slow one is chosen."""
-    fakes = Fakes(tmp_path)
     for name in ("alpha", "beta"):
         fakes.install(name, offers("fast"))
-    monkeypatch.syspath_prepend(tmp_path)
     found = fakes.discover(MOEKIT_PLUGINS="alpha,beta")
     assert "'fast' is also offered by beta-dist 1.0" in caplog.text
     slow = plugins.Registry(tuple(s for s in found.plugins if s.name in ("alpha", "beta")))
