@@ -1,4 +1,4 @@
-"""What a backend's constructor and methods may answer.
+"""Checks of what a backend's constructor and methods answer.
 
 Checked where it costs no call anything: when a kernel is composed, and when weights are packed.
 """

@@ -78,7 +78,7 @@ def _check_types(x: object, weights: object, routing: object, out: object) -> No
 
 
 def device_of(weights: object) -> torch.device:
-    """Where packed weights are. Raises WeightsError for anything else."""
+    """Return the device of packed weights. Raises WeightsError for anything else."""
     from moekit.kernel import PackedWeights
 
     if not isinstance(weights, PackedWeights):

@@ -166,7 +166,7 @@ def _file() -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the cache file holds; nothing where it is absent or damaged."""
+    """Return the entries of the cache file; none where it is absent or damaged."""
     try:
         found = json.loads(path.read_text())
         return {name: entry for name, entry in found.items() if _is_entry(entry)}

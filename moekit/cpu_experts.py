@@ -73,7 +73,7 @@ class Arena:
 
 
 def arena_bytes(problem: MoEProblem, assignments: int) -> int:
-    """What a call of at most that many assignments takes from its arena."""
+    """Return the bytes that a call of at most ``assignments`` assignments takes from its arena."""
     p, size = problem, problem.dtype.itemsize
     rows = assignments
     if "batched" in ways_for(p):
@@ -84,7 +84,7 @@ def arena_bytes(problem: MoEProblem, assignments: int) -> int:
 
 
 def _scratch_bytes(problem: MoEProblem, rows: int) -> int:
-    """What the ways take besides x and z, for ``rows`` rows of one expert or of all."""
+    """Return the bytes that the ways take besides x and z, for ``rows`` rows in all."""
     p, wide = problem, problem.w13_rows + problem.hidden_size
     matrix = 4 * p.hidden_size * max(p.w13_rows, p.local_intermediate_size)
     piece = min(matrix, max(_PIECE_BYTES, 4 * wide))

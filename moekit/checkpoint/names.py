@@ -169,7 +169,7 @@ def _first_layer(checkpoint: Checkpoint, names: ExpertNames) -> int | None:
 
 
 def _pattern(stem: str, before: str = "") -> re.Pattern[str]:
-    """Of names that begin with ``stem``, whose "layer" is a group, empty where it has none."""
+    """Match names that begin with ``stem``; their group "layer" is empty where they name none."""
     number = "[0-9]{1,9}"
     pattern = re.escape(stem).replace(r"\{layer\}", f"(?P<layer>{number})", 1)
     pattern = pattern.replace(r"\{layer\}", number).replace(r"\{expert\}", number)

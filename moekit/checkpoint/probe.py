@@ -257,7 +257,7 @@ class _Probe:
         return group.get("weights") or {}, _operand(group.get("input_activations"))
 
     def _nearness(self, target: str, module: str) -> int:
-        """Of one of a config group's targets to the module; 0 if it is about others."""
+        """Return how closely a config group's target names the module; 0 if it names others."""
         if not target.startswith("re:"):
             return 2 if module.endswith(target) else int(target == "Linear")
         try:
