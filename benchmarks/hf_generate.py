@@ -75,6 +75,8 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,64", help="sequences of a decoding step")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--experts", help="moekit's experts backend; default: its own choice")
+    parser.add_argument("--quant", default="none", help="moekit quantizes its experts to this")
+    parser.add_argument("--peers", help="of transformers' implementations; default: all there are")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", help="default: this machine's accelerator, else the CPU")
     parser.add_argument("--threads", type=int, help="of torch on the CPU; default: torch's own")
@@ -85,8 +87,8 @@ def main() -> None:
     device = torch.device(args.device) if args.device else here
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    moekit.integrations.transformers.install(experts=args.experts)
-    table = Table(device)
+    moekit.integrations.transformers.install(experts=args.experts, quant=args.quant)
+    table = Table(device, PEERS if args.peers is None else args.peers.split(","))
     for name in args.models.split(","):
         start = time.perf_counter()
         measure(Contest(name, build(name, args.tiny, device), table, args.repeats), args, batches)
@@ -100,10 +102,10 @@ def main() -> None:
 class Table:
     """Markdown, printed as it grows; notes come last."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, peers: Sequence[str]) -> None:
         self.lines: list[str] = []
         self.notes: list[str] = []
-        self.peers = [p for p in PEERS if p == "eager" or p in ALL_EXPERTS_FUNCTIONS]
+        self.peers = [p for p in peers if p == "eager" or p in ALL_EXPERTS_FUNCTIONS]
         cpu = f"{capability()}, {torch.get_num_threads()} thread(s)"
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         self._add(
@@ -150,6 +152,7 @@ class Contest:
         steps: dict[str, Step] = {}
         errors: dict[str, float] = {}
         for how in [c for c in self.contestants if c not in without]:
+            print(f"  {self.name}, {what}: {how} ...", file=sys.stderr, flush=True)
             self.model.set_experts_implementation(how)
             try:
                 step = prepare()
@@ -190,6 +193,8 @@ def measure(contest: Contest, args: argparse.Namespace, batches: list[int]) -> N
         f"prefill {args.prefill}",
         lambda: lambda: model(prompt, use_cache=False),
         error=lambda: relative(model(prompt, use_cache=False).logits, want),
+        # It gathers an expert's weights for every token: tens of GB of copies.
+        without=["batched_mm"] if device.type == "cpu" else [],
     )
     for batch in batches:
         prompts = torch.randint(vocabulary, (batch, CONTEXT), device=device)

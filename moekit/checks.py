@@ -266,7 +266,11 @@ def check_ids(ids: Tensor, end: int) -> None:
     K = ids.shape[1]
     if ids.numel() <= _FEW:
         rows = ids.tolist()
-        if not K or all(len(set(row)) == K and min(row) >= 0 and max(row) < end for row in rows):
+        if not K or (
+            min(map(min, rows)) >= 0
+            and max(map(max, rows)) < end
+            and all(map(K.__eq__, map(len, map(set, rows))))
+        ):
             return
     low, high = (int(v) for v in torch.aminmax(ids))
     if low < -1 or high >= end:

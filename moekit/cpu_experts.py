@@ -239,7 +239,7 @@ def _timed(problem: MoEProblem, ways: Sequence[str]) -> Mapping[str, Points]:
             run_expert(way, experts, turn, x, z, Arena(scratch))
 
         calls: dict[str, Callable[[], object]] = {
-            "grouped": lambda: run_grouped(experts, x, [rows] * count),
+            "grouped": lambda: run_grouped(experts, x, torch.full((count,), rows, device="cpu")),
             "batched": lambda: run_batched(experts, x, z, Arena(scratch)),
         }
         return calls.get(way, one_expert)
@@ -360,12 +360,12 @@ def _upcast(
 def _upcast_product(onednn: bool, x: Tensor, w: Tensor, out: Tensor, arena: Arena) -> None:
     """out = x @ w.T in fp32, with w converted a few rows at a time."""
     used, (rows, inner) = arena.used, w.shape
-    step = rows if w.dtype == torch.float32 else max(1, _PIECE_BYTES // (4 * inner))
-    buffer = None if step == rows else arena.take((min(step, rows), inner), torch.float32)
+    converts = w.dtype != torch.float32
+    step = min(rows, max(1, _PIECE_BYTES // (4 * inner))) if converts else rows
+    buffer = arena.take((step, inner), torch.float32) if converts else None
     for start in range(0, rows, step):
         part = w[start : start + step]
-        if part.dtype != torch.float32:
-            assert buffer is not None
+        if buffer is not None:
             part = buffer[: len(part)].copy_(part)
         columns = out[:, start : start + step]
         if onednn:
@@ -393,10 +393,10 @@ def run_batched(experts: Experts, x_NH: Tensor, z_NH: Tensor, arena: Arena) -> N
     arena.used = used
 
 
-def run_grouped(experts: Experts, x_SH: Tensor, counts: Sequence[int]) -> Tensor:
-    """All experts on expert-sorted rows, looped over in C++: (S, H) fp32."""
+def run_grouped(experts: Experts, x_SH: Tensor, count_L: Tensor) -> Tensor:
+    """All experts on expert-sorted rows, count_L of each, looped over in C++: (S, H) fp32."""
     assert experts.w13 is not None and experts.w2 is not None
-    ends_L = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+    ends_L = count_L.cumsum(0, dtype=torch.int32)
     h = F.grouped_mm(x_SH, experts.w13.mT, offs=ends_L)
     act = activate(h, experts.problem.activation)
     return F.grouped_mm(act, experts.w2.mT, offs=ends_L).float()
@@ -433,7 +433,9 @@ def run(
         _one_token(chosen.loop(1, alone), experts, y_RH, x_RH, ids_RK, weights_RK, arena)
         return
     ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
-    skipped, *counts = torch.bincount(ids_S + 1, minlength=L + 1).tolist()
+    count_L = torch.bincount(ids_S + 1, minlength=L + 1)
+    skipped, *counts = count_L.tolist()
+    count_L = count_L[1:]
     ids_S, order_S = ids_S[skipped:], order_S[skipped:]
     if len(ids_S) == 0:
         y_RH.zero_()
@@ -446,13 +448,13 @@ def run(
     slot_S = torch.arange(len(ids_S), device="cpu")
     row_N = order_S // K
     if at_once == "batched":
-        first_L = torch.tensor([0, *counts[:-1]], device="cpu").cumsum(0)
+        first_L = count_L.cumsum(0) - count_L
         slot_S += (torch.arange(L, device="cpu") * widest - first_L)[ids_S]
         padded = row_N.new_full((L * widest,), int(row_N[0]))
         row_N = padded.index_copy_(0, slot_S, row_N)
     x_NH = torch.index_select(x_RH, 0, row_N, out=arena.take((len(row_N), H), x_RH.dtype))
     if at_once == "grouped":
-        z_NH = run_grouped(experts, x_NH, counts)
+        z_NH = run_grouped(experts, x_NH, count_L)
     else:
         z_NH = arena.take(x_NH.shape, torch.float32)
         if at_once == "batched":

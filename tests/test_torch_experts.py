@@ -78,6 +78,17 @@ def test_every_cpu_way(
     assert rms(out, oracle(x, w, routing, p)) < LIMIT[dtype] and forced.taken
 
 
+@pytest.mark.parametrize("rows", [1, 63, 160, 161])
+def test_weights_are_converted_in_pieces_of_any_size(monkeypatch, rows) -> None:
+    """160 rows are all of w13: a piece that was the whole matrix had no buffer."""
+    p, w, x, routing = case(torch.bfloat16, 4, 2, 9)
+    monkeypatch.setattr(cpu_experts, "_PIECE_BYTES", 4 * p.hidden_size * rows)
+    monkeypatch.setattr(cpu_experts, "choice", lambda problem: Forced("upcast"))
+    kernel = moekit.compose(p, "local", "torch")
+    out = kernel(x, kernel.pack(w), routing)
+    assert rms(out, oracle(x, w, routing, p)) < LIMIT[torch.bfloat16]
+
+
 def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
