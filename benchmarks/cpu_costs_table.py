@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import moekit
-from moekit import cpu_costs, cpu_experts
+from moekit.backends import cpu_costs, cpu_experts
 
 TABLE = Path(cpu_costs.__file__).with_suffix(".json")
 SIZES = ((16, 256, 512), (64, 2048, 768))  # experts, hidden, intermediate

@@ -29,8 +29,8 @@ import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moekit
-from moekit import cpu_costs, cpu_experts
-from moekit.reference import oracle
+from moekit.backends import cpu_costs, cpu_experts
+from moekit.backends.reference import oracle
 
 SHAPES = {  # experts, top-k, hidden, intermediate
     "tiny": (16, 2, 256, 512),

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moekit.integrations.transformers
-from moekit.cpu_costs import capability
+from moekit.backends.cpu_costs import capability
 
 # model_type, layers, what differs from its config's defaults
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -31,11 +31,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from moekit_bench.bench.shapes import inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit
 import moekit.integrations.transformers as integration
-from moekit.bench.shapes import inputs
 from moekit.integrations.packed_layer import Layer
 
 BOUND = 1.3

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moekit.bench.dispatch_layers_cli import LayerSweep, add_options, markdown, on_ranks
-from moekit.bench.environment import answered, recorded
+from moekit_bench.bench.dispatch_layers_cli import LayerSweep, add_options, markdown, on_ranks
+from moekit_bench.bench.environment import answered, recorded
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,11 +20,11 @@ import sys
 from pathlib import Path
 
 import torch
+from moekit_bench.bench.contestants import KernelCall
+from moekit_bench.bench.measure import Prepared, Timing, take_turns
+from moekit_bench.bench.shapes import inputs, random_weights, shape
 
 import moekit
-from moekit.bench.contestants import KernelCall
-from moekit.bench.measure import Prepared, Timing, take_turns
-from moekit.bench.shapes import inputs, random_weights, shape
 
 BOUND = 1.02
 COLUMNS = ("kernel", "layer", "routed", "compiled")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import moekit
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
 
 EXPERTS, TOP_K, HIDDEN, INNER = 16, 4, 512, 256
 

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import moekit
+from moekit.backends.reference import oracle
 from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_config
-from moekit.reference import oracle
 
 EXPERTS, TOP_K, HIDDEN, INTER, RANKS, TOKENS = 8, 2, 256, 384, 2, 32
 LAYER = 1

@@ -9,29 +9,34 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from moekit.activation import Activation
-from moekit.errors import MoekitError
-from moekit.kernel import (
+from moekit import _moved
+from moekit.contract import (
     BufferSpec,
     Dispatched,
-    InFlight,
-    MemoryReport,
-    ModularKernel,
     PackedWeights,
-    Pending,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
     Routing,
-    Workspace,
 )
-from moekit.layer import FusedMoE
-from moekit.parallel import parallel_config
-from moekit.plugins import DispatcherSpec, ExpertsSpec, Registry, hookimpl, registry
+from moekit.discovery.entry_points import hookimpl
+from moekit.discovery.registry import Registry, registry
+from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+from moekit.errors import MoekitError
+from moekit.kernel import ModularKernel
+from moekit.layer.layer import FusedMoE
+from moekit.layer.ranks import parallel_config
+from moekit.layer.route import route, to_physical
 from moekit.problem import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
-from moekit.quant import SCHEMES, OperandQuant, QuantScheme
-from moekit.route import route, to_physical
-from moekit.select import Explanation, compose, explain
-from moekit.weights import ExpertWeights
+from moekit.problem.activation import Activation
+from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
+from moekit.problem.weights import ExpertWeights
+from moekit.runtime.memory import MemoryReport
+from moekit.runtime.overlap import InFlight, Pending
+from moekit.runtime.workspace import Workspace
+from moekit.selection.explanation import Explanation
+from moekit.selection.select import compose, explain
+
+_moved.install()
 
 __all__ = [
     "SCHEMES",

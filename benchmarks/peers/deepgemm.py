@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 from _glue import quantize, silu_mul, sorted_by_expert, weighted_sum
-
-from moekit.bench import Unavailable
+from moekit_bench.bench import Unavailable
 
 name = "deepgemm_bare"
 _KEEP = 64

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 from _glue import silu_mul, vllm_version
-
-from moekit.bench import Unavailable
+from moekit_bench.bench import Unavailable
 
 name = "marlin_bare"
 version = vllm_version

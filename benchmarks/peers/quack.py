@@ -12,8 +12,7 @@ import os
 import torch
 import torch.nn.functional as F
 from _glue import sorted_by_expert, weighted_sum
-
-from moekit.bench import Unavailable
+from moekit_bench.bench import Unavailable
 
 name = "quack"
 

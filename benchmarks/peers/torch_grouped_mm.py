@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from _glue import quantize, silu_mul, sorted_by_expert, weighted_sum
-
-from moekit.bench import Unavailable
+from moekit_bench.bench import Unavailable
 
 name = "torch_grouped_mm"
 

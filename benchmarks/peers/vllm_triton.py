@@ -23,8 +23,7 @@ from unittest.mock import MagicMock
 
 import torch
 from _glue import quantize, silu_mul, vllm_version
-
-from moekit.bench import Unavailable
+from moekit_bench.bench import Unavailable
 
 name = "vllm_triton"
 version = vllm_version

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from moekit.activation import Activation
 from moekit.checkpoint.files import Checkpoint, named
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in
@@ -18,6 +17,7 @@ from moekit.checkpoint.schema import NESTED
 from moekit.checkpoint.schemes import scheme_for
 from moekit.errors import WeightsError
 from moekit.problem import DTYPES, MoEProblem
+from moekit.problem.activation import Activation
 
 
 @dataclass(frozen=True, kw_only=True)

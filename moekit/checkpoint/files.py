@@ -22,7 +22,7 @@ from torch import Tensor
 from moekit.checkpoint.headers import DTYPES, Entry, Version, read_header, shards
 from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
 from moekit.errors import InvalidProblem, WeightsError
-from moekit.untrusted import Kind, open_regular, read_json
+from moekit.untrusted.files import Kind, open_regular, read_json
 
 _MAX_READ = 1 << 30  # Linux reads at most 2 GiB a call
 # Runs at least this far apart are read one by one. Nearer ones are read with what lies between, as

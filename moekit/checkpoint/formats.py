@@ -12,8 +12,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from moekit.int4 import AWQ_ORDER, IN_ORDER, repack_rows, unpack_rows
-from moekit.quant import E2M1, INT4_ZERO, OperandQuant, unpack_int4
+from moekit.problem.int4 import AWQ_ORDER, IN_ORDER, repack_rows, unpack_rows
+from moekit.problem.quant import E2M1, INT4_ZERO, OperandQuant, unpack_int4
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)

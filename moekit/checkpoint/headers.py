@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moekit.errors import WeightsError
-from moekit.untrusted import open_regular, parse_json, read_json, shown
+from moekit.untrusted.files import open_regular, parse_json, read_json, shown
 
 DTYPES = {
     "F64": torch.float64,

@@ -24,7 +24,7 @@ from moekit.checkpoint.schema import MAX_EXPERTS
 from moekit.checkpoint.share import Piece, Share
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
-from moekit.weights import ExpertWeights, in_order
+from moekit.problem.weights import ExpertWeights, in_order
 
 THREADS = 8  # also on few cores: they wait for the disk
 _SHOWN = 20  # faults spelled out in one error

@@ -17,8 +17,8 @@ from moekit.checkpoint.formats import Format, Grid
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.targets import MAX_STEPS, matches
 from moekit.errors import WeightsError
-from moekit.quant import SCHEMES, OperandQuant
-from moekit.untrusted import shown
+from moekit.problem.quant import SCHEMES, OperandQuant
+from moekit.untrusted.files import shown
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 _BLOCKS = (128, 64, 32, 16, 256)

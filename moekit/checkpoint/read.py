@@ -15,7 +15,7 @@ from moekit.checkpoint.formats import Grid, Part, scale_values
 from moekit.checkpoint.scales import Regrid, requantize, sources
 from moekit.checkpoint.schemes import scheme_for
 from moekit.checkpoint.share import Piece, Share
-from moekit.quant import INT4_ZERO, pack_int4, unpack_int4
+from moekit.problem.quant import INT4_ZERO, pack_int4, unpack_int4
 
 _CHUNK = 1 << 22  # numbers that are dequantized at a time
 

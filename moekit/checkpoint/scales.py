@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moekit.quant import OperandQuant
+from moekit.problem.quant import OperandQuant
 
 _CHUNK = 256  # rows that are rounded at a time
 

@@ -3,7 +3,17 @@ place, so that the code that uses them can trust them. A field that is null coun
 
 from __future__ import annotations
 
-from moekit.untrusted import Kind, either, flag, integer, mapping, number, sequence, table, text
+from moekit.untrusted.files import (
+    Kind,
+    either,
+    flag,
+    integer,
+    mapping,
+    number,
+    sequence,
+    table,
+    text,
+)
 
 # Far above every model in use, and small enough that counting to them takes no time.
 MAX_EXPERTS = 1 << 14

@@ -6,7 +6,7 @@ from math import prod
 
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.scales import cuts_a_cell, neuron_ranges, refines
-from moekit.quant import SCHEMES, OperandQuant, QuantScheme
+from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
 
 
 def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str | None:

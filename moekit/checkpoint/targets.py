@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from moekit.untrusted import shown
+from moekit.untrusted.files import shown
 
 _MAX_PATTERN = 1000
 _MAX_PROGRAM = 20_000

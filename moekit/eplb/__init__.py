@@ -8,7 +8,6 @@ migrate      packed weights follow a new placement, in place, between two calls
 
 from moekit.eplb.migrate import MigrationReport as MigrationReport
 from moekit.eplb.migrate import migrate as migrate
-from moekit.eplb.placement import Placement as Placement
 from moekit.eplb.policy import POLICIES as POLICIES
 from moekit.eplb.policy import Balanced as Balanced
 from moekit.eplb.policy import Policy as Policy
@@ -16,3 +15,4 @@ from moekit.eplb.policy import improve as improve
 from moekit.eplb.rebalancer import LoadWindow as LoadWindow
 from moekit.eplb.rebalancer import Rebalancer as Rebalancer
 from moekit.eplb.rebalancer import RebalanceReport as RebalanceReport
+from moekit.problem.placement import Placement as Placement

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.eplb.placement import Placement
+from moekit.contract import PackedWeights
 from moekit.errors import GroupMismatch, InvalidInput, PeerFailed, WeightsError
-from moekit.group import exchange, has_backend, reason_of
-from moekit.kernel import PackedWeights
-from moekit.validate import GROUP, accept, instance, optional
-from moekit.validate import size as size_kind
+from moekit.problem.placement import Placement
+from moekit.runtime.group import exchange, has_backend, reason_of
+from moekit.untrusted.arguments import GROUP, accept, instance, optional
+from moekit.untrusted.arguments import size as size_kind
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moekit.eplb.placement import Placement
 from moekit.errors import InvalidInput, InvalidProblem
-from moekit.validate import (
+from moekit.problem.placement import Placement
+from moekit.untrusted.arguments import (
     FUNCTION,
     MAX_EXPERTS,
     accept,

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.checks import ID_DTYPES, check_ids, check_tensor, check_tokens, device_of
+from moekit.contract import PackedWeights, Routing
 from moekit.eplb.migrate import HalfMoved, MigrationReport, agree, digest, migrate
-from moekit.eplb.placement import Placement
 from moekit.eplb.policy import Policy, improve, named_policy
 from moekit.errors import InvalidInput, Unsupported, WeightsError
-from moekit.kernel import ModularKernel, PackedWeights, Routing
-from moekit.route import to_physical
-from moekit.validate import (
+from moekit.kernel import ModularKernel
+from moekit.layer.route import to_physical
+from moekit.problem.placement import Placement
+from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor, check_tokens, device_of
+from moekit.untrusted.arguments import (
     FUNCTION,
     GROUP,
     MAX_EXPERTS,
@@ -36,7 +37,7 @@ from moekit.validate import (
 )
 
 if TYPE_CHECKING:
-    from moekit.layer import FusedMoE
+    from moekit.layer.layer import FusedMoE
 
 
 _WINDOW = {"layers": size(), "num_experts": size(1, MAX_EXPERTS), "steps": size()}
@@ -182,7 +183,7 @@ class Rebalancer:
     @classmethod
     def of(cls, layers: Sequence[FusedMoE], **options: Any) -> Rebalancer:
         """For layers with weights. They keep to its replicas, and are counted, from now on."""
-        from moekit.layer import FusedMoE
+        from moekit.layer.layer import FusedMoE
 
         accept({"layers": sequence("FusedMoE", FusedMoE)}, {"layers": layers}, InvalidInput)
         packed = [layer.packed for layer in layers if layer.packed is not None]

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moekit.activation import Activation, apply_activation
 from moekit.errors import Unsupported, WeightsError
 from moekit.problem import DTYPES, MoEProblem
-from moekit.quant import QuantScheme
-from moekit.weights import ExpertWeights
+from moekit.problem.activation import Activation, apply_activation
+from moekit.problem.quant import QuantScheme
+from moekit.problem.weights import ExpertWeights
 
 _NON_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2")
 

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moekit import graphs
+from moekit.contract import PackedWeights, Routing
 from moekit.errors import MoekitError, Unsupported, WeightsError
 from moekit.integrations.experts_module import read
-from moekit.kernel import ModularKernel, PackedWeights, Routing
+from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
-from moekit.quant import QuantScheme, scheme
-from moekit.select import compose
+from moekit.problem.quant import QuantScheme, scheme
+from moekit.runtime import graphs
+from moekit.selection.select import compose
 
 logger = logging.getLogger("moekit")
 

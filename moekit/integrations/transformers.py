@@ -25,13 +25,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moekit import validate
+from moekit.discovery.registry import registry
 from moekit.errors import InvalidProblem, MoekitError, Unsupported
 from moekit.integrations.packed_layer import Layer, Options, experts_forward
 from moekit.kernel import ModularKernel
-from moekit.plugins import registry
-from moekit.quant import scheme
-from moekit.validate import FLAG, accept, instance, optional, size
+from moekit.problem.quant import scheme
+from moekit.untrusted import arguments as validate
+from moekit.untrusted.arguments import FLAG, accept, instance, optional, size
 
 NAME = "moekit"
 
@@ -63,7 +63,7 @@ def install(
     free_original: where packing copies weights, drop the parameters they were copied from (they
     become meta tensors): such a model cannot be saved, moved or run by another implementation.
     graph_tokens: on CUDA, eager calls of so many tokens at most are replayed as CUDA graphs from
-    their third time on, where the backends allow it; 0: none are. See `moekit.graphs.Graphed` for
+    their third time on, where the backends allow it; 0: none are. See `moekit.runtime.graphs.Graphed` for
     what that asks of code on other streams.
     Installed again with other options, every layer is packed anew.
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from moekit.activation import ACTIVATIONS, CLAMPABLE, GATED, NON_GATED, Activation
+from moekit.contract import Routing
+from moekit.discovery.specs import ExpertsSpec
 from moekit.errors import WeightsError
-from moekit.kernel import Routing
-from moekit.plugins import ExpertsSpec
+from moekit.layer.route import to_physical
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
-from moekit.quant import SCHEMES, WIRE_SCHEMES, OperandQuant
-from moekit.route import to_physical
+from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, GATED, NON_GATED, Activation
+from moekit.problem.quant import SCHEMES, WIRE_SCHEMES, OperandQuant
 from moekit.testing import cases
 from moekit.testing.base import Conformance, Sizes, over
 from moekit.testing.calls import (

@@ -13,13 +13,15 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import pytest
 
-from moekit.activation import ACTIVATIONS
+from moekit.discovery.registry import Registry
+from moekit.discovery.specs import BackendSpec
 from moekit.errors import Unsupported
-from moekit.kernel import ModularKernel, Workspace
-from moekit.plugins import BackendSpec, Registry
+from moekit.kernel import ModularKernel
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem
-from moekit.quant import SCHEMES
-from moekit.select import compose
+from moekit.problem.activation import ACTIVATIONS
+from moekit.problem.quant import SCHEMES
+from moekit.runtime.workspace import Workspace
+from moekit.selection.select import compose
 from moekit.testing import cases
 from moekit.testing.calls import kit_registry
 

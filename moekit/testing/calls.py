@@ -10,22 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.kernel import (
-    Dispatched,
-    ModularKernel,
-    PackedWeights,
-    Pending,
-    Quantizer,
-    Routing,
-)
-from moekit.local import LocalDispatcher, local_ids
-from moekit.plugins import DispatcherSpec, ExpertsSpec, Registry, registry
-from moekit.quant import WIRE_SCHEMES
+from moekit.backends.local import LocalDispatcher, local_ids
+from moekit.contract import Dispatched, PackedWeights, Quantizer, Routing
+from moekit.discovery.registry import Registry, registry
+from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+from moekit.kernel import ModularKernel
+from moekit.problem.quant import WIRE_SCHEMES
+from moekit.problem.weights import ExpertWeights
+from moekit.runtime.overlap import Pending
 from moekit.testing.cases import Case
 from moekit.testing.compare import assert_close, complain
 from moekit.testing.diagnose import wrong_results
 from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocations
-from moekit.weights import ExpertWeights
 
 # The kit's variants of `local`, by what their tokens look like to the experts.
 QUANTIZED_WIRE = "kit_quantized_wire"  # quantizes before "sending", where the experts take that

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.activation import apply_activation
-from moekit.kernel import Routing
+from moekit.backends.reference import oracle
+from moekit.contract import Routing
 from moekit.problem import MoEProblem, ParallelConfig
-from moekit.quant import OperandQuant, compute_scale
-from moekit.reference import oracle
-from moekit.weights import ExpertWeights
+from moekit.problem.activation import apply_activation
+from moekit.problem.quant import OperandQuant, compute_scale
+from moekit.problem.weights import ExpertWeights
 
 SEED_VARIABLE = "MOEKIT_TEST_SEED"
 

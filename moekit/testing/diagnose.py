@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.activation import ACTIVATIONS
-from moekit.kernel import Routing
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
+from moekit.contract import Routing
+from moekit.problem.activation import ACTIVATIONS
+from moekit.problem.weights import ExpertWeights
 from moekit.testing.cases import Case
 from moekit.testing.compare import complain, tolerance
-from moekit.weights import ExpertWeights
 
 # The most elements of (T, K, H) for which each assignment is looked at.
 _MOST_ELEMENTS = 1 << 26

@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from moekit.kernel import PrepareAndFinalize
-from moekit.plugins import DispatcherSpec
+from moekit.contract import PrepareAndFinalize
+from moekit.discovery.specs import CHECK_FAILED, DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
-from moekit.quant import SCHEMES, WIRE_SCHEMES
-from moekit.specs import CHECK_FAILED
+from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases, interface, ranks
 from moekit.testing.base import Conformance, Sizes
 from moekit.testing.calls import check_negative_controls
@@ -439,7 +438,7 @@ class DispatcherConformance(Conformance):
     # -- groups -----------------------------------------------------------------------------------
 
     def test_group_is_resolved(self, several: int) -> None:
-        """The constructor calls `moekit.group.resolve`, and keeps the group that it returns."""
+        """The constructor calls `moekit.runtime.group.resolve`, and keeps the group that it returns."""
         self._needs_ranks()
         self._run(several, ranks.resolves)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moekit.activation import ACTIVATIONS, GATED, Activation
+from moekit.contract import PackedWeights, PermuteExpertsUnpermute, Routing
+from moekit.discovery.specs import CHECK_FAILED, BackendSpec
 from moekit.errors import MoekitError
-from moekit.kernel import PackedWeights, PermuteExpertsUnpermute, Routing, Workspace
-from moekit.plugins import BackendSpec
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem
-from moekit.quant import SCHEMES
-from moekit.specs import CHECK_FAILED
+from moekit.problem.activation import ACTIVATIONS, GATED, Activation
+from moekit.problem.quant import SCHEMES
+from moekit.runtime.workspace import Workspace
 from moekit.testing import cases
 from moekit.testing.base import over
 from moekit.testing.calls import bits, call, check_call, check_graph, pack, same_bits

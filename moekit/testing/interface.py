@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moekit.kernel import Dispatched, Routing
+from moekit.contract import Dispatched, Routing
 from moekit.problem import MoEProblem
 from moekit.testing.calls import Watch, check_graph
 from moekit.testing.cases import device_of, generator

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moekit.kernel import BufferSpec, Workspace
-from moekit.workspace import Layout, Scratch
+from moekit.contract import BufferSpec
+from moekit.runtime.workspace import Layout, Scratch, Workspace
 
 _POISON = 0xFF  # all bits set: NaN in every float format, -1 in the integers
 

@@ -19,12 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moekit.contract import PackedWeights, Routing
+from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import GroupMismatch, InvalidInput, MoekitError, Unsupported
-from moekit.kernel import ModularKernel, PackedWeights, Routing, Workspace
-from moekit.plugins import DispatcherSpec
+from moekit.kernel import ModularKernel
+from moekit.layer.route import to_physical
 from moekit.problem import MoEProblem
-from moekit.route import to_physical
-from moekit.select import compose
+from moekit.problem.weights import ExpertWeights
+from moekit.runtime.workspace import Workspace
+from moekit.selection.select import compose
 from moekit.testing import cases
 from moekit.testing.calls import call, kit_registry, pack, same_bits
 from moekit.testing.cases import (
@@ -38,7 +41,6 @@ from moekit.testing.cases import (
 from moekit.testing.compare import assert_close
 from moekit.testing.experts import strided
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
-from moekit.weights import ExpertWeights
 
 # Seconds that a collective of the kit's own groups may take before it raises.
 _GROUP_SECONDS = 60.0
@@ -404,7 +406,7 @@ def resolves(rank: int, world_size: int, job: Job) -> None:
     kept = r.kernel.dispatcher.group
     assert kept is not None, (
         "tokens move, but the dispatcher's `group` is None, so that checked calls check nothing: "
-        "pass moekit.group.resolve(problem, group) to super().__init__()"
+        "pass moekit.runtime.group.resolve(problem, group) to super().__init__()"
     )
     given = None if job.members is None else job.members.group
     wanted = dist.get_process_group_ranks(given)
@@ -421,7 +423,7 @@ def resolves(rank: int, world_size: int, job: Job) -> None:
     else:
         raise AssertionError(
             f"rank {rank}: ranks compose for different layers, and get no GroupMismatch: call "
-            "moekit.group.resolve(problem, group) in the constructor"
+            "moekit.runtime.group.resolve(problem, group) in the constructor"
         )
     _check_next(r, "after")
     r.finish()

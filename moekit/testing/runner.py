@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from moekit.plugins import registry
+from moekit.discovery.registry import registry
 
 VARIABLE = "_MOEKIT_CHECK"
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moekit.activation import ACTIVATIONS
-from moekit.kernel import Routing
+from moekit.contract import Routing
 from moekit.problem import MoEProblem, ParallelConfig
+from moekit.problem.activation import ACTIVATIONS
 from moekit.testing import cases
 from moekit.testing.arithmetic import ExpertsNumbers, sizes_of
 from moekit.testing.base import over

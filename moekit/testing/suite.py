@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from moekit.plugins import registry
+from moekit.discovery.registry import registry
 from moekit.testing import DispatcherConformance, ExpertsConformance
 from moekit.testing.runner import VARIABLE
 

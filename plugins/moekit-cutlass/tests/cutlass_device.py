@@ -39,7 +39,7 @@ from moekit_cutlass.providers import QuackPlan  # noqa: E402
 from moekit_triton.align import align_scratch  # noqa: E402
 
 import moekit  # noqa: E402
-from moekit.kernel import Workspace  # noqa: E402
+from moekit.runtime.workspace import Workspace
 
 SHAPES = {  # E, K, H, I
     "mixtral": (8, 2, 4096, 14336),

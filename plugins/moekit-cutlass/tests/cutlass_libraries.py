@@ -23,7 +23,7 @@ from moekit_cutlass import found, providers, w4a8
 from moekit_cutlass.providers import Quack, QuackPlan, Scales, Tile
 
 import moekit
-from moekit.quant import pack_int4
+from moekit.problem.quant import pack_int4
 
 
 def probe() -> None:
@@ -61,7 +61,7 @@ def probe() -> None:
                     seconds = time.monotonic() - start
                     h = by_group(x.to(dtype).float()[groups.rows_S.long()], w1.float(), offsets)
                     if quack.activates:
-                        h = moekit.activation.apply_activation(h, problem.activation)
+                        h = moekit.problem.activation.apply_activation(h, problem.activation)
                     report(what, out, h, offsets[-1], f"fused {quack.activates}, {seconds:.1f} s")
         for name in ("torch", "vllm"):
             with part(f"probe {name} fp8 {counts}"):

@@ -26,12 +26,13 @@ from cutlass_device import (
     tokens_of,
     weights_of,
 )
+from moekit_bench.bench.measure import Prepared, take_turns
 from moekit_cutlass import providers
 from moekit_cutlass.providers import Quack, QuackPlan, Tile, quack_plans
 
 import moekit
-from moekit.bench.measure import Prepared, take_turns
-from moekit.kernel import PackedWeights, Workspace
+from moekit.contract import PackedWeights
+from moekit.runtime.workspace import Workspace
 
 WIDE_FIRST = (
     Tile(256, 192, False, (2, 1)), Tile(192, 128, True, (1, 2)), Tile(128, 192, True, (1, 2)),

@@ -55,8 +55,9 @@ from cutlass_plans import plans
 from moekit_cutlass import found
 
 import moekit
-from moekit.kernel import ModularKernel, Workspace
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
+from moekit.kernel import ModularKernel
+from moekit.runtime.workspace import Workspace
 
 
 def numbers(backends: moekit.Registry) -> None:

@@ -25,6 +25,7 @@ sys.path[:0] = [
 ]
 
 import torch  # noqa: E402
+from moekit_bench.bench.measure import measure  # noqa: E402
 from moekit_cutlass import groups as cutlass_groups  # noqa: E402
 from moekit_cutlass import rows as cutlass  # noqa: E402
 from moekit_deepgemm import rows as deepgemm  # noqa: E402
@@ -42,8 +43,7 @@ from moekit_triton.rows import (  # noqa: E402
 from moekit_triton.sorted_gemm import copy_rows, quantize_into_order  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from moekit.bench.measure import measure  # noqa: E402
-from moekit.kernel import Routing  # noqa: E402
+from moekit.contract import Routing
 
 SHAPES = {  # E, K, H, I
     "mixtral": (8, 2, 4096, 14336),
@@ -152,7 +152,7 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
 
 
 class InTurn:
-    """Calls one after the other, as `moekit.bench` calls: its inputs are not looked at."""
+    """Calls one after the other, as `moekit_bench` calls: its inputs are not looked at."""
 
     def __init__(self, calls: list[Callable[[], object]]) -> None:
         self._calls = itertools.cycle(calls)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from moekit import DispatcherSpec, MoEProblem, Routing, quant
+from moekit import DispatcherSpec, MoEProblem, Routing
+from moekit.problem import quant
 
 ROUNDS, CALLS = 7, 20
 Call = Callable[[], object]

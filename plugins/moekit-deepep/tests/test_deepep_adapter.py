@@ -18,8 +18,9 @@ from moekit_deepep import buffers  # noqa: E402
 from moekit_deepep.dispatcher import Transfer, quantized_rows  # noqa: E402
 
 import moekit  # noqa: E402
-from moekit import MoEProblem, ParallelConfig, Routing, quant  # noqa: E402
+from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import CapacityExceeded, GroupMismatch  # noqa: E402
+from moekit.problem import quant  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 
 NAMES = ("deepep_ht_standin", "deepep_ll_standin", "deepep_elastic_standin")

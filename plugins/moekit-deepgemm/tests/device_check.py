@@ -35,9 +35,10 @@ from device_times import profile, time_batched, time_expected, time_standard
 from moekit_deepgemm import moekit_experts, provider
 
 import moekit
-from moekit import quant
-from moekit.kernel import Dispatched, Workspace
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
+from moekit.contract import Dispatched
+from moekit.problem import quant
+from moekit.runtime.workspace import Workspace
 
 PARTS = ("probe", "numbers", "graph", "time", "batched", "bf16", "profile", "expected")
 

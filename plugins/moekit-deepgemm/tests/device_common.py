@@ -20,8 +20,8 @@ import torch  # noqa: E402
 from moekit_deepgemm import moekit_experts  # noqa: E402
 
 import moekit  # noqa: E402
-from moekit.kernel import Routing  # noqa: E402
-from moekit.plugins import Registry, registry  # noqa: E402
+from moekit.contract import Routing
+from moekit.discovery.registry import Registry, registry  # noqa: E402
 
 SHAPES = {  # E, K, H, I
     "mixtral": (8, 2, 4096, 14336),

@@ -22,14 +22,15 @@ from device_common import (
     problem_of,
     say,
 )
+from moekit_bench.bench.measure import Prepared, take_turns
 from moekit_deepgemm.config import expected_slab_rows
 from moekit_triton.align import AlignedPairs, align
 
 import moekit
-from moekit import quant
-from moekit.bench.measure import Prepared, take_turns
-from moekit.kernel import Dispatched, Routing, Workspace
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
+from moekit.contract import Dispatched, Routing
+from moekit.problem import quant
+from moekit.runtime.workspace import Workspace
 
 # Microseconds of the pipeline that the issue names, on an H200 (shared/measured.md)
 MEASURED = {
@@ -42,7 +43,7 @@ ROUTINGS = 3
 
 
 def prepared(calls: list[Callable[[], object]]) -> Prepared:
-    """A graph over all calls, for moekit.bench to time: its inputs are not looked at."""
+    """A graph over all calls, for moekit_bench to time: its inputs are not looked at."""
     turn, unused = itertools.cycle(calls), torch.empty(1, device="cuda")
 
     def call(x: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 
 import moekit
-from moekit.plugins import Registry
+from moekit.discovery.registry import Registry
 
 __version__ = "2.8.1"
 _alignment = 128

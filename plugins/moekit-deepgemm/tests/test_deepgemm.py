@@ -12,9 +12,10 @@ from moekit_deepgemm.rows import stage_slabs
 from moekit_triton.align import AlignedPairs, align, align_scratch
 
 import moekit
-from moekit import quant
+from moekit.contract import Dispatched
 from moekit.errors import BackendBroken, InvalidInput
-from moekit.kernel import Dispatched, Workspace
+from moekit.problem import quant
+from moekit.runtime.workspace import Workspace
 
 FP8 = torch.float8_e4m3fn
 NAN = float("nan")

@@ -26,13 +26,14 @@ sys.path[:0] = [
 
 import flashinfer_exchange  # noqa: E402
 import torch  # noqa: E402
+from moekit_bench.bench.measure import Timing, measure  # noqa: E402
 from moekit_flashinfer import library, moekit_dispatchers, moekit_experts  # noqa: E402
 
 import moekit  # noqa: E402
-from moekit.bench.measure import Timing, measure  # noqa: E402
-from moekit.kernel import Dispatched, Workspace  # noqa: E402
-from moekit.plugins import Registry, registry  # noqa: E402
-from moekit.reference import oracle  # noqa: E402
+from moekit.backends.reference import oracle  # noqa: E402
+from moekit.contract import Dispatched
+from moekit.discovery.registry import Registry, registry  # noqa: E402
+from moekit.runtime.workspace import Workspace
 from moekit.testing.compare import relative_error  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 
@@ -71,7 +72,7 @@ def backends() -> Registry:
 
 
 def timed(calls: list[Callable[[], object]]) -> Timing:
-    """Of one call, in a graph over all of them and on the host; by moekit.bench, whose inputs are
+    """Of one call, in a graph over all of them and on the host; by moekit_bench, whose inputs are
     not looked at."""
     turn, unused = itertools.cycle(calls), torch.empty(1, device="cuda")
 

@@ -11,8 +11,9 @@ from moekit_flashinfer import moekit_dispatchers
 from torch import Tensor
 
 import moekit
-from moekit import ParallelConfig, Routing, quant
-from moekit.kernel import Dispatched, PrepareAndFinalize
+from moekit import ParallelConfig, Routing
+from moekit.contract import Dispatched, PrepareAndFinalize
+from moekit.problem import quant
 from moekit.testing.distributed import RankPool
 
 EXPERTS, TOP_K, HIDDEN = 256, 8, 7168

@@ -21,7 +21,7 @@ from moekit_flashinfer.sizes import library_bytes
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import BackendError, InvalidInput
-from moekit.kernel import Workspace
+from moekit.runtime.workspace import Workspace
 from moekit.testing import cases
 from moekit.testing.cases import make_case, random_weights
 from moekit.testing.compare import assert_close

@@ -7,7 +7,7 @@ import torch
 from moekit_flashinfer.dequantize import dequantize_rows
 from moekit_flashinfer.ids import local_ids, reroute
 
-from moekit import quant
+from moekit.problem import quant
 
 
 def random_ids(rows: int, slots: int, experts: int, device: torch.device) -> torch.Tensor:

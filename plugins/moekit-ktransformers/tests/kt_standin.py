@@ -11,7 +11,7 @@ import torch
 from moekit_ktransformers import kinds, library
 from torch import Tensor
 
-from moekit.quant import E2M1
+from moekit.problem.quant import E2M1
 
 REAL = library.find() is not None and not library.reasons()
 """Whether the true library runs here, so that this module is not needed."""

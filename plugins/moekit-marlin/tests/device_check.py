@@ -22,9 +22,9 @@ from moekit_marlin import layout, provider
 from torch import Tensor
 
 import moekit
-from moekit.kernel import Workspace
-from moekit.quant import E2M1
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
+from moekit.problem.quant import E2M1
+from moekit.runtime.workspace import Workspace
 
 _arguments = argparse.ArgumentParser()
 _arguments.add_argument("parts", nargs="*")

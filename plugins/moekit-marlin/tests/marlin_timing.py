@@ -14,8 +14,9 @@ from moekit_marlin import provider, sizes
 from torch import Tensor
 
 import moekit
-from moekit.kernel import Dispatched, PackedWeights, Workspace
-from moekit.quant import OperandQuant, QuantScheme
+from moekit.contract import Dispatched, PackedWeights
+from moekit.problem.quant import OperandQuant, QuantScheme
+from moekit.runtime.workspace import Workspace
 
 DEVICE = torch.device("cuda")
 READ, FLOPS = 4.49e12, 791e12

@@ -10,10 +10,10 @@ from moekit_marlin import sizes
 from moekit_marlin.layout import unpack_exponents, unpack_weights
 
 import moekit
+from moekit.backends.reference import oracle
 from moekit.errors import WeightsError
-from moekit.kernel import Workspace
-from moekit.quant import unpack_int4
-from moekit.reference import oracle
+from moekit.problem.quant import unpack_int4
+from moekit.runtime.workspace import Workspace
 from moekit.testing.cases import interleaved
 
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}  # relative RMS error

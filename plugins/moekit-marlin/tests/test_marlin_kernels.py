@@ -15,8 +15,8 @@ from moekit_marlin.kernels import (
 from moekit_triton.align import FEW_PAIRS, ONE_LAUNCH_PAIRS
 from moekit_triton.rows import Activation
 
-from moekit.activation import Activation as CoreActivation
-from moekit.activation import apply_activation
+from moekit.problem.activation import Activation as CoreActivation
+from moekit.problem.activation import apply_activation
 
 
 def empty_blocks(capacity: int, block: int, device: torch.device) -> Blocks:

@@ -18,8 +18,8 @@ from moekit import (
     PermuteExpertsUnpermute,
     Routing,
 )
+from moekit.backends.reference import dequantized_input, expert_mlp, oracle
 from moekit.errors import MoekitError
-from moekit.reference import dequantized_input, expert_mlp, oracle
 from moekit.testing.calls import QUANTIZED_WIRE, kit_registry
 
 # Against the fp32 oracle, which sees unquantized activations.

@@ -23,7 +23,7 @@ from layer_on_ranks import (
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import GroupMismatch
-from moekit.quant import quantize
+from moekit.problem.quant import quantize
 from moekit.testing.distributed import RankPool
 from moekit.testing.memory import measure, slack
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pplx_standin
 
 import moekit
-from moekit.plugins import Registry
+from moekit.discovery.registry import Registry
 from moekit.testing import DispatcherConformance
 
 

@@ -19,16 +19,16 @@ import traceback
 from dataclasses import replace
 
 import torch
+from moekit_bench.bench import cells, known_ceilings
+from moekit_bench.bench.contestants import KernelCall
+from moekit_bench.bench.shapes import inputs, random_weights, shape
 from moekit_triton.config import Plan, choose_plan
 from moekit_triton.gemm import GemmConfig
 from moekit_triton.packed import CHUNK
 
 import moekit
-from moekit.bench import cells, known_ceilings
-from moekit.bench.contestants import KernelCall
-from moekit.bench.shapes import inputs, random_weights, shape
-from moekit.kernel import Workspace
-from moekit.quant import SCHEMES
+from moekit.problem.quant import SCHEMES
+from moekit.runtime.workspace import Workspace
 from moekit.testing.cases import make_case
 from moekit.testing.cases import random_weights as telling_weights
 from moekit.testing.compare import complain, errors

@@ -23,6 +23,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from moekit_bench.bench.cells import Case
+from moekit_bench.bench.limits import known_ceilings, limit_us
+from moekit_bench.bench.measure import Prepared, take_turns
+from moekit_bench.bench.shapes import random_weights, shape
 from moekit_triton import config, launch
 from moekit_triton.config import Plan, choose_plan, dot_configs
 from moekit_triton.experts import TritonExperts
@@ -30,13 +34,10 @@ from moekit_triton.gemv import GemvConfig
 from torch import Tensor
 
 import moekit
-from moekit.bench.cells import Case
-from moekit.bench.limits import known_ceilings, limit_us
-from moekit.bench.measure import Prepared, take_turns
-from moekit.bench.shapes import random_weights, shape
-from moekit.kernel import Dispatched, PackedWeights, Routing, Workspace
+from moekit.contract import Dispatched, PackedWeights, Routing
 from moekit.problem import DTYPES, MoEProblem
-from moekit.quant import SCHEMES
+from moekit.problem.quant import SCHEMES
+from moekit.runtime.workspace import Workspace
 from moekit.testing.cases import make_case
 from moekit.testing.compare import complain
 
@@ -134,7 +135,7 @@ def problems() -> Iterator[MoEProblem]:
             yield MoEProblem(**even, quant=scheme, device=DEVICE)
     for dtype in ("float16", "float32"):
         yield MoEProblem(**even, dtype=DTYPES[dtype], device=DEVICE)
-    for name in sorted(moekit.activation.ACTIVATIONS):
+    for name in sorted(moekit.problem.activation.ACTIVATIONS):
         yield MoEProblem(**odd, dtype=torch.float32, activation=name, device=DEVICE, has_bias=True)
 
 

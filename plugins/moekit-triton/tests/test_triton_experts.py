@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import moekit
-from moekit.kernel import Workspace
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
+from moekit.problem.quant import quantize
+from moekit.runtime.workspace import Workspace
 
 LIMITS = {"none": 6e-3, "int8_channel_token": 3e-2}  # relative RMS error; others: below
 WEIGHT_ONLY_LIMIT, FP8_LIMIT = 6e-3, 6e-2
@@ -163,7 +164,7 @@ def test_quantize_matches_the_reference_bit_for_bit(device, scheme):
     q, scale = kernel.experts.quantize(x, packed, valid)
     # a GPU's torch divides by a number as by its reciprocal, so the reference is the CPU's
     q, scale, valid = q.cpu(), scale.cpu(), valid.cpu()
-    q_ref, scale_ref = moekit.quant.quantize(x.cpu(), problem.quant.activation, None, valid)
+    q_ref, scale_ref = quantize(x.cpu(), problem.quant.activation, None, valid)
     assert q.shape == q_ref.shape and scale.shape == scale_ref.shape
     assert torch.equal(q[valid].float(), q_ref[valid].float())
     rows = slice(None) if scale.shape[0] == 1 else valid

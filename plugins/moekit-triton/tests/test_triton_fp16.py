@@ -16,7 +16,7 @@ from moekit_triton.numerics import INTERPRETED
 
 import moekit
 from moekit import ExpertWeights, MoEProblem, Routing
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
 from moekit.testing.cases import random_weights
 
 SMALL = GemmConfig(min(BLOCKS_M), 32, 32)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from moekit_bench.bench.shapes import SHAPES
 from moekit_triton import config
 from moekit_triton.config import choose_plan, dot_configs, dots_pay
 from moekit_triton.gemv import GemvConfig, gemv_down, gemv_up
 from moekit_triton.numerics import INTERPRETED, Activation
 
 import moekit
-from moekit import quant
-from moekit.bench.shapes import SHAPES
-from moekit.kernel import Workspace
-from moekit.quant import SCHEMES
-from moekit.reference import oracle
+from moekit.backends.reference import oracle
+from moekit.problem import quant
+from moekit.problem.quant import SCHEMES
+from moekit.runtime.workspace import Workspace
 from moekit.testing.compare import assert_close
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8

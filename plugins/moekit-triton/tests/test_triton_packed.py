@@ -10,9 +10,9 @@ from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from moekit_triton.rows import Activation
 
 import moekit
-from moekit import quant
 from moekit.errors import Unsupported
-from moekit.int4 import AWQ_ORDER, IN_ORDER, from_awq, from_gptq
+from moekit.problem import quant
+from moekit.problem.int4 import AWQ_ORDER, IN_ORDER, from_awq, from_gptq
 from moekit.testing.cases import make_case, random_weights
 from moekit.testing.compare import assert_close, complain
 

@@ -8,7 +8,7 @@ from moekit_triton import config, experts, launch
 from moekit_triton.experts import TritonExperts
 
 from moekit import DeviceSpec, MoEProblem, registry
-from moekit.kernel import Dispatched, PackedWeights
+from moekit.contract import Dispatched, PackedWeights
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from moekit import Dispatched, Pending, PrepareAndFinalize, Routing
-from moekit.kernel import Quantizer
-from moekit.local import local_ids
+from moekit.backends.local import local_ids
+from moekit.contract import Quantizer
 
 
 class AcmeSorted(PrepareAndFinalize):

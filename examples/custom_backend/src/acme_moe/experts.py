@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moekit import BufferSpec, Dispatched, ExpertWeights, PackedWeights, PermuteExpertsUnpermute
-from moekit.activation import apply_activation
+from moekit.problem.activation import apply_activation
 
 
 class AcmeExperts(PermuteExpertsUnpermute):

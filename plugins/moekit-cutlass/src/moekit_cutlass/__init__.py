@@ -11,7 +11,7 @@ MOEKIT_CUTLASS_PROVIDER=<name> insists on one. MOEKIT_VLLM_PATH names the folder
 `vllm` package; without it an installed vllm is used.
 """
 
-from moekit import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
 from .found import W4A8, missing, providers_for
 

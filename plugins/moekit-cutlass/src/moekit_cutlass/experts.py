@@ -24,10 +24,15 @@ from moekit_triton.rows import (
 )
 from torch import Tensor
 
-from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
-from moekit.plugins import ExpertsSpec
-from moekit.problem import MoEProblem
-from moekit.weights import ExpertWeights
+from moekit.plugin import (
+    BufferSpec,
+    Dispatched,
+    ExpertsSpec,
+    ExpertWeights,
+    MoEProblem,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+)
 
 from . import w4a8
 from .found import W4A8

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from moekit.plugins import importable
+from moekit.plugin import importable
 
 QUACK_HINT = "pip install 'moekit-cutlass[quack]'"
 VLLM_LIBRARY = "_C_stable_libtorch.abi3.so"

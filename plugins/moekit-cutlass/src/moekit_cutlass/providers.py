@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.errors import BackendBroken
-from moekit.problem import MoEProblem
+from moekit.plugin import MoEProblem
 
 from .found import W4A8, providers_for, vllm_library
 from .groups import Groups, problem_sizes

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import WeightsError
-from moekit.kernel import PackedWeights
-from moekit.problem import MoEProblem
-from moekit.weights import ExpertWeights
+from moekit.plugin import ExpertWeights, MoEProblem, PackedWeights
 
 from . import providers
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
-from moekit.quant import WIRE_SCHEMES
+from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
 if TYPE_CHECKING:
-    from moekit.topology import Footprint
+    from moekit.plugin import Footprint
 
 RANKS = (2, 4, 8)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import GroupMismatch, PeerFailed
-from moekit.group import Agreement, SharedBuffers
+from moekit.plugin import Agreement, SharedBuffers
 
 from .sizes import LEGACY_WORKSPACE_BYTES, NUM_SMS
 

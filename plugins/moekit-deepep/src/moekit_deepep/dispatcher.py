@@ -10,15 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import CapacityExceeded
-from moekit.group import resolve
-from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
-from moekit.local import LocalDispatcher
-from moekit.problem import MoEProblem
+from moekit.plugin import (
+    Dispatched,
+    LocalDispatcher,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    resolve,
+)
 
 from . import buffers
 
 if TYPE_CHECKING:
-    from moekit.plugins import DispatcherSpec
+    from moekit.plugin import DispatcherSpec
 
 
 class DeepEPDispatcher(PrepareAndFinalize):

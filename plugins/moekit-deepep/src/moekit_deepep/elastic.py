@@ -16,7 +16,7 @@ import deep_ep
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.kernel import Dispatched, Pending, Quantizer, Routing
+from moekit.plugin import Dispatched, Pending, Quantizer, Routing
 
 from . import buffers, sizes
 from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows

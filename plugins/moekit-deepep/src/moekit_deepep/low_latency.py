@@ -18,8 +18,7 @@ import deep_ep
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.kernel import Dispatched, Pending, Quantizer, Routing
-from moekit.local import LocalSlabs
+from moekit.plugin import Dispatched, LocalSlabs, Pending, Quantizer, Routing
 
 from . import buffers, sizes
 from .dispatcher import DeepEPDispatcher, Transfer

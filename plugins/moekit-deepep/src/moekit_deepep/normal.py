@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import InvalidInput
-from moekit.kernel import Dispatched, Pending, Quantizer, Routing
+from moekit.plugin import Dispatched, Pending, Quantizer, Routing
 
 from . import buffers, sizes
 from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows

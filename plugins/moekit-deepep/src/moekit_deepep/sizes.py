@@ -7,8 +7,7 @@ sizes.
 
 from __future__ import annotations
 
-from moekit.problem import MoEProblem
-from moekit.topology import Footprint
+from moekit.plugin import Footprint, MoEProblem
 
 # Of an H200's 132. They fill the links, and leave the others to the experts.
 NUM_SMS = 24

@@ -5,7 +5,7 @@ order, the sum) and this plugin's own (kernels.py). The library is an installed 
 one that the vLLM wheel carries, without importing vLLM (provider.py).
 """
 
-from moekit import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
 from . import provider
 

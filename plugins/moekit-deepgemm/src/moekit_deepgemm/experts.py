@@ -19,10 +19,15 @@ from moekit_triton.sorted_gemm import copy_rows, quantize_into_order
 from torch import Tensor
 
 from moekit.errors import InvalidInput
-from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
-from moekit.plugins import ExpertsSpec
-from moekit.problem import MoEProblem
-from moekit.weights import ExpertWeights
+from moekit.plugin import (
+    BufferSpec,
+    Dispatched,
+    ExpertsSpec,
+    ExpertWeights,
+    MoEProblem,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+)
 
 from .config import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to, round_up
 from .library import Gemms

@@ -13,13 +13,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moekit import ActivationFormat, DispatcherSpec, ExpertsSpec, MoEProblem, hookimpl
-from moekit.quant import WIRE_SCHEMES
+from moekit.plugin import (
+    WIRE_SCHEMES,
+    ActivationFormat,
+    DispatcherSpec,
+    ExpertsSpec,
+    MoEProblem,
+    hookimpl,
+)
 
 from . import library
 
 if TYPE_CHECKING:
-    from moekit.topology import Footprint
+    from moekit.plugin import Footprint
 
 # Compiled into the library's kernels.
 _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)

@@ -19,16 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.group import Transfers, resolve
-from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
-from moekit.local import LocalDispatcher, local_ids
-from moekit.problem import MoEProblem
+from moekit.plugin import (
+    Dispatched,
+    LocalDispatcher,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    Transfers,
+    local_ids,
+    resolve,
+)
 
 from . import exchange_sizes
 from .one_sided import quantized_payloads
 
 if TYPE_CHECKING:
-    from moekit.plugins import DispatcherSpec
+    from moekit.plugin import DispatcherSpec
 
 _PROTOCOL = "moekit-flashinfer allgather 1"
 

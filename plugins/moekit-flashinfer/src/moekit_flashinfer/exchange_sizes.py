@@ -6,8 +6,7 @@ Workspaces are sized by the library's helpers where it runs; here by the formula
 
 from __future__ import annotations
 
-from moekit.problem import MoEProblem
-from moekit.topology import Footprint
+from moekit.plugin import Footprint, MoEProblem
 
 # What the driver hands out memory in.
 PAGE = 2 << 20

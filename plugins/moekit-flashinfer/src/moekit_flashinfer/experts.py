@@ -19,10 +19,15 @@ import torch
 from moekit_triton.rows import quantize_activations, quantize_rows_per_tensor
 from torch import Tensor
 
-from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
-from moekit.plugins import ExpertsSpec
-from moekit.problem import MoEProblem
-from moekit.weights import ExpertWeights
+from moekit.plugin import (
+    BufferSpec,
+    Dispatched,
+    ExpertsSpec,
+    ExpertWeights,
+    MoEProblem,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+)
 
 from . import library
 from .dequantize import dequantize_rows

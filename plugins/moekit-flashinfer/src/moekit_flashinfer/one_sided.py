@@ -18,17 +18,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import InvalidInput
-from moekit.group import SharedBuffers, resolve
-from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
-from moekit.local import LocalDispatcher
-from moekit.problem import MoEProblem
+from moekit.plugin import (
+    Dispatched,
+    LocalDispatcher,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    SharedBuffers,
+    resolve,
+)
 
 from . import exchange_sizes, library
 from .ids import local_ids, reroute
 from .peers import Peers, SharedMemory, protocol
 
 if TYPE_CHECKING:
-    from moekit.plugins import DispatcherSpec
+    from moekit.plugin import DispatcherSpec
 
 # The library sends a slot with id -1 to rank 0. Up to here that is cheaper than a kernel.
 REROUTED_FROM = 256

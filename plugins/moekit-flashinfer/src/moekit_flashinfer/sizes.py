@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moekit.problem import MoEProblem
+from moekit.plugin import MoEProblem
 
 _ALIGN = 128
 # Tensor maps for each SM, pointers and strides for each expert: known bounds, not worth a formula.

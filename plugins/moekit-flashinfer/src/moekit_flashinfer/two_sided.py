@@ -17,10 +17,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moekit.group import SharedBuffers, resolve
-from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
-from moekit.local import LocalDispatcher
-from moekit.problem import MoEProblem
+from moekit.plugin import (
+    Dispatched,
+    LocalDispatcher,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    SharedBuffers,
+    resolve,
+)
 
 from . import exchange_sizes, library
 from .ids import local_ids
@@ -28,7 +35,7 @@ from .one_sided import REROUTED_FROM, quantized_payloads
 from .peers import Peers, SharedMemory, protocol
 
 if TYPE_CHECKING:
-    from moekit.plugins import DispatcherSpec
+    from moekit.plugin import DispatcherSpec
 
 
 class Fifos:

@@ -4,7 +4,7 @@ The library's extension module is loaded alone: its Python package, which import
 checkpoint formats, is never imported.
 """
 
-from moekit import SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 from moekit_ktransformers import kinds, library
 
 # kt-kernel pins an old torch in its metadata, so its dependencies stay out.

@@ -11,10 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
-from moekit.plugins import ExpertsSpec
-from moekit.problem import MoEProblem
-from moekit.weights import ExpertWeights
+from moekit.plugin import (
+    BufferSpec,
+    Dispatched,
+    ExpertsSpec,
+    ExpertWeights,
+    MoEProblem,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+)
 
 from . import kinds, library
 from .pool import Settings, pool

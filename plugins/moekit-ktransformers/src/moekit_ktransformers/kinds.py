@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moekit import MoEProblem
+from moekit.plugin import MoEProblem
 
 from . import library
 

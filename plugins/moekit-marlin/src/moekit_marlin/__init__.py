@@ -6,7 +6,7 @@ vllm itself is never imported, and may lie in any folder that MOEKIT_VLLM_PATH n
 
 import os
 
-from moekit import SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 from moekit_marlin import provider, sizes
 
 _EIGHT_BITS = ("fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block", "int8_w8a16")

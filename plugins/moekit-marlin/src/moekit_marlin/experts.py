@@ -13,10 +13,15 @@ import torch
 from moekit_triton.rows import Activation, weighted_sum
 from torch import Tensor
 
-from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
-from moekit.plugins import ExpertsSpec
-from moekit.problem import MoEProblem
-from moekit.weights import ExpertWeights
+from moekit.plugin import (
+    BufferSpec,
+    Dispatched,
+    ExpertsSpec,
+    ExpertWeights,
+    MoEProblem,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+)
 
 from . import provider
 from .kernels import (

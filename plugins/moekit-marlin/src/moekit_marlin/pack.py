@@ -14,10 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.errors import WeightsError
-from moekit.kernel import PackedWeights
-from moekit.problem import MoEProblem
-from moekit.quant import OperandQuant
-from moekit.weights import ExpertWeights
+from moekit.plugin import ExpertWeights, MoEProblem, OperandQuant, PackedWeights
 
 from . import layout
 from .sizes import group_of, padded_intermediate

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from moekit import MoEProblem
+from moekit.plugin import MoEProblem
 
 BLOCKS = (8, 16, 32, 64)
 """Rows of a block that is multiplied with one expert's weights. (The operator also has 48.)"""

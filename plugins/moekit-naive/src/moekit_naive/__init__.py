@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
-from moekit.quant import WIRE_SCHEMES
+from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
 if TYPE_CHECKING:
-    from moekit.topology import Footprint
+    from moekit.plugin import Footprint
 
 
 def _check(problem: MoEProblem) -> list[str]:

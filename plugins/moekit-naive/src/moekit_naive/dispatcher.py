@@ -25,15 +25,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import GroupMismatch, PeerFailed
-from moekit.group import Transfers, exchange, has_backend, reason_of, resolve
-from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
-from moekit.local import LocalDispatcher, local_ids
-from moekit.problem import MoEProblem
+from moekit.plugin import (
+    Dispatched,
+    LocalDispatcher,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    Transfers,
+    exchange,
+    has_backend,
+    local_ids,
+    reason_of,
+    resolve,
+)
 
 from .sizes import transient_bytes
 
 if TYPE_CHECKING:
-    from moekit.plugins import DispatcherSpec
+    from moekit.plugin import DispatcherSpec
 
 logger = logging.getLogger("moekit")
 

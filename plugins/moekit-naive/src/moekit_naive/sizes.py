@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moekit.problem import MoEProblem
-from moekit.topology import Footprint
+from moekit.plugin import Footprint, MoEProblem
 
 
 def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moekit import ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
-from moekit.quant import WIRE_SCHEMES
+from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
 from .layout import MAX_TOKENS, footprint
 

@@ -19,10 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import BackendBroken, GroupMismatch
-from moekit.group import has_backend, resolve
-from moekit.kernel import Dispatched, Pending, PrepareAndFinalize, Quantizer, Routing
-from moekit.local import LocalSlabs
-from moekit.problem import MoEProblem
+from moekit.plugin import (
+    Dispatched,
+    LocalSlabs,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    has_backend,
+    resolve,
+)
 
 from .lanes import Lane, Lanes, shared
 from .layout import TOKENS_PER_ROUND, Layout, Wire, scale_columns
@@ -31,7 +38,7 @@ from .route import translate
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from moekit.plugins import DispatcherSpec
+    from moekit.plugin import DispatcherSpec
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import BackendError, PeerFailed
-from moekit.group import Agreement, SharedBuffers, exchange
+from moekit.plugin import Agreement, SharedBuffers, exchange
 
 from .layout import Layout, Wire
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moekit.problem import MoEProblem, partition
-from moekit.topology import Footprint
+from moekit.plugin import Footprint, MoEProblem, partition
 
 TOKENS_PER_ROUND = 128
 MAX_TOKENS = 1024

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moekit.kernel import Routing
+from moekit.plugin import Routing
 
 _BLOCK = 512
 

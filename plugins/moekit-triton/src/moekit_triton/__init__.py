@@ -6,7 +6,7 @@ On the CPU they run in Triton's interpreter, for tests, when TRITON_INTERPRET=1.
 import os
 import sys
 
-from moekit import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
 _SCHEMES = frozenset(
     {

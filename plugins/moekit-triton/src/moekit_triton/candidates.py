@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moekit import MoEProblem
+from moekit.plugin import MoEProblem
 
 from .config import PACKED_BLOCK_M, operand_bits, specializable, swapping_pays, tma_possible
 from .gemm import GemmConfig

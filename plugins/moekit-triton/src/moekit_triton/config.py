@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import triton
 
-from moekit.problem import MoEProblem
+from moekit.plugin import MoEProblem
 
 from .gemm import GemmConfig
 from .gemv import GemvConfig

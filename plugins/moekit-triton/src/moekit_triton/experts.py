@@ -12,10 +12,16 @@ import torch
 import triton
 from torch import Tensor
 
-from moekit.kernel import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
-from moekit.plugins import ExpertsSpec
-from moekit.problem import ActivationFormat, MoEProblem
-from moekit.weights import ExpertWeights
+from moekit.plugin import (
+    ActivationFormat,
+    BufferSpec,
+    Dispatched,
+    ExpertsSpec,
+    ExpertWeights,
+    MoEProblem,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+)
 
 from .align import COUNTERS, AlignedPairs, align, align_capacity, align_scratch
 from .config import (

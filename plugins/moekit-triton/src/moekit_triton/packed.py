@@ -21,9 +21,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from moekit.problem import MoEProblem
-from moekit.quant import INT4_ZERO, unpack_int4
-from moekit.weights import ExpertWeights
+from moekit.plugin import INT4_ZERO, ExpertWeights, MoEProblem, unpack_int4
 
 from .numerics import INTERPRETED, convert, dot
 

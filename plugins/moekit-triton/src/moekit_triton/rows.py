@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moekit import quant
-from moekit.quant import OperandQuant
+from moekit.plugin import OperandQuant, quant
 
 from .launch import Launcher, take_turn
 from .numerics import (
@@ -97,7 +96,7 @@ def quantize_activations(
     static_scale: torch.Tensor | None,
     valid_rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`moekit.quant.quantize` by the kernels above, where x is a matrix. Rows outside
+    """`quant.quantize` by the kernels above, where x is a matrix. Rows outside
     ``valid_rows`` come out undefined, except that they never decide a scale."""
     if x_RH.dim() != 2 or x_RH.numel() == 0 or x_RH.stride(1) != 1:
         return quant.quantize(x_RH, operand, static_scale, valid_rows)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any
 
-from moekit.problem import MoEProblem
+from moekit.plugin import MoEProblem
 
 # A shape is close enough to a measured one if no size differs by more than this factor.
 _NEAR = 2.0

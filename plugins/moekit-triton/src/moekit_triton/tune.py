@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 import triton
+from moekit_bench.bench.shapes import random_weights, shape
 from torch import Tensor
 
-from moekit import MoEProblem, registry
-from moekit.bench.shapes import random_weights, shape
+from moekit.plugin import MoEProblem, registry
 
 from .align import COUNTERS, AlignedPairs, align, align_capacity, align_scratch
 from .candidates import candidates, sorted_candidates, variations

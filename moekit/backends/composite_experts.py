@@ -1,0 +1,195 @@
+"""The experts of a composite: they give each call to one of several experts backends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moekit.backends.bridge import bridge
+from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.discovery.answers import packed_by
+from moekit.discovery.specs import ExpertsSpec
+from moekit.kernel import ModularKernel, quantize_dispatched
+from moekit.problem import MoEProblem
+from moekit.problem.weights import ExpertWeights
+from moekit.runtime.checks import _overlap
+from moekit.runtime.workspace import Layout, Workspace, is_capturing
+from moekit.selection.composite import CompositeSpec
+
+logger = logging.getLogger("moekit")
+
+_MAX_LAYOUTS = 1024
+
+
+@dataclass(frozen=True)
+class CompositeWeights(PackedWeights):
+    """The members' packed weights. ``experts`` and ``shared`` list each piece of memory once, so
+    that moving experts moves everyone's."""
+
+    members: tuple[PackedWeights, ...] = ()
+
+    @property
+    def extra_bytes(self) -> int:
+        """What they take beyond the largest member's own."""
+        return self.nbytes - max(member.nbytes for member in self.members)
+
+
+class CompositeExperts(PermuteExpertsUnpermute):
+    """STANDARD or BATCHED, as the spec says; members of the other format are bridged."""
+
+    spec: CompositeSpec
+
+    def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
+        assert isinstance(spec, CompositeSpec)
+        super().__init__(spec, problem)
+        buckets = spec.divide(problem)
+        used = [m for m in spec.members if any(name == m.name for _, name in buckets)]
+        self.members = [bridge(m.load(), m, problem, spec.format) for m in used]
+        index = {m.name: i for i, m in enumerate(used)}
+        self._serving = [index[name] for _, name in buckets]
+        self._most = [most for most, _ in buckets if most is not None]
+        self._own = _Views()
+
+    def member(self, rows: int) -> PermuteExpertsUnpermute:
+        """Who serves a call of ``rows`` rows (STANDARD: R, BATCHED: C)."""
+        return self.members[self._index(rows)]
+
+    def _index(self, rows: int) -> int:
+        return self._serving[bisect_left(self._most, rows / self.problem.parallel.ep_size)]
+
+    @property
+    def slabs(self) -> bool:
+        return any(member.slabs for member in self.members)
+
+    def pack(self, weights: ExpertWeights) -> CompositeWeights:
+        """Every member's packed weights; those that keep the tensors as they are share them."""
+        dense = {name: t.contiguous() for name, t in weights.tensors().items()}
+        weights = replace(weights, **dense)  # type: ignore[arg-type]
+        packed = _merge(self.spec.name, [packed_by(m, weights) for m in self.members])
+        if packed.extra_bytes:
+            logger.info(
+                "moekit: %s: packed weights take %.3g GB, %.3g GB more than one backend's",
+                self.spec.name, packed.nbytes / 1e9, packed.extra_bytes / 1e9,
+            )  # fmt: skip
+        return packed
+
+    def quantize(
+        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """By one of them: what a quantized row looks like is the scheme's matter."""
+        assert isinstance(weights, CompositeWeights)
+        index = self._index(x_RH.shape[0])
+        return self.members[index].quantize(x_RH, weights.members[index], valid_rows)
+
+    def largest_calls(self, num_tokens: int) -> list[int]:
+        """``num_tokens``, and below it the most tokens of a call that each member serves."""
+        parallel = self.problem.parallel
+        most = [m * parallel.ep_size // parallel.dp_size for m in self._most]
+        return [num_tokens, *(t for t in reversed(most) if 0 < t < num_tokens)]
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        needs = [Workspace.nbytes_for(m.workspace(most)) for m, most in self._uses(rows)]
+        return (BufferSpec((max(needs),), torch.uint8),)
+
+    def transient_bytes(self, rows: int) -> int:
+        return max(member.transient_bytes(most) for member, most in self._uses(rows))
+
+    def _uses(self, rows: int) -> Iterator[tuple[PermuteExpertsUnpermute, int]]:
+        """The members that serve calls of up to ``rows`` rows, and the most rows of each."""
+        size = self.problem.parallel.ep_size
+        for bucket, index in enumerate(self._serving):
+            yield self.members[index], min([rows, *(m * size for m in self._most[bucket:][:1])])
+            if bucket < len(self._most) and rows <= self._most[bucket] * size:
+                return
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        assert isinstance(weights, CompositeWeights)
+        rows = tokens.x.shape[-2]
+        index = self._index(rows)
+        member, own = self.members[index], weights.members[index]
+        quantizes = self.problem.quant.activation is not None and tokens.x_scale is None
+        if quantizes and not member.spec.takes_unquantized:
+            tokens = quantize_dispatched(member, tokens, own)
+        member.apply(y, tokens, own, self._scratch(member, rows, workspace[0]))
+
+    def _scratch(
+        self, member: PermuteExpertsUnpermute, rows: int, arena: Tensor
+    ) -> Sequence[Tensor]:
+        """The member's buffers in ``arena``: made once for each number of rows, as that costs the
+        host time, and forgotten with the arena."""
+        own = self._own
+        if arena.data_ptr() == own.arena and rows in own.by_rows:
+            return own.by_rows[rows]
+        views = Layout(member.workspace(rows)).views(arena)
+        if is_capturing(arena.device):  # kept views would keep memory of the graph's pool in use
+            return views
+        if arena.data_ptr() != own.arena or len(own.by_rows) >= _MAX_LAYOUTS:
+            own.arena, own.by_rows = arena.data_ptr(), {}
+        own.by_rows[rows] = views
+        return views
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.tuning())
+            yield
+
+
+class _Views(threading.local):
+    """The members' buffers in the arena that this thread used last. They keep its memory alive, so
+    that no other arena has its address."""
+
+    arena = 0
+
+    def __init__(self) -> None:
+        self.by_rows: dict[int, Sequence[Tensor]] = {}
+
+
+class CompositeKernel(ModularKernel):
+    """A kernel with `CompositeExperts`: warming up includes the largest call of each member."""
+
+    def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
+        assert isinstance(self.experts, CompositeExperts)
+        for tokens in self.experts.largest_calls(num_tokens):
+            super().warmup(weights, tokens)
+
+
+def _merge(name: str, packed: Sequence[PackedWeights]) -> CompositeWeights:
+    kept: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
+    members = []
+    for member in packed:
+        own, others = dict(member.experts), list(kept.values())
+        for key, tensor in member.experts.items():
+            if any(_same_experts(tensor, other) for other in others):
+                continue
+            if any(_overlap(tensor, other) for other in others):
+                own[key] = tensor.clone()  # part of another's bytes: these cannot move as one
+            kept[f"{member.backend}.{key}"] = own[key]
+        for key, tensor in member.shared.items():
+            if all(tensor.data_ptr() != other.data_ptr() for other in shared.values()):
+                shared[f"{member.backend}.{key}"] = tensor
+        members.append(replace(member, experts=own))
+    return CompositeWeights(name, kept, shared, tuple(members))
+
+
+def _same_experts(a: Tensor, b: Tensor) -> bool:
+    """Whether they are views of one memory, expert by expert, in whatever shape."""
+    place_a, place_b = (
+        (t.data_ptr(), t.nbytes, t.stride(0) * t.itemsize if t.shape[0] > 1 else 0) for t in (a, b)
+    )
+    return place_a == place_b and a.numel() > 0

@@ -1,0 +1,186 @@
+"""The `torch` experts: fast everywhere torch runs, with nothing else installed.
+
+Shape suffix beyond the kernel's: S expert-sorted assignments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.backends import cpu_costs, cpu_experts
+from moekit.backends.cpu_experts import activate
+from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.problem import MoEProblem, quant
+from moekit.problem.weights import ExpertWeights
+
+
+class TorchExperts(PermuteExpertsUnpermute):
+    """STANDARD, reducing: rows sorted by expert, one pair of matrix products per expert.
+
+    Quantized weights are dequantized one expert at a time, and activations stay unquantized: the
+    arithmetic is that of the problem's dtype. In float16 an intermediate value above 65504 is
+    infinite, although its router weight or the sum over K may bring it back into range: rows whose
+    result is not finite are computed again in float32.
+    """
+
+    _chosen: tuple[object, cpu_experts.Choice] | None = None
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        if self.problem.device.type == "cpu":
+            self._choice()  # what is to be timed is timed before the first call
+        return PackedWeights(self.spec.name, *weights.by_expert())
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        if self.problem.device.type != "cpu":
+            return ()
+        nbytes = cpu_experts.arena_bytes(self.problem, rows * self.problem.top_k)
+        return (BufferSpec((nbytes,), torch.uint8),)
+
+    def transient_bytes(self, rows: int) -> int:
+        p = self.problem
+        half = p.dtype == torch.float16  # perhaps all rows are computed again in fp32
+        size = 4 if half else p.dtype.itemsize
+        pairs = rows * p.top_k
+        activations = pairs * (p.hidden_size * (3 * size + 4) + p.w13_rows * (size + 8))
+        weights = p.hidden_size * max(p.w13_rows, p.local_intermediate_size)
+        dequantized = 4 * weights if half else 0
+        if p.quant.weight is not None:
+            dequantized = weights * (12 + 2 * size)
+        if p.quant.weight is not None and p.quant.weight.packed:
+            dequantized += weights * 14  # unpacked, zero points, g_idx's indices
+        per_expert = 1 + cpu_experts.BATCHED_ROWS_PER_EXPERT
+        index = 12 * 8 * (pairs + p.num_local_experts * per_expert)
+        return activations + index + 2 * 4 * rows * p.hidden_size + dequantized
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        assert tokens.topk_ids is not None and tokens.topk_weights is not None
+        x = tokens.x
+        if tokens.x_scale is not None:
+            assert self.problem.quant.activation is not None
+            x = quant.dequantize(
+                x, tokens.x_scale, self.problem.quant.activation, self.problem.dtype
+            )
+        ids, topk_weights = tokens.topk_ids, tokens.topk_weights
+        if x.device.type == "cpu":
+            experts, chosen = self._experts(weights), self._choice()
+            arena = cpu_experts.Arena(workspace[0])
+            cpu_experts.run(experts, chosen, y, x, ids, topk_weights, arena)
+        else:
+            _on_any_device(self.problem, weights, y, x, ids, topk_weights)
+        if y.dtype == torch.float16 and not math.isfinite(y.sum(dtype=torch.float32).item()):
+            row = (~y.isfinite().all(dim=1)).nonzero()[:, 0]
+            wide, again = self.problem.replace(dtype=torch.float32), y[row]
+            _on_any_device(wide, weights, again, x[row].float(), ids[row], topk_weights[row])
+            y[row] = again
+
+    def _choice(self) -> cpu_experts.Choice:
+        now = torch.get_num_threads(), cpu_costs.onednn_enabled()
+        if self._chosen is None or self._chosen[0] != now:
+            self._chosen = now, cpu_experts.choice(self.problem)
+        return self._chosen[1]
+
+    def _experts(self, weights: PackedWeights) -> cpu_experts.Experts:
+        biases = weights.get("w13_bias"), weights.get("w2_bias")
+        if self.problem.quant.weight is None:
+            return cpu_experts.Experts(self.problem, weights["w13"], weights["w2"], *biases)
+
+        def matrix(name: str, expert: int, dtype: torch.dtype) -> Tensor:
+            return _matrix(self.problem, weights, name, expert, dtype)
+
+        return cpu_experts.Experts(self.problem, None, None, *biases, matrix)
+
+
+def _matrix(
+    problem: MoEProblem,
+    weights: PackedWeights,
+    name: str,
+    expert: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    matrix, operand = weights[name][expert], problem.quant.weight
+    if operand is None:
+        return matrix if matrix.dtype == problem.dtype else matrix.to(problem.dtype)
+    zero_points, g_idx = (weights.get(f"{name}_{what}") for what in ("zero_points", "g_idx"))
+    return quant.dequantize(
+        matrix,
+        weights[f"{name}_scale"][expert],
+        operand,
+        dtype or problem.dtype,
+        zero_points=None if zero_points is None else zero_points[expert],
+        g_idx=None if g_idx is None else g_idx[expert],
+    )
+
+
+def _on_any_device(
+    problem: MoEProblem,
+    weights: PackedWeights,
+    y_RH: Tensor,
+    x_RH: Tensor,
+    ids_RK: Tensor,
+    topk_weights_RK: Tensor,
+) -> None:
+    """argsort, two grouped GEMMs (no host synchronization), inverse permutation, fp32 sum."""
+    (R, H), K, L = x_RH.shape, ids_RK.shape[1], problem.num_local_experts
+    ids_S, order_S = torch.sort(torch.where(ids_RK < 0, L, ids_RK).view(-1), stable=True)
+    ends_L = torch.searchsorted(
+        ids_S, torch.arange(L, device=ids_S.device, dtype=ids_S.dtype), right=True
+    ).int()
+    x_SH = x_RH[order_S // K]
+    if _has_grouped_mm(problem):
+        bias_row = ids_S.clamp(max=L - 1)
+        h = F.grouped_mm(x_SH, weights["w13"].mT, offs=ends_L)
+        if (bias := weights.get("w13_bias")) is not None:
+            h = h + bias[bias_row]
+        act = activate(h, problem.activation)
+        z_SH = F.grouped_mm(act, weights["w2"].mT, offs=ends_L)
+        if (bias := weights.get("w2_bias")) is not None:
+            z_SH = z_SH + bias[bias_row]
+    else:
+        z_SH = _expert_loop(problem, weights, x_SH, ends_L.tolist())
+    # Rows past ends_L[-1] were never written: select, never multiply by zero.
+    weighted = torch.where(
+        ids_S[:, None] < L, z_SH.float() * topk_weights_RK.reshape(-1)[order_S, None], 0.0
+    )
+    back_S = torch.empty_like(order_S)
+    back_S[order_S] = torch.arange(R * K, device=order_S.device)
+    y_RH.copy_(weighted[back_S].view(R, K, H).sum(dim=1))
+
+
+def _has_grouped_mm(problem: MoEProblem) -> bool:
+    """torch's grouped GEMM: bf16, 16-byte rows, compute capability 8.0 or later."""
+    sizes = (problem.hidden_size, problem.local_intermediate_size)
+    return (
+        problem.device.type == "cuda"
+        and (problem.device.capability or (0, 0)) >= (8, 0)
+        and problem.dtype == torch.bfloat16
+        and problem.quant.weight is None
+        and all(size % 8 == 0 for size in sizes)
+    )
+
+
+def _expert_loop(
+    problem: MoEProblem, weights: PackedWeights, x_SH: Tensor, ends: Sequence[int]
+) -> Tensor:
+    z_SH, start = torch.empty_like(x_SH), 0
+    for expert, end in enumerate(ends):
+        if end > start:
+            h = x_SH[start:end] @ _matrix(problem, weights, "w13", expert).T
+            if (bias := weights.get("w13_bias")) is not None:
+                h += bias[expert]
+            act = activate(h, problem.activation)
+            torch.mm(act, _matrix(problem, weights, "w2", expert).T, out=z_SH[start:end])
+            if (bias := weights.get("w2_bias")) is not None:
+                z_SH[start:end] += bias[expert]
+            start = end
+    return z_SH

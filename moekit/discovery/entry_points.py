@@ -1,0 +1,320 @@
+"""Discovery that no plugin can break: entry points, what each offers, and whose name is whose.
+
+A plugin is a package named by an entry point of group ``moekit``. Its hooks return specs
+(`moekit.discovery.specs`). Whatever its code raises becomes the plugin's own state, with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import pluggy
+
+from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, SpecT
+from moekit.errors import BackendError
+from moekit.untrusted.code import Fault, contained, printable, shown, watched
+
+GROUP = "moekit"
+SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
+CORE = "core"
+hookimpl = pluggy.HookimplMarker(GROUP)
+_hookspec = pluggy.HookspecMarker(GROUP)
+
+_MOST_BACKENDS = 1000
+_VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
+
+Offer = tuple[str, str]  # kind and name of a backend
+
+_this_thread = threading.local()
+
+
+class MoekitSpecs:
+    """The hooks a plugin may implement."""
+
+    @_hookspec
+    def moekit_dispatchers(self) -> list[DispatcherSpec]:  # type: ignore[empty-body]
+        """Dispatchers this plugin offers.
+
+        Example::
+
+            @moekit.hookimpl
+            def moekit_dispatchers():
+                return [moekit.DispatcherSpec(name="acme", target="acme_moe.dispatcher:Acme", ...)]
+        """
+
+    @_hookspec
+    def moekit_experts(self) -> list[ExpertsSpec]:  # type: ignore[empty-body]
+        """Expert GEMM backends this plugin offers.
+
+        Example::
+
+            @moekit.hookimpl
+            def moekit_experts():
+                return [moekit.ExpertsSpec(name="acme", target="acme_moe.experts:Acme", ...)]
+        """
+
+
+@dataclass(frozen=True)
+class PluginState:
+    """What became of one entry point: state is ok, blocked, broken or clash.
+
+    dispatchers, experts: what it offers, without names that are the core's own.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    state: str
+    reason: str = ""
+    dispatchers: tuple[DispatcherSpec, ...] = ()
+    experts: tuple[ExpertsSpec, ...] = ()
+
+    @property
+    def backends(self) -> tuple[DispatcherSpec | ExpertsSpec, ...]:
+        return (*self.dispatchers, *self.experts)
+
+    @property
+    def owner(self) -> str:
+        """The distribution and its version; empty where no such plugin is installed."""
+        return f"{self.distribution} {self.version}".strip()
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        return tuple((spec.kind, spec.name) for spec in self.backends)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One plugin before it is loaded."""
+
+    name: str
+    distribution: str
+    version: str
+    load: Callable[[], object]
+
+    @classmethod
+    def broken(cls, name: str, distribution: str, version: str, why: str) -> Source:
+        """A plugin that raises BackendError when it is loaded."""
+        return cls(name, distribution, version, partial(_raise, BackendError(why)))
+
+    @property
+    def names(self) -> set[str]:
+        """What the environment variables may call it."""
+        return {_canonical(self.name), _canonical(self.distribution)}
+
+    def state(self, state: str, reason: str) -> PluginState:
+        return PluginState(self.name, self.distribution, self.version, state, reason)
+
+
+def sources(environ: Mapping[str, str]) -> tuple[list[tuple[Source, str]], list[PluginState]]:
+    """Return every plugin with the reason why it is blocked ("": it is not), the core first, and
+    a state for every name in ``MOEKIT_PLUGINS`` or ``MOEKIT_BLOCK`` that no plugin has."""
+    allowed = environ.get("MOEKIT_PLUGINS")
+    allow = None if allowed is None else _names(allowed)
+    block = _names(environ.get("MOEKIT_BLOCK", ""))
+    found = [(source := _builtin(), _blocked(source, None, block))]
+    for source in sorted(_entry_points(), key=lambda s: (s.name, s.distribution)):
+        found.append((source, _blocked(source, allow, block)))
+    present = {name for source, _ in found for name in source.names}
+    unknown = [
+        PluginState(printable(name, 80), "", "", "broken", f"named in {variable}, {_NOT_INSTALLED}")
+        for variable, names in (("MOEKIT_PLUGINS", allow or set()), ("MOEKIT_BLOCK", block))
+        for name in sorted(names - present)
+    ]
+    return found, unknown
+
+
+_NOT_INSTALLED = "but no such plugin is installed"
+
+
+def _blocked(source: Source, allow: set[str] | None, block: set[str]) -> str:
+    if source.names & block:
+        return "named in MOEKIT_BLOCK"
+    return "not named in MOEKIT_PLUGINS" if allow is not None and not source.names & allow else ""
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _names(text: str) -> set[str]:
+    return {_canonical(name.strip()) for name in text.split(",") if name.strip()}
+
+
+def _builtin() -> Source:
+    from moekit import __version__
+
+    return Source(
+        CORE, "moekit", __version__, lambda: importlib.import_module("moekit.backends.builtin")
+    )
+
+
+def _entry_points() -> Iterator[Source]:
+    """Every distribution's entry points, the first of equal distributions on the path only.
+
+    `importlib.metadata.entry_points` is not used because one unreadable file ends it.
+    """
+    seen = set()
+    for dist in _distributions():
+        try:
+            with contained():
+                mentioned = GROUP in (dist.read_text("entry_points.txt") or "")
+        except Fault:  # not text: nobody's plugin, as far as one can tell
+            continue
+        if not mentioned:
+            continue
+        try:
+            with contained():
+                if not dist.name:
+                    raise ValueError("it names no distribution")
+                name, version = dist.name, dist.version or "?"
+                points = [p for p in dist.entry_points if p.group == GROUP]
+                points.sort(key=lambda point: point.name)
+        except Fault as fault:  # truncated or hand-edited
+            where = printable(str(getattr(dist, "_path", "?")))
+            yield Source.broken(Path(where).stem, "?", "?", f"metadata in {where}: {fault}")
+            continue
+        if _canonical(name) not in seen:
+            seen.add(_canonical(name))
+            for point, same in groupby(points, key=lambda point: point.name):
+                known = printable(point, 80), printable(name, 80), printable(version, 80)
+                yield _source(*known, {each.value: each for each in same})
+
+
+def _distributions() -> Iterator[importlib.metadata.Distribution]:
+    """All that can be listed: a finder of somebody's that raises ends the list."""
+    found = iter(importlib.metadata.distributions())
+    while True:
+        try:
+            with contained():
+                dist = next(found, None)
+        except Fault:
+            return
+        if dist is None:
+            return
+        yield dist
+
+
+def _source(
+    name: str, distribution: str, version: str, points: Mapping[str, importlib.metadata.EntryPoint]
+) -> Source:
+    """``points``: the entry points of that name by their values; more than one makes no sense."""
+    broken = partial(Source.broken, name, distribution, version)
+    if _canonical(name) == CORE:
+        return broken(f"its entry point is called {CORE!r}, as moekit's own: rename it")
+    if len(points) > 1:
+        values = " and ".join(shown(value) for value in sorted(points))
+        return broken(f"its distribution names the entry point twice, for {values}: keep one")
+    ((value, point),) = points.items()
+    if not _VALUE.fullmatch(value):
+        return broken(f"entry point for {shown(value)}: want 'package' or 'package.module:object'")
+    return Source(name, distribution, version, point.load)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def probe(source: Source, strict: bool = False) -> PluginState:
+    """Load one plugin in a plugin manager of its own, so that its faults stay its own.
+
+    strict: raise what the plugin raises.
+    """
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(MoekitSpecs)
+    _this_thread.probing = True
+    try:
+        with (
+            nullcontext() if strict else contained(),
+            watched(f"loading plugin {source.name} ({source.distribution})"),
+        ):
+            manager.register(source.load(), name=source.name)
+            manager.check_pending()
+            plugin = manager.get_plugin(source.name)
+            if not manager.get_hookcallers(plugin):
+                raise TypeError(
+                    "it implements no moekit hook; decorate moekit_dispatchers or moekit_experts "
+                    "with moekit.hookimpl"
+                )
+            dispatchers = _records(manager.hook.moekit_dispatchers, DispatcherSpec)
+            experts = _records(manager.hook.moekit_experts, ExpertsSpec)
+    except Fault as fault:
+        return source.state("broken", str(fault))
+    finally:
+        _this_thread.probing = False
+    return replace(source.state("ok", ""), dispatchers=dispatchers, experts=experts)
+
+
+def probing() -> bool:
+    """Whether this thread is loading a plugin."""
+    return getattr(_this_thread, "probing", False)
+
+
+def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
+    results = hook()  # without the Nones
+    if len(results) < len(hook.get_hookimpls()):
+        raise TypeError(f"{hook.name} returned None, want a list of {kind.__name__}")
+    records: list[SpecT] = []
+    for result in results:
+        if not isinstance(result, Iterable):
+            raise TypeError(f"{hook.name} returned {shown(result)}, want a list of {kind.__name__}")
+        for record in result:
+            if type(record) is not kind:
+                raise TypeError(f"{hook.name} returned {shown(record)} for a {kind.__name__}")
+            if any(record.name == other.name for other in records):
+                raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
+            if len(records) == _MOST_BACKENDS:
+                raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS} backends")
+            records.append(replace(record))  # which validates what was changed since it was made
+    return tuple(records)
+
+
+def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
+    """``states``, the core's first, with the names that several of them offer told in the reason.
+
+    The core keeps its own names, and whoever else offers one loses that backend.
+    """
+    marked = []
+    shared = clashes([(state.owner, state.offers) for state in states])
+    for state, (reason, lost) in zip(states, shared, strict=True):
+        if reason:
+            state = replace(
+                state,
+                state="clash",
+                reason=reason,
+                dispatchers=tuple(s for s in state.dispatchers if (s.kind, s.name) not in lost),
+                experts=tuple(s for s in state.experts if (s.kind, s.name) not in lost),
+            )
+        marked.append(state)
+    return marked
+
+
+def clashes(owners: Sequence[tuple[str, Collection[Offer]]]) -> list[tuple[str, set[Offer]]]:
+    """Return for each owner and its offers what it shares with whom ("": nothing), and what it
+    loses to the first owner, which is the core and shares nothing."""
+    core = set(owners[0][1])
+    found: list[tuple[str, set[Offer]]] = [("", set())]
+    for place, (_, offers) in enumerate(owners[1:], 1):
+        reasons, lost = [], core.intersection(offers)
+        for offer in offers:
+            what = f"{offer[0]} {offer[1]!r}"
+            rivals = [
+                who for i, (who, theirs) in enumerate(owners) if i != place and offer in theirs
+            ]
+            if offer in lost:
+                reasons.append(
+                    f"{what} is a name of moekit's own backend, which stays in use: rename it"
+                )
+            elif rivals:
+                reasons.append(f"{what} is also offered by {', '.join(rivals)}")
+        found.append(("; ".join(reasons), lost))
+    return found

@@ -1,0 +1,37 @@
+"""What a dispatcher takes on a rank, told without creating it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moekit.untrusted.code import printable, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a dispatcher takes on a rank when every rank passes ``max_num_tokens``.
+
+    rows: as `PrepareAndFinalize.max_rows`. buffers: bytes kept between calls, by what they are for.
+    transient: bytes that a call allocates and frees. source: where the buffers' bytes are from.
+    across: what changes where the ranks are on ``parallel.nodes`` hosts, a sentence each.
+    """
+
+    rows: int
+    buffers: Mapping[str, int]
+    transient: int
+    source: str
+    across: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {"rows": self.rows, "transient": self.transient, **dict(self.buffers)}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise ValueError(f"{shown(name)} {shown(size)}: want an int of at least 0")
+        object.__setattr__(self, "buffers", {printable(n): b for n, b in self.buffers.items()})
+        object.__setattr__(self, "source", printable(self.source))
+        object.__setattr__(self, "across", tuple(map(printable, self.across)))
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(self.buffers.values())

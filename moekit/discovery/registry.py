@@ -1,0 +1,161 @@
+"""All backends that plugins announced, by name: the registry.
+
+`moekit.discovery.specs` says what a backend declares, and `moekit.discovery.entry_points` how
+plugins are found and loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from moekit.discovery.entry_points import GROUP as GROUP
+from moekit.discovery.entry_points import SWITCHES as SWITCHES
+from moekit.discovery.entry_points import MoekitSpecs as MoekitSpecs
+from moekit.discovery.entry_points import PluginState as PluginState
+from moekit.discovery.entry_points import hookimpl as hookimpl
+from moekit.discovery.entry_points import mark_clashes, probe, probing, sources
+from moekit.discovery.specs import BackendSpec as BackendSpec
+from moekit.discovery.specs import DispatcherSpec as DispatcherSpec
+from moekit.discovery.specs import ExpertsSpec as ExpertsSpec
+from moekit.discovery.specs import SpecT as SpecT
+from moekit.discovery.specs import importable as importable
+from moekit.errors import BackendError, NameClash, UnknownBackend
+from moekit.untrusted.code import shown
+
+logger = logging.getLogger("moekit")
+
+
+@dataclass
+class Registry:
+    """All known backends. ``registry()`` is the process-wide one; tests may build their own.
+
+    Environment: ``MOEKIT_PLUGINS=a,b`` loads only these plugins besides the core's own backends
+    (empty: none), ``MOEKIT_BLOCK=a`` leaves some out, ``MOEKIT_STRICT=1`` re-raises a plugin's own
+    error at discovery. Plugins go by the name of their entry point or of their distribution.
+    """
+
+    plugins: tuple[PluginState, ...] = ()
+    _added: list[BackendSpec] = field(default_factory=list)
+
+    @classmethod
+    def discover(cls, environ: Mapping[str, str] = os.environ) -> Registry:
+        strict = environ.get("MOEKIT_STRICT", "") == "1"
+        found, unknown = sources(environ)
+        states = [
+            source.state("blocked", blocked) if blocked else probe(source, strict)
+            for source, blocked in found
+        ]
+        made = cls(plugins=(*mark_clashes(states), *unknown))
+        for state in made.plugins:
+            if state.state == "clash":
+                logger.warning("moekit: plugin %s is clash: %s", state.name, state.reason)
+        return made
+
+    def register(self, spec: DispatcherSpec | ExpertsSpec) -> None:
+        """Adds a backend at run time; raises NameClash when its name is taken."""
+        if not isinstance(spec, (DispatcherSpec, ExpertsSpec)):
+            raise BackendError(
+                f"register() wants a DispatcherSpec or an ExpertsSpec, not {shown(spec)}"
+            )
+        if self._owners(type(spec), spec.name):
+            raise NameClash(
+                f"{spec.kind} {spec.name!r} is already offered by "
+                f"{' and '.join(self._owners(type(spec), spec.name))}; choose another name"
+            )
+        self._added.append(spec)
+
+    def unregister(self, spec: DispatcherSpec | ExpertsSpec) -> None:
+        """Takes back what `register` added; raises UnknownBackend for anything else."""
+        if spec not in self._added:
+            raise UnknownBackend(
+                f"{spec.kind} {spec.name!r} was not registered in this process; "
+                "to leave out a plugin's backends, name the plugin in MOEKIT_BLOCK"
+            )
+        self._added.remove(spec)
+
+    def faults(self) -> list[str]:
+        """A line for each plugin that is not ok, and why."""
+        return [
+            f"plugin {state.name} is {state.state}: {state.reason}"
+            for state in self.plugins
+            if state.state != "ok"
+        ]
+
+    @property
+    def dispatchers(self) -> Mapping[str, DispatcherSpec]:
+        """Usable dispatchers by name, sorted."""
+        return self._usable(DispatcherSpec)
+
+    @property
+    def experts(self) -> Mapping[str, ExpertsSpec]:
+        """Usable experts by name, sorted."""
+        return self._usable(ExpertsSpec)
+
+    def dispatcher(self, name: str) -> DispatcherSpec:
+        """The named dispatcher; raises UnknownBackend or NameClash."""
+        return self._find(DispatcherSpec, name)
+
+    def expert(self, name: str) -> ExpertsSpec:
+        """The named experts backend; raises UnknownBackend or NameClash."""
+        return self._find(ExpertsSpec, name)
+
+    def _specs(self, kind: type[SpecT]) -> Iterable[tuple[str, SpecT]]:
+        for state in self.plugins:
+            for spec in state.backends:
+                if isinstance(spec, kind):
+                    yield state.owner, spec
+        for added in self._added:
+            if isinstance(added, kind):
+                yield "this process (registry().register)", added
+
+    def _owners(self, kind: type[SpecT], name: str) -> list[str]:
+        return [owner for owner, spec in self._specs(kind) if spec.name == name]
+
+    def _usable(self, kind: type[SpecT]) -> Mapping[str, SpecT]:
+        specs = sorted((spec for _, spec in self._specs(kind)), key=lambda s: s.name)
+        names = [s.name for s in specs]
+        return MappingProxyType({s.name: s for s in specs if names.count(s.name) == 1})
+
+    def _find(self, kind: type[SpecT], name: str) -> SpecT:
+        usable = self._usable(kind)
+        if name in usable:
+            return usable[name]
+        if owners := self._owners(kind, name):
+            plugins = [
+                state.distribution
+                for state in self.plugins
+                if any(type(s) is kind and s.name == name for s in state.backends)
+            ]
+            raise NameClash(
+                f"{kind.kind} {name!r} is offered by {' and '.join(owners)}; uninstall one, or "
+                f"leave it out with {' or '.join(f'MOEKIT_BLOCK={p}' for p in plugins)}"
+            )
+        text = f"no {kind.kind} named {name!r}; there are: {', '.join(usable) or 'none'}"
+        other: type[BackendSpec] = ExpertsSpec if kind is DispatcherSpec else DispatcherSpec
+        if name in self._usable(other):
+            text += f" ({name!r} is known as: {other.kind})"
+        text += ". Correct the name, or install the package that offers it"
+        raise UnknownBackend("\n  ".join([text, *self.faults()]))
+
+
+_lock = threading.RLock()
+_registry: Registry | None = None
+
+
+def registry() -> Registry:
+    """The process-wide registry, discovered on first use."""
+    global _registry
+    if probing():
+        raise BackendError(
+            "moekit.registry() was called by a plugin that is being discovered; "
+            "call it where the backend is used, not at import"
+        )
+    with _lock:
+        if _registry is None:
+            _registry = Registry.discover()
+        return _registry

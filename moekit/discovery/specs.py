@@ -1,0 +1,379 @@
+"""What a backend declares: specs, validated once, when they are made.
+
+A spec is a frozen record that says what a backend can do and where its class is. Making one imports
+no kernel and no vendor library; the backend's module is imported when it is first created.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from abc import ABC
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+from moekit.discovery.footprint import Footprint
+from moekit.errors import BackendBroken
+from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
+from moekit.problem.activation import ACTIVATIONS
+from moekit.problem.quant import SCHEMES
+from moekit.untrusted.code import Fault, contained, printable, shown, watched
+
+# What the reason begins with where a backend's `check` raises or returns no list of reasons.
+CHECK_FAILED = "its check failed"
+MOST_PRIORITY = 1_000_000
+
+_Rule = Callable[[Any], str]  # a field's value -> what is wrong with it, or ""
+
+
+def _want(what: str, accepts: Callable[[Any], bool]) -> _Rule:
+    return lambda value: "" if accepts(value) else f"want {what}"
+
+
+def _some_of(known: Collection[str], least: int = 1) -> _Rule:
+    def rule(value: Any) -> str:
+        if type(value) not in (frozenset, set) or not all(type(each) is str for each in value):
+            return "want a frozenset of strings"
+        if unknown := sorted(value.difference(known)):
+            return f"unknown: {shown(unknown)}; known: {', '.join(sorted(known))}"
+        return "" if len(value) >= least else "want at least one"
+
+    return rule
+
+
+def _tuple_of(what: str, accepts: Callable[[str], bool], least: int = 0) -> _Rule:
+    return _want(
+        f"a tuple of {what}",
+        lambda value: (
+            type(value) is tuple
+            and len(value) >= least
+            and all(type(each) is str and len(each) <= 200 and accepts(each) for each in value)
+        ),
+    )
+
+
+def _is_dotted(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def _is_target(value: Any) -> bool:
+    if type(value) is not str or len(value) > 400:
+        return False
+    module, colon, attribute = value.partition(":")
+    return colon == ":" and _is_dotted(module) and attribute.isidentifier()
+
+
+def _is_name(value: Any) -> bool:
+    return type(value) is str and re.fullmatch(r"[a-z][a-z0-9_]{0,63}", value) is not None
+
+
+def _is_priority(value: Any) -> bool:
+    return type(value) is int and abs(value) <= MOST_PRIORITY
+
+
+def _are_scheme_priorities(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and all(type(pair) is tuple and len(pair) == 2 for pair in value)
+        and all(type(name) is str and name in SCHEMES for name, _ in value)
+        and all(_is_priority(priority) for _, priority in value)
+        and len({name for name, _ in value}) == len(value)
+    )
+
+
+_BOOL = _want("True or False", lambda value: type(value) is bool)
+_FUNCTION = _want("a function or None", lambda value: value is None or callable(value))
+
+# Every field of every kind of spec.
+_RULES: Mapping[str, _Rule] = MappingProxyType({
+    "name": _want("lower-case letters, digits and _, at most 64 with a letter first", _is_name),
+    "target": _want("'package.module:Class'", _is_target),
+    "format": _want("an ActivationFormat", lambda value: isinstance(value, ActivationFormat)),
+    "dtypes": _some_of(DTYPES),
+    "schemes": _some_of(SCHEMES),
+    "wire_schemes": _some_of(SCHEMES, least=0),
+    "activations": _some_of(ACTIVATIONS),
+    "devices": _tuple_of(
+        "strings such as 'cpu' or 'cuda>=9.0'",
+        lambda device: len(device) <= 32 and DEVICE_PATTERN.fullmatch(device) is not None,
+        least=1,
+    ),
+    "requires": _tuple_of("importable names", _is_dotted),
+    "install_hint": _want("a string", lambda value: type(value) is str),
+    "priority": _want(f"an int within +-{MOST_PRIORITY}", _is_priority),
+    "scheme_priority": _want("a tuple of (scheme, int), each scheme once", _are_scheme_priorities),
+    "ids_dtype": _want("'int32' or 'int64'", lambda value: value in ("int32", "int64")),
+    "check": _FUNCTION,
+    "describe": _FUNCTION,
+    "footprint": _FUNCTION,
+    **dict.fromkeys(
+        (
+            "graph_safe", "deterministic", "moves_tokens", "needs_capacity", "overlaps",
+            "spans_hosts", "silu_clamp", "bias", "reduces", "takes_quantized", "takes_unquantized",
+            "emulates", "movable", "weights_in_fp32", "aborts",
+        ),
+        _BOOL,
+    ),
+})  # fmt: skip
+
+
+class Backend(ABC):
+    """The class that a spec's target names."""
+
+    interface: ClassVar[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec:
+    """What dispatchers and experts both declare. All keyword-only, so fields can be added.
+
+    name: what users type. target: ``"package.module:Class"``, imported on creation.
+    format: the layout of dispatched tokens it produces or consumes.
+    dtypes, schemes, devices: what it runs on. A device is ``"cpu"`` or another of torch's types
+    (``"cuda"``: AMD's GPUs, too), ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability),
+    ``"gfx942"`` (AMD's), or ``"any"``.
+    requires: importable names it needs; looked up with find_spec, never imported to list.
+    install_hint: the command that provides them.
+    priority: the higher of two possible backends is chosen when no measurement says otherwise;
+    scheme_priority: (scheme, priority) pairs where it differs by scheme.
+    check: further reasons for a problem; must be pure and must not touch a device.
+    describe: how it will run a problem, in a few words for `explain`; it may return "".
+    graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
+    deterministic: equal inputs give equal bits.
+    weights_in_fp32: in fp16, an expert's output above 65504 survives until its router weight makes
+    it smaller. Experts that reduce weight each output in fp32 before they round it. Others write a
+    float32 ``y``, and BATCHED dispatchers take one.
+    """
+
+    name: str
+    target: str
+    format: ActivationFormat
+    dtypes: frozenset[str] = frozenset(DTYPES)
+    schemes: frozenset[str] = frozenset({"none"})
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    requires: tuple[str, ...] = ()
+    install_hint: str = ""
+    priority: int = 0
+    scheme_priority: tuple[tuple[str, int], ...] = ()
+    check: Callable[[MoEProblem], list[str]] | None = None
+    describe: Callable[[MoEProblem], str] | None = None
+    graph_safe: bool = False
+    deterministic: bool = False
+    weights_in_fp32: bool = False
+
+    kind: ClassVar[str]
+    interface: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for fact in fields(self):
+            value = getattr(self, fact.name)
+            if fault := _RULES[fact.name](value):
+                whose = "" if fact.name == "name" else f"{self.name}: "
+                raise ValueError(f"{whose}{fact.name} {shown(value)}: {fault}")
+            if isinstance(value, set):
+                object.__setattr__(self, fact.name, frozenset(value))
+        object.__setattr__(self, "install_hint", printable(self.install_hint))
+
+    def priority_for(self, problem: MoEProblem) -> int:
+        return dict(self.scheme_priority).get(problem.quant.name, self.priority)
+
+    def unsupported(self, problem: MoEProblem) -> list[str]:
+        """Every reason why this backend cannot do ``problem``; an empty list means it can."""
+        reasons = [
+            f"{name} is not installed" + (f" ({self.install_hint})" if self.install_hint else "")
+            for name in self.requires
+            if not importable(name)
+        ]
+        if not any(map(problem.device.meets, self.devices)):
+            reasons.append(f"runs on {' or '.join(self.devices)}, not on {problem.device}")
+        if problem.dtype_name not in self.dtypes:
+            known = ", ".join(sorted(self.dtypes))
+            reasons.append(f"dtype {problem.dtype_name} is not supported (has {known})")
+        reasons += self._unsupported_features(problem)
+        return reasons + self._reasons_of_check(problem)
+
+    def description(self, problem: MoEProblem) -> str:
+        """What `describe` says of ``problem``, or what went wrong there."""
+        if self.describe is None:
+            return ""
+        try:
+            with contained():
+                found = self.describe(problem)
+                if type(found) is not str:
+                    raise TypeError(f"describe returned {shown(found)}, want a string")
+                return printable(found)
+        except Fault as fault:
+            return f"its description failed: {fault}"
+
+    def _reasons_of_check(self, problem: MoEProblem) -> list[str]:
+        if self.check is None:
+            return []
+        try:
+            with contained():
+                found = self.check(problem)
+                if not isinstance(found, (list, tuple)):
+                    raise TypeError(f"check returned {shown(found)}, want a list of reasons")
+                for reason in found:
+                    if not (isinstance(reason, str) and reason.strip()):
+                        raise TypeError(f"check gave the reason {shown(reason)}, want a sentence")
+                return [printable(str.__str__(reason)) for reason in found]
+        except Fault as fault:
+            return [f"{CHECK_FAILED}: {fault}"]
+
+    def _unsupported_features(self, problem: MoEProblem) -> list[str]:
+        return []
+
+    def load(self) -> type[Any]:
+        """Import and return the class. Raises BackendBroken with the import's error."""
+        module_name, _, attribute = self.target.partition(":")
+        what = f"{self.kind} {self.name!r} ({self.target})"
+        try:
+            with contained(), watched(f"loading {what}"):
+                loaded = getattr(importlib.import_module(module_name), attribute)
+                if not (
+                    isinstance(loaded, type)
+                    and issubclass(loaded, Backend)
+                    and loaded.interface == self.interface
+                ):
+                    raise TypeError(f"{shown(loaded)} is no {self.interface}")
+                if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+                    raise TypeError(f"{shown(loaded)} lacks {', '.join(missing)}")
+        except Fault as fault:  # vendor packages fail in every imaginable way at import
+            hint = f"; {self.install_hint}" if self.install_hint else ""
+            raise BackendBroken(f"{what} does not load: {fault}{hint}") from fault.__cause__
+        return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherSpec(BackendSpec):
+    """A PrepareAndFinalize.
+
+    moves_tokens: exchanges tokens between ranks. One that does not can serve only ranks that all
+    hold the same tokens.
+    wire_schemes: schemes whose activations it can send quantized; others travel unquantized and
+    are quantized on arrival.
+    needs_capacity: works with buffers sized from ``problem.max_num_tokens``.
+    ids_dtype: dtype of the ids it is given: int32 or int64.
+    overlaps: `prepare` returns before tokens have arrived, and they take no room on the current
+    stream; so does `finalize` where the library can.
+    spans_hosts: its ranks may be on several hosts; without, they share one.
+    aborts: `abort` makes the other ranks raise where one rank of an unchecked kernel fails.
+    footprint: what it takes on a rank, told without creating it; None: it does not tell.
+    """
+
+    kind = "dispatcher"
+    interface = "PrepareAndFinalize"
+
+    moves_tokens: bool
+    wire_schemes: frozenset[str] = frozenset()
+    needs_capacity: bool = False
+    ids_dtype: str = "int64"
+    overlaps: bool = False
+    spans_hosts: bool = False
+    aborts: bool = False
+    footprint: Callable[[MoEProblem], Footprint] | None = None
+    schemes: frozenset[str] = frozenset(SCHEMES)
+
+    @property
+    def applies_weights(self) -> bool:
+        """Combine weights and sums: slab rows come back raw, STANDARD ones weighted and summed."""
+        return self.format is ActivationFormat.BATCHED
+
+    def _unsupported_features(self, problem: MoEProblem) -> list[str]:
+        reasons = []
+        if problem.quant.name not in self.schemes:
+            reasons.append(f"quant scheme {problem.quant.name} is not supported")
+        if problem.parallel.moves_tokens and not self.moves_tokens:
+            reasons.append(
+                f"tokens must move between {problem.parallel.dp_size} ranks, and it moves none"
+            )
+        parallel = problem.parallel
+        if parallel.moves_tokens and parallel.nodes > 1 and not self.spans_hosts:
+            reasons.append(
+                f"the {parallel.num_ranks} ranks are on {parallel.nodes} hosts, and it serves one"
+            )
+        if self.needs_capacity and problem.max_num_tokens is None:
+            reasons.append("its buffers have a fixed size: set max_num_tokens in the problem")
+        return reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec(BackendSpec):
+    """A PermuteExpertsUnpermute.
+
+    activations: kinds it computes (`moekit.problem.activation.ACTIVATIONS`); silu_clamp: also silu with a
+    clamp limit; bias: adds w13_bias and w2_bias.
+    reduces: its output rows are weighted by the router and summed over K. BATCHED experts never
+    reduce: they do not see the weights.
+    takes_quantized, takes_unquantized: which inputs it accepts for a scheme that quantizes
+    activations. When it takes both, tokens are quantized before they travel if the dispatcher can
+    send them so, and by the experts otherwise.
+    emulates: multiplies dequantized weights by activations as they arrive: finer than a scheme that
+    quantizes them, and static input scales are not used.
+    movable: packed weights are expert-major, so experts can migrate between ranks.
+    """
+
+    kind = "experts backend"
+    interface = "PermuteExpertsUnpermute"
+
+    activations: frozenset[str] = ACTIVATIONS
+    silu_clamp: bool = True
+    bias: bool = True
+    reduces: bool
+    takes_quantized: bool = True
+    takes_unquantized: bool = True
+    emulates: bool = False
+    movable: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduces and self.format is ActivationFormat.BATCHED:
+            raise ValueError(f"{self.name}: BATCHED experts see no router weights to reduce with")
+        if not (self.takes_quantized or self.takes_unquantized):
+            raise ValueError(f"{self.name}: takes neither quantized nor unquantized input")
+
+    def _unsupported_features(self, problem: MoEProblem) -> list[str]:
+        reasons = []
+        if problem.quant.name not in self.schemes:
+            known = ", ".join(sorted(self.schemes))
+            reasons.append(f"quant scheme {problem.quant.name} is not supported (has {known})")
+        if problem.activation.name not in self.activations:
+            reasons.append(f"activation {problem.activation.name} is not supported")
+        if problem.activation.clamped and not self.silu_clamp:
+            reasons.append(f"does not clamp silu (limit={problem.activation.limit})")
+        if problem.has_bias and not self.bias:
+            reasons.append("has no bias support")
+        return reasons
+
+
+SpecT = TypeVar("SpecT", bound=BackendSpec)
+
+
+def importable(name: str) -> bool:
+    """Whether ``import name`` would find something; imports nothing, not even a parent package.
+
+    Looked up once for every sys.path.
+    """
+    return _importable(name, tuple(sys.path))
+
+
+@cache
+def _importable(name: str, _path: tuple[str, ...]) -> bool:
+    try:
+        with contained():  # finders on sys.meta_path are strangers' code
+            top, *parts = name.split(".")
+            spec = importlib.util.find_spec(top)
+            for part in parts:
+                if spec is None:
+                    return False
+                inside = spec.submodule_search_locations or []
+                spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", inside)
+            return spec is not None
+    except Fault:
+        return False

@@ -1,0 +1,295 @@
+"""Routers: from logits to `Routing`, in fp32, ties always to the lower expert id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.contract import Routing
+from moekit.errors import InvalidInput, InvalidProblem
+from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor, check_tokens
+from moekit.untrusted.arguments import FLAG, FUNCTION, accept, choice, optional, real, shown, size
+
+_SCORING: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+
+OPTIONS = {
+    "top_k": size(),
+    "scoring": choice(_SCORING),
+    "renormalize": FLAG,
+    "num_expert_group": optional(size()),
+    "topk_group": optional(size()),
+    "routed_scaling_factor": real(),
+    "checked": optional(FLAG),
+}
+# Odd numbers with random bits, for a hash modulo 2**64: of a token's position and its expert.
+_TOKEN, _EXPERT, _MIX = 0x5851F42D4C957F2D, 0x14057B7EF767814F, 0x369DEA0F31A53F85
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    correction_bias: Tensor | None = None,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    routed_scaling_factor: float = 1.0,
+    custom: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+    is_padding: Tensor | None = None,
+    checked: bool | None = None,
+) -> Routing:
+    """logits (T, E), any float dtype -> Routing with weights (T, K) fp32 and ids (T, K) int64.
+
+    scoring: softmax, sigmoid or sqrtsoftplus over the E experts. renormalize: weights sum to one
+    (over softmax scores this equals a softmax over the K chosen logits).
+    correction_bias (E,): added to the scores to choose, not to weigh (DeepSeek-V3's
+    e_score_correction_bias). num_expert_group, topk_group: choose only among the best groups; a
+    group's score is its best expert's or, with a bias, the sum of its two best.
+    routed_scaling_factor multiplies the weights last.
+    custom: ``(logits_TE fp32, top_k) -> (weights_TK, ids_TK)`` in place of all of these.
+    is_padding (T,) bool: these tokens get ids -1 and weights 0.
+    checked: refuse NaN and +infinity, and ids of ``custom`` that name no expert or one twice;
+    default on the CPU only, as it synchronizes with the device.
+
+    A logit of -infinity masks its expert, which is then chosen, with weight 0, only where fewer
+    than K are left. A correction_bias, as it chooses, masks by -infinity of its own: not with
+    groups, and K experts must be left.
+
+    Llama-4: ``scoring="sigmoid", top_k=1`` with ``apply_router_weight_on_input`` in the problem.
+    gpt-oss: ``renormalize=True``.
+
+    Raises InvalidInput for tensors, and InvalidProblem for options, that do not fit.
+    """
+    _check_shapes(logits, correction_bias, is_padding)
+    options = (top_k, scoring, renormalize, num_expert_group, topk_group, routed_scaling_factor)
+    try:
+        _check_options(logits.shape[1], *options, checked)
+    except TypeError:  # a value that has no hash
+        _check_options.__wrapped__(logits.shape[1], *options, checked)
+    scores_TE = logits.float()
+    if checked is None or logits.is_meta:
+        checked = logits.device.type == "cpu"
+    if checked:
+        grouped = num_expert_group is not None
+        _check_values(scores_TE, top_k, correction_bias, grouped, is_padding)
+    if custom is not None:
+        weights, ids = _custom(custom, scores_TE, top_k, checked)
+    else:
+        # A softmax keeps the order, so that the chosen alone need one where they sum to one.
+        late = scoring == "softmax" and renormalize and correction_bias is None
+        late = late and num_expert_group is None
+        if not late:
+            scores_TE = _SCORING[scoring](scores_TE)
+        choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.float()
+        if num_expert_group is not None and topk_group is not None:
+            choice_TE = _keep_best_groups(
+                choice_TE, num_expert_group, topk_group, biased=correction_bias is not None
+            )
+        weights, ids = _top(choice_TE, top_k)
+        if choice_TE is not scores_TE:
+            weights = scores_TE.gather(1, ids)
+        if late:
+            weights = weights.softmax(dim=1)
+        elif renormalize:
+            weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-20)
+        if routed_scaling_factor != 1.0:
+            weights = weights * float(routed_scaling_factor)
+    if is_padding is not None:
+        ids = ids.masked_fill(is_padding[:, None], -1)
+        weights = weights.masked_fill(is_padding[:, None], 0.0)
+    return Routing(weights.contiguous(), ids.contiguous())
+
+
+def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
+    """Logical ids -> physical ids, spreading tokens over an expert's replicas.
+
+    A hash of the token's position in the batch and of the expert chooses, so that no pattern in
+    which tokens come favours a replica: n tokens leave each of M replicas n / M, give or take the
+    square root of that. The choice depends on the arguments alone and synchronizes nothing.
+
+    replicas (E, M) integer: physical ids of each logical expert's replicas, -1 past the last.
+    offset: the batch of tokens this is, so that different batches begin with different replicas;
+    ranks that hold the same tokens must pass the same. Experts begin with different ones, too:
+    a single token's do not all go to the first replicas.
+    """
+    if not isinstance(routing, Routing):
+        raise InvalidInput(f"routing is {shown(routing)}, want moekit.Routing")
+    ids, offset = routing.topk_ids, check_tokens(offset, "offset")
+    for name, table in (("topk_ids", ids), ("replicas", replicas)):
+        check_tensor(name, table)
+        if table.dim() != 2 or table.dtype not in ID_DTYPES:
+            raise InvalidInput(f"{name} is {shown(table)}, want two dimensions of int32 or int64")
+    if not replicas.numel():
+        raise InvalidInput(f"replicas is {shown(replicas)}, want at least one for each expert")
+    replicas = replicas.to(ids.device, ids.dtype)
+    counts = (replicas >= 0).sum(dim=1)
+    if replicas.device.type == "cpu":
+        if bool((counts == 0).any()):
+            missing = int((counts == 0).nonzero()[0])
+            raise InvalidInput(f"logical expert {missing} has no replica: every expert needs one")
+        check_ids(ids, len(replicas))
+    logical = ids.clamp(min=0)
+    turn = logical + offset
+    if len(ids) > 1:  # single tokens of many batches are spread by ``offset`` alone, and evenly
+        token = torch.arange(len(ids), device=ids.device)[:, None]
+        hashed = torch.add(token * _TOKEN, logical.long(), alpha=_EXPERT)
+        turn = turn + ((hashed ^ hashed >> 32) * _MIX >> 33)
+    replica = turn % counts[logical]
+    physical = replicas[logical, replica]
+    return Routing(routing.topk_weights, torch.where(ids < 0, ids, physical))
+
+
+def _top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest and their ids, ties to the lower id (torch.topk leaves ties open)."""
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], ids[..., :k]
+
+
+def _keep_best_groups(choice_TE: Tensor, groups: int, keep: int, biased: bool) -> Tensor:
+    """Sets every expert outside the ``keep`` best groups to -inf."""
+    grouped = torch.unflatten(choice_TE, 1, (groups, -1))
+    best = min(2, grouped.shape[-1]) if biased else 1
+    group_scores = grouped.topk(best, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(group_scores, dtype=torch.bool)
+    kept.scatter_(1, _top(group_scores, keep)[1], True)
+    return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+
+
+def _check_values(
+    logits_TE: Tensor,
+    top_k: int,
+    correction_bias: Tensor | None,
+    grouped: bool,
+    is_padding: Tensor | None,
+) -> None:
+    faults = [
+        (
+            ~torch.isfinite(logits_TE.amax(dim=1)),
+            "NaN or infinity, or -infinity alone",
+            "the layer before is at fault",
+        )
+    ]
+    if correction_bias is not None:
+        if bool((correction_bias.isnan() | correction_bias.isposinf()).any()):
+            raise InvalidInput(
+                "correction_bias holds NaN or infinity, and an expert with it would get every "
+                "token: want finite values, or -infinity to mask one; was it filled?"
+            )
+        left = int((~correction_bias.isneginf()).sum())
+        if left < (len(correction_bias) if grouped else top_k):
+            raise InvalidInput(
+                f"correction_bias masks all but {left} experts with -infinity: want top_k={top_k} "
+                "or more left, and none masked with groups, whose two best experts score for them"
+            )
+        faults.append(
+            (
+                logits_TE.isneginf().any(dim=1),
+                "-infinity beside a correction_bias",
+                "it could choose that expert all the same; set the bias to -infinity",
+            )
+        )
+    for wrong, what, todo in faults:
+        rows = wrong if is_padding is None else wrong & ~is_padding
+        if bool(rows.any()):
+            raise InvalidInput(
+                f"router logits of {int(rows.sum())} token(s) hold {what}, first token "
+                f"{int(rows.nonzero()[0])}: {todo}"
+            )
+
+
+def _custom(
+    custom: Callable[[Tensor, int], Any], logits_TE: Tensor, top_k: int, checked: bool
+) -> tuple[Tensor, Tensor]:
+    """The weights and ids that ``custom`` returns; raises InvalidInput for any other answer."""
+    accept({"custom": FUNCTION}, {"custom": custom})
+    answer, wanted = custom(logits_TE, top_k), (logits_TE.shape[0], top_k)
+    if not (isinstance(answer, (tuple, list)) and len(answer) == 2):
+        raise InvalidInput(f"custom routing gave {shown(answer)}, want a tuple (weights, ids)")
+    weights, ids = answer
+    for tensor in answer:
+        check_tensor("what custom routing gave", tensor)
+    if weights.shape != wanted or ids.shape != wanted:
+        raise InvalidInput(
+            f"custom routing gave weights {tuple(weights.shape)} and ids {tuple(ids.shape)}, "
+            f"want ({logits_TE.shape[0]}, {top_k}) each"
+        )
+    integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
+    if not (integers and weights.is_floating_point()):
+        raise InvalidInput(
+            f"custom routing gave weights {weights.dtype} and ids {ids.dtype}: weights must be of "
+            "a float dtype and ids of an integer dtype; are they the other way round?"
+        )
+    if weights.device != logits_TE.device or ids.device != logits_TE.device:
+        raise InvalidInput(
+            f"custom routing gave weights on {weights.device} and ids on {ids.device}, want both "
+            f"on {logits_TE.device}, where the logits are"
+        )
+    ids = ids.long()
+    if checked:
+        check_ids(ids, logits_TE.shape[1])
+    return weights.float(), ids
+
+
+def _check_shapes(
+    logits: Tensor, correction_bias: Tensor | None, is_padding: Tensor | None
+) -> None:
+    check_tensor("logits", logits)
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise InvalidInput(
+            f"logits are {tuple(logits.shape)} {logits.dtype}, want (T, E) of a float dtype"
+        )
+    T, E = logits.shape
+    for name, tensor, wanted in (
+        ("correction_bias", correction_bias, (E,)), ("is_padding", is_padding, (T,)),
+    ):  # fmt: skip
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.shape != wanted:
+            raise InvalidInput(f"{name} is {tuple(tensor.shape)}, want {wanted}")
+        if tensor.device != logits.device:
+            raise InvalidInput(f"{name} is on {tensor.device}, logits on {logits.device}: move one")
+    if correction_bias is not None and not correction_bias.is_floating_point():
+        raise InvalidInput(f"correction_bias is {correction_bias.dtype}, want a float dtype")
+    if is_padding is not None and is_padding.dtype != torch.bool:
+        raise InvalidInput(f"is_padding is {is_padding.dtype}, want ({T},) bool")
+
+
+# Calls repeat a layer's options: they are looked up, not judged again.
+@lru_cache(maxsize=256, typed=True)
+def _check_options(
+    E: int,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    routed_scaling_factor: float,
+    checked: bool | None,
+) -> None:
+    accept(OPTIONS, locals())
+    if top_k > E:
+        raise InvalidProblem(f"top_k={top_k}: want 1..{E}, the number of experts")
+    if (num_expert_group is None) != (topk_group is None):
+        raise InvalidProblem("num_expert_group and topk_group go together; one is missing")
+    if num_expert_group is not None and topk_group is not None:
+        if not 1 <= topk_group <= num_expert_group or E % num_expert_group:
+            raise InvalidProblem(
+                f"num_expert_group={num_expert_group}, topk_group={topk_group}: want groups that "
+                f"divide the {E} experts, and topk_group in 1..num_expert_group"
+            )
+        if top_k > topk_group * (E // num_expert_group):
+            raise InvalidProblem(
+                f"top_k={top_k} exceeds the {topk_group * (E // num_expert_group)} experts of "
+                f"{topk_group} groups"
+            )

@@ -1,0 +1,90 @@
+"""The stable surface for backend authors: everything that a plugin imports from moekit.
+
+Names listed here change only with a new minor version, after one minor version in which the old
+name works and warns. Every other module of moekit may change at any time. `moekit.errors` and
+`moekit.testing` keep the same promise.
+"""
+
+from moekit.backends.local import LocalDispatcher, LocalSlabs, local_ids
+from moekit.contract import (
+    BufferSpec,
+    Dispatched,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+)
+from moekit.discovery.entry_points import hookimpl
+from moekit.discovery.footprint import Footprint
+from moekit.discovery.registry import registry
+from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, importable
+from moekit.problem import (
+    SCHEMES,
+    Activation,
+    ActivationFormat,
+    DeviceSpec,
+    ExpertWeights,
+    MoEProblem,
+    OperandQuant,
+    ParallelConfig,
+    QuantScheme,
+    partition,
+    quant,
+)
+from moekit.problem.activation import apply_activation
+from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
+from moekit.runtime.group import (
+    Agreement,
+    SharedBuffers,
+    Transfers,
+    exchange,
+    has_backend,
+    reason_of,
+    resolve,
+)
+from moekit.runtime.overlap import Pending
+from moekit.runtime.workspace import Workspace
+
+__all__ = [
+    "INT4_ZERO",
+    "SCHEMES",
+    "WIRE_SCHEMES",
+    "Activation",
+    "ActivationFormat",
+    "Agreement",
+    "BufferSpec",
+    "DeviceSpec",
+    "Dispatched",
+    "DispatcherSpec",
+    "ExpertWeights",
+    "ExpertsSpec",
+    "Footprint",
+    "LocalDispatcher",
+    "LocalSlabs",
+    "MoEProblem",
+    "OperandQuant",
+    "PackedWeights",
+    "ParallelConfig",
+    "Pending",
+    "PermuteExpertsUnpermute",
+    "PrepareAndFinalize",
+    "QuantScheme",
+    "Quantizer",
+    "Routing",
+    "SharedBuffers",
+    "Transfers",
+    "Workspace",
+    "apply_activation",
+    "exchange",
+    "has_backend",
+    "hookimpl",
+    "importable",
+    "local_ids",
+    "partition",
+    "quant",
+    "reason_of",
+    "registry",
+    "resolve",
+    "unpack_int4",
+]

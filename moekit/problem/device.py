@@ -1,0 +1,133 @@
+"""The kind of device that a problem runs on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moekit.errors import InvalidProblem
+from moekit.untrusted.arguments import (
+    Kind,
+    accept,
+    accept_fields,
+    first_line,
+    instance,
+    optional,
+    shown,
+    size,
+)
+
+# What backends write to say where they run: see `DeviceSpec.meets`.
+DEVICE_PATTERN = re.compile(
+    r"any|(?P<arch>gfx[0-9a-f]+)|(?P<type>[a-z]+)((?P<op>>=|==)(?P<major>\d+)\.(?P<minor>\d+))?"
+)
+
+
+def _device_type(value: Any) -> str:
+    if torch.device(value).type != value:
+        raise ValueError
+    return str(value)
+
+
+def _capability(value: Any) -> tuple[int, int]:
+    major, minor = value if isinstance(value, tuple) else ()
+    return size(0, 999).keep(major), size(0, 99).keep(minor)
+
+
+_DEVICE = {
+    "type": Kind("a type of device that torch knows, for example 'cpu' or 'cuda'", _device_type),
+    "capability": optional(Kind("a tuple of two integers, for example (9, 0)", _capability)),
+    "name": instance("a str", str),
+    "arch": instance("a str", str),
+}
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A kind of device: ``type`` as torch names it and, where it has one, a compute capability.
+
+    AMD's GPUs, which torch calls "cuda" too, have no capability but an ``arch``, as in "gfx942".
+    Given explicitly, it lets any machine ask what would run on another one.
+
+    Raises InvalidProblem for a type that torch does not know, and for fields of other types.
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+    name: str = ""
+    arch: str = ""
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _DEVICE)
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceSpec:
+        """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"gfx942"`` (AMD's),
+        ``"cuda"``, ``"cuda:1"`` (of this machine)."""
+        accept({"device": instance("a str, for example 'sm90'", str)}, {"device": text})
+        if match := re.fullmatch(r"(gfx[0-9a-f]+)(:.*)?", text):
+            return cls("cuda", arch=match[1])
+        if match := re.fullmatch(r"sm_?(1?\d)(\d)a?", text):
+            return cls("cuda", (int(match[1]), int(match[2])))
+        if re.fullmatch(r"cuda(:\d+)?", text):
+            return cls.of(torch.device(text))
+        if re.fullmatch(r"[a-z]+", text):
+            return cls(text)
+        raise InvalidProblem(
+            f"device {shown(text)} is not understood; examples: 'cpu', 'cuda', 'sm90', 'gfx942'"
+        )
+
+    @classmethod
+    def detect(cls) -> DeviceSpec:
+        """This machine's accelerator if torch sees one, else its CPU."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return cls("cpu") if accelerator is None else cls.of(accelerator)
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceSpec:
+        """Of a torch device of this machine. Raises InvalidProblem if torch does not see it."""
+        accept({"device": instance("a torch.device", torch.device)}, {"device": device})
+        if device.type == "cpu":
+            return cls("cpu")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise InvalidProblem(
+                f"device {str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} "
+                "CUDA devices here; name the capability instead, as in 'sm90'"
+            )
+        try:
+            module = torch.get_device_module(device)
+            name = getattr(module, "get_device_name", lambda _: "")(device)
+        except Exception as error:  # each device type has its own
+            raise InvalidProblem(
+                f"device {str(device)!r} was asked for, but torch sees none here "
+                f"({type(error).__name__}: {first_line(error)}); name a device that is "
+                "here, or ask about another machine with a DeviceSpec"
+            ) from error
+        if device.type == "cuda" and torch.version.hip:
+            arch = module.get_device_properties(device).gcnArchName.partition(":")[0]
+            return cls(device.type, None, str(name), arch)
+        capability = getattr(module, "get_device_capability", lambda _: None)(device)
+        pair = tuple(capability) if isinstance(capability, tuple) else None
+        return cls(device.type, pair, str(name))
+
+    def meets(self, wanted: str) -> bool:
+        """``wanted``: "any", a type, ``"cuda>=9.0"``, ``"cuda==9.0"`` or ``"gfx942"``."""
+        match = DEVICE_PATTERN.fullmatch(wanted) if isinstance(wanted, str) else None
+        if match is None:
+            raise InvalidProblem(f"wanted={shown(wanted)}: it must be like 'cpu' or 'cuda>=9.0'")
+        if match["arch"] or wanted == "any":
+            return wanted in ("any", self.arch)
+        if match["op"] is None:
+            return self.type == wanted
+        if self.type != match["type"] or self.capability is None:
+            return False
+        least = (int(match["major"]), int(match["minor"]))
+        return self.capability == least or (match["op"] == ">=" and self.capability > least)
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return f"{self.type} {self.arch}".strip()
+        return f"{self.type} sm{self.capability[0]}{self.capability[1]}"

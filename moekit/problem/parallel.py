@@ -1,0 +1,75 @@
+"""How one MoE layer is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moekit.errors import InvalidProblem
+from moekit.untrusted.arguments import MAX_RANKS, accept_fields, size
+
+
+def partition(total: int, size: int, rank: int) -> range:
+    """Rank's contiguous share of ``total`` things; the remainder goes to the first ranks."""
+    share, extra = divmod(total, size)
+    start = rank * share + min(rank, extra)
+    return range(start, start + share + (rank < extra))
+
+
+_RANKS = {
+    "ep_size": size(1, MAX_RANKS),
+    "ep_rank": size(0, MAX_RANKS),
+    "tp_size": size(1, MAX_RANKS),
+    "tp_rank": size(0, MAX_RANKS),
+    "dp_size": size(0, MAX_RANKS),
+    "nodes": size(1, MAX_RANKS),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How one MoE layer is spread over ranks, seen from one of them.
+
+    ep_size, ep_rank: experts are split, each rank holding a contiguous share (`partition`).
+    tp_size, tp_rank: every expert's intermediate size is split.
+    dp_size: how many different batches of tokens the ranks of the layer's process group hold.
+    The default is ``ep_size``: each expert-parallel rank has its own tokens, so tokens must move.
+    With ``dp_size=1`` all ranks hold the same tokens; then nothing moves and every rank's output
+    is a partial sum that the caller all-reduces. With more, every rank's output is complete, and
+    where there are fewer batches than ranks, consecutive ranks share one.
+    A rank's place in the layer's process group is ``ep_rank * tp_size + tp_rank``.
+    nodes: hosts that these ranks are spread over, as many on each, in the order of their places.
+
+    Raises InvalidProblem for values of another type, out of range, or that contradict each other.
+    """
+
+    ep_size: int = 1
+    ep_rank: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+    dp_size: int = 0
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _RANKS)
+        for kind in ("ep", "tp"):
+            most, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
+            if rank >= most:
+                raise InvalidProblem(
+                    f"{kind}_rank={rank} with {kind}_size={most}: want a rank in [0, {most})"
+                )
+        if self.num_ranks % self.nodes:
+            raise InvalidProblem(
+                f"nodes={self.nodes}: want a number of hosts that the {self.num_ranks} ranks "
+                "(ep_size x tp_size) divide by"
+            )
+        object.__setattr__(self, "dp_size", self.dp_size or self.ep_size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the layer's process group."""
+        return self.ep_size * self.tp_size
+
+    @property
+    def moves_tokens(self) -> bool:
+        """True when ranks hold different tokens, so that a dispatcher must exchange them."""
+        return self.dp_size > 1

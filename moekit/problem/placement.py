@@ -1,0 +1,107 @@
+"""Which expert each physical slot holds, and what that means for the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.errors import InvalidInput
+from moekit.problem import MoEProblem, partition
+from moekit.runtime.checks import check_tensor
+from moekit.untrusted.arguments import MAX_EXPERTS, MAX_RANKS, Kind, accept_fields, shown, size
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple):
+        raise TypeError
+    return tuple(_id.keep(each) for each in value)
+
+
+_MOST_REPLICAS = 2**27
+_id = size(-MAX_EXPERTS, MAX_EXPERTS)
+_KINDS = {
+    "physical_to_logical": Kind("a tuple of expert ids", _ids),
+    "num_experts": size(1, MAX_EXPERTS),
+    "ep_size": size(1, MAX_RANKS),
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The logical expert (0..E-1) of each of P physical slots; rank r holds ``slots(r)``.
+
+    Every expert has a slot; a rank may hold several copies of one. Raises InvalidInput naming
+    everything that is wrong.
+    """
+
+    physical_to_logical: tuple[int, ...]
+    num_experts: int
+    ep_size: int
+
+    @classmethod
+    def default(cls, problem: MoEProblem) -> Placement:
+        """Where experts are after loading: replicas repeat the first experts."""
+        held = tuple(problem.logical_expert(slot) for slot in range(problem.num_physical_experts))
+        return cls(held, problem.num_experts, problem.parallel.ep_size)
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _KINDS, InvalidInput)
+        E, held, faults = self.num_experts, self.physical_to_logical, []
+        if outside := sorted({e for e in held if not 0 <= e < E}):
+            faults.append(f"slots hold {outside[:8]}, which are no experts of 0..{E - 1}")
+        if missing := sorted(set(range(E)) - set(held)):
+            faults.append(f"{len(missing)} experts have no slot: {missing[:8]}")
+        if faults:
+            raise InvalidInput(f"not a placement of {E} experts: {'; '.join(faults)}")
+
+    def slots(self, rank: int) -> range:
+        """Physical ids of a rank's slots: a contiguous share, as `MoEProblem.local_experts`."""
+        return partition(len(self.physical_to_logical), self.ep_size, rank)
+
+    def on_rank(self, rank: int) -> tuple[int, ...]:
+        """The logical experts of a rank's slots."""
+        return tuple(self.physical_to_logical[slot] for slot in self.slots(rank))
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each slot."""
+        return tuple(rank for rank in range(self.ep_size) for _ in self.slots(rank))
+
+    @cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The slots of each expert."""
+        slots: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(self.physical_to_logical):
+            slots[expert].append(slot)
+        return tuple(map(tuple, slots))
+
+    def logical_to_physical(self, device: torch.device | str = "cpu") -> Tensor:
+        """`replicas` as `moekit.to_physical` takes them: (E, P - E + 1) int64, -1 past the last."""
+        width = len(self.physical_to_logical) - self.num_experts + 1
+        if width * self.num_experts > _MOST_REPLICAS:
+            raise InvalidInput(
+                f"a table of {self.num_experts} experts with up to {width} replicas each has more "
+                f"than {_MOST_REPLICAS} entries: use fewer redundant experts"
+            )
+        padded = [[*slots, *[-1] * (width - len(slots))] for slots in self.replicas]
+        return torch.tensor(padded, dtype=torch.int64, device=device)
+
+    def rank_loads(self, load_E: Tensor) -> Tensor:
+        """Tokens of each rank, (ep_size,) float64, when experts spread theirs over replicas."""
+        wanted = (self.num_experts,)
+        check_tensor("load_E", load_E)
+        if load_E.shape != wanted or load_E.is_complex():
+            raise InvalidInput(f"load_E is {shown(load_E)}, want a tensor {wanted} of real numbers")
+        copies = torch.tensor([len(slots) for slots in self.replicas], device="cpu")
+        load_P = (load_E.cpu().double() / copies)[list(self.physical_to_logical)]
+        loads = torch.zeros(self.ep_size, dtype=torch.float64, device="cpu")
+        return loads.index_add_(0, torch.tensor(self.rank_of, device="cpu"), load_P)
+
+    def imbalance(self, load_E: Tensor) -> float:
+        """Heaviest rank's load over the mean: from 1, perfect, to ep_size."""
+        loads = self.rank_loads(load_E)
+        return float(loads.max() / loads.mean()) if float(loads.sum()) > 0 else 1.0

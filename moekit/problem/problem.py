@@ -1,0 +1,224 @@
+"""What is to be computed, and where: pure data, comparable, and printable so that it can be re-run.
+
+``eval(repr(problem))`` gives an equal problem (with ``moekit``'s names and ``torch`` in scope).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from moekit.errors import InvalidProblem
+from moekit.problem.activation import Activation
+from moekit.problem.device import DeviceSpec
+from moekit.problem.parallel import ParallelConfig, partition
+from moekit.problem.quant import SCHEMES, QuantScheme, scheme
+from moekit.untrusted.arguments import (
+    FLAG,
+    MAX_EXPERTS,
+    MAX_WIDTH,
+    Kind,
+    accept,
+    converted,
+    instance,
+    optional,
+    size,
+)
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+class ActivationFormat(enum.Enum):
+    """Layout of dispatched tokens.
+
+    STANDARD: rows ``x_RH`` with expert ids ``topk_ids_RK``. BATCHED: a slab of C rows per local
+    expert, ``x_LCH``, of which the first ``expert_num_tokens_L`` are real.
+    """
+
+    STANDARD = "standard"
+    BATCHED = "batched"
+
+    def __repr__(self) -> str:
+        return f"ActivationFormat.{self.name}"
+
+
+def _known_scheme(value: Any) -> QuantScheme:
+    value = scheme(value) if isinstance(value, str) else value
+    if SCHEMES[value.name] != value:
+        raise ValueError
+    return SCHEMES[value.name]
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if value not in DTYPES.values():
+        raise ValueError
+    return DTYPES[str(value).removeprefix("torch.")]
+
+
+_PROBLEM = {
+    "num_experts": size(1, MAX_EXPERTS),
+    "top_k": size(),
+    "hidden_size": size(1, MAX_WIDTH),
+    "intermediate_size": size(1, MAX_WIDTH),
+    "dtype": Kind("one of " + ", ".join(f"torch.{name}" for name in DTYPES), _dtype),
+    "activation": converted("an Activation or the name of one", Activation, {str: Activation}),
+    "quant": Kind("a QuantScheme of moekit.SCHEMES or the name of one", _known_scheme),
+    "has_bias": FLAG,
+    "apply_router_weight_on_input": FLAG,
+    "num_redundant_experts": size(0, MAX_EXPERTS),
+    "max_num_tokens": optional(size()),
+    "parallel": instance("a ParallelConfig", ParallelConfig),
+    "device": converted(
+        "a DeviceSpec, a torch.device or the name of a device",
+        DeviceSpec,
+        {str: DeviceSpec.parse, torch.device: DeviceSpec.of},
+    ),
+}
+
+
+@dataclass(frozen=True, init=False)
+class MoEProblem:
+    """One routed-experts block: sizes, arithmetic, parallelism and the device it runs on.
+
+    num_experts: E, logical experts of the model. num_redundant_experts: extra replicas (EPLB).
+    intermediate_size: the model's I; this rank's share is `local_intermediate_size`.
+    dtype: of activations, output and unquantized weights: bfloat16, float16 or float32.
+    activation, quant, device: objects or their names (``"silu"``, ``"fp8_block"``, ``"sm90"``);
+    device defaults to this machine's accelerator, else its CPU.
+    has_bias: both projections add a bias (w13_bias, w2_bias).
+    apply_router_weight_on_input: the router weight scales the token before GEMM 1 (top_k must
+    be 1) instead of the expert's output.
+    max_num_tokens: most tokens this or any other rank will pass to one call; dispatchers with
+    fixed buffers need it, and memory is stated for it.
+
+    Raises InvalidProblem when the values contradict each other.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    activation: Activation
+    quant: QuantScheme
+    has_bias: bool
+    apply_router_weight_on_input: bool
+    num_redundant_experts: int
+    max_num_tokens: int | None
+    parallel: ParallelConfig
+    device: DeviceSpec
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        activation: Activation | str = "silu",
+        quant: QuantScheme | str = "none",
+        has_bias: bool = False,
+        apply_router_weight_on_input: bool = False,
+        num_redundant_experts: int = 0,
+        max_num_tokens: int | None = None,
+        parallel: ParallelConfig | None = None,
+        device: DeviceSpec | torch.device | str | None = None,
+    ) -> None:
+        parallel = ParallelConfig() if parallel is None else parallel
+        device = DeviceSpec.detect() if device is None else device
+        for name, value in accept(_PROBLEM, locals()).items():
+            object.__setattr__(self, name, value)
+        if self.top_k > self.num_experts:
+            raise InvalidProblem(
+                f"top_k={self.top_k} exceeds num_experts={self.num_experts}: "
+                "a token cannot go to more experts than there are"
+            )
+        if self.apply_router_weight_on_input and self.top_k != 1:
+            raise InvalidProblem(
+                "apply_router_weight_on_input needs top_k=1 (one weight per token), "
+                f"got top_k={self.top_k}"
+            )
+        if self.intermediate_size % self.parallel.tp_size:
+            raise InvalidProblem(
+                f"intermediate_size={self.intermediate_size} does not divide by "
+                f"tp_size={self.parallel.tp_size}; pad the experts or choose another tp_size"
+            )
+        if self.parallel.ep_size > self.num_physical_experts:
+            raise InvalidProblem(
+                f"ep_size={self.parallel.ep_size} exceeds the {self.num_physical_experts} "
+                "experts: a rank would hold none; use fewer ranks or redundant experts"
+            )
+
+    @property
+    def num_physical_experts(self) -> int:
+        """P: logical experts plus redundant replicas."""
+        return self.num_experts + self.num_redundant_experts
+
+    @property
+    def local_experts(self) -> range:
+        """Physical ids of the experts this rank holds."""
+        return partition(self.num_physical_experts, self.parallel.ep_size, self.parallel.ep_rank)
+
+    @property
+    def num_local_experts(self) -> int:
+        """L."""
+        return len(self.local_experts)
+
+    def logical_expert(self, physical: int) -> int:
+        """The expert that a physical slot holds at start: replicas repeat the first experts."""
+        return physical % self.num_experts
+
+    @property
+    def local_neurons(self) -> range:
+        """Which of the model's I neurons this rank holds: the first of `local_intermediate_size`.
+
+        A run of ``I / tp_size``, except where that would cut the blocks of rows and columns that
+        share a scale (fp8_block, fp8_w8a16_block): whole blocks then, of which the first ranks
+        hold one more, and some ranks may hold none.
+        """
+        tp_size, rank, block = self.parallel.tp_size, self.parallel.tp_rank, self._cut_block
+        if not block:
+            share = self.intermediate_size // tp_size
+            return range(rank * share, (rank + 1) * share)
+        blocks = partition(-(-self.intermediate_size // block), tp_size, rank)
+        return range(
+            *(min(at * block, self.intermediate_size) for at in (blocks.start, blocks.stop))
+        )
+
+    @property
+    def local_intermediate_size(self) -> int:
+        """I on this rank, the same on all ranks. Behind a rank's `local_neurons` there may be
+        zeros: rows of w13 (of gate and of up), biases and columns of w2, which add nothing."""
+        if block := self._cut_block:
+            return -(-self.intermediate_size // (block * self.parallel.tp_size)) * block
+        return self.intermediate_size // self.parallel.tp_size
+
+    @property
+    def _cut_block(self) -> int:
+        """The rows of the blocks of w13 that ``I / tp_size`` would cut; 0 if it cuts none."""
+        weight, tp_size = self.quant.weight, self.parallel.tp_size
+        if tp_size == 1 or weight is None or weight.group[0] <= 1:
+            return 0
+        return weight.group[0] if self.intermediate_size // tp_size % weight.group[0] else 0
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13 per expert on this rank: 2I when gated, else I."""
+        return self.local_intermediate_size * (2 if self.activation.gated else 1)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def replace(self, **changes: Any) -> MoEProblem:
+        """A copy with some fields changed (and checked again)."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MoEProblem(**{**values, **changes})

@@ -1,0 +1,361 @@
+"""Quantization schemes and their reference arithmetic, on any device.
+
+A scheme is a pair *weights x activations*. Scales always carry one dimension per dimension they
+scale, with 1 where one scale serves the whole extent, so that they broadcast:
+
+    weights      w_LNK      scale (L, N or N/group or 1, K/group or 1)
+    activations  x_RH       scale (R or 1, H/group or 1)
+
+Scales are fp32 tensors and multiply: ``value = quantized * scale``. `OperandQuant.scale_dtype` says
+which of their values a scheme has.
+
+int4 weights are uint8, two of a row's columns in a byte, the even one in the lower half, stored as
+0..15: ``value = (stored - zero) * scale``, zero being 8, or with ``zero_points`` an integer 0..15
+(uint8, unpacked) per scale. Groups are runs of columns, or in schemes in "act-order" any columns,
+as many as a run would have: ``g_idx`` (L, K) names each column's group. `moekit.problem.int4` brings the
+checkpoints' packings into this form.
+
+fp4 is packed in the same way: codes of sign, two exponent bits and a mantissa bit (`E2M1`).
+mxfp4 and mxfp8 have scales that are powers of two, one for 32 columns (OCP Microscaling Formats
+1.0; those of fp8 are rounded up, as cuBLAS and DeepGEMM do, where OCP lets values saturate).
+nvfp4 has one for 16 columns, an e4m3 number times one fp32 number for the whole matrix, or for all
+activations of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.errors import InvalidProblem
+from moekit.untrusted.arguments import (
+    FLAG,
+    NAME,
+    Kind,
+    accept_fields,
+    instance,
+    optional,
+    shown,
+    size,
+)
+
+_QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1": 6.0}
+_TORCH_DTYPE = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "float4_e2m1": torch.uint8,
+}
+INT4_ZERO = 8
+# Values of the codes 0..7; 8 more is the negative.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SMALLEST_AMAX = 1e-12
+_SMALLEST_E4M3 = 2.0**-9
+
+
+def _extents(value: Any) -> tuple[int, int]:
+    rows, columns = value if isinstance(value, tuple) else ()
+    if 0 in (rows, columns):
+        raise ValueError
+    return size(-1).keep(rows), size(-1).keep(columns)
+
+
+_OPERAND = {
+    "dtype": NAME,
+    "group": Kind("a tuple (rows, columns), -1 for the whole extent", _extents),
+    **dict.fromkeys(("static", "zero_points", "act_order"), FLAG),
+    "scale_dtype": NAME,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandQuant:
+    """How one operand is quantized.
+
+    ``group`` (rows, columns) share one scale; -1 means the whole extent: (-1, -1) per tensor,
+    (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
+    ``static``: the scale comes with the checkpoint instead of from the data.
+    ``zero_points``: int4 only, each group's zero is stored beside its scale.
+    ``act_order``: int4 only, which columns are a group is stored, too (``g_idx``).
+    ``scale_dtype``: float32, float8_e8m0fnu (powers of two), or float8_e4m3fn (times one fp32).
+    """
+
+    dtype: str
+    group: tuple[int, int]
+    static: bool = False
+    zero_points: bool = False
+    act_order: bool = False
+    scale_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _OPERAND)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _TORCH_DTYPE[self.dtype]
+
+    @property
+    def qmax(self) -> float:
+        """Largest representable magnitude used."""
+        return _QMAX[self.dtype]
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two values."""
+        return self.dtype in ("int4", "float4_e2m1")
+
+    @property
+    def microscaled(self) -> bool:
+        """Whether scales are powers of two (e8m0)."""
+        return self.scale_dtype == "float8_e8m0fnu"
+
+    @property
+    def per_tensor(self) -> bool:
+        return self.group == (-1, -1)
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scale of a (rows, columns) matrix."""
+        gr, gc = self.group
+        return (1 if gr < 0 else -(-rows // gr), 1 if gc < 0 else -(-columns // gc))
+
+
+_SCHEME = {"name": NAME} | dict.fromkeys(
+    ("weight", "activation"), optional(instance("an OperandQuant", OperandQuant))
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantScheme:
+    """Weights x activations. ``activation`` None means 16-bit (or fp32) activations."""
+
+    name: str
+    weight: OperandQuant | None = None
+    activation: OperandQuant | None = None
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _SCHEME)
+
+
+def _scheme(
+    name: str,
+    dtype: str,
+    weight: tuple[int, int],
+    act: tuple[int, int] | None,
+    static: bool = False,
+) -> QuantScheme:
+    activation = None if act is None else OperandQuant(dtype=dtype, group=act, static=static)
+    weight_quant = OperandQuant(dtype=dtype, group=weight, static=True)
+    return QuantScheme(name=name, weight=weight_quant, activation=activation)
+
+
+def _int4(columns: int, zero_points: bool, act_order: bool) -> QuantScheme:
+    weight = OperandQuant(
+        dtype="int4",
+        group=(1, columns),
+        static=True,
+        zero_points=zero_points,
+        act_order=act_order,
+    )
+    group = "channel" if columns < 0 else f"g{columns}"
+    name = f"int4_w4a16_{group}" + "_zp" * zero_points + "_act_order" * act_order
+    return QuantScheme(name=name, weight=weight)
+
+
+def _small_groups(name: str, weight: OperandQuant, activation: OperandQuant | None) -> QuantScheme:
+    return QuantScheme(name=name, weight=replace(weight, static=True), activation=activation)
+
+
+_TENSOR, _ROW, _BLOCK, _GROUP = (-1, -1), (1, -1), (128, 128), (1, 128)
+_FP8, _INT8, _FP4 = "float8_e4m3fn", "int8", "float4_e2m1"
+_MXFP8 = OperandQuant(dtype=_FP8, group=(1, 32), scale_dtype="float8_e8m0fnu")
+_MXFP4 = replace(_MXFP8, dtype=_FP4)
+_NVFP4 = OperandQuant(dtype=_FP4, group=(1, 16), scale_dtype="float8_e4m3fn")
+
+SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
+    {
+        scheme.name: scheme
+        for scheme in (
+            QuantScheme(name="none"),
+            _scheme("fp8_tensor", _FP8, _TENSOR, _TENSOR),
+            _scheme("fp8_tensor_static", _FP8, _TENSOR, _TENSOR, static=True),
+            _scheme("fp8_channel_token", _FP8, _ROW, _ROW),
+            _scheme("fp8_block", _FP8, _BLOCK, _GROUP),
+            _scheme("int8_channel_token", _INT8, _ROW, _ROW),
+            _scheme("fp8_w8a16_tensor", _FP8, _TENSOR, None),
+            _scheme("fp8_w8a16_channel", _FP8, _ROW, None),
+            _scheme("fp8_w8a16_block", _FP8, _BLOCK, None),
+            _scheme("int8_w8a16", _INT8, _ROW, None),
+            *(
+                _int4(columns, zero_points, act_order)
+                for act_order in (False, True)
+                for columns in (-1, 32, 64, 128)
+                for zero_points in (False, True)
+                if columns > 0 or not act_order  # one group has no order
+            ),
+            QuantScheme(
+                name="int4_w4a8_g128",
+                weight=OperandQuant(dtype="int4", group=_GROUP, static=True),
+                activation=OperandQuant(dtype=_FP8, group=_ROW),
+            ),
+            _small_groups("mxfp4_w4a16", _MXFP4, None),
+            _small_groups("mxfp4_w4a8", _MXFP4, _MXFP8),
+            _small_groups("mxfp8", _MXFP8, _MXFP8),
+            _small_groups("nvfp4_w4a16", _NVFP4, None),
+            _small_groups("nvfp4", _NVFP4, _NVFP4),
+        )
+    }
+)
+
+# Those whose activations are a byte each under fp32 scales: what dispatchers carry as they are.
+WIRE_SCHEMES = frozenset(
+    name
+    for name, scheme in SCHEMES.items()
+    if scheme.activation is not None and scheme.activation.scale_dtype == "float32"
+)
+
+
+def scheme(name: str) -> QuantScheme:
+    """The named scheme; raises InvalidProblem listing the known names."""
+    if not isinstance(name, str) or name not in SCHEMES:
+        known = ", ".join(SCHEMES)
+        raise InvalidProblem(f"quant scheme {shown(name)} is unknown; choose one of: {known}")
+    return SCHEMES[name]
+
+
+def _expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """Stretches a scale (..., SR, SC) to something that broadcasts against (..., rows, columns)."""
+    for dim, (g, n) in ((-2, (group[0], rows)), (-1, (group[1], columns))):
+        if g > 1:
+            scale = scale.repeat_interleave(g, dim=dim).narrow(dim, 0, n)
+    return scale
+
+
+def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = None) -> Tensor:
+    """Scale of ``x`` (..., rows, columns), shape (..., *quant.scale_shape(rows, columns)), fp32.
+
+    ``valid_rows`` (rows,) bool: rows outside it (padding, possibly NaN) do not count. An all-zero
+    group gets a tiny positive scale.
+    """
+    rows, columns = x.shape[-2:]
+    magnitude = x.abs().float()
+    if valid_rows is not None:
+        magnitude = magnitude.masked_fill(~valid_rows[:, None], 0.0)
+    for dim, g, n in ((-2, quant.group[0], rows), (-1, quant.group[1], columns)):
+        if g == 1:
+            continue
+        if g < 0:
+            # amax has no value for an empty extent; the sum of nothing is the zero wanted.
+            magnitude = magnitude.amax(dim, keepdim=True) if n else magnitude.sum(dim, keepdim=True)
+            continue
+        pad = (0, -n % g) if dim == -1 else (0, 0, 0, -n % g)
+        magnitude = torch.unflatten(F.pad(magnitude, pad), dim, (-1, g)).amax(dim)
+    magnitude = magnitude.clamp(min=_SMALLEST_AMAX)
+    if quant.microscaled:
+        fp4 = quant.dtype == _FP4  # whose largest comes to [4, 8)
+        mantissa, exponent = torch.frexp(magnitude if fp4 else magnitude / quant.qmax)
+        power = exponent - (3 if fp4 else (mantissa == 0.5).int())
+        return torch.where(magnitude.isfinite(), torch.exp2(power.float()), magnitude)
+    scale = magnitude / quant.qmax
+    if quant.scale_dtype == "float8_e4m3fn":
+        whole = scale.amax((-2, -1), keepdim=True) / _QMAX[_FP8] if scale.numel() else scale
+        small = (scale / whole).clamp(_SMALLEST_E4M3, _QMAX[_FP8])
+        return small.to(torch.float8_e4m3fn).float() * whole
+    return scale
+
+
+def quantize(
+    x: Tensor,
+    quant: OperandQuant,
+    scale: Tensor | None = None,
+    valid_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``x`` (..., rows, columns) -> (quantized, scale), rounding to nearest even and saturating.
+
+    ``scale`` given (static, shape broadcastable to the scheme's) is used as it is. int4 comes
+    packed, (..., rows, columns / 2); with zero points see `quantize_with_zeros`. Groups are runs of
+    columns: such weights need no ``g_idx`` in act-order schemes.
+    """
+    assert not quant.zero_points
+    if scale is None:
+        scale = compute_scale(x, quant, valid_rows)
+    q = x.float() / _expand(scale.float(), quant.group, *x.shape[-2:])
+    q = q.clamp(-quant.qmax, quant.qmax)
+    if quant.dtype == _FP4:
+        return pack_int4(_to_e2m1(q)), scale
+    if quant.dtype in ("int8", "int4"):
+        q = q.round()
+    if quant.packed:
+        return pack_int4((q + INT4_ZERO).to(torch.uint8)), scale
+    return q.to(quant.torch_dtype), scale
+
+
+def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor, Tensor]:
+    """``x`` (..., rows, columns) -> (packed int4, scale, zero points), each group's range, zero
+    included, spread over 0..15."""
+    rows, columns = x.shape[-2:]
+    group = columns if quant.group[1] < 0 else quant.group[1]
+    x = x.float()
+    # Padding is zero, and zero is within every group's range.
+    grouped = torch.unflatten(F.pad(x, (0, -columns % group)), -1, (-1, group))
+    low, high = grouped.amin(-1).clamp(max=0.0), grouped.amax(-1).clamp(min=0.0)
+    scale = (high - low).clamp(min=_SMALLEST_AMAX) / 15
+    zeros = (-low / scale).round().clamp(0, 15)
+    q = x / _expand(scale, quant.group, rows, columns)
+    q = (q.round() + _expand(zeros, quant.group, rows, columns)).clamp(0, 15)
+    return pack_int4(q.to(torch.uint8)), scale, zeros.to(torch.uint8)
+
+
+def _to_e2m1(x: Tensor) -> Tensor:
+    """fp32 within +-6 -> uint8 codes, rounded to nearest, ties to the even code."""
+    # Between the values lie these; a tie at 0.25, 1.25, 2.5 or 5 goes down, at the others up.
+    up = torch.tensor([0.75, 1.75, 3.5], device=x.device)
+    down = torch.tensor([0.25, 1.25, 2.5, 5.0], device=x.device)
+    magnitude = x.abs()
+    code = torch.bucketize(magnitude, up, right=True) + torch.bucketize(magnitude, down)
+    return (code + 8 * (x < 0)).to(torch.uint8)
+
+
+def pack_int4(values: Tensor) -> Tensor:
+    """uint8 below 16 (..., columns), columns even -> uint8 (..., columns / 2)."""
+    return values[..., 0::2] | (values[..., 1::2] << 4)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """The inverse of `pack_int4`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    quant: OperandQuant,
+    dtype: torch.dtype = torch.float32,
+    *,
+    zero_points: Tensor | None = None,
+    g_idx: Tensor | None = None,
+) -> Tensor:
+    """Inverse of `quantize`: (..., rows, columns) in ``dtype``. Multiplies in fp32.
+
+    zero_points: uint8, shaped as scale. g_idx (..., columns): the group of each column.
+    """
+    values = (unpack_int4(q) if quant.packed else q).float()
+    if quant.dtype == _FP4:
+        codes = torch.tensor([*E2M1, *(-v for v in E2M1)], device=q.device)
+        return (codes[values.long()] * _expand(scale.float(), quant.group, *values.shape[-2:])).to(
+            dtype
+        )
+
+    def each(x: Tensor) -> Tensor:
+        if g_idx is None:
+            return _expand(x.float(), quant.group, *values.shape[-2:])
+        return x.float().gather(-1, g_idx.long().unsqueeze(-2).expand(values.shape))
+
+    if quant.packed:
+        values -= INT4_ZERO if zero_points is None else each(zero_points)
+    return (values * each(scale)).to(dtype)

@@ -1,0 +1,407 @@
+"""One rank's expert weights as a checkpoint holds them, and the rules that make them uniform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.errors import WeightsError
+from moekit.problem import quant
+from moekit.problem.problem import DTYPES, MoEProblem
+from moekit.problem.quant import OperandQuant, QuantScheme
+from moekit.untrusted.arguments import Kind, accept, first_line, instance, shown
+
+_QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SCHEME = instance("a QuantScheme", QuantScheme)
+_DEVICE = Kind("a device that torch sees here", lambda value: torch.empty(0, device=value).device)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of this rank's L experts, expert-major.
+
+    w13: (L, 2I, H) gate rows then up rows (or alternating, ``interleaved=True``); (L, I, H) for
+    activations without a gate. w2: (L, H, I). Dtype: the problem's, or the scheme's (fp8, int8).
+    int4, mxfp4: uint8 with half as many columns, as `moekit.problem.quant` describes.
+    w13_bias (L, 2I or I), w2_bias (L, H).
+    w13_scale, w2_scale: fp32, (L, N or N/group or 1, K/group or 1) for an (L, N, K) weight;
+    trailing dimensions of size 1 may be left out. Blocks count from row 0 of w13, so where I is no
+    multiple of the block one block spans gate and up; where tensor parallelism would cut blocks, a
+    rank has whole ones and zeros behind them, see `MoEProblem.local_neurons`. A per-tensor w13
+    scale may also be (L, 2), one for gate and one for up.
+    w13_input_scale, w2_input_scale: static activation scales, a scalar or one per expert; experts
+    share the largest.
+    w13_zero_points, w2_zero_points: uint8 below 16, shaped as the scales (all three dimensions),
+    for int4 with zero points.
+    w13_g_idx (L, H), w2_g_idx (L, I): int, each column's scale group, for schemes in act-order; a
+    group has as many columns as a run of them would. Left out where groups are runs of columns.
+
+    Raises WeightsError when a quantized weight has no scale, or a scale no quantized weight.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_input_scale: Tensor | None = None
+    w2_input_scale: Tensor | None = None
+    w13_zero_points: Tensor | None = None
+    w2_zero_points: Tensor | None = None
+    w13_g_idx: Tensor | None = None
+    w2_g_idx: Tensor | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, value in vars(self).items():
+            if name == "interleaved" or (value is None and name not in ("w13", "w2")):
+                continue
+            if not isinstance(value, Tensor):
+                problems.append(f"{name} is a {type(value).__name__}, want a tensor")
+            elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
+                problems.append(f"{name} is {shown(value)}, want a dense tensor")
+        if not isinstance(self.interleaved, bool):
+            problems.append(f"interleaved={shown(self.interleaved)}: want True or False")
+        if not problems and not self.w13.dim():
+            problems.append("w13 is a scalar, want three dimensions")
+        _raise(problems)
+        for name in ("w13", "w2"):
+            weight, scale = getattr(self, name), getattr(self, f"{name}_scale")
+            if weight.dtype in _QUANTIZED and scale is None:
+                problems.append(f"{name} is {weight.dtype} but {name}_scale is missing")
+            if weight.dtype not in _QUANTIZED and scale is not None:
+                problems.append(f"{name}_scale is given but {name} is {weight.dtype}")
+        _raise(problems)
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    def select(self, experts: Sequence[int] | Tensor) -> ExpertWeights:
+        """The given experts, in the given order (for expert parallelism, replicas, permutation)."""
+        try:
+            index = torch.as_tensor(experts, device="cpu")
+            if index.dim() != 1 or (index.numel() and index.dtype not in _INTEGERS):
+                raise TypeError(f"these are {shown(index)}")
+            if index.numel() and int(index.min()) < 0:
+                raise IndexError("negative ids name no expert")
+            index = index.long().to(self.w13.device)
+            return self._map(lambda t: t[index] if t.dim() else t)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise WeightsError(
+                f"experts={shown(experts)}: want integers in 0..{self.num_experts - 1} "
+                f"({first_line(error)})"
+            ) from error
+
+    def detach(self) -> ExpertWeights:
+        """The same memory, without autograd: parameters may be packed."""
+        return self._map(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> ExpertWeights:
+        """The same weights on ``device``."""
+        accept({"device": _DEVICE}, {"device": device})
+        if meta := [name for name, t in self.tensors().items() if t.is_meta]:
+            raise WeightsError(
+                f"{', '.join(meta)} are meta tensors, which hold no values: load them"
+            )
+        return self._map(lambda t: t.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are present, by name."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: t for name, t in named.items() if isinstance(t, Tensor)}
+
+    def by_expert(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Canonical weights as PackedWeights keeps them: (per-expert tensors, shared ones).
+
+        All contiguous. Shared are the static activation scales, as a1_scale and a2_scale.
+        """
+        experts = {name: t.contiguous() for name, t in self.tensors().items()}
+        inputs = {"w13_input_scale": "a1_scale", "w2_input_scale": "a2_scale"}
+        shared = {inputs[name]: experts.pop(name) for name in list(experts) if name in inputs}
+        return experts, shared
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> ExpertWeights:
+        changes: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
+        return replace(self, **changes)
+
+    def check(self, problem: MoEProblem) -> None:
+        """Raises WeightsError listing everything that does not fit ``problem``."""
+        accept({"problem": instance("a MoEProblem", MoEProblem)}, {"problem": problem})
+        if self.w13.is_meta:
+            raise WeightsError("the weights are meta tensors, which hold no values: load them")
+        L, H, scheme = problem.num_local_experts, problem.hidden_size, problem.quant
+        rows, inner = problem.w13_rows, problem.local_intermediate_size
+        shapes = {"w13": (L, rows, H), "w2": (L, H, inner)}
+        biases = {"w13_bias": (L, rows), "w2_bias": (L, H)}
+        dtype = problem.dtype if scheme.weight is None else scheme.weight.torch_dtype
+        found = [
+            f"{name} is on {tensor.device}, w13 on {self.w13.device}"
+            for name, tensor in self.tensors().items()
+            if tensor.device != self.w13.device
+        ]
+        _raise(found)  # before any value is read
+        for name, want in shapes.items():
+            tensor = getattr(self, name)
+            stored = want
+            if scheme.weight is not None and scheme.weight.packed:
+                stored = (*want[:2], -(-want[2] // 2))
+                if want[2] % 2:
+                    found.append(f"{name} has {want[2]} columns, and 4 bits pack two in a byte")
+            found += _int4_faults(self, name, want, scheme)
+            if tuple(tensor.shape) != stored:
+                found.append(f"{name} has shape {tuple(tensor.shape)}, want {stored}")
+            elif tensor.dtype != dtype:
+                found.append(f"{name} is {tensor.dtype}, want {dtype} for scheme {scheme.name}")
+            elif scheme.weight is not None:
+                gated = problem.activation.gated
+                found += _scale_faults(self, name, want, scheme.weight, gated)
+        if found and inner * problem.parallel.tp_size != problem.intermediate_size:
+            held = problem.local_neurons
+            found.append(
+                f"tp_size={problem.parallel.tp_size} cuts blocks of {scheme.name}: this rank's "
+                f"weights are those of neurons {held.start} to {held.stop} of "
+                f"{problem.intermediate_size}, and zeros up to {inner}"
+            )
+        for name, shape in biases.items():
+            bias = getattr(self, name)
+            if (bias is not None) != problem.has_bias:
+                state = "given" if bias is not None else "missing"
+                found.append(f"{name} is {state} but the problem has has_bias={problem.has_bias}")
+            elif bias is not None and tuple(bias.shape) != shape:
+                found.append(f"{name} has shape {tuple(bias.shape)}, want {shape}")
+            elif bias is not None and not bias.is_floating_point():
+                found.append(f"{name} is {bias.dtype}, want {problem.dtype}")
+        static = scheme.activation is not None and scheme.activation.static
+        for name in ("w13_input_scale", "w2_input_scale"):
+            scale = getattr(self, name)
+            if static and scale is None:
+                found.append(f"{name} is missing: scheme {scheme.name} has static activations")
+            elif scale is not None and scale.numel() not in (1, L):
+                found.append(f"{name} has shape {tuple(scale.shape)}, want a scalar or ({L},)")
+            elif scale is not None and not _positive(scale):
+                found.append(f"{name} holds values that are not finite and positive")
+        if self.interleaved and not problem.activation.gated:
+            found.append(f"interleaved w13, but {problem.activation.name} has no gate")
+        _raise(found)
+
+    def canonical(self, problem: MoEProblem) -> ExpertWeights:
+        """The same weights in the one form that backends see.
+
+        Gate and up in halves; under tensor parallelism w2_bias on rank 0 only, as ranks are
+        summed; biases in the problem's dtype; scales with all three dimensions, fp32; one
+        per-tensor scale for gate and up (the larger, the other half requantized); input scales
+        (1, 1), where static.
+        """
+        weights = self
+        if weights.interleaved:
+            weights = _deinterleave(weights, problem.quant)
+        if weights.w2_bias is not None and problem.parallel.tp_rank > 0:
+            weights = replace(weights, w2_bias=torch.zeros_like(weights.w2_bias))
+        biases: dict[str, Any] = {
+            name: bias.to(problem.dtype)
+            for name in ("w13_bias", "w2_bias")
+            if (bias := getattr(weights, name)) is not None
+        }
+        weights = replace(weights, **biases)
+        scheme = problem.quant
+        if scheme.weight is not None:
+            w13, w13_scale = _merge_gate_up(weights, scheme.weight)
+            weights = replace(
+                weights,
+                w13=w13,
+                w13_scale=w13_scale,
+                w2_scale=_three_dims(weights.w2_scale, weights.w2, scheme.weight),
+            )
+        scales: dict[str, Any] = {}
+        static = scheme.activation is not None and scheme.activation.static
+        for name in ("w13_input_scale", "w2_input_scale"):
+            scale = getattr(weights, name)
+            scales[name] = scale.float().max().view(1, 1) if static else None
+        return replace(weights, **scales)
+
+    def quantize(self, scheme: QuantScheme) -> ExpertWeights:
+        """These (16-bit or fp32) weights in ``scheme``, by the reference arithmetic.
+
+        A static activation scale cannot be known from weights: set it with dataclasses.replace.
+        Groups are runs of columns, for schemes in act-order, too.
+        """
+        accept({"scheme": _SCHEME}, {"scheme": scheme})
+        if scheme.weight is None:
+            return self
+        faults = [
+            f"{name} is {shown(weight)}, want (L, N, K) of {', '.join(DTYPES)}"
+            for name, weight in (("w13", self.w13), ("w2", self.w2))
+            if weight.dim() != 3 or weight.dtype not in DTYPES.values()
+        ]
+        faults += [
+            f"{name} has {weight.shape[2]} columns, and 4 bits pack two in a byte"
+            for name, weight in (("w13", self.w13), ("w2", self.w2))
+            if not faults and scheme.weight.packed and weight.shape[2] % 2
+        ]
+        _raise(faults)
+        if scheme.weight.zero_points:
+            w13, w13_scale, w13_zeros = quant.quantize_with_zeros(self.w13, scheme.weight)
+            w2, w2_scale, w2_zeros = quant.quantize_with_zeros(self.w2, scheme.weight)
+            zeros: dict[str, Any] = {"w13_zero_points": w13_zeros, "w2_zero_points": w2_zeros}
+        else:
+            w13, w13_scale = quant.quantize(self.w13, scheme.weight)
+            w2, w2_scale = quant.quantize(self.w2, scheme.weight)
+            zeros = {}
+        return replace(self, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, **zeros)
+
+    def dequantize(self, scheme: QuantScheme, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+        """Canonical weights with both matrices as ``dtype`` and without scales."""
+        if scheme.weight is None:
+            return replace(self, w13=self.w13.to(dtype), w2=self.w2.to(dtype))
+        assert self.w13_scale is not None and self.w2_scale is not None
+        none: dict[str, Any] = dict.fromkeys(_OF_QUANTIZED)
+        of_w13 = {"zero_points": self.w13_zero_points, "g_idx": self.w13_g_idx}
+        of_w2 = {"zero_points": self.w2_zero_points, "g_idx": self.w2_g_idx}
+        return replace(
+            self,
+            w13=quant.dequantize(self.w13, self.w13_scale, scheme.weight, dtype, **of_w13),
+            w2=quant.dequantize(self.w2, self.w2_scale, scheme.weight, dtype, **of_w2),
+            **none,
+        )
+
+
+# What only quantized weights have.
+_OF_QUANTIZED = tuple(
+    f"{name}_{what}" for name in ("w13", "w2") for what in ("scale", "zero_points", "g_idx")
+)
+
+
+def _raise(faults: list[str]) -> None:
+    if faults:
+        raise WeightsError("expert weights do not fit: " + "; ".join(faults))
+
+
+def _positive(scale: Tensor, *, or_zero: bool = False) -> bool:
+    return bool((torch.isfinite(scale) & ((scale >= 0) if or_zero else (scale > 0))).all())
+
+
+def _scale_faults(
+    weights: ExpertWeights,
+    name: str,
+    shape: tuple[int, int, int],
+    operand: OperandQuant,
+    gated: bool,
+) -> list[str]:
+    scale = getattr(weights, f"{name}_scale")
+    L, rows, columns = shape
+    full: tuple[int, ...] = (L, *operand.scale_shape(rows, columns))
+    allowed = {full}
+    while len(full) > 1 and full[-1] == 1:
+        full = full[:-1]
+        allowed.add(full)
+    if name == "w13" and operand.per_tensor and gated:
+        allowed.add((L, 2))
+    if tuple(scale.shape) not in allowed:
+        wanted = " or ".join(str(s) for s in sorted(allowed, key=len, reverse=True))
+        return [f"{name}_scale has shape {tuple(scale.shape)}, want {wanted}"]
+    if scale.dtype not in DTYPES.values():
+        return [f"{name}_scale is {scale.dtype}, want the numbers in fp32"]
+    # Those of e4m3 are zero for groups of very small values.
+    or_zero = operand.scale_dtype == "float8_e4m3fn"
+    if not _positive(scale, or_zero=or_zero):
+        wrong = "negative or not finite" if or_zero else "not finite and positive"
+        return [f"{name}_scale holds values that are {wrong}"]
+    if operand.microscaled and not bool((torch.frexp(scale.float()).mantissa == 0.5).all()):
+        return [f"{name}_scale holds values that are no powers of two, as the scheme has them"]
+    return []
+
+
+def _int4_faults(
+    weights: ExpertWeights, name: str, shape: tuple[int, int, int], scheme: QuantScheme
+) -> list[str]:
+    """Zero points and g_idx that are missing, superfluous, misshapen or out of range."""
+    operand, found = scheme.weight, []
+    L, rows, columns = shape
+    zeros, g_idx = (getattr(weights, f"{name}_{what}") for what in ("zero_points", "g_idx"))
+    wants_zeros = operand is not None and operand.zero_points
+    if (zeros is not None) != wants_zeros:
+        state = "given" if zeros is not None else "missing"
+        found.append(f"{name}_zero_points are {state} for scheme {scheme.name}")
+    elif zeros is not None and operand is not None:
+        full = (L, *operand.scale_shape(rows, columns))
+        if tuple(zeros.shape) != full or zeros.dtype != torch.uint8:
+            state = f"{tuple(zeros.shape)} {zeros.dtype}"
+            found.append(f"{name}_zero_points are {state}, want {full} torch.uint8")
+        elif int(zeros.max()) > 15:
+            found.append(f"{name}_zero_points reach {int(zeros.max())}, want at most 15")
+    if g_idx is not None:
+        if operand is None or not operand.act_order:
+            ordered = f"{scheme.name}_act_order"
+            other = f"use {ordered}, or " if ordered in quant.SCHEMES else ""
+            found.append(
+                f"{name}_g_idx is given, but scheme {scheme.name} has no act-order: {other}leave "
+                "it out where groups are runs of columns"
+            )
+        elif tuple(g_idx.shape) != (L, columns) or g_idx.is_floating_point():
+            state = f"{tuple(g_idx.shape)} {g_idx.dtype}"
+            found.append(f"{name}_g_idx is {state}, want {(L, columns)} torch.int32")
+        elif not in_order(g_idx.sort(dim=1).values, operand.group[1]):
+            low, high = (int(v) for v in torch.aminmax(g_idx))
+            found.append(
+                f"{name}_g_idx names groups {low} to {high}, want each of "
+                f"0..{operand.scale_shape(rows, columns)[1] - 1} for {operand.group[1]} columns "
+                "(the last for what is left); for tensor parallelism cut whole groups, as "
+                "load_experts does"
+            )
+    return found
+
+
+def in_order(g_idx: Tensor, group: int) -> bool:
+    """Whether the groups that ``g_idx`` (L, K) names are runs of ``group`` columns."""
+    columns = torch.arange(g_idx.shape[1], device=g_idx.device)
+    return bool((g_idx == columns // group).all())
+
+
+def _three_dims(scale: Tensor | None, weight: Tensor, operand: OperandQuant) -> Tensor:
+    assert scale is not None
+    L, rows, columns = weight.shape
+    shape = operand.scale_shape(rows, 2 * columns if operand.packed else columns)
+    return scale.float().reshape(L, *shape)
+
+
+def _merge_gate_up(weights: ExpertWeights, operand: OperandQuant) -> tuple[Tensor, Tensor]:
+    """w13 under one scale per tensor, if gate and up came with one each."""
+    w13, scale = weights.w13, weights.w13_scale
+    assert scale is not None
+    if not (operand.per_tensor and tuple(scale.shape) == (w13.shape[0], 2)):
+        return w13, _three_dims(scale, w13, operand)
+    halves = torch.unflatten(w13.float(), 1, (2, -1)) * scale.float()[:, :, None, None]
+    merged = scale.float().amax(dim=1).view(-1, 1, 1)
+    requantized, _ = quant.quantize(halves.flatten(1, 2), operand, merged)
+    return requantized, merged
+
+
+def _deinterleave(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
+    """Rows gate0, up0, gate1, up1, ... -> all gate rows, then all up rows."""
+
+    def halves(t: Tensor) -> Tensor:
+        return torch.cat([t[:, 0::2], t[:, 1::2]], dim=1)
+
+    changes: dict[str, Any] = {"w13": halves(weights.w13)}
+    if weights.w13_bias is not None:
+        changes["w13_bias"] = halves(weights.w13_bias)
+    if weights.w13_scale is not None and scheme.weight is not None:
+        group = scheme.weight.group[0]
+        if group == 1:
+            changes["w13_scale"] = halves(weights.w13_scale)
+            if weights.w13_zero_points is not None:
+                changes["w13_zero_points"] = halves(weights.w13_zero_points)
+        elif group > 1:
+            raise WeightsError(
+                f"interleaved w13 with scales over blocks of {group} rows mixes gate and up in a "
+                "block; dequantize, or store gate and up in halves"
+            )
+    return replace(weights, **changes, interleaved=False)

@@ -1,0 +1,152 @@
+"""Scratch memory: the arenas that serve what experts ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.contract import BufferSpec
+
+# Layouts that an arena remembers; beyond, it forgets them all.
+_MAX_LAYOUTS = 4096
+
+
+class Layout:
+    """Where buffers lie in an arena: what a backend asks for again and again, computed once."""
+
+    def __init__(self, specs: Sequence[BufferSpec]) -> None:
+        self._specs = tuple(specs)
+        self.nbytes = Workspace.nbytes_for(specs)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The buffers, as disjoint parts of ``buffer`` (uint8)."""
+        views, offset = [], 0
+        for spec in self._specs:
+            views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
+            offset += Workspace.nbytes_for([spec])
+        return views
+
+
+class Scratch(list[Tensor]):
+    """Disjoint uninitialised tensors. They belong to whoever took them until `give_back`."""
+
+    __slots__ = ("_lent",)
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        super().__init__(buffers)
+        # The arena, and the list of idle ones that it returns to.
+        self._lent: tuple[_Arena, list[_Arena]] | None = None
+
+    def give_back(self) -> None:
+        """Lets the next call on this stream have the memory; idempotent."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            arena, idle = lent
+            idle.append(arena)
+
+
+class _Arena:
+    """A buffer, and how calls laid it out."""
+
+    __slots__ = ("_buffer", "_laid_out", "nbytes")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self.nbytes = buffer, buffer.nbytes
+        self._laid_out: dict[Layout, Scratch] = {}
+
+    def lend(self, layout: Layout, idle: list[_Arena]) -> Scratch:
+        scratch = self._laid_out.get(layout)
+        if scratch is None:
+            if len(self._laid_out) >= _MAX_LAYOUTS:
+                self._laid_out.clear()
+            scratch = self._laid_out[layout] = Scratch(layout.views(self._buffer))
+        scratch._lent = self, idle
+        return scratch
+
+
+class Workspace:
+    """Lends scratch memory to calls: one growing arena for a device's default stream, and one more
+    for each further call that runs there at the same time, in another thread.
+
+    Every layer may share it, from any thread and any stream. A call keeps its arena until it has
+    launched its work; the next call on the default stream takes the same one, whichever thread
+    makes it. On other streams a call takes its scratch from torch's allocator, which reuses memory
+    by stream: nothing stays behind in the pool of a CUDA graph that is being captured, or that
+    torch.compile warms up, and none of it is lost when a stream ends.
+    """
+
+    _ALIGN = 256
+    _default: Workspace
+
+    def __init__(self) -> None:
+        self._idle: dict[torch.device, list[_Arena]] = {}
+
+    @classmethod
+    def default(cls) -> Workspace:
+        """The process-wide workspace."""
+        return cls._default
+
+    @classmethod
+    def nbytes_for(cls, specs: Sequence[BufferSpec]) -> int:
+        return sum(-(-s.nbytes // cls._ALIGN) * cls._ALIGN for s in specs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas that no call is using."""
+        return sum(arena.nbytes for idle in self._idle.values() for arena in idle)
+
+    def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> Scratch:
+        """Scratch for work on the current stream of ``device``; end with `Scratch.give_back`."""
+        layout = wanted if isinstance(wanted, Layout) else Layout(wanted)
+        capturing, stream = _probe(device)
+        if stream() or capturing():
+            return Scratch(layout.views(_allocate(layout.nbytes, device)))
+        idle = self._idle.get(device)
+        if idle is None:
+            idle = self._idle.setdefault(device, [])
+        arena: _Arena | None
+        try:
+            arena = idle.pop()
+        except IndexError:  # all are in use, if there are any
+            arena = None
+        if arena is None or arena.nbytes < layout.nbytes:
+            arena = None  # frees the outgrown buffer first
+            arena = _Arena(_allocate(layout.nbytes, device))
+        return arena.lend(layout, idle)
+
+
+Workspace._default = Workspace()
+
+
+def _allocate(nbytes: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # or calls outside that mode could not write to it
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+@cache
+def _probe(device: torch.device) -> tuple[Callable[[], bool], Callable[[], int]]:
+    """Two questions: is the current stream of ``device`` being captured, and which one is it?"""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+    if device.type == "cuda":
+        # Of this thread's current device, if ``device`` has no index.
+        index = -1 if device.index is None else device.index
+        return capturing, partial(torch._C._cuda_getCurrentRawStream, index)
+    if hasattr(module, "current_stream"):
+        return capturing, lambda: int(module.current_stream(device).stream_id)
+    return capturing, lambda: 0
+
+
+def is_capturing(device: torch.device) -> bool:
+    return _probe(device)[0]()
+
+
+def settle(device: torch.device) -> None:
+    """Waits for the current stream's work, so that any stream and thread may use what it made."""
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if hasattr(module, "current_stream") and not is_capturing(device):
+        module.current_stream(device).synchronize()

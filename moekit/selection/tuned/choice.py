@@ -1,0 +1,113 @@
+"""What the tuned tables say of a problem, and what is chosen for it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from moekit.problem import MoEProblem
+from moekit.selection.tuned.plan import Curve, Plan, best_plan, join, plan, time_at
+from moekit.selection.tuned.table import Key, Times, known
+
+# Of log2 of all four sizes together: how far the nearest shape may be. 1: one size twice as large.
+REACH = 1.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """plan: what is chosen; order: the single backends, best first; note: for people."""
+
+    plan: Plan
+    order: tuple[str, ...]
+    note: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the tables know of a problem. key: whose times they are; distance: 0 if its own.
+
+    high: the most tokens a call can have, in the table's count; None if the problem sets no limit.
+    borrowed: measured on one rank for a problem whose tokens move between ranks.
+    """
+
+    key: Key
+    distance: float
+    times: Times
+    high: int | None
+    borrowed: bool
+
+    def curves(self, dispatcher: str, names: Collection[str]) -> dict[str, Curve]:
+        """Of these experts backends, those measured behind ``dispatcher``: times by tokens.
+
+        Where tokens move, times are of calls that fill the dispatcher's capacity. A kernel's is
+        ``high``, whatever a call brings, so nothing but the time at ``high`` counts.
+        """
+        curves: dict[str, Curve] = {
+            experts: [(t, math.inf if r.us is None else r.us) for t, r in sorted(records.items())]
+            for (d, experts), records in self.times.items()
+            if d == dispatcher and experts in names
+        }
+        if self.key.ranks == 1 or self.high is None:
+            return curves
+        return {name: [(self.high, time_at(curve, self.high))] for name, curve in curves.items()}
+
+    def choose(self, dispatcher: str, names: Collection[str]) -> Choice | None:
+        """The best of these experts backends behind ``dispatcher``; None if none was measured."""
+        curves = self.curves(dispatcher, names)
+        made = best_plan(curves, {n: self._copied(dispatcher, n) for n in curves}, self.high)
+        if made is None:
+            return None
+        singles = {name: plan(curves, self.high, {name}) for name in curves}
+        costs = {name: math.inf if p is None else p.cost for name, p in singles.items()}
+        sole = made.buckets[0][1] if len(made.buckets) == 1 else ""
+        order = sorted(curves, key=lambda name: (name != sole, costs[name], name))
+
+        serving = {name for _, name in made.buckets}
+        latest = max(
+            (r for n in serving for r in self.times[dispatcher, n].values()), key=lambda r: r.date
+        )
+        notes = ["weights held once"] if len(made.buckets) > 1 else []
+        notes += [f"measured {latest.date[:10]} with {latest.made_with}"]
+        if missing := sorted(set(names) - curves.keys()):
+            notes.append(f"not measured: {', '.join(missing)} (python -m moekit tune --select)")
+        free = plan(curves, self.high)
+        if free is not None and (gain := math.exp(made.cost - free.cost)) > 1.01:
+            notes.append(
+                f"experts={join(free.buckets)!r} would be {gain:.2f} times as fast on average, but "
+                "hold weights in more than one form"
+            )
+        return Choice(made, tuple(order), "; ".join(notes))
+
+    def held(self, dispatcher: str, names: Collection[str]) -> float:
+        """How often these backends together hold the weights; infinite if it is not known."""
+        copied = [self._copied(dispatcher, name) for name in names]
+        return sum(copied) + max(1 - min(1, share) for share in copied)
+
+    def _copied(self, dispatcher: str, experts: str) -> float:
+        shares = [r.copied for r in self.times.get((dispatcher, experts), {}).values()]
+        return max((s for s in shares if s is not None), default=math.inf)
+
+    def __str__(self) -> str:
+        tokens = sorted({t for records in self.times.values() for t in records})
+        text = f"{self.key.device or self.key.arch}, T={tokens[0]}..{tokens[-1]}"
+        text += ", experts on one rank" if self.borrowed else ""
+        if self.key.ranks > 1 and self.high is not None:
+            text += f", at T={self.high} on {self.key.ranks} ranks"
+        return text + (f", nearest shape {self.key}" if self.distance else "")
+
+
+def lookup(problem: MoEProblem, environ: Mapping[str, str] = os.environ) -> Found | None:
+    """The times of ``problem``, or of the nearest shape within `REACH`, or None."""
+    table, wanted = known(environ), Key.of(problem)
+    parallel, high = problem.parallel, problem.max_num_tokens
+    if high is not None:  # the table counts tokens that bring all of their choices to this rank
+        high = max(1, math.ceil(high * parallel.dp_size / parallel.ep_size))
+    for ranks in sorted({wanted.ranks, 1}, reverse=True):
+        key = replace(wanted, ranks=ranks)
+        near = [(d, k.device, str(k), k) for k in table if (d := key.distance(k)) <= REACH]
+        if near:
+            distance, _, _, nearest = min(near, key=lambda item: item[:3])
+            return Found(nearest, distance, table[nearest], high, ranks != wanted.ranks)
+    return None

@@ -1,0 +1,161 @@
+"""From measured times over tokens to a choice: which backend serves which range of tokens.
+
+A curve interpolates log time over log T between measured token counts, so that it is exact for
+times that follow a power of T.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+# (tokens, microseconds) by rising tokens; infinite where the backend failed.
+Curve = Sequence[tuple[int, float]]
+# (most tokens it serves, name) by rising tokens, None for the last.
+Buckets = tuple[tuple["int | None", str], ...]
+_Span = tuple[float, float]
+
+# A backend this close to the fastest is as good: less is noise, and not worth a second backend.
+TOLERANCE = 1.03
+# Backends share weights whose packed form copies at most this part of the canonical tensors.
+SHARING = 0.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who serves which calls. cost: the mean of log time over log T, to be compared; infinite if
+    it leaves out what others do."""
+
+    buckets: Buckets
+    cost: float
+
+
+def serving(buckets: Buckets, tokens: float) -> str:
+    """Who serves a call of ``tokens``."""
+    return next(name for most, name in buckets if most is None or tokens <= most)
+
+
+def join(buckets: Buckets) -> str:
+    """What `moekit.selection.composite` calls it: ``triton:64|deepgemm``; of one bucket, its name."""
+    return "|".join(name if most is None else f"{name}:{most}" for most, name in buckets)
+
+
+def split(name: str) -> Buckets:
+    """The buckets of a name that `join` made."""
+    parts = [part.partition(":") for part in name.split("|")]
+    return tuple((int(most) if most else None, member) for member, _, most in parts)
+
+
+def time_at(curve: Curve, tokens: float) -> float:
+    """Microseconds at ``tokens``: interpolated; constant below what was measured, proportional to
+    T above; infinite next to a failure."""
+    (low, first), (high, last) = curve[0], curve[-1]
+    if tokens <= low:
+        return first
+    if tokens >= high:
+        return last * tokens / high
+    (a, at_a), (b, at_b) = next(pair for pair in itertools.pairwise(curve) if tokens <= pair[1][0])
+    if tokens == b or math.inf in (at_a, at_b):
+        return at_b if tokens == b else math.inf
+    share = math.log(tokens / a) / math.log(b / a)
+    return math.exp((1 - share) * math.log(at_a) + share * math.log(at_b))
+
+
+def best_plan(
+    curves: Mapping[str, Curve], copied: Mapping[str, float], high: int | None = None
+) -> Plan | None:
+    """The fastest choice that holds the weights once: a plan of backends that share them
+    (``copied``, see `SHARING`), or one that does not, alone. None if nobody has a time."""
+    sharing = {name for name in curves if copied.get(name, math.inf) <= SHARING}
+    sets = [sharing, *({name} for name in curves if name not in sharing)]
+    plans = [made for names in sets if (made := plan(curves, high, names)) is not None]
+    return min(plans, key=lambda made: made.cost, default=None)
+
+
+def plan(
+    curves: Mapping[str, Curve], high: int | None = None, allowed: Collection[str] | None = None
+) -> Plan | None:
+    """The fewest backends of which one is within `TOLERANCE` of the fastest at every T up to
+    ``high`` (default: the largest measured); of equally few the fastest on average.
+
+    One alone wherever one will do. allowed: who may serve, and is compared; default: all. None if
+    none of them has a time.
+    """
+    if not curves:
+        return None
+    able = {name: c for name, c in curves.items() if allowed is None or name in allowed}
+    # Per name of the last span: (switches, cost, names of the spans so far). Whoever serves a span
+    # is fast enough at both ends, and therefore between them: no curve bends inside.
+    best: dict[str, tuple[int, float, tuple[str, ...]]] = {}
+    covered: list[_Span] = []
+    lacking = 0.0
+    for span in _spans(curves, high):
+        fit = _fit(able, span)
+        if not fit:  # the neighbours extend
+            lacking = math.inf if _fit(curves, span) else lacking
+            continue
+        before = list(best.values()) or [(0, 0.0, ())]
+        best = {
+            name: min(
+                (switches + (path[-1:] != (name,)), cost + _width(span) * log, (*path, name))
+                for switches, cost, path in before
+            )
+            for name, log in fit.items()
+        }
+        covered.append(span)
+    if not best:
+        return None
+    _, cost, path = min(best.values())
+    buckets: list[tuple[int | None, str]] = [(None, path[0])]
+    for (start, _), name in zip(covered, path, strict=True):
+        if name == buckets[-1][1]:
+            continue
+        _, leaving = buckets.pop()
+        most = math.floor(start * (1 + 1e-9))
+        most -= time_at(curves[name], most) * (1 + 1e-9) < time_at(curves[leaving], most)
+        earlier = (buckets[-1][0] or 0) if buckets else 0
+        if most > earlier:  # else no whole number is left for it
+            buckets.append((most, leaving))
+        elif buckets and buckets[-1][1] == name:
+            buckets.pop()
+        buckets.append((None, name))
+    return Plan(tuple(buckets), cost / sum(map(_width, covered)) + lacking)
+
+
+def _spans(curves: Mapping[str, Curve], high: int | None) -> list[_Span]:
+    """Ranges of tokens in which no interpolated curve bends, and no two cross."""
+    measured = {tokens for curve in curves.values() for tokens, _ in curve}
+    most = max(measured) if high is None else max(1, high)
+    ends = sorted({min(tokens, most) for tokens in (*measured, most)})
+    grid = {float(end) for end in ends}
+    for a, b in itertools.pairwise(ends):
+        for one, other in itertools.combinations(curves.values(), 2):
+            grid.update(_crossing(one, other, a, b))
+    return list(itertools.pairwise(sorted(grid))) or [(float(most), float(most))]
+
+
+def _crossing(one: Curve, other: Curve, a: int, b: int) -> Iterator[float]:
+    """Where two curves cross strictly between ``a`` and ``b``."""
+    times = [time_at(curve, tokens) for curve in (one, other) for tokens in (a, b)]
+    if math.inf not in times:
+        at_a, at_b = math.log(times[0] / times[2]), math.log(times[1] / times[3])
+        if at_a * at_b < 0:
+            yield a * (b / a) ** (at_a / (at_a - at_b))
+
+
+def _fit(curves: Mapping[str, Curve], span: _Span) -> dict[str, float]:
+    """Mean log time of those that are fast enough at both ends of ``span``."""
+    times = {name: [time_at(curve, end) for end in span] for name, curve in curves.items()}
+    times = {name: ends for name, ends in times.items() if math.inf not in ends}
+    fastest = [min(column) for column in zip(*times.values(), strict=True)]
+    return {
+        name: sum(map(math.log, ends)) / 2
+        for name, ends in times.items()
+        if all(t <= TOLERANCE * f for t, f in zip(ends, fastest, strict=True))
+    }
+
+
+def _width(span: _Span) -> float:
+    return math.log(span[1] / span[0]) or 1.0

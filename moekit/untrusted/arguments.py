@@ -1,0 +1,198 @@
+"""What arguments may be: one table of kinds for each public class or function, and one sentence
+for a value that is of another kind.
+
+    _KINDS = {"steps": size(), "name": optional(NAME), "min_gain": real(0.0, 1.0)}
+    given = accept(_KINDS, {"steps": steps, "name": name, "min_gain": min_gain})
+
+Tables serve constructors and setup. Calls compare first and explain later (`moekit.runtime.checks`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.errors import InvalidProblem, MoekitError
+
+# Bounds of sizes: far above every model and machine, and low enough that whatever moekit computes
+# for each rank or each expert ends soon.
+MAX_RANKS = 2**16
+MAX_EXPERTS = 2**20
+MAX_WIDTH = 2**24
+MAX_TOKENS = 2**31 - 1
+
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = _short.maxlong = 60
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A set of values. wanted: its name in an error ("must be ..."). keep: returns the value as
+    its owner stores it, and raises for a value outside the set."""
+
+    wanted: str
+    keep: Callable[[Any], Any]
+
+
+def accept(
+    kinds: Mapping[str, Kind],
+    values: Mapping[str, object],
+    error: type[MoekitError] = InvalidProblem,
+) -> dict[str, Any]:
+    """Return the value of each name in ``kinds`` as its kind keeps it.
+
+    Raises ``error`` for the first value that is of another kind, or what the kind itself raises
+    if that is a MoekitError.
+    """
+    kept = {}
+    for name, kind in kinds.items():
+        try:
+            kept[name] = kind.keep(values[name])
+        except MoekitError:
+            raise
+        except Exception:  # whatever a stranger's value raises when it is looked at
+            raise error(f"{name}={shown(values[name])}: it must be {kind.wanted}") from None
+    return kept
+
+
+def accept_fields(
+    owner: object, kinds: Mapping[str, Kind], error: type[MoekitError] = InvalidProblem
+) -> None:
+    """`accept` the fields of a frozen dataclass, and store them as they are kept."""
+    for name, value in accept(kinds, vars(owner), error).items():
+        object.__setattr__(owner, name, value)
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` in at most about 60 characters; a tensor's form instead of its values."""
+    if isinstance(value, Tensor):
+        layout = "" if value.layout is torch.strided else f" {value.layout}"
+        shape = "nested" if value.is_nested else tuple(value.shape)
+        return f"<{shape} {value.dtype}{layout} tensor on {value.device}>"
+    try:
+        return _short.repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def first_line(error: BaseException) -> str:
+    """What a foreign error says, without what its library adds below it."""
+    return str(error).partition("\n")[0]
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise ValueError
+
+
+def size(least: int = 1, most: int = MAX_TOKENS) -> Kind:
+    """An integer of Python or numpy within the bounds, kept as int; bools are none."""
+
+    def keep(value: Any) -> int:
+        _require(isinstance(value, Integral) and not isinstance(value, bool))
+        number = operator.index(value)
+        _require(least <= number <= most)
+        return number
+
+    return Kind(f"an integer of at least {least} and at most {most}", keep)
+
+
+def real(
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: float = -math.inf,
+    finite: bool = True,
+) -> Kind:
+    """A number within the bounds, kept as float; NaN and bools are none."""
+
+    def keep(value: Any) -> float:
+        _require(isinstance(value, Real) and not isinstance(value, bool))
+        number = float(value)
+        _require(least <= number <= most and (number > above or above == -math.inf))
+        _require(math.isfinite(number) or not finite)
+        return number
+
+    bounds = (("at least", least), ("above", above), ("at most", most))
+    words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
+    return Kind(f"a {'finite ' * finite}number {words}".strip(), keep)
+
+
+def instance(wanted: str, *types: type) -> Kind:
+    def keep(value: Any) -> Any:
+        _require(isinstance(value, types))
+        return value
+
+    return Kind(wanted, keep)
+
+
+def choice(names: Collection[str]) -> Kind:
+    def keep(value: Any) -> str:
+        _require(isinstance(value, str) and value in names)
+        return str(value)
+
+    return Kind(f"one of {', '.join(sorted(names))}", keep)
+
+
+def converted(wanted: str, type_: type, makers: Mapping[type, Callable[[Any], Any]]) -> Kind:
+    """A ``type_``, or a value of another type from which one of ``makers`` makes it."""
+
+    def keep(value: Any) -> Any:
+        for source, make in makers.items():
+            if isinstance(value, source):
+                return make(value)
+        _require(isinstance(value, type_))
+        return value
+
+    return Kind(wanted, keep)
+
+
+def sequence(wanted: str, type_: type) -> Kind:
+    """A list or tuple of ``type_``; kept as it is."""
+
+    def keep(value: Any) -> Any:
+        _require(isinstance(value, (list, tuple)) and all(isinstance(v, type_) for v in value))
+        return value
+
+    return Kind(f"a list or tuple of {wanted}", keep)
+
+
+def either(first: Kind, second: Kind) -> Kind:
+    def keep(value: Any) -> Any:
+        with suppress(Exception):
+            return first.keep(value)
+        return second.keep(value)
+
+    return Kind(f"{first.wanted} or {second.wanted}", keep)
+
+
+def optional(kind: Kind) -> Kind:
+    return Kind(
+        f"{kind.wanted}, or None", lambda value: None if value is None else kind.keep(value)
+    )
+
+
+def _function(value: Any) -> Any:
+    _require(callable(value))
+    return value
+
+
+def _group(value: Any) -> Any:
+    _require(callable(value.size) and callable(value.rank))
+    return value
+
+
+FLAG = instance("True or False", bool)
+NAME = instance("a name (str)", str)
+FUNCTION = Kind("a function", _function)
+GROUP = Kind("a torch.distributed process group that this process is in", _group)
+TIMEOUT = real(above=0.0, most=float(2**31))

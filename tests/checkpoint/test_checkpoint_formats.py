@@ -1,0 +1,530 @@
+"""Every format in use, loaded on every rank of TP x EP: the very numbers that were packed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+from torch import Tensor
+
+import moekit
+from moekit import ExpertWeights, MoEProblem, ParallelConfig
+from moekit.backends.reference import oracle
+from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_config
+from moekit.errors import WeightsError
+
+pytest.importorskip("safetensors")
+
+# All ranks of EP 3 x TP 1, 2, 4; the last ones of EP 1 and 2.
+RANKS = [
+    ParallelConfig(ep_size=ep, ep_rank=e, tp_size=tp, tp_rank=t, dp_size=1)
+    for ep in (1, 2, 3)
+    for e in range(ep)
+    for tp in (1, 2, 4)
+    for t in range(0 if ep == 3 else tp - 1, tp)
+]
+
+
+def ct(
+    bits: int = 4,
+    kind: str = "int",
+    strategy: str = "group",
+    group: int | None = None,
+    inputs: dict[str, Any] | None = None,
+    format: str = "pack-quantized",
+    **more: Any,
+) -> dict[str, Any]:
+    """compressed-tensors' quantization_config."""
+    weights = dict(num_bits=bits, type=kind, strategy=strategy, group_size=group, **more)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+    }
+
+
+TOKEN = dict(num_bits=8, type="float", strategy="token", dynamic=True)
+STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False)
+GROUP = dict(num_bits=8, type="float", strategy="group", group_size=128, dynamic=True)
+MX = dict(num_bits=8, type="float", strategy="group", group_size=32, dynamic=True)
+NVFP4 = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic="local")
+GPTQ = dict(quant_method="gptq", bits=4, group_size=32)
+FP8 = dict(quant_method="fp8", fmt="e4m3")
+
+
+@dataclass(frozen=True)
+class Case:
+    packer: files.Packer
+    config: dict[str, Any] | None
+    scheme: str | None  # None: none of moekit's
+    activation: str = ""
+
+
+CASES = {
+    "bf16": Case(files.bf16, None, "none"),
+    "fp8-tensor": Case(files.fp8(-1, -1), FP8 | dict(activation_scheme="dynamic"), "fp8_tensor"),
+    "fp8-tensor-static": Case(
+        files.fp8(-1, -1, static=True), FP8 | dict(activation_scheme="static"), "fp8_tensor_static"
+    ),
+    "modelopt-fp8": Case(
+        files.fp8(-1, -1, static=True),
+        dict(quant_method="modelopt", quant_algo="FP8"),
+        "fp8_tensor_static",
+    ),
+    "fbgemm-fp8": Case(files.fp8(1, -1), dict(quant_method="fbgemm_fp8"), "fp8_channel_token"),
+    "ct-fp8-channel": Case(
+        files.fp8(1, -1), ct(8, "float", "channel", inputs=TOKEN), "fp8_channel_token"
+    ),
+    "ct-fp8-tensor-static": Case(
+        files.fp8(-1, -1, static=True),
+        ct(8, "float", "tensor", inputs=STATIC),
+        "fp8_tensor_static",
+    ),
+    # no scheme has one scale per tensor and per token; one per channel serves
+    "ct-fp8-tensor-token": Case(
+        files.fp8(-1, -1), ct(8, "float", "tensor", inputs=TOKEN), "fp8_channel_token"
+    ),
+    "ct-fp8-weight-only": Case(files.fp8(1, -1), ct(8, "float", "channel"), "fp8_w8a16_channel"),
+    "ct-int8": Case(
+        files.int8, ct(8, "int", "channel", inputs=TOKEN | {"type": "int"}), "int8_channel_token"
+    ),
+    "ct-int8-weight-only": Case(files.int8, ct(8, "int", "channel"), "int8_w8a16"),
+    "ct-int8-packed": Case(files.pack_quantized_int8, ct(8, "int", "channel"), "int8_w8a16"),
+    "ct-int4-g32": Case(files.pack_quantized(32), ct(group=32), "int4_w4a16_g32"),
+    "ct-int4-g64": Case(files.pack_quantized(64), ct(group=64), "int4_w4a16_g64"),
+    "ct-int4-zp": Case(
+        files.pack_quantized(32, True), ct(group=32, symmetric=False), "int4_w4a16_g32_zp"
+    ),
+    "ct-int4-channel": Case(files.pack_quantized(-1), ct(strategy="channel"), "int4_w4a16_channel"),
+    "ct-int4-channel-zp": Case(
+        files.pack_quantized(-1, True), ct(strategy="channel"), "int4_w4a16_channel_zp"
+    ),
+    "ct-int4-act-order": Case(
+        files.pack_quantized(32, act_order=True),
+        ct(group=32, actorder="group"),
+        "int4_w4a16_g32_act_order",
+    ),
+    "gptq": Case(files.gptq(32), GPTQ | dict(sym=True, desc_act=False), "int4_w4a16_g32"),
+    "gptq-channel": Case(
+        files.gptq(-1), GPTQ | dict(sym=True, group_size=-1), "int4_w4a16_channel"
+    ),
+    "gptq-zp": Case(files.gptq(32, zero_points=True), GPTQ | dict(sym=False), "int4_w4a16_g32_zp"),
+    "gptq-v2-zp": Case(
+        files.gptq(64, zero_points=True, v2=True),
+        GPTQ | dict(sym=False, group_size=64, checkpoint_format="gptq_v2"),
+        "int4_w4a16_g64_zp",
+    ),
+    "gptq-act-order": Case(
+        files.gptq(32, zero_points=True, act_order=True),
+        GPTQ | dict(sym=False, desc_act=True),
+        "int4_w4a16_g32_zp_act_order",
+    ),
+    "gptq-int8": Case(
+        files.gptq_int8, dict(quant_method="gptq", bits=8, group_size=-1, sym=True), "int8_w8a16"
+    ),
+    "awq": Case(
+        files.awq(32),
+        dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm"),
+        "int4_w4a16_g32_zp",
+    ),
+    "ct-mxfp4": Case(
+        files.mxfp4(("weight_packed", "weight_scale")), ct(4, "float", group=32), "mxfp4_w4a16"
+    ),
+    "ct-int4-fp8": Case(files.pack_quantized(128), ct(group=128, inputs=TOKEN), "int4_w4a8_g128"),
+    "ct-mxfp4-mxfp8": Case(
+        files.mxfp4(("weight_packed", "weight_scale")),
+        ct(4, "float", group=32, inputs=MX),
+        "mxfp4_w4a8",
+    ),
+    "ct-mxfp8": Case(files.mxfp8, ct(8, "float", group=32, inputs=MX), "mxfp8"),
+    "ct-nvfp4": Case(
+        files.nvfp4(modelopt=False), ct(4, "float", "tensor_group", 16, inputs=NVFP4), "nvfp4"
+    ),
+    "modelopt-nvfp4": Case(
+        files.nvfp4(modelopt=True), dict(quant_method="modelopt", quant_algo="NVFP4"), "nvfp4"
+    ),
+    "ct-nvfp4-weight-only": Case(
+        files.nvfp4(modelopt=False), ct(4, "float", "tensor_group", 16), "nvfp4_w4a16"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, files.Layer] = {}
+
+    def make(name: str) -> files.Layer:
+        if name not in made:
+            torch.manual_seed(len(name))
+            case = CASES[name]
+            made[name] = files.write(tmp_path_factory.mktemp(name), case.packer, case.config, E=4)
+        return made[name]
+
+    return make
+
+
+def held(problem: MoEProblem, block: int = 1) -> list[int]:
+    """The rank's neurons: a run; or whole blocks of them, and a part of one of the last."""
+    i, p = problem.local_intermediate_size, problem.parallel
+    whole, rest = divmod(i, block)
+    if not rest or block % rest or p.tp_size == 1:
+        return list(range(p.tp_rank * i, (p.tp_rank + 1) * i))
+    mine = list(range(p.tp_rank * whole * block, (p.tp_rank + 1) * whole * block))
+    first = p.tp_size * whole * block + p.tp_rank * rest
+    return mine + list(range(first, first + rest))
+
+
+def shares(layer: files.Layer, problem: MoEProblem, block: int = 1) -> tuple[Tensor, Tensor]:
+    """What a rank's w13 and w2 must stand for."""
+    mine = held(problem, block)
+    experts = [p % problem.num_experts for p in problem.local_experts]
+    w13 = torch.cat([layer.gate[experts][:, mine], layer.up[experts][:, mine]], dim=1)
+    return w13, layer.down[experts][:, :, mine]
+
+
+def values(weights: ExpertWeights, problem: MoEProblem) -> tuple[Tensor, Tensor]:
+    """fp32, from each matrix and its own scale (gate and up apart where they have one each)."""
+    weights.check(problem)
+    scale = weights.w13_scale
+    if scale is not None and scale.dim() == 2 and scale.shape[1] == 2:
+        rows = weights.w13.shape[1] // 2
+        each = scale.repeat_interleave(rows, dim=1)[:, :, None]
+        return weights.w13.float() * each, weights.w2.float() * weights.w2_scale[:, :, None]
+    plain = weights.canonical(problem).dequantize(problem.quant)
+    return plain.w13, plain.w2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_detected(name: str, layer) -> None:
+    case, made = CASES[name], layer(name)
+    found = detect(made.path)
+    assert (found.scheme, found.layers, found.model_type) == (case.scheme, (0,), "qwen3_moe")
+    assert (found.num_experts, found.hidden_size, found.intermediate_size) == (4, 128, 256)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].scheme and "act-order" not in n])
+def test_every_rank_has_its_part_of_what_was_packed(name: str, layer) -> None:
+    made = layer(name)
+    with Checkpoint(made.path) as checkpoint:
+        for parallel in RANKS:
+            problem = problem_from_config(checkpoint, parallel=parallel, device="cpu")
+            assert problem.quant.name == CASES[name].scheme
+            weights = load_experts(checkpoint, None, 0, problem, threads=1)
+            got = values(weights, problem)
+            for have, want in zip(got, shares(made, problem), strict=True):
+                assert torch.equal(have, want), parallel
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dequantized_at_load(name: str, layer) -> None:
+    made, dtype = layer(name), (torch.float32, torch.bfloat16)[len(name) % 2]
+    with Checkpoint(made.path) as checkpoint:
+        for parallel in (r for r in RANKS if r.ep_size == 3 and r.tp_size != 2):
+            problem = problem_from_config(
+                checkpoint, parallel=parallel, device="cpu", dequantize=True, dtype=dtype
+            )
+            weights = load_experts(checkpoint, None, 0, problem, dequantize=True, threads=1)
+            weights.check(problem)
+            for have, want in zip((weights.w13, weights.w2), shares(made, problem), strict=True):
+                assert torch.equal(have, want.to(dtype)), parallel
+
+
+def neurons(w13: Tensor, w2: Tensor) -> Tensor:
+    """(I, 2 H + H): each neuron's gate row, up row and down column, in an order of their own."""
+    gate, up = w13.chunk(2)
+    return torch.unique(torch.cat([gate, up, w2.T], dim=1), dim=0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
+def test_act_order_is_cut_into_whole_groups(name: str, tp_size: int, layer) -> None:
+    """w2's groups are scattered over all neurons: each rank takes those of its groups."""
+    made, whole = layer(name), []
+    for rank in range(tp_size):
+        parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
+        problem = problem_from_config(made.path, parallel=parallel, device="cpu")
+        assert problem.quant.name == CASES[name].scheme
+        weights = load_experts(made.path, None, 0, problem)
+        assert weights.w13_g_idx is not None and (weights.w2_g_idx is None) == (tp_size > 1)
+        whole.append(values(weights, problem))
+    for expert in range(4):
+        got = [torch.cat([w13[expert].chunk(2)[half] for w13, _ in whole]) for half in (0, 1)]
+        w2 = torch.cat([w2[expert] for _, w2 in whole], dim=1)
+        want = neurons(torch.cat([made.gate[expert], made.up[expert]]), made.down[expert])
+        assert len(want) == 256 and torch.equal(neurons(torch.cat(got), w2), want)
+
+
+# -- blocks that a rank's share cuts ---------------------------------------------------------------
+
+FP8_BLOCK = FP8 | dict(activation_scheme="dynamic", weight_block_size=[128, 128])
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory):
+    """fp8 in blocks of 128 x 128, I a multiple of 128 or not."""
+    made: dict[int, files.Layer] = {}
+
+    def make(inner: int) -> files.Layer:
+        if inner not in made:
+            torch.manual_seed(inner)
+            path = tmp_path_factory.mktemp(f"blocks-{inner}")
+            packer = files.fp8(128, 128, "weight_scale_inv")
+            made[inner] = files.write(path, packer, FP8_BLOCK, E=2, H=256, I=inner)
+        return made[inner]
+
+    return make
+
+
+@pytest.mark.parametrize("inner", [128, 256, 320, 384, 448, 640, 768, 896])
+@pytest.mark.parametrize("tp_size", [2, 4, 8])
+def test_blocks_are_never_cut(inner: int, tp_size: int, blocks) -> None:
+    """Every rank has the stored numbers of whole blocks, and zeros behind them; all ranks together
+    have each neuron once, and their outputs add up to the whole layer's."""
+    made, seen = blocks(inner), []
+    whole = problem_from_config(made.path, device="cpu")
+    assert whole.quant.name == "fp8_block"
+    gate_up, down = values(load_experts(made.path, None, 0, whole), whole)
+    stored = inner % 128 == 0  # else a block of gate meets one of up on a single rank
+    assert torch.equal(down, made.down)
+    assert torch.equal(gate_up, torch.cat([made.gate, made.up], 1)) is stored
+    whole = whole.replace(dtype=torch.float32)
+    x, routing = torch.randn(6, 256), moekit.route(torch.randn(6, 2), top_k=2, renormalize=False)
+    total = torch.zeros(6, 256)
+    for rank in range(tp_size):
+        problem = whole.replace(parallel=ParallelConfig(tp_size=tp_size, tp_rank=rank, dp_size=1))
+        weights, mine = load_experts(made.path, None, 0, problem), list(problem.local_neurons)
+        assert all(neuron // 128 * 128 in mine for neuron in mine)
+        room = problem.local_intermediate_size
+        assert (
+            room == whole.replace(parallel=ParallelConfig(tp_size=tp_size)).local_intermediate_size
+        )
+        w13, w2 = values(weights, problem)
+        for half, want in zip(w13.chunk(2, dim=1), (made.gate, made.up), strict=True):
+            assert torch.equal(half[:, : len(mine)], want[:, mine])
+            assert not half[:, len(mine) :].any()
+        assert torch.equal(w2[:, :, : len(mine)], made.down[:, :, mine])
+        assert not w2[:, :, len(mine) :].any()
+        assert (w13.shape[1], w2.shape[2]) == (2 * room, room)
+        kernel = moekit.compose(problem)
+        total += kernel(x, kernel.pack(weights), routing)
+        seen += mine
+    assert sorted(seen) == list(range(inner))
+    want = oracle(
+        x,
+        ExpertWeights(torch.cat([made.gate, made.up], 1), made.down),
+        routing,
+        whole.replace(quant="none"),
+    )
+    kernel = moekit.compose(whole)
+    alone = kernel(x, kernel.pack(load_experts(made.path, None, 0, whole)), routing)
+    error, before = (float((out - want).norm() / want.norm()) for out in (total, alone))
+    # Activations have the groups that they have on one rank: only the order of sums differs.
+    assert error < before * 1.001 + 1e-6
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_biases_and_fused_rows_of_padded_blocks(interleaved: bool, tmp_path: Path) -> None:
+    """Gate and up in one tensor, with biases: what is behind the neurons is zero there, too."""
+    experts, hidden, inner = 2, 128, 384
+    stem, names = "model.layers.0.mlp.experts", moekit.checkpoint.NAMES["gpt_oss"]
+    names = replace(names, transposed=False, interleaved=interleaved)
+    tensors: dict[str, Tensor] = {}
+    for name, (n, k) in {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}.items():
+        packed = [files.fp8(128, 128, "scale")(files.matrix(n, k))[0] for _ in range(experts)]
+        tensors[f"{stem}.{name}"] = torch.stack([one["weight"] for one in packed])
+        tensors[f"{stem}.{name}_scale"] = torch.stack([one["scale"] for one in packed])
+        tensors[f"{stem}.{name}_bias"] = torch.randn(experts, n).bfloat16()
+    files.save(tmp_path, tensors, {})
+    layer = MoEProblem(
+        num_experts=experts, top_k=1, hidden_size=hidden, intermediate_size=inner, device="cpu",
+        quant="fp8_block", activation="swigluoai", has_bias=True,
+    )  # fmt: skip
+    bias = tensors[f"{stem}.gate_up_proj_bias"]
+    for rank in range(2):
+        problem = layer.replace(parallel=ParallelConfig(tp_size=2, tp_rank=rank))
+        if interleaved:  # a block of rows would mix gate and up
+            weights = load_experts(tmp_path, names, 0, problem)
+            held = 2 * len(problem.local_neurons)
+            first = 2 * problem.local_neurons.start
+            assert torch.equal(weights.w13_bias[:, :held], bias[:, first : first + held])
+            assert not weights.w13_bias[:, held:].any()
+            continue
+        weights = load_experts(tmp_path, names, 0, problem)
+        weights.check(problem)
+        mine, room = list(problem.local_neurons), problem.local_intermediate_size
+        for half in (0, 1):
+            got = weights.w13_bias[:, half * room : (half + 1) * room]
+            want = bias[:, half * inner : (half + 1) * inner]
+            assert torch.equal(got[:, : len(mine)], want[:, mine])
+            assert not got[:, len(mine) :].any()
+
+
+def test_slices_that_cut_blocks_are_refused_with_a_reason() -> None:
+    """Callers who pass slices of I / tp_size learn what a rank's weights are."""
+    problem = MoEProblem(
+        num_experts=2, top_k=1, hidden_size=128, intermediate_size=384, device="cpu",
+        quant="fp8_block", parallel=ParallelConfig(tp_size=2, tp_rank=1),
+    )  # fmt: skip
+    weights = ExpertWeights(torch.randn(2, 384, 128), torch.randn(2, 128, 192))
+    with pytest.raises(WeightsError, match="neurons 256 to 384 of 384, and zeros up to 256"):
+        weights.quantize(problem.quant).check(problem)
+
+
+@pytest.mark.parametrize("name", ["ct-mxfp8", "ct-mxfp4-mxfp8"])
+def test_small_groups_are_exact_or_refused(name: str, tmp_path: Path) -> None:
+    """Quarters of 160 are 32 + 8, of 224 32 + 24, which is no even part of a group."""
+    case, quarter = CASES[name], ParallelConfig(tp_size=4, tp_rank=3)
+    made = files.write(tmp_path / "even", case.packer, case.config, E=2, H=64, I=160)
+    problem = problem_from_config(made.path, parallel=quarter, device="cpu")
+    got = values(load_experts(made.path, None, 0, problem), problem)
+    assert all(map(torch.equal, got, shares(made, problem, 32)))
+    made = files.write(tmp_path / "odd", case.packer, case.config, E=2, H=64, I=224)
+    with pytest.raises(WeightsError, match="tp_size=4 cuts its groups of 32 columns of w2"):
+        problem_from_config(made.path, parallel=quarter, device="cpu")
+    problem = problem_from_config(made.path, parallel=quarter, device="cpu", quant=case.scheme)
+    with pytest.raises(WeightsError, match="which cuts .* groups of 32; use expert parallelism"):
+        load_experts(made.path, None, 0, problem)
+
+
+def test_a_block_of_gate_and_up(blocks) -> None:
+    """I = 320 on one rank: half a block of gate and half of up are rounded under the larger scale,
+    every element by at most half a step."""
+    made = blocks(320)
+    problem = problem_from_config(made.path, device="cpu")
+    weights = load_experts(made.path, None, 0, problem)
+    (got, w2), want = values(weights, problem), torch.cat([made.gate, made.up], 1)
+    each = weights.w13_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :640, :256]
+    half_step = torch.maximum(want.abs() * 2**-4, each * 2**-10)
+    assert ((got - want).abs() <= half_step * 1.0001).all()
+    assert torch.equal(w2, made.down) and 0 < (got - want).norm() < 0.03 * want.norm()
+    assert torch.equal(got[:, :256], want[:, :256])  # under scales of their own
+
+
+def test_block_values_under_the_larger_scale_stay_bit_for_bit(tmp_path: Path) -> None:
+    def pack(values: Tensor) -> files.Packed:
+        """All blocks of a matrix alike, powers of two apart: any merging is exact."""
+        scale = torch.full((-(-values.shape[0] // 128), -(-values.shape[1] // 128)), 2.0**-6)
+        scale[0] *= 2
+        each = files.spread(scale, *values.shape, 128, 128)
+        weight = (values / each).clamp(1, 448).to(files.FP8)
+        return {"weight": weight, "weight_scale_inv": scale}, weight.float() * each
+
+    layer = files.write(tmp_path, pack, FP8_BLOCK, E=2, H=256, I=320)
+    problem = problem_from_config(tmp_path, device="cpu")
+    got = values(load_experts(tmp_path, None, 0, problem), problem)
+    assert all(map(torch.equal, got, shares(layer, problem)))
+
+
+def test_4_bit_groups_are_refined_not_cut(tmp_path: Path) -> None:
+    """I = 384: halves are 192 = 128 + 64 columns; quarters, 96, are no part of 128, but 64 + 32."""
+    layer = files.write(tmp_path, files.pack_quantized(128, True), ct(group=128), E=2, I=384)
+    names = []
+    for tp_size in (1, 2, 4):
+        seen = []
+        for rank in range(tp_size):
+            parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
+            problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+            weights = load_experts(tmp_path, None, 0, problem)
+            got, block = values(weights, problem), problem.quant.weight.group[1]
+            assert all(map(torch.equal, got, shares(layer, problem, block)))
+            seen += held(problem, block)
+        assert sorted(seen) == list(range(384))
+        names.append(problem.quant.name)
+    assert names == ["int4_w4a16_g128_zp", "int4_w4a16_g128_zp", "int4_w4a16_g64_zp"]
+
+
+def test_act_order_and_groups_that_are_shared(tmp_path: Path) -> None:
+    """Quarters of 6 groups of 32: one and a half each, of sorted columns."""
+    packer = files.gptq(32, zero_points=True, act_order=True)
+    config = GPTQ | dict(sym=False, desc_act=True)
+    layer, whole = files.write(tmp_path, packer, config, E=2, H=64, I=192), []
+    for rank in range(4):
+        parallel = ParallelConfig(tp_size=4, tp_rank=rank)
+        problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+        assert problem.quant.name == "int4_w4a16_g32_zp_act_order"
+        whole.append(values(load_experts(tmp_path, None, 0, problem), problem))
+    for expert in range(2):
+        halves = [torch.cat([w13[expert].chunk(2)[half] for w13, _ in whole]) for half in (0, 1)]
+        w2 = torch.cat([w2[expert] for _, w2 in whole], dim=1)
+        want = neurons(torch.cat([layer.gate[expert], layer.up[expert]]), layer.down[expert])
+        assert len(want) == 192 and torch.equal(neurons(torch.cat(halves), w2), want)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
+def test_act_order_is_known_to_the_choice(name: str, layer) -> None:
+    """From the files to the output of what was chosen, which is that of the packed numbers."""
+    made = layer(name)
+    problem = problem_from_config(made.path, device="cpu", dtype=torch.float32)
+    kernel = moekit.compose(problem)
+    declared = moekit.registry().expert(kernel.explanation.chosen.experts).schemes
+    assert problem.quant.name in declared
+    packed = kernel.pack(load_experts(made.path, None, 0, problem))
+    x, logits = torch.randn(9, problem.hidden_size), torch.randn(9, 4)
+    routing = moekit.route(logits, top_k=2, renormalize=True)
+    w13 = torch.cat([made.gate, made.up], dim=1)
+    want = oracle(x, ExpertWeights(w13, made.down), routing, problem.replace(quant="none"))
+    torch.testing.assert_close(kernel(x, packed, routing), want, rtol=1e-4, atol=1e-4)
+
+
+def test_act_order_that_the_config_does_not_tell(tmp_path: Path) -> None:
+    """Columns in order under desc_act, as static groups leave them, and others under none."""
+    ordered, shuffled = tmp_path / "ordered", tmp_path / "shuffled"
+    layer = files.write(ordered, files.gptq(32), GPTQ | dict(sym=True, desc_act=True), E=2)
+    for quant in ("int4_w4a16_g32_act_order", "int4_w4a16_g32"):
+        problem = problem_from_config(ordered, device="cpu", quant=quant)
+        weights = load_experts(ordered, None, 0, problem)
+        assert weights.w13_g_idx is None and weights.w2_g_idx is None
+        assert all(map(torch.equal, values(weights, problem), shares(layer, problem)))
+    assert problem_from_config(ordered, device="cpu").quant.name == "int4_w4a16_g32_act_order"
+    files.write(shuffled, files.gptq(32, act_order=True), GPTQ | dict(sym=True), E=2)
+    problem = problem_from_config(shuffled, device="cpu")
+    assert problem.quant.name == "int4_w4a16_g32"
+    with pytest.raises(WeightsError, match="is in act-order; use quant='int4_w4a16_g32_act_order'"):
+        load_experts(shuffled, None, 0, problem)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-zp", "gptq", "ct-int4-zp", "ct-int4", "bf16"])
+def test_a_share_that_ends_within_a_word(name: str, tmp_path: Path) -> None:
+    """36 of 72 neurons: words hold eight rows or columns."""
+    packers = {
+        "awq": files.awq(-1),
+        "gptq-zp": files.gptq(-1, zero_points=True),
+        "gptq": files.gptq(-1),
+        "ct-int4-zp": files.pack_quantized(-1, True),
+        "ct-int4": files.pack_quantized(-1),
+        "bf16": files.bf16,
+    }
+    if name.startswith("ct"):
+        config = ct(strategy="channel")
+    else:
+        config = (CASES[name].config or {}) | dict(group_size=-1)
+    layer = files.write(tmp_path, packers[name], config, E=2, H=64, I=72)
+    for rank in range(2):
+        parallel = ParallelConfig(tp_size=2, tp_rank=rank)
+        problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+        got = values(load_experts(tmp_path, None, 0, problem), problem)
+        assert all(map(torch.equal, got, shares(layer, problem)))
+
+
+def test_input_scales_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """Tokens may be quantized before they travel, by any rank for any expert."""
+    config = FP8 | dict(activation_scheme="static")
+    layer = files.write(tmp_path, files.fp8(-1, -1, static=True), config, E=4, H=64, I=64)
+    for expert, value in enumerate((0.5, 0.25, 0.75, 0.125)):
+        stem = f"model.layers.0.mlp.experts.{expert}"
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            layer.tensors[f"{stem}.{name}.input_scale"] = torch.tensor(value + (name[0] == "d"))
+    files.save(tmp_path, layer.tensors, json.loads((tmp_path / "config.json").read_text()))
+    for rank in range(4):
+        parallel = ParallelConfig(ep_size=4, ep_rank=rank)
+        problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+        weights = load_experts(tmp_path, None, 0, problem)
+        assert (weights.w13_input_scale, weights.w2_input_scale) == (0.75, 1.75)

@@ -1,0 +1,199 @@
+"""Names and what they lead to: a backend, or an error that says what to do."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_plugins import PROBLEM, TORCH, Fakes, assert_usable, installed, offers, state
+
+import moekit
+from moekit.discovery import registry as plugins
+from moekit.discovery.registry import Registry
+from moekit.discovery.specs import ExpertsSpec
+from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
+from moekit.testing.calls import check_call
+from moekit.testing.cases import make_case
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    yield from installed(tmp_path, monkeypatch)
+
+
+# -- broken later ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "reason"),
+    [
+        ("fake_late_dist.nowhere:X", None, "ModuleNotFoundError"),
+        ("moekit.backends.torch_experts:Missing", None, "has no attribute 'Missing'"),
+        ("moekit.backends.torch_experts:Sequence", None, "is no PermuteExpertsUnpermute"),
+        ("moekit.backends.local:LocalDispatcher", None, "is no PermuteExpertsUnpermute"),
+        ("moekit.kernel:PermuteExpertsUnpermute", None, "lacks apply, pack, workspace"),
+        ("fake_late_dist.boom:X", "assert False, 'no CUDA home'", "AssertionError: no CUDA home"),
+        ("fake_late_dist.boom:X", "raise SystemExit(1)", "SystemExit: 1"),
+    ],
+)
+def test_a_target_that_does_not_load(
+    fakes: Fakes, caplog: pytest.LogCaptureFixture, target: str, source: str | None, reason: str
+) -> None:
+    more = ", priority=1000, install_hint='pip install vendor'"
+    fakes.install("late", offers("late", target=target, more=more))
+    if source is not None:
+        (fakes.root / "fake_late_dist" / "boom.py").write_text(source)
+    found = fakes.discover(MOEKIT_PLUGINS="late")
+    assert state(found, "late").state == "ok"
+    with pytest.raises(BackendBroken) as caught:
+        moekit.compose(PROBLEM, experts="late", backends=found)
+    for text in ("'late'", target, reason, "pip install vendor"):
+        assert text in str(caught.value)
+
+    assert moekit.explain(PROBLEM, backends=found).chosen.experts == "late"
+    with caplog.at_level(logging.WARNING, "moekit"):
+        kernel = moekit.compose(PROBLEM, backends=found)
+    assert len(caplog.records) == 1 and reason in caplog.text
+    assert kernel.experts.spec.name != "late"
+    assert reason in kernel.explanation.rejected_experts["late"][0]
+    assert not [p for p in kernel.explanation.pairs if p.experts == "late"]
+    check_call(kernel, make_case(PROBLEM, 5))
+
+
+def test_nothing_left_after_a_broken_one(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.install("late", offers("late", target="fake_late_dist.nowhere:X"))
+    found = fakes.discover(MOEKIT_PLUGINS="late")
+    sole = Registry(tuple(s for s in found.plugins if s.name == "late"))
+    sole.register(found.dispatcher("local"))
+    with pytest.raises(NoBackend, match="late.*does not load: ModuleNotFoundError"):
+        moekit.compose(PROBLEM, backends=sole)
+    monkeypatch.setenv("MOEKIT_EXPERTS", "late")
+    with pytest.raises(BackendBroken):
+        moekit.compose(PROBLEM, backends=found)
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        ("lambda problem: 1 / 0", "its check failed: ZeroDivisionError"),
+        ("lambda problem: None", "its check failed: TypeError: check returned None"),
+        ("lambda problem: 'too big'", "want a list of reasons"),
+        ("lambda: []", "its check failed: TypeError"),
+        ("lambda problem: ['too big', 'too slow']", "too big"),
+    ],
+)
+def test_a_check_that_fails_rejects(fakes: Fakes, check: str, reason: str) -> None:
+    fakes.install("picky", offers("picky", more=f", priority=1000, check={check}"))
+    found = fakes.discover()
+    explanation = moekit.explain(PROBLEM, backends=found)
+    assert reason in explanation.rejected_experts["picky"][0]
+    assert explanation.chosen.experts != "picky"
+    with pytest.raises(Unsupported, match="experts 'picky' cannot do this problem"):
+        moekit.compose(PROBLEM, experts="picky", backends=found)
+
+
+def test_missing_requirements_are_reasons(fakes: Fakes) -> None:
+    more = ", requires=('no_such_lib',), install_hint='pip install no-such-lib'"
+    fakes.install("needy", offers("needy", more=more))
+    found = fakes.discover()
+    assert state(found, "needy").state == "ok"
+    wanted = ("no_such_lib is not installed (pip install no-such-lib)",)
+    assert moekit.explain(PROBLEM, backends=found).rejected_experts["needy"] == wanted
+
+
+def test_looking_for_requirements_imports_nothing(fakes: Fakes) -> None:
+    parent = fakes.root / "fake_vendor"
+    (parent / "inner").mkdir(parents=True)
+    (parent / "__init__.py").write_text("raise RuntimeError('imported')")
+    (parent / "inner" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    assert plugins.importable("fake_vendor")
+    assert plugins.importable("fake_vendor.inner")
+    assert not plugins.importable("fake_vendor.outer")
+    assert not plugins.importable("no_such_lib.inner")
+    assert not plugins.importable("moekit.errors.deeper")
+    assert "fake_vendor" not in sys.modules
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_register_and_unregister(fakes: Fakes) -> None:
+    found = fakes.discover()
+    mine = ExpertsSpec(
+        name="mine", target=TORCH, format=moekit.ActivationFormat.STANDARD, reduces=True
+    )
+    found.register(mine)
+    assert_usable(found, "mine")
+    with pytest.raises(NameClash, match="'mine' is already offered by this process.*choose"):
+        found.register(mine)
+    with pytest.raises(NameClash, match="'torch' is already offered by moekit"):
+        found.register(found.expert("torch"))
+    found.unregister(mine)
+    with pytest.raises(UnknownBackend, match="'mine' was not registered in this process"):
+        found.unregister(mine)
+    with pytest.raises(UnknownBackend):
+        found.expert("mine")
+    with pytest.raises(TypeError):
+        found.experts["mine"] = mine
+
+
+@pytest.mark.parametrize("find", [Registry.expert, Registry.dispatcher])
+def test_unknown_names(fakes: Fakes, find: Callable[[Registry, str], object]) -> None:
+    fakes.install("bad", "raise RuntimeError('CUDA_HOME is not set')")
+    found = fakes.discover(MOEKIT_BLOCK="naive")
+    with pytest.raises(UnknownBackend) as caught:
+        find(found, "deepep")
+    said = str(caught.value)
+    assert "named 'deepep'" in said and "install the package" in said
+    assert ("torch" if find is Registry.expert else "local") in said
+    assert "plugin bad is broken: RuntimeError: CUDA_HOME is not set" in said
+
+
+def test_a_name_of_the_other_kind_says_so(fakes: Fakes) -> None:
+    with pytest.raises(UnknownBackend, match="'torch' is known as: experts backend"):
+        fakes.discover().dispatcher("torch")
+
+
+def test_names_from_the_environment(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fakes.discover()
+    monkeypatch.setenv("MOEKIT_EXPERTS", "tritn")
+    with pytest.raises(UnknownBackend, match=r"'tritn'.*\n.*chosen by MOEKIT_EXPERTS"):
+        moekit.compose(PROBLEM, backends=found)
+    assert moekit.compose(PROBLEM, experts="torch", backends=found).explanation.why == (
+        "dispatcher by priority, experts by name"
+    )
+
+
+def test_no_backend_names_the_problem_and_every_reason(fakes: Fakes) -> None:
+    found = fakes.discover(MOEKIT_PLUGINS="")
+    problem = PROBLEM.replace(parallel=moekit.ParallelConfig(ep_size=2), device="sm90")
+    with pytest.raises(NoBackend) as caught:
+        moekit.compose(problem, backends=found)
+    said = str(caught.value)
+    assert "4 experts, top 2, hidden 32" in said and "on cuda sm90" in said
+    for name in found.dispatchers:
+        assert f"dispatcher {name}: tokens must move between 2 ranks" in said
+
+
+def test_a_bridge_is_better_than_a_reference_backend(fakes: Fakes) -> None:
+    fakes.install("good", offers("rows"))
+    slabs = offers("slabs").replace("reduces=True", "reduces=False").replace("STANDARD", "BATCHED")
+    fakes.install("batched", slabs)
+    found = fakes.discover(MOEKIT_PLUGINS="good,batched", MOEKIT_BLOCK="core")
+    core = fakes.discover(MOEKIT_PLUGINS="")
+    for spec in (core.dispatcher("local"), core.dispatcher("batched_reference")):
+        found.register(spec)
+    found.register(core.expert("reference"))
+    assert [str(pair) for pair in moekit.explain(PROBLEM, backends=found).pairs] == [
+        "local + rows",
+        "local + slabs (bridged)",
+        "local + reference",
+        "batched_reference + slabs",
+        "batched_reference + rows (bridged)",
+        "batched_reference + reference (bridged)",
+    ]

@@ -1,0 +1,376 @@
+"""Several experts backends as one: the whole conformance kit, names, weights, memory, warm-up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moekit
+from moekit.backends.composite_experts import CompositeExperts
+from moekit.backends.torch_experts import TorchExperts
+from moekit.contract import PackedWeights
+from moekit.discovery.registry import Registry, registry
+from moekit.discovery.specs import ExpertsSpec
+from moekit.eplb.migrate import migrate
+from moekit.errors import BackendBroken, UnknownBackend, Unsupported
+from moekit.problem import ActivationFormat
+from moekit.problem.placement import Placement
+from moekit.selection.composite import composite
+from moekit.testing import ExpertsConformance
+from moekit.testing.calls import QUANTIZED_WIRE, check_call, kit_registry
+from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import assert_close
+
+PROBLEM = moekit.MoEProblem(
+    num_experts=4, top_k=2, hidden_size=64, intermediate_size=48, dtype=torch.float32, device="cpu"
+)
+
+
+# Away from GPUs only: with one, triton is compiled for it, and does not run on the CPU.
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+
+
+class Turned(TorchExperts):
+    """Keeps weights turned round, in memory of its own."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        turned = {n: t.transpose(1, -1).contiguous() for n, t in packed.experts.items()}
+        return PackedWeights(self.spec.name, turned, packed.shared)
+
+    def apply(self, y, tokens, weights, workspace):
+        back = {n: t.transpose(1, -1).contiguous() for n, t in weights.experts.items()}
+        super().apply(y, tokens, replace(weights, experts=back), workspace)
+
+
+class Halved(TorchExperts):
+    """Packs gate and up as two views, and takes no other tokens than its spec says."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        gate, up = packed["w13"].chunk(2, dim=1)
+        rest = {n: t for n, t in packed.experts.items() if n != "w13"}
+        return PackedWeights(self.spec.name, {**rest, "gate": gate, "up": up}, packed.shared)
+
+    def quantize(self, x_RH, weights, valid_rows):
+        assert "gate" in weights.experts, "another's weights"
+        return super().quantize(x_RH, weights, valid_rows)
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.quant.activation is not None:
+            accepted = {True: self.spec.takes_quantized, False: self.spec.takes_unquantized}
+            assert accepted[tokens.x_scale is not None]
+        whole = {n: t for n, t in weights.experts.items() if n not in ("gate", "up")}
+        whole["w13"] = torch.cat([weights["gate"], weights["up"]], dim=1)
+        super().apply(y, tokens, replace(weights, experts=whole), workspace)
+
+
+def spec(name: str, target: str, **facts) -> ExpertsSpec:
+    values = {
+        "format": ActivationFormat.STANDARD,
+        "reduces": True,
+        "deterministic": True,
+        "schemes": registry().expert("torch").schemes,
+        **facts,
+    }
+    return ExpertsSpec(name=name, target=target, **values)
+
+
+def backends(*composites: str) -> Registry:
+    base = registry()
+    made = Registry(plugins=base.plugins)
+    gated = frozenset(a for a in moekit.problem.activation.ACTIVATIONS if not a.endswith("_no_mul"))
+    made.register(spec("turned", f"{__name__}:Turned"))
+    made.register(spec("halved", f"{__name__}:Halved", takes_unquantized=False, activations=gated))
+    made.register(spec("other", f"{__name__}:Halved", takes_quantized=False, bias=False))
+    made.register(spec("broken", "no_such_module:X"))
+    for name in composites:
+        made.register(composite(name, made.expert))
+    return made
+
+
+class TestTorchAndTriton(ExpertsConformance):
+    """The kit's calls have from 0 to 51 tokens: both serve."""
+
+    backend = "torch:8|triton"
+    backends = backends(backend)
+
+
+class TestThreeTurns(ExpertsConformance):
+    """Other layouts, a member that wants quantized tokens, and one that serves twice."""
+
+    backend = "turned:2|halved:16|turned"
+    backends = backends(backend)
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torch|", "|torch", "torch:4|", "torch|triton:4", "torch:4|triton:8", "torch:8|triton:8|torch",
+     "torch:9|triton:8|torch", "torch:0|triton", "torch:x|triton", "torch:-1|triton", "a b|torch",
+     "torch:8|triton|torch", "torch:1.5|triton", "|"],
+)  # fmt: skip
+def test_names_that_make_no_sense(name: str) -> None:
+    with pytest.raises(UnknownBackend, match="as in 'triton:64|deepgemm'"):
+        moekit.compose(PROBLEM, experts=name)
+
+
+def test_members_must_exist_and_agree(monkeypatch) -> None:
+    with pytest.raises(UnknownBackend, match="no experts backend named 'tritn'"):
+        moekit.compose(PROBLEM, experts="torch:4|tritn")
+    with pytest.raises(Unsupported, match="some of its members sum over top-k, and some do not"):
+        moekit.compose(PROBLEM, experts="torch:4|reference")
+    with pytest.raises(Unsupported) as caught:
+        moekit.compose(PROBLEM.replace(has_bias=True), experts="torch:4|other", backends=backends())
+    assert caught.value.reasons == ("has no bias support (other)",)
+    monkeypatch.setenv("MOEKIT_EXPERTS", "torch:4|tritn")
+    with pytest.raises(UnknownBackend, match="chosen by MOEKIT_EXPERTS"):
+        moekit.explain(PROBLEM)
+    monkeypatch.setenv("MOEKIT_EXPERTS", "torch:4|turned")
+    assert moekit.compose(PROBLEM, backends=backends()).experts.spec.name == "torch:4|turned"
+
+
+def test_a_member_that_does_not_load() -> None:
+    with pytest.raises(BackendBroken, match="'broken'.*does not load"):
+        moekit.compose(PROBLEM, experts="torch:4|broken", backends=backends())
+
+
+def test_what_it_declares_is_what_all_can() -> None:
+    found = backends()
+    made = composite("torch:4|other:8|triton", found.expert)
+    triton = found.expert("triton")
+    assert made.schemes == triton.schemes and "bfloat16" in made.dtypes
+    assert not made.bias and not made.takes_quantized and made.takes_unquantized and made.movable
+    assert made.requires == ("triton",) and made.reduces
+    fixed = replace(found.expert("turned"), name="fixed", movable=False, graph_safe=True)
+    found.register(fixed)
+    assert not composite("torch:4|fixed", found.expert).movable
+    assert not composite("torch:4|fixed", found.expert).graph_safe
+    slabs = made.seen_from(ActivationFormat.BATCHED)
+    assert slabs.format is ActivationFormat.BATCHED and not slabs.reduces
+
+
+# -- calls -------------------------------------------------------------------------------------
+
+
+def served(kernel, *tokens: int) -> list[str]:
+    """The members that ran calls of these sizes; every result is compared with the oracle."""
+    found, experts = [], kernel.experts
+    for member in experts.members:
+
+        def apply(*args, member=member, run=member.apply):
+            found.append(member.spec.name)
+            run(*args)
+
+        member.apply = apply
+    packed = kernel.pack(random_weights(kernel.problem))
+    for count in tokens:
+        check_call(kernel, make_case(kernel.problem, count), packed)
+    return found
+
+
+def test_every_size_has_its_member() -> None:
+    kernel = moekit.compose(PROBLEM, experts="torch:4|turned:9|torch", backends=backends())
+    names = served(kernel, 1, 4, 5, 9, 10, 40)
+    assert names == ["torch", "torch", "turned", "turned", "torch", "torch"]
+    assert len(kernel.experts.members) == 2
+    assert str(kernel.explanation.chosen) == "local + torch:4|turned:9|torch"
+
+
+def test_sizes_are_tokens_of_one_rank() -> None:
+    """All ranks hold the same rows here: a rank of two has half of their work."""
+    shared = moekit.ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)
+    kernel = moekit.compose(
+        PROBLEM.replace(parallel=shared), experts="torch:4|turned", backends=backends()
+    )
+    assert served(kernel, 7, 8, 9) == ["torch", "torch", "turned"]
+    assert kernel.experts.largest_calls(20) == [20, 8]
+
+
+@interpreted
+@pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
+@pytest.mark.parametrize("name", ["torch:5|triton_batched", "triton_batched:5|torch"])
+def test_formats_are_bridged_inside(dispatcher: str, name: str) -> None:
+    kernel = moekit.compose(PROBLEM, dispatcher, name, backends=backends())
+    assert kernel.explanation.chosen.bridged
+    first, second = (part.partition(":")[0] for part in name.split("|"))
+    assert served(kernel, 3, 5, 6) == [first, first, second]
+
+
+@pytest.mark.parametrize("dispatcher", ["local", "batched_reference", QUANTIZED_WIRE])
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_channel_token", "fp8_block"])
+def test_members_take_tokens_as_they_want_them(dispatcher: str, scheme: str) -> None:
+    """`Halved` checks that its tokens are (not) quantized, and its own weights at hand."""
+    sizes = {"hidden_size": 160, "intermediate_size": 144, "quant": scheme}
+    for name, facts in (("torch:4|halved", True), ("halved:4|other", False)):
+        kernel = moekit.compose(
+            PROBLEM.replace(**sizes), dispatcher, name, backends=kit_registry(backends())
+        )
+        assert kernel.experts.spec.takes_quantized is facts
+        served(kernel, 3, 11)
+
+
+# -- weights and memory ------------------------------------------------------------------------
+
+
+def packed(name: str, problem=PROBLEM, weights=None):
+    kernel = moekit.compose(problem, experts=name, backends=backends())
+    return kernel, kernel.pack(weights or random_weights(problem))
+
+
+@interpreted
+@pytest.mark.parametrize("scheme", ["none", "fp8_tensor", "fp8_block", "int8_w8a16"])
+def test_equal_layouts_are_held_once(scheme: str, caplog) -> None:
+    caplog.set_level(logging.INFO, "moekit")
+    problem = PROBLEM.replace(hidden_size=128, intermediate_size=128, quant=scheme)
+    weights = random_weights(problem)
+    strided = replace(weights, w13=weights.w13.transpose(1, 2).contiguous().transpose(1, 2))
+    for given in (weights, strided):  # a copy that is made anyway is made once
+        _, both = packed("torch:4|triton", problem, given)
+        _, alone = packed("torch", problem, given)
+        assert both.nbytes == alone.nbytes and both.extra_bytes == 0
+        assert all(name.startswith("torch.") for name in (*both.experts, *both.shared))
+    assert "packed weights take" not in caplog.text
+
+
+def test_other_layouts_cost_memory_and_it_is_said(caplog) -> None:
+    caplog.set_level(logging.INFO, "moekit")
+    _, alone = packed("torch")
+    kernel, both = packed("torch:4|turned:8|torch")
+    assert both.nbytes == 2 * alone.nbytes and both.extra_bytes == alone.nbytes
+    assert "weights take" in caplog.text and "more than one backend's" in caplog.text
+    note = kernel.explanation.note
+    assert "known when they are packed" in note and "emulates" not in note
+    kernel, _ = packed("torch:4|turned", PROBLEM.replace(quant="int8_channel_token"))
+    assert kernel.explanation.note.partition("; torch: ")[0].endswith(
+        "; torch emulates int8_channel_token: it quantizes no activations itself"
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("torch:4|triton", marks=interpreted), "torch:4|turned", "torch:4|halved",
+     "halved:4|torch", "halved:4|turned:8|torch"],
+)  # fmt: skip
+def test_experts_move_in_all_members(name: str) -> None:
+    """After a migration in place every member computes with the moved experts."""
+    kernel, both = packed(name)
+    order = (2, 0, 3, 1)
+    weights = random_weights(PROBLEM)
+    migrate(both, Placement((0, 1, 2, 3), 4, 1), Placement(order, 4, 1))
+    moved = weights.select(order)
+    for tokens in (3, 6, 12):
+        case = make_case(PROBLEM, tokens, weights=moved)
+        check_call(kernel, case, both)
+
+
+def test_weights_of_another_division_are_refused() -> None:
+    kernel, _ = packed("torch:4|turned")
+    _, other = packed("torch:5|turned")
+    case = make_case(PROBLEM, 3)
+    with pytest.raises(moekit.errors.WeightsError, match="packed for 'torch:5|turned'"):
+        kernel(case.x, other, case.routing)
+
+
+def test_workspace_is_the_largest_members() -> None:
+    class Sized(TorchExperts):
+        def workspace(self, rows):
+            each = {"small": 10, "large": 1000}[self.spec.name]
+            return (moekit.kernel.BufferSpec((rows * each,), torch.uint8),)
+
+        def transient_bytes(self, rows):
+            return {"small": 7000, "large": 1}[self.spec.name] * rows
+
+    found = backends()
+    for name in ("small", "large"):
+        found.register(spec(name, f"{__name__}:Turned"))
+    made = composite("large:100|small", found.expert)
+    experts = CompositeExperts(made, PROBLEM)
+    experts.members = [Sized(m, PROBLEM) for m in made.members[::-1]]
+    experts.members.sort(key=lambda m: m.spec.name != made.members[0].name)
+
+    def need(rows: int) -> tuple[int, int]:
+        (buffer,) = experts.workspace(rows)
+        return buffer.nbytes, experts.transient_bytes(rows)
+
+    assert need(50) == (50176, 50)  # `small` never serves up to 50 rows
+    assert need(100) == (100096, 100)
+    assert need(101) == (100096, 101 * 7000)
+    assert need(9000) == (100096, 9000 * 7000)
+    assert need(20000)[0] == 200192
+
+
+def test_buffers_follow_the_arena() -> None:
+    """Fewer rows than were asked for, and an arena that grew: always its own present memory."""
+    kernel, both = packed("torch:5|turned")
+    arenas = set()
+
+    def apply(y, tokens, weights, workspace, run=kernel.experts.members[1].apply):
+        (buffer,) = workspace
+        arenas.add(buffer.untyped_storage().data_ptr())
+        assert buffer.untyped_storage().nbytes() == wide.nbytes
+        run(y, tokens, weights, workspace)
+
+    kernel.experts.members[1].apply = apply
+    for rows in (9, 40, 9):
+        wide = torch.empty(kernel.experts.workspace(rows)[0].nbytes, dtype=torch.uint8)
+        for tokens in (7, 9, 7):
+            case = make_case(PROBLEM, tokens)
+            y = torch.full_like(case.x, float("nan"))
+            given = moekit.kernel.Dispatched(
+                case.x, None, case.routing.topk_ids, case.routing.topk_weights
+            )
+            kernel.experts.apply(y, given, both, [wide])
+            assert_close(y, case.reference(), PROBLEM)
+    assert len(kernel.experts._own.by_rows) == 2 and arenas
+
+
+def test_tuning_is_handed_on() -> None:
+    kernel, _ = packed("torch:5|turned")
+    entered = []
+
+    @contextlib.contextmanager
+    def tuning(name):
+        entered.append(name)
+        yield
+        entered.append(f"not {name}")
+
+    for member in kernel.experts.members:
+        member.tuning = lambda name=member.spec.name: tuning(name)
+    with kernel.experts.tuning():
+        assert entered == ["torch", "turned"]
+    assert sorted(entered[2:]) == ["not torch", "not turned"]
+
+
+def test_warmup_reaches_the_largest_call_of_each_member() -> None:
+    kernel, both = packed("torch:5|turned:11|halved")
+    seen: dict[str, list[int]] = {}
+    for member in kernel.experts.members:
+
+        def apply(y, tokens, *rest, member=member, run=member.apply):
+            seen.setdefault(member.spec.name, []).append(tokens.x.shape[0])
+            run(y, tokens, *rest)
+
+        member.apply = apply
+    kernel.warmup(both, 20)
+    assert {name: max(rows) for name, rows in seen.items()} == {
+        "torch": 5, "turned": 11, "halved": 20,
+    }  # fmt: skip
+    assert next(iter(seen)) and max(max(rows) for rows in seen.values()) == 20
+
+
+def test_check_knows_composites(monkeypatch) -> None:
+    from moekit.__main__ import main
+
+    asked = []
+    monkeypatch.setattr("moekit.testing.run", lambda name, args: asked.append(name) or 0)
+    assert main(["check", "torch:4|triton"]) == 0 and asked == ["torch:4|triton"]
+    made = registry().expert("torch:4|triton")
+    registry().unregister(made)
+    assert main(["check", "torch:4|tritn"]) == 2

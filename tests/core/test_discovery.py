@@ -1,0 +1,269 @@
+"""No plugin can break discovery, or another plugin. Fake distributions, in this process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_plugins import PROBLEM, Fakes, assert_usable, installed, offers, state
+
+import moekit
+from moekit.discovery import registry as plugins
+from moekit.errors import NameClash, NoBackend
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    yield from installed(tmp_path, monkeypatch)
+
+
+HEAD = offers().partition("@moekit.hookimpl")[0]
+HOOK = HEAD + "@moekit.hookimpl\ndef moekit_experts():\n    "
+
+# What is wrong with a plugin -> (its source, what its state's reason says)
+BROKEN = {
+    "missing_dependency": (
+        "import no_such_vendor",
+        "ModuleNotFoundError: No module named 'no_such_vendor'",
+    ),
+    "raises": ("raise RuntimeError('CUDA_HOME is not set')", "RuntimeError: CUDA_HOME is not set"),
+    "asserts": ("assert False, 'two versions of NCCL'", "AssertionError: two versions of NCCL"),
+    "exits": ("import sys; sys.exit('no driver')", "SystemExit: no driver"),
+    "syntax": ("def (", "SyntaxError"),
+    "no_hooks": ("x = 1", "implements no moekit hook"),
+    "undecorated": (offers("a").replace("@moekit.hookimpl", ""), "implements no moekit hook"),
+    "foreign_marker": (
+        "import pluggy\n@pluggy.HookimplMarker('other')\ndef moekit_experts(): return []",
+        "implements no moekit hook",
+    ),
+    "typo": (offers("a").replace("def moekit_experts", "def moekit_expert"), "'moekit_expert'"),
+    "arguments": (offers("a").replace("experts()", "experts(problem)"), "problem"),
+    "hook_raises": (HOOK + "1 / 0", "ZeroDivisionError"),
+    "hook_exits": (HOOK + "raise SystemExit(3)", "SystemExit: 3"),
+    "generator": (HOOK + "yield spec('a'); raise OSError('gone')", "OSError: gone"),
+    "returns_none": (
+        HOOK + "spec('a')",
+        "moekit_experts returned None, want a list of ExpertsSpec",
+    ),
+    "returns_one": (HOOK + "return spec('a')", "want a list of ExpertsSpec"),
+    "returns_names": (HOOK + "return ['a']", "moekit_experts returned 'a' for a ExpertsSpec"),
+    "wrong_hook": (offers("a").replace("moekit_experts", "moekit_dispatchers"), "DispatcherSpec"),
+    "twice": (offers("a", "a"), "offers 'a' twice"),
+    "name": (HOOK + "return [spec('Acme MoE')]", "want lower-case letters, digits and _, "),
+    "missing_fact": (HOOK + "return [moekit.ExpertsSpec(name='a')]", "missing"),
+    "unknown_fact": (HOOK + "return [spec('a', speed=9)]", "speed"),
+    "target": (HOOK + "return [spec('a', target='acme')]", "want 'package.module:Class'"),
+    "no set": (HOOK + "return [spec('a', schemes=['none'])]", "want a frozenset of strings"),
+    "schemes": (
+        HOOK + "return [spec('a', schemes=frozenset({'fp3'}))]",
+        "schemes frozenset({'fp3'}): unknown",
+    ),
+    "devices": (HOOK + "return [spec('a', devices='cpu')]", "want a tuple"),
+    "requires": (HOOK + "return [spec('a', requires='triton')]", "want a tuple"),
+    "format": (HOOK + "return [spec('a', format='standard')]", "want an ActivationFormat"),
+    "priority": (HOOK + "return [spec('a', priority='high')]", "want an int"),
+}
+
+
+# -- one broken plugin stays alone ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_plugin_stays_alone(fakes: Fakes, fault: str) -> None:
+    source, reason = BROKEN[fault]
+    fakes.install("aaa", offers("good_a"))
+    fakes.install("bad", source, version="0.3")
+    fakes.install("zzz", offers("good_z"))
+    found = fakes.discover()
+    bad = state(found, "bad")
+    assert (bad.state, bad.distribution, bad.version) == ("broken", "bad-dist", "0.3")
+    assert reason in bad.reason
+    assert bad.backends == ()
+    assert state(found, "core").state == "ok"
+    for plugin, experts in (("aaa", "good_a"), ("zzz", "good_z")):
+        assert state(found, plugin).state == "ok"
+        assert_usable(found, experts)
+
+
+def test_all_of_them_at_once(fakes: Fakes) -> None:
+    for fault, (source, _) in BROKEN.items():
+        fakes.install(fault, source)
+    fakes.install("good", offers("good"))
+    found = fakes.discover()
+    assert [name for name in BROKEN if state(found, name).state != "broken"] == []
+    assert_usable(found, "good")
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ("[moekit]\nbad = fake_nowhere\n", "No module named 'fake_nowhere'"),
+        ("[moekit]\nbad = fake_bad_dist:nothing\n", "no attribute 'nothing'"),
+        ("[moekit]\nbad\n", "bad_dist-1.0.dist-info: "),
+    ],
+)
+def test_a_broken_entry_point(fakes: Fakes, entries: str, reason: str) -> None:
+    fakes.install("bad", offers("a"), entries=entries)
+    fakes.install("good", offers("good"))
+    found = fakes.discover()
+    (bad,) = (s for s in found.plugins if s.name.startswith("bad"))
+    assert bad.state == "broken" and reason in bad.reason
+    assert_usable(found, "good")
+
+
+def test_metadata_without_a_name(fakes: Fakes) -> None:
+    for version in ("1.0", "2.0"):
+        fakes.install("bad", None, distribution="nameless", version=version)
+        (fakes.root / f"nameless-{version}.dist-info" / "METADATA").unlink()
+    fakes.install("good", offers("good"))
+    found = fakes.discover()
+    nameless = [s for s in found.plugins if s.distribution == "?"]
+    assert [s.state for s in nameless] == ["broken", "broken"]
+    assert {s.name for s in nameless} == {"nameless-1.0", "nameless-2.0"}
+    assert_usable(found, "good")
+
+
+def test_other_packages_metadata_does_not_matter(fakes: Fakes) -> None:
+    fakes.install("other", None, entries="[console_scripts]\nnonsense\n")
+    fakes.install("garbled", None)
+    garbled = fakes.root / "garbled_dist-1.0.dist-info" / "entry_points.txt"
+    garbled.write_bytes(b"\xff\xfe\x00[console_scripts]")
+    (fakes.root / "half_uninstalled-1.0.dist-info").mkdir()
+    fakes.install("good", offers("good"))
+    found = fakes.discover()
+    assert not [s for s in found.plugins if s.distribution in ("other-dist", "garbled-dist", "?")]
+    assert_usable(found, "good")
+
+
+def test_the_user_can_still_interrupt(fakes: Fakes) -> None:
+    fakes.install("slow", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        fakes.discover()
+
+
+def test_strict_lets_the_error_out(fakes: Fakes) -> None:
+    fakes.install("bad", "raise RuntimeError('CUDA_HOME is not set')")
+    with pytest.raises(RuntimeError, match="CUDA_HOME"):
+        fakes.discover(MOEKIT_STRICT="1")
+    assert state(fakes.discover(MOEKIT_STRICT="0"), "bad").state == "broken"
+
+
+def test_a_plugin_may_not_ask_for_the_registry_at_import(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.install("bad", "import moekit; moekit.registry()")
+    fakes.install("good", offers("good"))
+    monkeypatch.setattr(plugins, "_registry", None)
+    importlib.invalidate_caches()
+    found = moekit.registry()
+    assert "call it where the backend is used" in state(found, "bad").reason
+    assert moekit.registry() is found
+    assert_usable(found, "good")
+
+
+# -- which plugins are looked at ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["acme", "acme-moe", "Acme_MoE"])
+def test_blocked_by_its_name_or_its_distributions(fakes: Fakes, name: str) -> None:
+    fakes.install("acme", "raise RuntimeError('must not be imported')", distribution="acme-moe")
+    fakes.install("good", offers("good"))
+    found = fakes.discover(MOEKIT_BLOCK=f" {name} ,")
+    acme = state(found, "acme")
+    assert (acme.state, acme.reason) == ("blocked", "named in MOEKIT_BLOCK")
+    assert "fake_acme_moe" not in sys.modules
+    assert_usable(found, "good")
+
+
+def test_allow_list(fakes: Fakes) -> None:
+    fakes.install("acme", "raise RuntimeError('must not be imported')")
+    fakes.install("good", offers("good"))
+    found = fakes.discover(MOEKIT_PLUGINS="good")
+    assert state(found, "acme").reason == "not named in MOEKIT_PLUGINS"
+    assert_usable(found, "good")
+    none = fakes.discover(MOEKIT_PLUGINS="")
+    assert {s.state for s in none.plugins if s.name != "core"} == {"blocked"}
+    assert_usable(none, "torch")
+    both = fakes.discover(MOEKIT_PLUGINS="good,core", MOEKIT_BLOCK="good")
+    assert state(both, "good").reason == "named in MOEKIT_BLOCK"
+
+
+def test_the_core_can_be_blocked_too(fakes: Fakes) -> None:
+    found = fakes.discover(MOEKIT_PLUGINS="", MOEKIT_BLOCK="core")
+    assert not found.dispatchers and not found.experts
+    with pytest.raises(NoBackend, match="plugin core is blocked: named in MOEKIT_BLOCK"):
+        moekit.compose(PROBLEM, backends=found)
+
+
+@pytest.mark.parametrize("variable", ["MOEKIT_PLUGINS", "MOEKIT_BLOCK"])
+def test_unknown_names_in_a_variable_are_reported(fakes: Fakes, variable: str) -> None:
+    fakes.install("good", offers("good"))
+    found = fakes.discover(**{variable: "trition"})
+    wrong = state(found, "trition")
+    assert wrong.state == "broken"
+    assert wrong.reason == f"named in {variable}, but no such plugin is installed"
+
+
+def test_a_distribution_seen_twice_counts_once(
+    fakes: Fakes, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = Fakes(tmp_path_factory.mktemp("older"))
+    older.install("good", offers("old"), version="0.9")
+    fakes.install("good", offers("good"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(older.root), str(fakes.root)])
+    found = fakes.discover()
+    assert state(found, "good").version == "1.0"
+    assert_usable(found, "good")
+
+
+# -- clashes ---------------------------------------------------------------------------------------
+
+
+def test_a_clash_costs_only_the_name(fakes: Fakes) -> None:
+    fakes.install("alpha", offers("shared", "alpha_own"))
+    fakes.install("beta", offers("shared", "beta_own"), version="2.0")
+    fakes.install("gamma", offers("other"))
+    fakes.install("delta", offers("other"))
+    found = fakes.discover()
+    assert state(found, "alpha").state == "clash"
+    reason = "experts backend 'shared' is also offered by beta-dist 2.0"
+    assert state(found, "alpha").reason == reason
+    assert "shared" not in found.experts
+    with pytest.raises(NameClash) as caught:
+        moekit.compose(PROBLEM, experts="shared", backends=found)
+    said = str(caught.value)
+    assert "'shared' is offered by alpha-dist 1.0 and beta-dist 2.0" in said
+    assert "MOEKIT_BLOCK=alpha-dist or MOEKIT_BLOCK=beta-dist" in said
+    assert "gamma" not in said and "delta" not in said
+    for experts in ("alpha_own", "beta_own", "torch"):
+        assert_usable(found, experts)
+    assert_usable(fakes.discover(MOEKIT_BLOCK="beta-dist"), "shared")
+
+
+def test_two_forks_of_one_plugin(fakes: Fakes) -> None:
+    fakes.install("acme", offers("acme"), distribution="acme-moe")
+    fakes.install("acme", offers("acme"), distribution="acme-moe-fork", version="7")
+    found = fakes.discover()
+    assert [s.state for s in found.plugins if s.name == "acme"] == ["clash", "clash"]
+    only = fakes.discover(MOEKIT_BLOCK="acme-moe-fork")
+    assert [s.state for s in only.plugins if s.name == "acme"] == ["ok", "blocked"]
+    assert_usable(only, "acme")
+
+
+def test_the_core_keeps_its_names(fakes: Fakes, caplog: pytest.LogCaptureFixture) -> None:
+    for impostor in ("impostor", "another"):
+        fakes.install(impostor, offers("torch", "reference", f"{impostor}s_own"))
+    found = fakes.discover()
+    assert "plugin impostor is clash" in caplog.text
+    assert state(found, "core").state == "ok"
+    for impostor in ("impostor", "another"):
+        loser = state(found, impostor)
+        assert loser.state == "clash" and [s.name for s in loser.experts] == [f"{impostor}s_own"]
+        for name in ("torch", "reference"):
+            assert f"experts backend {name!r} is a name of moekit's own backend" in loser.reason
+        assert_usable(found, f"{impostor}s_own")
+    assert found.expert("torch") == fakes.discover(MOEKIT_PLUGINS="").expert("torch")
+    assert_usable(found, "torch")

@@ -1,0 +1,337 @@
+"""Which calls are replayed, and which are not. The graphs are stand-ins that run on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moekit
+from moekit.errors import InvalidInput, Unsupported
+from moekit.runtime import graphs
+from moekit.runtime.graphs import Graphed, GraphedKernel
+
+
+class Device:
+    """Captures by calling, replays by calling again; keeps a record of it."""
+
+    def __init__(self) -> None:
+        self.captures: list[int] = []
+        self.replays = 0
+        self.capturing = False
+        self.broken = False
+
+    def capture(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[Callable[[], None], Tensor]:
+        if self.broken:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captures.append(len(inputs[0]))
+        function = getattr(function, "uncounted", function)
+        out = function(*inputs)
+
+        def replay() -> None:
+            self.replays += 1
+            function(*inputs, out=out)
+
+        return replay, out
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(graphs, "capture", made.capture)
+    monkeypatch.setattr(graphs, "follow", lambda *_: None)
+    monkeypatch.setattr(graphs, "is_capturing", lambda device: made.capturing)
+    monkeypatch.setattr(graphs, "unsupported", lambda kernel: [])
+    return made
+
+
+class Counted:
+    """x (T, 3) bf16, n (T, 2) int64 -> x * n.sum, and how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor, n: Tensor) -> Tensor:
+        self.calls += 1
+        return want(x, n)
+
+    @staticmethod
+    def uncounted(x: Tensor, n: Tensor, out: Tensor | None = None) -> Tensor:
+        return want(x, n) if out is None else out.copy_(want(x, n))
+
+
+def want(x: Tensor, n: Tensor) -> Tensor:
+    return x * n.sum(dim=1, keepdim=True).to(x.dtype)
+
+
+def inputs(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 3, dtype=torch.bfloat16), torch.randint(1, 9, (rows, 2))
+
+
+def make(max_rows: int = 4) -> tuple[Graphed, Counted]:
+    eager = Counted()
+    return Graphed(eager, max_rows), eager
+
+
+def test_the_third_call_of_a_size_is_a_replay_of_the_second(device: Device) -> None:
+    graphed, eager = make()
+    for rows in (2, 3, 2, 2, 3, 2):
+        given = inputs(rows)
+        assert torch.equal(graphed(*given), want(*given))
+    assert eager.calls == 2 and device.captures == [2, 3] and device.replays == 4
+    held = 2 * (2 * 3 * 2) + 2 * 2 * 8, 2 * (3 * 3 * 2) + 3 * 2 * 8
+    assert graphed.nbytes == sum(held)
+
+
+def test_an_output_that_is_in_use_is_not_overwritten(device: Device) -> None:
+    graphed, eager = make()
+    graphed(*inputs(2))
+    first = inputs(2)
+    out = graphed(*first)
+    view = out.reshape(-1)[1:]
+    del out
+    second = inputs(2)
+    assert torch.equal(graphed(*second), want(*second))
+    assert eager.calls == 2 and torch.equal(view, want(*first).reshape(-1)[1:])
+    del view
+    assert torch.equal(graphed(*second), want(*second))
+    assert eager.calls == 2 and device.replays == 2
+
+
+def test_outputs_of_two_graphs_are_apart(device: Device) -> None:
+    (one, _), (two, _) = make(), make()
+    for graphed in (one, two, one, two):
+        graphed(*inputs(2))
+    given = inputs(2), inputs(2)
+    outs = one(*given[0]), two(*given[1])
+    assert device.replays == 4
+    for out, own in zip(outs, given, strict=True):
+        assert torch.equal(out, want(*own))
+
+
+def test_changing_an_output_changes_no_later_one(device: Device) -> None:
+    graphed, _ = make()
+    given = inputs(2)
+    for _ in range(4):
+        out = graphed(*given)
+        assert torch.equal(out, want(*given))
+        out.add_(7)
+        del out
+    assert device.replays == 3
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_sizes_that_are_not_captured(device: Device, rows: int) -> None:
+    graphed, eager = make(max_rows=4)
+    for _ in range(3):
+        given = inputs(rows)
+        assert torch.equal(graphed(*given), want(*given))
+    assert eager.calls == 3 and not device.captures
+
+
+def test_nothing_is_replayed_into_a_capture(device: Device) -> None:
+    graphed, eager = make()
+    device.capturing = True
+    for _ in range(3):
+        graphed(*inputs(2))
+    assert eager.calls == 3 and not device.captures
+    device.capturing = False
+    for _ in range(3):
+        graphed(*inputs(2))
+    assert device.captures == [2] and device.replays == 2
+    device.capturing = True
+    given = inputs(2)
+    assert torch.equal(graphed(*given), want(*given))
+    assert eager.calls == 5 and device.replays == 2
+
+
+def test_other_dtypes_and_shapes_than_the_graphs(device: Device) -> None:
+    graphed, eager = make()
+    for _ in range(2):
+        graphed(*inputs(2))
+    x, n = inputs(2)
+    assert torch.equal(graphed(x.float(), n), want(x.float(), n))
+    assert torch.equal(graphed(x, n[:, :1]), want(x, n[:, :1]))
+    assert device.replays == 1 and eager.calls == 3
+    wide = torch.randn(2, 6, dtype=torch.bfloat16)[:, ::2]
+    assert torch.equal(graphed(wide, n), want(wide, n)) and device.replays == 2
+
+
+def test_a_capture_that_fails_leaves_calls_eager(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphed, eager = make()
+    device.broken = True
+    with caplog.at_level(logging.WARNING, "moekit"):
+        for _ in range(4):
+            given = inputs(2)
+            assert torch.equal(graphed(*given), want(*given))
+    assert eager.calls == 4
+    (record,) = caplog.records
+    assert "stay eager" in record.message and "not permitted" in record.message
+
+
+def test_in_and_out_of_inference_mode(device: Device) -> None:
+    graphed, eager = make()
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            for _ in range(2):
+                given = inputs(2)
+                out = graphed(*given)
+                assert torch.equal(out, want(*given))
+                out.mul_(2)
+                del out
+    assert eager.calls == 1 and device.replays == 5
+
+
+PROBLEM = moekit.MoEProblem(
+    num_experts=4, top_k=2, hidden_size=64, intermediate_size=48, dtype=torch.float32, device="cpu"
+)
+
+
+def small_weights() -> moekit.ExpertWeights:
+    return moekit.ExpertWeights(torch.randn(4, 96, 64) / 8, torch.randn(4, 64, 48) / 8)
+
+
+def test_a_kernel_on_weights_that_change(device: Device) -> None:
+    kernel = moekit.compose(PROBLEM, experts="torch")
+    packed = kernel.pack(small_weights())
+    graphed = GraphedKernel(kernel, packed, max_tokens=3)
+    for call in range(5):
+        x, routing = torch.randn(3, 64), moekit.route(torch.randn(3, 4), 2)
+        for tensor in packed.experts.values():
+            tensor.mul_(1.25)
+        torch.testing.assert_close(graphed(x, routing), kernel(x, packed, routing))
+        assert device.replays == call
+    with pytest.raises(InvalidInput, match="x has shape"):
+        graphed(x[:, :5], routing)
+
+
+def test_kernels_that_cannot_be_captured() -> None:
+    kernel = moekit.compose(PROBLEM, experts="torch")
+    with pytest.raises(Unsupported, match="no graphs of torch: ") as error:
+        GraphedKernel(kernel, kernel.pack(small_weights()))
+    assert error.value.reasons == (
+        "torch does not declare graph_safe",
+        "a checked call waits for the device",
+        "cpu has no CUDA graphs",
+    )
+    with pytest.raises(InvalidInput, match="at most 0 tokens"):
+        Graphed(want, 0)
+
+
+def test_graphs_go_with_their_owner(device: Device) -> None:
+    graphed, _ = make()
+    for _ in range(3):
+        graphed(*inputs(2))
+    held = weakref.ref(graphed._graphs[2].out)
+    gc.disable()
+    try:
+        del graphed
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+# -- how a graph is made ----------------------------------------------------------------------
+
+
+class Streams:
+    """CUDA's streams and graphs, writing down what they are told."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = FakeStream(self, 0)
+        self.made = 0
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        self.made += 1
+        return FakeStream(self, self.made)
+
+    @contextmanager
+    def stream(self, side: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, side
+        yield
+        self.current = before
+
+    def say(self, what: str) -> None:
+        self.log.append(f"{self.current.number}: {what}")
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(
+            capture_begin=lambda **options: self.say(f"begin {options['pool']}"),
+            capture_end=lambda: self.say("end"),
+            replay=lambda: self.say("replay"),
+        )
+
+
+class FakeStream:
+    def __init__(self, streams: Streams, number: int) -> None:
+        self.streams, self.number = streams, number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and other.number == self.number
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.streams.log.append(f"{self.number} waits for {other.number}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    fake = Streams()
+    names = {
+        "current_stream": lambda device=None: fake.current,
+        "device": lambda device: nullcontext(),
+        "graph_pool_handle": lambda: "pool",
+        "Stream": fake.Stream,
+        "stream": fake.stream,
+        "CUDAGraph": fake.CUDAGraph,
+    }
+    for name, value in names.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graphs, "_last", {})
+    graphs._pool.cache_clear()
+    yield fake
+    graphs._pool.cache_clear()
+
+
+def test_a_capture_is_between_what_comes_before_and_after(streams: Streams) -> None:
+    def function(x: Tensor, out: Tensor | None = None) -> Tensor:
+        streams.say("call")
+        assert gc.isenabled() == (streams.log[-2] != "9: begin pool")
+        return x
+
+    device = torch.device("cpu")
+    streams.made = 8
+    graphs.follow(device)
+    streams.current = FakeStream(streams, 5)
+    replay, out = graphs.capture(function, [torch.zeros(1)])
+    once = ["9 waits for 5", "9: call", "9: begin pool", "9: call", "9: end", "5 waits for 9"]
+    kept = ["9: begin pool", "9: end"]  # the graph that keeps the pool
+    assert streams.log == [*kept, "5 waits for 0", *once]
+    replay()
+    graphs.capture(function, [torch.zeros(1)])
+    assert streams.log[9:] == ["5: replay", *once], "one pool and stream for all"
+    assert gc.isenabled()
+
+
+def test_a_capture_that_fails_is_ended(streams: Streams) -> None:
+    def function(x: Tensor, out: Tensor | None = None) -> Tensor:
+        streams.say("call")
+        if len(streams.log) > 5:
+            raise RuntimeError("not while capturing")
+        return x
+
+    with pytest.raises(RuntimeError, match="not while capturing"):
+        graphs.capture(function, [torch.zeros(1)])
+    assert streams.log[-2:] == ["1: end", "0 waits for 1"] and gc.isenabled()

@@ -1,0 +1,170 @@
+"""Hostile plugins (`hostile_plugins.py`) harm nobody: neither plugins beside them nor the tools."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from fake_plugins import PROBLEM, Fakes, installed, offers
+from hostile_plugins import CASES, DEADLY
+
+import moekit
+from moekit.cli.main import main
+from moekit.discovery import registry as plugins
+from moekit.discovery import specs
+from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+from moekit.selection import select
+from moekit.untrusted import code as strangers
+from moekit.untrusted import process as isolate
+
+HERE = Path(__file__).parents[1] / "support"
+
+
+def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in (*plugins.SWITCHES, *select.SWITCHES)}
+    done = [sys.executable, *args]
+    return subprocess.run(done, env=env | environ, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, list[str]]:
+    """What each case did that it may not: one process that forks for each."""
+    done = run(str(HERE / "hostile_driver.py"))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+def test_a_hostile_plugin_harms_nobody(faults: dict[str, list[str]], case: str) -> None:
+    assert not faults[case], "\n".join(faults[case])
+
+
+@pytest.mark.timeout(600)
+def test_doctor_survives_deadly_plugins(faults: dict[str, list[str]]) -> None:
+    doctors = {names: said for names, said in faults.items() if names.startswith("doctor: ")}
+    assert sum(len(names.split(", ")) for names in doctors) == len(DEADLY)
+    assert not any(doctors.values()), "\n".join(sum(doctors.values(), []))
+
+
+def test_stdout_is_the_answers_alone(tmp_path: Path) -> None:
+    """All that print, in one process with a real end."""
+    fakes = Fakes(tmp_path)
+    noisy = [name for name in CASES if name.startswith(("prints", "logs", "warns"))]
+    for name in noisy:
+        fakes.install(name, CASES[name].source.replace("'bad'", repr(name)))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run("-m", "moekit", "plugins", "--json", PYTHONPATH=path, MOEKIT_PLUGINS=",".join(noisy))
+    assert done.returncode == 0, done.stderr
+    states = {p["name"]: p["state"] for p in json.loads(done.stdout)["plugins"]}
+    assert {states[name] for name in noisy} == {"ok"}
+    assert "{hello" in done.stderr
+
+
+def test_plugins_prints_what_no_ascii_terminal_shows(tmp_path: Path) -> None:
+    Fakes(tmp_path).install("bad", "raise OSError('\\u00e9\\u4e00')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    settings = {"PYTHONPATH": path, "PYTHONIOENCODING": "ascii", "MOEKIT_PLUGINS": "bad"}
+    done = run("-m", "moekit", "plugins", **settings)
+    assert done.returncode == 1 and "OSError: \\xe9\\u4e00" in done.stdout, done.stderr
+
+
+# -- the parts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DispatcherSpec, ExpertsSpec])
+def test_every_field_of_a_spec_has_a_rule(kind: type) -> None:
+    assert {field.name for field in dataclasses.fields(kind)} <= specs._RULES.keys()
+
+
+def test_interrupts_pass() -> None:
+    with pytest.raises(KeyboardInterrupt), strangers.contained():
+        raise KeyboardInterrupt
+
+
+def test_a_slow_plugin_is_named_while_it_loads(caplog: pytest.LogCaptureFixture) -> None:
+    with strangers.watched("loading plugin slow", seconds=0.05):
+        deadline = time.monotonic() + 10
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "loading plugin slow has taken 0.05 s so far" in caplog.text
+    caplog.clear()
+    with strangers.watched("loading plugin quick", seconds=0.05):
+        pass
+    time.sleep(0.1)
+    assert not caplog.records
+
+
+def test_isolated_memory() -> None:
+    """The memory of its children counts, too."""
+
+    def hoard(tell: isolate.Tell) -> NoReturn:
+        os.fork()
+        held = []
+        while True:
+            held.append(b"x" * (1 << 24))
+            time.sleep(0.02)
+
+    most = isolate._memory_of(os.getsid(0)) + (1 << 28)
+    outcome = isolate.run(hoard, 60, most_bytes=most)
+    assert outcome.fault.startswith("it took ") and "GiB of memory" in outcome.fault
+
+
+def test_isolated_flood_of_answers() -> None:
+    def flood(tell: isolate.Tell) -> NoReturn:
+        while True:
+            tell("step", "x" * 1000)
+
+    assert isolate.run(flood, 60).fault == "it answered more than 1 MiB"
+
+
+def test_isolated_answers_and_faults() -> None:
+    def answer(tell: isolate.Tell) -> None:
+        tell("a", "b\x1b")
+        print("noise")
+        raise OSError("gone")
+
+    outcome = isolate.run(answer, 60)
+    assert (outcome.answers, outcome.fault) == ([["a", "b\\x1b"]], "OSError: gone")
+    assert isolate.run(lambda tell: tell("done"), 60) == isolate.Outcome([["done"]], "")
+
+
+def test_doctor_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("0", "nan", "soon", "-1"):
+        with pytest.raises(SystemExit) as left:
+            main(["doctor", "--time-limit", text])
+        assert left.value.code == 2
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    yield from installed(tmp_path, monkeypatch)
+
+
+def test_a_reference_backend_is_never_a_silent_choice(
+    fakes: Fakes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clash over the only fast name warns when it is found, and when the slow one is chosen."""
+    for name in ("alpha", "beta"):
+        fakes.install(name, offers("fast"))
+    found = fakes.discover(MOEKIT_PLUGINS="alpha,beta")
+    assert "'fast' is also offered by beta-dist 1.0" in caplog.text
+    slow = plugins.Registry(tuple(s for s in found.plugins if s.name in ("alpha", "beta")))
+    slow.register(found.expert("reference"))
+    slow.register(found.dispatcher("local"))
+    caplog.clear()
+    assert moekit.compose(PROBLEM, backends=slow).experts.spec.name == "reference"
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "nothing faster than the experts backend 'reference'" in warning
+    assert "plugin alpha is clash" in warning
+    caplog.clear()
+    moekit.compose(PROBLEM, experts="reference", backends=slow)
+    assert not caplog.records

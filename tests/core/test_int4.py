@@ -1,0 +1,173 @@
+"""int4 weights: representation, checkpoint packings, zero points, act-order, the torch experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moekit
+from moekit import SCHEMES, ExpertWeights, MoEProblem
+from moekit.backends.reference import oracle
+from moekit.errors import WeightsError
+from moekit.problem.int4 import from_awq, from_compressed_tensors, from_gptq
+from moekit.problem.quant import dequantize, pack_int4, quantize, quantize_with_zeros, unpack_int4
+
+INT4 = sorted(n for n, s in SCHEMES.items() if s.weight and s.weight.dtype == "int4")
+ACT_ORDER = [name for name in INT4 if SCHEMES[name].weight.act_order]
+INT4 = [name for name in INT4 if name not in ACT_ORDER]
+
+
+def problem(scheme: str, **changes) -> MoEProblem:
+    sizes = dict(num_experts=4, top_k=2, hidden_size=128, intermediate_size=96)
+    return MoEProblem(**{**sizes, **changes}, quant=scheme, dtype=torch.float32, device="cpu")
+
+
+def make_weights(p: MoEProblem) -> ExpertWeights:
+    L, H, inner = p.num_local_experts, p.hidden_size, p.local_intermediate_size
+    w13, w2 = torch.randn(L, p.w13_rows, H), torch.randn(L, H, inner)
+    return ExpertWeights(w13 + 0.5, w2 - 0.5).quantize(p.quant)
+
+
+def in_act_order(weights: ExpertWeights, p: MoEProblem) -> tuple[ExpertWeights, ExpertWeights]:
+    """(the same groups on shuffled columns, what they dequantize from: plain columns)."""
+    changes = {}
+    for name in ("w13", "w2"):
+        q = unpack_int4(getattr(weights, name))
+        L, _, K = q.shape
+        order = torch.stack([torch.randperm(K) for _ in range(L)])
+        g_idx = order // p.quant.weight.group[1]
+        changes[name] = pack_int4(q.gather(2, order[:, None].expand(q.shape)))
+        changes[f"{name}_g_idx"] = g_idx.int()
+    return replace(weights, **changes), weights
+
+
+def test_two_columns_a_byte() -> None:
+    values = torch.arange(16, dtype=torch.uint8).view(1, 16)
+    packed = pack_int4(values)
+    assert packed.tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]]
+    assert torch.equal(unpack_int4(packed), values)
+
+
+@pytest.mark.parametrize("scheme", INT4)
+@pytest.mark.parametrize("columns", [64, 200, 256])
+def test_round_trip_within_half_a_step(scheme: str, columns: int) -> None:
+    quant = SCHEMES[scheme].weight
+    x = torch.randn(3, 40, columns) + torch.randn(3, 40, 1)
+    if quant.zero_points:
+        q, scale, zeros = quantize_with_zeros(x, quant)
+        assert zeros.shape == scale.shape and zeros.dtype == torch.uint8
+    else:
+        (q, scale), zeros = quantize(x, quant), None
+    assert q.shape == (3, 40, columns // 2) and q.dtype == torch.uint8
+    assert scale.shape == (3, *quant.scale_shape(40, columns))
+    back = dequantize(q, scale, quant, zero_points=zeros)
+    group = columns if quant.group[1] < 0 else quant.group[1]
+    step = scale.repeat_interleave(group, dim=2)[..., :columns]
+    # a rounded zero point may push the ends of the range out by half a step more
+    assert ((back - x).abs() <= step * (1.01 if quant.zero_points else 0.501)).all()
+    assert float(((back - x).abs() / step).mean()) < 0.26
+
+
+def test_checkpoint_packings() -> None:
+    N, K, G = 16, 64, 2
+    q = torch.randint(16, (N, K), dtype=torch.uint8)
+    zeros = torch.randint(1, 16, (N, G), dtype=torch.uint8)
+
+    def words(t: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> torch.Tensor:
+        """(..., 8 n) -> int32 (..., n), value order[i] of each eight in nibble i."""
+        eights = t.long().unflatten(-1, (-1, 8))[..., list(order)]
+        total = (eights << 4 * torch.arange(8)).sum(-1)
+        return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
+
+    awq = (0, 2, 4, 6, 1, 3, 5, 7)
+    made = [
+        from_gptq(words(q.T.contiguous().T).T, words(zeros.T - 1)),
+        from_gptq(words(q).T.contiguous(), words(zeros.T), offset=0),
+        from_awq(words(q.T, awq), words(zeros.T, awq)),
+        from_compressed_tensors(words(q), words(zeros.T).T),
+    ]
+    for weight, found in made:
+        assert torch.equal(unpack_int4(weight), q) and torch.equal(found, zeros)
+    assert from_gptq(words(q).T)[1] is None and from_compressed_tensors(words(q))[1] is None
+    batch = from_awq(words(q.T, awq).expand(3, -1, -1), words(zeros.T, awq).expand(3, -1, -1))
+    assert batch[0].shape == (3, N, K // 2) and torch.equal(batch[0][2], pack_int4(q))
+    with pytest.raises(WeightsError, match="want torch.int32"):
+        from_gptq(q)
+
+
+@pytest.mark.parametrize("scheme", ACT_ORDER)
+def test_act_order(scheme: str) -> None:
+    """Shuffled columns dequantize to the shuffled matrix."""
+    p = problem(scheme)
+    shuffled, plain = in_act_order(make_weights(p), p)
+    shuffled.check(p)
+    got, want = (w.canonical(p).dequantize(p.quant) for w in (shuffled, plain))
+    assert got.w13_g_idx is None and got.w13_zero_points is None
+    for name in ("w13", "w2"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert not torch.equal(a, b)
+        assert torch.equal(a.sort(dim=2).values, b.sort(dim=2).values)
+
+
+@pytest.mark.parametrize("scheme", INT4 + ACT_ORDER)
+def test_torch_experts(scheme: str) -> None:
+    p = problem(scheme)
+    weights = make_weights(p)
+    weights = in_act_order(weights, p)[0] if scheme in ACT_ORDER else weights
+    x = torch.randn(9, p.hidden_size)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    routing = moekit.Routing(torch.rand(9, 2) + 0.5, ids)
+    for experts in ("torch", "reference"):
+        kernel = moekit.compose(p, "local", experts)
+        out = kernel(x, kernel.pack(weights), routing)
+        want = oracle(x, weights, routing, p)
+        assert float((out - want).norm() / want.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "said"),
+    [
+        ("int4_w4a16_g32_zp", lambda w: dict(w2_zero_points=None), "w2_zero_points are missing"),
+        ("int4_w4a16_g32", lambda w: dict(w13_zero_points=w.w13), "w13_zero_points are given"),
+        (
+            "int4_w4a16_g32_zp",
+            lambda w: dict(w2_zero_points=w.w2_zero_points[:, :1]),
+            "w2_zero_points are .4, 1, 3. torch.uint8, want",
+        ),
+        ("int4_w4a16_g32_zp", lambda w: dict(w2_zero_points=w.w2_zero_points + 99), "at most 15"),
+        (
+            "int4_w4a16_channel",
+            lambda w: dict(w2_g_idx=torch.zeros(4, 96, dtype=torch.int32)),
+            "scheme int4_w4a16_channel has no act-order: leave it out",
+        ),
+        (
+            "int4_w4a16_g32_zp",
+            lambda w: dict(w13_g_idx=torch.arange(128).expand(4, -1) // 32),
+            "w13_g_idx is given, .*: use int4_w4a16_g32_zp_act_order, or leave it out",
+        ),
+        (
+            "int4_w4a16_g32_act_order",
+            lambda w: dict(w2_g_idx=torch.full((4, 96), 3)),
+            r"w2_g_idx names groups 3 to 3, want each of 0\.\.2 for 32 columns",
+        ),
+        (
+            "int4_w4a16_g64_act_order",
+            lambda w: dict(w2_g_idx=torch.arange(96).expand(4, -1) % 2),
+            r"w2_g_idx names groups 0 to 1, want each .*cut whole groups",
+        ),
+        (
+            "int4_w4a16_g32_act_order",
+            lambda w: dict(w2_g_idx=torch.zeros(4, 95)),
+            "w2_g_idx is \\(4, 95\\)",
+        ),
+        ("int4_w4a16_g32", lambda w: dict(w13=w.w13[..., 1:]), "w13 has shape .4, 192, 63."),
+    ],
+)
+def test_faults_are_named(scheme: str, change, said: str) -> None:
+    p = problem(scheme)
+    weights = make_weights(p)
+    weights.check(p)
+    with pytest.raises(WeightsError, match=said):
+        replace(weights, **change(weights)).check(p)

@@ -1,0 +1,380 @@
+"""Composition: what a user may pass, what is refused, who owns which memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moekit
+from moekit import ExpertWeights, MoEProblem, Pending, Routing, Workspace
+from moekit.backends.reference import oracle
+from moekit.contract import BufferSpec
+from moekit.errors import (
+    CapacityExceeded,
+    InvalidInput,
+    MoekitError,
+    NoBackend,
+    UnknownBackend,
+    Unsupported,
+    WeightsError,
+)
+from moekit.testing import assert_close, relative_error
+from moekit.testing.cases import make_case
+
+T, K, E, H, I = 9, 2, 4, 64, 48
+PROBLEM = MoEProblem(
+    num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, dtype=torch.float32, device="cpu"
+)
+
+
+def weights(problem: MoEProblem = PROBLEM) -> ExpertWeights:
+    p = problem
+    return ExpertWeights(
+        torch.randn(p.num_local_experts, p.w13_rows, p.hidden_size, dtype=p.dtype) / 8,
+        torch.randn(p.num_local_experts, p.hidden_size, p.local_intermediate_size, dtype=p.dtype)
+        / 8,
+    )
+
+
+def tokens(n: int = T) -> tuple[torch.Tensor, Routing]:
+    return torch.randn(n, H), moekit.route(torch.randn(n, E), K)
+
+
+def rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def test_the_readme_call() -> None:
+    kernel = moekit.compose(PROBLEM)
+    w = weights()
+    packed = kernel.pack(w)
+    x, routing = tokens()
+    out = kernel(x, packed, routing)
+    assert rms(out, oracle(x, w, routing, PROBLEM)) < 1e-5
+    assert str(kernel.explanation).startswith("chosen: local + ")
+
+
+def test_out_and_shared() -> None:
+    kernel, w = moekit.compose(PROBLEM, experts="torch"), weights()
+    packed = kernel.pack(w)
+    x, routing = tokens()
+    out = torch.full_like(x, float("nan"))
+    assert kernel(x, packed, routing, out=out) is out
+    want = oracle(x, w, routing, PROBLEM)
+    assert rms(out, want) < 1e-5
+    strided = torch.full((T, 2 * H), float("nan"))[:, ::2]
+    kernel(x, packed, routing, out=strided)
+    assert rms(strided, want) < 1e-5
+    both = kernel(x, packed, routing, shared=lambda x: 3 * x)
+    assert rms(both, want + 3 * x) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x, r: (x[:, :-1], r), r"x has shape \(9, 63\), want \(T, 64\)"),
+        (lambda x, r: (x.bfloat16(), r), "x is torch.bfloat16, the problem's dtype"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids[:-1])), r"topk_ids has shape \(8, 2\)"),
+        (lambda x, r: (x, replace(r, topk_weights=r.topk_weights[:, :1])), "topk_weights has sh"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids.float())), "want int32 or int64"),
+        (lambda x, r: (x, replace(r, topk_weights=r.topk_weights.half())), "want float32"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids + E)), r"topk_ids span .*0\.\.3"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids - 5)), "topk_ids span"),
+        (lambda x, r: (x, replace(r, topk_weights=r.topk_weights / 0)), "NaN or infinity"),
+        (lambda x, r: (x.to("meta"), r), "on cpu, x on meta"),
+    ],
+)
+def test_bad_calls_name_the_value_and_change_nothing(change, said: str) -> None:
+    kernel = moekit.compose(PROBLEM)
+    packed = kernel.pack(weights())
+    x, routing = tokens()
+    bad_x, bad_routing = change(x, routing)
+    before = x.clone(), routing.topk_ids.clone(), routing.topk_weights.clone()
+    with pytest.raises(InvalidInput, match=said):
+        kernel(bad_x, packed, bad_routing)
+    after = x, routing.topk_ids, routing.topk_weights
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert kernel(x, packed, routing).isfinite().all()
+
+
+def test_bad_out_and_foreign_weights() -> None:
+    kernel = moekit.compose(PROBLEM, experts="torch")
+    packed = kernel.pack(weights())
+    x, routing = tokens()
+    with pytest.raises(InvalidInput, match="shares memory"):
+        kernel(x, packed, routing, out=x)
+    rows = torch.randn(T + 1, H)
+    with pytest.raises(InvalidInput, match="shares memory"):
+        kernel(rows[:-1], packed, routing, out=rows[1:])
+    both = torch.randn(2 * T, H)  # one allocation, two halves: fine
+    kernel(both[:T], packed, routing, out=both[T:])
+    with pytest.raises(InvalidInput, match="want .*float32"):
+        kernel(x, packed, routing, out=x.double())
+    other = moekit.compose(PROBLEM, experts="reference").pack(weights())
+    with pytest.raises(WeightsError, match="packed for 'reference', this kernel runs 'torch'"):
+        kernel(x, other, routing)
+
+
+def test_weights_of_another_problem() -> None:
+    """Same backend, so only what they were packed for tells; tokens may be limited otherwise."""
+    x, routing = tokens()
+    packed = moekit.compose(PROBLEM, experts="torch").pack(weights())
+    for change, said in (
+        ({"num_experts": 2 * E}, f"num_local_experts={E}, not {2 * E}"),
+        ({"intermediate_size": I // 2}, f"local_intermediate_size={I}, not {I // 2}"),
+        ({"quant": "fp8_channel_token"}, "scheme='none', not 'fp8_channel_token'"),
+        ({"has_bias": True}, "has_bias=False, not True"),
+    ):
+        other = moekit.compose(PROBLEM.replace(**change), experts="torch")
+        with pytest.raises(WeightsError, match=said):
+            other(x, packed, routing)
+    small = moekit.compose(PROBLEM.replace(max_num_tokens=T), experts="torch")
+    assert torch.isfinite(small(x, packed, routing)).all()
+
+
+def test_what_was_forgotten_is_named() -> None:
+    kernel, w = moekit.compose(PROBLEM, experts="torch"), weights()
+    x, routing = tokens()
+    with pytest.raises(WeightsError, match="are ExpertWeights.*pack them with this kernel"):
+        kernel(x, w, routing)
+    with pytest.raises(WeightsError, match="wants moekit.ExpertWeights, not tuple"):
+        kernel.pack((w.w13, w.w2))
+    packed = kernel.pack(w)
+    with pytest.raises(InvalidInput, match="routing is tuple, want moekit.Routing"):
+        kernel(x, packed, (routing.topk_weights, routing.topk_ids))
+    for shared, said in (
+        (lambda x: None, "returned None"),
+        (lambda x: x[:1], r"returned \(1, 64\)"),
+        (lambda x: x.double(), "float64"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            kernel(x, packed, routing, shared=shared)
+
+
+def test_weights_that_require_a_gradient_are_packed_only_without_gradients() -> None:
+    w = weights()
+    parameters = ExpertWeights(torch.nn.Parameter(w.w13), torch.nn.Parameter(w.w2))
+    x, routing = tokens()
+    kernel = moekit.compose(PROBLEM, experts="torch")
+    with pytest.raises(WeightsError, match=r"w13, w2 require a gradient.*pass weights.detach\(\)"):
+        kernel.pack(parameters)
+    with pytest.raises(WeightsError, match="the weights w2 require a gradient"):
+        kernel.pack(ExpertWeights(w.w13, parameters.w2))
+    expected = kernel(x, kernel.pack(w), routing)
+    with torch.no_grad():
+        packed = kernel.pack(parameters)
+    for made in (packed, kernel.pack(parameters.detach())):
+        assert torch.equal(kernel(x, made, routing), expected)
+        assert not any(t.requires_grad for t in made.experts.values())
+    assert parameters.w13.requires_grad
+
+
+def test_capacity() -> None:
+    kernel = moekit.compose(PROBLEM.replace(max_num_tokens=4))
+    packed = kernel.pack(weights())
+    with pytest.raises(CapacityExceeded, match="9 tokens, but max_num_tokens=4"):
+        kernel(tokens()[0], packed, tokens()[1])
+
+
+def test_names_that_cannot_be() -> None:
+    with pytest.raises(UnknownBackend, match="no experts backend named 'tritn'; there are: .*to"):
+        moekit.compose(PROBLEM, experts="tritn")
+    moving = PROBLEM.replace(parallel=moekit.ParallelConfig(ep_size=2))
+    with pytest.raises(Unsupported, match="tokens must move between 2 ranks") as caught:
+        moekit.compose(moving, dispatcher="local")
+    assert caught.value.reasons
+    nothing = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    with pytest.raises(NoBackend, match="tokens must move") as none:
+        moekit.compose(moving, backends=nothing)
+    assert "dispatcher local" in none.value.reasons
+
+
+def test_environment_names_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEKIT_EXPERTS", "reference")
+    explanation = moekit.explain(PROBLEM)
+    assert explanation.chosen.experts == "reference" and "MOEKIT_EXPERTS" in explanation.why
+    assert moekit.explain(PROBLEM, experts="torch").chosen.experts == "torch"
+
+
+def test_a_token_cannot_name_an_expert_twice_in_a_slab() -> None:
+    kernel = moekit.compose(PROBLEM, "batched_reference", "torch")
+    packed = kernel.pack(weights())
+    x, routing = tokens()
+    twice = routing.topk_ids.clone()
+    twice[3] = 2
+    with pytest.raises(InvalidInput, match=r"token 3 are \[2, 2\]"):
+        kernel(x, packed, Routing(routing.topk_weights, twice))
+
+
+def test_two_calls_in_flight() -> None:
+    kernel, w = moekit.compose(PROBLEM), weights()
+    packed = kernel.pack(w)
+    calls = [tokens(n) for n in (5, 0, 7)]
+    pending = [kernel.start(x, packed, r) for x, r in calls]
+    for (x, r), call in zip(calls, pending, strict=True):
+        torch.testing.assert_close(call.result(), oracle(x, w, r, PROBLEM))
+
+
+def test_results_travel_while_the_next_experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """start, start, run, run, result, result: nothing is waited for before its time, or twice."""
+    kernel, w, log = moekit.compose(PROBLEM, experts="torch"), weights(), []
+    packed, calls = kernel.pack(w), [tokens(n) for n in (5, 7)]
+
+    def logging(name: str, owner: object, waits: bool) -> None:
+        inner = getattr(owner, name)
+
+        def logged(x, *args):
+            log.append((name, len(x)))
+            made = inner(x, *args)
+            return (
+                Pending(lambda: log.append((f"{name}d", len(x))) or made.result())
+                if waits
+                else made
+            )
+
+        monkeypatch.setattr(owner, name, logged)
+
+    logging("prepare", kernel.dispatcher, True)
+    logging("apply", kernel.experts, False)
+    logging("finalize", kernel.dispatcher, True)
+    first, second = [kernel.start(x, packed, routing) for x, routing in calls]
+    first.run()
+    first.run()
+    second.run()
+    outs = [call.result() for call in (first, second, first)]
+    assert log == [
+        ("prepare", 5), ("prepare", 7),
+        ("prepared", 5), ("apply", 5), ("finalize", 5),
+        ("prepared", 7), ("apply", 7), ("finalize", 7),
+        ("finalized", 5), ("finalized", 7),
+    ]  # fmt: skip
+    assert outs[2] is outs[0]
+    for out, (x, routing) in zip(outs, calls, strict=False):
+        torch.testing.assert_close(out, oracle(x, w, routing, PROBLEM))
+
+
+def test_a_call_that_failed_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, runs = moekit.compose(PROBLEM, experts="torch"), []
+    packed, (x, routing) = kernel.pack(weights()), tokens()
+    started = kernel.start(x, packed, routing)
+    with monkeypatch.context() as broken:
+        broken.setattr(kernel.experts, "apply", lambda *args: runs.append(1) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            started.run()
+    for step in (started.run, started.result):
+        with pytest.raises(MoekitError, match="failed before, start another: ZeroDivisionError"):
+            step()
+    assert runs == [1] and kernel(x, packed, routing).isfinite().all()
+
+
+def test_pending_waits_once() -> None:
+    waits: list[int] = []
+    pending = Pending(lambda: waits.append(1) or 7)
+    assert pending.result() == pending.result() == 7 and waits == [1]
+    assert Pending.ready("x").result() == "x"
+
+
+def test_workspace_is_one_arena_that_grows() -> None:
+    arena = Workspace()
+    small = [BufferSpec((3, 5), torch.float32), BufferSpec((7,), torch.bfloat16)]
+    cpu = torch.device("cpu")
+    scratch = arena.take(small, cpu)
+    a, b = scratch
+    assert a.shape == (3, 5) and b.dtype == torch.bfloat16
+    assert a.data_ptr() + a.nbytes <= b.data_ptr() and b.data_ptr() % 2 == 0
+    scratch.give_back()
+    assert arena.nbytes == Workspace.nbytes_for(small)
+    again = arena.take(small, cpu)
+    assert again[0].data_ptr() == a.data_ptr()
+    other = arena.take(small, cpu)
+    assert other[0].data_ptr() != a.data_ptr(), "two calls at one time have the same memory"
+    for taken in (again, other, other):
+        taken.give_back()
+    assert arena.nbytes == 2 * Workspace.nbytes_for(small)
+    large = Workspace()
+    for specs in (small, [BufferSpec((1000,), torch.float32)], [BufferSpec((0, 4), torch.float32)]):
+        scratch = large.take(specs, cpu)
+        assert [t.shape for t in scratch] == [spec.shape for spec in specs]
+        scratch.give_back()
+    assert large.nbytes == 4096, "an arena that was outgrown is still there"
+
+
+def test_layers_share_the_arena() -> None:
+    arena = Workspace()
+    first = moekit.compose(PROBLEM, experts="torch", workspace=arena)
+    second = moekit.compose(PROBLEM.replace(has_bias=False), experts="torch", workspace=arena)
+    x, routing = tokens()
+    first(x, first.pack(weights()), routing)
+    held = arena.nbytes
+    second(x, second.pack(weights()), routing)
+    assert arena.nbytes == held
+
+
+def test_memory_needs_a_token_count() -> None:
+    kernel = moekit.compose(PROBLEM)
+    with pytest.raises(InvalidInput, match="pass num_tokens"):
+        kernel.memory()
+    assert kernel.memory(128).total > kernel.memory(16).total > 0
+    for wrong in (-1, 2.5, True):
+        with pytest.raises(InvalidInput, match=f"num_tokens={wrong}: it must be an integer"):
+            kernel.memory(wrong)
+        with pytest.raises(InvalidInput, match="it must be an integer of at least 0"):
+            kernel.warmup(kernel.pack(weights()), wrong)
+    assert moekit.compose(PROBLEM.replace(max_num_tokens=16)).memory() == kernel.memory(16)
+
+
+def test_gradients_are_refused() -> None:
+    kernel = moekit.compose(PROBLEM)
+    packed, (x, routing) = kernel.pack(weights()), tokens()
+    tracked = x.clone().requires_grad_()
+    with pytest.raises(InvalidInput, match="x requires a gradient.*x.detach"):
+        kernel(tracked, packed, routing)
+    scores = moekit.Routing(routing.topk_weights.clone().requires_grad_(), routing.topk_ids)
+    with pytest.raises(InvalidInput, match="topk_weights requires a gradient"):
+        kernel(x, packed, scores)
+    with torch.no_grad():
+        assert torch.equal(kernel(tracked, packed, scores), kernel(x, packed, routing))
+
+
+def test_warmup_grows_the_arena_beforehand() -> None:
+    arena = Workspace()
+    kernel = moekit.compose(PROBLEM, experts="torch", workspace=arena)
+    packed = kernel.pack(weights())
+    kernel.warmup(packed, 32)
+    held = arena.nbytes
+    kernel(tokens()[0], packed, tokens()[1])
+    assert arena.nbytes == held > 0
+
+
+@pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp8", "fp8_block"])
+def test_experts_that_take_quantized_tokens_alone(dispatcher: str, scheme: str) -> None:
+    """Also packed ones, two values a byte."""
+    registry = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    spec = replace(registry.expert("reference"), name="quantized_alone", takes_unquantized=False)
+    registry.register(spec)
+    problem = PROBLEM.replace(quant=moekit.SCHEMES[scheme])
+    kernel = moekit.compose(problem, dispatcher, spec.name, backends=registry)
+    case = make_case(problem, 9)
+    out = kernel(case.x, kernel.pack(case.weights), case.routing)
+    assert_close(out, case.reference(), problem)
+    assert relative_error(out, case.reference()) > 1e-2, "not quantized"
+
+
+def test_priority_may_differ_by_scheme() -> None:
+    registry = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    torch_spec = registry.expert("torch")
+    registry.register(
+        replace(torch_spec, name="picky", priority=-1, scheme_priority=(("int8_w8a16", 1),))
+    )
+    chosen = {
+        scheme: moekit.explain(
+            PROBLEM.replace(quant=moekit.SCHEMES[scheme]), backends=registry
+        ).chosen.experts
+        for scheme in ("none", "int8_w8a16")
+    }
+    assert chosen == {"none": "torch", "int8_w8a16": "picky"}
+    with pytest.raises(ValueError, match="each scheme once"):
+        replace(torch_spec, scheme_priority=(("fp9", 1),))

@@ -1,0 +1,243 @@
+"""Reference quantization against its definition, and weights in every scheme."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moekit import SCHEMES, ExpertWeights, MoEProblem
+from moekit.errors import WeightsError
+from moekit.problem.quant import E2M1, OperandQuant, compute_scale, dequantize, quantize
+
+QUANTIZED = [s for s in SCHEMES.values() if s.weight is not None]
+
+
+def rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("group", [(-1, -1), (1, -1), (128, 128), (1, 128)])
+@pytest.mark.parametrize("shape", [(256, 384), (130, 200), (1, 128), (3, 7)])
+def test_every_group_uses_its_own_amax(dtype: str, group: tuple[int, int], shape) -> None:
+    quant = OperandQuant(dtype=dtype, group=group)
+    x = torch.randn(2, *shape) * torch.logspace(-3, 3, shape[0])[:, None]
+    q, scale = quantize(x, quant)
+    assert q.dtype == quant.torch_dtype and scale.shape == (2, *quant.scale_shape(*shape))
+    gr, gc = (n if g < 0 else g for g, n in zip(group, shape, strict=True))
+    for b in range(2):
+        for i in range(0, shape[0], gr):
+            for j in range(0, shape[1], gc):
+                block = x[b, i : i + gr, j : j + gc]
+                want = block.abs().max() / quant.qmax
+                assert scale[b, i // gr, j // gc] == pytest.approx(float(want), rel=1e-6)
+                back = q[b, i : i + gr, j : j + gc].float() * want
+                step = want if dtype == "int8" else block.abs() / 8 + want / 512
+                assert ((back - block).abs() <= step / 2 + 2e-5 * want).all()
+    assert torch.equal(dequantize(q, scale, quant).to(x.dtype), dequantize(q, scale, quant))
+
+
+def test_zeros_padding_empty_and_static() -> None:
+    quant = OperandQuant(dtype="float8_e4m3fn", group=(-1, -1))
+    q, scale = quantize(torch.zeros(4, 8), quant)
+    assert float(scale) > 0 and not q.float().any()
+    x = torch.randn(4, 8)
+    x[2] = float("nan")
+    valid = torch.tensor([True, True, False, True])
+    assert torch.equal(compute_scale(x, quant, valid), compute_scale(x[valid], quant))
+    assert compute_scale(torch.empty(0, 8), quant).shape == (1, 1)
+    q, _ = quantize(torch.tensor([[1e6, -1e6]]), quant, torch.tensor([[1.0]]))
+    assert q.float().tolist() == [[448.0, -448.0]]
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a8", "mxfp8"])
+def test_scales_that_are_powers_of_two(scheme: str) -> None:
+    """fp8: the smallest that no value exceeds. fp4: as OCP has it, values reach 4 to 8."""
+    for operand in (SCHEMES[scheme].weight, SCHEMES[scheme].activation):
+        x = torch.randn(40, 96) * torch.logspace(-9, 9, 40)[:, None]
+        x[0, :32] = torch.tensor([operand.qmax] + [0.0] * 31)
+        q, scale = quantize(x, operand)
+        assert scale.shape == (40, 3) and (torch.frexp(scale).mantissa == 0.5).all()
+        largest = torch.unflatten(x, 1, (3, 32)).abs().amax(-1) / scale
+        low, high = (4, 8) if operand.packed else (operand.qmax / 2, operand.qmax)
+        assert ((largest >= low) & (largest <= high)).all() and scale[0, 0] == 1.0
+        assert rms(dequantize(q, scale, operand), x) < (0.15 if operand.packed else 4e-2)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a8", "mxfp8", "nvfp4", "fp8_block"])
+def test_weights_that_are_no_numbers_are_refused(scheme: str, value: float) -> None:
+    p = problem(scheme)
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))
+    weights.w2[1, 7, 9] = value
+    with pytest.raises(WeightsError, match="w2_scale holds values that are .*not finite"):
+        weights.quantize(p.quant).check(p)
+
+
+def test_scales_of_zero_are_nvfp4_alone() -> None:
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))
+    for scheme in ("nvfp4", "mxfp8"):
+        p = problem(scheme)
+        made = weights.quantize(p.quant)
+        made.w2_scale[0, 0, 0] = 0.0
+        if scheme == "nvfp4":
+            made.check(p)
+            columns = made.canonical(p).dequantize(p.quant).w2[0, 0, :16]
+            assert not columns.any()
+            continue
+        with pytest.raises(WeightsError, match="not finite and positive"):
+            made.check(p)
+    exponents = replace(made, w2_scale=made.w2_scale.to(torch.float8_e8m0fnu))
+    with pytest.raises(WeightsError, match="w2_scale is torch.float8_e8m0fnu, want the numbers"):
+        exponents.check(p)
+
+
+def test_nvfp4_scales_are_e4m3_times_one_number() -> None:
+    operand = SCHEMES["nvfp4"].activation
+    x = torch.randn(2, 40, 96) * torch.logspace(-2, 2, 40)[:, None]
+    x[0, 3, 16:32] = 0.0
+    q, scale = quantize(x, operand)
+    assert scale.shape == (2, 40, 6) and (scale > 0).all()
+    whole = scale.amax((1, 2), keepdim=True) / 448
+    assert torch.equal((scale / whole).to(torch.float8_e4m3fn).float() * whole, scale)
+    torch.testing.assert_close(whole.flatten(), x.abs().amax((1, 2)) / 6 / 448)
+    back = dequantize(q, scale, operand)
+    assert rms(back, x) < 0.15 and not back[0, 3, 16:32].any()
+    assert compute_scale(torch.empty(0, 32), operand).shape == (0, 2)
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED, ids=lambda s: s.name)
+def test_weights_round_trip(scheme) -> None:
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))
+    quantized = weights.quantize(scheme)
+    assert quantized.w13.dtype == scheme.weight.torch_dtype
+    back = quantized.dequantize(scheme)
+    limit = {"int8": 1.5e-2, "int4": 1.5e-1, "float4_e2m1": 1.5e-1}.get(scheme.weight.dtype, 4e-2)
+    assert rms(back.w13, weights.w13) < limit and rms(back.w2, weights.w2) < limit
+
+
+def problem(scheme: str, **changes) -> MoEProblem:
+    sizes = dict(num_experts=3, top_k=1, hidden_size=200, intermediate_size=80)
+    return MoEProblem(**{**sizes, **changes}, quant=scheme, dtype=torch.float32, device="cpu")
+
+
+def test_missing_and_superfluous_scales_fail_at_construction() -> None:
+    w13, w2 = torch.randn(3, 160, 200), torch.randn(3, 200, 80)
+    with pytest.raises(WeightsError, match="w13_scale is missing; .*w2_scale is missing"):
+        ExpertWeights(w13.to(torch.float8_e4m3fn), w2.to(torch.int8))
+    with pytest.raises(WeightsError, match="w2_scale is given but w2 is torch.float32"):
+        ExpertWeights(w13, w2, w2_scale=torch.ones(3))
+
+
+def test_check_lists_every_fault() -> None:
+    weights = ExpertWeights(torch.randn(3, 161, 200), torch.randn(3, 200, 80).bfloat16())
+    with pytest.raises(WeightsError) as caught:
+        weights.check(problem("none", has_bias=True))
+    text = str(caught.value)
+    assert "w13 has shape (3, 161, 200), want (3, 160, 200)" in text
+    assert "w2 is torch.bfloat16, want torch.float32" in text
+    assert "w13_bias is missing" in text and "w2_bias is missing" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: dict(w13_scale=w.w13_scale[:, :1]), "w13_scale has shape"),
+        (lambda w: dict(w2_scale=w.w2_scale * float("nan")), "not finite and positive"),
+        (lambda w: dict(w2_scale=-w.w2_scale), "not finite and positive"),
+    ],
+)
+def test_bad_scales_are_refused(change, said: str) -> None:
+    p = problem("fp8_block")
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    weights.check(p)
+    with pytest.raises(WeightsError, match=said):
+        replace(weights, **change(weights)).check(p)
+
+
+def test_static_input_scales_are_required_and_shared() -> None:
+    p = problem("fp8_tensor_static")
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    with pytest.raises(WeightsError, match="w13_input_scale is missing"):
+        weights.check(p)
+    scaled = replace(
+        weights, w13_input_scale=torch.tensor([1.0, 3.0, 2.0]), w2_input_scale=torch.tensor(0.5)
+    )
+    scaled.check(p)
+    canonical = scaled.canonical(p)
+    assert canonical.w13_input_scale.tolist() == [[3.0]]
+    assert canonical.w2_input_scale.tolist() == [[0.5]]
+
+
+def test_gate_and_up_scales_merge_to_the_larger() -> None:
+    p = problem("fp8_tensor")
+    gate, up = torch.randn(3, 80, 200), torch.randn(3, 80, 200) * 5
+    scales, halves = [], []
+    for half in (gate, up):
+        q, s = quantize(half, p.quant.weight)
+        halves.append(q)
+        scales.append(s.view(3))
+    w2 = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    weights = replace(
+        w2,
+        w13=torch.cat([h.view(torch.uint8) for h in halves], 1).view(torch.float8_e4m3fn),
+        w13_scale=torch.stack(scales, dim=1),
+    )
+    weights.check(p)
+    merged = weights.canonical(p)
+    assert torch.equal(merged.w13_scale.view(3), torch.stack(scales, 1).amax(1))
+    assert rms(merged.dequantize(p.quant).w13, torch.cat([gate, up], 1)) < 4e-2
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_channel_token", "int8_channel_token"])
+def test_interleaved_becomes_halves(scheme: str) -> None:
+    p = problem(scheme)
+    halves = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    order = torch.arange(160).view(2, 80).T.reshape(-1)
+    raw = halves.w13.view(torch.uint8) if scheme != "none" else halves.w13
+    scale = None if halves.w13_scale is None else halves.w13_scale[:, order]
+    mixed = replace(
+        halves, w13=raw[:, order].view(halves.w13.dtype), w13_scale=scale, interleaved=True
+    )
+    back = mixed.canonical(p)
+    assert torch.equal(back.w13.float(), halves.w13.float()) and not back.interleaved
+    if scale is not None:
+        assert torch.equal(back.w13_scale, halves.w13_scale)
+
+
+def test_interleaved_blocks_are_refused_not_mixed_up() -> None:
+    p = problem("fp8_block")
+    weights = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80)).quantize(p.quant)
+    with pytest.raises(WeightsError, match="mixes gate and up"):
+        replace(weights, interleaved=True).canonical(p)
+
+
+def test_e2m1_rounds_to_the_nearest_value():
+    """Every value comes back, ties go to the even code, and nothing between is misplaced."""
+    operand = SCHEMES["mxfp4_w4a16"].weight
+    one = torch.ones(1, 1)
+    values = torch.tensor([*E2M1, *(-v for v in E2M1)])
+
+    def rounded(x):
+        x = torch.nn.functional.pad(x, (0, -len(x) % 32))[None]
+        packed, _ = quantize(x, operand, one.expand(1, x.shape[1] // 32))
+        return dequantize(packed, one.expand(1, x.shape[1] // 32), operand)[0]
+
+    assert torch.equal(rounded(values)[:16], values)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 7.0, -100.0])
+    assert rounded(ties)[:10].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0, 6.0, -6.0]
+    x = torch.empty(1024).uniform_(-6, 6)
+    nearest = (x[:, None] - values).abs().amin(1)
+    assert torch.allclose((rounded(x) - x).abs(), nearest)
+
+
+def test_mxfp4_scales_are_powers_of_two():
+    problem = MoEProblem(num_experts=2, top_k=1, hidden_size=64, intermediate_size=32,
+                         quant="mxfp4_w4a16", dtype=torch.float32, device="cpu")  # fmt: skip
+    weights = ExpertWeights(torch.randn(2, 64, 64), torch.randn(2, 64, 32)).quantize(problem.quant)
+    weights.check(problem)
+    wrong = replace(weights, w2_scale=weights.w2_scale * 1.5)
+    with pytest.raises(WeightsError, match="w2_scale holds values that are no powers of two"):
+        wrong.check(problem)

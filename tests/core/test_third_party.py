@@ -1,0 +1,136 @@
+"""A stranger's package, from `pip install` to `pip uninstall`, in a venv of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import site
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+import moekit
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_backend"
+
+COMPOSE = """
+import json, torch, moekit
+from moekit.testing.calls import check_call
+from moekit.testing.cases import make_case
+
+torch.set_num_threads(1)
+used = []
+for names in (
+    dict(experts="acme"),
+    dict(dispatcher="local", experts="acme"),
+    dict(dispatcher="batched_reference", experts="acme"),
+    dict(dispatcher="acme_sorted", experts="acme"),
+    dict(dispatcher="acme_sorted", experts="torch"),
+    dict(dispatcher="acme_sorted", experts="reference"),
+):
+    for dtype in (torch.bfloat16, torch.float32):
+        problem = moekit.MoEProblem(num_experts=6, top_k=3, hidden_size=96, intermediate_size=80,
+                                    dtype=dtype, device="cpu")
+        kernel = moekit.compose(problem, **names)
+        for tokens in (0, 1, 33):
+            check_call(kernel, make_case(problem, tokens, "slots"))
+    used.append(str(kernel.explanation.chosen))
+try:
+    moekit.compose(problem.replace(has_bias=True), experts="acme")
+except moekit.MoekitError as error:
+    used.append(str(error))
+print(json.dumps(used))
+"""
+
+
+class Stranger:
+    """A venv that sees this interpreter's packages, and commands run in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        venv.create(root, with_pip=False)
+        here = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        here |= {*site.getsitepackages(), *([site.getusersitepackages()] * site.ENABLE_USER_SITE)}
+        scripts = "Scripts" if os.name == "nt" else "bin"
+        self.python = root / scripts / "python"
+        own = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+        # addsitedir, unlike a plain path, also runs the .pth files there: editable installs.
+        lines = [f"import site; site.addsitedir({path!r})" for path in sorted(here)]
+        Path(own, "parent.pth").write_text("\n".join(lines))
+
+    def run(self, *args: str, code: int = 0, **environ: str) -> str:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("MOEKIT_")}
+        done = subprocess.run(
+            [str(self.python), *args],
+            cwd=self.root,
+            env={**env, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environ},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == code, f"{args}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def plugins(self, code: int = 0, **environ: str) -> dict[str, dict]:
+        listing = json.loads(self.run("-m", "moekit", "plugins", "--json", code=code, **environ))
+        return {plugin["name"]: plugin for plugin in listing["plugins"]}
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    """With the example installed, from a copy: building leaves files behind."""
+    root = tmp_path_factory.mktemp("stranger")
+    copy = root / "custom_backend"
+    shutil.copytree(
+        EXAMPLE, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    )
+    stranger = Stranger(root / "venv")
+    stranger.run(*"-m pip install --no-index --no-deps --no-build-isolation".split(), str(copy))
+    return stranger
+
+
+def test_it_is_listed(stranger: Stranger) -> None:
+    acme = stranger.plugins()["acme"]
+    assert (acme["state"], acme["distribution"], acme["version"]) == ("ok", "acme-moe", "1.0")
+    assert [spec["name"] for spec in acme["experts"]] == ["acme"]
+    assert [spec["name"] for spec in acme["dispatchers"]] == ["acme_sorted"]
+    assert all(spec["usable"] for spec in acme["experts"] + acme["dispatchers"])
+
+
+def test_it_can_be_blocked(stranger: Stranger) -> None:
+    assert stranger.plugins(MOEKIT_BLOCK="acme-moe")["acme"]["state"] == "blocked"
+
+
+def test_it_composes_with_the_cores_backends(stranger: Stranger) -> None:
+    *used, refused = json.loads(stranger.run("-c", COMPOSE, MOEKIT_PLUGINS="acme"))
+    assert used == [
+        "local + acme (bridged)",
+        "local + acme (bridged)",
+        "batched_reference + acme",
+        "acme_sorted + acme (bridged)",
+        "acme_sorted + torch",
+        "acme_sorted + reference",
+    ]
+    assert "experts 'acme' cannot do this problem: has no bias support" in refused
+
+
+def test_its_own_tests(stranger: Stranger) -> None:
+    tests = stranger.root.parent / "custom_backend" / "tests"
+    # One thread: on products this small, more are ten times slower when the machine is busy.
+    out = stranger.run(
+        "-m", "pytest", str(tests), "-q", "-p", "no:cacheprovider", OMP_NUM_THREADS="1"
+    )
+    assert int(re.search(r"(\d+) passed", out)[1]) > 100
+
+
+def test_it_leaves_no_trace(stranger: Stranger) -> None:
+    stranger.run("-m", "pip", "uninstall", "--yes", "acme-moe")
+    assert "acme" not in stranger.plugins()
+    gone = stranger.plugins(MOEKIT_PLUGINS="acme", code=1)["acme"]
+    assert gone["reason"] == "named in MOEKIT_PLUGINS, but no such plugin is installed"
+    assert "acme" not in moekit.Registry.discover({}).experts

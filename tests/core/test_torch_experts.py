@@ -1,0 +1,176 @@
+"""The torch experts' several paths, each against the oracle: which one runs depends on sizes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import moekit
+from moekit import ExpertWeights, MoEProblem
+from moekit.backends import cpu_costs, cpu_experts
+from moekit.backends.reference import oracle
+from moekit.backends.torch_experts import _on_any_device
+
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def case(dtype: torch.dtype, experts: int, top_k: int, tokens: int, **changes):
+    p = MoEProblem(
+        num_experts=experts, top_k=top_k, hidden_size=64, intermediate_size=80, dtype=dtype,
+        device="cpu", **changes,
+    )  # fmt: skip
+    bias = (
+        (torch.randn(experts, p.w13_rows), torch.randn(experts, 64)) if p.has_bias else (None,) * 2
+    )
+    w = ExpertWeights(
+        torch.randn(experts, p.w13_rows, 64, dtype=dtype) / 8,
+        torch.randn(experts, 64, 80, dtype=dtype) / 8,
+        *(None if b is None else b.to(dtype) for b in bias),
+    )
+    x = torch.randn(tokens, 64, dtype=dtype)
+    routing = moekit.route(torch.randn(tokens, experts), top_k)
+    skipped = torch.rand(tokens, top_k) < 0.2
+    skipped[0, 0] = False
+    ids = routing.topk_ids.masked_fill(skipped, -1)
+    return p, w, x, moekit.Routing(routing.topk_weights, ids)
+
+
+def rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+class Forced(cpu_experts.Choice):
+    """A choice that always takes one way."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.taken = way, 0
+
+    def loop(self, rows: int, alone: bool) -> str:
+        self.taken += 1
+        return self.way
+
+    def one_token_at_once(self, top_k: int) -> bool:
+        return self.way in cpu_experts.ALL_AT_ONCE
+
+    def at_once(self, counts, batched_fits: bool) -> str | None:
+        if self.way not in cpu_experts.ALL_AT_ONCE:
+            return None
+        self.taken += 1
+        return self.way
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("way", (*cpu_experts.LOOPS, *cpu_experts.ALL_AT_ONCE))
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(4, 2, 1), (4, 2, 33), (16, 4, 7)])
+def test_every_cpu_way(
+    monkeypatch: pytest.MonkeyPatch, dtype, bias, way, experts, top_k, tokens
+) -> None:
+    p, w, x, routing = case(dtype, experts, top_k, tokens, has_bias=bias)
+    if way not in cpu_experts.ways_for(p):
+        pytest.skip(f"{way} cannot run {dtype}{' with biases' if bias else ''}")
+    forced = Forced(way)
+    monkeypatch.setattr(cpu_experts, "BATCHED_ROWS_PER_ASSIGNMENT", experts)
+    monkeypatch.setattr(cpu_experts, "choice", lambda problem: forced)
+    kernel = moekit.compose(p, "local", "torch")
+    out = kernel(x, kernel.pack(w), routing)
+    assert rms(out, oracle(x, w, routing, p)) < LIMIT[dtype] and forced.taken
+
+
+@pytest.mark.parametrize("rows", [1, 63, 160, 161])
+def test_weights_are_converted_in_pieces_of_any_size(monkeypatch, rows) -> None:
+    """160 rows are all of w13: a piece that was the whole matrix had no buffer."""
+    p, w, x, routing = case(torch.bfloat16, 4, 2, 9)
+    monkeypatch.setattr(cpu_experts, "_PIECE_BYTES", 4 * p.hidden_size * rows)
+    monkeypatch.setattr(cpu_experts, "choice", lambda problem: Forced("upcast"))
+    kernel = moekit.compose(p, "local", "torch")
+    out = kernel(x, kernel.pack(w), routing)
+    assert rms(out, oracle(x, w, routing, p)) < LIMIT[torch.bfloat16]
+
+
+def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_experts, "_choices", {})
+    monkeypatch.setattr(cpu_costs, "_TURNS", 1)
+    p, *_ = case(torch.float32, 4, 2, 1)
+    first = cpu_experts.choice(p)
+    assert "calibrated on this machine" in str(first)
+    (kept,) = (tmp_path / "moekit").iterdir()
+    monkeypatch.setattr(cpu_experts, "_timed", lambda *args: pytest.fail("timed a second time"))
+    cpu_experts._choices.clear()
+    assert str(cpu_experts.choice(p)) == str(first)
+    for damage in ("", "[]", "{", '{"x": {"right": [[1, -1]]}}', "[" * 100_000, "\udcff"):
+        kept.write_bytes(damage.encode(errors="surrogateescape"))
+        assert cpu_costs._read(kept) == {}
+
+
+def test_explain_says_how_the_cpu_runs_experts(monkeypatch, tmp_path) -> None:
+    p, w, *_ = case(torch.float32, 4, 2, 1)
+    assert "torch: by rows an expert '" in moekit.explain(p, experts="torch").note
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_experts, "_choices", {})
+    assert "when weights are first packed" in moekit.explain(p, experts="torch").note
+    moekit.compose(p, experts="torch").pack(w)
+    assert "calibrated on this machine" in moekit.explain(p, experts="torch").note
+    assert "by rows" not in moekit.explain(p.replace(device="sm90"), experts="torch").note
+
+
+def test_unwritable_cache_costs_a_warning_alone(monkeypatch, tmp_path, caplog) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    costs = cpu_costs.find(("k",), "float32", 100, lambda: {"right": [(1, 1e-6)]})
+    assert costs is not None
+    assert costs.of("right", 1) == 1e-6 and "was not kept" in caplog.text
+
+
+def test_costs_between_and_beyond_the_timed_rows() -> None:
+    costs = cpu_costs.Costs({"right": [(1, 1.0), (3, 2.0)], "left": [(1, 1.0), (213, 4.0)]}, "")
+    assert costs.of("right", 2) == 1.5 and costs.of("right", 4) == float("inf")
+    assert costs.of("left", 426) == 8.0 and costs.of("unknown", 1) == float("inf")
+
+
+def test_shipped_tables_name_every_loop_way() -> None:
+    """Where nothing may be timed, each dtype finds a way for every number of rows."""
+    for dtype in ("bfloat16", "float16", "float32"):
+        costs = cpu_costs.shipped(dtype, 3 * 2048 * 768)
+        for rows in (1, 7, 500, 5000):
+            assert min(costs.of(way, rows) for way in cpu_experts.LOOPS) < 10
+
+
+def test_another_thread_keeps_onednn_on() -> None:
+    costs = cpu_costs.Costs({"native": [(1, 1.0)], "right": [(1, 2.0)]}, "")
+    chosen = cpu_experts.Choice(costs, ("native", "right"))
+    assert chosen.loop(1, alone=True) == "native" and chosen.loop(1, alone=False) == "right"
+    cpu_experts._alone()
+    assert cpu_experts._alone()
+    other = threading.Thread(target=cpu_experts._alone)
+    other.start()
+    other.join()
+    assert not cpu_experts._alone()
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_few_rows(dtype, tokens) -> None:
+    p, w, x, routing = case(dtype, 8, 2, tokens)
+    kernel = moekit.compose(p, "local", "torch")
+    out = kernel(x, kernel.pack(w), routing)
+    assert rms(out, oracle(x, w, routing, p)) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_accelerator_path_on_the_cpu(dtype, activation, bias) -> None:
+    """The GPU's code, run by the CPU: bf16 through grouped_mm, the others through the loop."""
+    p, w, x, routing = case(dtype, 8, 3, 21, has_bias=bias, activation=activation)
+    packed = moekit.compose(p, "local", "torch").pack(w)
+    y = torch.full_like(x, float("nan"))
+    _on_any_device(p.replace(device="sm90"), packed, y, x, routing.topk_ids, routing.topk_weights)
+    assert rms(y, oracle(x, w, routing, p)) < LIMIT[dtype]

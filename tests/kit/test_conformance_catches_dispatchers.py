@@ -1,0 +1,189 @@
+"""Deliberately wrong dispatchers: each must fail a named kit test that a right one passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conformance_catches import caught, suite
+
+from moekit import Routing
+from moekit.backends.local import LocalDispatcher
+from moekit.backends.reference import BatchedReference
+from moekit.runtime.overlap import Pending
+
+
+class Local_(LocalDispatcher):
+    """The right control."""
+
+
+class Batched_(BatchedReference):
+    """The right control."""
+
+
+def caught_local(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
+    caught(wrong, "local", test, *args, says=says, right=Local_, **declared)
+
+
+def caught_batched(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
+    caught(wrong, "batched_reference", test, *args, says=says, right=Batched_, **declared)
+
+
+class TokenDropped(LocalDispatcher):
+    def prepare(self, x_TH, routing, quantize):
+        ids = routing.topk_ids.clone()
+        ids[-1:] = -1
+        return super().prepare(x_TH, Routing(routing.topk_weights, ids), quantize)
+
+
+def test_token_dropped():
+    once = "test_each_pair_is_delivered_once"
+    caught_local(TokenDropped, "test_tokens_per_rank", "uneven", 1, says="worst row")
+    caught_local(TokenDropped, once, "uneven", "random", 1, says=".")
+
+
+class TokensSwapped(LocalDispatcher):
+    def finalize(self, y, dispatched, out_TH):
+        y = y.clone()
+        if len(y) > 1:
+            y[[0, 1]] = y[[1, 0]]
+        return super().finalize(y, dispatched, out_TH)
+
+
+def test_tokens_swapped():
+    caught_local(TokensSwapped, "test_tokens_per_rank", "even", 2, says="worst row|exact zeros")
+
+
+class DispatcherWeightsTwice(LocalDispatcher):
+    def prepare(self, x_TH, routing, quantize):
+        squared = Routing(routing.topk_weights.square(), routing.topk_ids)
+        return super().prepare(x_TH, squared, quantize)
+
+
+class BatchedWeightsTwice(BatchedReference):
+    def prepare(self, x_TH, routing, quantize):
+        squared = Routing(routing.topk_weights.square(), routing.topk_ids)
+        return super().prepare(x_TH, squared, quantize)
+
+
+def test_dispatcher_weighs_twice():
+    caught_local(DispatcherWeightsTwice, "test_dtype", "float32", 1, says="relative error")
+    caught_batched(BatchedWeightsTwice, "test_dtype", "float32", 1, says="relative error")
+
+
+class DeliveredTwice(BatchedReference):
+    """An expert computes its first row twice; the second result is never used."""
+
+    def prepare(self, x_TH, routing, quantize):
+        tokens = super().prepare(x_TH, routing, quantize).result()
+        counts = tokens.expert_num_tokens.clone()
+        room = (counts > 0) & (counts < tokens.x.shape[1])
+        for expert in room.nonzero().flatten().tolist():
+            tokens.x[expert, counts[expert]] = tokens.x[expert, 0]
+            counts[expert] += 1
+        return Pending.ready(replace(tokens, expert_num_tokens=counts))
+
+
+def test_pair_delivered_twice():
+    args = ("uneven", "random", 1)
+    caught_batched(DeliveredTwice, "test_each_pair_is_delivered_once", *args, says=".")
+
+
+class DispatcherModifies(LocalDispatcher):
+    def prepare(self, x_TH, routing, quantize):
+        x_TH[(routing.topk_ids < 0).all(dim=1)] = 0.0
+        return super().prepare(x_TH, routing, quantize)
+
+
+def test_dispatcher_modifies_input():
+    caught_local(DispatcherModifies, "test_routing", "rows", 1, says="modified the caller's x")
+
+
+class DispatcherFailsOnNoTokens(LocalDispatcher):
+    def prepare(self, x_TH, routing, quantize):
+        x_TH.amax()  # no value for an empty tensor
+        return super().prepare(x_TH, routing, quantize)
+
+
+class NothingWrittenForIdleTokens(BatchedReference):
+    def finalize(self, y, dispatched, out_TH):
+        keep = out_TH.clone()
+        super().finalize(y, dispatched, out_TH)
+        idle = torch.ones(len(out_TH), dtype=torch.bool)
+        idle[torch.cat([token for token, _ in dispatched.handle])] = False
+        out_TH[idle] = keep[idle]
+        return Pending.ready(out_TH)
+
+
+def test_dispatcher_garbage_on_no_tokens():
+    says = "non-zero size|reduction"
+    caught_local(DispatcherFailsOnNoTokens, "test_tokens_per_rank", "none", 1, says=says)
+    caught_batched(NothingWrittenForIdleTokens, "test_routing", "rows", 1, says="NaN")
+
+
+class StateInTheDispatcher(BatchedReference):
+    def prepare(self, x_TH, routing, quantize):
+        pending = super().prepare(x_TH, routing, quantize)
+        self._handle = pending.result().handle
+        return pending
+
+    def finalize(self, y, dispatched, out_TH):
+        return super().finalize(y, replace(dispatched, handle=self._handle), out_TH)
+
+
+def test_state_kept_in_the_dispatcher():
+    caught_batched(StateInTheDispatcher, "test_two_calls_in_flight", 1, says=".")
+
+
+class RowsUnderstated(BatchedReference):
+    def prepare(self, x_TH, routing, quantize):
+        tokens = super().prepare(x_TH, routing, quantize).result()
+        wider = torch.cat([tokens.x, torch.full_like(tokens.x, float("nan"))], dim=1)
+        return Pending.ready(replace(tokens, x=wider))
+
+
+class BuffersUnderstated(LocalDispatcher):
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._buffer = torch.empty(1 << 20, dtype=torch.uint8)
+
+
+def test_dispatcher_memory_understated():
+    args = ("uneven", "random", 1)
+    once = "test_each_pair_is_delivered_once"
+    caught_batched(RowsUnderstated, once, *args, says="max_rows")
+    caught_local(BuffersUnderstated, "test_memory_is_stated", 1, says="stay allocated")
+
+
+def test_dispatcher_declares_wrongly():
+    wire = frozenset({"fp8_block"})
+    says = "arrived as torch.bfloat16"
+    with pytest.raises(AssertionError, match=says):
+        suite(Batched_, "batched_reference", wire_schemes=wire).test_quantized_wire("fp8_block", 1)
+    # It says that it exchanges tokens: two rank processes show that it does not.
+    args = ("test_tokens_per_rank", "uneven", 2)
+    caught_local(Local_, *args, says="(?s)rank 0 raised.*relative error", moves_tokens=True)
+
+
+class FirstInFirstOut(BatchedReference):
+    """Finalizes the oldest call in flight, whichever is asked for."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._handles = []
+
+    def prepare(self, x_TH, routing, quantize):
+        pending = super().prepare(x_TH, routing, quantize)
+        self._handles.append(pending.result().handle)
+        return pending
+
+    def finalize(self, y, dispatched, out_TH):
+        return super().finalize(y, replace(dispatched, handle=self._handles.pop(0)), out_TH)
+
+
+def test_calls_finished_only_in_the_order_of_their_starts():
+    caught_batched(
+        FirstInFirstOut, "test_two_calls_in_flight", 1, says="last first|must match|out of bounds"
+    )

@@ -1,0 +1,380 @@
+"""Wrong experts: each must fail a named kit test that a right one passes. See `killed_by`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conformance_catches import killed_by, mutants_of, suite
+from right_experts import Pairs, Plain
+
+from moekit.contract import PackedWeights
+
+
+@killed_by("test_dtype", "float32")
+class WeightsTwice(Plain):
+    """Applies the router weights twice."""
+
+    def apply(self, y, tokens, weights, workspace):
+        tokens = replace(tokens, topk_weights=tokens.topk_weights.square())
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_dtype", "float32")
+class WeightsNever(Plain):
+    """Does not apply the router weights."""
+
+    def apply(self, y, tokens, weights, workspace):
+        tokens = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_weights_in_turns", says="call 1, weights 1")
+class FirstWeights(Plain):
+    """Keeps the weights of its first call."""
+
+    kept = None
+
+    def apply(self, y, tokens, weights, workspace):
+        self.kept = self.kept or weights
+        super().apply(y, tokens, self.kept, workspace)
+
+
+@killed_by("test_many_experts")
+class FirstExperts(Plain):
+    """Skips experts from 64 on."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = torch.where(tokens.topk_ids < 64, tokens.topk_ids, -1)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+@killed_by("test_rows_per_expert")
+class FirstRows(Plain):
+    """Skips what an expert has besides its first 128 rows."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = tokens.topk_ids.flatten()
+        one_hot = ids[:, None] == torch.arange(self.problem.num_local_experts)
+        rank = (one_hot.cumsum(0) * one_hot).sum(1)
+        ids = torch.where(rank <= 128, ids, -1).view_as(tokens.topk_ids)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+class OtherActivation(Plain):
+    """Computes what ``_instead`` makes of the problem's activation."""
+
+    def _instead(self, activation):
+        return activation
+
+    def apply(self, y, tokens, weights, workspace):
+        asked = self.problem
+        self.problem = asked.replace(activation=self._instead(asked.activation))
+        super().apply(y, tokens, weights, workspace)
+        self.problem = asked
+
+
+@killed_by("test_clamp", "silu")
+@killed_by("test_clamp", "swigluoai")
+class ClampDropped(OtherActivation):
+    """Drops the clamp."""
+
+    def _instead(self, activation):
+        return replace(activation, limit=None if activation.name == "silu" else 1e6)
+
+
+@killed_by("test_activation", "gelu")
+class TanhForErf(OtherActivation):
+    """Computes gelu by tanh."""
+
+    def _instead(self, activation):
+        return replace(activation, name=activation.name.replace("gelu", "gelu_tanh"))
+
+
+@killed_by("test_bias", True)
+class BiasDropped(Plain):
+    """Drops both biases."""
+
+    def pack(self, weights):
+        return super().pack(replace(weights, w13_bias=None, w2_bias=None))
+
+
+@killed_by("test_scheme", "fp8_block")
+@killed_by("test_scheme", "fp8_channel_token")
+@killed_by("test_scheme", "int8_w8a16")
+class ScalesIgnored(Plain):
+    """Takes one scale of the block scheme for all blocks."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        experts = {
+            n: t[:, :1, :1].expand_as(t).contiguous() if n.endswith("_scale") else t
+            for n, t in packed.experts.items()
+        }
+        return replace(packed, experts=experts)
+
+
+@killed_by("test_scheme", "int4_w4a16_g32_act_order")
+@killed_by("test_scheme", "int4_w4a16_g128_zp_act_order")
+class OrderIgnored(Plain):
+    """Takes groups for runs of columns."""
+
+    def pack(self, weights):
+        return super().pack(replace(weights, w13_g_idx=None, w2_g_idx=None))
+
+
+@killed_by("test_scheme", "int4_w4a16_g32_act_order")
+@killed_by("test_scheme", "int4_w4a16_g128_zp_act_order")
+class OneOrderForAll(Plain):
+    """Takes the first expert's order for all experts'."""
+
+    def pack(self, weights):
+        first = {
+            name: t[:1].expand_as(t).contiguous()
+            for name, t in weights.tensors().items()
+            if name.endswith("g_idx")
+        }
+        return super().pack(replace(weights, **first))
+
+
+@killed_by("test_columns_in_order", says="w2_g_idx is missing")
+class OrderNeeded(Plain):
+    """Takes g_idx for granted."""
+
+    def pack(self, weights):
+        assert weights.w2_g_idx is not None, "w2_g_idx is missing"
+        return super().pack(weights)
+
+
+@killed_by("test_routing", "slots", says="NaN")
+@killed_by("test_expert_parallel_slices", "random", says="exact zeros")
+class ForeignRows(Plain):
+    """Computes -1 as if it were expert 0."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = tokens.topk_ids.clamp(min=0)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+@killed_by("test_routing", "rows", says="NaN")
+class ForeignRowsOnly(Plain):
+    """Computes -1 as if it were expert 0, but weighs it with 0: NaN * 0 is not 0."""
+
+    def apply(self, y, tokens, weights, workspace):
+        zero = tokens.topk_weights.masked_fill(tokens.topk_ids < 0, 0.0)
+        ids = tokens.topk_ids.clamp(min=0)
+        tokens = replace(tokens, topk_ids=ids, topk_weights=zero)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_dtype", "float32", says="modified the caller's x")
+class InputModified(Plain):
+    """Modifies x."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        tokens.x.nan_to_num_().neg_()
+
+
+@killed_by("test_routing", "slots", says="modified the caller's topk_ids")
+class RoutingModified(Plain):
+    """Modifies the ids."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        tokens.topk_ids.clamp_(min=0)
+
+
+@killed_by("test_dtype", "float32", says="modified the caller's w2")
+class PackedModified(Plain):
+    """Modifies the packed weights."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        weights["w2"].neg_()
+
+
+@killed_by("test_pack_is_pure", "none", says="pack modified the caller's w13")
+class PackInPlace(Plain):
+    """Modifies the weights when it packs them."""
+
+    def pack(self, weights):
+        weights.w13.mul_(2)
+        return super().pack(weights)
+
+
+@killed_by("test_routing", "none", says="NaN")
+@killed_by("test_expert_parallel_slices", "one_expert", says="NaN")
+class NothingWritten(Plain):
+    """Returns early when no row is for its experts, as if there were no output then."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if bool((tokens.topk_ids >= 0).any()):
+            super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="got no rows")
+class FailsOnNoTokens(Plain):
+    """Fails to quantize no rows."""
+
+    def quantize(self, x_RH, weights, valid_rows):
+        assert x_RH.shape[0], "quantize got no rows"
+        return super().quantize(x_RH, weights, valid_rows)
+
+
+@killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN")
+class PaddingInScale(Plain):
+    """Lets padding reach the tokens' common scale."""
+
+    def quantize(self, x_RH, weights, valid_rows):
+        return super().quantize(x_RH, weights, None)
+
+
+@killed_by("test_input_form", "fp8_tensor", "kit_row_scales", says="relative error")
+class OneScaleForAll(Plain):
+    """Takes the first token's scale for all tokens'."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if tokens.x_scale is not None:
+            tokens = replace(tokens, x_scale=tokens.x_scale[:1])
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_deterministic", says="different bits")
+class Noise(Plain):
+    """Gives other bits every time, as atomic additions do."""
+
+    calls = 0
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        self.calls += 1
+        y.mul_(1 + 0.01 * self.calls)
+
+
+@killed_by("test_dtype", "float32", says="NaN")
+class StaleWorkspace(Plain):
+    """Adds to what the arena holds instead of clearing it."""
+
+    def apply(self, y, tokens, weights, workspace):
+        stale = workspace[0][: len(y)].clone()
+        super().apply(y, tokens, weights, workspace)
+        y.add_(stale.mul_(0.5).to(y.dtype))
+
+
+@killed_by("test_repeated_calls", says="relative error|exact zeros")
+class Accumulates(Plain):
+    """Relies on what its own last call left behind."""
+
+    _last: torch.Tensor | None = None
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if self._last is not None and len(self._last) < len(y):
+            y[: len(self._last)] += self._last
+        self._last = y.clone()
+
+
+@killed_by("test_pack_is_expert_major", "none", says="dim 0 is not L")
+class IntermediateMajor(Plain):
+    """Right numbers, but experts are in dim 1 of w13."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        turned = {**packed.experts, "w13": packed["w13"].transpose(0, 1).contiguous()}
+        return PackedWeights(packed.backend, turned, packed.shared)
+
+    def apply(self, y, tokens, weights, workspace):
+        turned = {**weights.experts, "w13": weights["w13"].transpose(0, 1).contiguous()}
+        super().apply(y, tokens, replace(weights, experts=turned), workspace)
+
+
+@killed_by("test_pack_is_expert_major", "none", says="depends on the order")
+class SharedByOrder(Plain):
+    """Keeps w2's bias as shared, though it belongs to the experts."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        experts = {n: t for n, t in packed.experts.items() if n != "w2_bias"}
+        return replace(packed, experts=experts, shared={"w2_bias": packed["w2_bias"]})
+
+
+@killed_by("test_memory_is_stated", "local", says="stated are")
+class MemoryUnderstated(Plain):
+    """States no memory, and allocates some."""
+
+    def transient_bytes(self, rows):
+        return 0
+
+
+@killed_by("test_fresh_output", says="changed an earlier output")
+class AliasesInput(Plain):
+    """Keeps its result where a later call overwrites it."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        self._kept = getattr(self, "_kept", None)
+        if self._kept is not None:
+            self._kept.zero_()
+        self._kept = y
+
+
+@killed_by("test_dtype", "float32", says="shape mismatch", reduces=True)
+class PairsDeclaredReduced(Pairs):
+    """Declares that it sums over K, and does not."""
+
+
+@killed_by("test_dtype", "float32", says="relative error|size of tensor", reduces=False)
+class ReducedDeclaredPairs(Plain):
+    """Declares that it does not sum over K, and does."""
+
+
+def refuse(problem):
+    return ["fp8_block is for another day"] if problem.quant.name == "fp8_block" else []
+
+
+@killed_by("test_declared_is_reachable", says="always refused", check=refuse)
+class RefusesWhatItDeclares(Plain):
+    """Refuses a scheme that its spec declares, everywhere."""
+
+
+ANSWERS = itertools.count()
+
+
+def fickle(problem):
+    return [f"reason {next(ANSWERS)}"] if problem.device.type == "xpu" else []
+
+
+@killed_by("test_unsupported_answers_for_any_device", says=".", check=fickle)
+class ChangesItsMind(Plain):
+    """Gives other reasons every time."""
+
+
+@killed_by("test_outputs_beyond_float16", says=".")
+class RoundsBeforeWeighting(Plain):
+    """Declares weights_in_fp32 and rounds an expert's output before it is weighted."""
+
+    def weighted(self, result, weights):
+        return result.to(self.problem.dtype).float() * weights
+
+
+def careless(problem):
+    return [] if problem.device.capability else [problem.device.capability[0]]
+
+
+@killed_by(
+    "test_unsupported_answers_for_any_device", says="its check failed: TypeError", check=careless
+)
+class CannotBeAsked(Plain):
+    """Raises where it is asked about a CPU."""
+
+
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()
+
+
+def test_other_tests_miss_experts_in_another_dimension():
+    suite(IntermediateMajor, "torch").test_dtype("bfloat16")

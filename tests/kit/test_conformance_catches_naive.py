@@ -1,0 +1,523 @@
+"""Deliberately wrong dispatchers that move tokens: each must fail a named test of the kit.
+
+They are `naive` with one fault. The kit runs them on four processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance_catches import suite
+from moekit_naive.dispatcher import NaiveDispatcher
+
+from moekit import ParallelConfig, Routing
+from moekit.backends.local import LocalDispatcher
+from moekit.contract import PrepareAndFinalize
+from moekit.errors import MoekitError, PeerFailed
+from moekit.runtime.overlap import Pending
+
+
+class Naive_(NaiveDispatcher):
+    """The right control where tokens move."""
+
+
+_right: set[tuple[Any, ...]] = set()
+
+
+def caught_naive(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
+    """`caught` for mutants of `naive`; a kit test runs once for the right control."""
+    if (test, *args) not in _right:
+        getattr(suite(Naive_, "naive"), test)(*args)
+        _right.add((test, *args))
+    with pytest.raises(Exception, match=says):
+        getattr(suite(wrong, "naive", **declared), test)(*args)
+
+
+# -- groups --------------------------------------------------------------------
+
+
+class World(NaiveDispatcher):
+    def __init__(self, spec, problem, group=None):
+        moves = problem.parallel.moves_tokens
+        super().__init__(spec, problem, dist.group.WORLD if moves else None)
+
+
+class WorldForTransfers(NaiveDispatcher):
+    """Resolves its group, but exchanges sizes in WORLD."""
+
+    def _exchange_headers(self, header):
+        mine = torch.tensor(header)
+        everyone = mine.new_empty(dist.get_world_size() * len(header))
+        dist.all_gather_into_tensor(everyone, mine)
+        return everyone.view(-1, len(header)).tolist()[: self.group.size()]
+
+
+class SharesByGlobalRank(NaiveDispatcher):
+    def _arrived(self, x_RH, meta_RM, sizes):
+        parallel = self.problem.parallel
+        mine = replace(parallel, ep_rank=dist.get_rank() % parallel.ep_size)
+        asked, self.problem = self.problem, self.problem.replace(parallel=mine)
+        tokens = super()._arrived(x_RH, meta_RM, sizes)
+        self.problem = asked
+        return tokens
+
+
+class SendsFromGlobalRanks(NaiveDispatcher):
+    def _gather(self, mine, sizes):
+        if len(set(sizes.sent)) == 1:
+            return super()._gather(mine, sizes)
+        everyone = mine.new_empty((sizes.rows, mine.shape[1]))
+        for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
+            if rank == dist.get_rank():
+                part.copy_(mine)
+            dist.broadcast(part.view(torch.uint8), src=rank, group=self.group)
+        return everyone, lambda: None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (World, "the process group has 4 ranks"),
+        (WorldForTransfers, "."),
+        (SharesByGlobalRank, "relative error|exact zeros"),
+        (SendsFromGlobalRanks, "not part of group"),
+    ],
+)
+def test_another_group_than_its_own(wrong, says):
+    caught_naive(wrong, "test_groups_at_once", says=says)
+
+
+def wants_world(problem):
+    ranks = problem.parallel.num_ranks
+    if dist.is_initialized() and problem.parallel.moves_tokens and ranks != dist.get_world_size():
+        return [f"the library wants WORLD, which has {dist.get_world_size()} ranks"]
+    return []
+
+
+def test_dispatcher_that_says_it_needs_world_is_skipped():
+    kit = suite(World, "naive", check=wants_world)
+    with pytest.raises(pytest.skip.Exception, match="not WORLD: .*the library wants WORLD"):
+        kit.test_tokens_per_rank("uneven", 2)
+    kit.test_tokens_per_rank("uneven", 4)
+
+
+class NotResolved(NaiveDispatcher):
+    """Takes any group and any problem of the other ranks."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem.replace(parallel=ParallelConfig()), None)
+        moves = problem.parallel.moves_tokens
+        PrepareAndFinalize.__init__(
+            self, spec, problem, (group or dist.group.WORLD) if moves else None
+        )
+        self._local = LocalDispatcher(spec, problem)
+
+
+class GroupForgotten(NaiveDispatcher):
+    """Resolves its group, and keeps it where the kernel does not find it."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._own, self.group = self.group, None
+
+    def _within(self, method, *args):
+        self.group = self._own
+        try:
+            return method(*args)
+        finally:
+            self.group = None
+
+    def prepare(self, *args):
+        return self._within(super().prepare, *args)
+
+    def finalize(self, *args):
+        return self._within(super().finalize, *args)
+
+
+def test_group_not_resolved_or_not_kept():
+    test = "test_group_is_resolved"
+    caught_naive(NotResolved, test, 2, says="ranks compose for different layers")
+    caught_naive(GroupForgotten, test, 2, says="the dispatcher's `group` is None")
+    caught_naive(NotResolved, "test_group_mismatch", 2, says="was taken for")
+
+
+# -- how ranks share experts and tokens ----------------------------------------
+
+
+class TensorRanksStarved(NaiveDispatcher):
+    """Sends tokens to the first of the ranks that hold slices of an expert."""
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        if self.problem.parallel.tp_rank:
+            tokens.topk_ids.fill_(-1)
+        return tokens
+
+
+class PlaceByExpertRank(NaiveDispatcher):
+    """Takes ep_rank for the rank in the group."""
+
+    def _gather(self, mine, sizes):
+        everyone = mine.new_empty((sizes.rows, mine.shape[1]))
+        for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
+            if rank == self.problem.parallel.ep_rank and len(part) == len(mine):
+                part.copy_(mine)
+            dist.broadcast(part.view(torch.uint8), group=self.group, group_src=rank)
+        return everyone, lambda: None
+
+
+SLICES = ParallelConfig(ep_size=2, tp_size=2, dp_size=4)
+SLICES_ONLY = ParallelConfig(tp_size=4, dp_size=4)
+SHARED_SLICES = ParallelConfig(ep_size=2, tp_size=2, dp_size=2)
+SHARED = ParallelConfig(ep_size=4, dp_size=2)
+
+
+@pytest.mark.parametrize("layout", [SLICES, SLICES_ONLY, SHARED_SLICES])
+def test_tensor_parallel_ranks_starved(layout):
+    test = "test_slices_and_shared_tokens"
+    caught_naive(TensorRanksStarved, test, layout, says="relative error")
+    suite(TensorRanksStarved, "naive").test_tokens_per_rank("uneven", 4)  # nothing else sees it
+
+
+def test_place_in_the_group_by_expert_rank():
+    test = "test_slices_and_shared_tokens"
+    caught_naive(PlaceByExpertRank, test, SLICES, says="NaN|relative error")
+    suite(PlaceByExpertRank, "naive").test_tokens_per_rank("uneven", 4)
+
+
+class LeadersOnly(NaiveDispatcher):
+    """Returns results to the first of the ranks that hold the same tokens."""
+
+    def finalize(self, y, dispatched, out_TH):
+        pending = super().finalize(y, dispatched, out_TH)
+        if self.group is None or dispatched.handle.sent[self.group.rank()]:
+            return pending
+        return Pending(lambda: pending.result().zero_())
+
+
+class EachCopySums(NaiveDispatcher):
+    """Adds the results that all ranks with the same tokens would get."""
+
+    def finalize(self, y, dispatched, out_TH):
+        pending = super().finalize(y, dispatched, out_TH)
+        copies = self.problem.parallel.num_ranks // self.problem.parallel.dp_size
+        return Pending(lambda: pending.result().mul_(copies if self.group else 1))
+
+
+@pytest.mark.parametrize("wrong", [LeadersOnly, EachCopySums])
+@pytest.mark.parametrize("layout", [SHARED, SHARED_SLICES])
+def test_fewer_batches_than_ranks(wrong, layout):
+    says = "relative error"
+    caught_naive(wrong, "test_slices_and_shared_tokens", layout, says=says)
+
+
+class EqualShares(NaiveDispatcher):
+    """Takes E // ranks experts for every rank's share."""
+
+    def _arrived(self, x_RH, meta_RM, sizes):
+        tokens, p = super()._arrived(x_RH, meta_RM, sizes), self.problem
+        each = p.num_physical_experts // p.parallel.ep_size
+        ids = meta_RM[:, : p.top_k].long() - each * p.parallel.ep_rank
+        return replace(tokens, topk_ids=torch.where((ids >= 0) & (ids < each), ids, -1))
+
+
+def test_experts_that_do_not_divide():
+    test = "test_experts_do_not_divide_by_ranks"
+    caught_naive(EqualShares, test, 4, says="relative error|exact zeros")
+
+
+class NoTokensNoCall(NaiveDispatcher):
+    def prepare(self, x_TH, routing, quantize):
+        assert len(x_TH), "no tokens"
+        return super().prepare(x_TH, routing, quantize)
+
+
+def test_rank_without_tokens():
+    caught_naive(NoTokensNoCall, "test_tokens_per_rank", "empty_rank", 4, says="no tokens")
+
+
+# -- failures ------------------------------------------------------------------
+
+
+class NoAbort(NaiveDispatcher):
+    def abort(self, reason):
+        pass
+
+
+class AbortAnonymous(NaiveDispatcher):
+    def _agree(self, *args):
+        try:
+            return super()._agree(*args)
+        except PeerFailed:
+            raise PeerFailed("some rank failed") from None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (NoAbort, "got no error although rank 1 failed before prepare"),
+        (AbortAnonymous, "but not that it is rank"),
+    ],
+)
+def test_abort_that_tells_nothing(wrong, says):
+    caught_naive(wrong, "test_failure_without_checks", 2, says=says)
+
+
+class LanesLost(NaiveDispatcher):
+    """Has three buffers, and gives back those of finished calls alone."""
+
+    _free = 3
+
+    def prepare(self, *args):
+        if not self._free:
+            raise MoekitError("no free buffer")
+        self._free -= 1
+        return super().prepare(*args)
+
+    def finalize(self, *args):
+        self._free += 1
+        return super().finalize(*args)
+
+
+def test_abandoned_call_keeps_its_buffer():
+    caught_naive(LanesLost, "test_failure_after_dispatch", 2, says="no free buffer")
+
+
+# -- many calls ----------------------------------------------------------------
+
+
+class Stale(NaiveDispatcher):
+    """Returns the last result again from its n-th call of a number of tokens on."""
+
+    _from = 20
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._seen = {}
+
+    def finalize(self, y, dispatched, out_TH):
+        pending, (count, last) = super().finalize(y, dispatched, out_TH), (0, None)
+        count, last = self._seen.get(len(out_TH), (0, None))
+
+        def arrive():
+            out = pending.result()
+            new = out.clone()
+            if count >= self._from:
+                out.copy_(last)
+            self._seen[len(out_TH)] = (count + 1, new)
+            return out
+
+        return Pending(arrive)
+
+
+class StaleLate(Stale):
+    _from = 60
+
+
+@pytest.mark.parametrize("wrong", [Stale, StaleLate])
+def test_stale_output_of_a_late_call(wrong):
+    caught_naive(wrong, "test_long_run_of_one_shape", 4, says="of one shape: relative error")
+
+
+class KeepsTokens(NaiveDispatcher):
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._kept = []
+
+    def prepare(self, x_TH, routing, quantize):
+        self._kept.append(x_TH)
+        return super().prepare(x_TH, routing, quantize)
+
+
+class KeepsIds(KeepsTokens):
+    def prepare(self, x_TH, routing, quantize):
+        self._kept.append(routing.topk_ids)
+        return NaiveDispatcher.prepare(self, x_TH, routing, quantize)
+
+
+@pytest.mark.parametrize("wrong", [KeepsTokens, KeepsIds])
+def test_tensors_kept_for_ever(wrong):
+    caught_naive(wrong, "test_long_run_of_one_shape", 4, says="12 calls leave")
+
+
+class OneReceiveBuffer(NaiveDispatcher):
+    """Receives all calls' tokens in one buffer."""
+
+    _buffer = None
+
+    def _gather(self, mine, sizes):
+        everyone, wait = super()._gather(mine, sizes)
+        wait()
+        if mine.dtype is torch.int32:
+            return everyone, wait
+        if self._buffer is None:
+            self._buffer = everyone.new_empty((1024, everyone.shape[1]))
+        self._buffer[: len(everyone)] = everyone
+        return self._buffer[: len(everyone)], lambda: None
+
+
+def test_receive_buffer_of_a_call_in_flight_overwritten():
+    caught_naive(OneReceiveBuffer, "test_two_calls_in_flight", 2, says="first of two calls")
+
+
+class BufferOfTheFirstLayer(NaiveDispatcher):
+    """Layers share what was made for the first of them."""
+
+    _columns: dict[Any, int] = {}
+
+    def _arrived(self, x_RH, meta_RM, sizes):
+        k = self._columns.setdefault(self.group, self.problem.top_k)
+        tokens = super()._arrived(x_RH, meta_RM, sizes)
+        tokens.topk_ids[:, k:] = -1
+        return tokens
+
+
+class DestroyedForAll(NaiveDispatcher):
+    """Frees what layers share with the first layer that ends."""
+
+    _open = False
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        DestroyedForAll._open = True
+
+    def prepare(self, *args):
+        assert DestroyedForAll._open, "buffers are gone"
+        return super().prepare(*args)
+
+    def destroy(self):
+        DestroyedForAll._open = False
+
+
+def test_layers_that_share_buffers():
+    test = "test_layers_in_turn"
+    caught_naive(BufferOfTheFirstLayer, test, 2, says="layer 1: relative error")
+    caught_naive(DestroyedForAll, test, 2, says="buffers are gone")
+
+
+# -- numbers and values out of the ordinary ------------------------------------
+
+
+class IdsBelow128(NaiveDispatcher):
+    _below = 128
+
+    def _to_send(self, x_TH, routing, quantize):
+        ids = torch.where(routing.topk_ids < self._below, routing.topk_ids, -1)
+        return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
+
+
+class IdsBelow256(IdsBelow128):
+    _below = 256
+
+
+class IdsBelow512(IdsBelow128):
+    _below = 512
+
+
+class IdsInAByte(NaiveDispatcher):
+    def _to_send(self, x_TH, routing, quantize):
+        ids = torch.where(routing.topk_ids < 0, -1, routing.topk_ids % 256)
+        return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
+
+
+class EightChoices(NaiveDispatcher):
+    def _to_send(self, x_TH, routing, quantize):
+        ids = routing.topk_ids.clone()
+        ids[:, 8:] = -1
+        return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
+
+
+class Rows1024(NaiveDispatcher):
+    """Hands over 1024 rows at most."""
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        tokens.topk_ids[1024:] = -1
+        return tokens
+
+
+class Assignments32768(NaiveDispatcher):
+    """Counts assignments in 16 bits."""
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        tokens.topk_ids.view(-1)[32768:] = -1
+        return tokens
+
+
+class OtherWeights(NaiveDispatcher):
+    def _instead(self, weights):
+        return weights
+
+    def _to_send(self, x_TH, routing, quantize):
+        changed = Routing(self._instead(routing.topk_weights), routing.topk_ids)
+        return super()._to_send(x_TH, changed, quantize)
+
+
+class WeightsNotNegative(OtherWeights):
+    def _instead(self, weights):
+        return weights.abs()
+
+
+class WeightsUpTo2(OtherWeights):
+    def _instead(self, weights):
+        return weights.clamp(max=2)
+
+
+class ZeroWeightIsNaN(OtherWeights):
+    def _instead(self, weights):
+        return weights * (weights / weights)
+
+
+class OtherTokens(NaiveDispatcher):
+    def _instead(self, x):
+        return x
+
+    def prepare(self, x_TH, routing, quantize):
+        return super().prepare(self._instead(x_TH), routing, quantize)
+
+
+class Within8(OtherTokens):
+    def _instead(self, x):
+        return x.clamp(-8, 8)
+
+
+class Within100(OtherTokens):
+    def _instead(self, x):
+        return x.clamp(-100, 100)
+
+
+class NaNHidden(OtherTokens):
+    def _instead(self, x):
+        return x.nan_to_num()
+
+
+class NaNSpreads(OtherTokens):
+    def _instead(self, x):
+        return x + 0 * x.sum()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(IdsBelow128, IdsBelow256, IdsBelow512, IdsInAByte, EightChoices),
+        *(Rows1024, Assignments32768),
+        *(WeightsNotNegative, WeightsUpTo2, ZeroWeightIsNaN),
+        *(Within8, Within100, NaNHidden, NaNSpreads),
+    ],
+)
+def test_numbers_and_values_out_of_the_ordinary(wrong):
+    caught_naive(wrong, "test_many_assignments", 4, says="tokens are wrong")
+
+
+class Columns4096(OtherTokens):
+    def _instead(self, x):
+        return torch.cat([x[:, :4096], torch.zeros_like(x[:, 4096:])], dim=1)
+
+
+def test_rows_wider_than_a_buffer():
+    caught_naive(Columns4096, "test_wide_rows", 4, says="tokens are wrong")

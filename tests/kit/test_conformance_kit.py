@@ -1,0 +1,248 @@
+"""The kit's own rules: no silent overrides, expected failures, seeds, tolerances, `run`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moekit
+from moekit import MoEProblem
+from moekit.problem.activation import Activation
+from moekit.testing import ExpertsConformance, assert_close, cases, memory, run, tolerance
+from moekit.testing.arithmetic import CONTROL_TOKENS
+from moekit.testing.calls import check_negative_controls, same_bits
+from moekit.testing.compare import complain, relative_error
+
+pytest_plugins = "pytester"
+
+PROBLEM = MoEProblem(num_experts=4, top_k=2, hidden_size=64, intermediate_size=32, device="cpu")
+
+
+def test_redefining_a_kit_test_is_refused():
+    with pytest.raises(TypeError, match="redefines test_bias.*expected_failures"):
+
+        class TestAcme(ExpertsConformance):
+            backend = "reference"
+
+            def test_bias(self):
+                pass
+
+
+def test_deleting_a_kit_test_is_refused():
+    with pytest.raises(TypeError, match="redefines test_bias"):
+
+        class TestAcme(ExpertsConformance):
+            test_bias = None
+
+
+def test_a_mixin_cannot_override_either():
+    class Mixin:
+        def test_scheme(self):
+            pass
+
+        def _check(self):
+            pass
+
+    with pytest.raises(TypeError, match="(?s)Mixin redefines _check.*Mixin redefines test_scheme"):
+
+        class TestAcme(Mixin, ExpertsConformance):
+            backend = "reference"
+
+
+def test_overriding_afterwards_is_seen():
+    class TestAcme(ExpertsConformance):
+        backend = "reference"
+
+    TestAcme().test_kit_is_not_overridden()
+    TestAcme.test_bias = None
+    with pytest.raises(AssertionError, match="redefines test_bias"):
+        TestAcme().test_kit_is_not_overridden()
+
+
+@pytest.mark.parametrize(
+    ("failures", "says"),
+    [({"test_biass": "typo"}, "no test of it"), ({"test_bias": " "}, "gives no reason")],
+)
+def test_expected_failures_are_checked(failures, says):
+    with pytest.raises(TypeError, match=says):
+        type("TestAcme", (ExpertsConformance,), {"expected_failures": failures})
+
+
+def test_expected_failures_are_strict(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(moekit.__file__).parents[1]))
+    pytester.makepyfile(
+        """
+        import moekit.backends.reference
+        from moekit.testing import ExpertsConformance
+
+        class TestAcme(ExpertsConformance):
+            backend = "reference"
+            device = "cpu"
+            expected_failures = {"test_dtype[float32]": "it does not", "test_top_1": "broken here"}
+
+            def test_of_its_own(self):
+                pass
+
+        real = moekit.backends.reference.ReferenceExperts.apply
+
+        def broken(self, y, tokens, weights, workspace):
+            real(self, y, tokens, weights, workspace)
+            if self.problem.top_k == 1:
+                y.zero_()
+
+        moekit.backends.reference.ReferenceExperts.apply = broken
+        """
+    )
+    result = pytester.runpytest_subprocess("-k", "test_dtype or test_top_1 or own", "-rxX")
+    result.assert_outcomes(passed=3, xfailed=1, failed=1)
+    result.stdout.fnmatch_lines(["*XPASS(strict)*it does not*"])
+    result.stdout.fnmatch_lines(["XFAIL*test_top_1*broken here*"])
+
+
+def test_a_failure_says_how_to_repeat_it():
+    case = cases.make_case(PROBLEM, 9)
+    with pytest.raises(AssertionError, match=f"MOEKIT_TEST_SEED={cases.seed()}"):
+        assert_close(torch.zeros_like(case.x), case.reference(), PROBLEM)
+
+
+def test_seed_decides_the_data(monkeypatch):
+    def data():
+        case = cases.make_case(PROBLEM, 9, "slots")
+        return [case.x, case.weights.w13, case.routing.topk_ids]
+
+    monkeypatch.setenv(cases.SEED_VARIABLE, "1")
+    first, again = data(), data()
+    monkeypatch.setenv(cases.SEED_VARIABLE, "2")
+    assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(same_bits(a, b) for a, b in zip(first, data(), strict=True))
+
+
+def test_comparison_rejects_what_is_no_result():
+    ref = torch.randn(9, 64)
+    right = ref.to(PROBLEM.dtype)
+    assert not complain(right, ref, PROBLEM)
+    assert "shape" in complain(right[:-1], ref, PROBLEM)
+    assert "float32" in complain(ref, ref, PROBLEM)
+    assert "all zeros" in complain(torch.zeros_like(right), ref, PROBLEM)
+    for value in (float("nan"), float("inf")):
+        bad = right.clone()
+        bad[4, 7] = value
+        assert "[4, 7]" in complain(bad, ref, PROBLEM)
+    idle = ref.clone()
+    idle[2] = 0
+    assert "exact zeros" in complain(right, idle, PROBLEM)
+    assert not complain(torch.zeros_like(right), torch.zeros_like(ref), PROBLEM)
+
+
+def test_comparison_sees_one_row_and_one_element_among_many():
+    ref = torch.randn(16384, 64)
+    for where in (2048, (2048, 5)):
+        bad = ref.clone()
+        bad[where] = 0.0 if isinstance(where, int) else bad[where] + 1.0
+        assert relative_error(bad, ref) < 2 * tolerance(PROBLEM).rms
+        assert "[2048, " in complain(bad.to(PROBLEM.dtype), ref, PROBLEM)
+
+
+def test_peak_memory_of_a_function():
+    def function():
+        a = torch.empty(1000, dtype=torch.uint8)
+        b = torch.empty(500, dtype=torch.uint8)
+        del a
+        kept.append(b[:10])
+        return torch.zeros(700, dtype=torch.uint8).view(70, 10).add_(1)
+
+    kept: list[torch.Tensor] = []
+    assert memory.measure(torch.device("cpu"), function) == (1500, 500)
+
+
+def test_poisoned_allocations():
+    with memory.poisoned_allocations():
+        made = [torch.empty(3), torch.empty_like(torch.ones(3)), torch.ones(3).new_empty(3)]
+        assert all(bool(t.isnan().all()) for t in made)
+        assert bool((torch.zeros(3) == 0).all())
+
+
+def test_what_is_undeclared_is_one_line(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(moekit.__file__).parents[1]))
+    pytester.makepyfile(
+        test_acme="""
+        from dataclasses import replace
+        from moekit import Registry, registry
+        from moekit.testing import ExpertsConformance
+
+        backends = Registry(plugins=registry().plugins)
+        few = frozenset({"none", "fp8_block"})
+        backends.register(replace(registry().expert("reference"), name="acme", schemes=few))
+
+        class TestAcme(ExpertsConformance):
+            backend, backends, device = "acme", backends, "cpu"
+        """
+    )
+    result = pytester.runpytest_subprocess("-k", "scheme or undeclared or pack_is_pure", "-rs")
+    result.assert_outcomes(passed=5, skipped=2)  # gate and up of no scheme have a scale each
+    lines = [line for line in result.outlines if "scheme int8_w8a16" in line]
+    assert len(lines) == 1 and "not declared, so refused: scheme fp8_tensor" in lines[0]
+
+
+@pytest.mark.parametrize("seed", [*range(0, 300, 10), 1034])
+def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
+    """Seed 1034 let "clamp dropped" pass when the bounds had no mean and the limit was 3."""
+    monkeypatch.setenv(cases.SEED_VARIABLE, str(seed))
+    problem = PROBLEM.replace(
+        num_experts=6, hidden_size=96, intermediate_size=80, has_bias=True, quant="nvfp4"
+    )
+    limit = Activation("silu", limit=cases.GATE_STD / 2)
+    for p in (problem, problem.replace(activation=limit)):
+        check_negative_controls(cases.make_case(p, CONTROL_TOKENS, "slots"))
+
+
+def test_run_checks_an_installed_backend():
+    code = "import sys, moekit.testing as t; sys.exit(t.run('reference', ['-q', '-k', 'dtype']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+def test_run_fails_when_everything_is_skipped(capsys):
+    code = "import sys, moekit.testing as t; sys.exit(t.run('local', ['-q', '-k', 'graph']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""},
+    )
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "nothing is shown about it" in done.stdout
+
+
+def test_numbers_of_ranks_can_be_asked_for(monkeypatch):
+    code = "import moekit.testing as t; t.run('local', ['--collect-only', '-q', '-k', 'memory'])"
+    answers = {"3,8": ["[3ranks]", "[8ranks]"], "3,all": ["want numbers"], "9": ["from 1 to 8"]}
+    for asked, shown in answers.items():
+        monkeypatch.setenv("MOEKIT_TEST_WORLD_SIZES", asked)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        assert all(text in said for text in shown) and "[2ranks]" not in said, said
+
+
+def test_run_of_an_unknown_name():
+    with pytest.raises(ValueError, match="no experts backend named 'nonesuch'"):
+        run("nonesuch")
+
+
+def test_pytest_is_optional():
+    code = """
+import sys, moekit
+assert "pytest" not in sys.modules and "_pytest" not in sys.modules
+sys.modules["pytest"] = None
+try:
+    import moekit.testing
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'moekit[testing]'" in done.stdout, done.stdout + done.stderr

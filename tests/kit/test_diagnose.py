@@ -1,0 +1,146 @@
+"""The diagnosis of wrong outputs: each known mistake is named, and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moekit import MoEProblem, Routing
+from moekit.backends.reference import oracle
+from moekit.problem.activation import Activation
+from moekit.testing import assert_close, cases
+from moekit.testing.diagnose import diagnose
+
+PROBLEM = MoEProblem(
+    num_experts=6, top_k=3, hidden_size=96, intermediate_size=80, has_bias=True, device="cpu"
+)
+CASE = cases.make_case(PROBLEM, 17)
+RIGHT = CASE.reference()
+
+
+def result(case=CASE, *, problem=PROBLEM, ids=None, topk_weights=None, **weights):
+    routing = Routing(
+        case.routing.topk_weights if topk_weights is None else topk_weights,
+        case.routing.topk_ids if ids is None else ids,
+    )
+    return oracle(case.x, replace(case.weights, **weights), routing, problem)
+
+
+def swap_gate_and_up(experts):
+    w13 = CASE.weights.w13.clone()
+    w13[experts] = w13[experts].roll(80, dims=1)
+    bias = CASE.weights.w13_bias
+    return result(w13=w13, w13_bias=bias)
+
+
+def without(dropped):
+    return result(ids=torch.where(dropped, -1, CASE.routing.topk_ids))
+
+
+def exchanged():
+    out = RIGHT.clone()
+    out[[3, 5]] = out[[5, 3]]
+    return out
+
+
+def rank_in_expert():
+    ids = CASE.routing.topk_ids.flatten()
+    one_hot = ids[:, None] == torch.arange(6)
+    return (one_hot.cumsum(0) * one_hot).sum(1).view_as(CASE.routing.topk_ids)
+
+
+IDS, SCALES = CASE.routing.topk_ids, CASE.routing.topk_weights
+SLOT = torch.arange(3).expand_as(IDS)
+
+KNOWN = {
+    "expert 3 of 6 wrong: gate and up swapped": lambda: swap_gate_and_up([3]),
+    "experts 2, 4 of 6 wrong: gate and up swapped": lambda: swap_gate_and_up([2, 4]),
+    "looks like: gate and up swapped": lambda: swap_gate_and_up(slice(None)),
+    "looks like: gate and up taken for alternating rows": lambda: result(
+        w13=torch.cat((CASE.weights.w13[:, 0::2], CASE.weights.w13[:, 1::2]), dim=1)
+    ),
+    "looks like: w2 read as if it were transposed": lambda: result(
+        w2=CASE.weights.w2.reshape(6, 80, 96).mT
+    ),
+    "looks like: w13 read as if it were transposed": lambda: result(
+        w13=CASE.weights.w13.reshape(6, 96, 160).mT
+    ),
+    "looks like: zeros": lambda: torch.zeros_like(RIGHT),
+    "looks like: doubled": lambda: 2 * RIGHT,
+    "everything is 1.5 times too large": lambda: 1.5 * RIGHT,
+    "everything is 1.01 times too large": lambda: 1.01 * RIGHT,
+    "looks like: router weights applied twice": lambda: result(topk_weights=SCALES.square()),
+    "looks like: router weights not applied": lambda: result(topk_weights=SCALES.clone().fill_(1)),
+    "looks like: router weights normalized": lambda: result(
+        topk_weights=SCALES / SCALES.sum(dim=1, keepdim=True)
+    ),
+    "looks like: w2's bias dropped": lambda: result(w2_bias=torch.zeros_like(CASE.weights.w2_bias)),
+    "looks like: w13's bias dropped": lambda: result(
+        w13_bias=torch.zeros_like(CASE.weights.w13_bias)
+    ),
+    "looks like: the activation is gelu": lambda: result(
+        problem=PROBLEM.replace(activation="gelu")
+    ),
+    "those of slots from 2 on": lambda: without(SLOT == 2),
+    "those of slots 0": lambda: without(SLOT == 0),
+    "those of experts from 4 on": lambda: without(IDS >= 4),
+    "those of experts 1, 3": lambda: without((IDS == 1) | (IDS == 3)),
+    "those of rows of an expert from 5 on": lambda: without(rank_in_expert() > 5),
+    "2 tokens have other tokens' results: token 3 has 5's, 5 has 3's": exchanged,
+}
+
+
+@pytest.mark.parametrize("says", KNOWN)
+def test_a_known_mistake_is_named(says):
+    found = diagnose(KNOWN[says]().to(PROBLEM.dtype), CASE)
+    assert says in found
+
+
+def test_a_dropped_clamp_is_named():
+    problem = PROBLEM.replace(activation=Activation("silu", limit=1.0))
+    case = cases.make_case(problem, 17)
+    out = oracle(case.x, case.weights, case.routing, PROBLEM).to(problem.dtype)
+    assert diagnose(out, case) == "looks like: clamp dropped"
+
+
+def test_an_earlier_result_is_named():
+    old = [torch.ones(3, 96), cases.make_case(PROBLEM, 17, key=2).reference(), RIGHT]
+    assert diagnose(old[1], CASE, old) == "the output is that of 2 calls before"
+
+
+def test_rows_that_are_not_finite_are_explained():
+    case = cases.make_case(PROBLEM, 17, "rows")
+    idle = (case.routing.topk_ids < 0).all(dim=1)
+    out = case.reference()
+    out[idle] = float("nan")
+    assert "tokens without an expert are not written" in diagnose(out, case)
+    slots = cases.make_case(PROBLEM, 17, "slots")
+    out = slots.reference()
+    out[(slots.routing.topk_ids < 0).any(dim=1)] = float("nan")
+    assert "a slot of -1" in diagnose(out, slots)
+    spoilt = replace(CASE, x=CASE.x.clone())
+    spoilt.x[4] = float("nan")
+    out = RIGHT.clone()
+    out[[4, 5]] = float("nan")
+    assert "spoils other tokens" in diagnose(out, spoilt)
+    assert "every row is NaN" in diagnose(torch.full_like(RIGHT, float("inf")), CASE)
+
+
+def test_an_unknown_mistake_has_no_name():
+    noise = torch.randn(RIGHT.shape, generator=torch.Generator().manual_seed(1))
+    assert diagnose(RIGHT * (1 + 0.1 * noise), CASE) == ""
+    assert diagnose(RIGHT[:-1], CASE) == ""
+
+
+def test_a_failure_begins_with_the_diagnosis():
+    out = swap_gate_and_up([3]).to(PROBLEM.dtype)
+    says = "^output: expert 3 of 6 wrong: gate and up swapped: relative error too large: RMS"
+    with pytest.raises(AssertionError, match=says):
+        assert_close(out, RIGHT, PROBLEM, case=CASE)
+
+
+def test_a_broken_diagnosis_does_not_hide_the_failure():
+    with pytest.raises(AssertionError, match="(?s)no diagnosis.*relative error too large"):
+        assert_close(2 * RIGHT.to(PROBLEM.dtype), RIGHT, PROBLEM, case=replace(CASE, weights=None))

@@ -1,0 +1,401 @@
+"""Whole layers over ranks: benchmarks/layer_dispatch.py, `tune --ep`, and the choice from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from moekit_bench.bench import dispatch_layers
+from moekit_bench.bench import dispatch_layers_cli as layers
+from moekit_bench.bench.dispatch_layers import LayerCell, measure_layers, merge_layers
+from moekit_bench.tune import regret
+from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
+
+import moekit
+from moekit.cli.main import main as moekit_main
+from moekit.discovery.registry import Registry
+from moekit.discovery.specs import DispatcherSpec
+from moekit.errors import GroupMismatch, MoekitError
+from moekit.problem import ActivationFormat, ParallelConfig
+from moekit.runtime.overlap import Pending
+from moekit.selection import select
+from moekit.selection.tuned import Key, table
+from moekit.testing.distributed import RankPool
+
+naive = pytest.importorskip("moekit_naive.dispatcher")
+
+tuned = pytest.fixture(no_tables, name="tuned")
+
+FAST = "--device cpu --layer 8:2:128:128 --replays 2 --inputs 2 --experts torch".split()
+MOVING = PROBLEM.replace(num_experts=16, parallel=ParallelConfig(ep_size=4))
+
+
+class Halving(naive.NaiveDispatcher):
+    """Gives half of what it should."""
+
+    def finalize(self, y, dispatched, out_TH):
+        return Pending.ready(super().finalize(y, dispatched, out_TH).result().mul_(0.5))
+
+
+class Failing(naive.NaiveDispatcher):
+    def prepare(self, x_TH, routing, quantize):
+        raise moekit.MoekitError("on purpose")
+
+
+@pytest.fixture
+def bad_ones():
+    """`halving` and `failing` beside the installed ones."""
+    spec = moekit.registry().dispatcher("naive")
+    made = [
+        replace(spec, name=name.lower(), target=f"{__name__}:{name}", priority=-50)
+        for name in ("Halving", "Failing")
+    ]
+    for each in made:
+        moekit.registry().register(each)
+    yield
+    for each in made:
+        moekit.registry().unregister(each)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def script():
+    file = Path(__file__).parents[2] / "benchmarks" / "layer_dispatch.py"
+    spec = importlib.util.spec_from_file_location("layer_dispatch", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = script().main([*FAST, *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# -- the script ------------------------------------------------------------------------------------
+
+
+def test_a_sweep(tuned, capsys, tmp_path) -> None:
+    file, report = tmp_path / "l.json", tmp_path / "l.md"
+    options = "--dispatchers naive --tokens 1,9 --quant none,fp8_block --overlap".split()
+    code, out, err = run(capsys, *options, "--json", str(file), "--markdown", str(report))
+    data = json.loads(file.read_text())
+    assert code == 0 and out == "" and "[4/4" in err
+    assert (data["what"], data["ranks"]) == ("layers", 2)
+    assert {(c["scheme"], c["tokens"]) for c in data["cells"]} == {
+        (s, t) for s in ("none", "fp8_block") for t in (1, 9)
+    }
+    for cell in data["cells"]:
+        (r,) = cell["pairs"]
+        assert (r["dispatcher"], r["experts"], r["reason"]) == ("naive", "torch", "")
+        assert r["right"] and r["us"] == r["eager_us"] > 0 and r["graph_us"] is None
+        assert 0 < r["error"] < (2e-2 if cell["scheme"] == "none" else 0.12)
+        assert r["spread_us"][0] <= r["spread_us"][1] and r["stated_bytes"] > 0
+        o = r["overlap"]
+        assert all(o[n] > 0 for n in o if n.endswith("_us")) and len(o) == 10
+        assert max(o[n] for n in o if n.startswith("error_")) < 1e-2
+    text = report.read_text()
+    assert "| naive | torch | **" in text and "| T | fastest |" in text
+    assert "Two micro-batches of 9" not in text and "Two micro-batches of T tokens" in text
+    assert script().main(["--from", str(file)]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_wrong_failing_and_refused(tuned, capsys, tmp_path, bad_ones) -> None:
+    file = tmp_path / "l.json"
+    names = "halving,failing,naive,deepep_ll" if _known("deepep_ll") else "halving,failing,naive"
+    options = ["--dispatchers", names, "--tokens", "4", "--quant", "none", "--json", str(file)]
+    code, out, _ = run(capsys, *options)
+    halving, failing, right = json.loads(file.read_text())["cells"][0]["pairs"]
+    assert code == 1
+    assert not halving["right"] and halving["error"] == pytest.approx(0.5, rel=0.05)
+    assert failing["us"] is None and "on purpose" in failing["reason"]
+    assert right["right"] and "~~" in out and "on purpose" in out
+    refused = {r["name"] for r in json.loads(file.read_text())["refused"]}
+    assert refused == ({"deepep_ll"} if _known("deepep_ll") else set())
+
+
+def test_times_on_shared_devices_are_no_times(tuned, capsys, tmp_path) -> None:
+    """The errors count; no table and no regret is made of the times."""
+    file = tmp_path / "l.json"
+    options = "--dispatchers naive --tokens 3 --quant none --overlap --share-devices --json".split()
+    code, out, _ = run(capsys, *options, str(file))
+    data = json.loads(file.read_text())
+    assert code == 0 and "| T | fastest |" in out, "on the CPU nothing is shared"
+    assert data["settings"]["share_devices"] is False
+    data["settings"]["share_devices"] = True
+    file.write_text(json.dumps(data))
+    assert script().main(["--from", str(file)]) == 0
+    out = capsys.readouterr().out
+    (pair,) = data["cells"][0]["pairs"]
+    error = f"{pair['error']:.1e}"
+    assert f"| naive | torch | {error} |  |" in out and "there are no times" in out
+    assert "**" not in out.partition("## none")[2] and "saved" not in out and "fastest" not in out
+    for action in ("--select", "--regret"):
+        assert moekit_main(["tune", action, "--from", str(file)]) == 2
+        assert "2 ranks took turns on fewer devices (--share-devices)" in capsys.readouterr().err
+
+
+def compose_without_naive_on_one_rank(rank, world_size):
+    known = Registry.discover({"MOEKIT_BLOCK": "naive"} if rank == 1 else {})
+    problem = PROBLEM.replace(
+        num_experts=8, parallel=ParallelConfig(ep_size=world_size, ep_rank=rank)
+    )
+    try:
+        return str(moekit.compose(problem, "naive", "torch", backends=known))
+    except MoekitError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_cannot_choose_keeps_no_other_waiting(pool) -> None:
+    others, own = pool.run(compose_without_naive_on_one_rank)
+    assert others.startswith("GroupMismatch: ") and own.partition(":")[0] in others, others
+    assert "rank 1: " in others and "naive" in others
+    assert not own.startswith("GroupMismatch") and "naive" in own
+
+
+def _known(name: str) -> bool:
+    return name in moekit.registry().dispatchers
+
+
+def test_time_that_is_over_starts_nothing(tuned, capsys) -> None:
+    code, out, _ = run(capsys, *"--dispatchers naive --tokens 1 --quant none --seconds 0".split())
+    assert code == 1 and "--seconds 0 were over" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--ranks 1", "at least 2"),
+        ("--layer 8:2", "shape '8:2' is unknown"),
+        ("--experts nobody", "'nobody'"),
+        ("--dispatchers nobody", "'nobody'"),
+        ("--routing odd", "odd"),
+    ],
+)
+def test_wrong_questions(capsys, argv: str, said: str) -> None:
+    code, out, err = run(capsys, *argv.split())
+    assert code == 2 and out == "" and said in err
+
+
+# -- a rank's measurement --------------------------------------------------------------------------
+
+
+def layer_problem(ranks: int, **changes):
+    values = {
+        "num_experts": 9,
+        "top_k": 2,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "max_num_tokens": 7,
+        "parallel": ParallelConfig(ep_size=ranks),
+        "device": "cpu",
+    }
+    return moekit.MoEProblem(**{**values, **changes})
+
+
+def oracle_of(rank, world_size, cell):
+    """This rank's oracle rows, and a layer of one rank with everyone's experts."""
+    parallel = replace(cell.problem.parallel, ep_rank=rank)
+    with torch.inference_mode():
+        mine = dispatch_layers._Rank(cell.problem.replace(parallel=parallel), cell)
+        everyone = [None] * world_size
+        torch.distributed.all_gather_object(everyone, mine.weights.tensors())
+    whole = moekit.ExpertWeights(**{n: torch.cat([w[n] for w in everyone]) for n in everyone[0]})
+    alone = cell.problem.replace(parallel=ParallelConfig())
+    kernel = moekit.compose(alone, "local", "reference")
+    out = kernel(mine.pairs[0][0], kernel.pack(whole), mine.pairs[0][1])
+    return mine.want, out[mine.rows]
+
+
+def test_the_oracle_is_that_of_one_rank_with_all_experts(pool) -> None:
+    """Also where experts do not divide by the ranks."""
+    cell = LayerCell(moekit.registry().dispatcher("naive"), ("torch",), layer_problem(2), 7)
+    for want, out in pool.run(oracle_of, cell):
+        assert len(want) == 7 and bool(want.any())
+        torch.testing.assert_close(want, out.float(), rtol=2e-2, atol=2e-2 * float(want.std()))
+
+
+def test_one_that_cannot_be_composed_leaves_the_others(pool) -> None:
+    cell = LayerCell(
+        moekit.registry().dispatcher("naive"), ("nobody", "torch"), layer_problem(2), 7, replays=2
+    )
+    nobody, right = merge_layers(pool.run(measure_layers, cell))
+    assert "nobody" in nobody["reason"] and nobody["us"] is None
+    assert right["right"] and right["reason"] == "" and right["copied"] == 0.0
+
+
+# -- tune --ep, and the choice -------------------------------------------------------------------
+
+TUNE = "tune --ep 2 --device cpu --shapes 8:2:128:128 --quant none --experts torch".split()
+TUNE += ["--replays", "2"]
+
+
+def test_tune_select_fills_the_table_and_regret_reads_it(tuned: Path, capsys) -> None:
+    options = ["--dispatcher", "naive", "--tokens", "1,4"]
+    assert moekit_main([*TUNE, "--select", *options]) == 0
+    out = capsys.readouterr().out
+    assert "8:2:128:128 none on 2 ranks" in out and "| 4 |" in out and "0.0 %" in out
+    (file,) = tuned.glob("*.json")
+    (key,) = table.read(file)
+    assert (key.ranks, key.experts) == (2, 4)
+    times = table.read(file)[key]["naive", "torch"]
+    assert sorted(times) == [1, 4] and times[1].us > 0 and times[1].copied == 0.0
+    assert "moekit-naive" in times[1].made_with
+    before = file.read_text()
+    assert moekit_main([*TUNE, "--select", *options]) == 0  # known: not measured again
+    assert file.read_text() == before
+    assert moekit_main([*TUNE, "--select", *options, "--again"]) == 0
+    assert file.read_text() != before
+
+
+def test_regret_measures_again(tuned: Path, capsys, tmp_path) -> None:
+    file = tmp_path / "l.json"
+    options = ["--dispatcher", "naive", "--tokens", "4", "--limit", "1e9", "--json", str(file)]
+    assert moekit_main([*TUNE, "--regret", *options]) == 0
+    out = capsys.readouterr().out
+    assert "naive + torch" in out and "worst regret 0.0 %" in out
+    assert moekit_main(["tune", "--regret", "--from", str(file)]) == 0
+    assert "naive + torch" in capsys.readouterr().out
+
+
+def test_a_recorded_run_fills_the_table(tuned: Path, capsys, tmp_path) -> None:
+    file = tmp_path / "l.json"
+    options = ["--dispatchers", "naive", "--tokens", "1,4", "--quant", "none", "--json", str(file)]
+    assert run(capsys, *options)[0] == 0
+    assert moekit_main(["tune", "--select", "--from", str(file)]) == 0
+    assert "| 4 |" in capsys.readouterr().out
+    data = json.loads(file.read_text())
+    (key,) = made = table.read(next(tuned.glob("*.json")))
+    times = made[key]["naive", "torch"]
+    cells = {c["tokens"]: c["pairs"][0]["us"] for c in data["cells"]}
+    assert {t: r.us for t, r in times.items()} == {t: round(us, 3) for t, us in cells.items()}
+    assert key.ranks == 2 and times[1].date == data["date"] and "torch 2" in times[1].made_with
+    # Who does not take part at the largest T is a choice at the others.
+    data["cells"][0]["pairs"].append(
+        {"dispatcher": "small", "experts": "torch", "us": 0.1, "right": True, "copied": 0.0}
+    )
+    file.write_text(json.dumps(data))
+    assert moekit_main(["tune", "--select", "--from", str(file)]) == 0
+    assert "| small + torch | 0.1 | 0.0 % |" in capsys.readouterr().out
+    file.write_text("[]")
+    assert moekit_main(["tune", "--select", "--from", str(file)]) == 2
+    assert "no JSON object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--gpus", "3"], ["--regret", "--from", "x.json"]])
+def test_tune_wrong_questions(tuned: Path, capsys, more) -> None:
+    what = [] if "--regret" in more else ["--select"]
+    assert moekit_main([*TUNE, *what, *more]) == 2
+    assert "leave out --gpus; and with --from, which tells the ranks" in capsys.readouterr().err
+
+
+def movers(*experts: str) -> Registry:
+    found = fakes(*experts)
+    for name, format in (("rows", ActivationFormat.STANDARD), ("slabs", ActivationFormat.BATCHED)):
+        found.register(
+            DispatcherSpec(
+                name=name,
+                target="moekit.backends.local:LocalDispatcher",
+                format=format,
+                moves_tokens=True,
+            )
+        )
+    return found
+
+
+def test_the_pair_that_is_fastest_at_the_capacity_is_chosen(tuned: Path) -> None:
+    """Not the one that is best on average: a kernel's capacity is what its calls cost."""
+    times = {
+        "slabs+a": {1: 10.0, 16: 20.0, 256: 4000.0},
+        "rows+a": {1: 30.0, 16: 40.0, 256: 100.0},
+        "rows+b": {1: 50.0, 16: 30.0, 256: 500.0},
+    }
+    write_table(tuned / "x.json", make_table(times, MOVING))
+
+    def chosen(most: int) -> str:
+        problem = MOVING.replace(max_num_tokens=most)
+        return str(moekit.explain(problem, backends=movers("a", "b")).chosen)
+
+    assert [chosen(t) for t in (1, 16, 256)] == ["slabs + a (bridged)"] * 2 + ["rows + a"]
+    explanation = moekit.explain(MOVING.replace(max_num_tokens=16), backends=movers("a", "b"))
+    assert "at T=16 on 4 ranks" in explanation.why
+    assert "|" not in explanation.chosen.experts
+    # Behind one dispatcher, too.
+    rows = moekit.explain(MOVING.replace(max_num_tokens=16), "rows", backends=movers("a", "b"))
+    assert rows.chosen.experts == "b"
+
+
+def test_regret_of_pairs(tuned: Path) -> None:
+    times = {"slabs+a": {1: 10.0, 16: 90.0}, "rows+a": {1: 30.0, 16: 40.0}, "rows+x": {16: 20.0}}
+    made = make_table(times, MOVING)
+    cells = regret.of_pairs("t", Key.of(MOVING), made, {"slabs": ["a"], "rows": ["a"]})
+    assert [(c.pick, c.us, c.regret) for c in cells] == [
+        ("slabs + a", 10.0, 0.0),
+        ("rows + a", 40.0, 0.0),
+    ]
+
+
+def test_regret_of_a_record(tuned: Path, monkeypatch) -> None:
+    monkeypatch.setattr(select, "registry", lambda: movers("a", "b"))
+    write_table(
+        tuned / "x.json",
+        make_table({"rows+a": {16: 10.0}, "rows+b": {16: 20.0}}, MOVING),
+    )
+    pairs = [
+        {"dispatcher": "rows", "experts": e, "us": us, "right": right}
+        for e, us, right in (("a", 15.0, True), ("b", 10.0, True), ("torch", 1.0, False))
+    ]
+    sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+    data = {
+        "device": {"type": "cpu", "name": "some CPU", "capability": None},
+        "ranks": 4,
+        "layer": {n: getattr(MOVING, n) for n in sizes},
+        "settings": {"layer": "given", "dtype": "float32"},
+        "cells": [{"scheme": "none", "tokens": 16, "pairs": pairs}],
+    }
+    (cell,) = regret.of_layers(data)
+    assert (cell.pick, cell.us) == ("rows + a", 15.0)
+    assert cell.regret == pytest.approx(50.0)
+    assert layers.problem_of(data, "none", 16) == MOVING.replace(max_num_tokens=16)
+
+
+def compose_by_own_table(rank, world_size, folder):
+    os.environ["MOEKIT_TUNED"] = f"{folder}/{rank}"
+    try:
+        parallel = ParallelConfig(ep_size=world_size, ep_rank=rank)
+        problem = PROBLEM.replace(num_experts=8, max_num_tokens=4, parallel=parallel)
+        return str(moekit.compose(problem).explanation.chosen)
+    except GroupMismatch as error:
+        return f"GroupMismatch: {error}"
+    finally:
+        del os.environ["MOEKIT_TUNED"]
+
+
+def test_all_ranks_choose_alike_or_all_raise(pool, tmp_path) -> None:
+    pytest.importorskip("moekit_flashinfer")
+    problem = PROBLEM.replace(num_experts=8, max_num_tokens=4, parallel=ParallelConfig(ep_size=2))
+
+    def write(rank: int, naive: float, allgather: float) -> None:
+        times = {"naive+torch": {4: naive}, "flashinfer_allgather+torch": {4: allgather}}
+        write_table(tmp_path / str(rank) / "x.json", make_table(times, problem))
+
+    write(0, 1.0, 9.0)
+    write(1, 9.0, 1.0)
+    for said in pool.run(compose_by_own_table, str(tmp_path)):
+        assert said.startswith("GroupMismatch: ranks disagree on dispatcher and experts: naive")
+        assert "naive + torch on ranks [0], flashinfer_allgather + torch on ranks [1]" in said
+        assert "MOEKIT_TUNED" in said
+    write(0, 9.0, 1.0)
+    said = pool.run(compose_by_own_table, str(tmp_path))
+    assert said == ["flashinfer_allgather + torch"] * 2

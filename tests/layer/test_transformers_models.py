@@ -1,0 +1,199 @@
+"""Whole Hugging Face models with experts_implementation="moekit", beside their eager experts."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hf_models as hfm
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
+
+import moekit.integrations.transformers as integration  # noqa: E402
+
+FP32, BF16 = torch.float32, torch.bfloat16
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+# Further models, described as far as `hfm.save` needs it.
+MODELS = {hf.name: hf for hf in hfm.MODELS} | {
+    "qwen2_moe": replace(
+        hfm.QWEN3_MOE,
+        name="qwen2_moe",
+        config=dict(
+            moe_intermediate_size=64, shared_expert_intermediate_size=64, num_experts=8,
+            norm_topk_prob=False,
+        ),
+    ),
+    "deepseek_v2": replace(
+        hfm.DEEPSEEK_V3,
+        name="deepseek_v2",
+        config={
+            **{k: v for k, v in hfm.DEEPSEEK_V3.config.items() if k != "norm_topk_prob"},
+            "topk_method": "group_limited_greedy",
+        },
+    ),
+    "glm4_moe": replace(
+        hfm.DEEPSEEK_V3,
+        name="glm4_moe",
+        config=dict(
+            num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=128, head_dim=16,
+            moe_intermediate_size=64, n_routed_experts=16, n_shared_experts=1, n_group=4,
+            topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
+        ),
+    ),
+    "olmoe": replace(
+        hfm.QWEN3_MOE, name="olmoe", config=dict(intermediate_size=64, num_experts=8)
+    ),
+}  # fmt: skip
+MODELS["llama4"] = MODELS.pop("llama4_text")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    integration.install()
+    yield
+    integration.uninstall()
+
+
+Load = Callable[[str, torch.dtype, str, str], Any]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """(name, dtype, implementation, device) -> transformers' model, from one saved checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    @cache
+    def saved(name: str, dtype: torch.dtype) -> Path:
+        return hfm.save(MODELS[name], tmp_path_factory.mktemp(name), dtype).parent
+
+    @cache
+    def loaded(name: str, dtype: torch.dtype, implementation: str, device: str) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(
+            saved(name, dtype),
+            dtype="auto",
+            attn_implementation="eager",
+            experts_implementation=implementation,
+            local_files_only=True,
+        )
+        assert model.config._experts_implementation == implementation
+        return model.eval().to(device)
+
+    return loaded
+
+
+def errors(got_BSV: Tensor, want_BSV: Tensor) -> Tensor:
+    """Relative RMS error of each token's logits, (B * S,)."""
+    got, want = (logits.float().flatten(0, 1) for logits in (got_BSV, want_BSV))
+    return (got - want).norm(dim=1) / want.norm(dim=1)
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(hfm.token_ids().to(model.device), use_cache=False).logits
+
+
+@torch.no_grad()
+def generated(model: Any, **options: Any) -> Tensor:
+    prompt = hfm.token_ids(batch=2, sequence=5).to(model.device)
+    return model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
+        min_new_tokens=12, max_new_tokens=12, **options,
+    )  # fmt: skip
+
+
+every_model = pytest.mark.parametrize("name", MODELS)
+every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def check_that_moekit_ran(model: Any, name: str) -> None:
+    """Every MoE layer, on the problem that the model's description states."""
+    hf, kernels = MODELS[name], integration.kernels(model)
+    assert len(kernels) == len(hf.moe_layers)
+    for kernel in kernels.values():
+        problem = kernel.problem
+        sizes = (problem.num_experts, problem.hidden_size, problem.intermediate_size)
+        assert sizes == (hf.num_experts, hf.hidden_size, hf.intermediate_size)
+        assert problem.top_k == hf.top_k
+        assert problem.activation.name == hf.activation.kind
+        assert (problem.activation.alpha, problem.activation.limit) == (
+            hf.activation.alpha,
+            hf.activation.limit,
+        )
+        assert problem.has_bias == (hf.names.down_bias is not None)
+        assert problem.apply_router_weight_on_input == hf.routing.weight_on_input
+
+
+@every_device
+@every_model
+def test_fp32_logits_and_generated_tokens(load: Load, name: str, device: str) -> None:
+    eager, moekit = (load(name, FP32, how, device) for how in ("eager", "moekit"))
+    want = logits(eager)
+    assert errors(logits(moekit), want).max() < 1e-4
+    check_that_moekit_ran(moekit, name)
+    tokens = generated(eager)
+    assert torch.equal(generated(moekit), tokens)
+    assert len(tokens[:, 5:].unique()) > 3  # something happened
+
+
+@every_device
+@every_model
+def test_bf16_logits(load: Load, name: str, device: str) -> None:
+    """A rounding elsewhere may choose other experts for a token: nearly all are close, and moekit
+    is no farther from the fp32 model than the eager experts are."""
+    eager, moekit = (load(name, BF16, how, device) for how in ("eager", "moekit"))
+    exact = copy.deepcopy(eager).float()
+    want, theirs, ours = logits(exact), logits(eager), logits(moekit)
+    check_that_moekit_ran(moekit, name)
+    assert errors(ours, theirs).quantile(0.8) < 3e-2
+    assert errors(ours, want).median() < 1.3 * errors(theirs, want).median()
+    assert generated(moekit).shape == (2, 17)
+
+
+@every_model
+def test_a_broken_kernel_is_noticed(load: Load, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: each token's work done by its experts' neighbours."""
+    eager, moekit = (load(name, FP32, how, "cpu") for how in ("eager", "moekit"))
+    want = logits(eager)
+    assert errors(logits(moekit), want).max() < 1e-4
+    (kernel,) = set(integration.kernels(moekit).values())
+    apply = kernel.experts.apply
+
+    def shifted(y: Tensor, tokens: Any, *args: Any) -> None:
+        ids = (tokens.topk_ids + 1) % kernel.problem.num_experts
+        apply(y, replace(tokens, topk_ids=ids), *args)
+
+    monkeypatch.setattr(kernel.experts, "apply", shifted)
+    assert errors(logits(moekit), want).median() > 0.05
+
+
+@every_device
+def test_static_cache(load: Load, device: str) -> None:
+    """transformers compiles the decoding step where there is an accelerator."""
+    eager, moekit = (load("qwen3_moe", FP32, how, device) for how in ("eager", "moekit"))
+    assert torch.equal(generated(moekit, cache_implementation="static"), generated(eager))
+
+
+def test_other_implementations_are_untouched(load: Load) -> None:
+    for name in ("gpt_oss", "llama4"):
+        model = load(name, FP32, "eager", "cpu")
+        want = logits(model)
+        for how in ("moekit", "eager"):
+            model.set_experts_implementation(how)
+            assert errors(logits(model), want).max() < 1e-4
+            assert bool(integration.kernels(model)) == (how == "moekit")
+            integration.repack(model)
+
+
+def test_example_generates_equal_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[2] / "examples" / "hf_generate.py"
+    assert runpy.run_path(str(path))["main"](["--tokens", "6"]) == 0
+    assert "equal tokens" in capsys.readouterr().out

@@ -1,0 +1,234 @@
+"""moekit.runtime.group: all ranks go on together or none does, and buffers outlive no user."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moekit.errors import PeerFailed
+from moekit.runtime.group import Agreement, SharedBuffers, Together
+from moekit.runtime.store import StoreLost, access
+from moekit.testing.distributed import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(3) as ranks:
+        yield ranks
+
+
+def _agreement(timeout=20.0):
+    """In a group of its own: what a test leaves unfinished does not reach the next one."""
+    return Agreement(dist.new_group(), timeout)
+
+
+def go_on(rank, world_size):
+    """Twenty steps, a fault on a changing rank in every third."""
+    agreement, outcomes = _agreement(), []
+    for step in range(20):
+        fault = f"planted in {step}" if step % 3 == 2 and rank == step % world_size else None
+        try:
+            agreement.agree(f"step {step}", fault)
+            outcomes.append("ok" if fault is None else "mine")
+        except PeerFailed as error:
+            outcomes.append(str(error))
+    prefix = agreement._sequence._prefix
+    keys = [f"{prefix}/{step}/{rank}" for step in range(agreement.step)]
+    return outcomes, sum(dist.distributed_c10d._get_default_store().check([key]) for key in keys)
+
+
+def test_one_failure_is_everybodys(pool):
+    results = pool.run(go_on)
+    for rank, (outcomes, kept) in enumerate(results):
+        for step, outcome in enumerate(outcomes):
+            culprit = step % 3
+            if step % 3 != 2:
+                assert outcome == "ok"
+            elif rank == step % 3:
+                assert outcome == "mine"
+            else:
+                assert f"rank {culprit} failed: planted in {step}" in outcome
+        assert kept <= 2, "keys pile up in the store"
+
+
+def stay_silent(rank, world_size):
+    agreement, start = _agreement(1.0), time.monotonic()
+    if rank == 1:
+        return "silent", 0.0
+    try:
+        agreement.agree("combine")
+    except PeerFailed as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+def test_a_silent_rank_is_named_in_time(pool):
+    results = pool.run(stay_silent)
+    for text, seconds in (results[0], results[2]):
+        assert text.startswith("rank 1 did not come to 'combine' within 1 s")
+        assert seconds < 5
+
+
+def skip(rank, world_size):
+    """Rank 1 leaves out a step that the others give up, and comes to the next one."""
+    group, said = dist.new_group(), "no error"
+    if rank == 1:
+        time.sleep(1.0)
+    else:
+        try:
+            Agreement(group, 0.5).agree("free the buffers")
+        except PeerFailed as error:
+            said = str(error)
+    Agreement(group, 20.0).agree("start a call")
+    return said
+
+
+def test_a_rank_that_leaves_a_step_out_comes_to_the_next(pool):
+    left_out = "rank 1 did not come to 'free the buffers'"
+    for rank, said in enumerate(pool.run(skip)):
+        assert said == "no error" if rank == 1 else said.startswith(left_out)
+
+
+def mix_up(rank, world_size):
+    try:
+        _agreement().agree("start a call" if rank else "finish its experts")
+    except PeerFailed as error:
+        return str(error)
+    return "no error"
+
+
+def test_calls_in_another_order(pool):
+    for rank, text in enumerate(pool.run(mix_up)):
+        step = "start a call" if rank else "finish its experts"
+        assert text.startswith(f"rank {rank} is at '{step}', others are not")
+        assert "in one order on all ranks" in text
+
+
+def leave_half_way(rank, world_size, moving, silent):
+    """In a group of its own, one rank fails, or stays silent, at a step; all go on to two more,
+    one of them another kernel's. What each step came to, and the steps whose block was run."""
+    group = dist.new_group(range(world_size))
+    agreements, outcomes, entered = [Agreement(group, 1.0) for _ in range(2)], [], []
+    for step in range(3):
+        if step == 0 and rank == 1 and silent:
+            time.sleep(2)  # longer than the others wait
+        try:
+            with Together(agreements[step // 2], f"step {step}", moving=moving):
+                entered.append(step)
+                if step == 0 and rank == 1 and not silent:
+                    raise ValueError("planted")
+            outcomes.append("ok")
+        except (PeerFailed, ValueError) as error:
+            outcomes.append(str(error))
+    return outcomes, entered
+
+
+def test_tokens_left_on_their_way_spoil_what_follows(pool):
+    (others, entered), (culprit, _), _ = pool.run(leave_half_way, True, False)
+    assert entered == [0], "a step that waits for the device would hang"
+    assert culprit[0] == "planted" and others[0].startswith("rank 1 failed: ValueError: planted")
+    for step in (1, 2):
+        assert others[step].startswith("an earlier call was left half-way: rank 1 failed")
+        assert "rank 0 failed: an earlier call was left half-way" in culprit[step]
+
+
+def test_a_late_rank_does_not_go_on_alone(pool):
+    (others, _), (late, _), _ = pool.run(leave_half_way, True, True)
+    assert others[0].startswith("rank 1 did not come to 'step 0' within 1 s")
+    assert "gave up at 'step 0', where it waited 1 s for this rank (1)" in late[0]
+    assert "an earlier call was left half-way" in late[1] and "half-way" in others[1]
+
+
+def test_a_failure_with_nothing_on_its_way_is_over(pool):
+    for rank, (outcomes, entered) in enumerate(pool.run(leave_half_way, False, False)):
+        assert outcomes[0] == "planted" if rank == 1 else "then all can call again" in outcomes[0]
+        assert outcomes[1:] == ["ok", "ok"] and entered == [0, 1, 2]
+
+
+def test_without_agreement_a_failure_is_told_otherwise():
+    told: list[str] = []
+    with pytest.raises(ValueError, match="planted"), Together(None, "start", told.append):
+        raise ValueError("planted")
+    with Together(None, "start", told.append):
+        pass
+    assert told == ["ValueError: planted"]
+
+
+def of_a_subgroup(rank, world_size):
+    pair, everyone = dist.new_group([1, 2]), _agreement()
+    for _ in range(2):
+        if rank:
+            Agreement(pair, 20.0).agree("meet")
+        everyone.agree("meet all")
+    return True
+
+
+def test_groups_do_not_mix(pool):
+    assert pool.run(of_a_subgroup) == [True] * 3
+
+
+class Table:
+    """A store that cannot be cloned, and whose host stops when it is told to."""
+
+    def __init__(self):
+        self.values, self.going_on = {}, threading.Event()
+        self.going_on.set()
+
+    def set(self, key, value):
+        self.going_on.wait()
+        self.values[key] = value
+
+    def wait(self, keys, limit):
+        if not all(key in self.values for key in keys):
+            raise dist.DistStoreError("timeout")
+
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
+
+def test_a_store_that_cannot_be_cloned_is_shared():
+    table = Table()
+    access(table, lambda client, job: client.set("a", b"1"), 5.0)
+    assert access(table, lambda client, job: job.read(client, ["a"], 1.0), 5.0) == [b"1"]
+    with pytest.raises(dist.DistStoreError):
+        access(table, lambda client, job: job.read(client, ["b"], 1.0), 5.0)
+
+
+def test_a_store_that_stops_is_not_waited_for():
+    table, start = Table(), time.monotonic()
+
+    def work(client, job):
+        client.set("a", b"1")
+        job.go_on()
+        client.set("b", b"2")
+
+    table.going_on.clear()
+    for _ in range(2):  # the second access finds the first one's thread held
+        with pytest.raises(StoreLost, match="did not answer within 0.2 s"):
+            access(table, work, 0.2)
+    assert time.monotonic() - start < 5
+    table.going_on.set()
+    access(table, lambda client, job: client.set("c", b"3"), 5.0)
+    assert table.values == {"a": b"1", "c": b"3"}, "what nobody waits for is not gone on with"
+
+
+def test_buffers_live_as_long_as_their_users():
+    freed: list[str] = []
+    buffers = SharedBuffers[str](freed.append)
+    made = iter("ab")
+    key = (torch.bfloat16, 128)
+    assert buffers.acquire(key, lambda: next(made)) == "a"
+    assert buffers.acquire(key, lambda: next(made)) == "a"
+    assert buffers.acquire("other", lambda: next(made)) == "b"
+    buffers.release(key)
+    assert freed == []
+    buffers.release(key)
+    buffers.release(key)
+    assert freed == ["a"]
+    buffers.clear()
+    buffers.clear()
+    assert freed == ["a", "b"]

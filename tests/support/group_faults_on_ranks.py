@@ -1,0 +1,196 @@
+"""What each rank does in test_group_faults.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moekit import ExpertWeights, MoEProblem, ParallelConfig, compose
+from moekit.backends.reference import oracle
+from moekit.contract import Routing
+from moekit.errors import GroupMismatch, PeerFailed
+from moekit.kernel import ModularKernel
+from moekit.runtime.workspace import Workspace
+
+E, K, H, INNER, T = 4, 2, 32, 16, 3
+
+
+class Layer:
+    """A checked kernel over the ranks of ``group``, one share of the experts on each."""
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float, **options: Any) -> None:
+        rank, ranks = group.rank(), group.size()
+        self.rank = rank
+        parallel = ParallelConfig(ep_size=ranks, ep_rank=rank, dp_size=ranks)
+        self.problem = MoEProblem(
+            num_experts=E,
+            top_k=K,
+            hidden_size=H,
+            intermediate_size=INNER,
+            dtype=torch.float32,
+            parallel=parallel,
+            device="cpu",
+        )
+        self.kernel: ModularKernel = compose(
+            self.problem, "naive", "torch", group=group, peer_timeout=seconds,
+            workspace=Workspace(), **{"checked": True, **options},
+        )  # fmt: skip
+        draw = torch.Generator().manual_seed(1)
+        self.whole = ExpertWeights(
+            torch.randn(E, 2 * INNER, H, generator=draw) / H**0.5,
+            torch.randn(E, H, INNER, generator=draw) / INNER**0.5,
+        )
+        each = E // ranks
+        self.packed = self.kernel.pack(self.whole.select(range(rank * each, (rank + 1) * each)))
+
+    def call(self, seed: int = 0) -> str:
+        """What a call comes to: "right", "wrong", or the error it raises."""
+        draw = torch.Generator().manual_seed(100 * seed + self.rank)
+        x = torch.randn(T, H, generator=draw)
+        ids = torch.rand(T, E, generator=draw).topk(K).indices
+        routing = Routing(torch.rand(T, K, generator=draw), ids)
+        try:
+            out = self.kernel(x, self.packed, routing)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        want = oracle(x, self.whole, routing, self.problem.replace(parallel=ParallelConfig()))
+        return "right" if torch.allclose(out, want, atol=1e-4) else "wrong"
+
+    def timed(self) -> tuple[str, float]:
+        start = time.monotonic()
+        return self.call(), time.monotonic() - start
+
+
+def late(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """Rank 1 is stuck while the others give up twice. Then it calls, and all call again."""
+    layer = Layer(dist.new_group(), 1.0)
+    said = [layer.timed()]
+    if rank == 1:
+        time.sleep(3)
+        return [*said, layer.timed(), layer.timed(), layer.timed()]
+    said += [layer.timed(), layer.timed()]
+    layer.kernel._agreement._timeout = 20.0
+    return [*said, layer.timed(), layer.timed()]
+
+
+def interrupted(rank: int, world_size: int, where: str, kind: type[BaseException]) -> list[str]:
+    """Rank 1 is interrupted in its second call; all go on to a third and a fourth."""
+    layer = Layer(dist.new_group(), 20.0)
+    said = [layer.call()]
+    if rank == 1:
+        owner, name = {
+            "check": (layer.kernel, "_arrange"),
+            "experts": (layer.kernel.experts, "apply"),
+            "send": (layer.kernel.dispatcher, "_to_send"),
+        }[where]
+
+        def stop(*args: Any) -> Any:
+            raise kind("planted")
+
+        setattr(owner, name, stop)
+        said.append(layer.call())
+        delattr(owner, name)
+    else:
+        said.append(layer.call())
+    return [*said, layer.call(1), layer.call(2)]
+
+
+def interrupted_waiting(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """A signal interrupts rank 1 while it waits for rank 0 to start a call."""
+    layer = Layer(dist.new_group(), 20.0)
+    said = [layer.timed()]
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    if rank == 0:
+        time.sleep(1.5)
+    said.append(layer.timed())
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return [*said, layer.timed()]
+
+
+def two_threads(rank: int, world_size: int, calls: int) -> list[list[str]]:
+    """Two threads with a group and a kernel each, which are composed in either order."""
+    groups = [dist.new_group() for _ in range(2)]
+    said: list[list[str]] = [[], []]
+
+    def work(number: int) -> None:
+        if number == rank % 2:
+            time.sleep(0.2)
+        try:
+            layer = Layer(groups[number], 10.0)
+            said[number] += [layer.call(10 * number + index) for index in range(calls)]
+        except Exception as error:
+            said[number].append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def one_group(rank: int, world_size: int, calls: int) -> list[str]:
+    """Two threads call one kernel."""
+    layer, said = Layer(dist.new_group(), 10.0), []
+
+    def work() -> None:
+        said.extend(layer.call(index) for index in range(calls))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def checked_differs(rank: int, world_size: int) -> tuple[str, str]:
+    group = dist.new_group()
+    try:
+        Layer(group, 5.0, checked=rank == 0)
+    except GroupMismatch as error:
+        return str(error), Layer(group, 5.0).call()
+    return "no error", ""
+
+
+def never_composes(rank: int, world_size: int, again: bool) -> tuple[str, float]:
+    """Rank 1 does not compose, or composes when the others have given up."""
+    group, start = dist.new_group(), time.monotonic()
+    if rank == 1 and not again:
+        return "away", 0.0
+    if rank == 1:
+        time.sleep(2)
+        start = time.monotonic()
+    try:
+        Layer(group, 1.0)
+    except PeerFailed as error:
+        text, seconds = str(error), time.monotonic() - start
+        if again:
+            text += " | " + Layer(group, 10.0).call()
+        return text, seconds
+    return "no error", 0.0
+
+
+def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    """A process whose rank 0 hosts the store, as torch makes it: calls whenever it is told to."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size, rank
+    )
+    layer = Layer(dist.group.WORLD, 1.0)
+    pipe.send("ready")
+    while (seconds := pipe.recv()) is not None:
+        layer.kernel._agreement._timeout = seconds
+        pipe.send(layer.timed())

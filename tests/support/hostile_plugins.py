@@ -1,0 +1,311 @@
+# ruff: noqa: E501 (a case is a line)
+"""Hostile plugins, a table: what each does, its state, and words of the reason.
+
+`hostile_driver.py` installs each beside two good plugins and looks whether those stay usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fake_plugins import offers
+
+HEAD = offers().partition("@moekit.hookimpl")[0]
+HOOK = HEAD + "@moekit.hookimpl\ndef moekit_experts():\n    "
+LATE = "fake_bad_dist.late:Late"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One hostile distribution, ``bad-dist`` with the entry point ``bad`` if not said otherwise.
+
+    source: of its package; late: of the module with its backend's class. state: None if it is not
+    listed. says: words of the state's reason. rejected: words of the reason why `explain` leaves out
+    the backend "bad". named: words of the error when "bad" is composed and packed by name; the
+    choice without a name passes over it. beside: more plugins, by name.
+    """
+
+    source: str = ""
+    state: str | None = "broken"
+    says: tuple[str, ...] = ()
+    late: str = ""
+    rejected: str = ""
+    named: str = ""
+    entries: str | None = None
+    metadata: str | None = None
+    listed: str = "bad"
+    beside: Mapping[str, str] = field(default_factory=dict)
+    packs: bool = False
+
+
+def imports(source: str, *says: str) -> Case:
+    return Case(source, says=says)
+
+
+def hook(body: str, *says: str) -> Case:
+    return Case(HOOK + body, says=says)
+
+
+def fact(changes: str, *says: str) -> Case:
+    """A field of its spec."""
+    return hook(f"return [spec('bad', {changes})]", *says)
+
+
+def dispatcher_fact(changes: str, *says: str) -> Case:
+    return Case(
+        "import moekit\n@moekit.hookimpl\ndef moekit_dispatchers():\n"
+        "    facts = dict(name='bad', target='moekit.backends.local:LocalDispatcher', moves_tokens=False,\n"
+        "                 format=moekit.ActivationFormat.STANDARD)\n"
+        f"    return [moekit.DispatcherSpec(**{{**facts, {changes}}})]",
+        says=says,
+    )
+
+
+def checks(source: str, rejected: str) -> Case:
+    """Its backend's check, which is to reject it."""
+    more = ", priority=1000, check=check"
+    return Case(f"{source}\n{offers('bad', more=more)}", state="ok", rejected=rejected)
+
+
+def late(source: str, named: str, *, packs: bool = False) -> Case:
+    """The module of its backend's class. packs: it composes, and `pack` is at fault."""
+    more = ", priority=1000"
+    source = f"import sys\nfrom moekit.backends.torch_experts import TorchExperts\n{source}"
+    return Case(
+        offers("bad", target=LATE, more=more), state="ok", late=source, named=named, packs=packs
+    )
+
+
+def method(body: str, named: str, *, packs: bool = False) -> Case:
+    return late(f"class Late(TorchExperts):\n    {body}", named, packs=packs)
+
+
+def dispatches(body: str, named: str) -> Case:
+    """A dispatcher "bad" with one method changed."""
+    return Case(
+        "import moekit\n@moekit.hookimpl\ndef moekit_dispatchers():\n"
+        f"    return [moekit.DispatcherSpec(name='bad', target={LATE!r}, moves_tokens=False,\n"
+        "        format=moekit.ActivationFormat.STANDARD, priority=1000)]",
+        state="ok",
+        late=f"from moekit.plugin import LocalDispatcher\nclass Late(LocalDispatcher):\n    {body}",
+        named=named,
+    )
+
+
+def noise(source: str) -> Case:
+    """A plugin that works, and prints."""
+    return Case(f"{source}\n{offers('bad')}", state="ok")
+
+
+def entry(entries: str, *says: str, listed: str = "bad") -> Case:
+    return Case(offers("bad"), entries=entries, says=says, listed=listed)
+
+
+PANIC = "class PanicException(BaseException): pass\n"
+UNREADABLE = "class Unreadable(Exception):\n    def __str__(self): "
+ESCAPES = "\\x1b[31m\\x07\\n\\u202e\\ud800"
+
+CASES: dict[str, Case] = {
+    # -- what an import raises
+    "panic": imports(PANIC + "raise PanicException('unwrap on None')", "PanicException: unwrap"),
+    "skipped": imports("import pytest\npytest.skip('no GPU', allow_module_level=True)", "no GPU"),
+    "cancelled": imports("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
+    "generator_exit": imports("raise GeneratorExit", "GeneratorExit"),
+    "stop_iteration": imports("raise StopIteration(3)", "StopIteration: 3"),
+    "exit": imports("import sys\nsys.exit('no driver')", "SystemExit: no driver"),
+    "group": imports("import sys\nfrom builtins import *\nraise OSError(2, 'gone')", "gone"),
+    "memory": imports("x = bytearray(1 << 60)", "MemoryError"),
+    "recursion": imports("def f(): return f()\nf()", "RecursionError"),
+    "syntax": imports("def (", "SyntaxError"),
+    "null_bytes": imports("x = '\\0'\x00", "Error"),
+    "deep": imports("x = " + "(" * 10000 + ")" * 10000, "Error"),
+    "missing": imports("import no_such_vendor", "No module named 'no_such_vendor'"),
+    "str_raises": imports(UNREADABLE + "raise RuntimeError\nraise Unreadable", "Unreadable", "raised RuntimeError"),
+    "str_exits": imports(UNREADABLE + "raise SystemExit\nraise Unreadable", "raised SystemExit"),
+    "str_panics": imports(PANIC + UNREADABLE + "raise PanicException\nraise Unreadable", "raised PanicException"),
+    "str_none": imports(UNREADABLE + "return None\nraise Unreadable", "raised TypeError"),
+    "str_subclass": imports(
+        "class S(str):\n    def __format__(self, spec): raise OSError\n"
+        "    __len__ = __iter__ = isprintable = __getitem__ = __format__\n"
+        + UNREADABLE + "return S('sly')\nraise Unreadable", "Unreadable: sly",
+    ),
+    "surrogates": imports("raise OSError('no \\udcff file')", "no \\udcff file"),
+    "escapes": imports(f"raise OSError('{ESCAPES}')", ESCAPES),
+    "long": imports("raise OSError('x' * 10**7)", "characters more)"),
+    "name_escapes": imports("raise type('A\\x1bB\\n', (Exception,), {})('hm')", "A\\x1bB\\n: hm"),
+    "name_raises": imports(
+        "class M(type):\n    __name__ = property(lambda self: 1 / 0)\n"
+        "class E(Exception, metaclass=M): pass\nraise E('hm')", "raised ZeroDivisionError", "hm",
+    ),
+    "cause": imports("try: 1 / 0\nexcept Exception as e: raise OSError('outer') from e", "outer"),
+    "asks_for_registry": imports("import moekit\nmoekit.registry()", "call it where the backend"),
+    "module_getattr": imports("def __getattr__(name): raise OSError(name)\ndef __dir__(): return ['moekit_x']", "implements no moekit hook"),
+    # -- what its hooks return
+    "no_hooks": imports("x = 1", "implements no moekit hook"),
+    "typo": imports(offers("bad").replace("def moekit_experts", "def moekit_expert"), "'moekit_expert'"),
+    "hook_panics": Case(PANIC + HOOK + "raise PanicException('late')", says=("PanicException: late",)),
+    "hook_none": hook("spec('bad')", "returned None"),
+    "hook_string": hook("return 'bad'", "returned 'b'"),
+    "hook_number": hook("return 5", "returned 5, want a list"),
+    "hook_dict": hook("return {'bad': spec('bad')}", "returned 'bad' for"),
+    "hook_class": hook("return [moekit.ExpertsSpec]", "ExpertsSpec"),
+    "hook_endless": hook("return (spec(f'bad{n}') for n in range(10**9))", "more than 1000"),
+    "hook_twice": hook("return [spec('bad'), spec('bad')]", "offers 'bad' twice"),
+    "hook_subclass": hook("return [type('Mine', (moekit.ExpertsSpec,), {}).__new__(moekit.ExpertsSpec)]", "name"),
+    "hook_repr": hook("return [type('R', (), {'__repr__': lambda s: 1 / 0})()]", "<R instance at"),
+    "hook_forced": hook("s = spec('bad'); object.__setattr__(s, 'priority', 'high'); return [s]", "priority 'high'"),
+    "hook_wrapper": Case(
+        HEAD + "import pluggy\n@pluggy.HookimplMarker('moekit')(wrapper=True)\n"
+        "def moekit_experts():\n    yield\n    raise OSError('wrapped')", says=("wrapped",)),
+    # -- fields of its specs
+    **{
+        f"fact_{number}": fact(changes, *says)
+        for number, (changes, *says) in enumerate([
+            ("requires=(5,)", "requires (5,)", "want a tuple of importable names"),
+            ("requires=('a b',)", "importable names"),
+            ("requires=('',)", "importable names"),
+            ("requires='triton'", "importable names"),
+            ("requires=('x' * 10**6,)", "importable names"),
+            ("scheme_priority=(('none',),)", "scheme_priority", "want a tuple of (scheme, int)"),
+            ("scheme_priority=5", "want a tuple of (scheme, int)"),
+            ("scheme_priority={'none': 1}", "want a tuple of (scheme, int)"),
+            ("scheme_priority=(('none', 1), ('none', 2))", "each scheme once"),
+            ("scheme_priority=(('none', float('nan')),)", "want a tuple of (scheme, int)"),
+            ("scheme_priority=(([], 1),)", "want a tuple of (scheme, int)"),
+            ("priority=float('nan')", "priority nan", "want an int"),
+            ("priority=True", "priority True", "want an int"),
+            ("priority=10**5000", "priority", "want an int"),
+            ("schemes=frozenset({'fp3'})", "unknown: ['fp3']"),
+            ("schemes=frozenset({5})", "want a frozenset of strings"),
+            ("schemes=frozenset()", "want at least one"),
+            ("schemes=['none']", "want a frozenset of strings"),
+            ("dtypes=frozenset({'float64'})", "unknown: ['float64']"),
+            ("dtypes={1: 2}", "want a frozenset of strings"),
+            ("activations=frozenset({'tanh', None})", "want a frozenset of strings"),
+            ("devices=()", "want a tuple"),
+            ("devices=('cuda>=' + '9' * 5000 + '.0',)", "want a tuple"),
+            ("devices=(object(),)", "want a tuple"),
+            ("devices=('CUDA',)", "want a tuple"),
+            ("format='standard'", "want an ActivationFormat"),
+            ("target='acme'", "want 'package.module:Class'"),
+            ("target='.:x'", "want 'package.module:Class'"),
+            ("target='a:b:c'", "want 'package.module:Class'"),
+            ("target=None", "want 'package.module:Class'"),
+            ("check=5", "want a function or None"),
+            ("reduces='no'", "want True or False"),
+            ("graph_safe=1", "want True or False"),
+            ("install_hint=None", "want a string"),
+            ("takes_quantized=False, takes_unquantized=False", "takes neither"),
+            ("speed=9", "speed"),
+        ])
+    },
+    **{
+        f"name_{number}": hook(f"return [spec({name})]", "want lower-case letters")
+        for number, name in enumerate(
+            ["'bad name'", "'a:b'", "'a|b'", "''", "5", "None", "'a\\n'", "'ab\\x1b'", "'x' * 99",
+             "'\\u0430cme'", "b'acme'", "type('S', (str,), {'__eq__': None})('acme')"]
+        )
+    },
+    "ids_dtype": dispatcher_fact("'ids_dtype': 'int8'", "want 'int32' or 'int64'"),
+    "wire_schemes": dispatcher_fact("'wire_schemes': {'fp3'}", "unknown: ['fp3']"),
+    "footprint": dispatcher_fact("'footprint': 5", "want a function or None"),
+    "moves_tokens": dispatcher_fact("'moves_tokens': None", "want True or False"),
+    # -- its check
+    "check_raises": checks("def check(p): 1 / 0", "ZeroDivisionError"),
+    "check_exits": checks("import sys\ndef check(p): sys.exit(3)", "SystemExit: 3"),
+    "check_panics": checks(PANIC + "def check(p): raise PanicException('x')", "PanicException: x"),
+    "check_none": checks("def check(p): pass", "check returned None, want a list of reasons"),
+    "check_string": checks("def check(p): return 'too big'", "want a list of reasons"),
+    "check_generator": checks("def check(p): yield 'x'", "want a list of reasons"),
+    "check_coroutine": checks("import warnings\nwarnings.simplefilter('ignore')\nasync def check(p): return []", "want a list of reasons"),
+    "check_falses": checks("def check(p): return [False]", "check gave the reason False"),
+    "check_blank": checks("def check(p): return [' ']", "want a sentence"),
+    "check_escapes": checks(f"def check(p): return ['{ESCAPES}']", ESCAPES),
+    "check_unreadable": checks(UNREADABLE + "raise SystemExit\ndef check(p): raise Unreadable", "raised SystemExit"),
+    "check_long": checks("def check(p): return ['x' * 10**7]", "characters more)"),
+    "check_arguments": checks("def check(): return []", "TypeError"),
+    # -- its backend's class
+    "late_missing": late("", "has no attribute 'Late'"),
+    "late_exits": late("sys.exit('no CUDA home')", "SystemExit: no CUDA home"),
+    "late_panics": late(PANIC + "raise PanicException('x')", "PanicException: x"),
+    "late_unreadable": late(UNREADABLE + "raise SystemExit\nraise Unreadable", "raised SystemExit"),
+    "late_function": late("def Late(*args): return TorchExperts(*args)", "is no PermuteExpertsUnpermute"),
+    "late_abstract": late("from moekit.kernel import PermuteExpertsUnpermute as Late", "lacks apply, pack, workspace"),
+    "init_raises": method("def __init__(self, *a): raise RuntimeError('no context')", "cannot be made: RuntimeError: no context"),
+    "init_exits": method("def __init__(self, *a): sys.exit(3)", "cannot be made: SystemExit: 3"),
+    "init_panics": late(PANIC + "class Late(TorchExperts):\n    def __init__(self, *a): raise PanicException('x')", "PanicException: x"),
+    "init_escapes": method(f"def __init__(self, *a): raise OSError('{ESCAPES}')", ESCAPES),
+    "init_arguments": method("def __init__(self): pass", "cannot be made: TypeError"),
+    "init_without_super": method("def __init__(self, *a): pass", "call super().__init__"),
+    "init_other_spec": method("def __init__(self, spec, problem): super().__init__(None, problem)", "call super().__init__"),
+    "new_none": method("def __new__(cls, *a): return None", "its class made None"),
+    "refuses": method("def __init__(self, *a):\n        import moekit.errors\n        raise moekit.errors.Unsupported(\"'bad' rests on Tuesdays\")", "rests on Tuesdays"),
+    "workspace_none": method("def workspace(self, rows): return None", "workspace(1) returned None, want a list of BufferSpec"),
+    "workspace_shape": method("def workspace(self, rows):\n        import moekit, torch\n        return [moekit.BufferSpec((-1, 2.5), torch.int8)]", "workspace(1) returned"),
+    "workspace_exits": method("def workspace(self, rows): sys.exit()", "workspace(1) failed: SystemExit"),
+    "transient_float": method("def transient_bytes(self, rows): return 0.5", "transient_bytes(1) returned 0.5"),
+    "pack_none": method("def pack(self, weights): return None", "pack() returned None, want PackedWeights", packs=True),
+    "pack_dict": method("def pack(self, weights): return {'w13': weights.w13}", "pack() returned {", packs=True),
+    "pack_list": method("def pack(self, weights):\n        import moekit\n        return moekit.PackedWeights('bad', [weights.w13])", "want tensors by name", packs=True),
+    "dispatcher_raises": dispatches("def __init__(self, *a): raise RuntimeError('no link')", "cannot be made: RuntimeError: no link"),
+    "dispatcher_rows": dispatches("def max_rows(self, n): return None", "max_rows(1) returned None, want an int"),
+    "dispatcher_buffers": dispatches("def buffer_bytes(self): return -1", "buffer_bytes() returned -1"),
+    # -- its entry point and metadata
+    "no_module": entry("[moekit]\nbad = fake_nowhere\n", "No module named 'fake_nowhere'"),
+    "no_object": entry("[moekit]\nbad = fake_bad_dist:nothing\n", "no attribute 'nothing'"),
+    "no_value": entry("[moekit]\nbad =\n", "want 'package' or 'package.module:object'"),
+    "odd_value": entry("[moekit]\nbad = a b; c\n", "want 'package' or 'package.module:object'"),
+    "no_equals": entry("[moekit]\nbad\n", "bad_dist-1.0.dist-info", listed="bad_dist-1.0"),
+    "stdlib": entry("[moekit]\nbad = os:system\n", "implements no moekit hook"),
+    "named_twice": entry("[moekit]\nbad = fake_bad_dist\nbad = fake_other\n", "twice, for 'fake_bad_dist' and 'fake_other'"),
+    "named_core": entry("[moekit]\nCore = fake_bad_dist\n", "called 'core'", listed="Core"),
+    "name_of_escapes": entry("[moekit]\nb\x1b[31md = fake_nowhere\n", "No module named", listed="b\\x1b[31md"),
+    "long_name": entry(f"[moekit]\n{'b' * 200} = fake_nowhere\n", "No module named", listed="b" * 80 + "... (120 characters more)"),
+    "no_metadata": Case(offers("bad"), metadata="", says=("it names no distribution",), listed="bad_dist-1.0"),
+    "version_of_escapes": Case("1 / 0", metadata="Name: bad-dist\nVersion: 1\x1b[2J\n", says=("ZeroDivisionError",)),
+    "no_version": Case("1 / 0", metadata="Name: bad-dist\n", says=("ZeroDivisionError",)),
+    "bytes": Case(offers("bad"), entries="[moekit]\nbad = \udcff\udcfe\n", state=None),
+    # -- names of others
+    "takes_torch": Case(offers("torch", "reference"), "clash", ("'torch' is a name of moekit's own", "'reference' is a name")),
+    "takes_a_rivals": Case(offers("shared"), "clash", ("'shared' is also offered by beside-dist 1.0",), beside={"beside": offers("shared")}),
+    # -- what it prints
+    "prints": noise("print('{hello')"),
+    "prints_to_fd": noise("import os\nos.write(1, b'{hello')"),
+    "prints_from_c": noise("import ctypes\nctypes.CDLL(None).puts(b'{hello')"),
+    "prints_at_exit": noise("import atexit, os\natexit.register(print, '{hello')\natexit.register(os.write, 1, b'{')"),
+    "prints_from_thread": noise("import threading\nthreading.Thread(target=print, args=('{hello',)).start()"),
+    "prints_from_child": noise("import os\nos.system('echo {hello')"),
+    "takes_stdout": noise("import sys, io\nsys.stdout = io.StringIO()"),
+    "closes_stdout": noise("import os, sys\nos.close(1)"),
+    "no_stdout": noise("import sys\nsys.stdout = sys.stderr = None"),
+    "logs": noise("import logging, sys\nlogging.basicConfig(stream=sys.stdout, level=0)\nlogging.error('{hello')"),
+    "warns": noise("import warnings\nwarnings.warn('{hello')"),
+    "hint": Case(offers("bad", more=f", requires=('no_such',), install_hint='{ESCAPES}'"), "ok", rejected=f"no_such is not installed ({ESCAPES})"),
+    "finder": Case("import sys\nclass F:\n    def find_spec(*a): raise SystemExit\nsys.meta_path.append(F())\n" + offers("bad", more=", requires=('no_such',)"), "ok", rejected="no_such is not installed"),
+}  # fmt: skip
+
+
+HANG = "import time\nwhile True: time.sleep(1)\n"
+
+# Plugins that no process survives, and what doctor says of them: source, words, module of its class.
+DEADLY: dict[str, tuple[str, str, str]] = {
+    "exits": ("import os; os._exit(0)", "while it was loaded: it exited with code 0 before it had answered", ""),
+    "segfaults": ("import ctypes; ctypes.string_at(0)", "signal SIGSEGV ended it", ""),
+    "aborts": ("import os, sys; print('two versions of NCCL', file=sys.stderr, flush=True); os.abort()", "signal SIGABRT ended it; it printed last: two versions of NCCL", ""),
+    "interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt", ""),
+    "hangs": (HANG, "while it was loaded: it did not end within", ""),
+    "hangs_deaf": ("import signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n" + HANG, "it did not end within", ""),
+    "hangs_in_c": ("import ctypes; ctypes.PyDLL(None).pause()", "it did not end within", ""),
+    "stops": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "it did not end within", ""),
+    "reads": ("input()", "EOFError", ""),
+    "floods": ("while True: print('x' * 10**6)", "it did not end within", ""),
+    "answers": ("import os, stat\nfor fd in range(3, 99):\n    try: stat.S_ISFIFO(os.fstat(fd).st_mode) and os.write(fd, b'{[\\n[]\\n[5]\\n[\"finding\"]\\n\\xff\\n')\n    except OSError: pass\nos._exit(0)", "it exited with code 0", ""),
+    "forks": ("import os\nfor _ in range(3): os.fork()\n" + offers("bad"), "serves schemes: none", ""),
+    "forks_and_hangs": ("import os\nif os.fork():\n    " + HANG.replace("\n", "\n    ") + "\n" + HANG, "it did not end within", ""),
+    "leaves_a_child": ("import os, time\nif not os.fork(): os.setsid(); time.sleep(5); os._exit(0)\n" + offers("bad"), "serves schemes: none", ""),
+    "hungry": ("hoard = []\nwhile True: hoard.append(bytearray(2**26))", "MemoryError", ""),
+    "hangs_in_check": (HANG.partition("while")[0] + "def check(p):\n    while True: time.sleep(1)\n" + offers("bad", more=", check=check"), "was tried: it did not end within", ""),
+    "exits_in_load": (offers("bad", target=LATE), "was tried: it exited with code 3", "import os; os._exit(3)"),
+    "exits_by_sys": ("import sys; sys.exit(0)", "broken: SystemExit: 0", ""),
+}  # fmt: skip

@@ -1,0 +1,83 @@
+"""Right experts, in a few lines each: what the wrong ones of `killed_by` derive from."""
+
+from __future__ import annotations
+
+import torch
+
+from moekit.backends.reference import ReferenceExperts, dequantized_input, expert_mlp
+from moekit.contract import BufferSpec, PackedWeights, PermuteExpertsUnpermute
+from moekit.problem import ActivationFormat
+from moekit.problem.weights import ExpertWeights
+
+
+class Plain(PermuteExpertsUnpermute):
+    """STANDARD, reducing, unquantized arithmetic in fp32."""
+
+    BASE = "torch"
+
+    def pack(self, weights):
+        named = weights.tensors()
+        shared = {
+            short: named.pop(name)
+            for name, short in (("w13_input_scale", "a1_scale"), ("w2_input_scale", "a2_scale"))
+            if name in named
+        }
+        return PackedWeights(self.spec.name, named, shared)
+
+    def workspace(self, rows):
+        return (BufferSpec((rows, self.problem.hidden_size), torch.float32),)
+
+    def transient_bytes(self, rows):
+        p = self.problem
+        weights = p.num_local_experts * p.hidden_size * (p.w13_rows + p.local_intermediate_size)
+        return 4 * (3 * weights + rows * (8 * p.hidden_size + 8 * p.w13_rows)) + rows * p.top_k * 32
+
+    def apply(self, y, tokens, weights, workspace):
+        p, total = self.problem, workspace[0][: len(y)].zero_()
+        matrices = ExpertWeights(**weights.experts).dequantize(p.quant)
+        x = dequantized_input(tokens, p)
+        for expert in tokens.topk_ids.unique().tolist():
+            if expert < 0:
+                continue
+            row, slot = (tokens.topk_ids == expert).nonzero(as_tuple=True)
+            result = expert_mlp(x[row], matrices, expert, p)
+            weighted = self.weighted(result, tokens.topk_weights[row, slot, None])
+            total.index_add_(0, row, weighted)
+        y.copy_(total)
+
+    def weighted(self, result, weights):
+        return result * weights
+
+
+class Slabs(PermuteExpertsUnpermute):
+    """BATCHED, unquantized arithmetic in fp32."""
+
+    BASE = "torch"
+    DECLARED = {"format": ActivationFormat.BATCHED, "reduces": False}
+
+    def pack(self, weights):
+        return PackedWeights(self.spec.name, *weights.by_expert())
+
+    def workspace(self, rows):
+        return ()
+
+    def transient_bytes(self, rows):
+        p = self.problem
+        weights = p.num_local_experts * p.hidden_size * (p.w13_rows + p.local_intermediate_size)
+        return 4 * (3 * weights + 8 * rows * p.num_local_experts * (p.hidden_size + p.w13_rows))
+
+    def apply(self, y, tokens, weights, workspace):
+        p = self.problem
+        matrices = ExpertWeights(**weights.experts).dequantize(p.quant)
+        x = dequantized_input(tokens, p)
+        for expert, count in enumerate(self.counts(tokens)):
+            y[expert, :count] = expert_mlp(x[expert, :count], matrices, expert, p).to(y.dtype)
+
+    def counts(self, tokens):
+        return tokens.expert_num_tokens.tolist()
+
+
+class Pairs(ReferenceExperts):
+    """STANDARD, not reducing."""
+
+    BASE = "reference"

@@ -1,0 +1,77 @@
+"""Tuned tables for tests: synthetic times, written where moekit looks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import moekit
+from moekit.discovery.registry import Registry, registry
+from moekit.discovery.specs import ExpertsSpec
+from moekit.problem import ActivationFormat
+from moekit.selection.tuned import table
+from moekit.selection.tuned.table import Key, Record, Table
+
+PROBLEM = moekit.MoEProblem(
+    num_experts=4, top_k=2, hidden_size=64, intermediate_size=48, dtype=torch.float32, device="cpu"
+)
+MADE = {"date": "2026-01-02T03:04:05+00:00", "made_with": "acme 1.0"}
+
+# microseconds by tokens, or the coefficient and exponent of a power of T
+Times = "Mapping[int, float | None] | tuple[float, float]"
+TOKENS = (1, 4, 16, 64, 256)
+
+
+def make_table(
+    times: Mapping[str, Times],
+    problem: moekit.MoEProblem = PROBLEM,
+    *,
+    copied: Mapping[str, float | None] | None = None,
+    **facts: str,
+) -> Table:
+    """Times by experts, behind `local`, or by ``dispatcher+experts``; weights are shared, except as
+    ``copied`` says."""
+    rows = {}
+    for name, given in times.items():
+        dispatcher, plus, experts = name.partition("+")
+        pair = (dispatcher, experts) if plus else ("local", name)
+        points = given
+        if isinstance(given, tuple):
+            points = {t: given[0] * t ** given[1] for t in TOKENS}
+        share = (copied or {}).get(name, 0.0)
+        rows[pair] = {t: Record(us, share, **{**MADE, **facts}) for t, us in points.items()}
+    return {Key.of(problem): rows}
+
+
+def write_table(file: Path, *tables: Table) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(table.encode(table.merge(tables)))
+    return file
+
+
+def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Body of the tests' fixture ``tuned``: only what is written to this folder is known."""
+    for variable in ("MOEKIT_EXPERTS", "MOEKIT_DISPATCHER"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv(table.VARIABLE, str(tmp_path / "tuned"))
+    yield tmp_path / "tuned"
+
+
+def fakes(*names: str, **facts: object) -> Registry:
+    """The core's backends and more copies of `torch` under these names."""
+    core = next(state for state in registry().plugins if state.name == "core")
+    made = Registry(plugins=(core,))
+    values = {
+        "target": "moekit.backends.torch_experts:TorchExperts",
+        "format": ActivationFormat.STANDARD,
+        "reduces": True,
+        "schemes": registry().expert("torch").schemes,
+        **facts,
+    }
+    for name in names:
+        made.register(ExpertsSpec(name=name, **values))
+    return made

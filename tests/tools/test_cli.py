@@ -1,0 +1,293 @@
+"""`python -m moekit`: exit codes, output, and what it must not import."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_plugins import offers, only_named
+
+import moekit
+from moekit.cli.main import main
+
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+SIZES = "--num-experts 256 --top-k 8 --hidden-size 7168 --intermediate-size 2048".split()
+VENDORS = ("triton", "deep_ep", "deep_gemm", "flashinfer", "pplx_kernels", "vllm", "transformers")
+NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
+
+
+only = pytest.fixture(only_named)
+
+
+# -- plugins ---------------------------------------------------------------------------------------
+
+
+def test_plugins_table(only, capsys: pytest.CaptureFixture[str]) -> None:
+    fakes = only("good", "needy")
+    fakes.install("good", offers("good", *(f"good_number_{n}" for n in range(12))))
+    fakes.install("needy", offers("needy", more=NEEDY))
+    fakes.install("other", offers("other"))
+    assert main(["plugins"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert re.search(r"^core +ok +moekit \S+ +dispatchers: local, batched_reference$", out, re.M)
+    assert re.search(r"^needy +ok +needy-dist 1.0 +experts: needy$", out, re.M)
+    assert "requires json: found" in out
+    assert "requires no_such_lib: missing (pip install no-such-lib)" in " ".join(out.split())
+    assert re.search(r"^other +blocked +other-dist 1.0 +not named in MOEKIT_PLUGINS$", out, re.M)
+    assert "environment: MOEKIT_PLUGINS=good,needy" in out
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        ({"bad": "raise RuntimeError('CUDA_HOME is not set')"}, "RuntimeError: CUDA_HOME"),
+        ({"a": offers("x"), "b": offers("x")}, "'x' is also offered by"),
+        ({}, "but no such plugin is installed"),
+    ],
+)
+def test_plugins_says_no(only, capsys, sources: dict[str, str], said: str) -> None:
+    fakes = only(*(sources or ["trition"]))
+    for name, source in sources.items():
+        fakes.install(name, source)
+    assert main(["plugins"]) == 1
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["plugins", "--json"]) == 1
+    states = {p["name"]: p["state"] for p in json.loads(capsys.readouterr().out)["plugins"]}
+    assert set(states.values()) >= {"clash" if "a" in sources else "broken"}
+
+
+def documented(heading: str) -> set[str]:
+    """Keys in the tables under a heading of docs/cli.md, without those that only hold others."""
+    section = DOCS.read_text().partition(f"### `{heading}`\n")[2].partition("\n##")[0]
+    table, _, each = section.partition("Each dispatcher and experts backend:")
+    keys = re.findall(r"^\| `([^`]+)` \|", table, re.M)
+    for key in re.findall(r"^\| `([^`]+)` \|", each, re.M):
+        keys += [f"plugins[].{kind}[].{key}" for kind in ("dispatchers", "experts")]
+    return {k for k in keys if not any(o.startswith((f"{k}.", f"{k}[]")) for o in keys if o != k)}
+
+
+def actual(value: Any, path: str = "") -> set[str]:
+    """The same notation for real output."""
+    if isinstance(value, dict):
+        named = path.rpartition(".")[2] in (
+            "environment",
+            "requires",
+            "rejected_dispatchers",
+            "rejected_experts",
+        )
+        found = (actual(v, f"{path}.{'NAME' if named else k}") for k, v in value.items())
+        return set().union(*found)
+    if isinstance(value, list):
+        return set().union(*(actual(v, f"{path}[]") for v in value))
+    return {path.removeprefix(".")}
+
+
+def test_plugins_json_is_as_documented(only, capsys: pytest.CaptureFixture[str]) -> None:
+    fakes = only("needy")
+    both = offers("needy", more=NEEDY) + (
+        "\n@moekit.hookimpl\ndef moekit_dispatchers():\n"
+        "    return [moekit.DispatcherSpec(name='needy', target='moekit.backends.local:LocalDispatcher',\n"
+        "        format=moekit.ActivationFormat.STANDARD, moves_tokens=False,\n"
+        "        requires=('json',))]\n"
+    )
+    fakes.install("needy", both)
+    assert main(["plugins", "--json"]) == 0
+    listing = json.loads(capsys.readouterr().out)
+    assert actual(listing) == documented("plugins --json")
+    assert listing["moekit"] == moekit.__version__
+    (needy,) = (p for p in listing["plugins"] if p["name"] == "needy")
+    (experts,), (dispatcher,) = needy["experts"], needy["dispatchers"]
+    assert experts["requires"] == {"json": True, "no_such_lib": False}
+    assert (experts["usable"], dispatcher["usable"]) == (False, True)
+
+
+# -- explain ---------------------------------------------------------------------------------------
+
+
+def test_explain_for_a_device_elsewhere(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the device was touched")
+
+    for module, name in (
+        (torch.accelerator, "current_accelerator"),
+        (torch.cuda, "is_available"),
+        (torch.cuda, "get_device_capability"),
+        (torch.cuda, "_lazy_init"),
+        (torch.cuda, "device_count"),
+    ):
+        monkeypatch.setattr(module, name, touched)
+    args = ["explain", *SIZES, "--quant", "fp8_block", "--device", "sm90"]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("256 experts, top 8, hidden 7168, intermediate 2048, bfloat16, quant fp8")
+    assert "cuda sm90" in out and "chosen: local + torch (by priority)" in out
+    assert main([*args, "--ep", "8"]) == 1
+    out = capsys.readouterr().out
+    assert "chosen: nothing" in out
+    assert "not dispatcher local: tokens must move between 8 ranks" in out
+
+
+@pytest.mark.parametrize(
+    "quant", ["none", "int8_w8a16", "nvfp4_w4a16", "fp8_tensor_static", "nvfp4"]
+)
+def test_explain_says_what_is_emulated(only, quant: str) -> None:
+    sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
+    note = moekit.explain(moekit.MoEProblem(**sizes, quant=quant)).note
+    quantized = quant in ("fp8_tensor_static", "nvfp4")
+    assert note.startswith(f"torch emulates {quant}: ") == quantized
+    assert ("emulates" in note) == quantized
+
+
+def test_explain_json_is_as_documented(only, capsys: pytest.CaptureFixture[str]) -> None:
+    fakes = only("needy")
+    fakes.install("needy", offers("needy", more=NEEDY))
+    args = ["explain", *SIZES, "--device", "cpu", "--json"]
+    assert main(args) == 0
+    found = actual(json.loads(capsys.readouterr().out))
+    assert main([*args, "--ep", "2"]) == 1
+    nothing = json.loads(capsys.readouterr().out)
+    assert nothing["chosen"] is None and nothing["runners_up"] == []
+    assert (found | actual(nothing)) - {"chosen"} == documented("explain --json")
+
+
+def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[str]) -> None:
+    args = (
+        "explain --num-experts 8 --top-k 1 --hidden-size 64 --intermediate-size 32 "
+        "--dtype float16 --quant int8_w8a16 --activation silu --activation-limit 7 --has-bias "
+        "--weight-on-input --redundant-experts 2 --max-num-tokens 9 --ep 5 --tp 2 --dp 1 "
+        "--device sm100 --dispatcher local --experts reference --json"
+    )
+    assert main(args.split()) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["why"] == "by name"
+    assert answer["chosen"] == {"dispatcher": "local", "experts": "reference", "bridged": False}
+    assert eval(answer["problem"], {**vars(moekit), "torch": torch}) == moekit.MoEProblem(
+        num_experts=8,
+        top_k=1,
+        hidden_size=64,
+        intermediate_size=32,
+        dtype=torch.float16,
+        quant="int8_w8a16",
+        activation=moekit.Activation("silu", limit=7.0),
+        has_bias=True,
+        apply_router_weight_on_input=True,
+        num_redundant_experts=2,
+        max_num_tokens=9,
+        parallel=moekit.ParallelConfig(ep_size=5, tp_size=2, dp_size=1),
+        device="sm100",
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--top-k 300", "top_k=300 exceeds num_experts=256"),
+        ("--hidden-size 0", "hidden_size=0: it must be an integer of at least 1"),
+        ("--quant fp3", "'fp3'"),
+        ("--activation tanh", "activation 'tanh' is unknown; choose one of"),
+        ("--activation gelu --activation-limit 7", "has no clamp"),
+        ("--device nvidia!", "device 'nvidia!' is not understood; examples"),
+        ("--device foo", "type='foo': it must be a type of device that torch knows"),
+        ("--tp 3", "intermediate_size=2048 does not divide by tp_size=3"),
+        ("--ep 0", "ep_size=0"),
+        ("--experts tritn", "no experts backend named 'tritn'; there are: reference, torch"),
+        ("--dispatcher torch", "'torch' is known as: experts backend"),
+    ],
+)
+def test_bad_problems(only, capsys: pytest.CaptureFixture[str], more: str, said: str) -> None:
+    assert main(["explain", *SIZES, "--device", "cpu", *more.split()]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("error: ") and said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "args",
+    ["", "frobnicate", "explain --top-k 8", "plugins --frob", "explain --top-k two", "check"],
+)
+def test_bad_arguments(only, capsys: pytest.CaptureFixture[str], args: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(args.split())
+    assert caught.value.code == 2
+    assert "usage: python -m moekit" in capsys.readouterr().err
+
+
+def test_explain_notes_broken_plugins(only, capsys: pytest.CaptureFixture[str]) -> None:
+    only("bad").install("bad", "raise RuntimeError('CUDA_HOME is not set')")
+    assert main(["explain", *SIZES, "--device", "cpu"]) == 0
+    assert "plugin bad is broken: RuntimeError: CUDA_HOME" in capsys.readouterr().out
+
+
+# -- check, demo, version --------------------------------------------------------------------------
+
+
+def test_check(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def run(name: str, extra_args: list[str]) -> int:
+        calls.append((name, extra_args))
+        return 5
+
+    monkeypatch.setattr("moekit.testing.run", run)
+    assert main(["check", "torch", "-k", "scheme", "-x"]) == 5
+    assert main(["check", "local"]) == 5
+    assert calls == [("torch", ["-k", "scheme", "-x"]), ("local", [])]
+    assert main(["check", "tritn", "-x"]) == 2
+    err = capsys.readouterr().err
+    assert "no dispatcher named 'tritn'" in err and "no experts backend named 'tritn'" in err
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "pytest" else find_spec(name)
+    )
+    assert main(["check", "torch"]) == 2
+    assert "pip install 'moekit[testing]'" in capsys.readouterr().err
+
+
+def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = SimpleNamespace(main=lambda argv: argv == ["--model-dir", "x", "--help"])
+    monkeypatch.setitem(sys.modules, "moekit.cli.demo", demo)
+    assert main(["demo", "--model-dir", "x", "--help"]) == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code in (0, None)
+    assert capsys.readouterr().out == f"moekit {moekit.__version__}\n"
+
+
+def test_fast_and_without_vendors(tmp_path: Path) -> None:
+    """In a fresh process: no vendor library is imported, and nearly all of the time is torch's."""
+    for vendor in VENDORS:
+        (tmp_path / f"{vendor}.py").touch()
+    code = f"""
+import sys, time, torch
+start = time.perf_counter()
+from moekit.cli.main import main
+main(["plugins"])
+main(["explain", *{SIZES}, "--quant", "fp8_block", "--device", "sm90"])
+print(time.perf_counter() - start, [v for v in {VENDORS} if v in sys.modules], file=sys.stderr)
+"""
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, imported = done.stderr.strip().splitlines()[-1].split(" ", 1)
+    assert imported == "[]"
+    assert float(seconds) < 1, f"{seconds} s besides importing torch"

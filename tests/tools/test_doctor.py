@@ -1,0 +1,193 @@
+"""`python -m moekit doctor`: what it finds, what it calls a fault, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from fake_plugins import Fakes, offers, only_named
+
+from moekit.cli import doctor
+from moekit.cli.main import main
+
+NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
+GROUPS = ["versions", "backends", "devices", "triton", "network", "caches"]
+
+
+@pytest.fixture(autouse=True)
+def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fakes]]:
+    """No plugins but those that a test names; caches in a folder of the test's."""
+    for variable in ("TRITON_CACHE_DIR", "MOEKIT_TUNED"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield from only_named(tmp_path, monkeypatch)
+
+
+def examined(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
+    """The exit code, and state and text of each finding."""
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert all(f["state"] in ("ok", "no", "bad") and f["text"] for f in found)
+    assert code == any(f["state"] == "bad" for f in found)
+    return code, {f["name"]: (f["state"], f["text"]) for f in found}
+
+
+def test_nothing_at_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert [line[:-1] for line in out.splitlines() if line.endswith(":")] == GROUPS
+    assert out.endswith("\n0 faults\n") and max(map(len, out.splitlines())) <= 100
+    code, found = examined(capsys)
+    assert code == 0
+    assert found["torch"] == ("ok", found["torch"][1]) and "every scheme" in found["torch"][1]
+    assert found["tuned tables"] == ("ok", str(tmp_path / "cache" / "moekit" / "tuned"))
+    assert not (tmp_path / "cache").exists()  # nothing is left behind
+
+
+def test_backends(only: Callable[..., Fakes], capsys: pytest.CaptureFixture[str]) -> None:
+    fakes = only("good", "needy", "elsewhere")
+    fakes.install("good", offers("good", more=", schemes=frozenset({'none', 'fp8_block'})"))
+    fakes.install("needy", offers("needy", more=NEEDY))
+    fakes.install("elsewhere", offers("elsewhere", more=", devices=('cuda==1.0',)"))
+    code, found = examined(capsys)
+    assert code == 0
+    assert found["good"] == ("ok", "serves schemes: fp8_block, none (good-dist 1.0)")
+    state, text = found["needy"]
+    assert state == "no" and "no_such_lib" in text and "pip install no-such-lib" in text
+    assert found["elsewhere"][0] == "no" and "cuda==1.0" in found["elsewhere"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [
+        ("broken", "raise RuntimeError('boom')", "boom"),
+        ("empty", offers("empty", target="json:NoSuchClass"), "NoSuchClass"),
+        ("vendor", offers("vendor", target="no_such_module_here:Experts"), "no_such_module_here"),
+    ],
+)
+def test_backends_at_fault(
+    only: Callable[..., Fakes], name: str, source: str, words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    only(name, "good").install(name, source)
+    only(name, "good").install("good", offers("good"))
+    code, found = examined(capsys)
+    assert code == 1 and found[name][0] == "bad" and words in found[name][1]
+    assert found["good"][0] == "ok"
+
+
+def test_blocked_is_no_fault(
+    only: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only("good").install("good", offers("good"))
+    monkeypatch.setenv("MOEKIT_BLOCK", "good")
+    code, found = examined(capsys)
+    assert code == 0 and found["good"][0] == "no" and "MOEKIT_BLOCK" in found["good"][1]
+
+
+def test_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ACME_CACHE_DIR", str(tmp_path / "file" / "kernels"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "kernels"))
+    monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path / "file"))
+    code, found = examined(capsys)
+    assert code == 1
+    assert found["ACME_CACHE_DIR"][0] == "bad" and "file/kernels" in found["ACME_CACHE_DIR"][1]
+    assert found["TRITON_CACHE_DIR"] == ("ok", str(tmp_path / "new" / "kernels"))
+    assert found["tuned tables"] == ("ok", str(tmp_path / "file"))
+
+    def read_only(**options: object) -> NoReturn:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    code, found = examined(capsys)
+    assert code == 1 and "Read-only file system" in found["TRITON_CACHE_DIR"][1]
+
+
+def test_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert examined(capsys)[1]["kernel"] == ("ok", "interpreted")
+    monkeypatch.setattr(doctor, "_add_one", lambda device: False)
+    assert examined(capsys)[1]["kernel"] == ("bad", "x + 1 came out wrong")
+
+    def no_compiler(device: str) -> NoReturn:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(doctor, "_add_one", no_compiler)
+    code, found = examined(capsys)
+    assert code == 1 and found["kernel"] == ("bad", "RuntimeError: no C compiler")
+
+
+def test_network_cards(tmp_path: Path) -> None:
+    folder, modules = tmp_path / "infiniband", tmp_path / "modules"
+
+    def cards() -> list[tuple[str, str, str]]:
+        return list(doctor._cards(folder, modules))
+
+    assert [state for _, state, _ in cards()] == ["no"]
+    port = folder / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("1: DOWN\n")
+    assert cards()[0] == ("RDMA cards", "no", "mlx5_0 DOWN") and cards()[1][1] == "no"
+    (port / "state").write_text("4: ACTIVE\n")
+    modules.write_text("nvidia_peermem 16384 0 - Live\n")
+    assert cards() == [("RDMA cards", "ok", "mlx5_0 ACTIVE"), ("GPUDirect", "ok", "nvidia_peermem")]
+
+
+def test_network_variables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    assert examined(capsys)[1]["NCCL_IB_DISABLE"] == ("ok", "1")
+
+
+def test_a_group_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost() -> NoReturn:
+        raise RuntimeError("driver lost")
+
+    monkeypatch.setattr(doctor, "_devices", lost)
+    code, found = examined(capsys)
+    assert code == 1 and found["looking"] == ("bad", "RuntimeError: driver lost")
+    assert found["tuned tables"][0] == "ok"
+
+
+def test_wrong_question(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["doctor", "--nonsense"])
+    assert left.value.code == 2 and "--nonsense" in capsys.readouterr().err
+
+
+def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between "devices" of the CPU here: each to each other, in GB/s."""
+    devices = [torch.device("cpu", i) for i in range(3)]
+    ((name, state, text),) = doctor._links(devices, nbytes=1 << 22)
+    found = re.fullmatch(r"copies of 4 MiB at (\d+) \((\d-\d)\) to (\d+) GB/s \((\d-\d)\)", text)
+    assert found and 0 < int(found[1]) <= int(found[3]), text
+    assert found[2][0] != found[2][2] and found[4][0] != found[4][2]
+    assert (name, state) == ("links", "ok")
+
+    def rate(source: torch.device, target: torch.device, nbytes: int) -> float | None:
+        if target.index == 1:
+            raise RuntimeError("out of memory")
+        return None if source.index == 1 else 8.0
+
+    monkeypatch.setattr(doctor, "_copy_rate", rate)
+    states = {name: state for name, state, _ in doctor._links(devices)}
+    assert states == {
+        "link 0-1": "no", "link 2-1": "no", "link 1-0": "bad", "link 1-2": "bad", "links": "ok"
+    }  # fmt: skip
+
+
+def test_a_copy_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)
+    assert doctor._copy_rate(torch.device("cpu"), torch.device("cpu"), 1 << 12) is None

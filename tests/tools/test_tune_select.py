@@ -1,0 +1,272 @@
+"""What `explain` and `compose` make of tuned tables."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
+
+import moekit
+from moekit.backends.composite_experts import CompositeExperts
+from moekit.cli.main import main
+from moekit.discovery import registry as plugins
+from moekit.discovery.specs import DispatcherSpec
+from moekit.errors import BackendBroken, Unsupported
+from moekit.problem import ActivationFormat
+from moekit.testing.calls import check_call
+from moekit.testing.cases import make_case
+
+tuned = pytest.fixture(no_tables, name="tuned")
+
+# Cross at T = 100: 10 T^.2 = 1 T^.7
+CROSSING = {"flat": (10, 0.2), "steep": (1, 0.7)}
+
+
+def order(explanation: moekit.Explanation, dispatcher: str = "local") -> list[str]:
+    return [p.experts for p in explanation.pairs if p.dispatcher == dispatcher]
+
+
+def test_the_fastest_comes_first_and_priority_does_not_count(tuned: Path) -> None:
+    write_table(tuned / "x.json", make_table({"a": (3, 1), "b": (1, 1), "torch": (2, 1)}))
+    found = fakes("a", "b", priority=50)
+    explanation = moekit.explain(PROBLEM, backends=found)
+    assert order(explanation) == ["b", "torch", "a", "reference"]
+    assert explanation.chosen.dispatcher == "local"
+    assert explanation.why == "by measurement (cpu, T=1..256)"
+    assert explanation.note == "measured 2026-01-02 with acme 1.0"
+    assert f"chosen: local + b ({explanation.why})\n  measured 2026" in str(explanation)
+    kernel = moekit.compose(PROBLEM, backends=found)
+    assert kernel.experts.spec.name == "b" and kernel.explanation == explanation
+    near = moekit.explain(PROBLEM.replace(hidden_size=80), backends=found)
+    assert near.why == "by measurement (cpu, T=1..256, nearest shape E 4 K 2 H 64 I 48)"
+    far = moekit.explain(PROBLEM.replace(hidden_size=512), backends=found)
+    assert far.why == "by priority" and far.note == "" and order(far)[0] == "a"
+
+
+def test_names_and_variables_come_before_the_table(tuned: Path, monkeypatch) -> None:
+    write_table(tuned / "x.json", make_table({"a": (3, 1), "b": (1, 1)}))
+    found = fakes("a", "b")
+    named = moekit.explain(PROBLEM, experts="a", backends=found)
+    assert named.chosen.experts == "a" and "experts by name" in named.why and named.note == ""
+    there = moekit.explain(PROBLEM, "local", backends=found)
+    assert there.why == "dispatcher by name, experts by measurement (cpu, T=1..256)"
+    assert there.chosen.experts == "b"
+    monkeypatch.setenv("MOEKIT_EXPERTS", "a")
+    assert moekit.compose(PROBLEM, backends=found).experts.spec.name == "a"
+
+
+def test_who_was_not_measured_follows_by_priority_and_is_named(tuned: Path) -> None:
+    write_table(tuned / "x.json", make_table({"a": (3, 1), "torch": (2, 1)}))
+    found = fakes("a", "new", "newer", priority=50)
+    explanation = moekit.explain(PROBLEM, backends=found)
+    assert order(explanation) == ["torch", "a", "new", "newer", "reference"]
+    assert "not measured: new, newer (python -m moekit tune --select)" in explanation.note
+    # One alone is no comparison.
+    write_table(tuned / "x.json", make_table({"torch": (2, 1), "gone": (1, 1)}))
+    assert moekit.explain(PROBLEM, backends=found).why == "by priority"
+
+
+def test_who_cannot_or_should_not_is_never_measured_into_first_place(tuned: Path) -> None:
+    times = {"a": (3, 1), "b": (2, 1), "reference": (1, 1), "nobody": (0.1, 1)}
+    write_table(tuned / "x.json", make_table(times))
+    found = fakes("a", "b")
+    assert order(moekit.explain(PROBLEM, backends=found))[0] == "b"
+    picky = fakes("a", "c", check=lambda p: ["cannot"])
+    picky.register(found.expert("b"))
+    write_table(tuned / "y.json", make_table({"torch": (4, 1)}))
+    explanation = moekit.explain(PROBLEM, backends=picky)
+    assert explanation.chosen.experts == "b" and explanation.rejected_experts["a"] == ("cannot",)
+
+
+def test_who_was_wrong_or_failed_is_not_chosen(tuned: Path) -> None:
+    times = {"a": {1: None, 16: None, 256: None}, "b": (5, 1), "torch": (9, 1)}
+    write_table(tuned / "x.json", make_table(times))
+    assert order(moekit.explain(PROBLEM, backends=fakes("a", "b")))[0] == "b"
+
+
+# -- composites --------------------------------------------------------------------------------
+
+
+def test_a_composite_where_it_pays(tuned: Path, caplog) -> None:
+    write_table(tuned / "x.json", make_table(CROSSING))
+    found = fakes("flat", "steep")
+    with caplog.at_level(logging.INFO, "moekit"):
+        kernel = moekit.compose(PROBLEM, backends=found)
+    assert str(kernel.explanation.chosen) == "local + steep:100|flat"
+    assert "steep:100|flat (by measurement" in caplog.text
+    assert kernel.explanation.note.startswith("weights held once; measured 2026-01-02")
+    assert order(kernel.explanation)[1:] == ["steep", "flat", "torch", "reference"]
+    experts = kernel.experts
+    assert isinstance(experts, CompositeExperts)
+    assert [experts.member(rows).spec.name for rows in (1, 100, 101)] == ["steep", "steep", "flat"]
+    packed = kernel.pack(make_case(PROBLEM, 1).weights)
+    assert packed.extra_bytes == 0
+    for tokens in (0, 100, 101):
+        check_call(kernel, make_case(PROBLEM, tokens), packed)
+    # As a name it gives the same again.
+    again = moekit.compose(PROBLEM, experts=kernel.explanation.chosen.experts, backends=found)
+    assert again.experts.spec == experts.spec
+
+
+@pytest.mark.parametrize(
+    ("most", "chosen"), [(90, "steep"), (101, "steep"), (2000, "steep:100|flat"), (1, "steep")]
+)
+def test_only_sizes_that_can_occur_count(tuned: Path, most: int, chosen: str) -> None:
+    write_table(tuned / "x.json", make_table(CROSSING))
+    problem = PROBLEM.replace(max_num_tokens=most)
+    assert moekit.explain(problem, backends=fakes("flat", "steep")).chosen.experts == chosen
+
+
+def test_no_second_copy_of_the_weights_unless_asked_for(tuned: Path) -> None:
+    times = {**CROSSING, "own": {1: 50.0, 16: 50.0, 64: 8.0, 256: 90.0}}
+    found = fakes("flat", "steep", "own")
+    write_table(tuned / "x.json", make_table(times, copied={"own": 1.0}))
+    explanation = moekit.explain(PROBLEM, backends=found)
+    assert explanation.chosen.experts == "steep:100|flat"
+    assert "|own:" in explanation.note and "more than one form" in explanation.note
+    wanted = explanation.note.partition("experts='")[2].partition("'")[0]
+    kernel = moekit.compose(PROBLEM, experts=wanted, backends=found)
+    assert (
+        kernel.experts.spec.name == wanted and kernel.explanation.note == "weights held 2.00 times"
+    )
+    for copied in ({"flat": 0.5}, {"flat": None}):
+        write_table(tuned / "x.json", make_table(CROSSING, copied=copied))
+        assert "|" not in moekit.explain(PROBLEM, backends=found).chosen.experts
+
+
+def test_members_that_do_not_go_together(tuned: Path) -> None:
+    """One sums over top-k and one does not: the better of the two, alone."""
+    write_table(tuned / "x.json", make_table(CROSSING))
+    found = fakes("flat")
+    other = found.expert("reference")
+    found.register(type(other)(**{**vars(other), "name": "steep", "priority": 0}))
+    explanation = moekit.explain(PROBLEM, backends=found)
+    assert order(explanation)[:2] == ["steep", "flat"] or order(explanation)[:2] == [
+        "flat",
+        "steep",
+    ]
+    check_call(moekit.compose(PROBLEM, backends=found), make_case(PROBLEM, 5))
+
+
+def test_a_division_without_numbers_goes_by_the_table(tuned: Path) -> None:
+    found = fakes("flat", "steep", "third")
+    with pytest.raises(Unsupported, match="as in flat:64|steep"):
+        moekit.compose(PROBLEM, experts="flat|steep", backends=found)
+    write_table(tuned / "x.json", make_table({**CROSSING, "torch": (0.1, 0.1)}))
+    kernel = moekit.compose(PROBLEM, experts="flat|steep", backends=found)
+    assert kernel.experts.spec.name == "flat|steep"
+    assert [kernel.experts.member(r).spec.name for r in (100, 101)] == ["steep", "flat"]
+    check_call(kernel, make_case(PROBLEM, 9))
+    sole = moekit.compose(PROBLEM.replace(max_num_tokens=50), experts="flat|steep", backends=found)
+    assert [m.spec.name for m in sole.experts.members] == ["steep"]
+    with pytest.raises(Unsupported, match="no measurement of all its members"):
+        moekit.compose(PROBLEM, experts="flat|third", backends=found)
+
+
+def test_a_member_that_does_not_load_is_passed_over(tuned: Path, caplog) -> None:
+    write_table(tuned / "x.json", make_table({**CROSSING, "torch": (50, 0.5)}))
+    found = fakes("flat")
+    found.register(type(found.expert("flat"))(
+        **{**vars(found.expert("flat")), "name": "steep", "target": "no_such_module:X"}
+    ))  # fmt: skip
+    assert moekit.explain(PROBLEM, backends=found).chosen.experts == "steep:100|flat"
+    kernel = moekit.compose(PROBLEM, backends=found)
+    assert kernel.experts.spec.name == "flat"
+    assert "no_such_module" in caplog.text
+    assert "does not load" in kernel.explanation.rejected_experts["steep:100|flat"][0]
+    with pytest.raises(BackendBroken):
+        moekit.compose(PROBLEM, experts="steep:100|flat", backends=found)
+
+
+# -- dispatchers -------------------------------------------------------------------------------
+
+MOVING = PROBLEM.replace(num_experts=16, parallel=moekit.ParallelConfig(ep_size=4))
+
+
+def movers(*names: str, priorities: dict[str, int] | None = None):
+    found = fakes(*names)
+    for name, format in (("rows", ActivationFormat.STANDARD), ("slabs", ActivationFormat.BATCHED)):
+        found.register(
+            DispatcherSpec(
+                name=name,
+                target="moekit.backends.local:LocalDispatcher",
+                format=format,
+                moves_tokens=True,
+                priority=(priorities or {}).get(name, 0),
+            )
+        )
+    return found
+
+
+def test_times_on_one_rank_order_experts_where_tokens_come_as_rows(tuned: Path) -> None:
+    write_table(tuned / "x.json", make_table({"a": (2, 1), "b": (1, 1)}))
+    found = movers("a", "b", priorities={"rows": 60})
+    explanation = moekit.explain(MOVING, backends=found)
+    assert order(explanation, "rows")[:2] == ["b", "a"] and order(explanation, "slabs")[0] == "a"
+    assert explanation.why == (
+        "dispatcher by priority, experts by measurement (cpu, T=1..256, experts on one rank)"
+    )
+    slabs_first = moekit.explain(MOVING, backends=movers("a", "b", priorities={"slabs": 200}))
+    assert slabs_first.chosen.dispatcher == "slabs" and slabs_first.why == "by priority"
+
+
+def test_pairs_that_were_measured_together_order_dispatchers_too(tuned: Path) -> None:
+    times = {"rows+a": (5, 0.6), "rows+b": (6, 0.6), "slabs+a": (2, 0.6), "slabs+b": (3, 0.6)}
+    write_table(tuned / "x.json", make_table(times, MOVING), make_table({"a": (2, 1), "b": (1, 1)}))
+    found = movers("a", "b", priorities={"rows": 200})
+    explanation = moekit.explain(MOVING, backends=found)
+    assert [str(p) for p in explanation.pairs[:2]] == [
+        "slabs + a (bridged)",
+        "slabs + b (bridged)",
+    ]
+    assert explanation.why == "by measurement (cpu, T=1..256)"
+    with_experts = moekit.explain(MOVING, experts="b", backends=found)
+    assert with_experts.chosen.dispatcher == "slabs"
+    assert with_experts.why == "dispatcher by measurement (cpu, T=1..256), experts by name"
+    assert moekit.explain(MOVING, "rows", backends=found).chosen.experts == "a"
+
+
+# -- the command line --------------------------------------------------------------------------
+
+
+def test_explain_says_it(tuned: Path, capsys, monkeypatch) -> None:
+    """For a device elsewhere, too, by its architecture."""
+    monkeypatch.setattr(plugins, "_registry", fakes("flat", "steep"))
+    h200 = PROBLEM.replace(device=moekit.DeviceSpec("cuda", (9, 0), "NVIDIA H200"))
+    write_table(tuned / "x.json", make_table(CROSSING, h200))
+    sizes = "--num-experts 4 --top-k 2 --hidden-size 64 --intermediate-size 48 --dtype float32"
+    args = ["explain", *sizes.split(), "--device", "sm90"]
+    assert main([*args, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["why"] == "by measurement (NVIDIA H200, T=1..256)"
+    assert told["chosen"]["experts"] == "steep:100|flat" and "acme 1.0" in told["note"]
+    assert main(args) == 0
+    assert "chosen: local + steep:100|flat (by measurement" in capsys.readouterr().out
+    assert main([*args, "--experts", "steep:7|flat", "--max-num-tokens", "9"]) == 0
+    assert "chosen: local + steep:7|flat (dispatcher by priority" in capsys.readouterr().out
+
+
+def test_looking_up_imports_no_backend(tuned: Path, tmp_path: Path) -> None:
+    """Not even one whose times decide."""
+    h200 = PROBLEM.replace(
+        dtype=torch.bfloat16, device=moekit.DeviceSpec("cuda", (9, 0), "NVIDIA H200")
+    )
+    names = ("torch", "triton", "deepgemm", "cutlass", "marlin", "acme")
+    write_table(tuned / "x.json", make_table({name: (1, 1) for name in names}, h200))
+    code = """
+import sys, moekit
+p = moekit.MoEProblem(num_experts=4, top_k=2, hidden_size=64, intermediate_size=48, device="sm90")
+print(moekit.explain(p))
+print(sorted(m for m in sys.modules if m.split(".")[0] in (
+    "triton", "deep_gemm", "vllm", "quack", "flashinfer", "cutlass")
+    or m.startswith("moekit_") and m.count(".") and m.endswith(("experts", "kernels"))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

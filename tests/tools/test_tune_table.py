@@ -1,0 +1,287 @@
+"""Tuned tables as files: what is read, what wins, what is refused, and who may write at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from moekit_bench.tune.cli import add_to
+from tuned_tables import MADE, PROBLEM, fakes, make_table, no_tables, write_table
+
+import moekit
+from moekit.selection import tuned as tune
+from moekit.selection.tuned import table
+from moekit.selection.tuned.table import Key, Record
+
+tuned = pytest.fixture(no_tables, name="tuned")
+
+
+def time(problem=PROBLEM, experts: str = "a", tokens: int = 1) -> float | None:
+    found = tune.lookup(problem)
+    return None if found is None else found.times["local", experts][tokens].us
+
+
+# -- what is read ------------------------------------------------------------------------------
+
+
+def test_a_table_is_read_as_it_was_written(tuned: Path) -> None:
+    times = make_table({"a": {1: 3.25, 16: None}, "batched+b": {7: 1e6}}, copied={"a": None})
+    more = make_table({"a": (2, 0.5)}, PROBLEM.replace(quant="fp8_block", device="sm90"))
+    file = write_table(tuned / "x.json", times, more)
+    assert table.read(file) == {**times, **more}
+    assert file.read_text().count("\n") == 2 + 3 + 5, "a cell a line"
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_moekit_tuned_names_a_file_or_a_folder(tuned: Path, monkeypatch, where: str) -> None:
+    file = write_table(tuned / "x.json", make_table({"a": {1: 5.0}}))
+    monkeypatch.setenv("MOEKIT_TUNED", str(file if where == "file" else tuned))
+    assert time() == 5.0
+
+
+def test_no_tables_where_asked(tuned: Path, monkeypatch) -> None:
+    write_table(tuned.parent / "shipped" / "x.json", make_table({"a": {1: 5.0}}))
+    assert time() == 5.0
+    monkeypatch.setenv("MOEKIT_TUNED", "")
+    assert time() is None
+    monkeypatch.setenv("MOEKIT_TUNED", "/no/such/place")
+    assert time() == 5.0
+
+
+def test_the_users_own_place(monkeypatch) -> None:
+    assert table.user_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/moekit/tuned")
+    assert table.user_path({"MOEKIT_TUNED": "/t.json"}) == Path("/t.json")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert table.user_path({}) == Path("/home/me/.cache/moekit/tuned")
+
+
+def test_the_shipped_place_is_packaged() -> None:
+    assert table.SHIPPED == Path(table.__file__).parent / "shipped" and table.SHIPPED.is_dir()
+    for file in table.SHIPPED.glob("*.json"):
+        assert table.read(file)
+
+
+def test_newer_wins_and_the_user_before_all(tuned: Path) -> None:
+    old, new = {"date": "2025-01-01"}, {"date": "2026-06-01"}
+    shipped = tuned.parent / "shipped"
+    write_table(shipped / "a.json", make_table({"a": {1: 1.0}}, **new))
+    write_table(shipped / "b.json", make_table({"a": {1: 2.0, 4: 2.0}, "b": {1: 2.0}}, **old))
+    assert (time(), time(tokens=4), time(experts="b")) == (1.0, 2.0, 2.0)
+    write_table(tuned / "mine.json", make_table({"a": {1: 3.0}}, date="2024-01-01"))
+    assert (time(), time(tokens=4), time(experts="b")) == (3.0, 2.0, 2.0)
+
+
+def test_a_changed_file_is_seen(tuned: Path) -> None:
+    for us in (5.0, 6.0):
+        write_table(tuned / "x.json", make_table({"a": {1: us}}))
+        os.utime(tuned / "x.json", ns=(0, int(us)))
+        assert time() == us
+    (tuned / "x.json").unlink()
+    assert time() is None
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def broken(**changes: object) -> str:
+    """A table with one cell, and changes to it; a key with a dot changes the record."""
+    cell = json.loads(table.encode(make_table({"a": {1: 5.0}})))["cells"][0]
+    for name, value in changes.items():
+        place = cell["times"]["local+a"] if name in ("us", "copied", "date", "more") else cell
+        if value is ...:
+            del place[name]
+        else:
+            place[name] = value
+    return json.dumps({"format": 1, "cells": [cell]})
+
+
+NONSENSE = {
+    "empty": "",
+    "cut off": broken()[:-7],
+    "no table": "[]",
+    "null": "null",
+    "another format": '{"format": 2, "cells": []}',
+    "no cells": '{"format": 1}',
+    "cells of nothing": '{"format": 1, "cells": [null]}',
+    "deep": "[" * 100_000,
+    "not text": "\udcff",
+    "no tokens": broken(tokens=...),
+    "zero tokens": broken(tokens=0),
+    "tokens as text": broken(tokens="1"),
+    "half a token": broken(tokens=1.5),
+    "true tokens": broken(tokens=True),
+    "no size": broken(hidden=...),
+    "negative size": broken(hidden=-1),
+    "a list for a size": broken(hidden=[1]),
+    "gated by a word": broken(gated="yes"),
+    "no device name": broken(device=None),
+    "zero time": broken(us=0),
+    "negative time": broken(us=-3.0),
+    "no number": broken(us=math.nan),
+    "infinite": broken(us=math.inf),
+    "time as text": broken(us="fast"),
+    "true time": broken(us=True),
+    "negative copy": broken(copied=-0.1),
+    "date as number": broken(date=2026),
+    "unknown field": broken(more=1),
+    "no pair": broken(times={"a": {"us": 1.0}}),
+    "times of nothing": broken(times=[]),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_is_left_out_with_a_warning(tuned: Path, caplog, what: str) -> None:
+    """Composing goes on without the file, by priority, and with the others' times."""
+    tuned.mkdir()
+    file = tuned / "bad.json"
+    file.write_bytes(NONSENSE[what].encode("utf-8", "surrogateescape"))
+    with pytest.raises(moekit.MoekitError, match=r"bad\.json cannot be used: .*tune --select"):
+        table.read(file)
+    with caplog.at_level(logging.WARNING, "moekit"):
+        for _ in range(3):
+            explanation = moekit.compose(PROBLEM, backends=fakes("a")).explanation
+    assert explanation.why == "by priority"
+    assert len(caplog.records) == 1 and "bad.json" in caplog.text, "said once"
+    write_table(tuned / "good.json", make_table({"a": {1: 1.0}, "torch": {1: 2.0}}))
+    assert "by measurement" in moekit.explain(PROBLEM, backends=fakes("a")).why
+
+
+def test_the_fine_table_of_these_tests_is_fine(tuned: Path) -> None:
+    tuned.mkdir()
+    (tuned / "x.json").write_text(broken())
+    assert time() == 5.0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_places(tuned: Path, caplog) -> None:
+    file = write_table(tuned / "x.json", make_table({"a": {1: 5.0}}))
+    file.chmod(0)
+    assert time() is None and "PermissionError" in caplog.text
+    tuned.chmod(0)
+    assert time() is None
+    tuned.chmod(0o700)
+
+
+# -- which shape -------------------------------------------------------------------------------
+
+
+def test_the_nearest_shape_within_reach(tuned: Path) -> None:
+    wide = PROBLEM.replace(hidden_size=128)
+    write_table(tuned / "x.json", make_table({"a": {1: 1.0}}), make_table({"a": {1: 2.0}}, wide))
+    assert (time(), time(wide)) == (1.0, 2.0)
+    assert time(PROBLEM.replace(hidden_size=80)) == 1.0
+    assert time(PROBLEM.replace(hidden_size=100)) == 2.0
+    assert time(PROBLEM.replace(hidden_size=256)) == 2.0, "twice one size is in reach"
+    assert time(PROBLEM.replace(hidden_size=260)) is None
+    assert time(PROBLEM.replace(hidden_size=32, top_k=1)) is None, "twice two sizes is not"
+    found = tune.lookup(PROBLEM.replace(hidden_size=80))
+    assert 0 < found.distance < 1 and "nearest shape E 4 K 2 H 64 I 48" in str(found)
+    assert "nearest" not in str(tune.lookup(PROBLEM))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"quant": "fp8_block"}, {"activation": "silu_no_mul"}, {"device": "sm90"}]
+)  # fmt: skip
+def test_other_arithmetic_or_device_is_no_neighbour(tuned: Path, changes) -> None:
+    write_table(tuned / "x.json", make_table({"a": {1: 1.0}}))
+    assert time() == 1.0 and time(PROBLEM.replace(**changes)) is None
+
+
+def test_devices_go_by_name_and_nameless_ones_by_architecture(tuned: Path) -> None:
+    def on(name: str, capability=(9, 0)):
+        return PROBLEM.replace(device=moekit.DeviceSpec("cuda", capability, name))
+
+    write_table(tuned / "x.json", make_table({"a": {1: 1.0}}, on("NVIDIA H200")))
+    assert time(on("NVIDIA H200")) == time(on("")) == 1.0
+    assert time(on("NVIDIA H20")) is None and time(on("", (8, 0))) is None
+    assert str(tune.lookup(on(""))) == "NVIDIA H200, T=1..1"
+
+
+def test_ranks(tuned: Path) -> None:
+    """Local sizes; tokens that bring all their choices here; pairs measured on as many ranks."""
+    alone = PROBLEM.replace(num_experts=4)
+    write_table(tuned / "x.json", make_table({"a": {1: 1.0}}, alone))
+    moving = moekit.ParallelConfig(ep_size=4, ep_rank=1)
+    spread = PROBLEM.replace(num_experts=15, parallel=moving, max_num_tokens=10)
+    found = tune.lookup(spread)
+    assert Key.of(spread).experts == 4 == spread.replace(num_experts=16).num_local_experts
+    assert found.borrowed and found.distance == 0 and found.high == 10
+    assert "experts on one rank" in str(found)
+    same_tokens = moekit.ParallelConfig(ep_size=4, dp_size=1)
+    found = tune.lookup(spread.replace(parallel=same_tokens))
+    assert not found.borrowed and found.high == 3, "a quarter of 10 tokens' choices are here"
+    write_table(tuned / "x.json", make_table({"a": {1: 1.0}}, alone),
+                make_table({"naive+a": {1: 9.0}}, spread))  # fmt: skip
+    found = tune.lookup(spread)
+    assert not found.borrowed and found.times["naive", "a"][1].us == 9.0
+    assert "on each of 4 ranks" in str(found.key)
+
+
+# -- writers -----------------------------------------------------------------------------------
+
+
+def test_writing_keeps_what_others_wrote(tuned: Path) -> None:
+    file = tuned / "deep" / "x.json"
+    add_to(file, make_table({"a": {1: 1.0}}))
+    add_to(file, make_table({"b": {1: 2.0}}))
+    add_to(file, make_table({"a": {1: 3.0, 4: 4.0}}))
+    times = table.read(file)[Key.of(PROBLEM)]
+    assert [times["local", "a"][t].us for t in (1, 4)] == [3.0, 4.0]
+    assert times["local", "b"] == {1: Record(2.0, 0.0, **MADE)}
+    assert [f.name for f in file.parent.iterdir() if f.suffix == ".json"] == ["x.json"]
+
+
+def test_a_broken_file_is_not_overwritten(tuned: Path) -> None:
+    tuned.mkdir()
+    (tuned / "x.json").write_text("precious")
+    with pytest.raises(moekit.MoekitError, match="correct or delete it"):
+        add_to(tuned / "x.json", make_table({"a": {1: 1.0}}))
+    assert (tuned / "x.json").read_text() == "precious"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tuned_tables import make_table
+from moekit_bench.tune.cli import add_to
+for tokens in range(1, 31):
+    add_to(Path(sys.argv[1]), make_table({sys.argv[2]: {tokens: float(tokens)}}))
+"""
+
+
+def test_concurrent_writers_lose_nothing_and_readers_see_whole_files(tuned: Path) -> None:
+    file = write_table(tuned / "x.json", make_table({"a": {1: 1.0}}))
+    here = str(Path(__file__).parents[1] / "support")
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(file), name],
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        for name in ("b", "c", "d")
+    ]
+    seen, done = [0], threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(len(table.read(file)[Key.of(PROBLEM)]))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    codes = [writer.wait(timeout=120) for writer in writers]
+    done.set()
+    reader.join()
+    assert codes == [0, 0, 0]
+    times = table.read(file)[Key.of(PROBLEM)]
+    assert {e: len(records) for (_, e), records in times.items()} == {
+        "a": 1, "b": 30, "c": 30, "d": 30,
+    }  # fmt: skip
+    assert seen == sorted(seen) and seen[-1] >= 1
