@@ -7,7 +7,7 @@ PLUGINS := $(wildcard plugins/*)
 # Without a GPU, pin torch to the release whose CPU build installs without CUDA packages.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: demo test lint install-test gpu-test clean
+.PHONY: demo test lint dist install-test gpu-test clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m moekit demo
@@ -20,6 +20,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Every sdist and wheel in dist/, checked.
+dist: $(VENV)/.dist
+	.ci/dist $(BIN)/python
+
 # Every wheel in a venv with nothing but declared dependencies, used from another folder.
 install-test: $(VENV)/.core
 	.ci/install $(BIN)/python '$(TORCH)'
@@ -30,7 +34,7 @@ gpu-test:
 
 $(VENV)/.core: pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check 'setuptools>=68' wheel '$(TORCH)'
+	$(BIN)/pip install -q --disable-pip-version-check 'setuptools>=77' wheel '$(TORCH)'
 	$(BIN)/pip install -q --disable-pip-version-check pluggy 'triton>=3.6' numpy
 	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps \
 		-e . $(addprefix -e ,$(PLUGINS))
@@ -45,5 +49,9 @@ $(VENV)/.dev: $(VENV)/.demo
 		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1'
 	touch $@
 
+$(VENV)/.dist: $(VENV)/.core
+	$(BIN)/pip install -q --disable-pip-version-check build twine 'readme-renderer[md]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-install build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist $(VENV) .venv-install build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

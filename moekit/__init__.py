@@ -7,7 +7,7 @@ from whatever is installed, and says why.
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from moekit import _moved
 from moekit.contract import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import moekit
@@ -68,3 +69,18 @@ def test_every_plugin_is_in_the_readme() -> None:
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README + CONTRIBUTING):
         assert (ROOT / target).exists(), target
+
+
+def test_every_package_says_what_a_stranger_needs() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    for folder in (ROOT, *sorted((ROOT / "plugins").iterdir())):
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert project["version"] == moekit.__version__, folder.name
+        assert project["license"] == "Apache-2.0" and (folder / "LICENSE").is_file(), folder.name
+        assert (folder / project["readme"]).read_text().startswith("# moekit"), folder.name
+        assert project["authors"] and project["classifiers"], folder.name
+        packages = list(folder.glob("src/*/__init__.py")) or [ROOT / "moekit" / "__init__.py"]
+        assert all((package.parent / "py.typed").exists() for package in packages), folder.name
+        for requirement in project["dependencies"]:
+            if requirement.startswith("moekit"):
+                assert requirement.endswith(">=0.2,<0.3"), f"{folder.name}: {requirement}"
