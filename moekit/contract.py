@@ -98,10 +98,11 @@ class PrepareAndFinalize(Backend):
     """Moves tokens to the ranks of their experts, and the results back.
 
     It talks only in the group it is given, which need not be WORLD, and passes
-    ``moekit.runtime.group.resolve(problem, group)`` to ``super().__init__``: ranks that differ raise there,
-    and checked kernels agree in ``self.group``; where that is None, no rank checks another.
-    State belongs to the call: `prepare` puts what `finalize` needs into ``Dispatched.handle``. Two
-    calls may be in flight, and finish in any order; the caller's tensors are never modified.
+    ``moekit.runtime.group.resolve(problem, group)`` to ``super().__init__``: ranks that differ
+    raise there, and checked kernels agree in ``self.group``; where that is None, no rank checks
+    another. State belongs to the call: `prepare` puts what `finalize` needs into
+    ``Dispatched.handle``. Two calls may be in flight, and finish in any order; the caller's
+    tensors are never modified.
     """
 
     interface = "PrepareAndFinalize"
@@ -234,6 +235,10 @@ class PermuteExpertsUnpermute(Backend):
     def transient_bytes(self, rows: int) -> int:
         """Bytes `apply` allocates outside the workspace (a library's own buffers)."""
         return 0
+
+    def largest_calls(self, num_tokens: int) -> Sequence[int]:
+        """Return the token counts that a warm-up for up to ``num_tokens`` must include."""
+        return (num_tokens,)
 
     def tuning(self) -> AbstractContextManager[object]:
         """Calls of `apply` within it may search for a library's fastest kernels: warm-up's do."""

@@ -380,7 +380,8 @@ class ModularKernel:
         must call it with the same ``num_tokens``.
         """
         num_tokens, device = check_tokens(num_tokens), checks.device_of(weights)
-        sizes = sorted({*(1 << n for n in range(num_tokens.bit_length())), num_tokens})
+        powers = (1 << n for n in range(num_tokens.bit_length()))
+        sizes = sorted({*powers, *self.experts.largest_calls(num_tokens)})
         with self.experts.tuning():
             for step, tokens in enumerate(sizes):
                 begin = time.perf_counter()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,7 +30,8 @@ def bridge(
     problem: MoEProblem,
     to: ActivationFormat,
 ) -> PermuteExpertsUnpermute:
-    """An instance of ``experts`` for ``problem``, behind a bridge if its format is not ``to``."""
+    """Create ``experts`` for ``problem``, behind a bridge if their format is not ``to``."""
+    spec = spec.native_to(to)
     if spec.format is to:
         return create(experts, spec, problem)
     if to is ActivationFormat.STANDARD:
@@ -43,14 +43,8 @@ def bridge(
 class _Bridge(PermuteExpertsUnpermute):
     def __init__(self, inner: PermuteExpertsUnpermute, problem: MoEProblem) -> None:
         standard = inner.spec.format is ActivationFormat.BATCHED
-        spec = replace(
-            inner.spec,
-            format=ActivationFormat.STANDARD if standard else ActivationFormat.BATCHED,
-            reduces=standard,
-            # Experts that reduce see weights of 1: they round before the real ones apply.
-            weights_in_fp32=inner.spec.weights_in_fp32 and not inner.spec.reduces,
-        )
-        super().__init__(spec, problem)
+        to = ActivationFormat.STANDARD if standard else ActivationFormat.BATCHED
+        super().__init__(inner.spec.bridged_to(to), problem)
         self.inner = inner
 
     @property

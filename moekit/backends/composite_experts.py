@@ -16,7 +16,7 @@ from moekit.backends.bridge import bridge
 from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
 from moekit.discovery.answers import packed_by
 from moekit.discovery.specs import ExpertsSpec
-from moekit.kernel import ModularKernel, quantize_dispatched
+from moekit.kernel import quantize_dispatched
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import _overlap
@@ -157,15 +157,6 @@ class _Views(threading.local):
 
     def __init__(self) -> None:
         self.by_rows: dict[int, Sequence[Tensor]] = {}
-
-
-class CompositeKernel(ModularKernel):
-    """A kernel with `CompositeExperts`: warming up includes the largest call of each member."""
-
-    def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
-        assert isinstance(self.experts, CompositeExperts)
-        for tokens in self.experts.largest_calls(num_tokens):
-            super().warmup(weights, tokens)
 
 
 def _merge(name: str, packed: Sequence[PackedWeights]) -> CompositeWeights:

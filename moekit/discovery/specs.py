@@ -13,7 +13,7 @@ import re
 import sys
 from abc import ABC
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -307,8 +307,8 @@ class DispatcherSpec(BackendSpec):
 class ExpertsSpec(BackendSpec):
     """A PermuteExpertsUnpermute.
 
-    activations: kinds it computes (`moekit.problem.activation.ACTIVATIONS`); silu_clamp: also silu with a
-    clamp limit; bias: adds w13_bias and w2_bias.
+    activations: kinds it computes (`moekit.problem.activation.ACTIVATIONS`); silu_clamp: also silu
+    with a clamp limit; bias: adds w13_bias and w2_bias.
     reduces: its output rows are weighted by the router and summed over K. BATCHED experts never
     reduce: they do not see the weights.
     takes_quantized, takes_unquantized: which inputs it accepts for a scheme that quantizes
@@ -337,6 +337,38 @@ class ExpertsSpec(BackendSpec):
             raise ValueError(f"{self.name}: BATCHED experts see no router weights to reduce with")
         if not (self.takes_quantized or self.takes_unquantized):
             raise ValueError(f"{self.name}: takes neither quantized nor unquantized input")
+
+    def needs_bridge(self, format: ActivationFormat) -> bool:
+        """Return whether moekit converts between dispatched tokens of ``format`` and this one's."""
+        return self.format is not format
+
+    def bridged_to(self, format: ActivationFormat) -> ExpertsSpec:
+        """Return the spec that a dispatcher of ``format`` sees, a bridge included."""
+        if not self.needs_bridge(format):
+            return self
+        standard = format is ActivationFormat.STANDARD
+        # Experts that reduce see weights of 1 behind a bridge, and round before the real ones.
+        wide = self.weights_in_fp32 and not self.reduces
+        return replace(self, format=format, reduces=standard, weights_in_fp32=wide)
+
+    def native_to(self, format: ActivationFormat) -> ExpertsSpec:
+        """Return the spec to create for a dispatcher of ``format``; a bridge does the rest."""
+        return self
+
+    def unsupported_behind(self, format: ActivationFormat) -> list[str]:
+        """Return every reason why this backend cannot serve dispatchers of ``format``."""
+        return []
+
+    def notes(self, problem: MoEProblem) -> list[str]:
+        """Return what users should know about the way this backend computes ``problem``."""
+        notes = []
+        if problem.quant.activation is not None and self.emulates:
+            notes.append(
+                f"{self.name} emulates {problem.quant.name}: it quantizes no activations itself"
+            )
+        if how := self.description(problem):
+            notes.append(f"{self.name}: {how}")
+        return notes
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         reasons = []

@@ -1,10 +1,11 @@
-"""Several experts backends as one: every call goes to the one that is fastest for its size.
+"""Composites: several experts backends as one, each serving a range of call sizes.
 
 The name is the rule: ``triton:64|deepgemm:2048|triton`` gives calls of up to 64 tokens to triton,
-up to 2048 to deepgemm, and larger ones to triton again. Without numbers (``triton|deepgemm``) the
-tuned table divides the sizes. Tokens are those of one rank: the rows of the call (STANDARD: R,
-BATCHED: C) over ``ep_size``. The host knows them, so nothing is synchronized, and a captured graph
-keeps its backend. `moekit.backends.composite_experts` runs them.
+calls of up to 2048 tokens to deepgemm, and larger ones to triton again. Without numbers
+(``triton|deepgemm``) the tuned table divides the sizes. Tokens are those of one rank: the rows of
+the call (STANDARD: R, BATCHED: C) over ``ep_size``. The host knows them, so nothing is
+synchronized, and a captured graph keeps its backend. `moekit.backends.composite_experts` runs the
+members.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moekit.contract import PermuteExpertsUnpermute
+from moekit.discovery.registry import Registry
 from moekit.discovery.specs import ExpertsSpec
 from moekit.errors import UnknownBackend
 from moekit.problem import ActivationFormat, MoEProblem
@@ -23,89 +25,93 @@ from moekit.selection import tuned as tune
 
 @dataclass(frozen=True, kw_only=True)
 class CompositeSpec(ExpertsSpec):
-    """What all members can do. buckets: empty if the tuned table is to divide the sizes."""
+    """What all members have in common.
+
+    buckets: which member serves which sizes; empty if the tuned table divides them.
+    """
 
     members: tuple[ExpertsSpec, ...]
     buckets: tune.Buckets
 
     def __post_init__(self) -> None:
-        """Members were validated when they were made; the name is no identifier here."""
+        """Skip validation: members were validated, and the name is no identifier here."""
 
-    def seen_from(self, format: ActivationFormat) -> CompositeSpec:
-        """The same behind a dispatcher of this format, each member bridged where it must be."""
+    def needs_bridge(self, format: ActivationFormat) -> bool:
+        return any(member.needs_bridge(format) for member in self.members)
+
+    def bridged_to(self, format: ActivationFormat) -> CompositeSpec:
+        seen = [member.bridged_to(format) for member in self.members]
         return replace(
             self,
             format=format,
-            reduces=all(_reduces(m, format) for m in self.members),
-            weights_in_fp32=all(weights_in_fp32(m, format) for m in self.members),
+            reduces=all(member.reduces for member in seen),
+            weights_in_fp32=all(member.weights_in_fp32 for member in seen),
         )
 
+    def native_to(self, format: ActivationFormat) -> CompositeSpec:
+        """Return the composite in ``format``: it bridges members that have another one itself."""
+        return self.bridged_to(format)
+
     def divide(self, problem: MoEProblem) -> tune.Buckets:
-        """Who serves which sizes; empty if there are no measurements to tell."""
+        """Return which member serves which sizes; empty if no measurement divides them."""
         if self.buckets:
             return self.buckets
-        found, names = tune.lookup(problem), [m.name for m in self.members]
+        found, names = tune.lookup(problem), [member.name for member in self.members]
         curves = {} if found is None else found.curves("local", names)
         if found is None or len(curves) < len(names):
             return ()
         made = tune.plan(curves, found.high)
         return () if made is None else made.buckets
 
-    def memory_note(self, problem: MoEProblem) -> str:
-        """What the weights of all members take together, for people."""
-        found = tune.lookup(problem)
-        held = math.inf if found is None else found.held("local", [m.name for m in self.members])
-        if held == math.inf:
-            return "what the weights take in all is known when they are packed (extra_bytes)"
-        return f"weights held {held:.2f} times"
-
     def unsupported(self, problem: MoEProblem) -> list[str]:
         reasons = [f"{why} ({m.name})" for m in self.members for why in m.unsupported(problem)]
-        if not self.reduces and any(_reduces(m, self.format) for m in self.members):
-            reasons.append("some of its members sum over top-k, and some do not")
+        reasons += self.unsupported_behind(self.format)
         if not reasons and not self.divide(problem):
             names = "|".join(f"{m.name}:{64 << 2 * i}" for i, m in enumerate(self.members[:-1]))
             reasons.append(
-                "no measurement of all its members says which is best where: run `python -m moekit "
-                f"tune --select`, or say it, as in {names}|{self.members[-1].name}"
+                "its members were not all measured, so the sizes cannot be divided among them: run "
+                "`python -m moekit tune --select`, or give numbers, as in "
+                f"{names}|{self.members[-1].name}"
             )
         return reasons
 
+    def unsupported_behind(self, format: ActivationFormat) -> list[str]:
+        if len({member.bridged_to(format).reduces for member in self.members}) == 1:
+            return []
+        return ["some of its members sum over top-k, and some do not"]
+
+    def notes(self, problem: MoEProblem) -> list[str]:
+        found = tune.lookup(problem)
+        held = math.inf if found is None else found.held([m.name for m in self.members])
+        if held == math.inf:
+            memory = "how often the weights are held is known when they are packed (extra_bytes)"
+        else:
+            memory = "weights held " + ("once" if held < 1.005 else f"{held:.2f} times")
+        return [memory, *(note for member in self.members for note in member.notes(problem))]
+
     def load(self) -> type[PermuteExpertsUnpermute]:
-        """As any spec; BackendBroken too when a member does not load."""
+        """Import all members' classes, and return the composite's. Raises BackendBroken."""
         for member in self.members:
             member.load()
         return super().load()
 
 
-def weights_in_fp32(experts: ExpertsSpec, format: ActivationFormat) -> bool:
-    """`BackendSpec.weights_in_fp32`, seen from a dispatcher of this format: slabs come without
-    weights, so that what reduces behind a bridge rounds before they apply."""
-    return experts.weights_in_fp32 and not (experts.reduces and format is ActivationFormat.BATCHED)
-
-
-def _reduces(member: ExpertsSpec, format: ActivationFormat) -> bool:
-    """Seen from a dispatcher of this format: a bridge from slabs to rows sums."""
-    return format is ActivationFormat.STANDARD and (member.reduces or member.format is not format)
+def find_experts(name: str, backends: Registry) -> ExpertsSpec:
+    """Return the backend or composite of that name. Raises UnknownBackend or NameClash."""
+    return composite(name, backends.expert) if "|" in name else backends.expert(name)
 
 
 def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
-    """The composite of that name, in its first member's format; ``find`` knows the members.
+    """Return the composite of that name, in its first member's format.
 
-    Raises UnknownBackend for a name that makes no sense, and what ``find`` raises.
+    Args:
+        name: the rule, as in ``triton:64|deepgemm``.
+        find: returns the spec of a member's name.
+
+    Raises UnknownBackend for a name that is no rule, and whatever ``find`` raises.
     """
-    parts = [re.fullmatch(r"([a-z][a-z0-9_]*)(?::(\d{1,12}))?", part) for part in name.split("|")]
-    matches = [part for part in parts if part is not None]
-    bounds = [int(part[2]) for part in matches if part[2]]
-    rising = all(a < b for a, b in zip([0, *bounds], bounds, strict=False))
-    complete = len(bounds) == len(parts) - 1 and matches[-1:] and not matches[-1][2]
-    if len(matches) < max(2, len(parts)) or not rising or not (complete or not bounds):
-        raise UnknownBackend(
-            f"experts {name!r}: want backends with the most tokens that each but the last serves, "
-            "rising, as in 'triton:64|deepgemm'; or no numbers at all, to go by measurement"
-        )
-    members = tuple(find(part) for part in dict.fromkeys(part[1] for part in matches))
-    buckets = tuple(zip((*bounds, None), (p[1] for p in matches), strict=True)) if bounds else ()
+    buckets, names = _parse(name)
+    members = tuple(find(member) for member in names)
 
     def common(what: str) -> frozenset[str]:
         return frozenset.intersection(*(frozenset(getattr(m, what)) for m in members))
@@ -117,7 +123,7 @@ def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
         reduces=False,
         dtypes=common("dtypes"),
         schemes=common("schemes"),
-        devices=members[0].devices,  # where others do not run, `unsupported` says so
+        devices=members[0].devices,  # `unsupported` asks every member for the problem's device
         requires=tuple(dict.fromkeys(r for m in members for r in m.requires)),
         priority=min(m.priority for m in members),
         graph_safe=all(m.graph_safe for m in members),
@@ -131,4 +137,22 @@ def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
         members=members,
         buckets=buckets,
     )
-    return made.seen_from(made.format)
+    return made.bridged_to(made.format)
+
+
+def _parse(name: str) -> tuple[tune.Buckets, list[str]]:
+    """Return the buckets, empty if the name has no numbers, and each member's name once."""
+    parts = [re.fullmatch(r"([a-z][a-z0-9_]*)(?::(\d{1,12}))?", part) for part in name.split("|")]
+    matches = [part for part in parts if part is not None]
+    bounds = [int(part[2]) for part in matches if part[2]]
+    rising = all(a < b for a, b in zip([0, *bounds], bounds, strict=False))
+    complete = len(bounds) == len(parts) - 1 and matches[-1:] and not matches[-1][2]
+    if len(matches) < max(2, len(parts)) or not rising or not (complete or not bounds):
+        raise UnknownBackend(
+            f"experts {name!r} is no composite: give backends with the largest number of tokens "
+            "that each but the last serves, in rising order, as in 'triton:64|deepgemm'; or give "
+            "no numbers, and the tuned table divides the sizes"
+        )
+    names = [part[1] for part in matches]
+    buckets = tuple(zip((*bounds, None), names, strict=True)) if bounds else ()
+    return buckets, list(dict.fromkeys(names))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from moekit.discovery.specs import BackendSpec, DispatcherSpec
 from moekit.problem import MoEProblem
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A possible choice. ``experts`` may be a composite (`moekit.selection.composite`). ``bridged``: their
-    formats differ, so the core converts between them."""
+class Combination:
+    """A dispatcher and experts that can do a problem together.
+
+    experts: a backend or a composite (`moekit.selection.composite`).
+    bridged: their formats differ, so moekit converts between them.
+    """
 
     dispatcher: str
     experts: str
@@ -22,45 +25,55 @@ class Pair:
     def __str__(self) -> str:
         return f"{self.dispatcher} + {self.experts}" + (" (bridged)" if self.bridged else "")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return it JSON-ready."""
+        return {"dispatcher": self.dispatcher, "experts": self.experts, "bridged": self.bridged}
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """What could do ``problem``, best first, and why each other backend could not.
+    """Which combinations can do ``problem``, best first, and why each other backend cannot.
 
-    rejected_dispatchers, rejected_experts: name -> every reason. why: what decided the order. note:
-    what else there is to know of a choice by measurement, of a composite, or of experts that
-    emulate the scheme; else empty.
+    why: what decided the order: names, variables, measurements or priorities.
+    rejected_dispatchers, rejected_experts: every reason, by the backend's name.
+    note: what else users should know of the choice; may be empty.
     """
 
     problem: MoEProblem
-    pairs: tuple[Pair, ...]
+    combinations: tuple[Combination, ...]
     why: str
     rejected_dispatchers: Mapping[str, tuple[str, ...]]
     rejected_experts: Mapping[str, tuple[str, ...]]
     note: str = ""
 
     @property
-    def chosen(self) -> Pair | None:
-        return self.pairs[0] if self.pairs else None
+    def chosen(self) -> Combination | None:
+        """The best combination; None if nothing can do the problem."""
+        return self.combinations[0] if self.combinations else None
+
+    @property
+    def pairs(self) -> tuple[Combination, ...]:
+        """Deprecated: the old name of `combinations`."""
+        warnings.warn(
+            "Explanation.pairs is now Explanation.combinations", DeprecationWarning, stacklevel=2
+        )
+        return self.combinations
 
     def reasons(self) -> dict[str, tuple[str, ...]]:
+        """Return every reason, by kind and name of the backend, as in ``dispatcher local``."""
         return {
             **{f"dispatcher {name}": why for name, why in self.rejected_dispatchers.items()},
             **{f"experts {name}": why for name, why in self.rejected_experts.items()},
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; the shape `python -m moekit explain --json` documents."""
-
-        def pair(p: Pair) -> dict[str, Any]:
-            return {"dispatcher": p.dispatcher, "experts": p.experts, "bridged": p.bridged}
-
+        """Return it JSON-ready, as `python -m moekit explain --json` documents it."""
         return {
             "problem": repr(self.problem),
-            "chosen": pair(self.pairs[0]) if self.pairs else None,
+            "chosen": None if self.chosen is None else self.chosen.as_dict(),
             "why": self.why,
             "note": self.note,
-            "runners_up": [pair(p) for p in self.pairs[1:]],
+            "runners_up": [each.as_dict() for each in self.combinations[1:]],
             "rejected_dispatchers": {n: list(r) for n, r in self.rejected_dispatchers.items()},
             "rejected_experts": {n: list(r) for n, r in self.rejected_experts.items()},
         }
@@ -68,23 +81,13 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"chosen: {self.chosen or 'nothing'} ({self.why})"]
         lines += [f"  {self.note}"] if self.note else []
-        lines += [f"  then: {pair}" for pair in self.pairs[1:]]
+        lines += [f"  then: {each}" for each in self.combinations[1:]]
         lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.reasons().items()]
         return "\n".join(lines)
 
-    def _without(self, spec: BackendSpec, reason: str) -> Explanation:
-        """The same with one more backend rejected."""
-        more = {spec.name: (reason,)}
-        if isinstance(spec, DispatcherSpec):
-            pairs = tuple(p for p in self.pairs if p.dispatcher != spec.name)
-            rejected = {**self.rejected_dispatchers, **more}
-            return replace(self, pairs=pairs, rejected_dispatchers=rejected)
-        pairs = tuple(p for p in self.pairs if p.experts != spec.name)
-        return replace(self, pairs=pairs, rejected_experts={**self.rejected_experts, **more})
-
 
 def summary(problem: MoEProblem) -> str:
-    """``problem`` in one line, for people (``repr`` is for Python)."""
+    """Return ``problem`` in one line, to be read by people (``repr`` is Python)."""
     p, parallel = problem, problem.parallel
     limit = f" (limit {p.activation.limit:g})" if p.activation.clamped else ""
     words = [
@@ -105,3 +108,10 @@ def summary(problem: MoEProblem) -> str:
             words.append(f"{kind} {size}")
     words += [f"{parallel.nodes} hosts"] if parallel.nodes > 1 else []
     return f"{', '.join(words)} on {p.device}"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Pair":
+        warnings.warn("Pair is now Combination", DeprecationWarning, stacklevel=2)
+        return Combination
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

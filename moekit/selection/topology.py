@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from moekit.backends.bridge import bridge
-from moekit.backends.composite_experts import CompositeKernel
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
 from moekit.discovery.footprint import Footprint
 from moekit.discovery.registry import Registry, registry
@@ -24,9 +23,8 @@ from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import Pending
-from moekit.selection.composite import CompositeSpec
+from moekit.selection.composite import find_experts
 from moekit.selection.explanation import Explanation
-from moekit.selection.select import find_experts
 from moekit.untrusted.code import Fault, contained, shown
 
 
@@ -86,8 +84,8 @@ def on_hosts(
     if problem.max_num_tokens is None:
         raise InvalidInput("sizes on a rank follow from max_num_tokens: set --max-num-tokens")
     known = (backends or registry()).dispatchers
-    best = {pair.dispatcher: pair.experts for pair in reversed(explanation.pairs)}
-    order = list(dict.fromkeys(pair.dispatcher for pair in explanation.pairs))
+    best = {pair.dispatcher: pair.experts for pair in reversed(explanation.combinations)}
+    order = list(dict.fromkeys(pair.dispatcher for pair in explanation.combinations))
     order += [name for name in explanation.rejected_dispatchers if name not in order]
     return [
         _on_hosts(problem, known[name], best.get(name, ""), backends or registry())
@@ -169,11 +167,8 @@ def _memory(
 ) -> MemoryReport:
     """`ModularKernel.memory` of the pair, with a dispatcher that only says how much."""
     experts_spec = find_experts(experts, backends)
-    composed = ModularKernel
-    if isinstance(experts_spec, CompositeSpec):
-        experts_spec, composed = experts_spec.seen_from(spec.format), CompositeKernel
     gemms = bridge(experts_spec.load(), experts_spec, problem, spec.format)
-    return composed(_OnPaper(spec, problem, footprint), gemms, checked=False).memory()
+    return ModularKernel(_OnPaper(spec, problem, footprint), gemms, checked=False).memory()
 
 
 class _OnPaper(PrepareAndFinalize):

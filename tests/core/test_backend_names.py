@@ -60,7 +60,7 @@ def test_a_target_that_does_not_load(
     assert len(caplog.records) == 1 and reason in caplog.text
     assert kernel.experts.spec.name != "late"
     assert reason in kernel.explanation.rejected_experts["late"][0]
-    assert not [p for p in kernel.explanation.pairs if p.experts == "late"]
+    assert not [p for p in kernel.explanation.combinations if p.experts == "late"]
     check_call(kernel, make_case(PROBLEM, 5))
 
 
@@ -189,7 +189,7 @@ def test_a_bridge_is_better_than_a_reference_backend(fakes: Fakes) -> None:
     for spec in (core.dispatcher("local"), core.dispatcher("batched_reference")):
         found.register(spec)
     found.register(core.expert("reference"))
-    assert [str(pair) for pair in moekit.explain(PROBLEM, backends=found).pairs] == [
+    assert [str(each) for each in moekit.explain(PROBLEM, backends=found).combinations] == [
         "local + rows",
         "local + slabs (bridged)",
         "local + reference",

@@ -136,6 +136,18 @@ def test_members_must_exist_and_agree(monkeypatch) -> None:
     assert moekit.compose(PROBLEM, backends=backends()).experts.spec.name == "torch:4|turned"
 
 
+def test_members_that_fit_only_in_another_format() -> None:
+    """Slabs bridged to rows are summed, which `reference` does not do."""
+    found = backends()
+    found.register(
+        spec("slabs", f"{__name__}:Turned", format=ActivationFormat.BATCHED, reduces=False)
+    )
+    explained = moekit.explain(PROBLEM, experts="slabs:4|reference", backends=found)
+    assert {each.dispatcher for each in explained.combinations} == {"batched_reference"}
+    with pytest.raises(Unsupported, match="some of its members sum over top-k"):
+        moekit.compose(PROBLEM, "local", "slabs:4|reference", backends=found)
+
+
 def test_a_member_that_does_not_load() -> None:
     with pytest.raises(BackendBroken, match="'broken'.*does not load"):
         moekit.compose(PROBLEM, experts="torch:4|broken", backends=backends())
@@ -152,7 +164,7 @@ def test_what_it_declares_is_what_all_can() -> None:
     found.register(fixed)
     assert not composite("torch:4|fixed", found.expert).movable
     assert not composite("torch:4|fixed", found.expert).graph_safe
-    slabs = made.seen_from(ActivationFormat.BATCHED)
+    slabs = made.native_to(ActivationFormat.BATCHED)
     assert slabs.format is ActivationFormat.BATCHED and not slabs.reduces
 
 

@@ -29,7 +29,7 @@ CROSSING = {"flat": (10, 0.2), "steep": (1, 0.7)}
 
 
 def order(explanation: moekit.Explanation, dispatcher: str = "local") -> list[str]:
-    return [p.experts for p in explanation.pairs if p.dispatcher == dispatcher]
+    return [p.experts for p in explanation.combinations if p.dispatcher == dispatcher]
 
 
 def test_the_fastest_comes_first_and_priority_does_not_count(tuned: Path) -> None:
@@ -100,7 +100,8 @@ def test_a_composite_where_it_pays(tuned: Path, caplog) -> None:
         kernel = moekit.compose(PROBLEM, backends=found)
     assert str(kernel.explanation.chosen) == "local + steep:100|flat"
     assert "steep:100|flat (by measurement" in caplog.text
-    assert kernel.explanation.note.startswith("weights held once; measured 2026-01-02")
+    assert kernel.explanation.note.startswith("measured 2026-01-02 with acme 1.0; ")
+    assert kernel.explanation.note.endswith("; weights held once")
     assert order(kernel.explanation)[1:] == ["steep", "flat", "torch", "reference"]
     experts = kernel.experts
     assert isinstance(experts, CompositeExperts)
@@ -165,7 +166,7 @@ def test_a_division_without_numbers_goes_by_the_table(tuned: Path) -> None:
     check_call(kernel, make_case(PROBLEM, 9))
     sole = moekit.compose(PROBLEM.replace(max_num_tokens=50), experts="flat|steep", backends=found)
     assert [m.spec.name for m in sole.experts.members] == ["steep"]
-    with pytest.raises(Unsupported, match="no measurement of all its members"):
+    with pytest.raises(Unsupported, match="its members were not all measured"):
         moekit.compose(PROBLEM, experts="flat|third", backends=found)
 
 
@@ -221,7 +222,7 @@ def test_pairs_that_were_measured_together_order_dispatchers_too(tuned: Path) ->
     write_table(tuned / "x.json", make_table(times, MOVING), make_table({"a": (2, 1), "b": (1, 1)}))
     found = movers("a", "b", priorities={"rows": 200})
     explanation = moekit.explain(MOVING, backends=found)
-    assert [str(p) for p in explanation.pairs[:2]] == [
+    assert [str(p) for p in explanation.combinations[:2]] == [
         "slabs + a (bridged)",
         "slabs + b (bridged)",
     ]

@@ -1,14 +1,11 @@
-"""Choice by measurement: tuned tables, what is chosen from them, and the command that fills them.
+"""Choice by measurement: tuned tables, and what is chosen from them.
 
-    moekit/tune/table.py   measured times, and the files that keep them
-    moekit/tune/plan.py    from times over tokens to a choice per range of tokens
-    moekit/tune/choice.py  a problem's times, or the nearest shape's, and what follows from them
-    moekit/tune/cli.py     ``python -m moekit tune``: measures, by moekit_bench
-    moekit/tune/ranks.py   the same for pairs of dispatcher and experts on several ranks
-    moekit/tune/write.py   where measurements go, and what they were made with
-    moekit/tune/regret.py  what the choice loses
+    table.py   measured times, and the files that keep them
+    choice.py  a problem's times, or the nearest shape's, and what follows from them
+    plan.py    from times over tokens to a choice for each range of tokens
 
-`moekit.selection.select` uses the first three, which import no backend. docs/bench.md documents the file.
+`moekit.selection.policy` uses them; nothing here imports a backend. moekit-bench measures and
+writes the tables (``python -m moekit tune``). docs/bench.md documents the files.
 """
 
 from __future__ import annotations

@@ -68,8 +68,7 @@ class Found:
         latest = max(
             (r for n in serving for r in self.times[dispatcher, n].values()), key=lambda r: r.date
         )
-        notes = ["weights held once"] if len(made.buckets) > 1 else []
-        notes += [f"measured {latest.date[:10]} with {latest.made_with}"]
+        notes = [f"measured {latest.date[:10]} with {latest.made_with}"]
         if missing := sorted(set(names) - curves.keys()):
             notes.append(f"not measured: {', '.join(missing)} (python -m moekit tune --select)")
         free = plan(curves, self.high)
@@ -80,9 +79,10 @@ class Found:
             )
         return Choice(made, tuple(order), "; ".join(notes))
 
-    def held(self, dispatcher: str, names: Collection[str]) -> float:
-        """How often these backends together hold the weights; infinite if it is not known."""
-        copied = [self._copied(dispatcher, name) for name in names]
+    def held(self, names: Collection[str]) -> float:
+        """Return how often these backends together hold the weights; infinite if unknown."""
+        behind = {experts: dispatcher for dispatcher, experts in self.times}
+        copied = [self._copied(behind.get(name, ""), name) for name in names]
         return sum(copied) + max(1 - min(1, share) for share in copied)
 
     def _copied(self, dispatcher: str, experts: str) -> float:

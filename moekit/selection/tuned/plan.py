@@ -38,7 +38,7 @@ def serving(buckets: Buckets, tokens: float) -> str:
 
 
 def join(buckets: Buckets) -> str:
-    """What `moekit.selection.composite` calls it: ``triton:64|deepgemm``; of one bucket, its name."""
+    """Return the name of these buckets' composite, as in ``triton:64|deepgemm``."""
     return "|".join(name if most is None else f"{name}:{most}" for most, name in buckets)
 
 

@@ -229,7 +229,7 @@ def test_checkpoints_packings(device, packing):
 def test_act_order_is_refused_before_packing():
     problem = problem_of("sm90", "int4_w4a16_g64_zp_act_order")
     explanation = moekit.explain(problem)
-    assert "triton" not in {pair.experts for pair in explanation.pairs}
+    assert "triton" not in {each.experts for each in explanation.combinations}
     said = "quant scheme int4_w4a16_g64_zp_act_order is not supported"
     for dispatcher, experts in FORMATS:
         (reason,) = explanation.rejected_experts[experts]

@@ -1,0 +1,128 @@
+"""Judging: which backends can do a problem, in which order, and why the others cannot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+from moekit.discovery.registry import Registry
+from moekit.discovery.specs import BackendSpec, SpecT
+from moekit.errors import NameClash, UnknownBackend
+from moekit.problem import MoEProblem
+from moekit.selection.composite import find_experts
+from moekit.selection.explanation import Explanation
+from moekit.selection.policy import Candidate, Ranking, rank
+
+
+class Asked(NamedTuple):
+    """A name that is insisted on, and by whom; no name leaves the choice to the policy."""
+
+    name: str | None
+    by: str
+
+    @classmethod
+    def of(cls, name: str | None, variable: str) -> Asked:
+        if name is not None:
+            return cls(name, "by name")
+        name = os.environ.get(variable) or None
+        return cls(name, f"by {variable}" if name else "")
+
+    def specs(self, every: Mapping[str, SpecT], find: Callable[[str], SpecT]) -> Iterable[SpecT]:
+        """Return the specs to judge: the named one, or every one."""
+        if self.name is None:
+            return every.values()
+        try:
+            return [find(self.name)]
+        except (UnknownBackend, NameClash) as error:
+            if self.by == "by name":
+                raise
+            raise type(error)(f"{error}\n  (chosen {self.by})") from error
+
+
+Rejected = Mapping[str, tuple[str, ...]]  # every reason, by the backend's name
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What can do a problem, in order, and what cannot."""
+
+    problem: MoEProblem
+    backends: Registry
+    dispatcher: Asked
+    experts: Asked
+    ranking: Ranking
+    rejected_dispatchers: Rejected
+    rejected_experts: Rejected
+
+    def explanation(self) -> Explanation:
+        ranking = self.ranking
+        why = dispatcher_by = self.dispatcher.by or ranking.dispatcher_by
+        if (experts_by := self.experts.by or ranking.experts_by) != dispatcher_by:
+            why = f"dispatcher {dispatcher_by}, experts {experts_by}"
+        notes = [ranking.note] if ranking.note else []
+        for best in ranking.candidates[:1]:
+            notes += best.notes(self.problem)
+        return Explanation(
+            self.problem,
+            tuple(candidate.combination for candidate in ranking.candidates),
+            why,
+            self.rejected_dispatchers,
+            self.rejected_experts,
+            "; ".join(notes),
+        )
+
+    def without(self, spec: BackendSpec, reason: str) -> Selection:
+        """Return the same selection with one more backend rejected."""
+        left = tuple(
+            c for c in self.ranking.candidates if spec is not c.dispatcher and spec is not c.experts
+        )
+        smaller = replace(self, ranking=replace(self.ranking, candidates=left))
+        if spec.kind == "dispatcher":
+            rejected = {**self.rejected_dispatchers, spec.name: (reason,)}
+            return replace(smaller, rejected_dispatchers=rejected)
+        return replace(smaller, rejected_experts={**self.rejected_experts, spec.name: (reason,)})
+
+    def named(self, spec: BackendSpec) -> bool:
+        return (self.dispatcher if spec.kind == "dispatcher" else self.experts).name is not None
+
+    def why_not(self) -> str:
+        """Return a line for each rejected backend, and for each plugin at fault."""
+        reasons = self.explanation().reasons()
+        lines = [f"{name}: {'; '.join(why)}" for name, why in reasons.items()]
+        return "\n  ".join([*lines, *self.backends.faults()])
+
+
+def judge(
+    problem: MoEProblem, dispatcher: str | None, experts: str | None, backends: Registry
+) -> Selection:
+    """Judge the backends for ``problem``: those named, or else every one.
+
+    Raises UnknownBackend or NameClash for a name of no backend, or of more than one.
+    """
+    asked = Asked.of(dispatcher, "MOEKIT_DISPATCHER"), Asked.of(experts, "MOEKIT_EXPERTS")
+    find = partial(find_experts, backends=backends)
+    able, rejected_dispatchers = _divide(
+        asked[0].specs(backends.dispatchers, backends.dispatcher), problem
+    )
+    able_experts, rejected_experts = _divide(asked[1].specs(backends.experts, find), problem)
+    candidates = []
+    for spec in able_experts:
+        reasons = {each.name: spec.unsupported_behind(each.format) for each in able}
+        candidates += [Candidate(each, spec) for each in able if not reasons[each.name]]
+        if reasons and all(reasons.values()):
+            rejected_experts[spec.name] = tuple(dict.fromkeys(chain(*reasons.values())))
+    ranking = rank(problem, candidates)
+    return Selection(problem, backends, *asked, ranking, rejected_dispatchers, rejected_experts)
+
+
+def _divide(
+    specs: Iterable[SpecT], problem: MoEProblem
+) -> tuple[list[SpecT], dict[str, tuple[str, ...]]]:
+    """Return the specs that support ``problem``, and the reasons of the others by name."""
+    judged = [(spec, tuple(spec.unsupported(problem))) for spec in specs]
+    able = [spec for spec, why in judged if not why]
+    return able, {spec.name: why for spec, why in judged if why}

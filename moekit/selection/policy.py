@@ -1,0 +1,149 @@
+"""Policies: in which order the combinations that can do a problem are preferred.
+
+A policy is a function of the problem and the candidates, best priority first. It returns a
+`Ranking`, or None if it has nothing to say, and then the next policy is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+from moekit.problem import ActivationFormat, MoEProblem
+from moekit.selection import tuned as tune
+from moekit.selection.composite import composite
+from moekit.selection.explanation import Combination
+
+_BY_PRIORITY = "by priority"
+# In priority: a bridge costs copies and padded rows, but less than a reference backend (-100).
+_BRIDGE_COST = 50
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A dispatcher and experts that can do the problem together."""
+
+    dispatcher: DispatcherSpec
+    experts: ExpertsSpec
+
+    @property
+    def bridged(self) -> bool:
+        return self.experts.needs_bridge(self.dispatcher.format)
+
+    @property
+    def combination(self) -> Combination:
+        return Combination(self.dispatcher.name, self.experts.name, self.bridged)
+
+    def priority(self, problem: MoEProblem) -> int:
+        both = self.dispatcher.priority_for(problem) + self.experts.priority_for(problem)
+        return both - (_BRIDGE_COST if self.bridged else 0)
+
+    def notes(self, problem: MoEProblem) -> list[str]:
+        """Return what users should know of this combination's numbers."""
+        notes = self.experts.notes(problem)
+        dispatcher, seen = self.dispatcher, self.experts.bridged_to(self.dispatcher.format)
+        taken = dispatcher.weights_in_fp32 or not dispatcher.applies_weights
+        if problem.dtype_name == "float16" and not (taken and seen.weights_in_fp32):
+            notes.append(
+                "an expert's output above 65504 becomes infinite in float16, whatever its router "
+                "weight"
+            )
+        return notes
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Candidates in the order of preference, and what decided for dispatchers and for experts."""
+
+    candidates: tuple[Candidate, ...]
+    dispatcher_by: str
+    experts_by: str
+    note: str = ""
+
+
+Policy = Callable[[MoEProblem, Sequence[Candidate]], "Ranking | None"]
+
+
+def rank(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
+    """Return the ranking of the first policy that has one; priorities always have."""
+
+    def preference(candidate: Candidate) -> tuple[int, str, str]:
+        name = candidate.combination
+        return -candidate.priority(problem), name.dispatcher, name.experts
+
+    ordered = sorted(candidates, key=preference)
+    rankings = (policy(problem, ordered) for policy in POLICIES)
+    return next(ranking for ranking in rankings if ranking is not None)
+
+
+def by_measurement(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking | None:
+    """Rank by the times in the tuned tables; None if they do not compare the best dispatcher's.
+
+    Measured combinations come first. Others follow by priority: they may be faster, but no time
+    shows it. Times of experts that were measured on one rank order the experts behind STANDARD
+    dispatchers, as they were measured; they do not order dispatchers. A single measured
+    combination is no comparison. Experts of negative priority are chosen by name only, however
+    fast they are.
+    """
+    found = tune.lookup(problem)
+    if found is None:
+        return None
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault(candidate.dispatcher.name, []).append(candidate)
+    choices = {
+        name: choice
+        for name, group in groups.items()
+        if (choice := _choose(problem, found, group)) is not None
+    }
+    order = list(groups)
+    if not found.borrowed:
+        order.sort(key=lambda name: choices[name].plan.cost if name in choices else math.inf)
+    if sum(len(choice.order) for choice in choices.values()) < 2 or order[0] not in choices:
+        return None
+    ranked: list[Candidate] = []
+    for name in order:
+        left = {candidate.experts.name: candidate for candidate in groups[name]}
+        if name in choices:
+            ranked += _composite(problem, choices[name], groups[name])
+            ranked += [left.pop(experts) for experts in choices[name].order]
+        ranked += left.values()
+    by = f"by measurement ({found})"
+    dispatcher_by = _BY_PRIORITY if found.borrowed else by
+    return Ranking(tuple(ranked), dispatcher_by, by, choices[order[0]].note)
+
+
+def by_priority(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
+    """Rank by declared priorities, which the candidates are sorted by already."""
+    return Ranking(tuple(candidates), _BY_PRIORITY, _BY_PRIORITY)
+
+
+POLICIES: tuple[Policy, ...] = (by_measurement, by_priority)
+
+
+def _choose(
+    problem: MoEProblem, found: tune.Found, group: Sequence[Candidate]
+) -> tune.Choice | None:
+    """Return what the tables choose among candidates of one dispatcher; None if they know none."""
+    dispatcher = group[0].dispatcher
+    names = [c.experts.name for c in group if c.experts.priority_for(problem) >= 0]
+    if not found.borrowed:
+        return found.choose(dispatcher.name, names)
+    standard = dispatcher.format is ActivationFormat.STANDARD
+    return found.choose("local", names) if standard else None
+
+
+def _composite(
+    problem: MoEProblem, choice: tune.Choice, group: Sequence[Candidate]
+) -> list[Candidate]:
+    """Return the composite that the choice asks for, if it does and its members fit together."""
+    if len(choice.plan.buckets) == 1:
+        return []
+    experts = {candidate.experts.name: candidate.experts for candidate in group}
+    made = composite(tune.join(choice.plan.buckets), experts.__getitem__)
+    dispatcher = group[0].dispatcher
+    if made.native_to(dispatcher.format).unsupported(problem):
+        return []
+    return [Candidate(dispatcher, made)]
