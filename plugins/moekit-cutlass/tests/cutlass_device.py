@@ -36,10 +36,10 @@ import torch  # noqa: E402
 from moekit_cutlass import found, moekit_experts, providers  # noqa: E402
 from moekit_cutlass.groups import Groups, sort_pairs  # noqa: E402
 from moekit_cutlass.providers import QuackPlan  # noqa: E402
-from moekit_triton.align import align_scratch  # noqa: E402
+from moekit_kernels.align import align_scratch  # noqa: E402
 
 import moekit  # noqa: E402
-from moekit.runtime.workspace import Workspace
+from moekit.runtime.workspace import Workspace  # noqa: E402
 
 SHAPES = {  # E, K, H, I
     "mixtral": (8, 2, 4096, 14336),

@@ -30,20 +30,20 @@ from moekit_cutlass import groups as cutlass_groups  # noqa: E402
 from moekit_cutlass import rows as cutlass  # noqa: E402
 from moekit_deepgemm import rows as deepgemm  # noqa: E402
 from moekit_deepgemm.config import make_plan  # noqa: E402
-from moekit_marlin import kernels as marlin  # noqa: E402
-from moekit_marlin.sizes import LOCKS, choose_block  # noqa: E402
-from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch  # noqa: E402
-from moekit_triton.rows import (  # noqa: E402
+from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch  # noqa: E402
+from moekit_kernels.rows import (  # noqa: E402
     Activation,
     ValidRows,
     activate_rows,
     quantize_rows,
     weighted_sum,
 )
-from moekit_triton.sorted_gemm import copy_rows, quantize_into_order  # noqa: E402
+from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized  # noqa: E402
+from moekit_marlin import kernels as marlin  # noqa: E402
+from moekit_marlin.sizes import LOCKS, choose_block  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from moekit.contract import Routing
+from moekit.contract import Routing  # noqa: E402
 
 SHAPES = {  # E, K, H, I
     "mixtral": (8, 2, 4096, 14336),
@@ -94,7 +94,7 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
     yield ("cutlass sum, bias", (tokens + S) * H * 2,
            lambda: weighted_sum(x_SH, weights, ids, out, slots_S, bias))  # fmt: skip
     h, a = data(S, 2 * inner), empty(S, inner, dtype=BF16)
-    valid = ValidRows(counts_L=groups.total, slab=S)
+    valid = ValidRows(counts_L=groups.total, capacity=S)
     yield ("triton activate bf16", S * inner * 6,
            lambda: activate_rows(h, a, SILU, valid))  # fmt: skip
     q = empty(S, inner, dtype=FP8)
@@ -110,7 +110,7 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
            lambda: quantize_rows(x, q_TH, groups_T))  # fmt: skip
     block_m = 128 if S > 64 * E else 16
     entries = align_capacity(S, E, block_m)
-    aligned = AlignedPairs(
+    aligned = SortedAssignments(
         empty(entries), empty(entries // block_m), empty(1), block_m, empty(S)
     )  # fmt: skip
     align(ids, E, aligned, scratch)
@@ -121,13 +121,13 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
 
     plan = make_plan(S, E, E)
     rows, ends = empty(S), empty(E)
-    flat, layout = ids.view(-1), AlignedPairs(None, None, None, plan.block_m, rows, ends)
+    flat, layout = ids.view(-1), SortedAssignments(None, None, None, plan.block_m, rows, ends)
     align(ids, E, layout, scratch)
     yield "deepgemm layout", S * 12, lambda: align(ids, E, layout, scratch)
     a_MH = empty(plan.rows, H, dtype=FP8)
     scale_GM = empty(H // 128, plan.rows, dtype=torch.float32)
     yield ("deepgemm quantize into order", (2 * tokens + S * (1 + group)) * H,
-           lambda: quantize_into_order(x, None, layout, a_MH, scale_GM))  # fmt: skip
+           lambda: copy_rows_quantized(x, None, layout, a_MH, scale_GM))  # fmt: skip
     h_MN, a_MI = data(plan.rows, 2 * inner), empty(plan.rows, inner, dtype=FP8)
     scale_IM = empty(inner // 128, plan.rows, dtype=torch.float32)
     yield ("deepgemm activate fp8", S * inner * (5 + group),

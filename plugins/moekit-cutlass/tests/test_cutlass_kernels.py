@@ -4,7 +4,7 @@ import pytest
 import torch
 from moekit_cutlass.groups import Groups, group_slab, problem_sizes, sort_pairs
 from moekit_cutlass.rows import add_bias, return_rows, spread_rows
-from moekit_triton.align import align_scratch
+from moekit_kernels.align import align_scratch
 
 NAN, FP8 = float("nan"), torch.float8_e4m3fn
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 os.environ.setdefault("DG_JIT_CACHE_DIR", "/tmp/moekit_deepgemm_jit")
 ROOT = Path(__file__).resolve().parents[3]
-for folder in ("", "plugins/moekit-triton/src", "plugins/moekit-deepgemm/src"):
+for folder in ("", "plugins/moekit-kernels/src", "plugins/moekit-deepgemm/src"):
     sys.path.insert(0, str(ROOT / folder))
 
 import torch  # noqa: E402
 from moekit_deepgemm import moekit_experts  # noqa: E402
 
 import moekit  # noqa: E402
-from moekit.contract import Routing
+from moekit.contract import Routing  # noqa: E402
 from moekit.discovery.registry import Registry, registry  # noqa: E402
 
 SHAPES = {  # E, K, H, I

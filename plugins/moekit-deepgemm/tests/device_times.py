@@ -24,7 +24,7 @@ from device_common import (
 )
 from moekit_bench.bench.measure import Prepared, take_turns
 from moekit_deepgemm.config import expected_slab_rows
-from moekit_triton.align import AlignedPairs, align
+from moekit_kernels.align import SortedAssignments, align
 
 import moekit
 from moekit.backends.reference import oracle
@@ -80,7 +80,7 @@ def standard_calls(p, experts, packed, x, routings, out, workspace):
         plan = experts._plan(routing.topk_ids.numel())
         ends_L = torch.zeros(p.num_local_experts, dtype=torch.int32, device="cuda")
         rows = torch.empty(routing.topk_ids.numel(), dtype=torch.int32, device="cuda")
-        layout = AlignedPairs(None, None, None, plan.block_m, rows, ends_L)
+        layout = SortedAssignments(None, None, None, plan.block_m, rows, ends_L)
         align(routing.topk_ids, p.num_local_experts, layout, scratch[2])
         first, second = experts._first(plan, scratch[3:]), experts._second(plan, scratch[3:])
 

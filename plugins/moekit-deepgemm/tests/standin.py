@@ -107,7 +107,7 @@ def registry() -> Registry:
                 spec,
                 name=spec.name.replace("deepgemm", "standin"),
                 devices=("cpu", "cuda"),
-                requires=("triton", "moekit_triton"),
+                requires=("triton", "moekit_kernels"),
                 priority=-100,
             )
         )

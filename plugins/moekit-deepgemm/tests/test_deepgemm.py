@@ -9,7 +9,7 @@ import torch
 from moekit_deepgemm import library, moekit_experts, provider
 from moekit_deepgemm.config import choose_block_m, make_plan, plans_up_to
 from moekit_deepgemm.rows import stage_slabs
-from moekit_triton.align import AlignedPairs, align, align_scratch
+from moekit_kernels.align import SortedAssignments, align, align_scratch
 
 import moekit
 from moekit.contract import Dispatched
@@ -168,7 +168,7 @@ def run_align(ids: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tens
     rows = torch.full((n,), -7, dtype=torch.int32, device=device)
     ends = torch.full((experts,), -7, dtype=torch.int32, device=device)
     scratch = torch.full((align_scratch(n, experts),), -7, dtype=torch.int32, device=device)
-    align(ids, experts, AlignedPairs(None, None, None, block_m, rows, ends), scratch)
+    align(ids, experts, SortedAssignments(None, None, None, block_m, rows, ends), scratch)
     return rows, ends
 
 

@@ -31,9 +31,9 @@ from moekit_flashinfer import library, moekit_dispatchers, moekit_experts  # noq
 
 import moekit  # noqa: E402
 from moekit.backends.reference import oracle  # noqa: E402
-from moekit.contract import Dispatched
+from moekit.contract import Dispatched  # noqa: E402
 from moekit.discovery.registry import Registry, registry  # noqa: E402
-from moekit.runtime.workspace import Workspace
+from moekit.runtime.workspace import Workspace  # noqa: E402
 from moekit.testing.compare import relative_error  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 

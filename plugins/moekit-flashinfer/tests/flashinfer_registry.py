@@ -33,6 +33,6 @@ def registry() -> Registry:
     for spec in dispatchers().values():
         backends.register(spec)
     for experts in moekit_experts():
-        requires = ("triton", "moekit_triton")
+        requires = ("triton", "moekit_kernels")
         backends.register(dataclasses.replace(experts, devices=("cpu",), requires=requires))
     return backends

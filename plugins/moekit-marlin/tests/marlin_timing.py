@@ -196,8 +196,8 @@ class Bench:
 
     def glue(self, tokens: int, routings: list[Tensor]) -> dict[str, float]:
         """Each kernel around the GEMMs on its own."""
+        from moekit_kernels.rows import weighted_sum
         from moekit_marlin.kernels import Blocks, activate_columns, list_pairs
-        from moekit_triton.rows import weighted_sum
 
         p, e = self.problem, self.experts
         pairs = tokens * p.top_k

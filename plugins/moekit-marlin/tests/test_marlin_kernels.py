@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from moekit_kernels.align import FEW_ASSIGNMENTS, ONE_LAUNCH_ASSIGNMENTS
+from moekit_kernels.numerics import Activation
 from moekit_marlin.kernels import (
     Blocks,
     activate_columns,
@@ -12,8 +14,6 @@ from moekit_marlin.kernels import (
     pairs_scratch,
     slab_capacity,
 )
-from moekit_triton.align import FEW_PAIRS, ONE_LAUNCH_PAIRS
-from moekit_triton.rows import Activation
 
 from moekit.problem.activation import Activation as CoreActivation
 from moekit.problem.activation import apply_activation
@@ -52,8 +52,9 @@ def wanted(members: list[list[int]], block: int) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize(
     ("rows", "top_k", "experts"),
     [
-        (1, 1, 1), (1, 8, 128), (3, 2, 5), (16, 8, 4), (7, 3, 300), (FEW_PAIRS, 1, 2), (90, 3, 11),
-        (ONE_LAUNCH_PAIRS // 4, 4, 7), (ONE_LAUNCH_PAIRS + 1, 1, 7),
+        (1, 1, 1), (1, 8, 128), (3, 2, 5), (16, 8, 4), (7, 3, 300),
+        (FEW_ASSIGNMENTS, 1, 2), (90, 3, 11),
+        (ONE_LAUNCH_ASSIGNMENTS // 4, 4, 7), (ONE_LAUNCH_ASSIGNMENTS + 1, 1, 7),
     ],
 )  # fmt: skip
 def test_list_pairs(device, rows, top_k, experts, block):

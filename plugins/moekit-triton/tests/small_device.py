@@ -27,7 +27,8 @@ from moekit_bench.bench.cells import Case
 from moekit_bench.bench.limits import known_ceilings, limit_us
 from moekit_bench.bench.measure import Prepared, take_turns
 from moekit_bench.bench.shapes import random_weights, shape
-from moekit_triton import config, launch
+from moekit_kernels import launch
+from moekit_triton import config
 from moekit_triton.config import Plan, choose_plan, dot_configs
 from moekit_triton.experts import TritonExperts
 from moekit_triton.gemv import GemvConfig
@@ -64,7 +65,7 @@ class Variant:
         self.kernel, self.packed, self.plan, self.pdl = kernel, packed, plan, pdl
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
-        launch.overlaps = lambda device: self.pdl
+        launch.pdl_enabled = lambda device: self.pdl
         experts: Any = self.kernel.experts
         experts._plans[x.shape[0], routing.topk_ids.shape[1]] = self.plan
         return self.kernel(x, self.packed, routing)
@@ -92,7 +93,7 @@ def sweep_plans(problem: MoEProblem) -> Iterator[tuple[str, Plan]]:
 def compile_one(job: tuple[str, str, bool, bool]) -> None:
     """Runs every plan once on weights of no particular value, which fills Triton's cache."""
     name, scheme, pdl, sweep = job
-    launch.overlaps = lambda device: pdl
+    launch.pdl_enabled = lambda device: pdl
     problem = shape(name).problem(quant=scheme, device=DEVICE)
     experts: Any = TritonExperts(moekit.registry().expert("triton"), problem)
     one = experts.pack(random_weights(problem.replace(num_experts=problem.top_k), cuda()))

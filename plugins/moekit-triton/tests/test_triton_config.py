@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from moekit_kernels.align import align_capacity
 from moekit_triton import config, tables, tune
-from moekit_triton.align import align_capacity
 from moekit_triton.config import BLOCKS_M, choose_plan, fusable, heuristic, operand_bits
 from moekit_triton.experts import TritonExperts
 from moekit_triton.gemm import GemmConfig

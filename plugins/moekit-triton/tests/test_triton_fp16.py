@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from moekit_kernels.numerics import INTERPRETED
 from moekit_triton import experts
 from moekit_triton.config import BLOCKS_M, Plan, choose_plan, sorted_plan
 from moekit_triton.gemm import GemmConfig
-from moekit_triton.numerics import INTERPRETED
 
 import moekit
 from moekit import ExpertWeights, MoEProblem, Routing

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moekit_bench.bench.shapes import SHAPES
+from moekit_kernels.numerics import INTERPRETED, Activation
 from moekit_triton import config
 from moekit_triton.config import choose_plan, dot_configs, dots_pay
 from moekit_triton.gemv import GemvConfig, gemv_down, gemv_up
-from moekit_triton.numerics import INTERPRETED, Activation
 
 import moekit
 from moekit.backends.reference import oracle

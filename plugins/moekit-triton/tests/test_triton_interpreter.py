@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moekit_triton.numerics import INTERPRETED
+from moekit_kernels.numerics import INTERPRETED
 from triton.runtime import interpreter
 
 from moekit.testing.interpreter import prepare_once

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
-from moekit_triton.numerics import INTERPRETED, QMAX
-from moekit_triton.rows import (
+from moekit_kernels.numerics import INTERPRETED, QMAX
+from moekit_kernels.rows import (
     AMAX_PARTIALS,
     Activation,
     Tiling,
@@ -18,6 +17,7 @@ from moekit_triton.rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
+from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 from triton_checks import run_align
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -346,7 +346,7 @@ def test_quantize(device, dtype, source, kind, cols, valid_kind):
     valid, present = {
         "all": (ValidRows(), torch.ones(rows, dtype=torch.bool)),
         "ids": (ValidRows(ids=ids), ids >= 0),
-        "counts": (ValidRows(counts_L=counts, slab=3), torch.tensor([1, 1, 0, 1, 0, 0]).bool()),
+        "counts": (ValidRows(counts_L=counts, capacity=3), torch.tensor([1, 1, 0, 1, 0, 0]).bool()),
     }[valid_kind]
     present = present.to(device)
     x[~present] = NAN
@@ -385,7 +385,7 @@ def test_activation_quantized(device, dtype, kind):
     if kind == "static":
         scale = scale_ref.to(device)
     q = torch.zeros(rows, cols, dtype=dtype, device=device)
-    valid = ValidRows(counts_L=counts, slab=2)
+    valid = ValidRows(counts_L=counts, capacity=2)
     activate_rows(x, q, act, valid, scale=scale, static_scale=kind == "static")
     scale = scale if kind == "static" else scale[present]
     torch.testing.assert_close(scale.cpu(), scale_ref, rtol=1e-5, atol=0)
@@ -419,7 +419,7 @@ def test_rows_tilings(device, monkeypatch, cols, kind, tiling, valid_kind):
         full = valid_kind == "all"
         present = torch.tensor([full or r % slab < counts[r // slab] for r in range(rows)])
     present = present.to(device)
-    slabs = ValidRows(counts_L=torch.tensor(counts).int().to(device), slab=slab)
+    slabs = ValidRows(counts_L=torch.tensor(counts).int().to(device), capacity=slab)
     ids = ValidRows(ids=torch.where(present, 3, -1))
     others = {"all": ValidRows(), "mask": ValidRows(mask=present), "ids": ids}
     valid = others.get(valid_kind, slabs)

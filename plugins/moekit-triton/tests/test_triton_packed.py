@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.numerics import Activation
 from moekit_triton import config, packed
-from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
 from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
-from moekit_triton.rows import Activation
 
 import moekit
 from moekit.errors import Unsupported
@@ -279,7 +279,7 @@ def test_grouped_gemm(device, scheme, block_n, kind):
         if kind == "aligned":
             capacity = align_capacity(ids.numel(), experts, 16)
             ints = [torch.empty(c, dtype=torch.int32, device=device) for c in (capacity, 99, 1)]
-            aligned = AlignedPairs(ints[0], ints[1][: capacity // 16], ints[2], 16)
+            aligned = SortedAssignments(ints[0], ints[1][: capacity // 16], ints[2], 16)
             scratch = torch.empty(
                 align_scratch(ids.numel(), experts), dtype=torch.int32, device=device
             )

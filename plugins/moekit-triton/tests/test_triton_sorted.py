@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from moekit_kernels.numerics import INTERPRETED, Activation
+from moekit_kernels.rows import quantize_rows
+from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from moekit_triton import experts
 from moekit_triton.config import Plan, choose_plan
 from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
-from moekit_triton.numerics import INTERPRETED, Activation
-from moekit_triton.rows import quantize_rows
-from moekit_triton.sorted_gemm import copy_rows, quantize_into_order, sorted_gemm
+from moekit_triton.sorted_gemm import sorted_gemm
 from triton_checks import check_block, real_entries, relative, run_align
 
 from moekit import MoEProblem
@@ -70,12 +71,12 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     w13, w2 = randn(experts, wide, hidden, by=hidden**-0.5), randn(experts, hidden, inner, by=0.2)
     b13, b2 = (randn(experts, n) if bias else None for n in (wide, hidden))
     aligned = run_align(ids, experts, block_m)
-    entries = aligned.pairs_S.numel()
+    entries = aligned.assignments_S.numel()
 
     x_SH = nan(entries, hidden, like=x)
     copy_rows(x, aligned, x_SH)
     real = real_entries(aligned)
-    assert torch.equal(x_SH[real], x[aligned.pairs_S[real] // slots])
+    assert torch.equal(x_SH[real], x[aligned.assignments_S[real] // slots])
     assert bool(x_SH[~real].isnan().all()), "copied to an entry of no pair"
     a_SI, gathered_SI = (nan(entries, inner, like=x) for _ in range(2))
     sorted_gemm(x_SH, w13, a_SI, aligned, config, pairs, SMS, bias_LN=b13, activation=activation)
@@ -108,8 +109,8 @@ def test_quantize_into_order(device, hidden, top_k):
     x = (torch.randn(rows, hidden) * spread).to(device, torch.bfloat16)
     ids = torch.randint(-1, 3, (rows, top_k), device=device)
     aligned = run_align(ids, 3, BLOCK_M)
-    real, entries = real_entries(aligned), aligned.pairs_S.numel()
-    of = aligned.pairs_S[real].long() // top_k
+    real, entries = real_entries(aligned), aligned.assignments_S.numel()
+    of = aligned.assignments_S[real].long() // top_k
     q = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(rows, groups, device=device)
     quantize_rows(x, q, scale)
@@ -117,7 +118,7 @@ def test_quantize_into_order(device, hidden, top_k):
     for source, source_scale in ((x, None), (q, scale), (q, strided)):
         out = torch.full((entries, hidden), float("nan"), device=device).to(q.dtype)
         out_scale = torch.full((groups, entries), float("nan"), device=device)
-        quantize_into_order(source, source_scale, aligned, out, out_scale)
+        copy_rows_quantized(source, source_scale, aligned, out, out_scale)
         assert torch.equal(out[real].view(torch.uint8), q.view(torch.uint8)[of])
         assert torch.equal(out_scale[:, real], scale[of].T)
         assert bool(out.float()[~real].isnan().all()), "written to an entry of no pair"
@@ -128,7 +129,7 @@ def test_no_pairs(device):
     ids = torch.full((5, 2), -1, device=device)
     aligned = run_align(ids, 3, BLOCK_M)
     x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
-    x_SH = nan(aligned.pairs_S.numel(), 64, like=x)
+    x_SH = nan(aligned.assignments_S.numel(), 64, like=x)
     copy_rows(x, aligned, x_SH)
     y = nan(10, 32, like=x)
     w = torch.randn(3, 32, 64, device=device).bfloat16()

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from moekit_kernels.numerics import Activation
+from moekit_kernels.sorted_rows import copy_rows
 from moekit_triton import config, experts
 from moekit_triton.config import choose_plan, sorted_plan
-from moekit_triton.numerics import Activation
-from moekit_triton.sorted_gemm import copy_rows, sorted_gemm
+from moekit_triton.sorted_gemm import sorted_gemm
 from triton_checks import check_block, real_entries, relative, run_align, uneven_ids
 
 from moekit import MoEProblem
@@ -63,7 +64,7 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
 
     ids = uneven_ids(num_experts, top_k, rows)
     aligned = run_align(ids, num_experts, 128)
-    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
+    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.assignments_S.numel()
 
     x = randn(rows, hidden + 8)[:, :hidden]
     w13 = randn(num_experts, 2 * inner, hidden, by=hidden**-0.5)
@@ -90,8 +91,8 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
     assert all(torch.equal(out, outs[0]) for out in outs), "not the same twice"
 
     flat = ids.flatten()
-    of = flat[aligned.pairs_S[real].long()]
-    rows_of = aligned.pairs_S[real].long() // top_k
+    of = flat[aligned.assignments_S[real].long()]
+    rows_of = aligned.assignments_S[real].long() // top_k
     for expert in range(num_experts):
         mine = of == expert
         gate, up = (x[rows_of[mine]].float() @ w13[expert].float().T).chunk(2, dim=1)
@@ -106,7 +107,7 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
 def test_no_pairs(specialized, halves, order):
     ids = torch.full((300, 2), -1, device="cuda")
     aligned = run_align(ids, 3, 128)
-    capacity, pairs = aligned.pairs_S.numel(), ids.numel()
+    capacity, pairs = aligned.assignments_S.numel(), ids.numel()
     plan = sorted_plan(problem(), 300.0)
     first, second = (replace(c, halves=halves, specialized=True) for c in (plan.first, plan.second))
     x, w13, w2 = (
@@ -140,7 +141,7 @@ def test_more_programs_than_run_at_once(specialized, order):
     """Programs wait for rows and blocks, but never for those of a program that has not begun."""
     ids = uneven_ids(8, 2, 4000)
     aligned = run_align(ids, 8, 128)
-    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
+    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.assignments_S.numel()
     x, w13, w2 = (
         torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
         for shape in ((4000, 512), (8, 4096, 512), (8, 512, 2048))

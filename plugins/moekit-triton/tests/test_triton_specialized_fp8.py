@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from moekit_kernels.numerics import QMAX, Activation
+from moekit_kernels.sorted_rows import copy_rows_quantized
 from moekit_triton import config, experts
 from moekit_triton.config import choose_plan, sorted_plan
-from moekit_triton.numerics import QMAX, Activation
-from moekit_triton.sorted_gemm import Scales, quantize_into_order, sorted_gemm
+from moekit_triton.sorted_gemm import Scales, sorted_gemm
 from triton_checks import check_block, real_entries, relative, run_align, uneven_ids
 
 from moekit import MoEProblem
@@ -84,8 +85,8 @@ def of_expert(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, expert: int
 def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
     ids = uneven_ids(num_experts, top_k, rows)
     aligned = run_align(ids, num_experts, 128)
-    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.pairs_S.numel()
-    of = ids.flatten()[aligned.pairs_S[real].long()]
+    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.assignments_S.numel()
+    of = ids.flatten()[aligned.assignments_S[real].long()]
     plan = sorted_plan(problem(), 300.0)
     first, second = (replace(c, halves=halves) for c in (plan.first, plan.second))
     assert first.specialized and second.specialized
@@ -100,7 +101,7 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
     w13, s13 = weights(num_experts, 2 * inner, hidden)
     w2, s2 = weights(num_experts, hidden, inner)
     x_SH, xs = nan(E4M3, capacity, hidden), nan(torch.float32, triton.cdiv(hidden, 128), capacity)
-    quantize_into_order(x, None, aligned, x_SH, xs)
+    copy_rows_quantized(x, None, aligned, x_SH, xs)
     outs = []
     for _ in range(3):
         a_SI, a_s = nan(E4M3, capacity, inner), nan(torch.float32, inner // 128, capacity)
@@ -138,7 +139,7 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
 @pytest.mark.parametrize("halves", [False, True])
 def test_no_pairs(specialized, halves):
     aligned = run_align(torch.full((300, 2), -1, device="cuda"), 3, 128)
-    capacity = aligned.pairs_S.numel()
+    capacity = aligned.assignments_S.numel()
     (w, scale), a_s = weights(3, 256, 128), torch.ones(1, capacity, device="cuda")
     y = torch.full((capacity, 256), float("nan"), dtype=torch.bfloat16, device="cuda")
     tile = replace(sorted_plan(problem(), 300.0).second, halves=halves)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moekit_triton import config, experts, launch
+from moekit_kernels import launch
+from moekit_triton import config, experts
 from moekit_triton.experts import TritonExperts
 
 from moekit import DeviceSpec, MoEProblem, registry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from moekit_triton.align import COUNTERS, AlignedPairs, align, align_capacity, align_scratch
+from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 
 import moekit
 from moekit import MoEProblem
@@ -22,7 +22,7 @@ def uneven_ids(num_experts: int, top_k: int, rows: int) -> torch.Tensor:
 
 def run_align(
     ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
-) -> AlignedPairs:
+) -> SortedAssignments:
     capacity = align_capacity(ids.numel(), num_experts, block_m)
     blocks = capacity // block_m
 
@@ -32,7 +32,7 @@ def run_align(
     whole = [ints(n) for n in (capacity, blocks, 1, ids.numel(), COUNTERS + blocks)]
     pairs, experts, num_rows, entries, counters = (x[:-32] for x in whole)
     given = counters if zeros is None else None
-    out = AlignedPairs(pairs, experts, num_rows, block_m, entries, counters=given)
+    out = SortedAssignments(pairs, experts, num_rows, block_m, entries, counters=given)
     scratch = ints(align_scratch(ids.numel(), num_experts))
     align(ids, num_experts, out, scratch[:-32], zeros)
     assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
@@ -40,12 +40,12 @@ def run_align(
     return out
 
 
-def real_entries(aligned: AlignedPairs) -> torch.Tensor:
+def real_entries(aligned: SortedAssignments) -> torch.Tensor:
     """Which entries are pairs, not padding or unused: bool (capacity,)."""
-    assert aligned.entries_P is not None
-    entry = torch.arange(aligned.pairs_S.numel(), device=aligned.pairs_S.device)
+    assert aligned.rows_A is not None
+    entry = torch.arange(aligned.assignments_S.numel(), device=aligned.assignments_S.device)
     used = entry < int(aligned.num_rows)
-    return used & (aligned.pairs_S < aligned.entries_P.numel())
+    return used & (aligned.assignments_S < aligned.rows_A.numel())
 
 
 def relative(out: torch.Tensor, want: torch.Tensor) -> float:

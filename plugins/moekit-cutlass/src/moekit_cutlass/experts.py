@@ -14,8 +14,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from moekit_triton.align import align_scratch
-from moekit_triton.rows import (
+from moekit_kernels.align import align_scratch
+from moekit_kernels.rows import (
     Activation,
     ValidRows,
     activate_rows,
@@ -197,7 +197,7 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         self, h_SN: Tensor, a_SI: Tensor, scale_S: Tensor, weights: PackedWeights, groups: Groups
     ) -> None:
         S = h_SN.shape[0]
-        valid = ValidRows(counts_L=groups.total, slab=S)
+        valid = ValidRows(counts_L=groups.total, capacity=S)
         if not self._quantized:
             activate_rows(h_SN, a_SI, self._activation, valid)
         elif self._static:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from moekit_triton.align import AlignedPairs, align
+from moekit_kernels.align import SortedAssignments, align
 from torch import Tensor
 
 CHUNK = 1024
@@ -45,10 +45,10 @@ class Groups:
 def sort_pairs(groups: Groups, scratch: Tensor) -> None:
     """Fills the rest of ``groups`` from its ids (contiguous; in [0, L), -1 = no expert).
 
-    scratch: int32, `moekit_triton.align.align_scratch` entries.
+    scratch: int32, `moekit_kernels.align.align_scratch` entries.
     """
     slots_S, offsets_L1 = groups.slots_RK.view(-1), groups.offsets_L1
-    pairs = AlignedPairs(groups.rows_S, None, None, 1, slots_S, offsets_L1[1:])
+    pairs = SortedAssignments(groups.rows_S, None, None, 1, slots_S, offsets_L1[1:])
     align(groups.ids_RK, groups.num_experts, pairs, scratch, zeros=offsets_L1[:1])
     if groups.rows_S is not None:
         # For K = 1 too: quack reads offsets without waiting for the launch right before it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from moekit_triton.numerics import INTERPRETED, QMAX, convert, quantize, scale_of
+from moekit_kernels.numerics import INTERPRETED, QMAX, convert, quantize, scale_of
 from torch import Tensor
 
 from .groups import Groups

@@ -1,6 +1,6 @@
 """DeepGEMM expert GEMMs for moekit: `deepgemm` (STANDARD) and `deepgemm_batched` (BATCHED).
 
-Only the GEMMs are DeepGEMM's; what lies between them is moekit-triton's (alignment, rows into
+Only the GEMMs are DeepGEMM's; what lies between them is moekit-kernels' (alignment, rows into
 order, the sum) and this plugin's own (kernels.py). The library is an installed `deep_gemm`, or the
 one that the vLLM wheel carries, without importing vLLM (provider.py).
 """
@@ -42,7 +42,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         dtypes=frozenset({"bfloat16"}),
         schemes=frozenset(_MULTIPLE),
         devices=("cuda==9.0",),
-        requires=("triton", "moekit_triton", *missing),
+        requires=("triton", "moekit_kernels", *missing),
         install_hint=provider.INSTALL_HINT,
         # Measured on H200: behind triton but for fp8 from 256 rows an expert on, by up to 11 %
         # ahead there on some shapes, which is for tuned tables to say.

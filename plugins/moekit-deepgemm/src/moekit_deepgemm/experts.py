@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 
 import torch
-from moekit_triton.align import AlignedPairs, align, align_scratch
-from moekit_triton.numerics import Activation
-from moekit_triton.rows import quantize_activations, weighted_sum
-from moekit_triton.sorted_gemm import copy_rows, quantize_into_order
+from moekit_kernels.align import SortedAssignments, align, align_scratch
+from moekit_kernels.numerics import Activation
+from moekit_kernels.rows import quantize_activations, weighted_sum
+from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from torch import Tensor
 
 from moekit.errors import InvalidInput
@@ -143,13 +143,13 @@ class DeepGemmExperts(_DeepGemmExperts):
         if self._first_use(plan.kind, y.device):
             self._compile(pairs, weights, ends_L, buffers)
 
-        layout = AlignedPairs(None, None, None, plan.block_m, rows_S, ends_L)
+        layout = SortedAssignments(None, None, None, plan.block_m, rows_S, ends_L)
         align(ids_RK, ends_L.numel(), layout, scratch)
         a_MH, scale_GM, h_MN = self._first(plan, buffers)
         if scale_GM is None:
             copy_rows(x_RH, layout, a_MH)
         else:
-            quantize_into_order(x_RH, tokens.x_scale, layout, a_MH, scale_GM)
+            copy_rows_quantized(x_RH, tokens.x_scale, layout, a_MH, scale_GM)
         self._gemm(a_MH, scale_GM, weights, "w13", h_MN, ends_L, plan)
         a_MI, scale_GM, y_MH = self._second(plan, buffers)
         bias_LN = weights.get("w13_bias")

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from moekit_triton.numerics import activate, activate_gated, convert, scale_of
+from moekit_kernels.numerics import activate, activate_gated, convert, scale_of
 
 _QMAX = tl.constexpr(448.0)
 

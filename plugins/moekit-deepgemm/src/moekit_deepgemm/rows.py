@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from moekit_triton.numerics import INTERPRETED, Activation
+from moekit_kernels.numerics import INTERPRETED, Activation
 
 from . import kernels
 

@@ -186,7 +186,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             dtypes=frozenset({"bfloat16", "float16"}),
             schemes=frozenset(_MULTIPLE),
             devices=("cuda==9.0",),
-            requires=(*library.REQUIRES, "moekit_triton"),
+            requires=(*library.REQUIRES, "moekit_kernels"),
             install_hint=library.INSTALL_HINT,
             check=_check_experts,
             # gelu is missing: the library's kernels compute it by erf or by tanh, depending on

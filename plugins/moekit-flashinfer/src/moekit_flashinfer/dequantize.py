@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from moekit_triton.numerics import convert
+from moekit_kernels.numerics import convert
 from torch import Tensor
 
 _GROUP = 128

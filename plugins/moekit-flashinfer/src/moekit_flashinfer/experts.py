@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from moekit_triton.rows import quantize_activations, quantize_rows_per_tensor
+from moekit_kernels.rows import quantize_activations, quantize_rows_per_tensor
 from torch import Tensor
 
 from moekit.plugin import (

@@ -31,7 +31,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         dtypes=frozenset({"bfloat16", "float16"}),
         schemes=frozenset(_EIGHT_BITS + _FOUR_BITS) & frozenset(SCHEMES),
         devices=("cuda>=8.0",),
-        requires=("triton", "moekit_triton", *(() if given else ("vllm",))),
+        requires=("triton", "moekit_kernels", *(() if given else ("vllm",))),
         install_hint=f"pip install 'vllm{provider.VERSIONS}'",
         priority=15,
         check=_check,

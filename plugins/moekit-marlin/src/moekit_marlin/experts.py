@@ -10,7 +10,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from moekit_triton.rows import Activation, weighted_sum
+from moekit_kernels.numerics import Activation
+from moekit_kernels.rows import weighted_sum
 from torch import Tensor
 
 from moekit.plugin import (

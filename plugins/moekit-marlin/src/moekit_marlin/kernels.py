@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from moekit_triton.align import AlignedPairs, align, align_capacity, align_scratch
-from moekit_triton.numerics import activate, activate_gated, convert
-from moekit_triton.rows import Activation
+from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.numerics import Activation, activate, activate_gated, convert
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def pairs_scratch(pairs: int, num_experts: int) -> int:
 
 def list_pairs(ids_RK: torch.Tensor, num_experts: int, out: Blocks, scratch: torch.Tensor) -> None:
     """Fills ``out``, locks included, from ids_RK (contiguous; -1 = no expert)."""
-    pairs = AlignedPairs(out.entries, out.experts, out.num_rows, out.block)
+    pairs = SortedAssignments(out.entries, out.experts, out.num_rows, out.block)
     align(ids_RK, num_experts, pairs, scratch, zeros=out.locks)
 
 

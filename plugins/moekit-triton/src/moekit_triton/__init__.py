@@ -70,8 +70,8 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         format=format,
         schemes=_SCHEMES,
         devices=("cpu", "cuda>=8.0"),
-        requires=("triton",),
-        install_hint="pip install 'triton>=3.6'",
+        requires=("triton", "moekit_kernels"),
+        install_hint="pip install 'triton>=3.6' moekit-kernels",
         # Fast on a GPU; in the interpreter only a name should choose it.
         priority=-50 if _interpreted() else 10,
         check=_check,

@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moekit_kernels.numerics import SCALE_GROUP
+
 from moekit.plugin import MoEProblem
 
 from .config import PACKED_BLOCK_M, operand_bits, specializable, swapping_pays, tma_possible
 from .gemm import GemmConfig
-from .numerics import SCALE_GROUP
 from .packed import CHUNK
 
 _SHARED = 227 << 10

@@ -9,12 +9,12 @@ from typing import Literal
 
 import torch
 import triton
+from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
 
 from moekit.plugin import MoEProblem
 
 from .gemm import GemmConfig
 from .gemv import GemvConfig
-from .numerics import INTERPRETED, SCALE_GROUP
 from .packed import CHUNK
 from .tables import nearest_plan
 

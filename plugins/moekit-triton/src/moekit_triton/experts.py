@@ -10,6 +10,18 @@ from collections.abc import Sequence
 
 import torch
 import triton
+from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.numerics import SCALE_GROUP
+from moekit_kernels.rows import (
+    Activation,
+    ValidRows,
+    activate_rows,
+    quantize_activations,
+    quantize_rows,
+    quantize_rows_per_tensor,
+    weighted_sum,
+)
+from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from torch import Tensor
 
 from moekit.plugin import (
@@ -23,7 +35,6 @@ from moekit.plugin import (
     PermuteExpertsUnpermute,
 )
 
-from .align import COUNTERS, AlignedPairs, align, align_capacity, align_scratch
 from .config import (
     BLOCKS_M,
     Plan,
@@ -34,18 +45,8 @@ from .config import (
 )
 from .gemm import Epilogue, Rows, grouped_gemm
 from .gemv import gemv_down, gemv_up
-from .numerics import SCALE_GROUP
 from .packed import pack_weights
-from .rows import (
-    Activation,
-    ValidRows,
-    activate_rows,
-    quantize_activations,
-    quantize_rows,
-    quantize_rows_per_tensor,
-    weighted_sum,
-)
-from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
+from .sorted_gemm import Scales, sorted_gemm
 
 _MAX_PLANS = 1024  # that are kept: a dispatcher may bring another number of rows in every call
 
@@ -235,7 +236,7 @@ class TritonExperts(_TritonExperts):
         else:
             capacity = align_capacity(pairs, p.num_local_experts, plan.block_m)
             blocks = capacity // plan.block_m
-            aligned = AlignedPairs(
+            aligned = SortedAssignments(
                 entries[:capacity], experts[:blocks], num_rows, plan.block_m,
                 of_pairs[:pairs] if in_order else None,
                 counters=counters[: COUNTERS + blocks] if plan.specialized else None,
@@ -248,8 +249,10 @@ class TritonExperts(_TritonExperts):
                 x, x_scale, weights, plan, aligned, gemm_out, activated[:capacity],
                 (q_scale.flatten(), scale.flatten()), pairs, early,
             )  # fmt: skip
-            entries_P = aligned.entries_P if plan.second.specialized else None
-            weighted_sum(y_SH, topk_weights_RK, ids_RK, y, entries_P, begun=self._weights_early)
+            rows_A = aligned.rows_A if plan.second.specialized else None
+            weighted_sum(
+                y_SH, topk_weights_RK, ids_RK, y, rows_A, weight_before_applied=self._weights_early
+            )
             return
         addends = pairs * plan.second.splits
         y_SH = gemm_out[: addends * p.hidden_size].view(addends, p.hidden_size)
@@ -260,11 +263,11 @@ class TritonExperts(_TritonExperts):
             x, x_scale, weights, plan, (first, second), ValidRows(ids=ids_RK),
             h_SN, activated[:pairs], scale[:pairs], y_SH, early,
         )  # fmt: skip
-        weighted_sum(y_SH, topk_weights_RK, ids_RK, y, begun=self._weights_early)
+        weighted_sum(y_SH, topk_weights_RK, ids_RK, y, weight_before_applied=self._weights_early)
 
     def _run_sorted(
         self, x: Tensor, x_scale: Tensor | None, weights: PackedWeights, plan: Plan,
-        aligned: AlignedPairs, gemm_out: Tensor, a_SI: Tensor, scales: tuple[Tensor, Tensor],
+        aligned: SortedAssignments, gemm_out: Tensor, a_SI: Tensor, scales: tuple[Tensor, Tensor],
         pairs: int, weights_RK: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """GEMM 2's output, in the order of `aligned` if specialized, else by pair. It lies where
@@ -281,7 +284,7 @@ class TritonExperts(_TritonExperts):
                 memory[: triton.cdiv(columns, SCALE_GROUP) * entries].view(-1, entries)
                 for memory, columns in zip(scales, (hidden, a_SI.shape[1]), strict=True)
             )
-            quantize_into_order(x, x_scale, aligned, x_SH, x_scale_GS)
+            copy_rows_quantized(x, x_scale, aligned, x_SH, x_scale_GS)
             first = Scales(weights["w13_scale"], x_scale_GS, a_scale_GS)
             second = Scales(weights["w2_scale"], a_scale_GS)
         elif plan.order in ("copied", "joined"):
@@ -348,6 +351,6 @@ class BatchedTritonExperts(_TritonExperts):
         rows = Rows.slabs(counts_L, C, plan.block_m)
         self._run(
             tokens.x, tokens.x_scale, weights, plan, (rows, rows),
-            ValidRows(counts_L=counts_L, slab=C),
+            ValidRows(counts_L=counts_L, capacity=C),
             h_SN.view(L, C, -1), a_SI.view(L, C, -1), scale, y,
         )  # fmt: skip

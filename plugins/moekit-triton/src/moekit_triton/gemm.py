@@ -1,7 +1,7 @@
 """Grouped GEMM: every block of rows times the weights of its own expert.
 
-One kernel serves both formats. STANDARD: rows are listed by `AlignedPairs`. BATCHED: rows of expert
-l are the first counts_L[l] of its slab of C rows.
+One kernel serves both formats. STANDARD: `SortedAssignments` lists the rows. BATCHED: rows of
+expert l are the first counts_L[l] of its slab of C rows.
 """
 
 import functools
@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from .align import AlignedPairs
-from .launch import Launcher, take_turn
-from .numerics import (
+from moekit_kernels.align import SortedAssignments
+from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.numerics import (
     INTERPRETED,
     QMAX,
     SCALE_GROUP,
@@ -27,6 +25,8 @@ from .numerics import (
     scale_of,
     weight_before,
 )
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 from .packed import CHUNK, packed_products
 
 
@@ -76,9 +76,10 @@ class Epilogue:
 class Rows:
     """Which rows a launch multiplies, in row blocks of the config's block_m.
 
-    STANDARD, aligned: `pairs` and `experts` of `AlignedPairs`; in_order: what is stored lies in
-    their order. STANDARD, direct: `experts` are the ids (R, K) themselves, and each pair is a block
-    of its own, for few pairs. BATCHED: `experts` are the rows used in each slab of `slab` rows.
+    STANDARD, aligned: `pairs` and `experts` of `SortedAssignments`; in_order: what is stored lies
+    in their order. STANDARD, direct: `experts` are the ids (R, K) themselves, and each pair is a
+    block of its own, for few pairs. BATCHED: `experts` are the rows used in each slab of `slab`
+    rows.
     """
 
     kind: str
@@ -91,9 +92,9 @@ class Rows:
 
     @classmethod
     def aligned(
-        cls, aligned: AlignedPairs, pairs_per_row: int = 1, *, in_order: bool = False
+        cls, aligned: SortedAssignments, pairs_per_row: int = 1, *, in_order: bool = False
     ) -> "Rows":
-        experts, pairs = aligned.experts_B, aligned.pairs_S
+        experts, pairs = aligned.experts_B, aligned.assignments_S
         return cls("aligned", experts, experts.numel(), pairs, pairs_per_row, in_order=in_order)
 
     @classmethod
@@ -484,7 +485,7 @@ def _gemm(
 ):  # fmt: skip
     """ROWS: see `Rows`."""
     if PDL:
-        take_turn()
+        wait_then_launch_dependents()
     COLUMNS: tl.constexpr = BLOCK_N * (2 if WIDE else 1)
     block_m, block_n = tile_at(tl.program_id(0), row_blocks, tl.cdiv(N, COLUMNS), group_m)
     HALF: tl.constexpr = BLOCK_M // 2

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-
-from .launch import Launcher, take_turn
-from .numerics import SCALE_GROUP, Activation, activate, activate_gated, convert
+from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.numerics import SCALE_GROUP, Activation, activate, activate_gated, convert
 
 
 @dataclass(frozen=True)
@@ -142,17 +141,17 @@ def _step(
     if K % (CHUNKS * VALUES) != 0:
         w = tl.load(w_rows + col, mask=w_ok & (col < K), other=0.0)
         if WAIT:
-            take_turn()
+            wait_then_launch_dependents()
         x = tl.load(x_rows + col, mask=x_ok & (col < K), other=0.0)
     elif MASKED:
         w = tl.load(w_rows + col, mask=w_ok, other=0.0)
         if WAIT:
-            take_turn()
+            wait_then_launch_dependents()
         x = tl.load(x_rows + col, mask=x_ok, other=0.0)
     else:
         w = tl.load(w_rows + col)
         if WAIT:
-            take_turn()
+            wait_then_launch_dependents()
         x = tl.load(x_rows + col)
     sums = tl.sum(x.to(tl.float32) * w.to(tl.float32), axis=3)
     group = (chunk_C * VALUES // GROUP)[:, None, None]
@@ -193,7 +192,7 @@ def _up(
     # Pairs vary fastest: those that do share an expert read the same weights at the same time.
     pair, first = tl.program_id(0), tl.program_id(1) * ROWS
     if PDL:
-        take_turn()
+        wait_then_launch_dependents()
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     if expert < 0:
         return

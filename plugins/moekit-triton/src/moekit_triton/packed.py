@@ -20,10 +20,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from moekit_kernels.numerics import INTERPRETED, convert, dot
 
 from moekit.plugin import INT4_ZERO, ExpertWeights, MoEProblem, unpack_int4
-
-from .numerics import INTERPRETED, convert, dot
 
 CHUNK = 128
 """Columns of a step; their quarters lie within one scale group each."""

@@ -1,7 +1,7 @@
 """Grouped GEMM for many rows per expert: both operands come through tensor descriptors.
 
-    copy_rows     x -> the order of `AlignedPairs`: a block's rows become one tile of memory;
-                  `quantize_into_order` for fp8 blocks, whose GEMMs are `specialized_fp8`
+    copy_rows     x -> the order of `SortedAssignments`: a block's rows become one tile of memory;
+                  `copy_rows_quantized` for fp8 blocks, whose GEMMs are `specialized_fp8`
     GEMM 1        sorted x -> sorted a, activated; or `grouped_gemm` gathers x and sorts a
     GEMM 2        sorted a -> y by pair, or in order by specialized tiles
 
@@ -18,25 +18,19 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from .align import AlignedPairs
-from .gemm import GemmConfig, tile_at
-from .launch import Launcher, take_turn
-from .numerics import (
-    QMAX,
-    SCALE_GROUP,
+from moekit_kernels.align import SortedAssignments
+from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.numerics import (
     Activation,
     activate,
     activate_gated,
     convert,
     dot,
-    quantize,
-    scale_of,
     weight_before,
 )
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-_COLUMNS = 2048
+from .gemm import GemmConfig, tile_at
 
 
 @dataclass(frozen=True)
@@ -50,60 +44,11 @@ class Scales:
     out_GS: torch.Tensor | None = None
 
 
-def copy_rows(x_RH: torch.Tensor, aligned: AlignedPairs, out_SH: torch.Tensor) -> None:
-    """out[entry of each pair] = x[pair // K]; padding entries stay as they are.
-
-    x (R, H), out (capacity, H) of one dtype; ``aligned`` with entries_P, for K pairs a row.
-    Row by row of x, so that each is read once: gathering reads x anew for each of its K entries.
-    Rows without any entry are not read.
-    """
-    rows, hidden = x_RH.shape
-    assert out_SH.shape[1] == hidden and aligned.entries_P is not None
-    assert x_RH.stride(1) == 1 and out_SH.is_contiguous()
-    _launch_copy(
-        (rows, triton.cdiv(hidden, _COLUMNS)),
-        x_RH, out_SH, aligned.entries_P, hidden, x_RH.stride(0),
-        TOP_K=aligned.entries_P.numel() // rows,
-        BLOCK=min(_COLUMNS, triton.next_power_of_2(hidden)), num_warps=4,
-    )  # fmt: skip
-
-
-def quantize_into_order(
-    x_RH: torch.Tensor,
-    x_scale_RG: torch.Tensor | None,
-    aligned: AlignedPairs,
-    out_SH: torch.Tensor,
-    scale_GS: torch.Tensor,
-) -> None:
-    """`copy_rows` of x quantized by groups of 128 columns: out e4m3 (capacity, H), scale fp32
-    (ceil(H / 128), capacity).
-
-    x of 16 bits, quantized as `rows.quantize_rows` does it, once for all of a row's pairs; or e4m3
-    already, with its fp32 scales (R, ceil(H / 128)).
-    """
-    rows, hidden = x_RH.shape
-    entries, groups = len(out_SH), triton.cdiv(hidden, SCALE_GROUP)
-    assert out_SH.shape[1] == hidden and scale_GS.shape == (groups, entries)
-    assert x_RH.stride(1) == 1 and out_SH.is_contiguous() and scale_GS.is_contiguous()
-    assert aligned.entries_P is not None and (x_scale_RG is None) == (x_RH.dtype.itemsize == 2)
-    assert x_scale_RG is None or x_scale_RG.shape == (rows, groups)
-    each, qmax = min(_COLUMNS // SCALE_GROUP, triton.next_power_of_2(groups)), QMAX[out_SH.dtype]
-    if x_scale_RG is not None:
-        x_RH, out_SH = x_RH.view(torch.uint8), out_SH.view(torch.uint8)
-    _launch_quantize(
-        (rows, triton.cdiv(groups, each)),
-        x_RH, x_scale_RG, out_SH, scale_GS, aligned.entries_P, hidden, groups, entries,
-        x_RH.stride(0), *((0, 0) if x_scale_RG is None else x_scale_RG.stride()),
-        TOP_K=aligned.entries_P.numel() // rows, GROUPS=each, GROUP=SCALE_GROUP,
-        QMAX=qmax, QUANTIZED=x_scale_RG is not None, num_warps=4,
-    )  # fmt: skip
-
-
 def sorted_gemm(
     a_SK: torch.Tensor,
     w_LNK: torch.Tensor,
     out: torch.Tensor,
-    aligned: AlignedPairs,
+    aligned: SortedAssignments,
     config: GemmConfig,
     num_pairs: int,
     num_sms: int,
@@ -154,7 +99,7 @@ def sorted_gemm(
     num_experts, w_rows, k = w_LNK.shape
     gated = activation is not None and activation.gated
     n = w_rows // 2 if gated else w_rows
-    entries = aligned.pairs_S.numel()
+    entries = aligned.assignments_S.numel()
     assert a_SK.shape == (entries, k) and out.shape[1] == n and w_LNK.is_contiguous()
     assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == config.block_m
     assert len(out) == (num_pairs if by_pair else entries)
@@ -169,7 +114,7 @@ def sorted_gemm(
         TensorDescriptor(a_SK, [entries, k], [k, 1], a_box),
         TensorDescriptor(a_SK, [entries, k], [k, 1], half_box) if config.halves else None,
         TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
-        out, aligned.pairs_S, aligned.experts_B, aligned.num_rows, bias_LN,
+        out, aligned.assignments_S, aligned.experts_B, aligned.num_rows, bias_LN,
         weights_RK, n, k, num_pairs, config.group_m, out.stride(0),
         0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
         ACTIVATION="none" if activation is None else activation.name, GATED=gated,
@@ -178,67 +123,6 @@ def sorted_gemm(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-
-
-@triton.jit
-def _entries(entries_ptr, row, TOP_K: tl.constexpr):
-    """The entries of a row's pairs, -1 without an expert, and the largest of them."""
-    entries = ()
-    last = tl.full((), -1, tl.int32)
-    for k in tl.static_range(TOP_K):
-        entries += (tl.load(entries_ptr + row * TOP_K + k),)
-        last = tl.maximum(last, entries[k])
-    return entries, last
-
-
-@triton.jit
-def _copy(
-    x_ptr, out_ptr, entries_ptr, hidden, x_stride,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        take_turn()
-    row = tl.program_id(0).to(tl.int64)
-    entries_K, last = _entries(entries_ptr, row, TOP_K)
-    if last < 0:
-        return
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden)
-    for k in tl.static_range(TOP_K):
-        entry = entries_K[k].to(tl.int64)
-        end = tl.where(entry >= 0, hidden, 0)
-        tl.store(out_ptr + entry * hidden + col, x, mask=col < end)
-
-
-@triton.jit(do_not_specialize=["entries"])
-def _quantize(
-    x_ptr, x_scale_ptr, out_ptr, scale_ptr, entries_ptr, hidden, groups, entries,
-    x_stride, x_scale_stride_m, x_scale_stride_k,
-    TOP_K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
-    QUANTIZED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """GROUPS groups of one row."""
-    if PDL:
-        take_turn()
-    row = tl.program_id(0).to(tl.int64)
-    entries_K, last = _entries(entries_ptr, row, TOP_K)
-    if last < 0:
-        return
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
-    col = group * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden, other=0)
-    if QUANTIZED:
-        scale_ptrs = x_scale_ptr + row * x_scale_stride_m + group * x_scale_stride_k
-        scale = tl.load(scale_ptrs, mask=group < groups, other=0.0)
-    else:
-        value = x.to(tl.float32)
-        scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
-        x = quantize(value, scale, QMAX, out_ptr.dtype.element_ty)
-    for k in tl.static_range(TOP_K):
-        entry = entries_K[k].to(tl.int64)
-        end = tl.where(entry >= 0, hidden, 0)
-        tl.store(out_ptr + entry * hidden + col, x, mask=col < end)
-        tl.store(scale_ptr + group * entries + entry, scale, mask=group * GROUP < end)
 
 
 @triton.jit
@@ -302,7 +186,7 @@ def _gemm(
     """PERSISTENT: tiles in turn, the next one's loads under way while one is stored. HALVES: a
     block with no row in its second half comes through a_half, half as high."""
     if PDL:
-        take_turn()
+        wait_then_launch_dependents()
     row_blocks = tl.load(num_rows_ptr) // BLOCK_M
     tiles = row_blocks * tl.cdiv(N, BLOCK_N)
     HALF: tl.constexpr = BLOCK_M // 2
@@ -335,4 +219,4 @@ def _gemm(
     )  # fmt: skip
 
 
-_launch_copy, _launch_quantize, _launch_gemm = map(Launcher, (_copy, _quantize, _gemm))
+_launch_gemm = Launcher(_gemm)

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import torch
 import triton
+from moekit_kernels.align import SortedAssignments
+from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,9 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .align import AlignedPairs
 from .gemm import GemmConfig
-from .launch import Launcher, take_turn
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -69,7 +69,7 @@ def specialized_gemm(
     a_SK: torch.Tensor,
     w_LNK: torch.Tensor,
     out_SN: torch.Tensor,
-    aligned: AlignedPairs,
+    aligned: SortedAssignments,
     config: GemmConfig,
     num_pairs: int,
     num_sms: int,
@@ -90,7 +90,7 @@ def specialized_gemm(
     """
     num_experts, w_rows, k = w_LNK.shape
     wide = 2 if gated else 1
-    n, entries = w_rows // wide, aligned.pairs_S.numel()
+    n, entries = w_rows // wide, aligned.assignments_S.numel()
     assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n)
     assert aligned.block_m == BLOCK_M and w_LNK.is_contiguous()
     assert aligned.counters is not None or not config.halves and x_RK is None
@@ -102,8 +102,8 @@ def specialized_gemm(
         descriptor(a_SK, BLOCK_M, 64),
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 2),
-        x_RK, None if x_RK is None else a_SK, aligned.experts_B, aligned.pairs_S, aligned.num_rows,
-        aligned.counters, weights_RK, n, k, num_pairs, config.group_m,
+        x_RK, None if x_RK is None else a_SK, aligned.experts_B, aligned.assignments_S,
+        aligned.num_rows, aligned.counters, weights_RK, n, k, num_pairs, config.group_m,
         *((1, 0) if x_RK is None else (num_pairs // len(x_RK), x_RK.stride(0))),
         GATED=gated, HALVES=config.halves, COPY=x_RK is not None, num_warps=4,
     )  # fmt: skip
@@ -331,7 +331,7 @@ def _gemm(
     GATED: gl.constexpr, HALVES: gl.constexpr, COPY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
-        take_turn()
+        wait_then_launch_dependents()
     a_s, w_s, buffers, full, empty = stages(a, w, out)
     words, told = messages(2)
     fence_async_shared()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 import triton
+from moekit_kernels.align import SortedAssignments
+from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,9 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from .align import AlignedPairs
 from .gemm import GemmConfig, tile_at
-from .launch import Launcher, take_turn
 from .specialized import STEP, multiply, skip, stages
 from .warps import (
     BLOCK_M,
@@ -51,7 +51,7 @@ def specialized_block(
     a_SI: torch.Tensor,
     w2_LHI: torch.Tensor,
     y_SH: torch.Tensor,
-    aligned: AlignedPairs,
+    aligned: SortedAssignments,
     first: GemmConfig,
     second: GemmConfig,
     num_pairs: int,
@@ -68,7 +68,7 @@ def specialized_block(
     `weight_before` of its pair's.
     """
     num_experts, w_rows, hidden = w13_LNH.shape
-    inner, entries = w_rows // 2, aligned.pairs_S.numel()
+    inner, entries = w_rows // 2, aligned.assignments_S.numel()
     assert x_SH.shape == y_SH.shape == (entries, hidden) and a_SI.shape == (entries, inner)
     assert w2_LHI.shape == (num_experts, hidden, inner) and aligned.counters is not None
     assert first.specialized and second.specialized
@@ -83,8 +83,8 @@ def specialized_block(
         descriptor(a_SI, BLOCK_M, 64),
         descriptor(w2_LHI.view(num_experts * hidden, inner), COLUMNS // 2, 64),
         descriptor(y_SH, *half),
-        aligned.experts_B, aligned.pairs_S, aligned.num_rows, aligned.counters, weights_RK, hidden,
-        inner, num_pairs, first.group_m, second.group_m, num_warps=4,
+        aligned.experts_B, aligned.assignments_S, aligned.num_rows, aligned.counters, weights_RK,
+        hidden, inner, num_pairs, first.group_m, second.group_m, num_warps=4,
     )  # fmt: skip
 
 
@@ -331,7 +331,7 @@ def _block(
     num_pairs, group_1, group_2, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
-        take_turn()
+        wait_then_launch_dependents()
     a_s, w_s, buffers, full, empty = stages(x, w13, y)
     given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

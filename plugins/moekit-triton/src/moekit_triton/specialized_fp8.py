@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import torch
 import triton
+from moekit_kernels.align import SortedAssignments
+from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.numerics import QMAX, SCALE_GROUP, TINY
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,10 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .align import AlignedPairs
 from .gemm import GemmConfig
-from .launch import Launcher, take_turn
-from .numerics import QMAX, SCALE_GROUP, TINY
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -60,7 +60,7 @@ def specialized_fp8_gemm(
     w_LNK: torch.Tensor,
     w_scale_LBG: torch.Tensor,
     out_SN: torch.Tensor,
-    aligned: AlignedPairs,
+    aligned: SortedAssignments,
     config: GemmConfig,
     num_pairs: int,
     num_sms: int,
@@ -81,7 +81,7 @@ def specialized_fp8_gemm(
     num_experts, w_rows, k = w_LNK.shape
     gated = out_scale_GS is not None
     wide = 2 if gated else 1
-    n, entries, groups = w_rows // wide, aligned.pairs_S.numel(), triton.cdiv(k, SCALE_GROUP)
+    n, entries, groups = w_rows // wide, aligned.assignments_S.numel(), triton.cdiv(k, SCALE_GROUP)
     assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n) and k % 16 == 0
     assert a_scale_GS.shape == (groups, entries) and a_scale_GS.is_contiguous()
     assert w_scale_LBG.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
@@ -98,7 +98,7 @@ def specialized_fp8_gemm(
         descriptor(a_SK, BLOCK_M // 2, SCALE_GROUP),
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 4),
-        out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.pairs_S,
+        out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.assignments_S,
         aligned.num_rows, aligned.counters, weights_RK, n, k, entries, num_pairs, config.group_m,
         GATED=gated, HALVES=config.halves, num_warps=4,
     )  # fmt: skip
@@ -336,7 +336,7 @@ def _gemm(
     HALVES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:  # for all warps, which begin when this one lets them
-        take_turn()
+        wait_then_launch_dependents()
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, _STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [2 * STAGES, _BOX, _STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [4] + out.block_shape, out.layout)

@@ -32,17 +32,18 @@ from typing import Any
 import torch
 import triton
 from moekit_bench.bench.shapes import random_weights, shape
+from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.rows import Activation, ValidRows, activate_rows
+from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from torch import Tensor
 
 from moekit.plugin import MoEProblem, registry
 
-from .align import COUNTERS, AlignedPairs, align, align_capacity, align_scratch
 from .candidates import candidates, sorted_candidates, variations
 from .config import Order, fusable, num_sms, order_wins, sorting_pays
 from .experts import TritonExperts
 from .gemm import Epilogue, GemmConfig, Rows, grouped_gemm
-from .rows import Activation, ValidRows, activate_rows
-from .sorted_gemm import Scales, copy_rows, quantize_into_order, sorted_gemm
+from .sorted_gemm import Scales, sorted_gemm
 from .tables import table_key
 
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
@@ -96,7 +97,7 @@ class Case:
             return self.copied_first(config, ahead=order == "ahead")
         return self.first(config, fused, in_order=order == "sorted")
 
-    def rows_for(self, block_m: int) -> list[AlignedPairs]:
+    def rows_for(self, block_m: int) -> list[SortedAssignments]:
         p, found = self.problem, []
         for ids in self.ids:
             capacity = align_capacity(ids.numel(), p.num_local_experts, block_m)
@@ -104,7 +105,7 @@ class Case:
             def ints(n: int) -> Tensor:
                 return torch.empty(n, dtype=torch.int32, device="cuda")
 
-            aligned = AlignedPairs(
+            aligned = SortedAssignments(
                 ints(capacity), ints(capacity // block_m), ints(1), block_m, ints(ids.numel()),
                 counters=ints(COUNTERS + capacity // block_m),
             )  # fmt: skip
@@ -123,10 +124,10 @@ class Case:
         routings = self.rows_for(config.block_m)
         out = self.a if fused else self.h
         if in_order:
-            out = out.new_empty(routings[0].pairs_S.numel(), out.shape[1])
+            out = out.new_empty(routings[0].assignments_S.numel(), out.shape[1])
         for ids, aligned in zip(self.ids, routings, strict=True):
 
-            def call(ids: Tensor = ids, aligned: AlignedPairs = aligned) -> None:
+            def call(ids: Tensor = ids, aligned: SortedAssignments = aligned) -> None:
                 grouped_gemm(
                     self.x, w["w13"], out,
                     Rows.aligned(aligned, p.top_k, in_order=in_order), config, a_scale=self.x_scale,
@@ -144,14 +145,14 @@ class Case:
     def copied_first(self, config: GemmConfig, ahead: bool) -> list[Callable[[], None]]:
         """Copying included, the price that both GEMMs pay for order."""
         p, routings = self.problem, self.rows_for(config.block_m)
-        entries, pairs, sms = routings[0].pairs_S.numel(), len(self.y), num_sms(p)
+        entries, pairs, sms = routings[0].assignments_S.numel(), len(self.y), num_sms(p)
         x_SH = self.x.new_empty(entries, p.hidden_size)
         a_SI = self.a.new_empty(entries, p.local_intermediate_size)
         scales, _ = self._scales(entries)
 
-        def call(aligned: AlignedPairs) -> None:
+        def call(aligned: SortedAssignments) -> None:
             if scales is not None:
-                quantize_into_order(self.x, self.x_scale, aligned, x_SH, scales.a_GS)
+                copy_rows_quantized(self.x, self.x_scale, aligned, x_SH, scales.a_GS)
             elif not ahead:
                 copy_rows(self.x, aligned, x_SH)
             sorted_gemm(
@@ -167,11 +168,11 @@ class Case:
         from .specialized_block import specialized_block
 
         p, w, routings = self.problem, self.packed, self.rows_for(first.block_m)
-        entries, pairs, sms = routings[0].pairs_S.numel(), len(self.y), num_sms(p)
+        entries, pairs, sms = routings[0].assignments_S.numel(), len(self.y), num_sms(p)
         x_SH = self.x.new_empty(entries, p.hidden_size)
         a_SI = self.a.new_empty(entries, p.local_intermediate_size)
 
-        def call(aligned: AlignedPairs) -> None:
+        def call(aligned: SortedAssignments) -> None:
             copy_rows(self.x, aligned, x_SH)
             specialized_block(
                 x_SH, w["w13"], a_SI, w["w2"], x_SH, aligned, first, second, pairs, sms
@@ -181,13 +182,13 @@ class Case:
 
     def sorted_second(self, config: GemmConfig) -> list[Callable[[], None]]:
         routings = self.rows_for(config.block_m)
-        entries, pairs, sms = routings[0].pairs_S.numel(), len(self.y), num_sms(self.problem)
+        entries, pairs, sms = routings[0].assignments_S.numel(), len(self.y), num_sms(self.problem)
         in_order = config.specialized
         a_SI = self.a.repeat(triton.cdiv(entries, pairs), 1)[:entries]
         y = self.y.new_empty(entries, self.y.shape[1]) if in_order else self.y
         _, scales = self._scales(entries)
 
-        def call(aligned: AlignedPairs) -> None:
+        def call(aligned: SortedAssignments) -> None:
             sorted_gemm(
                 a_SI, self.packed["w2"], y, aligned, config, pairs, sms, by_pair=not in_order,
                 scales=scales,
@@ -209,7 +210,7 @@ class Case:
     def second(self, config: GemmConfig) -> list[Callable[[], None]]:
         w = self.packed
 
-        def call(aligned: AlignedPairs) -> Callable[[], None]:
+        def call(aligned: SortedAssignments) -> Callable[[], None]:
             return lambda: grouped_gemm(
                 self.a, w["w2"], self.y, Rows.aligned(aligned), config, a_scale=self.a_scale,
                 w_scale=w.get("w2_scale"), w_offset=w.get("w2_offset"),

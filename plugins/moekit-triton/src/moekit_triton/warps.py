@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from moekit_kernels.align import COUNTERS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .align import COUNTERS
 from .gemm import tile_at
 
 BLOCK_M, COLUMNS = 128, 256

@@ -2,22 +2,42 @@
 
 import pytest
 import torch
-from moekit_triton.align import (
+from moekit_kernels.align import (
     COMPARED,
-    FEW_PAIRS,
-    ONE_LAUNCH_PAIRS,
+    COUNTERS,
+    FEW_ASSIGNMENTS,
+    ONE_LAUNCH_ASSIGNMENTS,
     PROGRAMS,
     TILE,
-    AlignedPairs,
+    SortedAssignments,
     align,
     align_capacity,
     align_scratch,
 )
-from triton_checks import run_align
 
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def run_align(
+    ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
+) -> SortedAssignments:
+    capacity = align_capacity(ids.numel(), num_experts, block_m)
+    blocks = capacity // block_m
+
+    def ints(n: int) -> torch.Tensor:
+        return torch.full((n + 32,), -77, dtype=torch.int32, device=ids.device)
+
+    whole = [ints(n) for n in (capacity, blocks, 1, ids.numel(), COUNTERS + blocks)]
+    pairs, experts, num_rows, entries, counters = (x[:-32] for x in whole)
+    given = counters if zeros is None else None
+    out = SortedAssignments(pairs, experts, num_rows, block_m, entries, counters=given)
+    scratch = ints(align_scratch(ids.numel(), num_experts))
+    align(ids, num_experts, out, scratch[:-32], zeros)
+    assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
+    assert bool((counters == (0 if zeros is None else -77)).all())
+    return out
 
 
 def pairs_by_expert(flat: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
@@ -26,7 +46,7 @@ def pairs_by_expert(flat: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return flat.argsort(stable=True)[(flat < 0).sum() :].split(counts.tolist())
 
 
-def check_aligned(out: AlignedPairs, ids: torch.Tensor, num_experts: int) -> None:
+def check_aligned(out: SortedAssignments, ids: torch.Tensor, num_experts: int) -> None:
     flat, block_m = ids.flatten().cpu(), out.block_m
     pairs, experts = [], []
     for expert, mine in enumerate(pairs_by_expert(flat, num_experts)):
@@ -36,19 +56,20 @@ def check_aligned(out: AlignedPairs, ids: torch.Tensor, num_experts: int) -> Non
         experts += [expert] * blocks
     want = torch.cat(pairs).int()
     assert out.num_rows.item() == len(want)
-    assert torch.equal(out.pairs_S[: len(want)].cpu(), want)
+    assert torch.equal(out.assignments_S[: len(want)].cpu(), want)
     assert out.experts_B.tolist() == experts + [-1] * (out.experts_B.numel() - len(experts))
-    if out.entries_P is not None:
+    if out.rows_A is not None:
         entries = torch.full((len(flat) + 1,), -1, dtype=torch.int32)
         entries[want.long()] = torch.arange(len(want), dtype=torch.int32)
         entries[-1] = -1  # of padding
-        assert torch.equal(out.entries_P.cpu(), entries[:-1])
+        assert torch.equal(out.rows_A.cpu(), entries[:-1])
 
 
 ALIGN_SIZES = [
     (0, 2, 4, 16), (1, 1, 1, 16), (1, 8, 128, 16), (4, 8, 512, 128), (5, 2, 8, 64),
-    (FEW_PAIRS + 1, 1, 60, 128), (37, 8, 40, 16), (100, 3, 512, 16), (ONE_LAUNCH_PAIRS, 1, 8, 8),
-    (ONE_LAUNCH_PAIRS + 1, 1, 60, 16), (300, 8, 8, 128), (700, 3, 33, 32),
+    (FEW_ASSIGNMENTS + 1, 1, 60, 128), (37, 8, 40, 16), (100, 3, 512, 16),
+    (ONE_LAUNCH_ASSIGNMENTS, 1, 8, 8),
+    (ONE_LAUNCH_ASSIGNMENTS + 1, 1, 60, 16), (300, 8, 8, 128), (700, 3, 33, 32),
     (COMPARED * PROGRAMS + 1, 1, 5, 64), (2 * COMPARED * PROGRAMS + 1, 1, 512, 8),
     (4 * COMPARED * PROGRAMS + 1, 1, 33, 64), (TILE * PROGRAMS + 1, 1, 40, 128),
 ]  # fmt: skip
@@ -67,7 +88,9 @@ def test_align(device, rows, top_k, num_experts, block_m, dtype, routing):
     assert not locks[:1050].any() and (locks[1050:] == 3).all()
 
 
-@pytest.mark.parametrize("most", [FEW_PAIRS, ONE_LAUNCH_PAIRS, 3 * ONE_LAUNCH_PAIRS])
+@pytest.mark.parametrize(
+    "most", [FEW_ASSIGNMENTS, ONE_LAUNCH_ASSIGNMENTS, 3 * ONE_LAUNCH_ASSIGNMENTS]
+)
 def test_align_any_size(device, most):
     """Random numbers of everything; uneven routing; more blocks than can be used; no entries."""
     for block_m in (8, 16, 32, 64, 128):
@@ -76,7 +99,7 @@ def test_align_any_size(device, most):
         blocks = align_capacity(pairs, num_experts, block_m) // block_m + 70
         sizes = (blocks * block_m, blocks, 1, align_scratch(pairs, num_experts))
         lists = [torch.full((n,), -77, dtype=torch.int32, device=device) for n in sizes]
-        out = AlignedPairs(*lists[:3], block_m)
+        out = SortedAssignments(*lists[:3], block_m)
         align(ids, num_experts, out, lists[3])
         check_aligned(out, ids, num_experts)
 
@@ -95,7 +118,7 @@ def test_align_by_ends(device, rows, top_k, num_experts, block_m, routing, pairs
     sizes = (n, num_experts, capacity, align_scratch(n, num_experts))
     whole = [torch.full((size + 32,), -77, dtype=torch.int32, device=device) for size in sizes]
     entries, ends, listed, scratch = (x[:-32] for x in whole)
-    out = AlignedPairs(listed if pairs else None, None, None, block_m, entries, ends)
+    out = SortedAssignments(listed if pairs else None, None, None, block_m, entries, ends)
     align(ids, num_experts, out, scratch)
     assert all((x[-32:] == -77).all() for x in whole), "written beyond the end"
     want, start = torch.full((capacity,), -77, dtype=torch.int32), 0
@@ -115,15 +138,15 @@ def test_align_scratch_suffices_for_fewer_pairs():
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize("pairs", [20, 200, 3 * ONE_LAUNCH_PAIRS + 5])
+@pytest.mark.parametrize("pairs", [20, 200, 3 * ONE_LAUNCH_ASSIGNMENTS + 5])
 def test_check_aligned_sees_faults(device, pairs):
     """An order that is not stable; wrong padding, expert, entry, number of rows."""
     ids = torch.arange(pairs, device=device).view(-1, 1) % 3
     first = cdiv(pairs, 3)  # of expert 0's padding
     for name, at, wrong in [
-        ("pairs_S", slice(0, 2), [3, 0]), ("pairs_S", slice(first, first + 1), 0),
+        ("assignments_S", slice(0, 2), [3, 0]), ("assignments_S", slice(first, first + 1), 0),
         ("experts_B", slice(0, 1), 1), ("experts_B", slice(-1, None), 0),
-        ("entries_P", slice(0, 1), 1), ("num_rows", slice(0, 1), pairs),
+        ("rows_A", slice(0, 1), 1), ("num_rows", slice(0, 1), pairs),
     ]:  # fmt: skip
         out = run_align(ids, 3, 32)
         check_aligned(out, ids, 3)

@@ -1,9 +1,9 @@
-"""Device helpers for arithmetic: conversions that round to nearest even, and the activations.
+"""Device arithmetic: conversions that round to nearest even, quantization and activations.
 
 Triton's interpreter (triton 3.6 to 3.9) gets four things wrong: a dot of two bf16 tiles is garbage,
-fp32 -> bf16 truncates, fp32 -> fp8 drops the carry out of the mantissa, and fp8 subnormals flush.
-The helpers here make the interpreter's numbers agree with the GPU's; on the GPU they compile to the
-plain conversion.
+fp32 -> bf16 truncates, fp32 -> fp8 drops the carry out of the mantissa, and fp8 subnormals flush to
+zero. These helpers make the interpreter's numbers agree with the GPU's; on the GPU they compile to
+the plain conversion.
 """
 
 from dataclasses import dataclass
@@ -13,24 +13,49 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-import moekit
+from moekit.plugin import Activation as ProblemActivation
+
+__all__ = [
+    "INTERPRETED",
+    "QMAX",
+    "SCALE_GROUP",
+    "TINY",
+    "Activation",
+    "activate",
+    "activate_gated",
+    "convert",
+    "dot",
+    "quantize",
+    "round_to_integer",
+    "scale_of",
+    "times_sigmoid",
+    "weight_after",
+    "weight_before",
+]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels of this process run in Triton's interpreter (TRITON_INTERPRET=1 at import)."""
+"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
 
 QMAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """Largest magnitude of each quantized dtype."""
 
 SCALE_GROUP = 128
-"""Rows and columns that share one scale in block quantization."""
+"""Rows and columns that share a scale in block quantization."""
 
 TINY = 1e-12
-"""Least amax a scale is derived from: an all-zero row has a positive scale and zero values."""
+"""Smallest amax that a scale is derived from: an all-zero row gets a positive scale."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Name and parameters; `gated` reads [gate; up] halves. limit None = no clamp."""
+    """An activation as the kernels take it.
+
+    Args:
+        name: "silu", "gelu", "gelu_tanh", "swigluoai" (gated only) or "relu2".
+        gated: whether the input is the two halves [gate; up].
+        alpha: parameter of swigluoai.
+        limit: clamp of gate and up before the activation; None = no clamp.
+    """
 
     name: str
     gated: bool = True
@@ -38,8 +63,8 @@ class Activation:
     limit: float | None = None
 
     @classmethod
-    def of(cls, activation: moekit.Activation) -> "Activation":
-        """A problem's activation, as the kernels name it."""
+    def of(cls, activation: ProblemActivation) -> "Activation":
+        """Convert a problem's activation."""
         name = activation.name.removesuffix("_no_mul")
         return cls(name, activation.gated, activation.alpha or 0.0, activation.limit)
 
@@ -50,13 +75,13 @@ _TINY = tl.constexpr(TINY)
 
 @triton.jit
 def round_to_integer(x):
-    """fp32 -> the nearest integer as fp32, ties to even, for |x| < 2**22."""
+    """Round fp32 to the nearest integer as fp32, ties to even, for |x| < 2**22."""
     return (x + 12582912.0) - 12582912.0  # 1.5 * 2**23: the sum's unit in the last place is 1
 
 
 @triton.jit
 def _round_e4m3(x):
-    """fp32 (|x| <= 448) -> the nearest e4m3 value, still fp32, ties to even."""
+    """Round fp32 (|x| <= 448) to the nearest e4m3 value as fp32, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     subnormal = (x + 24576.0) - 24576.0  # 1.5 * 2**14: unit in the last place 2**-9
@@ -65,7 +90,7 @@ def _round_e4m3(x):
 
 @triton.jit
 def _round_bf16(x):
-    """fp32 -> the nearest bf16 value, still fp32, ties to even; NaN stays NaN."""
+    """Round fp32 to the nearest bf16 value as fp32, ties to even; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
@@ -73,8 +98,8 @@ def _round_bf16(x):
 
 @triton.jit
 def convert(x, DTYPE: tl.constexpr):
-    """fp32 -> DTYPE (fp32, fp16, bf16, e4m3 within +-448, int8 within +-127), rounding to nearest
-    even."""
+    """Convert fp32 to DTYPE (fp32, fp16, bf16, e4m3 within +-448, int8 within +-127), rounding to
+    nearest even."""
     if DTYPE == tl.int8:
         x = round_to_integer(x)
     if _INTERPRETED:
@@ -87,32 +112,36 @@ def convert(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def weight_before(weight):
-    """The factor of a router weight that applies in fp32 before a result is rounded to fp16:
-    nothing that rounds is larger than the result, weighted or not. `weight_after` is the other."""
+    """Return the factor of a router weight to apply in fp32 before a result is rounded to fp16.
+
+    It never enlarges a value, so rounding overflows only where the result itself would.
+    `weight_after` is the remaining factor.
+    """
     return tl.where(tl.abs(weight) > 1.0, 1.0, weight)
 
 
 @triton.jit
 def weight_after(weight):
-    """The factor of a router weight that `weight_before` leaves: one of the two is 1."""
+    """Return the factor of a router weight that `weight_before` leaves: one of the two is 1."""
     return tl.where(tl.abs(weight) > 1.0, weight, 1.0)
 
 
 @triton.jit
 def scale_of(amax, QMAX: tl.constexpr):
-    """The scale that maps amax to the largest quantized magnitude."""
+    """Return the scale that maps ``amax`` to the largest quantized magnitude."""
     amax = tl.maximum(amax, _TINY)
     return tl.div_rn(amax, tl.full(amax.shape, QMAX, tl.float32))
 
 
 @triton.jit
 def quantize(x, scale, QMAX: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32 x (M, N), scale (M or 1, 1) -> DTYPE: x / scale, clamped, rounded to nearest even."""
-    if _INTERPRETED:  # its fma rounds twice
+    """Return x / scale as DTYPE, clamped, rounded to nearest even. x: fp32 (M, N); scale: (M or 1,
+    1)."""
+    if _INTERPRETED:  # the interpreter's fma rounds twice
         x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     else:
-        # One division a row. A product with the reciprocal, corrected by what it leaves of x, is
-        # the quotient rounded to nearest (Markstein), in a third of the instructions.
+        # One division a row. The product with the reciprocal, corrected by its remainder, is the
+        # quotient rounded to nearest (Markstein), in a third of the instructions.
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         product = tl.clamp(x * inverse, -QMAX, QMAX)
         x = tl.fma(tl.fma(product, -scale, x), inverse, product)
@@ -121,7 +150,7 @@ def quantize(x, scale, QMAX: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, w, acc, PRECISION: tl.constexpr):
-    """acc + a @ w, either of which may be the weights, of the other's dtype or fewer bits."""
+    """Return acc + a @ w. The operand with fewer bits is converted to the dtype of the other."""
     if _INTERPRETED:
         if a.dtype == tl.bfloat16:
             a = a.to(tl.float32)
@@ -136,8 +165,8 @@ def dot(a, w, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def times_sigmoid(x, z):
-    """x * sigmoid(z), in half the instructions of tl.sigmoid and to the same two units in the last
-    place."""
+    """Return x * sigmoid(z) in half the instructions of tl.sigmoid, with the same error (two units
+    in the last place)."""
     if _INTERPRETED:
         return x * tl.sigmoid(z)
     else:
@@ -146,7 +175,7 @@ def times_sigmoid(x, z):
 
 @triton.jit
 def activate_gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr):
-    """fp32 gate and up -> fp32. CLAMP: gate <= limit and |up| <= limit first."""
+    """Return activation(gate) * up in fp32. CLAMP: clamp to gate <= limit, |up| <= limit first."""
     if CLAMP:
         gate = tl.minimum(gate, limit)
         up = tl.clamp(up, -limit, limit)
@@ -158,7 +187,7 @@ def activate_gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, CLAMP: tl.c
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """fp32 -> fp32, elementwise."""
+    """Apply a plain activation elementwise, fp32 to fp32."""
     if ACTIVATION == "silu":
         return times_sigmoid(x, x)
     elif ACTIVATION == "gelu":

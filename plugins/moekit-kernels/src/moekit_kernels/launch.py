@@ -1,12 +1,12 @@
-"""Launches by a short key, instead of Triton's inspection of every argument on every call.
+"""Launch Triton kernels by a short key instead of inspecting every argument on every call.
 
-That inspection takes the host longer than a small kernel takes the device.
+Triton's own inspection takes the host longer than a small kernel takes the device.
 
-Programmatic dependent launch (Hopper and later): a kernel starts while the one before it ends,
-which hides the time between them. In return every program of a kernel with a constant PDL calls
-`take_turn` before it touches what the kernel before writes or reads. What is older than that kernel
-is there at once, as it has taken its own turn by then. MOEKIT_TRITON_PDL=0 in the environment turns
-all this off.
+Programmatic dependent launch, PDL (Hopper and later): a kernel starts while the previous one is
+still ending, which hides the gap between them. In return, every program of a kernel with a
+constexpr ``PDL`` calls `wait_then_launch_dependents` before it touches memory that the previous
+kernel writes or reads. Memory written by earlier kernels is visible at once, because the previous
+kernel has waited for them. MOEKIT_TRITON_PDL=0 in the environment turns PDL off.
 """
 
 import functools
@@ -20,14 +20,17 @@ from triton.language.extra import cuda
 
 from .numerics import INTERPRETED
 
-# Of threads that call a kernel for the first time, one compiles it.
+__all__ = ["Launcher", "pdl_enabled", "wait_then_launch_dependents"]
+
+# One thread compiles at a time.
 _compiling = threading.Lock()
 
 
 class Launcher:
-    """Calls a `triton.jit` function: ``launcher(grid, *arguments, num_warps=..., CONSTANT=...)``.
+    """Call a `triton.jit` function: ``launcher(grid, *arguments, num_warps=..., CONSTANT=...)``.
 
-    The key holds what Triton specializes on: dtypes, alignment to 16 bytes, integers that are 1 or
+    Positional arguments first, all constexpr parameters by name (``PDL`` is added here). The key
+    holds everything Triton specializes on: dtypes, alignment to 16 bytes, integers that are 1 or
     multiples of 16, constants, device. The first call of a key goes through Triton.
     """
 
@@ -52,7 +55,7 @@ class Launcher:
             return
         device = torch.cuda.current_device()
         if self._pdl:
-            constants["PDL"] = overlaps(device)
+            constants["PDL"] = pdl_enabled(device)
             if constants["PDL"]:
                 options["launch_pdl"] = True
         key = (device, num_warps, num_stages, *constants.values(), *map(_kind, args))
@@ -68,22 +71,22 @@ class Launcher:
 
 
 @functools.cache
-def overlaps(device: int) -> bool:
-    """Whether kernels on this device are launched before the one before them has ended."""
+def pdl_enabled(device: int) -> bool:
+    """Return whether kernels on this device use programmatic dependent launch."""
     wanted = os.environ.get("MOEKIT_TRITON_PDL", "1") != "0"
     return wanted and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
-def take_turn():
-    """Waits until the kernel before has ended and what it wrote is visible, then lets the next one
-    start (which it does when every program has said so or ended)."""
+def wait_then_launch_dependents():
+    """Wait until the previous kernel has ended and its writes are visible, then let the next one
+    start (it starts when every program has called this or ended)."""
     cuda.gdc_wait()
     cuda.gdc_launch_dependents()
 
 
 def _kind(value: Any) -> object:
-    """What of an argument decides which compiled kernel fits."""
+    """Return the part of an argument that decides which compiled kernel fits."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):

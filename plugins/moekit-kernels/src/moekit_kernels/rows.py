@@ -1,9 +1,7 @@
-"""Row-wise kernels around the GEMMs: quantize, activate (and quantize), and the weighted sum over
-K.
+"""Row-wise kernels around the GEMMs: quantize, activate (and quantize), weighted sum over K.
 
-Which rows exist: all of them, those with a true mask, those whose id is not negative (STANDARD
-pairs), or the first counts_L[l] of each slab (BATCHED). Other rows are neither read nor written, so
-what lies there (NaN, old values) is never seen.
+`ValidRows` says which rows exist. Other rows are neither read nor written, so their contents (NaN,
+old values) do not matter.
 """
 
 from dataclasses import dataclass
@@ -14,11 +12,12 @@ import triton.language as tl
 
 from moekit.plugin import OperandQuant, quant
 
-from .launch import Launcher, take_turn
+from .launch import Launcher, wait_then_launch_dependents
 from .numerics import (
     INTERPRETED,
     QMAX,
     SCALE_GROUP,
+    Activation,
     activate,
     activate_gated,
     convert,
@@ -26,21 +25,36 @@ from .numerics import (
     scale_of,
     weight_after,
 )
-from .numerics import Activation as Activation
+
+__all__ = [
+    "AMAX_PARTIALS",
+    "ValidRows",
+    "activate_rows",
+    "quantize_activations",
+    "quantize_rows",
+    "quantize_rows_per_tensor",
+    "weighted_sum",
+]
 
 AMAX_PARTIALS = 4 if INTERPRETED else 256
-"""fp32 entries of scratch for a dynamic per-tensor scale; one program each."""
+"""fp32 entries of scratch for a dynamic per-tensor scale, one per program."""
 
 
 @dataclass(frozen=True)
 class ValidRows:
-    """mask: bool, one per row. ids: integers, one per row, negative = absent. counts_L: int32, rows
-    used in each slab of `slab` rows. None of them: every row."""
+    """Which rows of a matrix exist; with no argument, all of them.
+
+    Args:
+        mask: bool (rows,).
+        ids: integers (rows,) or of that many elements, negative = no such row.
+        counts_L: int32 (L,), used rows of each expert in the batched layout.
+        capacity: rows of each expert in the batched layout.
+    """
 
     mask: torch.Tensor | None = None
     ids: torch.Tensor | None = None
     counts_L: torch.Tensor | None = None
-    slab: int = 1
+    capacity: int = 1
 
     @property
     def kind(self) -> str:
@@ -62,10 +76,15 @@ class ValidRows:
 def quantize_rows(
     x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, valid: ValidRows = ValidRows()
 ) -> None:
-    """x (rows, cols) -> q (rows, cols; e4m3 or int8) and fp32 scale: (rows, 1) or (rows, ceil(cols
-    / 128)).
+    """Quantize each row, or each group of 128 columns of a row, with its own scale.
 
-    scale = max(amax, tiny) / qmax; q = x / scale, rounded to nearest even.
+    scale = max(amax, TINY) / QMAX; q = x / scale, rounded to nearest even.
+
+    Args:
+        x: (rows, cols), any float dtype, unit stride along cols.
+        q: (rows, cols), e4m3 or int8; written.
+        scale: fp32 (rows, 1) or (rows, ceil(cols / 128)); written.
+        valid: the rows that exist.
     """
     _launch_rows(x, q, scale, None, "group" if scale.shape[1] > 1 else "row", valid, None)
 
@@ -78,13 +97,21 @@ def quantize_rows_per_tensor(
     *,
     scratch: torch.Tensor | None,
 ) -> None:
-    """x (rows, cols) -> q with one fp32 scale. scratch None: `scale` is given (static). Otherwise
-    `scale` is written, from the amax over valid rows; `scratch` has AMAX_PARTIALS fp32 entries."""
+    """Quantize all rows with one scale.
+
+    Args:
+        x: (rows, cols), any float dtype, unit stride along cols.
+        q: (rows, cols), e4m3 or int8; written.
+        scale: fp32, one element. Read if ``scratch`` is None (a static scale), else written: from
+            the amax over the valid rows.
+        valid: the rows that exist.
+        scratch: fp32 (AMAX_PARTIALS,) or None.
+    """
     rows, cols = x.shape
     if scratch is not None and rows > 0:
         _launch_amax(
         (AMAX_PARTIALS,),
-            x, scratch, valid.tensor, rows, cols, x.stride(0), valid.slab,
+            x, scratch, valid.tensor, rows, cols, x.stride(0), valid.capacity,
             VALID=valid.kind, BLOCK=triton.next_power_of_2(cols), num_warps=_warps(cols),
         )  # fmt: skip
     _launch_rows(x, q, scale, scratch, "tensor", valid, None)
@@ -96,8 +123,21 @@ def quantize_activations(
     static_scale: torch.Tensor | None,
     valid_rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quant.quantize` by the kernels above, where x is a matrix. Rows outside
-    ``valid_rows`` come out undefined, except that they never decide a scale."""
+    """Quantize activations like `moekit.plugin.quant.quantize`, with the kernels of this module.
+
+    Inputs other than a non-empty matrix with unit stride go to the core's function. Rows outside
+    ``valid_rows`` become undefined, but never decide a scale.
+
+    Args:
+        x_RH: (R, H), any float dtype.
+        operand: how to quantize.
+        static_scale: fp32, one element, or None.
+        valid_rows: bool (R,) or None for all rows.
+
+    Returns:
+        (q, scale): q of the operand's dtype (R, H); scale fp32 (R, 1), (R, ceil(H / 128)) or
+        (1, 1).
+    """
     if x_RH.dim() != 2 or x_RH.numel() == 0 or x_RH.stride(1) != 1:
         return quant.quantize(x_RH, operand, static_scale, valid_rows)
     q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
@@ -125,10 +165,16 @@ def activate_rows(
     scale: torch.Tensor | None = None,
     static_scale: bool = False,
 ) -> None:
-    """x (rows, 2I if gated else I) -> out (rows, I), computed in fp32.
+    """Apply an activation row by row in fp32, and quantize the result if ``scale`` is given.
 
-    With `scale`, out is quantized (e4m3 or int8): per row or per group of 128 by the shape of
-    `scale`, which is written; or, with static_scale, by the one value it holds.
+    Args:
+        x: (rows, 2I if gated else I).
+        out: (rows, I), a float dtype; with ``scale``, e4m3 or int8.
+        activation: see `numerics.Activation`.
+        valid: the rows that exist.
+        scale: fp32 (rows, 1) or (rows, ceil(I / 128)), written; with ``static_scale`` one element,
+            read. None = no quantization.
+        static_scale: whether ``scale`` is given rather than computed.
     """
     kind = "none"
     if scale is not None:
@@ -148,8 +194,10 @@ def _warps(cols: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows are cut into lines, each quantized by itself. A program takes `lines` of them, each as
-    `chunks` tiles of `block` columns."""
+    """How rows are cut into lines, each quantized by itself.
+
+    A program takes ``lines`` lines, each as ``chunks`` tiles of ``block`` columns.
+    """
 
     lines: int
     chunks: int
@@ -162,10 +210,10 @@ class Tiling:
 
     @classmethod
     def of(cls, rows: int, cols: int, whole_rows: bool, gated: bool) -> "Tiling":
-        """whole_rows: a row is one line. Otherwise lines are as wide as a group of scales.
+        """Choose a tiling. ``whole_rows``: a row is one line; otherwise a line is a scale group.
 
-        What is small is spread over many threads. What is large gives each thread a few loads of 16
-        bytes, all of which ptxas asks for before it computes; beyond that it waits in between.
+        A small input is spread over many threads. In a large one each thread has a few loads of 16
+        bytes, all of which ptxas issues before it computes; with more loads it waits in between.
         """
         if not whole_rows:
             lines = 8 if rows * cols < 1 << 22 else 16 if gated else 32
@@ -191,13 +239,13 @@ def _launch_rows(
         return
     tiling = Tiling.of(rows, cols, kind == "row", gated)
     parts = triton.cdiv(cols, tiling.width)
-    slab = valid.slab if valid.kind == "counts" else rows
-    assert rows % slab == 0
+    capacity = valid.capacity if valid.kind == "counts" else rows
+    assert rows % capacity == 0
     row_stride, group_stride = (0, 0) if scale is None or kind == "tensor" else scale.stride()
     limit = activation.limit if activation is not None else None
     _launch_rows_kernel(
-        (triton.cdiv(slab * parts, tiling.lines), rows // slab),
-        x, out, scale, partials, valid.tensor, slab,
+        (triton.cdiv(capacity * parts, tiling.lines), rows // capacity),
+        x, out, scale, partials, valid.tensor, capacity,
         x.stride(0), out.stride(0), row_stride, group_stride,
         0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
         ACTIVATION="none" if activation is None else activation.name,
@@ -213,50 +261,59 @@ def weighted_sum(
     weights_RK: torch.Tensor | None,
     ids_RK: torch.Tensor,
     out_RH: torch.Tensor,
-    entries_P: torch.Tensor | None = None,
+    rows_A: torch.Tensor | None = None,
     bias_LH: torch.Tensor | None = None,
     *,
-    begun: bool = False,
+    weight_before_applied: bool = False,
 ) -> None:
-    """out[r] = sum over k, in order, of weights[r, k] * (y[r * K + k] + bias[ids[r, k]]) where
-    ids[r, k] >= 0; fp32 accumulation.
+    """Sum each row's K expert outputs, in order of k, in fp32.
 
-    weights: fp32, None = ones; bias (contiguous): None = zeros. Pairs with a negative id are
-    skipped whatever y holds; rows without any give 0. y may hold several addends in a row for each
-    pair (without bias); or, with ``entries_P`` (int32), the row of a pair is its entry.
-    begun: y has been multiplied by `weight_before` of its weights already.
+    out[r] = sum over k with ids[r, k] >= 0 of weights[r, k] * (y[r * K + k] + bias[ids[r, k]]).
+    Assignments with a negative id are skipped whatever y holds; a row with no others becomes 0.
+
+    Args:
+        y_SH: (R * K, H), any float dtype. Also (R * K * addends, H): consecutive rows of an
+            assignment are added (without bias). With ``rows_A``: expert-sorted rows.
+        weights_RK: fp32 (R, K), contiguous; None = ones.
+        ids_RK: integers (R, K), contiguous.
+        out_RH: (R, H), any float dtype; written.
+        rows_A: int32 (R * K,), the row in y of each assignment.
+        bias_LH: (L, H), contiguous; None = zeros.
+        weight_before_applied: y has been multiplied by `numerics.weight_before` of the weights, so
+            only `numerics.weight_after` is applied here.
     """
     rows, top_k = ids_RK.shape
     cols = out_RH.shape[1]
-    addends = 1 if entries_P is not None else max(1, y_SH.shape[0] // max(1, rows * top_k))
+    addends = 1 if rows_A is not None else max(1, y_SH.shape[0] // max(1, rows * top_k))
     assert y_SH.shape[1] == cols
-    assert entries_P is not None or len(y_SH) == rows * top_k * addends
+    assert rows_A is not None or len(y_SH) == rows * top_k * addends
     assert y_SH.stride(1) == 1 and out_RH.stride(1) == 1
     assert ids_RK.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
-    assert not begun or (weights_RK is not None and bias_LH is None)
+    assert not weight_before_applied or (weights_RK is not None and bias_LH is None)
     assert bias_LH is None or (addends == 1 and bias_LH.is_contiguous())
     if rows == 0:
         return
     block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
     _launch_weighted_sum(
         (rows, triton.cdiv(cols, block)),
-        y_SH, weights_RK, ids_RK, entries_P, bias_LH, out_RH, cols, y_SH.stride(0),
-        out_RH.stride(0), TOP_K=top_k, ADDENDS=addends, ENTRIES=entries_P is not None,
-        WEIGHTED=weights_RK is not None, BEGUN=begun, BLOCK=block, num_warps=4,
+        y_SH, weights_RK, ids_RK, rows_A, bias_LH, out_RH, cols, y_SH.stride(0),
+        out_RH.stride(0), TOP_K=top_k, ADDENDS=addends, BY_ROWS=rows_A is not None,
+        WEIGHTED=weights_RK is not None, BEFORE_APPLIED=weight_before_applied, BLOCK=block,
+        num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _row_is_valid(valid_ptr, row, slab, VALID: tl.constexpr):
+def _row_is_valid(valid_ptr, row, capacity, VALID: tl.constexpr):
     if VALID == "mask":
         return tl.load(valid_ptr + row) != 0
     elif VALID == "ids":
         return tl.load(valid_ptr + row) >= 0
     else:
-        return row % slab < tl.load(valid_ptr + row // slab)
+        return row % capacity < tl.load(valid_ptr + row // capacity)
 
 
-@triton.jit(do_not_specialize=["rows", "slab"])
+@triton.jit(do_not_specialize=["rows", "capacity"])
 def _amax(
     x_ptr,
     partials_ptr,
@@ -264,14 +321,14 @@ def _amax(
     rows,
     cols,
     x_stride,
-    slab,
+    capacity,
     VALID: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """partials[p] = max |x| over the valid rows p, p + programs, ..."""
+    """Store partials[p] = max |x| over the valid rows p, p + programs, ..."""
     if PDL:
-        take_turn()
+        wait_then_launch_dependents()
     col = tl.arange(0, BLOCK)
     amax_B = tl.zeros((BLOCK,), tl.float32)
     x_ptrs = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + col
@@ -279,26 +336,28 @@ def _amax(
         if VALID == "all":
             x = tl.load(x_ptrs, mask=col < cols, other=0.0)
         else:
-            end = tl.where(_row_is_valid(valid_ptr, row, slab, VALID), cols, 0)
+            end = tl.where(_row_is_valid(valid_ptr, row, capacity, VALID), cols, 0)
             x = tl.load(x_ptrs, mask=col < end, other=0.0)
         amax_B = tl.maximum(amax_B, tl.abs(x.to(tl.float32)))
         x_ptrs += tl.num_programs(0).to(tl.int64) * x_stride
     tl.store(partials_ptr + tl.program_id(0), tl.max(amax_B, axis=0))
 
 
-@triton.jit(do_not_specialize=["slab"])
+@triton.jit(do_not_specialize=["capacity"])
 def _rows(
-    x_ptr, out_ptr, scale_ptr, partials_ptr, valid_ptr, slab, x_stride, out_stride,
+    x_ptr, out_ptr, scale_ptr, partials_ptr, valid_ptr, capacity, x_stride, out_stride,
     scale_row_stride, scale_group_stride, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, QUANTIZE: tl.constexpr,
     PARTIALS: tl.constexpr, QMAX: tl.constexpr, VALID: tl.constexpr, COLS: tl.constexpr,
     PARTS: tl.constexpr, LINES: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row is PARTS lines of CHUNKS tiles of BLOCK columns; each line has its own scale. One
-    program takes LINES lines: reads all of them, then computes, then writes."""
+    """Activate and quantize LINES lines: load all of them, then compute, then store.
+
+    A row is PARTS lines of CHUNKS tiles of BLOCK columns; each line has its own scale.
+    """
     if PDL:
-        take_turn()
+        wait_then_launch_dependents()
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     WIDTH: tl.constexpr = CHUNKS * BLOCK
     if PARTIALS > 0:
@@ -309,7 +368,7 @@ def _rows(
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), tensor_scale)
     first = tl.program_id(0) * LINES
-    rows = slab
+    rows = capacity
     if VALID == "counts":
         rows = tl.load(valid_ptr + tl.program_id(1))
         if first >= rows * PARTS:
@@ -326,7 +385,7 @@ def _rows(
         if tl.max(exists.to(tl.int32)) == 0:
             return
 
-    row = tl.program_id(1).to(tl.int64) * slab + row
+    row = tl.program_id(1).to(tl.int64) * capacity + row
     x_ptrs = x_ptr + row * x_stride + part * WIDTH + tl.arange(0, BLOCK)[None, :]
     oks, values, ups = (), (), ()
     for i in tl.static_range(CHUNKS):
@@ -370,12 +429,12 @@ def _rows(
 
 @triton.jit
 def _weighted_sum(
-    y_ptr, weights_ptr, ids_ptr, entries_ptr, bias_ptr, out_ptr, cols, y_stride, out_stride,
-    TOP_K: tl.constexpr, ADDENDS: tl.constexpr, ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr,
-    BEGUN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, weights_ptr, ids_ptr, rows_ptr, bias_ptr, out_ptr, cols, y_stride, out_stride,
+    TOP_K: tl.constexpr, ADDENDS: tl.constexpr, BY_ROWS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BEFORE_APPLIED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        take_turn()
+        wait_then_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = col < cols
@@ -389,14 +448,14 @@ def _weighted_sum(
         for i in tl.static_range(first, first + 8):
             if i < ROWS:
                 end = tl.where(ids[i - first] >= 0, cols, 0)
-                if ENTRIES:
-                    y_row = tl.load(entries_ptr + row * TOP_K + i).to(tl.int64)
+                if BY_ROWS:
+                    y_row = tl.load(rows_ptr + row * TOP_K + i).to(tl.int64)
                 else:
                     y_row = row * ROWS + i
                 y_ptrs = y_ptr + y_row * y_stride + col
                 ys += (tl.load(y_ptrs, mask=col < end, other=0.0),)
-        # ptxas saves registers by asking for a row only when the one before it is added up. Behind
-        # a barrier all rows have been asked for, and the weights hold the arithmetic back there.
+        # To save registers, ptxas would load a row only after adding the one before it. The barrier
+        # makes it issue all loads first; the weights, loaded after it, hold the arithmetic back.
         tl.debug_barrier()
         for i in tl.static_range(first, first + 8):
             if i < ROWS and WEIGHTED:
@@ -409,7 +468,7 @@ def _weighted_sum(
                     end = tl.where(ids[i - first] >= 0, cols, 0)
                     y += tl.load(bias_ptrs, mask=col < end, other=0.0).to(tl.float32)
                 if WEIGHTED:
-                    y *= weight_after(weights[i - first]) if BEGUN else weights[i - first]
+                    y *= weight_after(weights[i - first]) if BEFORE_APPLIED else weights[i - first]
                 total += tl.where(ids[i - first] >= 0, y, 0.0)
     tl.store(out_ptr + row * out_stride + col, convert(total, out_ptr.dtype.element_ty), mask=ok)
 
