@@ -28,7 +28,8 @@ pytest.register_assert_rewrite(
     )
 )
 
-from moekit.testing.compare import Tolerance, assert_close, relative_error, tolerance  # noqa: E402
+from moekit.testing.compare import Tolerance, relative_error, tolerance  # noqa: E402
+from moekit.testing.diagnose import assert_close  # noqa: E402
 from moekit.testing.dispatchers import DispatcherConformance  # noqa: E402
 from moekit.testing.experts import ExpertsConformance  # noqa: E402
 from moekit.testing.runner import run  # noqa: E402

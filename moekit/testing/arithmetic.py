@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -24,17 +23,15 @@ from moekit.testing.calls import (
     ROW_SCALES,
     call,
     check_call,
-    check_negative_controls,
     pack,
     same_bits,
 )
 from moekit.testing.cases import ROUTINGS, SIGNED, Case, make_case, random_weights
-from moekit.testing.compare import assert_close
+from moekit.testing.diagnose import assert_close, check_negative_controls
 
 _TOKENS = (0, 1, 2, 33, 257, 1000)
 _TOKENS_ON_CPU = _TOKENS[:4]
 _COMBINATIONS = 6
-CONTROL_TOKENS = 64
 
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
 _PER_TENSOR_INPUT = {n for n, s in SCHEMES.items() if s.activation and s.activation.per_tensor}
@@ -80,12 +77,6 @@ def _one_of_each_tolerance(schemes: Iterable[str]) -> list[str]:
         ordered = weight is not None and weight.act_order
         kinds.setdefault((weight is None, activation and activation.dtype, ordered), name)
     return list(kinds.values())
-
-
-@cache
-def negative_controls(problem: MoEProblem) -> None:
-    """`check_negative_controls`, once in a process: no backend takes part in them."""
-    check_negative_controls(make_case(problem, CONTROL_TOKENS, "slots"))
 
 
 class ExpertsNumbers(Conformance):
@@ -411,10 +402,10 @@ class ExpertsNumbers(Conformance):
         for scheme in _one_of_each_tolerance(n for n in SCHEMES if n in spec.schemes):
             problem = self._find_problem(quant=scheme, **bias)
             if isinstance(problem, MoEProblem):
-                negative_controls(problem)
+                check_negative_controls(problem)
                 if clamps:
                     limit = Activation(clampable[0], limit=cases.GATE_STD / 2)
-                    negative_controls(problem.replace(activation=limit))
+                    check_negative_controls(problem.replace(activation=limit))
 
     def _precise(self, **changes: Any) -> MoEProblem:
         """A problem with these changes in the most precise dtype that the backend does them in."""

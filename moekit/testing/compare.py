@@ -1,49 +1,23 @@
-"""How far an output may be from the fp32 oracle, and how to say what went wrong.
+"""Compare an output with the fp32 oracle.
 
-Errors are relative, because the outputs' magnitude is the model's business: the RMS of the
-difference over the RMS of the reference. Three bounds are checked, since each sees what the others
-miss: all elements (systematic errors), the worst row (one token dropped among thousands), the
-worst element (one stray write). Two more bounds are on means, in which independent rounding errors
-cancel: the fitted scale of the output (everything 0.5 % too large) and the mean difference.
+Errors are relative, because the magnitude of outputs depends on the model: the RMS of the
+difference over the RMS of the reference. Three bounds are checked, because each finds errors that
+the others miss: all elements (systematic errors), the worst row (one token dropped among
+thousands), the worst element (one stray write). Two more bounds are on means, in which independent
+rounding errors cancel: the fitted scale of the output (everything 0.5 % too large) and the mean
+difference.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moekit.problem import MoEProblem
-
-if TYPE_CHECKING:
-    from moekit.testing.cases import Case
-
-# Bounds on RMS(out - ref) / RMS(ref), about twice what a correct kernel shows.
-#
-# bfloat16  8 significant bits: rounding one tensor costs 1.7e-3. h, act(h) and out are rounded,
-#           and biases round again: 4.3e-3 seen with a rounded h, 2.9e-3 with a fused activation.
-# float16   11 bits: the same chain shows 6e-4.
-# float32   1e-6 from the order of summation. TF32 (4e-4) is not fp32 and does not pass.
-_DTYPES = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3, torch.float32: 1e-5}
-
-# Schemes that quantize activations lose the bits twice, before each GEMM; weights cost nothing
-# here, since the oracle sees the dequantized ones. The coarser of this and the dtype's bound holds.
-#
-# float8_e4m3fn  4 significant bits: 2.6e-2 a rounding, 4e-2 to 6.3e-2 for the two and what the
-#                activation makes of the first. How many values share a scale hardly matters, as
-#                fp8 is floating.
-# int8           a token's largest value sets its step, and grows against the RMS with I: 1.5e-2
-#                at I = 100, 3e-2 at I = 2048.
-# float4_e2m1    in groups of 16: 9.5e-2 a rounding, 1.5e-1 for the two.
-_QUANTIZED_ACTIVATIONS = {"float8_e4m3fn": 9e-2, "int8": 4e-2, "float4_e2m1": 0.22}
-
-# Weight-only kernels may keep scales in the activations' 16 bits (Marlin's operator takes no
-# others): a rounding of every weight at once, 1.7e-3 each in two GEMMs, which does not average out.
-_WEIGHT_ONLY = 1.3
+from moekit.problem.tolerance import rms_bound
 
 # The worst row and element, in units of the bound on the whole (seen: 1.6 and 6.6).
 _WORST_ROW = 2.5
@@ -53,21 +27,26 @@ _WORST_ELEMENT = 10.0
 _ROW_FLOOR = 0.25
 
 # The two means. Independent rounding errors of relative size r leave a mean of r / sqrt(N) over N
-# elements, where the participation ratio counts elements that differ in size. Errors within a token
-# depend on each other, as they come from the same few large activations, but tokens are
-# independent: how far their means lie apart gives the standard error. A correct backend exceeds
-# neither six of the former nor eight of the latter (which is estimated from few tokens, at least
+# elements; the participation ratio counts elements that differ in size. Errors within a token
+# depend on each other, because they come from the same few large activations, but tokens are
+# independent: the spread of their means gives the standard error. A correct backend stays below
+# six times the former and eight times the latter (which is estimated from few tokens, at least
 # 16). A quantizer with the least squared error shrinks its input by the relative squared error, and
 # activations are not linear, so r ** 2 is allowed as well. r is half of the bound on the RMS.
-# A clamp gives many activations one value, whose rounding error they share: it may add a whole
+# A clamp gives many activations one value, whose rounding error they share. It may add a whole
 # rounding of the dtype (-1.3e-3 seen in bf16, where the most is 2 ** -8).
 _SIGMAS, _STANDARD_ERRORS, _LEAST_TOKENS = 6.0, 8.0, 16
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over an output's elements, the tokens' standard error of it, and how many elements
-    it averages over (at least)."""
+    """A mean over an output's elements.
+
+    Attributes:
+        value: the mean.
+        standard_error: its standard error, estimated from the tokens.
+        independent: how many independent elements it averages over, at least.
+    """
 
     value: float
     standard_error: float
@@ -76,9 +55,12 @@ class Mean:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds on the three relative errors, and the size of one rounding error for the means.
+    """Bounds on the relative errors of an output.
 
-    shared: the rounding error that activations at a clamp's limit have in common.
+    Attributes:
+        rms, row, element: bounds on the error of all elements, of the worst row and element.
+        rounding: the relative size of one rounding error, for the bounds on means.
+        shared: the rounding error that activations at a clamp's limit have in common.
     """
 
     rms: float
@@ -94,16 +76,14 @@ class Tolerance:
 
 
 def tolerance(problem: MoEProblem, num_tokens: int = 64) -> Tolerance:
-    """What a correct backend may lose on ``problem``, by its dtype and scheme.
+    """Return the errors that a correct backend may have on ``problem``.
 
-    num_tokens: those with an output. Few tokens average over few independent errors, so the bound
-    on the whole widens for them.
+    Args:
+        problem: its dtype and scheme decide (see `moekit.problem.tolerance`).
+        num_tokens: the number of tokens with an output. Few tokens average over few independent
+            errors, so the bound on the RMS widens for them.
     """
-    rms = _DTYPES[problem.dtype]
-    if problem.quant.activation is not None:
-        rms = max(rms, _QUANTIZED_ACTIVATIONS[problem.quant.activation.dtype])
-    elif problem.quant.weight is not None and problem.dtype != torch.float32:
-        rms *= _WEIGHT_ONLY
+    rms = rms_bound(problem)
     spread = 1 + max(1, num_tokens) ** -0.5
     shared = 0.0 if problem.activation.limit is None else torch.finfo(problem.dtype).eps / 2
     return Tolerance(rms * spread, _WORST_ROW * rms, _WORST_ELEMENT * rms, rms / 2, shared)
@@ -111,10 +91,12 @@ def tolerance(problem: MoEProblem, num_tokens: int = 64) -> Tolerance:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of an output (T, H): over all elements, of the worst row and element.
+    """Relative errors of an output (T, H).
 
-    scale: ``<out - ref, ref> / <ref, ref>``, by how much the whole output is too large.
-    offset: the mean of ``out - ref`` over RMS(ref).
+    Attributes:
+        rms, row, element: over all elements, of the worst row, of the worst element.
+        scale: ``<out - ref, ref> / <ref, ref>``, by how much the whole output is too large.
+        offset: the mean of ``out - ref`` over RMS(ref).
     """
 
     rms: float
@@ -124,7 +106,7 @@ class Errors:
     offset: Mean
 
     def beyond(self, bound: Tolerance) -> dict[str, tuple[float, float]]:
-        """Return what exceeds ``bound`` by name: (found, allowed). NaN exceeds every bound."""
+        """Return the errors beyond ``bound``, name -> (found, allowed); NaN exceeds every bound."""
         pairs = {
             "RMS": (self.rms, bound.rms),
             "worst row": (self.row, bound.row),
@@ -136,11 +118,12 @@ class Errors:
 
 
 def rms(x: Tensor) -> float:
+    """Return the root of the mean square of all elements, 0 for none."""
     return float(x.float().square().mean().sqrt()) if x.numel() else 0.0
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:
-    """``RMS(out - ref) / RMS(ref)``: 0 for equal tensors, infinite if only ref is zero."""
+    """Return ``RMS(out - ref) / RMS(ref)``: 0 for equal tensors, infinite if only ref is zero."""
     error, scale = rms(out.float() - ref.float()), rms(ref)
     if scale == 0.0:
         return 0.0 if error == 0.0 else float("inf")
@@ -150,7 +133,8 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 def errors(out: Tensor, ref: Tensor, independent: float = float("inf")) -> Errors:
     """Compare ``out`` with ``ref``, both (T, H) of any float dtypes.
 
-    independent: of how many independent roundings the errors consist, if that is known.
+    Args:
+        independent: the number of independent roundings that the errors consist of, if known.
     """
     used = (ref != 0).any(dim=1)
     if not bool(used.any()):
@@ -184,7 +168,7 @@ def _mean(part_T: Tensor, size_T: Tensor, independent: float) -> Mean:
 def _independent(problem: MoEProblem) -> float:
     """Return how many roundings of weights an output averages over, at least.
 
-    Weight-only kernels may round scales: what shares one is off by one and the same factor.
+    Weight-only kernels may round scales, so all weights of a group are off by the same factor.
     """
     operand = problem.quant.weight
     if operand is None or problem.quant.activation is not None:
@@ -193,45 +177,16 @@ def _independent(problem: MoEProblem) -> float:
     return float(rows * columns)
 
 
-def assert_close(
-    out: Tensor,
-    ref: Tensor,
-    problem: MoEProblem,
-    what: str = "output",
-    *,
-    case: Case | None = None,
-    earlier: Sequence[Tensor] = (),
-) -> None:
-    """Fails unless ``out`` (T, H) is ``ref`` (T, H) fp32, the oracle's, up to `tolerance`.
-
-    Rejects other shapes and dtypes, NaN and infinity, and anything but exact zeros where a token
-    has no expert. The message says what the mistake looks like, where ``case`` (whose reference is
-    ``ref``) and ``earlier`` outputs tell, and names the worst coordinates, the problem and how to
-    repeat it.
-    """
-    complaint = complain(out, ref, problem)
-    if complaint:
-        from moekit.testing.cases import seed
-        from moekit.testing.diagnose import diagnose
-
-        found = ""
-        if case is not None:
-            try:
-                found = diagnose(out, case, earlier)
-            except Exception as error:  # must not hide what failed
-                found = f"(no diagnosis: {error!r})"
-        raise AssertionError(
-            f"{what}: {found}{': ' if found else ''}{complaint}"
-            f"\n  problem: {problem!r}\n  repeat with MOEKIT_TEST_SEED={seed()}"
-        )
-
-
 def complain(out: Tensor, ref: Tensor, problem: MoEProblem) -> str:
-    """What is wrong with ``out``, or an empty string."""
+    """Describe what is wrong with ``out`` (T, H), or return an empty string.
+
+    Args:
+        ref: the oracle's (T, H) fp32; a row of zeros is a token without an expert.
+    """
     if out.shape != ref.shape:
-        return f"has shape {tuple(out.shape)}, want {tuple(ref.shape)}"
+        return f"has shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
     if out.dtype != problem.dtype:
-        return f"is {out.dtype}, want the problem's {problem.dtype}"
+        return f"is {out.dtype}, expected the problem's {problem.dtype}"
     out, ref = out.detach().float(), ref.detach().float().to(out.device)
     bad = ~torch.isfinite(out)
     if bool(bad.any()):
@@ -256,7 +211,7 @@ def complain(out: Tensor, ref: Tensor, problem: MoEProblem) -> str:
 
 
 def _normalized(out: Tensor, ref: Tensor) -> Tensor:
-    """Differences (T, H) in units of their row's RMS."""
+    """Return the differences (T, H) in units of their row's RMS."""
     ref = ref.float()
     floor = max(_ROW_FLOOR * rms(ref), torch.finfo(torch.float32).tiny)
     scale = ref.square().mean(dim=1, keepdim=True).sqrt().clamp(min=floor)
@@ -264,12 +219,12 @@ def _normalized(out: Tensor, ref: Tensor) -> Tensor:
 
 
 def _where(badness: Tensor, out: Tensor, ref: Tensor, count: int = 5) -> str:
-    """The worst coordinates, one a line."""
+    """Describe the worst coordinates, one in a line."""
     worst = badness.flatten().topk(min(count, badness.numel())).indices.tolist()
     width = badness.shape[1]
     lines = [
         f"\n    [{i // width}, {i % width}] got {float(out.flatten()[i]):.6g}, "
-        f"want {float(ref.flatten()[i]):.6g}"
+        f"expected {float(ref.flatten()[i]):.6g}"
         for i in worst
     ]
     return "".join(lines)

@@ -1,14 +1,15 @@
-"""What a wrong output looks like: the mistakes that would give just that.
+"""Assert that an output is right, or say which mistake would explain it.
 
-`diagnose` compares an output with what backends with one known mistake would return, for all
-experts or for those that are wrong, and looks for tokens that lost an assignment or hold each
-other's results. It runs only when a comparison has failed.
+`diagnose` compares a wrong output with the outputs of backends that have one known mistake, in all
+experts or in those whose tokens are wrong. It also looks for dropped assignments and for tokens
+that hold each other's results. It runs only when a comparison has failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,19 +17,79 @@ from torch import Tensor
 
 from moekit.backends.reference import oracle
 from moekit.contract import Routing
+from moekit.problem import MoEProblem
 from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.weights import ExpertWeights
-from moekit.testing.cases import Case
+from moekit.testing.cases import SEED_VARIABLE, Case, make_case, seed
 from moekit.testing.compare import complain, tolerance
 
-# The most elements of (T, K, H) for which each assignment is looked at.
+# `_dropped` looks at every assignment if (T, K, H) has no more elements than this.
 _MOST_ELEMENTS = 1 << 26
-# The most experts of which one at a time is tried as right after all.
+# `_some_experts` tries without each of the first wrong experts, up to this many.
 _MOST_SUBSETS = 8
+# Tokens of a negative control.
+_CONTROL_TOKENS = 64
+
+
+def assert_close(
+    out: Tensor,
+    ref: Tensor,
+    problem: MoEProblem,
+    what: str = "output",
+    *,
+    case: Case | None = None,
+    earlier: Sequence[Tensor] = (),
+) -> None:
+    """Assert that ``out`` (T, H) is the oracle's ``ref`` (T, H) fp32, up to `tolerance`.
+
+    Rejects other shapes and dtypes, NaN and infinity, and anything but exact zeros where a token
+    has no expert. The message names the mistake if it is a known one, the worst coordinates, the
+    problem, and how to repeat the failure.
+
+    Args:
+        what: the name of the output in the message.
+        case: the call whose reference is ``ref``; needed to name the mistake.
+        earlier: outputs of earlier calls, of any shape; a repeated one is recognized.
+    """
+    complaint = complain(out, ref, problem)
+    if complaint:
+        found = ""
+        if case is not None:
+            try:
+                found = diagnose(out, case, earlier)
+            except Exception as error:  # must not hide what failed
+                found = f"(no diagnosis: {error!r})"
+        raise AssertionError(
+            f"{what}: {found}{': ' if found else ''}{complaint}"
+            f"\n  problem: {problem!r}\n  repeat with {SEED_VARIABLE}={seed()}"
+        )
+
+
+def check_negative_controls(problem: MoEProblem) -> None:
+    """Assert that `tolerance` accepts the rounded oracle on ``problem`` and no wrong result.
+
+    No backend takes part, so each problem is checked once in a process.
+    """
+    _check_negative_controls(problem, seed())
+
+
+@cache
+def _check_negative_controls(p: MoEProblem, seed: int) -> None:
+    case = make_case(p, _CONTROL_TOKENS, "slots")
+    right = case.reference()
+    assert_close(right.to(p.dtype), right, p, "the rounded oracle")
+    for what, out in wrong_results(case).items():
+        assert complain(out.to(p.dtype), right, p), (
+            f"the kit's tolerance for {p!r} lets this pass: {what}"
+        )
+    for value in (float("nan"), float("inf")):
+        out = right.to(p.dtype)
+        out[0, 0] = value
+        assert complain(out, right, p), f"{value} in the output passes"
 
 
 def wrong_results(case: Case) -> dict[str, Tensor]:
-    """Outputs (T, H) of backends with one mistake each, by what the mistake is."""
+    """Return outputs (T, H) of backends with one mistake each, by the name of the mistake."""
     p, w, r = case.problem, case.weights, case.routing
     used = r.topk_ids >= 0
 
@@ -75,9 +136,10 @@ def wrong_results(case: Case) -> dict[str, Tensor]:
 
 
 def diagnose(out: Tensor, case: Case, earlier: Sequence[Tensor] = ()) -> str:
-    """Say what would explain ``out`` (T, H), a wrong result of ``case``, or return nothing.
+    """Name the mistake that explains ``out`` (T, H), a wrong result of ``case``, or return "".
 
-    earlier: results of calls before, of any shape.
+    Args:
+        earlier: outputs of earlier calls, of any shape.
     """
     p, right = case.problem, case.reference()
     out = out.detach().to(right.device)
@@ -95,8 +157,8 @@ def diagnose(out: Tensor, case: Case, earlier: Sequence[Tensor] = ()) -> str:
     return ""
 
 
-def _wrong_rows(out: Tensor, right: Tensor, problem: Any) -> Tensor:
-    """Return which tokens (T,) are off by more than a row may be."""
+def _wrong_rows(out: Tensor, right: Tensor, problem: MoEProblem) -> Tensor:
+    """Return a mask (T,) of the tokens whose error exceeds the bound on a row."""
     size = right.square().mean(dim=1).sqrt()
     apart = (out.float() - right).square().mean(dim=1).sqrt()
     return apart > tolerance(problem).row * size.clamp(min=float(size.mean()) / 4)
@@ -109,15 +171,17 @@ def _same(out: Tensor, want: Tensor, case: Case) -> bool:
 def _non_finite(out: Tensor, case: Case) -> str:
     bad = ~torch.isfinite(out).all(dim=1)
     idle = (case.routing.topk_ids < 0).all(dim=1)
-    spoilt = ~torch.isfinite(case.x).all(dim=1) & ~idle
+    not_finite = ~torch.isfinite(case.x).all(dim=1) & ~idle
     if bool((bad & idle).any()) and not bool((bad & ~idle).any()):
         return "rows of tokens without an expert are not written, or multiplied by zero"
-    if bool(spoilt.any()) and bool((bad & ~spoilt).any()):
-        return "a token that is not finite spoils other tokens"
+    if bool(not_finite.any()) and bool((bad & ~not_finite).any()):
+        return "a token that is not finite changes the output of other tokens"
     if bool((bad == (case.routing.topk_ids < 0).any(dim=1)).all()):
-        return "just the tokens with a slot of -1 are not finite: such slots are computed"
+        return "exactly the tokens with an id of -1 are not finite: these assignments are computed"
     if bool(bad.all()):
-        return "every row is NaN or infinite: not written, or read from memory that was not"
+        return (
+            "every row is NaN or infinite: it was not written, or computed from memory that was not"
+        )
     return ""
 
 
@@ -149,14 +213,14 @@ def _whole(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
 
 
 def _some_experts(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
-    """One mistake in those experts all of whose tokens are wrong."""
+    """Find a mistake that only the experts have whose tokens are all wrong."""
     p, ids = case.problem, case.routing.topk_ids
     local = set(p.local_experts)
     right_ones = set(ids[~wrong_T].flatten().tolist())
     wrong_ones = sorted((set(ids[wrong_T].flatten().tolist()) - right_ones) & local)
     if not wrong_ones or len(wrong_ones) == len(local):
         return ""
-    # An expert with few tokens may have shared them all with wrong ones, and be right.
+    # A right expert may share all of its few tokens with wrong ones.
     fewer = [[e for e in wrong_ones if e != out_of] for out_of in wrong_ones[:_MOST_SUBSETS]]
     for chosen in (wrong_ones, *(f for f in fewer if f)):
         theirs = torch.isin(ids, torch.tensor(chosen, device=ids.device))
@@ -165,7 +229,7 @@ def _some_experts(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> st
         for what, result in _mistakes(only):
             if _same(out, rest + result, case):
                 return f"{_experts(chosen, len(local))} wrong: {what}"
-    return f"{_experts(wrong_ones, len(local))} wrong, all tokens of others are right"
+    return f"{_experts(wrong_ones, len(local))} wrong; all tokens of the other experts are right"
 
 
 def _experts(wrong: Sequence[int], count: int) -> str:
@@ -178,7 +242,7 @@ def _experts(wrong: Sequence[int], count: int) -> str:
 
 
 def _dropped(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
-    """Assignments without which every wrong token would be right."""
+    """Find dropped assignments that explain every wrong token."""
     p, ids = case.problem, case.routing.topk_ids
     if not bool(wrong_T.any()) or ids.numel() * p.hidden_size > _MOST_ELEMENTS:
         return ""
@@ -187,7 +251,7 @@ def _dropped(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
         for k in range(ids.shape[1])
     ]
     parts_TKH = torch.stack([case.reference() for case in results], dim=1)
-    # Which of a token's parts are missing: the difference is their sum.
+    # The difference is the sum of the missing parts.
     missing = (right - out.float())[wrong_T, :, None]
     found = torch.linalg.lstsq(parts_TKH[wrong_T].mT.double().cpu(), missing.double().cpu())
     lost_TK = torch.zeros_like(ids, dtype=torch.bool)
@@ -201,7 +265,7 @@ def _dropped(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
 
 
 def _which(lost: Tensor, ids: Tensor) -> str:
-    """What the assignments in ``lost`` (T, K) have in common that no other has."""
+    """Describe what only the assignments in ``lost`` (T, K) have in common."""
     K, flat = ids.shape[1], ids.flatten()
     order = flat.argsort(stable=True)
     sorted_ids = flat[order]
@@ -209,7 +273,7 @@ def _which(lost: Tensor, ids: Tensor) -> str:
     rows = torch.empty_like(flat).scatter_(0, order, rank).view_as(ids)
     index = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     kinds = {
-        "slots": index % K,
+        "top-k positions": index % K,
         "experts": ids,
         "rows of an expert": rows,
         "tokens": index // K,
@@ -221,13 +285,13 @@ def _which(lost: Tensor, ids: Tensor) -> str:
         if not bool((kept & (value >= first)).any()):
             return f": those of {what} from {first} on"
         gone = set(value[lost].tolist())
-        if what in ("slots", "experts") and not gone & set(value[kept].tolist()):
+        if what in ("top-k positions", "experts") and not gone & set(value[kept].tolist()):
             return f": those of {what} {', '.join(map(str, sorted(gone)[:8]))}"
     return ""
 
 
 def _swapped_rows(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
-    """Tokens that hold other tokens' results."""
+    """Find tokens that hold other tokens' results."""
     if not bool(wrong_T.any()) or len(out) > 4096:
         return ""
     nearest = torch.cdist(out.float(), right).argmin(dim=1)
@@ -242,10 +306,10 @@ def _scale(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
     factor = float((out.double() * right).sum() / right.square().sum().clamp(min=1e-30))
     if not factor or not _same((out.double() / factor).float(), right.float(), case):
         return ""
-    return f"everything is {factor:.4g} times too large"
+    return f"the whole output is {factor:.4g} times too large"
 
 
 def _routed(case: Case, ids: Tensor) -> Case:
-    """The same tokens with other ids; weights of -1 slots are NaN."""
+    """Return the same tokens with other ids; the weights of ids -1 are NaN."""
     weights = case.routing.topk_weights.masked_fill(ids < 0, float("nan"))
     return replace(case, routing=Routing(weights, ids))

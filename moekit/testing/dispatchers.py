@@ -20,7 +20,7 @@ from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, Par
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases, interface, ranks
 from moekit.testing.base import Conformance, Sizes
-from moekit.testing.calls import check_negative_controls
+from moekit.testing.diagnose import check_negative_controls
 from moekit.testing.distributed import RankPool
 from moekit.testing.ranks import Call, Job, Members
 
@@ -375,7 +375,7 @@ class DispatcherConformance(Conformance):
 
     def test_negative_controls(self) -> None:
         """The kit itself: on this very problem its tolerance rejects every known mistake."""
-        check_negative_controls(cases.make_case(self._problem(), 13, "slots"))
+        check_negative_controls(self._problem())
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ class DispatcherConformance(Conformance):
     # -- groups -----------------------------------------------------------------------------------
 
     def test_group_is_resolved(self, several: int) -> None:
-        """The constructor calls `moekit.runtime.group.resolve`, and keeps the group that it returns."""
+        """The constructor calls `resolve` and keeps the group that it returns."""
         self._needs_ranks()
         self._run(several, ranks.resolves)
 

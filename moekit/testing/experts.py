@@ -21,7 +21,7 @@ from moekit.testing import cases
 from moekit.testing.base import over
 from moekit.testing.calls import bits, call, check_call, check_graph, pack, same_bits
 from moekit.testing.cases import Case, device_of, make_case, random_weights
-from moekit.testing.compare import assert_close
+from moekit.testing.diagnose import assert_close
 from moekit.testing.memory import measure, poison, slack
 from moekit.testing.sizes import ExpertsSizes
 from moekit.testing.threads import ThreadedExperts

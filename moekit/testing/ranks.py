@@ -38,7 +38,7 @@ from moekit.testing.cases import (
     unquantized_weights,
     whole,
 )
-from moekit.testing.compare import assert_close
+from moekit.testing.diagnose import assert_close
 from moekit.testing.experts import strided
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
 

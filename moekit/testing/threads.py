@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moekit.testing.arithmetic import ExpertsNumbers
 from moekit.testing.calls import pack
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.compare import assert_close
+from moekit.testing.diagnose import assert_close
 from moekit.testing.interpreter import in_kernel, prepare_once
 
 # Seconds after which a thread goes on out of turn: the other one may wait for a lock that it holds.

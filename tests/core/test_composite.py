@@ -20,10 +20,9 @@ from moekit.errors import BackendBroken, UnknownBackend, Unsupported
 from moekit.problem import ActivationFormat
 from moekit.problem.placement import Placement
 from moekit.selection.composite import composite
-from moekit.testing import ExpertsConformance
+from moekit.testing import ExpertsConformance, assert_close
 from moekit.testing.calls import QUANTIZED_WIRE, check_call, kit_registry
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.compare import assert_close
 
 PROBLEM = moekit.MoEProblem(
     num_experts=4, top_k=2, hidden_size=64, intermediate_size=48, dtype=torch.float32, device="cpu"

@@ -14,8 +14,8 @@ import moekit
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
 from moekit.runtime import graphs
 from moekit.runtime.graphs import GraphedKernel
+from moekit.testing import relative_error
 from moekit.testing.cases import random_weights
-from moekit.testing.compare import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

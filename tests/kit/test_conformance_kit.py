@@ -12,10 +12,18 @@ import torch
 import moekit
 from moekit import MoEProblem
 from moekit.problem.activation import Activation
-from moekit.testing import ExpertsConformance, assert_close, cases, memory, run, tolerance
-from moekit.testing.arithmetic import CONTROL_TOKENS
-from moekit.testing.calls import check_negative_controls, same_bits
-from moekit.testing.compare import complain, relative_error
+from moekit.testing import (
+    ExpertsConformance,
+    assert_close,
+    cases,
+    memory,
+    relative_error,
+    run,
+    tolerance,
+)
+from moekit.testing.calls import same_bits
+from moekit.testing.compare import complain
+from moekit.testing.diagnose import check_negative_controls
 
 pytest_plugins = "pytester"
 
@@ -197,7 +205,7 @@ def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
     )
     limit = Activation("silu", limit=cases.GATE_STD / 2)
     for p in (problem, problem.replace(activation=limit)):
-        check_negative_controls(cases.make_case(p, CONTROL_TOKENS, "slots"))
+        check_negative_controls(p)
 
 
 def test_run_checks_an_installed_backend():

@@ -69,8 +69,8 @@ KNOWN = {
     ),
     "looks like: zeros": lambda: torch.zeros_like(RIGHT),
     "looks like: doubled": lambda: 2 * RIGHT,
-    "everything is 1.5 times too large": lambda: 1.5 * RIGHT,
-    "everything is 1.01 times too large": lambda: 1.01 * RIGHT,
+    "the whole output is 1.5 times too large": lambda: 1.5 * RIGHT,
+    "the whole output is 1.01 times too large": lambda: 1.01 * RIGHT,
     "looks like: router weights applied twice": lambda: result(topk_weights=SCALES.square()),
     "looks like: router weights not applied": lambda: result(topk_weights=SCALES.clone().fill_(1)),
     "looks like: router weights normalized": lambda: result(
@@ -83,8 +83,8 @@ KNOWN = {
     "looks like: the activation is gelu": lambda: result(
         problem=PROBLEM.replace(activation="gelu")
     ),
-    "those of slots from 2 on": lambda: without(SLOT == 2),
-    "those of slots 0": lambda: without(SLOT == 0),
+    "those of top-k positions from 2 on": lambda: without(SLOT == 2),
+    "those of top-k positions 0": lambda: without(SLOT == 0),
     "those of experts from 4 on": lambda: without(IDS >= 4),
     "those of experts 1, 3": lambda: without((IDS == 1) | (IDS == 3)),
     "those of rows of an expert from 5 on": lambda: without(rank_in_expert() > 5),
@@ -119,12 +119,12 @@ def test_rows_that_are_not_finite_are_explained():
     slots = cases.make_case(PROBLEM, 17, "slots")
     out = slots.reference()
     out[(slots.routing.topk_ids < 0).any(dim=1)] = float("nan")
-    assert "a slot of -1" in diagnose(out, slots)
+    assert "an id of -1" in diagnose(out, slots)
     spoilt = replace(CASE, x=CASE.x.clone())
     spoilt.x[4] = float("nan")
     out = RIGHT.clone()
     out[[4, 5]] = float("nan")
-    assert "spoils other tokens" in diagnose(out, spoilt)
+    assert "changes the output of other tokens" in diagnose(out, spoilt)
     assert "every row is NaN" in diagnose(torch.full_like(RIGHT, float("inf")), CASE)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import moekit
 from moekit import FusedMoE, MoEProblem
+from moekit.testing import assert_close, relative_error
 from moekit.testing.cases import random_weights, random_x, seed
-from moekit.testing.compare import assert_close, relative_error
 from moekit.testing.distributed import RankPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

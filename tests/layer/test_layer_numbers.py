@@ -22,8 +22,8 @@ from torch import nn
 
 import moekit
 from moekit import Activation, ExpertWeights, ParallelConfig, Routing
+from moekit.testing import assert_close
 from moekit.testing.cases import random_routing, random_weights, random_x
-from moekit.testing.compare import assert_close
 
 BIAS = torch.randn(E)
 

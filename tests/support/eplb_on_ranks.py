@@ -12,9 +12,9 @@ from moekit import ExpertWeights, ModularKernel, MoEProblem, PackedWeights, Para
 from moekit.backends.reference import oracle
 from moekit.eplb import MigrationReport, Placement, Rebalancer, migrate
 from moekit.errors import MoekitError
+from moekit.testing import assert_close
 from moekit.testing.calls import bits, same_bits
 from moekit.testing.cases import quantized, tp_shard, unquantized_weights, use_seed, whole
-from moekit.testing.compare import assert_close
 from moekit.testing.memory import measure
 
 # The backends' own schemes are the conformance kit's business; here it is whether bytes arrive.

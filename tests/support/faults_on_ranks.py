@@ -15,9 +15,8 @@ from moekit.errors import GroupMismatch, PeerFailed
 from moekit.kernel import ModularKernel
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.overlap import Beside
-from moekit.testing import cases
+from moekit.testing import assert_close, cases
 from moekit.testing.calls import call
-from moekit.testing.compare import assert_close
 from moekit.testing.ranks import Call, Job, Rank
 
 CULPRIT = 1

@@ -11,8 +11,8 @@ from torch import Tensor
 import moekit
 from moekit import ExpertWeights, FusedMoE, MoEProblem, Routing
 from moekit.backends.reference import oracle
+from moekit.testing import assert_close
 from moekit.testing.cases import generator, random_weights, random_x, whole
-from moekit.testing.compare import assert_close
 
 E, K, H, I = 6, 3, 64, 96
 SIZES = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}

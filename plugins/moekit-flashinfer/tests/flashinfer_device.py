@@ -34,7 +34,7 @@ from moekit.backends.reference import oracle  # noqa: E402
 from moekit.contract import Dispatched  # noqa: E402
 from moekit.discovery.registry import Registry, registry  # noqa: E402
 from moekit.runtime.workspace import Workspace  # noqa: E402
-from moekit.testing.compare import relative_error  # noqa: E402
+from moekit.testing import relative_error  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 
 SHAPES = {  # E, K, H, I

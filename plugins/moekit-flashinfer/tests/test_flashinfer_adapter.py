@@ -22,9 +22,8 @@ import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import BackendError, InvalidInput
 from moekit.runtime.workspace import Workspace
-from moekit.testing import cases
+from moekit.testing import assert_close, cases
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.compare import assert_close
 from moekit.testing.distributed import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested")

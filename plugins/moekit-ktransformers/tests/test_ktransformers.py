@@ -13,9 +13,9 @@ from moekit_ktransformers import kinds, library
 from moekit_ktransformers import pool as pools
 
 import moekit
+from moekit.testing import assert_close
 from moekit.testing.calls import pack
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.compare import assert_close
 
 
 def problem(**changes) -> moekit.MoEProblem:

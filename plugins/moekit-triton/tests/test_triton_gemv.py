@@ -16,7 +16,7 @@ from moekit.backends.reference import oracle
 from moekit.problem import quant
 from moekit.problem.quant import SCHEMES
 from moekit.runtime.workspace import Workspace
-from moekit.testing.compare import assert_close
+from moekit.testing import assert_close
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 NAN = float("nan")

@@ -13,8 +13,9 @@ import moekit
 from moekit.errors import Unsupported
 from moekit.problem import quant
 from moekit.problem.int4 import AWQ_ORDER, IN_ORDER, from_awq, from_gptq
+from moekit.testing import assert_close
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.compare import assert_close, complain
+from moekit.testing.compare import complain
 
 NAN = float("nan")
 SCHEMES = sorted(

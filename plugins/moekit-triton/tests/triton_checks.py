@@ -7,8 +7,8 @@ from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capac
 
 import moekit
 from moekit import MoEProblem
+from moekit.testing import assert_close
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.compare import assert_close
 
 
 def uneven_ids(num_experts: int, top_k: int, rows: int) -> torch.Tensor:

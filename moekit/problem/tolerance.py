@@ -1,0 +1,59 @@
+"""How large relative errors of a correct backend may be, by dtype and scheme.
+
+An error is RMS(out - oracle) / RMS(oracle), where the oracle computes in fp32 with dequantized
+weights. The conformance kit and the benchmarks take their bounds from these tables.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moekit.problem import MoEProblem
+
+# About twice what a correct kernel shows:
+#
+# bfloat16  8 significant bits: rounding one tensor costs 1.7e-3. h, act(h) and out are rounded,
+#           and biases round again: 4.3e-3 seen with a rounded h, 2.9e-3 with a fused activation.
+# float16   11 bits: the same chain shows 6e-4.
+# float32   1e-6 from the order of summation. TF32 (4e-4) is not fp32 and does not pass.
+_DTYPES = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3, torch.float32: 1e-5}
+
+# Schemes that quantize activations lose bits twice, before each GEMM. Quantized weights cost
+# nothing here, since the oracle sees the dequantized ones. The larger of this bound and the
+# dtype's holds.
+#
+# float8_e4m3fn  4 significant bits: 2.6e-2 for one rounding, 4e-2 to 6.3e-2 for the two and what
+#                the activation makes of the first. How many values share a scale hardly matters,
+#                because fp8 is a floating-point format.
+# int8           a token's largest value sets its step, and grows against the RMS with I: 1.5e-2
+#                at I = 100, 3e-2 at I = 2048.
+# float4_e2m1    in groups of 16: 9.5e-2 for one rounding, 1.5e-1 for the two.
+_QUANTIZED_ACTIVATIONS = {"float8_e4m3fn": 9e-2, "int8": 4e-2, "float4_e2m1": 0.22}
+
+# Weight-only kernels may keep scales in the activations' 16 bits (Marlin's operator takes no
+# others). That rounds all weights of a group at once, 1.7e-3 in each GEMM, and does not average
+# out.
+_WEIGHT_ONLY = 1.3
+
+# What benchmarks allow beyond the bounds above. Their inputs are larger, and rival libraries may
+# use TF32 (4e-4) or keep partial sums in 16 bits.
+_BENCHMARKS, _BENCHMARKS_AT_LEAST = (2.5, 1.5), 5e-3
+
+
+def rms_bound(problem: MoEProblem) -> float:
+    """Return the relative RMS error that a correct backend stays below on ``problem``."""
+    bound = _DTYPES[problem.dtype]
+    if problem.quant.activation is not None:
+        return max(bound, _QUANTIZED_ACTIVATIONS[problem.quant.activation.dtype])
+    if problem.quant.weight is not None and problem.dtype != torch.float32:
+        return bound * _WEIGHT_ONLY
+    return bound
+
+
+def benchmark_bound(problem: MoEProblem) -> float:
+    """Return the relative RMS error above which a benchmark calls an output wrong."""
+    of_dtype, of_activations = _BENCHMARKS
+    bound = max(_BENCHMARKS_AT_LEAST, of_dtype * _DTYPES[problem.dtype])
+    if problem.quant.activation is None:
+        return bound
+    return max(bound, of_activations * _QUANTIZED_ACTIVATIONS[problem.quant.activation.dtype])
