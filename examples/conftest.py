@@ -1,4 +1,4 @@
-"""Here an example's own tests need it installed; tests/test_third_party.py sees to that."""
+"""Collect an example's own tests where it is installed; test_third_party.py installs it."""
 
 import importlib.util
 

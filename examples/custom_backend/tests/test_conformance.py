@@ -1,4 +1,4 @@
-"""Acme's backends under moekit's own tests, on every case that their specs do not exclude."""
+"""moekit's conformance kit on Acme's backends, for every case that their specs do not exclude."""
 
 from moekit.testing import DispatcherConformance, ExpertsConformance
 

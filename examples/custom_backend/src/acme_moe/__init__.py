@@ -1,10 +1,10 @@
-"""Acme's backends for moekit: what they are called, and what they can do.
+"""Acme's backends for moekit: their names, and what they can do.
 
-Nothing else is imported here, so that listing backends stays cheap and safe. Whatever a spec does
-not declare, moekit refuses with a reason; the classes never have to check.
+This module imports only `moekit.plugin`, so that listing backends stays cheap and safe. moekit
+refuses everything that a spec does not declare, with a reason; the classes need no checks.
 """
 
-from moekit import ActivationFormat, DispatcherSpec, ExpertsSpec, hookimpl
+from moekit.plugin import ActivationFormat, DispatcherSpec, ExpertsSpec, MoEProblem, hookimpl
 
 
 @hookimpl
@@ -24,6 +24,17 @@ def moekit_experts() -> list[ExpertsSpec]:
     ]
 
 
+def _check_ranks(problem: MoEProblem) -> list[str]:
+    """Return the reasons why the all-to-all cannot serve these ranks."""
+    parallel = problem.parallel
+    if parallel.moves_tokens and parallel.dp_size != parallel.num_ranks:
+        return [
+            f"each of the {parallel.num_ranks} ranks must hold tokens of its own "
+            f"(dp_size={parallel.dp_size}): set dp_size to ep_size * tp_size"
+        ]
+    return []
+
+
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
     return [
@@ -34,5 +45,15 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             moves_tokens=False,
             deterministic=True,
             priority=-10,
-        )
+        ),
+        DispatcherSpec(
+            name="acme_all_to_all",
+            target="acme_moe.all_to_all:AcmeAllToAll",
+            format=ActivationFormat.STANDARD,
+            moves_tokens=True,
+            spans_hosts=True,
+            deterministic=True,
+            check=_check_ranks,
+            priority=-10,
+        ),
     ]

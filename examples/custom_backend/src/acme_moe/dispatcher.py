@@ -1,13 +1,18 @@
-"""A dispatcher that hands the experts their rows sorted, one row per (token, slot) pair."""
+"""`acme_sorted`: the experts receive one row per (token, expert) assignment, sorted by expert."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moekit import Dispatched, Pending, PrepareAndFinalize, Routing
-from moekit.backends.local import local_ids
-from moekit.contract import Quantizer
+from moekit.plugin import (
+    Dispatched,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    local_ids,
+)
 
 
 class AcmeSorted(PrepareAndFinalize):
@@ -29,18 +34,18 @@ class AcmeSorted(PrepareAndFinalize):
         )
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        # y may be out_TH itself (when K is 1), so rows are put back in order in a copy.
-        pairs_RH = torch.empty_like(y)
-        pairs_RH[dispatched.handle] = y
+        # y may be out_TH itself (when K is 1), so the rows return to token order in a copy.
+        rows_RH = torch.empty_like(y)
+        rows_RH[dispatched.handle] = y
         T, H = out_TH.shape
-        total_TH = pairs_RH.view(T, self.problem.top_k, H).sum(dim=1, dtype=torch.float32)
+        total_TH = rows_RH.view(T, self.problem.top_k, H).sum(dim=1, dtype=torch.float32)
         return Pending.ready(out_TH.copy_(total_TH))
 
     def max_rows(self, num_tokens: int) -> int:
         return num_tokens * self.problem.top_k
 
     def transient_bytes(self, num_tokens: int) -> int:
-        p = self.problem
-        pairs = num_tokens * p.top_k
-        rows = 2 * pairs * p.hidden_size * p.dtype.itemsize
-        return rows + num_tokens * p.hidden_size * 4 + pairs * 8 * 6
+        p, rows = self.problem, self.max_rows(num_tokens)
+        copies = 2 * rows * p.hidden_size * p.dtype.itemsize  # the rows of prepare and finalize
+        total = num_tokens * p.hidden_size * 4
+        return copies + total + rows * 8 * 6  # ids, their order, and temporaries of the sort

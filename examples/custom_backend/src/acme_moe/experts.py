@@ -1,4 +1,4 @@
-"""Experts as a few lines of torch: one padded batched matrix product per GEMM."""
+"""`acme`: experts in a few lines of torch, one padded batched matrix product per GEMM."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moekit import BufferSpec, Dispatched, ExpertWeights, PackedWeights, PermuteExpertsUnpermute
-from moekit.problem.activation import apply_activation
+from moekit.plugin import (
+    BufferSpec,
+    Dispatched,
+    ExpertWeights,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+    apply_activation,
+)
 
 
 class AcmeExperts(PermuteExpertsUnpermute):
-    """BATCHED: x (L, C, H) -> y (L, C, H), C rows per expert, padding rows computed along."""
+    """BATCHED: x (L, C, H) -> y (L, C, H), C rows per expert. Padding rows are computed too."""
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         packed = {
@@ -27,7 +33,7 @@ class AcmeExperts(PermuteExpertsUnpermute):
         return (BufferSpec((L, rows, H), p.dtype), BufferSpec((L, rows, 2 * I), p.dtype))
 
     def transient_bytes(self, rows: int) -> int:
-        # apply_activation computes in fp32: gate and up, act(gate), act(gate) * up
+        # apply_activation allocates in fp32: gate, up, act(gate), and their product
         p = self.problem
         return p.num_local_experts * rows * 4 * p.local_intermediate_size * 4
 
@@ -42,7 +48,7 @@ class AcmeExperts(PermuteExpertsUnpermute):
         x_LCH, h_LC2I = workspace
         row_C = torch.arange(tokens.x.shape[1], device=tokens.x.device)
         padding_LC = row_C >= tokens.expert_num_tokens[:, None]
-        # Padding may be NaN, and some libraries' products let a NaN row spoil the row before it.
+        # Padding rows may hold NaN, and in some libraries' products a NaN row spoils its neighbour.
         x_LCH.copy_(tokens.x).masked_fill_(padding_LC[..., None], 0)
         torch.bmm(x_LCH, weights["w13_LH2I"], out=h_LC2I)
         a_LCI = apply_activation(h_LC2I, self.problem.activation)
