@@ -45,6 +45,7 @@ from moekit.runtime.group import (
 )
 from moekit.runtime.overlap import Pending
 from moekit.runtime.workspace import Workspace
+from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
 
 __all__ = [
     "INT4_ZERO",
@@ -73,18 +74,22 @@ __all__ = [
     "Quantizer",
     "Routing",
     "SharedBuffers",
+    "TableFiles",
     "Transfers",
     "Workspace",
     "apply_activation",
+    "device_file",
     "exchange",
     "has_backend",
     "hookimpl",
     "importable",
     "local_ids",
+    "nearest",
     "partition",
     "quant",
     "reason_of",
     "registry",
     "resolve",
+    "size_distance",
     "unpack_int4",
 ]

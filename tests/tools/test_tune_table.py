@@ -16,6 +16,7 @@ from moekit_bench.tune.cli import add_to
 from tuned_tables import MADE, PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
+from moekit.plugin import TableFiles, device_file, nearest, size_distance
 from moekit.selection import tuned as tune
 from moekit.selection.tuned import table
 from moekit.selection.tuned.table import Key, Record
@@ -285,3 +286,42 @@ def test_concurrent_writers_lose_nothing_and_readers_see_whole_files(tuned: Path
         "a": 1, "b": 30, "c": 30, "d": 30,
     }  # fmt: skip
     assert seen == sorted(seen) and seen[-1] >= 1
+
+
+# -- tables of plugins ---------------------------------------------------------------------------
+
+
+def tiles(tmp_path: Path, **options: object) -> TableFiles:
+    return TableFiles(
+        tmp_path / "shipped", lambda data: data["tiles"], lambda shipped, user: user + shipped,
+        "tune again", **options,
+    )  # fmt: skip
+
+
+def write_json(file: Path, value: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(value))
+
+
+def test_plugins_tables_lie_in_a_subfolder_by_device(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path / "mine"))
+    write_json(tmp_path / "shipped" / "acme-x1.json", {"tiles": 1})
+    write_json(tmp_path / "shipped" / "acme-x2.json", {"tiles": 2})
+    write_json(tmp_path / "mine" / "acme" / "acme-x1.json", {"tiles": 3})
+    kind = tiles(tmp_path, owner="acme")
+    assert kind.known("Acme X1") == [3, 1] and kind.known("Acme X2") == [2]
+    assert kind.known("Acme X3") == [] and kind.known() == [3, 1, 2]
+    write_json(tmp_path / "mine" / "acme" / "acme-x1.json", [])
+    assert kind.known("Acme X1") == [1]
+    assert "acme-x1.json cannot be used: TypeError" in caplog.text and "tune again" in caplog.text
+    monkeypatch.setenv("MOEKIT_TUNED", "")
+    assert kind.known("Acme X1") == [1]
+    assert tiles(tmp_path, owner="acme", optional=True).known("Acme X1") == []
+
+
+def test_names_and_distances() -> None:
+    assert device_file("NVIDIA H200") == "nvidia-h200.json"
+    assert device_file("AMD Instinct MI300X/OAM (0.5)") == "amd-instinct-mi300x-oam-0.5.json"
+    assert size_distance((2, 64), (4, 64)) == 1 and size_distance((2, 32), (4, 64)) == 2**0.5
+    assert nearest([8, 3, 5], lambda n: size_distance([n], [4])) == (5, math.log2(5 / 4))
+    assert nearest([9], lambda n: size_distance([n], [4])) is None

@@ -1,4 +1,4 @@
-"""What the tuned tables say of a problem, and what is chosen for it."""
+"""What the tuned tables know of a problem, and which backends they choose for it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from moekit.problem import MoEProblem
+from moekit.selection.tuned.files import nearest
 from moekit.selection.tuned.plan import Curve, Plan, best_plan, join, plan, time_at
 from moekit.selection.tuned.table import Key, Times, known
-
-# Of log2 of all four sizes together: how far the nearest shape may be. 1: one size twice as large.
-REACH = 1.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """plan: what is chosen; order: the single backends, best first; note: for people."""
+    """plan: what is chosen; order: single backends, best first; note: where the times come from."""
 
     plan: Plan
     order: tuple[str, ...]
@@ -26,10 +24,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """What the tables know of a problem. key: whose times they are; distance: 0 if its own.
+    """What the tables know of a problem.
 
-    high: the most tokens a call can have, in the table's count; None if the problem sets no limit.
-    borrowed: measured on one rank for a problem whose tokens move between ranks.
+    key: the problem or the nearest shape that was measured; distance: 0 if it is the problem.
+    high: the most tokens that a call can have, as the table counts them; None if the problem sets
+        no limit.
+    borrowed: measured on one rank, but the problem's tokens move between ranks.
     """
 
     key: Key
@@ -39,10 +39,10 @@ class Found:
     borrowed: bool
 
     def curves(self, dispatcher: str, names: Collection[str]) -> dict[str, Curve]:
-        """Of these experts backends, those measured behind ``dispatcher``: times by tokens.
+        """Return times by tokens of those experts backends that were measured with ``dispatcher``.
 
-        Where tokens move, times are of calls that fill the dispatcher's capacity. A kernel's is
-        ``high``, whatever a call brings, so nothing but the time at ``high`` counts.
+        Where tokens move, calls were measured that fill the dispatcher's capacity. A kernel's
+        capacity is ``high`` for calls of every size, so only the time at ``high`` counts.
         """
         curves: dict[str, Curve] = {
             experts: [(t, math.inf if r.us is None else r.us) for t, r in sorted(records.items())]
@@ -54,7 +54,7 @@ class Found:
         return {name: [(self.high, time_at(curve, self.high))] for name, curve in curves.items()}
 
     def choose(self, dispatcher: str, names: Collection[str]) -> Choice | None:
-        """The best of these experts backends behind ``dispatcher``; None if none was measured."""
+        """Choose among these experts backends with ``dispatcher``; None if none was measured."""
         curves = self.curves(dispatcher, names)
         made = best_plan(curves, {n: self._copied(dispatcher, n) for n in curves}, self.high)
         if made is None:
@@ -99,15 +99,15 @@ class Found:
 
 
 def lookup(problem: MoEProblem, environ: Mapping[str, str] = os.environ) -> Found | None:
-    """The times of ``problem``, or of the nearest shape within `REACH`, or None."""
+    """Return the times of ``problem`` or of the nearest shape; None if none is near."""
     table, wanted = known(environ), Key.of(problem)
+    by_name = sorted(table, key=lambda key: (key.device, str(key)))
     parallel, high = problem.parallel, problem.max_num_tokens
     if high is not None:  # the table counts tokens that bring all of their choices to this rank
         high = max(1, math.ceil(high * parallel.dp_size / parallel.ep_size))
     for ranks in sorted({wanted.ranks, 1}, reverse=True):
-        key = replace(wanted, ranks=ranks)
-        near = [(d, k.device, str(k), k) for k in table if (d := key.distance(k)) <= REACH]
-        if near:
-            distance, _, _, nearest = min(near, key=lambda item: item[:3])
-            return Found(nearest, distance, table[nearest], high, ranks != wanted.ranks)
+        near = nearest(by_name, replace(wanted, ranks=ranks).distance)
+        if near is not None:
+            key, distance = near
+            return Found(key, distance, table[key], high, ranks != wanted.ranks)
     return None

@@ -1,0 +1,134 @@
+"""Files of tuned tables: where they are, how they are read, and which measured sizes are near.
+
+moekit's own tables choose among backends; a plugin's may choose its tiles. Both are JSON files,
+one for each device (`device_file`), in a folder that the package ships and in the user's folder,
+whose tables count first. The user's folder is the one that MOEKIT_TUNED names, or else
+``moekit/tuned`` in the user's cache; a plugin's tables lie in a subfolder of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from moekit.errors import MoekitError
+from moekit.untrusted.files import read_json
+
+logger = logging.getLogger("moekit")
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+VARIABLE = "MOEKIT_TUNED"
+# The nearest sizes count up to this `size_distance`. 1: one size is twice as large.
+REACH = 1.0
+
+
+def device_file(device: str) -> str:
+    """Return the name of a device's table: ``nvidia-h200.json`` for ``NVIDIA H200``."""
+    return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-") + ".json"
+
+
+def size_distance(sizes: Iterable[float], others: Iterable[float]) -> float:
+    """Return how far sizes are apart: the root of the squares of the log2 of their ratios."""
+    return math.hypot(*(math.log2(a / b) for a, b in zip(sizes, others, strict=True)))
+
+
+def nearest(keys: Iterable[T], distance_to: Callable[[T], float]) -> tuple[T, float] | None:
+    """Return the nearest key and its distance; of equals the first, None if none is in `REACH`."""
+    found = [(key, far) for key in keys if (far := distance_to(key)) <= REACH]
+    return min(found, key=lambda item: item[1], default=None)
+
+
+def user_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the file or folder of the user's tables."""
+    if environ.get(VARIABLE):
+        return Path(environ[VARIABLE])
+    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "moekit" / "tuned"
+
+
+@dataclass(frozen=True)
+class TableFiles(Generic[T, M]):
+    """The tables of one kind.
+
+    shipped: the package's folder of tables.
+    parse: makes a table of a file's JSON; raises ValueError, TypeError, LookupError or
+        AttributeError for JSON that is no table.
+    merge: makes one table of the shipped tables and the user's, which count first.
+    remedy: how to make a table, as in ``measure again with `...` ``; for error messages.
+    owner: the subfolder of the user's tables; empty: the folder itself, which may be a file.
+    optional: no table is read if MOEKIT_TUNED is empty; else only the user's are left out.
+    """
+
+    shipped: Path
+    parse: Callable[[Any], T]
+    merge: Callable[[Sequence[T], Sequence[T]], M]
+    remedy: str
+    owner: str = ""
+    optional: bool = False
+
+    def known(self, device: str = "", environ: Mapping[str, str] = os.environ) -> M:
+        """Return all tables merged. Files that cannot be used are skipped with a warning.
+
+        Files are read again only when they change. device: its file alone; default: all files.
+        """
+        off = environ.get(VARIABLE) == ""
+        pattern = device_file(device) if device else "[!.]*.json"
+        place = user_path(environ)
+        if self.owner:
+            place = place / self.owner
+        merged: M = _merged(
+            self,
+            () if off and self.optional else _files(self.shipped, pattern),
+            () if off else _files(place, pattern),
+        )
+        return merged
+
+    def read(self, file: Path) -> T:
+        """Return the table in ``file``. Raises MoekitError, which names the first fault in it."""
+        try:
+            return self.parse(read_json(file))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise MoekitError(
+                f"the tuned table {file} cannot be used: {type(error).__name__}: {error}; correct "
+                f"or delete it, and {self.remedy}"
+            ) from error
+
+
+# A file, and what tells whether it changed.
+_Signature = tuple[Path, int, int]
+
+
+def _files(path: Path, pattern: str) -> tuple[_Signature, ...]:
+    try:
+        files = sorted(path.glob(pattern)) if path.is_dir() else [path]
+        stats = [(file, file.stat()) for file in files if file.exists()]
+    except OSError as error:
+        logger.warning("tuned tables in %s cannot be read: %s", path, error)
+        return ()
+    return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
+
+
+@lru_cache(maxsize=64)
+def _merged(
+    kind: TableFiles[Any, Any], shipped: tuple[_Signature, ...], user: tuple[_Signature, ...]
+) -> Any:
+    tiers = [[_read_or_warn(kind, *file) for file in tier] for tier in (shipped, user)]
+    return kind.merge(*([table for table in tier if table is not None] for tier in tiers))
+
+
+@lru_cache(maxsize=256)
+def _read_or_warn(kind: TableFiles[Any, Any], file: Path, *signature: int) -> Any:
+    try:
+        return kind.read(file)
+    except MoekitError as error:
+        logger.warning("%s", error)
+        return None
