@@ -24,8 +24,11 @@ from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.errors import MoekitError
 from moekit.kernel import ModularKernel
 from moekit.layer.layer import FusedMoE
-from moekit.layer.ranks import parallel_config
-from moekit.layer.route import route, to_physical
+from moekit.layer.parallelism import LayerParallelism, parallel_config
+from moekit.layer.replicas import to_physical
+from moekit.layer.route import route
+from moekit.layer.router import RoutingConfig
+from moekit.layer.shared import SharedExperts
 from moekit.problem import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
@@ -51,6 +54,7 @@ __all__ = [
     "Explanation",
     "FusedMoE",
     "InFlight",
+    "LayerParallelism",
     "MemoryReport",
     "ModularKernel",
     "MoEProblem",
@@ -64,6 +68,8 @@ __all__ = [
     "QuantScheme",
     "Registry",
     "Routing",
+    "RoutingConfig",
+    "SharedExperts",
     "Workspace",
     "compose",
     "explain",

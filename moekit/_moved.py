@@ -15,7 +15,7 @@ _MOVED = {
     "moekit.bench": "moekit_bench.bench",
     "moekit.group": "moekit.runtime.group",
     "moekit.local": "moekit.backends.local",
-    "moekit.parallel": "moekit.layer.ranks",
+    "moekit.parallel": "moekit.layer.parallelism",
     "moekit.plugins": "moekit.discovery.registry",
     "moekit.quant": "moekit.problem.quant",
     "moekit.reference": "moekit.backends.reference",

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from moekit.eplb.migrate import HalfMoved, MigrationReport, agree, digest, migra
 from moekit.eplb.policy import Policy, improve, named_policy
 from moekit.errors import InvalidInput, Unsupported, WeightsError
 from moekit.kernel import ModularKernel
-from moekit.layer.route import to_physical
+from moekit.layer.layer import FusedMoE
+from moekit.layer.replicas import to_physical
 from moekit.problem.placement import Placement
 from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor, check_tokens, device_of
 from moekit.untrusted.arguments import (
@@ -35,10 +36,6 @@ from moekit.untrusted.arguments import (
     shown,
     size,
 )
-
-if TYPE_CHECKING:
-    from moekit.layer.layer import FusedMoE
-
 
 _WINDOW = {"layers": size(), "num_experts": size(1, MAX_EXPERTS), "steps": size()}
 _KINDS = {
@@ -183,8 +180,6 @@ class Rebalancer:
     @classmethod
     def of(cls, layers: Sequence[FusedMoE], **options: Any) -> Rebalancer:
         """For layers with weights. They keep to its replicas, and are counted, from now on."""
-        from moekit.layer.layer import FusedMoE
-
         accept({"layers": sequence("FusedMoE", FusedMoE)}, {"layers": layers}, InvalidInput)
         packed = [layer.packed for layer in layers if layer.packed is not None]
         if len(packed) < len(layers) or len({repr(layer.problem) for layer in layers}) != 1:

@@ -1,8 +1,8 @@
-"""`FusedMoE` as one operator: what `torch.compile` sees of a layer, and how it finds it again.
+"""`FusedMoE` as one custom operator, which is what `torch.compile` sees of a layer.
 
-A layer travels by its name. Inside the operator everything is as in eager mode; outside, the
-compiler knows only that the output looks like x. Layers whose calls cannot be captured in a CUDA
-graph go by an operator of their own, which says so.
+The operator takes the layer's name and looks the layer up. Inside it everything runs as in eager
+mode; outside, the compiler knows only that the output looks like x. Layers whose calls cannot be
+captured in a CUDA graph use a second operator with the tag that says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,34 +19,49 @@ from torch import Tensor
 
 from moekit.errors import MoekitError, NameClash, Unsupported
 
-if TYPE_CHECKING:
-    from moekit.layer.layer import FusedMoE
+
+class NamedLayer(Protocol):
+    """The part of `FusedMoE` that the operator calls."""
+
+    def run(
+        self,
+        x: Tensor,
+        router_logits: Tensor | None,
+        topk_weights: Tensor | None,
+        topk_ids: Tensor | None,
+        is_padding: Tensor | None,
+        max_tokens: int | None,
+    ) -> Tensor: ...
+
 
 _SCHEMA = (
     "(Tensor x, Tensor? router_logits, Tensor? topk_weights, Tensor? topk_ids, "
     "Tensor? is_padding, SymInt? max_tokens, str layer) -> Tensor"
 )
 
-_layers: WeakValueDictionary[str, FusedMoE] = WeakValueDictionary()
+_layers: WeakValueDictionary[str, NamedLayer] = WeakValueDictionary()
 _numbers = itertools.count()
 _lock = threading.Lock()
-_MAKER = "_moekit_maker"  # the attribute of a layer that says which thread constructs it
+_MAKER = "_moekit_maker"  # attribute of a layer: the thread that constructs it
 
 
-def register(layer: FusedMoE, name: str | None) -> str:
-    """Makes ``layer`` known as ``name`` (None: a free one) while it lives; returns the name.
+def register(layer: NamedLayer, name: str | None) -> str:
+    """Register ``layer`` under ``name`` while it lives; None picks an unused name.
 
-    Raises NameClash when another living layer has it.
+    Returns:
+        The name.
+
+    Raises:
+        NameClash: Another living layer has the name.
     """
     if name is None:
         name = next(n for i in _numbers if (n := f"fused_moe.{i}") not in _layers)
     if _taken(name):
-        gc.collect()  # a model that was dropped may still hang together in cycles
+        gc.collect()  # reference cycles may keep the layers of a model that was dropped
     with _lock:
         if _taken(name):
             raise NameClash(
-                f"a layer named {name!r} exists already: give each FusedMoE a prefix of its own, "
-                "or none"
+                f"a layer named {name!r} exists already: give each FusedMoE its own prefix, or none"
             )
         vars(layer)[_MAKER] = threading.get_ident()
         _layers[name] = layer
@@ -54,9 +69,10 @@ def register(layer: FusedMoE, name: str | None) -> str:
 
 
 def _taken(name: str) -> bool:
-    """By more than the remains of a layer whose constructor raised, which a traceback keeps.
+    """Whether a layer uses ``name``.
 
-    What another thread has not finished is a layer, as far as one can tell.
+    A layer whose constructor raised does not count, although a traceback may keep it alive. One
+    that another thread has not finished does.
     """
     found = _layers.get(name)
     if found is None or hasattr(found, "packed"):
@@ -65,7 +81,7 @@ def _taken(name: str) -> bool:
 
 
 def unregister(name: str) -> None:
-    """Frees the name; idempotent."""
+    """Free the name; idempotent."""
     _layers.pop(name, None)
 
 

@@ -1,6 +1,4 @@
-"""The ranks of a layer: how tensor, data and expert parallelism flatten, where experts go, and what
-ranks exchange besides the tokens that dispatchers move.
-"""
+"""What the ranks of a layer exchange in addition to the tokens that its dispatcher moves."""
 
 from __future__ import annotations
 
@@ -9,140 +7,92 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import GroupMismatch, InvalidInput, InvalidProblem
+from moekit.layer.parallelism import LayerParallelism
 from moekit.problem import MoEProblem, ParallelConfig
-from moekit.problem.placement import Placement
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.workspace import is_capturing
-from moekit.untrusted.arguments import FLAG, MAX_RANKS, accept, size
-
-PLACEMENTS = ("linear", "round_robin")
-_KINDS = {
-    "tp_size": size(1, MAX_RANKS),
-    "dp_size": size(1, MAX_RANKS),
-    "rank": size(0, MAX_RANKS),
-    "enable_expert_parallel": FLAG,
-}
-
-
-def parallel_config(
-    tp_size: int = 1, dp_size: int = 1, rank: int = 0, enable_expert_parallel: bool = False
-) -> ParallelConfig:
-    """The field's flattening of ``dp_size * tp_size`` ranks, rank = dp_rank * tp_size + tp_rank.
-
-    Ranks of one dp_rank hold the same tokens. With expert parallelism every rank holds a share of
-    the experts, whole; without, a slice of every expert: ep_size, or else tp_size, is
-    dp_size * tp_size. Tokens move where dp_size > 1.
-    """
-    accept(_KINDS, locals())
-    ranks = tp_size * dp_size
-    if not 0 <= rank < ranks:
-        raise InvalidProblem(
-            f"rank={rank} with tp_size={tp_size} and dp_size={dp_size}: want a rank in [0, {ranks})"
-        )
-    if enable_expert_parallel:
-        return ParallelConfig(ep_size=ranks, ep_rank=rank, dp_size=dp_size)
-    return ParallelConfig(tp_size=ranks, tp_rank=rank, dp_size=dp_size)
-
-
-def config_of_group(
-    group: dist.ProcessGroup | None, tp_size: int | None, dp_size: int, enable_expert_parallel: bool
-) -> ParallelConfig:
-    """`parallel_config` of this process in ``group`` (None: all), if there are several ranks.
-
-    tp_size None: 1, or what dp_size leaves of a group that is given.
-    """
-    if group is None and (tp_size or 1) == dp_size == 1:
-        return ParallelConfig()
-    if not (dist.is_available() and dist.is_initialized()):
-        raise InvalidProblem(
-            f"tp_size={tp_size}, dp_size={dp_size}: the rank comes from torch.distributed, which "
-            "is not initialized; initialize it, or pass parallel=parallel_config(..., rank=...)"
-        )
-    if tp_size is None:
-        tp_size = 1 if group is None else max(1, group.size() // max(1, dp_size))
-    return parallel_config(tp_size, dp_size, dist.get_rank(group), enable_expert_parallel)
-
-
-def place(problem: MoEProblem, strategy: str) -> Placement:
-    """Which logical expert each physical slot holds at first.
-
-    linear: contiguous shares, then the replicas. round_robin: expert e on rank e % ep_size. Either
-    way the first ranks get the remainder.
-    """
-    if strategy == "linear":
-        return Placement.default(problem)
-    if problem.num_redundant_experts:
-        raise InvalidProblem(
-            "expert_placement_strategy='round_robin' places no replicas: with "
-            f"num_redundant_experts={problem.num_redundant_experts} use 'linear'"
-        )
-    experts, ranks = problem.num_experts, problem.parallel.ep_size
-    held = tuple(expert for rank in range(ranks) for expert in range(rank, experts, ranks))
-    return Placement(held, experts, ranks)
 
 
 class LayerRanks:
-    """What the ranks of one layer exchange around its kernel.
+    """The collectives of one layer outside its kernel.
 
-    tokens: the ParallelConfig as the layer's caller has its tokens; ``problem.parallel`` is as the
-    kernel has them: ``splits`` (sequence parallel) gives each rank its own share of the tokens
-    that it would have in common with others. common: what else ranks must agree on.
-    timeout: seconds to wait for a rank.
+    Construction is collective over the layer's ranks where they exchange anything.
 
-    Collective over the layer's ranks where they exchange anything. Raises GroupMismatch on all.
+    Args:
+        problem: The kernel's problem. Under sequence parallelism its ``parallel`` counts each
+            rank's share of the tokens as a batch.
+        tokens: The ParallelConfig that describes the tokens as the layer's caller holds them.
+        parallelism: The layer's record.
+        common: Further settings that must be equal on all ranks, as text.
+        timeout: Seconds to wait for another rank.
+
+    Raises:
+        GroupMismatch: The group does not fit, or ranks differ; raised on all ranks.
+        InvalidProblem: The ranks do not divide into token batches.
     """
 
     def __init__(
         self,
         problem: MoEProblem,
         tokens: ParallelConfig,
-        group: dist.ProcessGroup | None,
-        *,
-        reduces: bool,
-        splits: bool,
+        parallelism: LayerParallelism,
         common: str,
         timeout: float,
     ) -> None:
         parallel = problem.parallel
-        self.size = parallel.ep_size * parallel.tp_size
+        self.size = parallel.num_ranks
         self.rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
         if self.size % tokens.dp_size:
             raise InvalidProblem(
                 f"{self.size} ranks do not divide into dp_size={tokens.dp_size} batches of tokens"
             )
-        # Consecutive ranks that hold the same tokens.
+        # Number of consecutive ranks that hold the same tokens.
         self.copies = self.size // tokens.dp_size
-        self.moves, self.splits = parallel.moves_tokens, splits and self.copies > 1
-        self.sums = reduces and self.size > 1 and not self.moves
+        self.moves = parallel.moves_tokens
+        self.splits = parallelism.is_sequence_parallel and self.copies > 1
+        self.sums = parallelism.reduce_results and self.size > 1 and not self.moves
         self._capacity = problem.max_num_tokens
         self._device = problem.device.type
         self.group: dist.ProcessGroup | None = None
+        group = parallelism.group
         if self.size == 1 or not (self.moves or self.sums or group is not None):
             return
         if not (dist.is_available() and dist.is_initialized()):
             raise GroupMismatch(
                 f"a layer over {self.size} ranks exchanges tokens or sums, but torch.distributed "
-                "is not initialized: call torch.distributed.init_process_group first, or take "
-                "partial sums (dp_size=1, reduce_results=False)"
+                "is not initialized: call torch.distributed.init_process_group first, or sum the "
+                "outputs yourself (dp_size=1, reduce_results=False)"
             )
         self.group = group or dist.group.WORLD
         assert self.group is not None
         resolve(problem, self.group, common, timeout)
         self._on_host = has_backend(self.group, "cpu")
 
-    def num_chunks(self, tokens: int, most: int | None) -> int:
-        """Calls of at most ``max_num_tokens`` that all ranks make, this one for ``tokens``.
+    @property
+    def partial(self) -> bool:
+        """Whether a rank's output is a partial sum, which the caller adds up over the ranks."""
+        return self.size > 1 and not (self.moves or self.sums)
 
-        most: the most tokens of any rank, where the caller knows it; else, where tokens move,
-        ranks ask each other, over the host if the group has a CPU backend.
+    def num_chunks(self, tokens: int, max_tokens: int | None) -> int:
+        """Return the number of kernel calls, of at most ``max_num_tokens`` each, on all ranks.
+
+        Where tokens move and ``max_tokens`` is None, the ranks agree by an all-reduce, on the
+        host if the group has a CPU backend.
+
+        Args:
+            tokens: This rank's tokens.
+            max_tokens: The most tokens of any rank, if the caller knows it.
+
+        Raises:
+            InvalidInput: The all-reduce would synchronize a CUDA graph that is being captured.
         """
         if self._capacity is None:
             return 1
         mine = max(1, -(-tokens // self._capacity))
         if not self.moves:
             return mine
-        if most is not None:
-            most = -(-most // self.copies) if self.splits else most
+        if max_tokens is not None:
+            most = -(-max_tokens // self.copies) if self.splits else max_tokens
             return max(1, -(-most // self._capacity))
         assert self.group is not None
         if not self._on_host and is_capturing(torch.device(self._device)):
@@ -156,25 +106,25 @@ class LayerRanks:
         return int(count)
 
     def share(self, tokens: int) -> slice:
-        """This rank's tokens of ``tokens`` that several ranks have in common."""
+        """Return this rank's share of ``tokens`` that several ranks hold."""
         if not self.splits:
             return slice(0, tokens)
         each, at = -(-tokens // self.copies), self.rank % self.copies
         return slice(min(at * each, tokens), min((at + 1) * each, tokens))
 
     def gather(self, mine: Tensor, tokens: int) -> Tensor:
-        """(T, H) of ``tokens`` rows from each rank's `share` of them."""
+        """Return all ``tokens`` rows (tokens, H) from each rank's `share` of them."""
         each = -(-tokens // self.copies)
         mine = _padded(mine, each)
         return self._exchange(mine.repeat(self.copies, 1)).flatten(0, 1)[:tokens]
 
     def sum_all(self, out_TH: Tensor) -> None:
-        """In place, over the layer's ranks, where nothing moved and the sum was asked for."""
+        """Sum ``out_TH`` in place over all ranks, if the layer is to do that."""
         if self.sums and out_TH.numel():
             dist.all_reduce(out_TH, group=self.group)
 
     def sum_batch(self, part_TH: Tensor) -> Tensor:
-        """The sum over the ranks that hold these tokens, in fp32 and in order of ranks."""
+        """Return the sum over the ranks that hold these tokens, in fp32 and in rank order."""
         tokens, each = part_TH.shape[0], -(-part_TH.shape[0] // self.copies)
         if self.copies == 1:
             return part_TH
@@ -182,16 +132,21 @@ class LayerRanks:
         return self.gather(parts.float().sum(dim=0).to(part_TH.dtype), tokens)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Rows in equal blocks, one for each rank that holds these tokens, in order; what those
-        ranks sent here: (copies, rows / copies, H).
+        """Exchange equal blocks of rows between the ranks that hold the same tokens.
 
-        In the layer's group: another one would have to be made by ranks outside it, too.
+        Uses the layer's group: creating a smaller one would involve ranks outside it.
+
+        Args:
+            rows: One block for each of those ranks, in rank order.
+
+        Returns:
+            The blocks that they sent to this rank, (copies, rows / copies, H).
         """
         each, first = len(rows) // self.copies, self.rank - self.rank % self.copies
-        peers = range(first, first + self.copies)
-        splits = [each * (rank in peers) for rank in range(self.size)]
+        holders = range(first, first + self.copies)
+        splits = [each * (rank in holders) for rank in range(self.size)]
         received = torch.empty_like(rows)
-        # Ranks of other batches take part, so this one does even if it has nothing to send.
+        # Collective over all ranks, so a rank takes part even if it has nothing to send.
         dist.all_to_all_single(
             received.view(torch.uint8), rows.view(torch.uint8), splits, splits, self.group
         )
@@ -199,7 +154,7 @@ class LayerRanks:
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """``rows`` (N, H), followed by zeros up to ``count`` rows; contiguous."""
+    """Return ``rows`` (N, H), contiguous, with zero rows appended up to ``count``."""
     if len(rows) == count:
         return rows.contiguous()
     return torch.cat([rows, rows.new_zeros((count - len(rows), rows.shape[1]))])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moekit.contract import Routing
 from moekit.errors import InvalidInput, InvalidProblem
-from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor, check_tokens
+from moekit.runtime.checks import check_ids, check_tensor
 from moekit.untrusted.arguments import FLAG, FUNCTION, accept, choice, optional, real, shown, size
 
 _SCORING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,8 +30,6 @@ OPTIONS = {
     "routed_scaling_factor": real(),
     "checked": optional(FLAG),
 }
-# Odd numbers with random bits, for a hash modulo 2**64: of a token's position and its expert.
-_TOKEN, _EXPERT, _MIX = 0x5851F42D4C957F2D, 0x14057B7EF767814F, 0x369DEA0F31A53F85
 
 
 def route(
@@ -108,45 +106,6 @@ def route(
         ids = ids.masked_fill(is_padding[:, None], -1)
         weights = weights.masked_fill(is_padding[:, None], 0.0)
     return Routing(weights.contiguous(), ids.contiguous())
-
-
-def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
-    """Logical ids -> physical ids, spreading tokens over an expert's replicas.
-
-    A hash of the token's position in the batch and of the expert chooses, so that no pattern in
-    which tokens come favours a replica: n tokens leave each of M replicas n / M, give or take the
-    square root of that. The choice depends on the arguments alone and synchronizes nothing.
-
-    replicas (E, M) integer: physical ids of each logical expert's replicas, -1 past the last.
-    offset: the batch of tokens this is, so that different batches begin with different replicas;
-    ranks that hold the same tokens must pass the same. Experts begin with different ones, too:
-    a single token's do not all go to the first replicas.
-    """
-    if not isinstance(routing, Routing):
-        raise InvalidInput(f"routing is {shown(routing)}, want moekit.Routing")
-    ids, offset = routing.topk_ids, check_tokens(offset, "offset")
-    for name, table in (("topk_ids", ids), ("replicas", replicas)):
-        check_tensor(name, table)
-        if table.dim() != 2 or table.dtype not in ID_DTYPES:
-            raise InvalidInput(f"{name} is {shown(table)}, want two dimensions of int32 or int64")
-    if not replicas.numel():
-        raise InvalidInput(f"replicas is {shown(replicas)}, want at least one for each expert")
-    replicas = replicas.to(ids.device, ids.dtype)
-    counts = (replicas >= 0).sum(dim=1)
-    if replicas.device.type == "cpu":
-        if bool((counts == 0).any()):
-            missing = int((counts == 0).nonzero()[0])
-            raise InvalidInput(f"logical expert {missing} has no replica: every expert needs one")
-        check_ids(ids, len(replicas))
-    logical = ids.clamp(min=0)
-    turn = logical + offset
-    if len(ids) > 1:  # single tokens of many batches are spread by ``offset`` alone, and evenly
-        token = torch.arange(len(ids), device=ids.device)[:, None]
-        hashed = torch.add(token * _TOKEN, logical.long(), alpha=_EXPERT)
-        turn = turn + ((hashed ^ hashed >> 32) * _MIX >> 33)
-    replica = turn % counts[logical]
-    physical = replicas[logical, replica]
-    return Routing(routing.topk_weights, torch.where(ids < 0, ids, physical))
 
 
 def _top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -267,7 +267,7 @@ def check_ids(ids: Tensor, end: int) -> None:
     K = ids.shape[1]
     if ids.numel() <= _FEW:
         rows = ids.tolist()
-        if not K or (
+        if not (rows and K) or (
             min(map(min, rows)) >= 0
             and max(map(max, rows)) < end
             and all(map(K.__eq__, map(len, map(set, rows))))

@@ -12,7 +12,7 @@ import torch
 from moekit.contract import Routing
 from moekit.discovery.specs import ExpertsSpec
 from moekit.errors import WeightsError
-from moekit.layer.route import to_physical
+from moekit.layer.replicas import to_physical
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, GATED, NON_GATED, Activation
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES, OperandQuant

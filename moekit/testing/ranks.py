@@ -23,7 +23,7 @@ from moekit.contract import PackedWeights, Routing
 from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import GroupMismatch, InvalidInput, MoekitError, Unsupported
 from moekit.kernel import ModularKernel
-from moekit.layer.route import to_physical
+from moekit.layer.replicas import to_physical
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.workspace import Workspace

@@ -129,11 +129,14 @@ def test_a_device_that_is_not_here() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"x": torch.randn(5, H + 1)}, r"x has shape \(5, 65\), want \(\.\.\., 64\)"),
-        ({"x": torch.randn(H)}, r"x has shape \(64,\)"),
+        ({"x": torch.randn(5, H + 1)}, r"x must have shape \(\.\.\., 64\) \(got \(5, 65\)\)"),
+        ({"x": torch.randn(H)}, r"x must have shape .* \(got \(64,\)\)"),
         ({"x": torch.randn(5, H).bfloat16()}, "x is torch.bfloat16, the problem's dtype"),
-        ({"router_logits": torch.randn(4, E)}, r"router_logits has shape \(4, 6\), want \(5, 6\)"),
-        ({"router_logits": torch.randn(5, E + 1)}, r"router_logits has shape \(5, 7\)"),
+        (
+            {"router_logits": torch.randn(4, E)},
+            r"router_logits must have shape \(5, 6\) .*got \(4, 6\)",
+        ),
+        ({"router_logits": torch.randn(5, E + 1)}, r"router_logits must have .*got \(5, 7\)"),
         ({"router_logits": torch.full((5, E), float("nan"))}, "NaN or infinity, .*first token 0"),
         ({"router_logits": torch.zeros(5, E, dtype=torch.long)}, "want .* float dtype"),
         ({"router_logits": None}, "give router_logits, or both topk_weights and topk_ids"),
@@ -148,7 +151,7 @@ def test_a_device_that_is_not_here() -> None:
                 "topk_ids": ROUTING.topk_ids[:, :2],
                 "topk_weights": ROUTING.topk_weights,
             },
-            r"topk_ids has shape \(5, 2\), want \(5, 3\)",
+            r"topk_ids must have shape \(5, 3\) .*got \(5, 2\)",
         ),
         (
             {
@@ -166,9 +169,9 @@ def test_a_device_that_is_not_here() -> None:
             },
             "topk_weights are torch.float16, want float32",
         ),
-        ({"is_padding": torch.zeros(4, dtype=torch.bool)}, r"is_padding has shape \(4,\)"),
+        ({"is_padding": torch.zeros(4, dtype=torch.bool)}, r"is_padding must have .*got \(4,\)"),
         ({"is_padding": torch.zeros(5)}, "want .* bool"),
-        ({"max_tokens": 3}, "max_tokens=3, but this rank passes 5"),
+        ({"max_tokens": 3}, "max_tokens=3 is less than this rank's 5 tokens"),
     ],
 )
 def test_bad_calls(change, said) -> None:
@@ -208,7 +211,7 @@ def test_nothing_half_loaded_runs() -> None:
         layer(x, logits)
     with pytest.raises(WeightsError, match="has no weights"):
         layer.warmup(4)
-    assert "weights: none yet" in repr(layer)
+    assert "weights: not loaded" in repr(layer)
     layer.load_weights(weights)
     layer.warmup(4)
     check_logits(layer, weights, renormalize=True)
@@ -229,9 +232,9 @@ def test_a_checkpoint_that_fails_leaves_no_weights(tmp_path) -> None:
 def test_replicas_of_another_shape() -> None:
     layer, _ = loaded_layer()
     for table in (torch.zeros(E + 1, 2, dtype=torch.long), torch.zeros(E, dtype=torch.long)):
-        with pytest.raises(InvalidInput, match=r"want \(6, M\)"):
+        with pytest.raises(InvalidInput, match=r"must be \(6, M\)"):
             layer.set_replicas(table)
-    with pytest.raises(InvalidInput, match="on meta, want cpu"):
+    with pytest.raises(InvalidInput, match=r"must be on cpu \(got meta\)"):
         layer.set_replicas(torch.zeros(E, 1, dtype=torch.long, device="meta"))
 
 
@@ -248,18 +251,21 @@ def test_it_stays_where_and_what_it_is() -> None:
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(MoekitError, match="cannot be copied or pickled"):
             duplicate(layer)
-    check_logits(layer, weights, shared=layer._shared[0].requires_grad_(False), renormalize=True)
+    linear = layer.flow.shared.function.requires_grad_(False)
+    check_logits(layer, weights, shared=linear, renormalize=True)
 
 
 def test_repr_says_what_runs_and_why() -> None:
     layer, _ = loaded_layer(prefix="mlp", zero_expert_num=2, experts="torch")
     text = repr(layer)
     assert "mlp: 6 experts, top 3, hidden 64, intermediate 96, float32" in text
-    assert "2 zero experts" in text and "local + torch (dispatcher by priority" in text
+    assert "kernel: local + torch (dispatcher by priority" in text
+    assert "routing: softmax, renormalized, 2 zero experts" in text
     assert "weights: 0.4 MiB" in text
     parallel = ParallelConfig(ep_size=3, ep_rank=1, dp_size=1)
     layer = make_layer(
         parallel=parallel, reduce_results=False, expert_placement_strategy="round_robin"
     )
-    assert "rank 1 of 3: experts 1, 4; partial" in repr(layer)
+    assert "rank 1 of 3 (ep_size=3, tp_size=1), 1 token batches, experts 1, 4;" in repr(layer)
+    assert "outputs are partial sums" in repr(layer)
     assert layer.problem.intermediate_size == I

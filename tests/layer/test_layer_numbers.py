@@ -190,6 +190,13 @@ def test_inputs_stay_as_they_are_and_out_is_new() -> None:
     assert torch.equal(out, again)
 
 
+@pytest.mark.parametrize("knobs", [{"zero_expert_num": 2}, {"num_redundant_experts": 1}], ids=str)
+def test_no_tokens(knobs) -> None:
+    layer = make_layer(**knobs)
+    layer.load_weights(random_weights(layer.problem))
+    assert layer(torch.empty(0, H), torch.empty(0, layer.router.width)).shape == (0, H)
+
+
 def test_shared_experts_are_added_and_stay_their_owners() -> None:
     module = nn.Linear(H, H, bias=False)
     layer, weights = loaded_layer(shared_experts=module)

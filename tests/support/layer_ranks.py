@@ -13,7 +13,7 @@ from layer_cases import E, H, I, K, expected, logits_for
 from torch import Tensor
 
 import moekit
-from moekit import ExpertWeights, FusedMoE, ParallelConfig
+from moekit import ExpertWeights, FusedMoE, ParallelConfig, SharedExperts
 from moekit.eplb import Rebalancer
 from moekit.errors import MoekitError
 from moekit.testing.cases import (
@@ -197,19 +197,19 @@ def one_fails(rank: int, world_size: int, case: Case, fault: str) -> list[str]:
             logits = logits.clone()
             logits[2, 0] = float("nan")
         if failing and fault == "shared raises":
-            shared, layer._shared = layer._shared, (_broken,)
+            shared, layer.flow.shared = layer.flow.shared, SharedExperts(_broken)
         if failing and fault == "prepare raises":
             prepare = partial(_broken_behind, layer.kernel.dispatcher.prepare)
             layer.kernel.dispatcher.prepare = prepare
         try:
             out = layer(x, logits)
-            plus = torch.sin if layer._shared[0] else None
+            plus = torch.sin if layer.flow.shared else None
             want = expected(layer.problem, everything, x, routing, plus)
             outcomes.append(complain(out, want, layer.problem) or "ok")
         except (MoekitError, ZeroDivisionError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
         if failing and fault == "shared raises":
-            layer._shared = shared
+            layer.flow.shared = shared
         if failing and fault == "prepare raises":
             del layer.kernel.dispatcher.prepare
     return outcomes

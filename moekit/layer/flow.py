@@ -1,0 +1,151 @@
+"""One call of a layer: route -> kernel -> shared experts -> sums over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moekit.contract import PackedWeights, Routing
+from moekit.errors import InvalidInput, WeightsError
+from moekit.kernel import ModularKernel
+from moekit.layer.ranks import LayerRanks
+from moekit.layer.router import Router
+from moekit.layer.rows import TokenRows
+from moekit.layer.shared import SharedExperts
+from moekit.problem import partition
+from moekit.runtime.overlap import Beside
+
+
+class LayerFlow:
+    """The data flow of a layer, for calls from any thread.
+
+    Args:
+        name: The layer's name, for errors.
+        router: Chooses experts where the caller passes logits.
+        ranks: What ranks exchange outside the kernel.
+        kernel: Computes the routed experts.
+        shared: The shared experts, if any.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        router: Router,
+        ranks: LayerRanks,
+        kernel: ModularKernel,
+        shared: SharedExperts | None,
+    ) -> None:
+        self.name, self.router, self.ranks = name, router, ranks
+        self.kernel, self.shared = kernel, shared
+        self.to_physical: Callable[[Routing], Routing] | None = None
+
+    def require(self, weights: PackedWeights | None) -> PackedWeights:
+        """Return ``weights``; raise WeightsError for None."""
+        if weights is None:
+            raise WeightsError(f"layer {self.name!r} has no weights: call load_weights() first")
+        return weights
+
+    def __call__(
+        self,
+        weights: PackedWeights | None,
+        x: Tensor,
+        router_logits: Tensor | None,
+        topk_weights: Tensor | None,
+        topk_ids: Tensor | None,
+        is_padding: Tensor | None,
+        max_tokens: int | None,
+    ) -> Tensor:
+        """Compute `FusedMoE.forward`. If ranks exchange anything, all return or all raise."""
+        try:
+            weights = self.require(weights)
+            rows = TokenRows(x, self.kernel.problem.hidden_size, max_tokens, self.ranks)
+            routing, identity = self._route(rows, router_logits, topk_weights, topk_ids, is_padding)
+        except Exception as error:  # of any kind: the other ranks must not wait for this one
+            if max_tokens is None:
+                self.ranks.num_chunks(0, None)
+            self.kernel.abort(error)
+            raise
+        chunks = self.ranks.num_chunks(rows.x_TH.shape[0], max_tokens)
+        shared = self._fork_shared(rows.x_TH)
+        out_TH = self._run_kernel(rows.x_TH, weights, routing, chunks, shared)
+        self._add_and_sum(out_TH, rows.x_TH, identity, shared)
+        return rows.restore(out_TH)
+
+    def _route(
+        self,
+        rows: TokenRows,
+        router_logits: Tensor | None,
+        topk_weights: Tensor | None,
+        topk_ids: Tensor | None,
+        is_padding: Tensor | None,
+    ) -> tuple[Routing, Tensor | None]:
+        """Return physical ids with their weights, and the weights (T, 1) of identity experts."""
+        checked = self.kernel.checked
+        padding = None if is_padding is None else rows.take("is_padding", is_padding)
+        if router_logits is not None:
+            if topk_weights is not None or topk_ids is not None:
+                raise InvalidInput("give router_logits, or topk_weights and topk_ids, not both")
+            logits = rows.take("router_logits", router_logits, self.router.width)
+            routing = self.router(rows.x_TH, logits, padding, checked)
+        else:
+            if topk_weights is None or topk_ids is None:
+                raise InvalidInput("give router_logits, or both topk_weights and topk_ids")
+            top_k = self.kernel.problem.top_k
+            ids = rows.take("topk_ids", topk_ids, top_k)
+            if padding is not None:
+                ids = ids.masked_fill(padding[:, None], -1)
+            routing = Routing(rows.take("topk_weights", topk_weights, top_k), ids)
+        if checked and (self.router.num_zero_experts or self.to_physical is not None):
+            self.router.check(routing)  # the kernel only sees ids that are translated already
+        routing, identity = self.router.take_zero_experts(routing)
+        if self.to_physical is not None:
+            routing = self.to_physical(routing)
+        return routing, identity
+
+    def _fork_shared(self, x_TH: Tensor) -> Beside | None:
+        """Prepare the shared experts for the side stream, if this rank's output has them."""
+        shared = self.shared
+        # Every rank has the complete output of shared experts, so one partial sum includes it.
+        if shared is None or (self.ranks.partial and self.ranks.rank and not shared.partial):
+            return None
+        return Beside(shared, x_TH)
+
+    def _run_kernel(
+        self,
+        x_TH: Tensor,
+        weights: PackedWeights,
+        routing: Routing,
+        chunks: int,
+        shared: Beside | None,
+    ) -> Tensor:
+        """Return the routed experts' output, from as many calls as all ranks make."""
+        meanwhile = None if shared is None else shared.run
+        start = partial(self.kernel.start, weights=weights)
+        if chunks == 1:
+            return start(x_TH, routing=routing, meanwhile=meanwhile).result()
+        out = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+        for chunk in range(chunks):
+            span = partition(x_TH.shape[0], chunks, chunk)
+            rows = slice(span.start, span.stop)
+            part = Routing(routing.topk_weights[rows], routing.topk_ids[rows])
+            start(x_TH[rows], routing=part, out=out[rows], meanwhile=meanwhile).result()
+            meanwhile = None
+        return out
+
+    def _add_and_sum(
+        self, out_TH: Tensor, x_TH: Tensor, identity: Tensor | None, shared: Beside | None
+    ) -> None:
+        """Add shared and identity experts and sum over ranks, in place, each exactly once."""
+        extra = None if shared is None else shared.join()
+        if extra is not None and self.shared is not None and self.shared.partial:
+            out_TH += self.ranks.sum_batch(extra) if self.ranks.moves else extra
+            extra = None
+        self.ranks.sum_all(out_TH)
+        if extra is not None:
+            out_TH += extra
+        if identity is not None and not (self.ranks.partial and self.ranks.rank):
+            own = torch.where(identity != 0, x_TH.float() * identity, 0.0)
+            out_TH.copy_(own.add_(out_TH))

@@ -1,0 +1,37 @@
+"""Shared experts: a function of every token that the model adds to the routed experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moekit.runtime.checks import check_shared
+from moekit.untrusted.arguments import FLAG, FUNCTION, accept_fields
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """The shared experts of a `FusedMoE` layer.
+
+    Args:
+        function: (T, H) -> (T, H), added to every token's output. It runs on a stream of its own
+            while tokens travel. It stays its owner's: it is no submodule of the layer, is not in
+            its state_dict, and does not move with it.
+        partial: ``function`` computes a slice of the intermediate size, so its output must be
+            summed over the ranks that hold the same tokens.
+
+    Raises:
+        InvalidProblem: A value has the wrong type.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        accept_fields(self, {"function": FUNCTION, "partial": FLAG})
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        """Return the function's output; raises InvalidInput if it does not fit ``x_TH``."""
+        return check_shared(self.function, x_TH)
