@@ -13,7 +13,7 @@ from types import ModuleType
 _MOVED = {
     "moekit.activation": "moekit.problem.activation",
     "moekit.bench": "moekit_bench.bench",
-    "moekit.group": "moekit.runtime.group",
+    "moekit.group": "moekit.plugin",
     "moekit.local": "moekit.backends.local",
     "moekit.parallel": "moekit.layer.parallelism",
     "moekit.plugins": "moekit.discovery.registry",

@@ -98,7 +98,7 @@ class PrepareAndFinalize(Backend):
     """Moves tokens to the ranks of their experts, and the results back.
 
     It talks only in the group it is given, which need not be WORLD, and passes
-    ``moekit.runtime.group.resolve(problem, group)`` to ``super().__init__``: ranks that differ
+    ``moekit.plugin.resolve(problem, group)`` to ``super().__init__``: ranks that differ
     raise there, and checked kernels agree in ``self.group``; where that is None, no rank checks
     another. State belongs to the call: `prepare` puts what `finalize` needs into
     ``Dispatched.handle``. Two calls may be in flight, and finish in any order; the caller's

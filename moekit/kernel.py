@@ -1,10 +1,12 @@
-"""The composed MoE layer. Read top to bottom, this file is the data flow.
+"""The composed MoE layer.
+
+`ModularKernel._flow` is the data flow of a call:
 
     tokens -> PrepareAndFinalize.prepare -> PermuteExpertsUnpermute.apply
            -> PrepareAndFinalize.finalize -> out
 
-Shape suffixes: T tokens on this rank, K top-k, H hidden size, I intermediate size on this rank,
-L local experts, R dispatched rows, C rows of a batched expert's slab.
+Shape suffixes: T tokens on this rank, K top-k, H hidden size, R dispatched rows, L local experts,
+C capacity of the batched layout.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,25 +29,22 @@ from moekit.contract import (
     PackedWeights,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
-    Quantizer,
     Routing,
     output_dtype,
 )
+from moekit.contract import (
+    Quantizer as Quantizer,
+)
 from moekit.discovery.answers import packed_by
-from moekit.errors import InvalidInput, PeerFailed, WeightsError
+from moekit.errors import InvalidInput, WeightsError
 from moekit.problem import ActivationFormat
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
-from moekit.runtime.checks import (
-    check_call,
-    check_function,
-    check_shared,
-    check_tokens,
-    weights_of,
-)
-from moekit.runtime.group import Together, named, turn_in
+from moekit.runtime.calls import Flow, calls_of
+from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
+from moekit.runtime.rows import quantize_dispatched, weight_and_reduce
 from moekit.runtime.workspace import Layout, Workspace, settle
 
 if TYPE_CHECKING:
@@ -54,64 +53,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moekit")
 
 _MAX_LAYOUTS = 1024
-_ALONE = nullcontext()
-
-
-def quantize_dispatched(
-    experts: PermuteExpertsUnpermute, tokens: Dispatched, weights: PackedWeights
-) -> Dispatched:
-    """Tokens that travelled unquantized, as ``experts`` that take no such ones want them."""
-    if tokens.topk_ids is not None:
-        valid = (tokens.topk_ids >= 0).any(dim=1)
-        x, scale = experts.quantize(tokens.x, weights, valid)
-        return replace(tokens, x=x, x_scale=scale)
-    assert tokens.expert_num_tokens is not None
-    L, C, H = tokens.x.shape
-    valid = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
-    x, scale = experts.quantize(tokens.x.view(L * C, H), weights, valid.view(-1))
-    scale = scale.view(1, 1, 1) if scale.shape[0] == 1 else scale.view(L, C, scale.shape[1])
-    return replace(tokens, x=x.view(L, C, x.shape[1]), x_scale=scale)
-
-
-def weight_and_reduce(y_RKH: Tensor, tokens: Dispatched, out_RH: Tensor) -> Tensor:
-    """``out[r] = sum_k weight[r, k] * y[r, k]`` over slots with an expert, in fp32, in order of k.
-
-    y (R, K, H) with undefined slots where the id is -1; out (R, H), every element written.
-    """
-    assert tokens.topk_ids is not None and tokens.topk_weights is not None
-    total = torch.zeros(out_RH.shape, dtype=torch.float32, device=out_RH.device)
-    for k in range(y_RKH.shape[1]):
-        used = tokens.topk_ids[:, k, None] >= 0
-        total += torch.where(used, y_RKH[:, k].float() * tokens.topk_weights[:, k, None], 0.0)
-    return out_RH.copy_(total)
-
-
-class _Started(NamedTuple):
-    """A call that has been dispatched: x as it was sent; out if that is known."""
-
-    number: str
-    x: Tensor
-    out: Tensor | None
-    weights: PackedWeights
-    arriving: Pending[Dispatched]
 
 
 class ModularKernel:
     """One dispatcher and one experts backend, composed.
 
-    Formats must agree (`moekit.compose` inserts a bridge where they do not). Exactly one party
-    applies the router weights and sums over K: the dispatcher if it ``applies_weights``, else the
-    experts if they ``reduces``, else this class. Experts never see apply_router_weight_on_input:
-    the token is scaled here, and the weights handed on are ones.
+    Exactly one party applies the router weights and sums over K: the dispatcher if it
+    ``applies_weights``, else the experts if they ``reduces``, else this class. Experts never see
+    apply_router_weight_on_input: this class scales the tokens and passes weights of one.
 
-    checked: verify ids and weights by value on every call and, where tokens move, let all ranks
-    agree four times a call: to start it, and after `prepare` was launched; when the experts are
-    launched, and after `finalize` was. One that failed makes the others raise PeerFailed with its
-    reason, and one that is silent for ``peer_timeout`` seconds is named, both before this rank
-    waits for what never comes. (A dispatcher that waits within `prepare` does so first: there it
-    names the missing itself, or its library's timeout ends it.) Where a failure leaves tokens on
-    their way, later checked calls in that group raise, too. Costs host synchronizations, so the
-    default is on for the CPU only.
+    Args:
+        dispatcher, experts: of one format; `moekit.compose` inserts a bridge where they differ.
+        workspace: scratch memory, shared with other layers; default: the process-wide one.
+        explanation: why these two were chosen.
+        checked: verify ids and weights by value on every call. Where tokens move, also make four
+            collective checks a call: when it starts, when its dispatch is launched, when its
+            experts are launched, and when its combine is launched. If a rank fails, the others
+            raise PeerFailed with its reason; if a rank does not come within ``peer_timeout``
+            seconds, they raise PeerFailed with its number. Both happen before they wait for tokens
+            that never arrive, unless the dispatcher waits within `prepare`: then it names the
+            missing ranks itself, or its library's timeout ends the wait. A failure that leaves
+            tokens in flight poisons the group: later checked calls in it raise, too. Checks
+            synchronize with the device, so the default is True on the CPU only.
+        peer_timeout: seconds to wait for another rank in a collective check.
     """
 
     def __init__(
@@ -131,33 +95,34 @@ class ModularKernel:
         self.explanation = explanation
         self.workspace = workspace or Workspace.default()
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
-        self._name, self._agreement = named(dispatcher.group, peer_timeout, self.checked)
-        self._turn = turn_in(dispatcher.group)
-        self._made_for = weights_of(self.problem)
+        self._calls = calls_of(dispatcher, peer_timeout, self.checked)
+        self._made_for = checks.weights_of(self.problem)
         self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
-        activation = self.problem.quant.activation
         self._moves = dispatcher.spec.moves_tokens
-        # What experts return goes to the dispatcher as it is.
+        # Whether experts return (R, H) or (L, C, H), which the dispatcher takes as it is.
         self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
-        self._quantizes_itself = activation is None or experts.spec.takes_unquantized
+        # Quantize before the transfer if both sides can, else after it, else in the experts.
+        activation = self.problem.quant.activation
         self._sends_quantized = (
             activation is not None
             and experts.spec.takes_quantized
             and self.problem.quant.name in dispatcher.spec.wire_schemes
         )
-
-    # -- weights ----------------------------------------------------------------------------
+        self._quantizes_arrivals = activation is not None and not experts.spec.takes_unquantized
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """This rank's weights, checked against the problem and converted to the experts' layout.
+        """Check this rank's weights and convert them to the experts' layout, on every stream.
 
-        They are ready on every stream. Raises WeightsError listing everything that is missing or
-        misshapen, and while gradients are enabled for tensors that require one.
+        Raises:
+            WeightsError: lists everything that is missing or misshapen; also raised for tensors
+                that require a gradient while gradients are enabled.
         """
         if not isinstance(weights, ExpertWeights):
-            raise WeightsError(f"pack() wants moekit.ExpertWeights, not {type(weights).__name__}")
+            raise WeightsError(
+                f"pack() needs moekit.ExpertWeights, but got {type(weights).__name__}"
+            )
         (weights := checks.detached(weights)).check(self.problem)
         packed = packed_by(self.experts, weights.canonical(self.problem))
         settle(weights.w13.device)
@@ -174,22 +139,22 @@ class ModularKernel:
         out: Tensor | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """x (T, H) -> (T, H), both in the problem's dtype.
+        """Compute the layer: x (T, H) -> (T, H), both in the problem's dtype.
 
-        out: written if given; it must not overlap x. shared: shared experts, run on x while
-        tokens travel; its (T, H) result is added. Under dp_size=1 with several ranks the result
-        is this rank's partial sum.
+        Under dp_size=1 with several ranks the result is this rank's partial sum.
+
+        Args:
+            weights: from `pack`.
+            out: (T, H), written and returned if given; it must not overlap x.
+            shared: shared experts, called with x while tokens are in flight; their (T, H) result
+                is added.
         """
-        if self._agreement is None and not self._moves:
-            return self._call_alone(x, weights, routing, out, shared)
-        with self._turn:
-            started = self._start(x, weights, routing, out)
-            if shared is None:
-                combining, _sent = self._run(started, None)
-                return combining.result()
-            extra: list[Tensor] = []
-            combining, _sent = self._run(started, lambda: extra.append(check_shared(shared, x)))
-            return combining.result().add_(extra[0])
+        if shared is None:
+            return self._calls.call(self._flow(x, weights, routing, out, None), x)
+        extra: list[Tensor] = []
+        meanwhile = partial(_append_shared, extra, shared, x)
+        result = self._calls.call(self._flow(x, weights, routing, out, meanwhile), x)
+        return result.add_(extra[0])
 
     def start(
         self,
@@ -200,69 +165,66 @@ class ModularKernel:
         out: Tensor | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> InFlight:
-        """Dispatches and returns at once. ``.run()`` runs the experts and sets off their output,
-        ``.result()`` waits for it, after ``.run()`` if that was not called.
+        """Launch the dispatch and return at once.
 
-        meanwhile: ``.run()`` calls it while tokens travel; if it raises, so does the call, on all
-        ranks.
+        ``.run()`` of the result runs the experts and launches the combine. ``.result()`` waits for
+        the output, and runs what was not run.
 
-        Several calls may be in flight: run them, and take their results, in the order they were
-        started. Of two micro-batches, tokens of the second travel while the first one's experts
-        run, and results of the first while the second's do: start, start, run, run, result, result.
-        x must stay unchanged until the result is taken. Where tokens move, all ranks must start
-        and run their calls in one order; checked kernels tell if they do not.
+        Several calls may be in flight: run them, and take their results, in the order in which
+        they were started. Start two micro-batches before running either one, and their transfers
+        overlap with compute: start, start, run, run, result, result. x must stay unchanged until
+        the result is taken. Where tokens move, all ranks must start and run their calls in one
+        order; checked kernels raise if they do not.
+
+        Args:
+            meanwhile: ``.run()`` calls it while tokens are in flight; if it raises, so does the
+                call, on all ranks.
         """
-        started = self._start(x, weights, routing, out)
+        flow = self._flow(x, weights, routing, out, meanwhile)
+        started = self._calls.start(flow, x)
 
         def run() -> Pending[Tensor]:
-            combining, sent = self._run(started, meanwhile)
-
-            def arrive(kept: object = sent) -> Tensor:
-                return combining.result()
-
-            return Pending(arrive)
+            return Pending(partial(_finish, self._calls.run(flow, started), flow))
 
         return InFlight(run)
 
-    def _start(
-        self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
-    ) -> _Started:
-        moves = self._moves
-        # Where nothing moves, ranks hold the same tokens.
-        same = "" if self._agreement is None or moves else f" with x {tuple(x.shape)}"
-        with self._together("start", same, self.dispatcher.abort if moves else None):
-            x, routing, out = self._arrange(x, weights, routing, out)
-        # All ranks number a call alike, so that they notice when they are at different calls.
-        number = "" if self._agreement is None else f" (started at step {self._agreement.step})"
-        quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
-        with self._together("dispatch", number, moving=moves):
-            arriving = self.dispatcher.prepare(x, routing, quantizer)
-        return _Started(number, x, out, weights, arriving)
+    def abort(self, error: Exception) -> None:
+        """Make the other ranks raise PeerFailed with ``error``: this rank has no next call."""
+        self._calls.abort(error)
 
-    def _call_alone(
+    def _flow(
         self,
         x: Tensor,
         weights: PackedWeights,
         routing: Routing,
         out: Tensor | None,
-        shared: Callable[[Tensor], Tensor] | None,
-    ) -> Tensor:
-        """`_start` and `_run` with nobody to wait for or to agree with, in less host time."""
-        sent, routing, out = self._arrange(x, weights, routing, out)
-        assert out is not None
-        quantizer = self._quantizer_before_dispatch(weights) if self._sends_quantized else None
-        tokens = self.dispatcher.prepare(sent, routing, quantizer).result()
-        extra = None if shared is None else check_shared(shared, x)
-        if tokens.x_scale is None and not self._quantizes_itself:
-            tokens = quantize_dispatched(self.experts, tokens, weights)
-        y = self._run_experts(tokens, weights, out)
-        result = self.dispatcher.finalize(y, tokens, out).result()
-        return result if extra is None else result.add_(extra)
+        meanwhile: Callable[[], object] | None,
+    ) -> Flow:
+        """Yield at each point where `moekit.runtime.calls` may check or wait for other ranks."""
+        x, routing, out = self._arrange(x, weights, routing, out)
+        yield None
+        quantize = partial(_quantize, self.experts, weights) if self._sends_quantized else None
+        arriving = self.dispatcher.prepare(x, routing, quantize)
+        yield None  # tokens are in flight
+        tokens = arriving.result() if meanwhile is None else self._receive(arriving, meanwhile)
+        try:
+            if self._quantizes_arrivals and tokens.x_scale is None:
+                tokens = quantize_dispatched(self.experts, tokens, weights)
+            y = self._run_experts(tokens, weights, out)
+            yield None
+        except BaseException:  # of this rank's experts, or of another rank's
+            self.dispatcher.abandon(tokens)
+            raise
+        if out is None:
+            combining = self.dispatcher.finalize_new(y, tokens, x)
+        else:
+            combining = self.dispatcher.finalize(y, tokens, out)
+        yield combining  # y and tokens live until the output has arrived
 
     def _arrange(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor | None]:
-        """x and routing, checked, as the dispatcher takes them; and out, if that is known."""
+        """Check the arguments. Return x and routing as the dispatcher takes them, and out."""
         check_call(
             self.problem, self.experts, x, weights, routing, out, self.checked, self._made_for
         )  # fmt: skip
@@ -279,55 +241,23 @@ class ModularKernel:
             routing = Routing(topk_weights, topk_ids)
         return x, routing, out
 
-    def abort(self, error: Exception) -> None:
-        """This rank cannot start its next call: the others raise PeerFailed with ``error``."""
-        together = self._together("start", "", self.dispatcher.abort)
-        with suppress(type(error), PeerFailed), together:
-            raise error
-
-    def _run(
-        self, call: _Started, meanwhile: Callable[[], object] | None
-    ) -> tuple[Pending[Tensor], object]:
-        """The experts' output on its way back, and what must live until it has arrived."""
-        number, x, out, weights, arriving = call
-        tokens: Dispatched | None = None
+    def _receive(
+        self, arriving: Pending[Dispatched], meanwhile: Callable[[], object]
+    ) -> Dispatched:
+        """Call ``meanwhile``, then wait for the tokens: they must arrive even if it raises."""
         try:
-            with self._together("run the experts of", number):
-                try:
-                    if meanwhile is not None:
-                        check_function("meanwhile", meanwhile)()
-                finally:  # what travels must arrive
-                    tokens = arriving.result()
-                if tokens.x_scale is None and not self._quantizes_itself:
-                    tokens = quantize_dispatched(self.experts, tokens, weights)
-                y = self._run_experts(tokens, weights, out)
+            if not callable(meanwhile):
+                check_function("meanwhile", meanwhile)
+            meanwhile()
         except BaseException:
-            if tokens is not None:
-                self.dispatcher.abandon(tokens)
+            self.dispatcher.abandon(arriving.result())
             raise
-        with self._together("combine", number, moving=self._moves):
-            if out is None:
-                combining = self.dispatcher.finalize_new(y, tokens, x)
-            else:
-                combining = self.dispatcher.finalize(y, tokens, out)
-        return combining, (y, tokens)
-
-    def _together(
-        self,
-        step: str,
-        more: str = "",
-        otherwise: Callable[[str], None] | None = None,
-        *,
-        moving: bool = False,
-    ) -> AbstractContextManager[None]:
-        if self._agreement is None and otherwise is None:
-            return _ALONE
-        what = f"{step} a call of {self._name}{more}"
-        return Together(self._agreement, what, otherwise, moving=moving)
+        return arriving.result()
 
     def _run_experts(
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
     ) -> Tensor:
+        """Return the experts' output as the dispatcher takes it, weighted and summed if needed."""
         dtype, device = self._output_dtype, tokens.x.device
         shape = torch.Size((*tokens.x.shape[:-1], self.problem.hidden_size))  # x may be packed
         reduced = self.dispatcher.output(tokens)
@@ -340,16 +270,19 @@ class ModularKernel:
         if 0 in shape[:-1]:
             return reduced
         rows = shape[-2]
-        y = reduced
+        y, ids = reduced, tokens.topk_ids
         if not self._reduced:
-            assert tokens.topk_ids is not None
-            y = torch.empty((rows, tokens.topk_ids.shape[1], shape[-1]), dtype=dtype, device=device)
+            assert ids is not None
+            y = torch.empty((rows, ids.shape[1], shape[-1]), dtype=dtype, device=device)
         scratch = self.workspace.take(self._layouts.get(rows) or self._layout(rows), device)
         try:
             self.experts.apply(y, tokens, weights, scratch)
         finally:
             scratch.give_back()
-        return reduced if self._reduced else weight_and_reduce(y, tokens, reduced)
+        if self._reduced:
+            return reduced
+        assert ids is not None and tokens.topk_weights is not None
+        return weight_and_reduce(lambda k: y[:, k], ids, tokens.topk_weights, reduced)
 
     def _layout(self, rows: int) -> Layout:
         if len(self._layouts) >= _MAX_LAYOUTS:
@@ -357,13 +290,13 @@ class ModularKernel:
         layout = self._layouts[rows] = Layout(self.experts.workspace(rows))
         return layout
 
-    # -- quantization: before the transfer if both sides can, else after, else by the experts ----
-
-    def _quantizer_before_dispatch(self, weights: PackedWeights) -> Quantizer:
-        return lambda x_RH, valid_R: self.experts.quantize(x_RH, weights, valid_R)
+    # -- around calls -----------------------------------------------------------------------
 
     def memory(self, num_tokens: int | None = None) -> MemoryReport:
-        """Bytes needed when every rank passes ``num_tokens`` (default: problem.max_num_tokens)."""
+        """Return the bytes needed when every rank passes ``num_tokens`` tokens.
+
+        num_tokens: default: problem.max_num_tokens.
+        """
         tokens = self.problem.max_num_tokens if num_tokens is None else num_tokens
         if tokens is None:
             raise InvalidInput(
@@ -372,12 +305,12 @@ class ModularKernel:
         return MemoryReport.of(self.dispatcher, self.experts, check_tokens(tokens))
 
     def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
-        """Runs calls of 1, 2, 4 ... and ``num_tokens`` random tokens.
+        """Run calls of 1, 2, 4 ... and ``num_tokens`` random tokens.
 
-        Grows the workspace, and compiles what compiles at first use, for every size up to
+        This grows the workspace, and compiles what compiles at first use, for every size up to
         ``num_tokens`` (kernels that change with the size change at most once per factor of two).
-        Calls that take over a second are logged with the time they took. Collective: every rank
-        must call it with the same ``num_tokens``.
+        Calls that take over a second are logged with their time. Collective: every rank must call
+        it with the same ``num_tokens``.
         """
         num_tokens, device = check_tokens(num_tokens), checks.device_of(weights)
         powers = (1 << n for n in range(num_tokens.bit_length()))
@@ -398,5 +331,25 @@ class ModularKernel:
         self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))
 
     def destroy(self) -> None:
-        """Frees the dispatcher's buffers; idempotent."""
+        """Free the dispatcher's buffers; idempotent."""
         self.dispatcher.destroy()
+
+
+def _append_shared(to: list[Tensor], shared: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    to.append(check_shared(shared, x))
+
+
+def _quantize(
+    experts: PermuteExpertsUnpermute,
+    weights: PackedWeights,
+    x_RH: Tensor,
+    valid_rows: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return experts.quantize(x_RH, weights, valid_rows)
+
+
+def _finish(combining: Pending[Tensor], flow: Flow) -> Tensor:
+    """Wait for the output. Until then, ``flow`` keeps the tensors that the combine reads."""
+    out = combining.result()
+    flow.close()
+    return out

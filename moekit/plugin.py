@@ -34,16 +34,10 @@ from moekit.problem import (
 )
 from moekit.problem.activation import apply_activation
 from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
-from moekit.runtime.group import (
-    Agreement,
-    SharedBuffers,
-    Transfers,
-    exchange,
-    has_backend,
-    reason_of,
-    resolve,
-)
+from moekit.runtime.agreement import Agreement, Transfers, exchange, reason_of
+from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.overlap import Pending
+from moekit.runtime.shared_buffers import SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
 

@@ -16,10 +16,10 @@ from moekit.backends.bridge import bridge
 from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
 from moekit.discovery.answers import packed_by
 from moekit.discovery.specs import ExpertsSpec
-from moekit.kernel import quantize_dispatched
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.checks import _overlap
+from moekit.runtime.checks import overlap
+from moekit.runtime.rows import quantize_dispatched
 from moekit.runtime.workspace import Layout, Workspace, is_capturing
 from moekit.selection.composite import CompositeSpec
 
@@ -168,7 +168,7 @@ def _merge(name: str, packed: Sequence[PackedWeights]) -> CompositeWeights:
         for key, tensor in member.experts.items():
             if any(_same_experts(tensor, other) for other in others):
                 continue
-            if any(_overlap(tensor, other) for other in others):
+            if any(overlap(tensor, other) for other in others):
                 own[key] = tensor.clone()  # part of another's bytes: these cannot move as one
             kept[f"{member.backend}.{key}"] = own[key]
         for key, tensor in member.shared.items():

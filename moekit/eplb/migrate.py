@@ -22,7 +22,8 @@ from torch import Tensor
 from moekit.contract import PackedWeights
 from moekit.errors import GroupMismatch, InvalidInput, PeerFailed, WeightsError
 from moekit.problem.placement import Placement
-from moekit.runtime.group import exchange, has_backend, reason_of
+from moekit.runtime.agreement import exchange, reason_of
+from moekit.runtime.group import has_backend
 from moekit.untrusted.arguments import GROUP, accept, instance, optional
 from moekit.untrusted.arguments import size as size_kind
 

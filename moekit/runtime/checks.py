@@ -1,4 +1,4 @@
-"""What a call may not be: shapes, dtypes, devices, capacity, and values where that is asked for."""
+"""Checks of a call's arguments: types, shapes, dtypes, devices, capacity, and values if asked."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ F = TypeVar("F", bound=Callable[..., object])
 
 ID_DTYPES = (torch.int32, torch.int64)
 _STRIDED = torch.strided
-# Ids of up to so many assignments are looked at as Python's ints, which takes a microsecond.
+# Up to this many ids are checked as Python integers, which takes a microsecond.
 _FEW = 32
 _OF_WEIGHTS = (
     "num_local_experts", "hidden_size", "local_intermediate_size", "scheme", "dtype", "gated",
     "has_bias",
 )  # fmt: skip
+_PACK = "pack them with this kernel's pack()"
 
 
 def weights_of(problem: MoEProblem) -> tuple[object, ...]:
-    """What of a problem packed weights depend on."""
+    """Return the parts of a problem that packed weights depend on, in the order of _OF_WEIGHTS."""
     p = problem
     return (
         p.num_local_experts, p.hidden_size, p.local_intermediate_size, p.quant.name, p.dtype_name,
@@ -49,25 +50,81 @@ def check_call(
     by_value: bool,
     made_for: tuple[object, ...],
 ) -> None:
-    """Raises InvalidInput, WeightsError or CapacityExceeded for what the call cannot compute.
+    """Raise an error for arguments that the call cannot compute.
 
-    by_value: look into ids and weights, which waits for the device. made_for: `weights_of` the
-    problem.
+    Args:
+        by_value: also look into ids and weights, which waits for the device.
+        made_for: `weights_of` the problem.
+
+    Raises:
+        InvalidInput, WeightsError, CapacityExceeded: which argument is wrong, and how.
     """
     try:
-        _check_call(problem, experts, x, weights, routing, out, by_value, made_for)
+        ids, topk_weights = routing.topk_ids, routing.topk_weights
+        shape, device = x.shape, x.device
+        if not (x.layout is ids.layout is topk_weights.layout is _STRIDED):
+            _check_types(x, weights, routing, out)
+        if len(shape) != 2 or shape[1] != problem.hidden_size:
+            raise InvalidInput(f"x has shape {tuple(shape)}, expected (T, {problem.hidden_size})")
+        if x.dtype != problem.dtype:
+            raise InvalidInput(
+                f"x is {x.dtype}, the problem's dtype is {problem.dtype}: convert x, or compose "
+                "for its dtype"
+            )
+        wanted = (shape[0], problem.top_k)
+        for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):
+            if tensor.shape != wanted:
+                raise InvalidInput(
+                    f"{name} has shape {tuple(tensor.shape)}, expected (T, K) {wanted}"
+                )
+            if tensor.device != device:
+                raise InvalidInput(f"{name} is on {tensor.device}, x on {device}: move one")
+        if ids.dtype not in ID_DTYPES:
+            raise InvalidInput(f"topk_ids are {ids.dtype}, expected int32 or int64")
+        if topk_weights.dtype != torch.float32:
+            raise InvalidInput(f"topk_weights are {topk_weights.dtype}, expected float32")
+        if device.type != problem.device.type:
+            raise InvalidInput(
+                f"x is on {device}, the kernel was composed for {problem.device}: "
+                "move x, or set device in the problem"
+            )
+        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+            name = "x" if x.requires_grad else "topk_weights"
+            raise InvalidInput(
+                f"{name} requires a gradient, which expert kernels do not compute: call under "
+                f"torch.no_grad(), or pass {name}.detach()"
+            )
+        if weights.backend != experts.spec.name:
+            raise WeightsError(
+                f"the weights were packed for {weights.backend!r}, this kernel runs "
+                f"{experts.spec.name!r}: {_PACK}"
+            )
+        if weights.made_for is not None and weights.made_for != made_for:
+            raise WeightsError(_differing(weights.made_for, made_for))
+        packed = next(iter(weights.experts.values()))
+        if packed.device != device:
+            raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
+        most = problem.max_num_tokens
+        if most is not None and shape[0] > most:
+            raise CapacityExceeded(
+                f"{shape[0]} tokens, but max_num_tokens={most}: split the call, or compose for more"
+            )
+        if out is not None:
+            _check_out(x, out)
+        if by_value and ids.numel():
+            _check_values(ids, topk_weights, problem.num_physical_experts)
     except (AttributeError, TypeError, RuntimeError, IndexError, StopIteration):
         _check_types(x, weights, routing, out)
         raise
 
 
 def _check_types(x: object, weights: object, routing: object, out: object) -> None:
-    """Says which argument is of another type, after a comparison of its parts failed."""
+    """Raise an error that names the argument of another type, if there is one."""
     from moekit.contract import Routing
 
     if not isinstance(routing, Routing):
         raise InvalidInput(
-            f"routing is {type(routing).__name__}, want moekit.Routing(topk_weights, topk_ids)"
+            f"routing is {type(routing).__name__}, expected moekit.Routing(topk_weights, topk_ids)"
         )
     check_tensor("x", x)
     check_tensor("topk_ids", routing.topk_ids)
@@ -82,116 +139,61 @@ def device_of(weights: object) -> torch.device:
     from moekit.contract import PackedWeights
 
     if not isinstance(weights, PackedWeights):
-        raise WeightsError(f"weights={shown(weights)}: want what this kernel's pack() returned")
+        raise WeightsError(
+            f"the weights are {type(weights).__name__}, expected moekit.PackedWeights: {_PACK}"
+        )
     tensors = list(weights.experts.values())
     if not (tensors and all(isinstance(t, Tensor) for t in tensors)):
         raise WeightsError(
-            f"weights that {weights.backend!r} packed hold {shown(tensors)}, want tensors with the "
-            "local experts in dim 0: pack them with this kernel's pack()"
+            f"the weights packed for {weights.backend!r} hold {shown(tensors)}, expected tensors "
+            f"with the local experts in dim 0: {_PACK}"
         )
     return tensors[0].device
 
 
-def _check_call(
-    p: MoEProblem,
-    experts: PermuteExpertsUnpermute,
-    x: Tensor,
-    weights: PackedWeights,
-    routing: Routing,
-    out: Tensor | None,
-    by_value: bool,
-    made_for: tuple[object, ...],
-) -> None:
-    ids, topk_weights = routing.topk_ids, routing.topk_weights
-    shape, device = x.shape, x.device
-    if not (x.layout is ids.layout is topk_weights.layout is _STRIDED):
-        _check_types(x, weights, routing, out)
-    if len(shape) != 2 or shape[1] != p.hidden_size:
-        raise InvalidInput(f"x has shape {tuple(shape)}, want (T, {p.hidden_size})")
-    if x.dtype != p.dtype:
+def _differing(was: tuple[object, ...], now: tuple[object, ...]) -> str:
+    found = ", ".join(
+        f"{name}={old!r}, not {new!r}"
+        for name, old, new in zip(_OF_WEIGHTS, was, now, strict=True)
+        if old != new
+    )
+    return f"the weights were packed for another problem ({found}): {_PACK}"
+
+
+def _check_out(x: Tensor, out: Tensor) -> None:
+    """Raise InvalidInput unless ``out`` is a place for the result of x."""
+    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         raise InvalidInput(
-            f"x is {x.dtype}, the problem's dtype is {p.dtype}: convert x, or compose for it"
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+            f"expected {tuple(x.shape)} {x.dtype} on {x.device}"
         )
-    wanted = (shape[0], p.top_k)
-    for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):
-        if tensor.shape != wanted:
-            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}, want (T, K) {wanted}")
-        if tensor.device != device:
-            raise InvalidInput(f"{name} is on {tensor.device}, x on {device}: move one")
-    if ids.dtype not in ID_DTYPES:
-        raise InvalidInput(f"topk_ids are {ids.dtype}, want int32 or int64")
-    if topk_weights.dtype != torch.float32:
-        raise InvalidInput(f"topk_weights are {topk_weights.dtype}, want float32")
-    if device.type != p.device.type:
+    check_tensor("out", out)
+    if not out.is_contiguous() and _meets_itself(out):
         raise InvalidInput(
-            f"x is on {device}, the kernel was composed for {p.device}: "
-            "move x, or set device in the problem"
+            f"out has strides {out.stride()}, so several elements share memory: pass a tensor "
+            "with memory for each element, for example torch.empty_like(x)"
         )
-    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-        name = "x" if x.requires_grad else "topk_weights"
+    if overlap(x, out):
+        raise InvalidInput("out shares memory with x; pass another tensor")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise InvalidInput("out requires a gradient: call under torch.no_grad()")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
-            f"{name} requires a gradient, which expert kernels do not compute: call under "
-            f"torch.no_grad(), or pass {name}.detach()"
+            "out was made in inference mode and can be written only there: pass another "
+            "tensor, or call under torch.inference_mode()"
         )
-    backend = getattr(weights, "backend", None)
-    if backend != experts.spec.name:
-        found = (
-            f"are {type(weights).__name__}" if backend is None else f"were packed for {backend!r}"
+
+
+def _check_values(ids: Tensor, topk_weights: Tensor, num_experts: int) -> None:
+    check_ids(ids, num_experts)
+    # The sum is finite unless an entry is not: one cheap pass for the usual case.
+    if math.isfinite(float(topk_weights.sum())):
+        return
+    if not bool(torch.isfinite(topk_weights[ids >= 0]).all()):
+        raise InvalidInput(
+            "topk_weights hold NaN or infinity where a token has an expert: "
+            "look for NaN in the router logits"
         )
-        raise WeightsError(
-            f"the weights {found}, this kernel runs {experts.spec.name!r}: pack them with this "
-            "kernel's pack()"
-        )
-    if weights.made_for is not None and weights.made_for != made_for:
-        differing = ", ".join(
-            f"{name}={was!r}, not {now!r}"
-            for name, was, now in zip(_OF_WEIGHTS, weights.made_for, made_for, strict=True)
-            if was != now
-        )
-        raise WeightsError(
-            f"the weights were packed for another problem ({differing}): pack them with this "
-            "kernel's pack()"
-        )
-    packed = next(iter(weights.experts.values()))
-    if packed.device != device:
-        raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
-    if p.max_num_tokens is not None and shape[0] > p.max_num_tokens:
-        raise CapacityExceeded(
-            f"{shape[0]} tokens, but max_num_tokens={p.max_num_tokens}: "
-            "split the call, or compose for more"
-        )
-    if out is not None:
-        if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
-            raise InvalidInput(
-                f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
-                f"want {tuple(x.shape)} {x.dtype} on {x.device}"
-            )
-        check_tensor("out", out)
-        if not out.is_contiguous() and _meets_itself(out):
-            raise InvalidInput(
-                f"out has strides {out.stride()}, so that several elements share memory: pass a "
-                "tensor with memory for each element, as torch.empty_like(x) is"
-            )
-        if _overlap(x, out):
-            raise InvalidInput("out shares memory with x; pass another tensor")
-        if out.requires_grad and torch.is_grad_enabled():
-            raise InvalidInput("out requires a gradient: call under torch.no_grad()")
-        if out.is_inference() and not torch.is_inference_mode_enabled():
-            raise InvalidInput(
-                "out was made in inference mode and can be written only there: pass another "
-                "tensor, or call under torch.inference_mode()"
-            )
-    if by_value and ids.numel():
-        check_ids(ids, p.num_physical_experts)
-        # The sum is finite unless an entry is not: one cheap pass for the usual case.
-        if not (
-            math.isfinite(float(topk_weights.sum()))
-            or bool(torch.isfinite(topk_weights[ids >= 0]).all())
-        ):
-            raise InvalidInput(
-                "topk_weights hold NaN or infinity where a token has an expert: "
-                "look for NaN in the router logits"
-            )
 
 
 def detached(weights: ExpertWeights) -> ExpertWeights:
@@ -210,7 +212,7 @@ _TOKENS = size_kind(0)
 
 
 def check_tokens(count: object, name: str = "num_tokens") -> int:
-    """A number of tokens. Raises InvalidInput."""
+    """Return ``count``. Raises InvalidInput unless it is a number of tokens."""
     if type(count) is int and 0 <= count <= MAX_TOKENS:
         return count
     kept: int = accept({name: _TOKENS}, {name: count}, InvalidInput)[name]
@@ -218,15 +220,15 @@ def check_tokens(count: object, name: str = "num_tokens") -> int:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raises InvalidInput for anything but a dense tensor: lists, sparse and nested tensors."""
+    """Raise InvalidInput unless ``value`` is a dense tensor, neither sparse nor nested."""
     if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
-        raise InvalidInput(f"{name} is {shown(value)}, want a dense torch.Tensor")
+        raise InvalidInput(f"{name} is {shown(value)}, expected a dense torch.Tensor")
 
 
 def check_function(name: str, value: F) -> F:
-    """``value``, a function. Raises InvalidInput."""
+    """Return ``value``. Raises InvalidInput unless it is a function."""
     if not callable(value):
-        raise InvalidInput(f"{name} is {shown(value)}, want a function")
+        raise InvalidInput(f"{name} is {shown(value)}, expected a function")
     return value
 
 
@@ -237,7 +239,7 @@ def check_parts(
     checked: object,
     peer_timeout: object,
 ) -> None:
-    """Raises InvalidProblem for parts that make no kernel."""
+    """Raise InvalidProblem for parts that do not make a kernel."""
     from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize
     from moekit.runtime.workspace import Workspace
 
@@ -250,11 +252,13 @@ def check_parts(
     }
     accept(kinds, locals())
     if dispatcher.problem != experts.problem:
-        raise InvalidProblem("dispatcher and experts were made for different problems: make both "
-                             "for one, or call moekit.compose")  # fmt: skip
+        raise InvalidProblem(
+            "dispatcher and experts were made for different problems: make both for the same "
+            "problem, or call moekit.compose"
+        )
     if dispatcher.spec.format is not experts.spec.format:
         raise InvalidProblem(
-            f"the dispatcher gives {dispatcher.spec.format.value} tokens and the experts take "
+            f"the dispatcher gives {dispatcher.spec.format.value} tokens, but the experts take "
             f"{experts.spec.format.value} ones: call moekit.compose, which converts between them"
         )
     if dispatcher.spec.applies_weights and experts.spec.reduces:
@@ -262,8 +266,10 @@ def check_parts(
 
 
 def check_ids(ids: Tensor, end: int) -> None:
-    """Raises InvalidInput for ids (T, K) of no expert of 0..end-1, -1 aside, and for a token that
-    names an expert twice. It waits for the device."""
+    """Raise InvalidInput unless ids (T, K) are in -1..end-1, and each token's experts differ.
+
+    This waits for the device.
+    """
     K = ids.shape[1]
     if ids.numel() <= _FEW:
         rows = ids.tolist()
@@ -275,7 +281,9 @@ def check_ids(ids: Tensor, end: int) -> None:
             return
     low, high = (int(v) for v in torch.aminmax(ids))
     if low < -1 or high >= end:
-        raise InvalidInput(f"topk_ids span [{low}, {high}], want -1 (no expert) or 0..{end - 1}")
+        raise InvalidInput(
+            f"topk_ids span [{low}, {high}], expected -1 (no expert) or 0..{end - 1}"
+        )
     ordered = ids.sort(dim=1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if bool(twice.any()):
@@ -287,7 +295,7 @@ def check_ids(ids: Tensor, end: int) -> None:
 
 
 def _meets_itself(tensor: Tensor) -> bool:
-    """Whether elements share memory, or lie between each other's in a way that is not looked at."""
+    """Return True if elements may share memory; False only where strides rule it out."""
     end = 0
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride <= end:
@@ -296,8 +304,8 @@ def _meets_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges that two tensors span meet."""
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether the address ranges of two tensors meet."""
     if not (a.numel() and b.numel()):
         return False
     (a0, a1), (b0, b1) = (
@@ -312,14 +320,14 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def check_shared(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
-    """What shared experts make of x, which is added to the result. Raises InvalidInput unless it is
-    as x is."""
-    extra = check_function("shared", function)(x)
+    """Return ``function(x)``. Raises InvalidInput unless it has the shape and dtype of x."""
+    if not callable(function):
+        check_function("shared", function)
+    extra = function(x)
+    expected = f"{tuple(x.shape)} {x.dtype}"
     if not isinstance(extra, Tensor):
-        raise InvalidInput(f"shared experts returned {extra!r}, want {tuple(x.shape)} {x.dtype}")
+        raise InvalidInput(f"shared experts returned {extra!r}, expected {expected}")
     if extra.shape != x.shape or extra.dtype != x.dtype:
-        raise InvalidInput(
-            f"shared experts returned {tuple(extra.shape)} {extra.dtype}, want {tuple(x.shape)} "
-            f"{x.dtype}"
-        )
+        found = f"{tuple(extra.shape)} {extra.dtype}"
+        raise InvalidInput(f"shared experts returned {found}, expected {expected}")
     return extra

@@ -1,4 +1,4 @@
-"""What runs beside the rest: values on their way, and shared experts while tokens travel."""
+"""Overlap: values that are not there yet, and shared experts that run beside a transfer."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from moekit.errors import MoekitError
 
 T = TypeVar("T")
 
-# Side streams that nobody uses, by the stream that forked them: one for each, and another for each
-# further thread that forks that stream meanwhile. No other stream uses them, and each fork waits
-# for the stream it belongs to: so memory of the side stream is not used again before that stream
-# has read it, without any further bookkeeping, in CUDA graphs too.
+# Idle side streams by the stream that forks them: one each, and one more for each further thread
+# that forks the same stream at the same time. Only that stream uses them, and each fork waits for
+# it: so torch reuses memory of the side stream only after that stream has read it, without further
+# bookkeeping, in CUDA graphs too.
 _idle: dict[tuple[torch.device, int], list[Any]] = {}
 
 
 class Pending(Generic[T]):
-    """A value that is on its way. `result` waits for it; calling it again is free."""
+    """A value that is not there yet. `result` waits for it once, and returns it again for free."""
 
-    def __init__(self, wait: Callable[[], T] | None) -> None:
-        self._wait = wait
-        self._lock = None if wait is None else threading.RLock()
-        self._failed = ""
-        self._value: T
+    _lock: threading.RLock | None = None
+    _failed = ""
+    _value: T
+
+    def __init__(self, wait: Callable[[], T]) -> None:
+        self._wait: Callable[[], T] | None = wait
+        self._lock = threading.RLock()
 
     @classmethod
     def ready(cls, value: T) -> Pending[T]:
-        made = cls(None)
+        """Return a pending value that is there already."""
+        made = cls.__new__(cls)
         made._value = value
         return made
 
     def result(self) -> T:
-        """The value. What raised is not tried again: from then on it raises MoekitError."""
+        """Wait for the value. A wait that raised is not repeated: later calls raise MoekitError."""
         if self._lock is not None:
             with self._lock:  # of two threads, one waits for the other
                 self._settle()
@@ -57,15 +60,15 @@ class Pending(Generic[T]):
 
 
 class InFlight(Pending[Tensor]):
-    """A call whose tokens have set off, from `ModularKernel.start`; its result is (T, H).
+    """A dispatched call, from `ModularKernel.start`; its result is (T, H).
 
         first, second = kernel.start(...), kernel.start(...)
-        first.run()                                      # the experts; their output sets off ...
-        second.run()                                     # ... and travels while these experts run
+        first.run()                                # its experts; its output is in flight ...
+        second.run()                               # ... while these experts run
         outs = first.result(), second.result()
 
-    `result` runs what was not run. Both belong on the stream that the call was started on, in
-    whichever thread.
+    `result` runs what was not run. Call both on the stream that the call was started on, in any
+    thread.
     """
 
     def __init__(self, run: Callable[[], Pending[Tensor]]) -> None:
@@ -74,19 +77,19 @@ class InFlight(Pending[Tensor]):
         self._combining = combining
 
     def run(self) -> None:
-        """Runs the experts and sets off their output, without waiting for it; once."""
+        """Run the experts and launch the combine, once, without waiting for the output."""
         self._combining.result()
 
 
 class Beside:
-    """``function(x)`` on a stream of its own; on devices without streams, in place.
+    """Run ``function(x)`` on a side stream; on devices without streams, in place.
 
-        beside = Beside(function, x)    # it may start as soon as x is there
-        beside.run()                    # enqueues it
-        beside.join()                   # its result; what follows on this stream waits for it
+        beside = Beside(function, x)    # the side stream waits for x
+        beside.run()                    # enqueues the function
+        beside.join()                   # returns its result, for which this stream waits
 
-    ``join`` and the constructor belong on the same stream. The result must have been used when the
-    last reference to this object goes: then another call may fork the side stream.
+    Call the constructor and `join` on the same stream. Use the result before the last reference to
+    this object goes: then another call may fork the side stream.
     """
 
     _idle: list[Any] | None = None
@@ -104,12 +107,13 @@ class Beside:
             self._side.wait_stream(current)
 
     def run(self) -> Tensor:
-        """The result, which only the side stream may read before `join`."""
+        """Return the result, which only the side stream may read before `join`."""
         with nullcontext() if self._streams is None else self._streams.stream(self._side):
             self._value = self._function(self._x)
         return self._value
 
     def join(self) -> Tensor:
+        """Return the result; work that follows on the current stream waits for it."""
         if self._streams is not None:
             self._streams.current_stream(self._x.device).wait_stream(self._side)
         return self._value
@@ -122,7 +126,7 @@ class Beside:
 def _side(streams: Any, device: torch.device, current: Any, idle: list[Any]) -> Any:
     try:
         return idle.pop()
-    except IndexError:  # all are in use, if there are any
+    except IndexError:  # none is idle
         side = streams.Stream(device)
     # Streams come from a pool, in turn.
     return streams.Stream(device) if side == current else side

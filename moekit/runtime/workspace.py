@@ -34,16 +34,16 @@ class Layout:
 class Scratch(list[Tensor]):
     """Disjoint uninitialised tensors. They belong to whoever took them until `give_back`."""
 
-    __slots__ = ("_lent",)
+    __slots__ = ("lent",)
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
         super().__init__(buffers)
         # The arena, and the list of idle ones that it returns to.
-        self._lent: tuple[_Arena, list[_Arena]] | None = None
+        self.lent: tuple[_Arena, list[_Arena]] | None = None
 
     def give_back(self) -> None:
         """Lets the next call on this stream have the memory; idempotent."""
-        lent, self._lent = self._lent, None
+        lent, self.lent = self.lent, None
         if lent is not None:
             arena, idle = lent
             idle.append(arena)
@@ -52,19 +52,16 @@ class Scratch(list[Tensor]):
 class _Arena:
     """A buffer, and how calls laid it out."""
 
-    __slots__ = ("_buffer", "_laid_out", "nbytes")
+    __slots__ = ("_buffer", "laid_out", "nbytes")
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer, self.nbytes = buffer, buffer.nbytes
-        self._laid_out: dict[Layout, Scratch] = {}
+        self.laid_out: dict[Layout, Scratch] = {}
 
-    def lend(self, layout: Layout, idle: list[_Arena]) -> Scratch:
-        scratch = self._laid_out.get(layout)
-        if scratch is None:
-            if len(self._laid_out) >= _MAX_LAYOUTS:
-                self._laid_out.clear()
-            scratch = self._laid_out[layout] = Scratch(layout.views(self._buffer))
-        scratch._lent = self, idle
+    def lay_out(self, layout: Layout) -> Scratch:
+        if len(self.laid_out) >= _MAX_LAYOUTS:
+            self.laid_out.clear()
+        scratch = self.laid_out[layout] = Scratch(layout.views(self._buffer))
         return scratch
 
 
@@ -116,7 +113,11 @@ class Workspace:
         if arena is None or arena.nbytes < layout.nbytes:
             arena = None  # frees the outgrown buffer first
             arena = _Arena(_allocate(layout.nbytes, device))
-        return arena.lend(layout, idle)
+        scratch = arena.laid_out.get(layout)
+        if scratch is None:
+            scratch = arena.lay_out(layout)
+        scratch.lent = arena, idle
+        return scratch
 
 
 Workspace._default = Workspace()
@@ -129,16 +130,18 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
 
 @cache
 def _probe(device: torch.device) -> tuple[Callable[[], bool], Callable[[], int]]:
-    """Two questions: is the current stream of ``device`` being captured, and which one is it?"""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+    """Return functions: whether the current stream of ``device`` is captured, and its id."""
+    if device.type == "cpu":
+        return bool, int  # False and 0
+    module: Any = torch.get_device_module(device)
+    capturing = getattr(module, "is_current_stream_capturing", bool)
     if device.type == "cuda":
         # Of this thread's current device, if ``device`` has no index.
         index = -1 if device.index is None else device.index
         return capturing, partial(torch._C._cuda_getCurrentRawStream, index)
     if hasattr(module, "current_stream"):
         return capturing, lambda: int(module.current_stream(device).stream_id)
-    return capturing, lambda: 0
+    return capturing, int
 
 
 def is_capturing(device: torch.device) -> bool:

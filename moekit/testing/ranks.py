@@ -406,7 +406,7 @@ def resolves(rank: int, world_size: int, job: Job) -> None:
     kept = r.kernel.dispatcher.group
     assert kept is not None, (
         "tokens move, but the dispatcher's `group` is None, so that checked calls check nothing: "
-        "pass moekit.runtime.group.resolve(problem, group) to super().__init__()"
+        "pass moekit.plugin.resolve(problem, group) to super().__init__()"
     )
     given = None if job.members is None else job.members.group
     wanted = dist.get_process_group_ranks(given)
@@ -423,7 +423,7 @@ def resolves(rank: int, world_size: int, job: Job) -> None:
     else:
         raise AssertionError(
             f"rank {rank}: ranks compose for different layers, and get no GroupMismatch: call "
-            "moekit.runtime.group.resolve(problem, group) in the constructor"
+            "moekit.plugin.resolve(problem, group) in the constructor"
         )
     _check_next(r, "after")
     r.finish()

@@ -74,12 +74,12 @@ def test_out_and_shared() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda x, r: (x[:, :-1], r), r"x has shape \(9, 63\), want \(T, 64\)"),
+        (lambda x, r: (x[:, :-1], r), r"x has shape \(9, 63\), expected \(T, 64\)"),
         (lambda x, r: (x.bfloat16(), r), "x is torch.bfloat16, the problem's dtype"),
         (lambda x, r: (x, replace(r, topk_ids=r.topk_ids[:-1])), r"topk_ids has shape \(8, 2\)"),
         (lambda x, r: (x, replace(r, topk_weights=r.topk_weights[:, :1])), "topk_weights has sh"),
-        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids.float())), "want int32 or int64"),
-        (lambda x, r: (x, replace(r, topk_weights=r.topk_weights.half())), "want float32"),
+        (lambda x, r: (x, replace(r, topk_ids=r.topk_ids.float())), "expected int32 or int64"),
+        (lambda x, r: (x, replace(r, topk_weights=r.topk_weights.half())), "expected float32"),
         (lambda x, r: (x, replace(r, topk_ids=r.topk_ids + E)), r"topk_ids span .*0\.\.3"),
         (lambda x, r: (x, replace(r, topk_ids=r.topk_ids - 5)), "topk_ids span"),
         (lambda x, r: (x, replace(r, topk_weights=r.topk_weights / 0)), "NaN or infinity"),
@@ -110,7 +110,7 @@ def test_bad_out_and_foreign_weights() -> None:
         kernel(rows[:-1], packed, routing, out=rows[1:])
     both = torch.randn(2 * T, H)  # one allocation, two halves: fine
     kernel(both[:T], packed, routing, out=both[T:])
-    with pytest.raises(InvalidInput, match="want .*float32"):
+    with pytest.raises(InvalidInput, match="expected .*float32"):
         kernel(x, packed, routing, out=x.double())
     other = moekit.compose(PROBLEM, experts="reference").pack(weights())
     with pytest.raises(WeightsError, match="packed for 'reference', this kernel runs 'torch'"):
@@ -139,10 +139,10 @@ def test_what_was_forgotten_is_named() -> None:
     x, routing = tokens()
     with pytest.raises(WeightsError, match="are ExpertWeights.*pack them with this kernel"):
         kernel(x, w, routing)
-    with pytest.raises(WeightsError, match="wants moekit.ExpertWeights, not tuple"):
+    with pytest.raises(WeightsError, match="needs moekit.ExpertWeights, but got tuple"):
         kernel.pack((w.w13, w.w2))
     packed = kernel.pack(w)
-    with pytest.raises(InvalidInput, match="routing is tuple, want moekit.Routing"):
+    with pytest.raises(InvalidInput, match="routing is tuple, expected moekit.Routing"):
         kernel(x, packed, (routing.topk_weights, routing.topk_ids))
     for shared, said in (
         (lambda x: None, "returned None"),

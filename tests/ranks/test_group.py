@@ -1,4 +1,4 @@
-"""moekit.runtime.group: all ranks go on together or none does, and buffers outlive no user."""
+"""The ranks of a group: all ranks go on together or none does, and buffers outlive no user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import PeerFailed
-from moekit.runtime.group import Agreement, SharedBuffers, Together
+from moekit.runtime.agreement import Agreement, CollectiveCheck
+from moekit.runtime.shared_buffers import SharedBuffers
 from moekit.runtime.store import StoreLost, access
 from moekit.testing.distributed import RankPool
 
@@ -104,7 +105,7 @@ def mix_up(rank, world_size):
 def test_calls_in_another_order(pool):
     for rank, text in enumerate(pool.run(mix_up)):
         step = "start a call" if rank else "finish its experts"
-        assert text.startswith(f"rank {rank} is at '{step}', others are not")
+        assert text.startswith(f"rank {rank} is at '{step}', other ranks are at another step")
         assert "in one order on all ranks" in text
 
 
@@ -117,7 +118,7 @@ def leave_half_way(rank, world_size, moving, silent):
         if step == 0 and rank == 1 and silent:
             time.sleep(2)  # longer than the others wait
         try:
-            with Together(agreements[step // 2], f"step {step}", moving=moving):
+            with CollectiveCheck(agreements[step // 2], f"step {step}", moving=moving):
                 entered.append(step)
                 if step == 0 and rank == 1 and not silent:
                     raise ValueError("planted")
@@ -151,9 +152,9 @@ def test_a_failure_with_nothing_on_its_way_is_over(pool):
 
 def test_without_agreement_a_failure_is_told_otherwise():
     told: list[str] = []
-    with pytest.raises(ValueError, match="planted"), Together(None, "start", told.append):
+    with pytest.raises(ValueError, match="planted"), CollectiveCheck(None, "start", told.append):
         raise ValueError("planted")
-    with Together(None, "start", told.append):
+    with CollectiveCheck(None, "start", told.append):
         pass
     assert told == ["ValueError: planted"]
 

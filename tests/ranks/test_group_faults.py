@@ -14,6 +14,7 @@ from group_faults_on_ranks import (
     interrupted_waiting,
     late,
     never_composes,
+    no_tensor,
     one_group,
     serve,
     two_threads,
@@ -66,6 +67,13 @@ def test_two_threads_with_a_group_each(pool) -> None:
 
 def test_two_threads_that_call_one_kernel(pool) -> None:
     assert pool.run(one_group, 10) == [["right"] * 20] * 2
+
+
+def test_the_others_hear_of_an_x_that_is_no_tensor(pool) -> None:
+    others, mine = pool.run(no_tensor)
+    assert mine == ["InvalidInput: " + mine[0].partition(": ")[2], "right"]
+    assert others[0].startswith("PeerFailed: rank 1 failed: InvalidInput: x is [[")
+    assert others[1] == "right"
 
 
 def test_checked_on_some_ranks_only(pool) -> None:

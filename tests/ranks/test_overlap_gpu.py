@@ -31,7 +31,7 @@ def test_micro_batches_with_shared_experts(
 def test_ranks_that_run_calls_in_different_orders_are_told(pools, name: str) -> None:  # noqa: F811
     for rank, said in enumerate(pools("cpu").run(out_of_order, job_for(name, "cpu", RANKS))):
         call = r"'run the experts of a call of kernel \d+ \(started at step (\d+)\)'"
-        others = rf"others are not: {{{1 - rank}: {call}}}; start and run calls in one order"
+        others = rf"other ranks are at another step: {{{1 - rank}: {call}}}; start and run calls"
         found = re.match(rf"rank {rank} is at {call}, {others}", said)
         assert found, said
         assert (int(found[1]) < int(found[2])) == (rank == 0)

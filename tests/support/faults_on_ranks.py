@@ -37,7 +37,7 @@ def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
     made = [r.case(Call((5, 9)), index) for index in range(3)]  # no copies to a GPU that hangs
     for index, (case, ref) in enumerate(made):
         if index == 1:  # what had to be compiled is
-            agreement = r.kernel._agreement
+            agreement = r.kernel._calls.agreement
             assert agreement is not None, "checked kernels agree"
             agreement._timeout = TIMEOUT
         if index == 1 and rank == CULPRIT:

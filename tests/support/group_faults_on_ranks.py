@@ -77,7 +77,7 @@ def late(rank: int, world_size: int) -> list[tuple[str, float]]:
         time.sleep(3)
         return [*said, layer.timed(), layer.timed(), layer.timed()]
     said += [layer.timed(), layer.timed()]
-    layer.kernel._agreement._timeout = 20.0
+    layer.kernel._calls.agreement._timeout = 20.0
     return [*said, layer.timed(), layer.timed()]
 
 
@@ -155,6 +155,27 @@ def one_group(rank: int, world_size: int, calls: int) -> list[str]:
     return said
 
 
+def no_tensor(rank: int, world_size: int) -> list[str]:
+    """All ranks hold the same tokens, and rank 1 passes a list for x in its first call."""
+    parallel = ParallelConfig(ep_size=world_size, ep_rank=rank, dp_size=1)
+    problem = MoEProblem(
+        num_experts=E, top_k=K, hidden_size=H, intermediate_size=INNER, dtype=torch.float32,
+        parallel=parallel, device="cpu",
+    )  # fmt: skip
+    kernel = compose(problem, "local", "torch", group=dist.new_group(), peer_timeout=5.0)
+    each = problem.num_local_experts
+    packed = kernel.pack(ExpertWeights(torch.ones(each, 2 * INNER, H), torch.ones(each, H, INNER)))
+    said, x = [], torch.ones(T, H)
+    routing = Routing(torch.ones(T, K), torch.arange(K).repeat(T, 1))
+    for given in (x.tolist() if rank == 1 else x, x):
+        try:
+            kernel(given, packed, routing)
+            said.append("right")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
 def checked_differs(rank: int, world_size: int) -> tuple[str, str]:
     group = dist.new_group()
     try:
@@ -192,5 +213,5 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     layer = Layer(dist.group.WORLD, 1.0)
     pipe.send("ready")
     while (seconds := pipe.recv()) is not None:
-        layer.kernel._agreement._timeout = seconds
+        layer.kernel._calls.agreement._timeout = seconds
         pipe.send(layer.timed())

@@ -1,0 +1,101 @@
+"""Rows of tokens in plain torch: quantization, weighted sums over K, and the batched layout.
+
+Shape suffixes: R rows, K assignments of a row, L local experts, C capacity of the batched layout,
+H hidden size, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moekit.contract import Dispatched, PackedWeights, PermuteExpertsUnpermute
+
+
+def quantize_dispatched(
+    experts: PermuteExpertsUnpermute, tokens: Dispatched, weights: PackedWeights
+) -> Dispatched:
+    """Quantize tokens that were dispatched unquantized, for experts that take quantized ones."""
+    if tokens.topk_ids is not None:
+        valid = (tokens.topk_ids >= 0).any(dim=1)
+        x, scale = experts.quantize(tokens.x, weights, valid)
+        return replace(tokens, x=x, x_scale=scale)
+    assert tokens.expert_num_tokens is not None
+    L, C, H = tokens.x.shape
+    valid = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
+    x, scale = experts.quantize(tokens.x.view(L * C, H), weights, valid.view(-1))
+    scale = scale.view(1, 1, 1) if scale.shape[0] == 1 else scale.view(L, C, scale.shape[1])
+    return replace(tokens, x=x.view(L, C, x.shape[1]), x_scale=scale)
+
+
+def weight_and_reduce(
+    rows_of: Callable[[int], Tensor], ids_RK: Tensor, weights_RK: Tensor, out_RH: Tensor
+) -> Tensor:
+    """Write ``sum_k weights[r, k] * rows_of(k)[r]`` to ``out_RH`` and return it.
+
+    The sum runs in fp32, in the order of k, over the assignments whose id is not -1.
+
+    Args:
+        rows_of: returns the (R, H) rows of assignment k; rows whose id is -1 may hold anything.
+        ids_RK: (R, K) integers.
+        weights_RK: (R, K) float32.
+        out_RH: (R, H), any float dtype; every element is written.
+    """
+    total = torch.zeros(out_RH.shape, dtype=torch.float32, device=out_RH.device)
+    for k in range(ids_RK.shape[1]):
+        used = ids_RK[:, k, None] >= 0
+        total += torch.where(used, rows_of(k).float() * weights_RK[:, k, None], 0.0)
+    return out_RH.copy_(total)
+
+
+def batched_places(ids_RK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Give every assignment a row of the batched layout, ``expert * capacity + position``.
+
+    Positions within an expert follow the order of the rows. Index arithmetic stays on the device.
+
+    Returns:
+        The places (R, K) int64, ``num_experts * capacity`` where the id is -1, and the number of
+        rows of each expert (L,) int32.
+    """
+    flat = ids_RK.reshape(-1).long()
+    flat = torch.where(flat < 0, num_experts, flat)
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    starts = counts.cumsum(0) - counts
+    position = torch.empty_like(flat)
+    position[order] = torch.arange(len(flat), device=flat.device) - starts[flat[order]]
+    places = torch.where(flat == num_experts, num_experts * capacity, flat * capacity + position)
+    return places.view(ids_RK.shape), counts[:num_experts].int()
+
+
+def to_batched(
+    rows_RN: Tensor, places_RK: Tensor, shape_LC: tuple[int, int], into: Tensor
+) -> Tensor:
+    """Copy rows to their places in the batched layout, and return it as (L, C, N).
+
+    Args:
+        places_RK: from `batched_places`.
+        into: (L * C + 1, at least N) memory; its last row takes the assignments without an expert,
+            and rows that no assignment names stay as they are.
+    """
+    into = into[:, : rows_RN.shape[1]]
+    for k in range(places_RK.shape[1]):
+        into[places_RK[:, k]] = rows_RN
+    return into[:-1].view(*shape_LC, rows_RN.shape[1])
+
+
+def from_batched(
+    y_LCH: Tensor, places_RK: Tensor, ids_RK: Tensor, weights_RK: Tensor, out_RH: Tensor
+) -> Tensor:
+    """`weight_and_reduce` over the rows of the batched layout at ``places_RK``."""
+    rows = y_LCH.view(-1, y_LCH.shape[2])
+    if not rows.shape[0]:
+        return out_RH.zero_()
+    last = rows.shape[0] - 1
+    return weight_and_reduce(
+        lambda k: rows[places_RK[:, k].clamp(max=last)], ids_RK, weights_RK, out_RH
+    )
