@@ -17,6 +17,7 @@ from moekit.contract import (
 )
 from moekit.discovery.entry_points import hookimpl
 from moekit.discovery.footprint import Footprint
+from moekit.discovery.library import VendorLibrary
 from moekit.discovery.registry import registry
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, importable
 from moekit.problem import (
@@ -70,6 +71,7 @@ __all__ = [
     "SharedBuffers",
     "TableFiles",
     "Transfers",
+    "VendorLibrary",
     "Workspace",
     "apply_activation",
     "device_file",

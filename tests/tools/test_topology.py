@@ -212,7 +212,7 @@ def test_on_paper_as_created(name: str, quant: str) -> None:
 
 
 def test_deepep_sizes_as_recorded() -> None:
-    sizes = pytest.importorskip("moekit_deepep.sizes")
+    sizes = pytest.importorskip("moekit_deepep.footprint")
     normal = sizes.normal_buffers(7168, 4)
     assert round(sum(normal.values()) / 1e6) == 235 and len(normal) == 2
     assert round(sizes.normal_buffers(7168, 8)["NVLink queues"] / MiB) == 384
@@ -228,7 +228,7 @@ def test_deepep_sizes_as_recorded() -> None:
 
 
 def test_flashinfer_sizes_as_recorded() -> None:
-    sizes = pytest.importorskip("moekit_flashinfer.exchange_sizes")
+    sizes = pytest.importorskip("moekit_flashinfer.footprint")
     row = (2 * 7168 + 64, 2 * 7168)
     recorded = {128: 28, 1024: 225, 4096: 899, 8192: 1797}
     said = {t: round(sizes.one_sided_workspace(8, t, row) / MiB) for t in recorded}
@@ -241,7 +241,7 @@ def test_flashinfer_sizes_as_recorded() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 16, 128, 1024])
 def test_pplx_sizes_as_recorded(tokens: int) -> None:
-    layout = pytest.importorskip("moekit_pplx.layout")
+    footprint = pytest.importorskip("moekit_pplx.footprint")
     problem = MoEProblem(
         num_experts=256,
         top_k=8,
@@ -252,4 +252,4 @@ def test_pplx_sizes_as_recorded(tokens: int) -> None:
         device="sm90",
     )
     recorded = {1: 11, 16: 182, 128: 1454, 1024: 11633}
-    assert round(layout.footprint(problem).buffer_bytes / 1e6) == recorded[tokens]
+    assert round(footprint.footprint(problem).buffer_bytes / 1e6) == recorded[tokens]

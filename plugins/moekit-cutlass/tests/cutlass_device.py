@@ -33,8 +33,8 @@ if ARGS.site:
     site.addsitedir(ARGS.site)  # runs nvidia_cutlass_dsl's .pth
 
 import torch  # noqa: E402
-from moekit_cutlass import found, moekit_experts, providers  # noqa: E402
-from moekit_cutlass.groups import Groups, sort_pairs  # noqa: E402
+from moekit_cutlass import library, moekit_experts, providers  # noqa: E402
+from moekit_cutlass.kernels import Groups, sort_pairs  # noqa: E402
 from moekit_cutlass.providers import QuackPlan  # noqa: E402
 from moekit_kernels.align import align_scratch  # noqa: E402
 
@@ -70,7 +70,7 @@ if ARGS.variants:
         kind: {name: v for name, v in variants.items() if name in ARGS.variants}
         for kind, variants in VARIANTS.items()
     }
-SCHEMES = ("none", "fp8_channel_token", "fp8_tensor", "fp8_tensor_static", found.W4A8)
+SCHEMES = ("none", "fp8_channel_token", "fp8_tensor", "fp8_tensor_static", library.W4A8)
 LIMIT = {"none": 8e-3, "fp8": 9e-2, "w4a8": 9e-2}
 DEVICE = torch.device("cuda")
 
@@ -98,7 +98,7 @@ def part(name: str) -> Iterator[None]:
 
 
 def family(scheme: str) -> str:
-    return {"none": "none", found.W4A8: "w4a8"}.get(scheme, "fp8")
+    return {"none": "none", library.W4A8: "w4a8"}.get(scheme, "fp8")
 
 
 def chosen_schemes(*default: str) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def chosen_schemes(*default: str) -> tuple[str, ...]:
 def only(scheme: str, variant: str) -> Iterator[None]:
     """That provider alone, as it is configured in VARIANTS."""
     name, plan, fast = VARIANTS[family(scheme)][variant]
-    if why := found.missing(name):
+    if why := library.missing(name):
         raise RuntimeError(why)
     bounds = tuple((low, (name,)) for low, _ in providers.PREFERRED[scheme])
     table = {**providers.PREFERRED, scheme: bounds}

@@ -19,7 +19,7 @@ from cutlass_device import (
     say,
     sorted_groups,
 )
-from moekit_cutlass import found, providers, w4a8
+from moekit_cutlass import library, providers, w4a8
 from moekit_cutlass.providers import Quack, QuackPlan, Scales, Tile
 
 import moekit
@@ -82,7 +82,7 @@ def probe() -> None:
 def probe_w4a8() -> None:
     """The operator against the weights that the packed tables hold: no error but bf16's is left."""
     for L, H, inner in ((5, 512, 256), (3, 1024, 1280)):
-        problem = problem_of((L, 2, H, inner), found.W4A8)
+        problem = problem_of((L, 2, H, inner), library.W4A8)
         n = problem.w13_rows
         codes = torch.randint(16, (L, n, H), dtype=torch.uint8, device=DEVICE)
         groups_of_scales = torch.rand(L, n, H // 128, device=DEVICE) + 0.1

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from moekit_cutlass import found, moekit_experts, providers
+from moekit_cutlass import library, moekit_experts, providers
 from torch import Tensor
 
 import moekit
@@ -205,7 +205,7 @@ def installed(**preferred: str) -> Iterator[None]:
         order[scheme] = ((0, (name,)),)
     with contextlib.ExitStack() as stack:
         for target, name, value in (
-            (found, "missing", lambda provider: ""),
+            (library, "missing", lambda provider: ""),
             (providers, "_quack_gemm", lambda: quack_gemm_act),
             (providers, "_quack_config", lambda tile: tile),
             (providers, "vllm_operator", VLLM.__getitem__),

@@ -52,7 +52,7 @@ from cutlass_device import (
 )
 from cutlass_libraries import probe, probe_w4a8, sweep
 from cutlass_plans import plans
-from moekit_cutlass import found
+from moekit_cutlass import library
 
 import moekit
 from moekit.backends.reference import oracle
@@ -63,7 +63,7 @@ from moekit.runtime.workspace import Workspace
 def numbers(backends: moekit.Registry) -> None:
     pairs = (("local", "cutlass"), ("batched_reference", "cutlass_batched"))
     for scheme in chosen_schemes(*SCHEMES):
-        odd = (8, 2, 512, 256) if scheme == found.W4A8 else (8, 2, 320, 272)
+        odd = (8, 2, 512, 256) if scheme == library.W4A8 else (8, 2, 320, 272)
         shapes = [odd, (8, 2, 1024, 512), (40, 4, 2048, 768)]
         for variant in VARIANTS[family(scheme)]:
             worst, calls = 0.0, 0
@@ -125,7 +125,7 @@ def graph_of(kernel: ModularKernel, packed, inputs) -> torch.cuda.CUDAGraph:
 
 
 def graph(backends: moekit.Registry) -> None:
-    for scheme in chosen_schemes("none", "fp8_channel_token", "fp8_tensor_static", found.W4A8):
+    for scheme in chosen_schemes("none", "fp8_channel_token", "fp8_tensor_static", library.W4A8):
         for variant in VARIANTS[family(scheme)]:
             with part(f"graph {scheme} {variant}"), only(scheme, variant):
                 problem = problem_of((8, 2, 1024, 512), scheme)
@@ -165,7 +165,7 @@ def limit_of(shape: tuple[int, int, int, int], T: int, scheme: str) -> float:
 def times(backends: moekit.Registry) -> None:
     folder = os.environ.get("OUT")
     for name, shape in chosen_shapes().items():
-        for scheme in chosen_schemes("none", "fp8_channel_token", found.W4A8):
+        for scheme in chosen_schemes("none", "fp8_channel_token", library.W4A8):
             problem = problem_of(shape, scheme)
             weights = weights_of(problem)
             for variant in VARIANTS[family(scheme)]:
@@ -230,7 +230,7 @@ def main() -> int:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             say(name, importlib.metadata.version(name))
     for name in ("quack", "torch", "vllm"):
-        say(f"provider {name}:", found.missing(name) or "usable")
+        say(f"provider {name}:", library.missing(name) or "usable")
     torch.manual_seed(0)
     backends = registry()
     steps = {

@@ -26,10 +26,10 @@ sys.path[:0] = [
 
 import torch  # noqa: E402
 from moekit_bench.bench.measure import measure  # noqa: E402
-from moekit_cutlass import groups as cutlass_groups  # noqa: E402
-from moekit_cutlass import rows as cutlass  # noqa: E402
-from moekit_deepgemm import rows as deepgemm  # noqa: E402
-from moekit_deepgemm.config import make_plan  # noqa: E402
+from moekit_cutlass import kernels as cutlass  # noqa: E402
+from moekit_cutlass import kernels as cutlass_groups  # noqa: E402
+from moekit_deepgemm import kernels as deepgemm  # noqa: E402
+from moekit_deepgemm.plan import make_plan  # noqa: E402
 from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch  # noqa: E402
 from moekit_kernels.rows import (  # noqa: E402
     Activation,

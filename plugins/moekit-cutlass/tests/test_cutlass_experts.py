@@ -10,7 +10,7 @@ from types import ModuleType
 import cutlass_standins
 import pytest
 import torch
-from moekit_cutlass import found, w4a8
+from moekit_cutlass import library, w4a8
 from moekit_cutlass.providers import Quack, QuackPlan, Tile, _quack_config, bands
 
 import moekit
@@ -114,7 +114,7 @@ def test_w4a8_refuses():
     spec = cutlass_standins.registry().expert("cutlass")
     assert spec.unsupported(moekit.MoEProblem(**sizes)) == []
     for change, words in (
-        ({"dtype": torch.float16}, "gives bfloat16, not float16"),
+        ({"dtype": torch.float16}, "returns bfloat16, not float16"),
         ({"hidden_size": 384}, "hidden_size=384 is no multiple of 256"),
         ({"intermediate_size": 128}, "I=128 is no multiple of 256"),
         ({"quant": "int4_w4a16_g128_act_order"}, "int4_w4a16_g128_act_order is not supported"),
@@ -143,10 +143,10 @@ def test_quack(dispatcher, experts, gather, activation, monkeypatch):
 
 
 def test_quack_is_told_of_a_tile(monkeypatch):
-    library = ModuleType("quack.gemm_config")
-    library.GemmConfig = lambda **given: given
+    module = ModuleType("quack.gemm_config")
+    module.GemmConfig = lambda **given: given
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    monkeypatch.setitem(sys.modules, "quack.gemm_config", library)
+    monkeypatch.setitem(sys.modules, "quack.gemm_config", module)
     for dynamic in (False, True):
         tile = Tile(64, 256, False, (1, 2), 4, dynamic)
         assert _quack_config.__wrapped__(tile) == {
@@ -189,22 +189,26 @@ def test_provider_by_size():
 
 
 def test_versions(monkeypatch):
-    assert found._outside("quack-kernels", "0.6.5") == ""
-    assert found._outside("quack-kernels", "0.6.11+cu13") == ""
+    monkeypatch.setattr(library, "importable", lambda module: True)
+    versions = {"nvidia-cutlass-dsl": "4.7.1"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    for version in ("0.6.5", "0.6.11+cu13"):
+        versions["quack-kernels"] = version
+        assert library.missing("quack") == ""
     for version in ("0.6.4", "0.7.0", "1.0"):
-        assert "quack-kernels>=0.6.5,<0.7" in found._outside("quack-kernels", version)
-    assert found._outside("vllm", "0.33.1") == "" and found._outside("vllm", "0.34.0")
+        versions["quack-kernels"] = version
+        assert f"quack-kernels {version} is installed, but >=0.6.5,<0.7" in library.missing("quack")
 
 
 def test_vllm_library_is_found_by_path(monkeypatch, tmp_path):
     folder = tmp_path / "vllm"
     folder.mkdir()
-    (folder / found.VLLM_LIBRARY).touch()
+    (folder / library.VLLM_LIBRARY).touch()
     for named in (folder, tmp_path):
         monkeypatch.setenv("MOEKIT_VLLM_PATH", str(named))
-        assert found.vllm_library() == folder / found.VLLM_LIBRARY
+        assert library.vllm_library() == folder / library.VLLM_LIBRARY
     monkeypatch.setenv("MOEKIT_VLLM_PATH", str(tmp_path / "elsewhere"))
-    assert found.vllm_library() is None
+    assert library.vllm_library() is None
 
 
 def test_listing_and_reasons_without_libraries_import_nothing():
@@ -238,5 +242,5 @@ def test_listing_and_reasons_without_libraries_import_nothing():
 
 def test_forced_provider(monkeypatch):
     monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "vllm")
-    usable, why_not = found.providers_for("fp8_tensor", "bfloat16")
+    usable, why_not = library.providers_for("fp8_tensor", "bfloat16")
     assert usable == ["vllm"] and "excludes torch" in why_not[0]

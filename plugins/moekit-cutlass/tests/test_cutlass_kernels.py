@@ -2,8 +2,15 @@
 
 import pytest
 import torch
-from moekit_cutlass.groups import Groups, group_slab, problem_sizes, sort_pairs
-from moekit_cutlass.rows import add_bias, return_rows, spread_rows
+from moekit_cutlass.kernels import (
+    Groups,
+    add_bias,
+    group_slab,
+    problem_sizes,
+    return_rows,
+    sort_pairs,
+    spread_rows,
+)
 from moekit_kernels.align import align_scratch
 
 NAN, FP8 = float("nan"), torch.float8_e4m3fn

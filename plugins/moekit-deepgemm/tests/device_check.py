@@ -32,7 +32,7 @@ from device_common import (
     say,
 )
 from device_times import profile, time_batched, time_expected, time_standard
-from moekit_deepgemm import moekit_experts, provider
+from moekit_deepgemm import library, moekit_experts
 
 import moekit
 from moekit.backends.reference import oracle
@@ -296,13 +296,13 @@ def main() -> None:
         what, name, tokens = chosen.compile
         compile_one(what, name, int(tokens))
         return
-    say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, nvcc {provider.nvcc()}")
-    say(f"candidates {provider.candidates()}, faults {provider.faults()}")
+    say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, nvcc {library.nvcc()}")
+    say(f"candidates {library.candidates()}, faults {library.unsupported()}")
     for spec in moekit_experts():
         say(f"{spec.name} on mixtral: reasons {spec.unsupported(problem_of(SHAPES['mixtral']))}")
     with part("load"):
         before = torch.cuda.memory_allocated()
-        module = provider.load()
+        module = library.load()
         say(f"DeepGEMM {module.__version__} loaded from {module.__file__}, "
             f"{torch.cuda.memory_allocated() - before >> 20} MiB taken, "
             f"SMs {module.get_num_sms()}, "

@@ -23,7 +23,7 @@ from device_common import (
     say,
 )
 from moekit_bench.bench.measure import Prepared, take_turns
-from moekit_deepgemm.config import expected_slab_rows
+from moekit_deepgemm.plan import expected_slab_rows
 from moekit_kernels.align import SortedAssignments, align
 
 import moekit

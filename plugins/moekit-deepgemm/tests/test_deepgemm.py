@@ -6,9 +6,9 @@ import sys
 import pytest
 import standin
 import torch
-from moekit_deepgemm import library, moekit_experts, provider
-from moekit_deepgemm.config import choose_block_m, make_plan, plans_up_to
-from moekit_deepgemm.rows import stage_slabs
+from moekit_deepgemm import gemms, library, moekit_experts
+from moekit_deepgemm.kernels import stage_slabs
+from moekit_deepgemm.plan import choose_block_m, make_plan, plans_up_to
 from moekit_kernels.align import SortedAssignments, align, align_scratch
 
 import moekit
@@ -30,10 +30,10 @@ def folder(tmp_path, monkeypatch):
     """A deep_gemm folder named by the environment, on a machine with nvcc."""
     path = tmp_path / "deep_gemm"
     path.mkdir()
-    monkeypatch.setenv(provider.PATH_VARIABLE, str(path))
+    monkeypatch.setenv(library.PATH_VARIABLE, str(path))
     monkeypatch.setenv("DG_JIT_NVCC_COMPILER", "/somewhere/nvcc")
-    monkeypatch.setattr(provider, "_package_folder", lambda name: None)
-    for name in [n for n in sys.modules if n.startswith(provider._PRIVATE_NAME)]:
+    monkeypatch.setattr("moekit.discovery.library._package_folder", lambda name: None)
+    for name in [n for n in sys.modules if n.startswith(library._PRIVATE_NAME)]:
         monkeypatch.delitem(sys.modules, name)
     return path
 
@@ -41,18 +41,18 @@ def folder(tmp_path, monkeypatch):
 def test_loads_what_the_environment_names(folder):
     (folder / "__init__.py").write_text("from . import inner\n__version__ = '2.8.1'\n")
     (folder / "inner.py").write_text("value = 3\n")
-    assert provider.find().version == "2.8.1" and provider.faults() == []
-    module = provider.load()
-    assert module.inner.value == 3 and provider.load() is module
+    assert library.find().version() == "2.8.1" and library.unsupported() == []
+    module = library.load()
+    assert module.inner.value == 3 and library.load() is module
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("__version__ = '2.1.0'", "version 2.1.0, this plugin wants >=2.6,<3"),
-        ("__version__ = '3.0'", "version 3.0"),
-        ("import os", "does not say its version"),
-        (None, "which is no deep_gemm folder"),
+        ("__version__ = '2.1.0'", "deep_gemm 2.1.0 is installed, but >=2.6,<3 is required"),
+        ("__version__ = '3.0'", "deep_gemm 3.0 is installed"),
+        ("import os", "does not tell its version"),
+        (None, "which is not a deep_gemm folder"),
     ],
 )
 def test_an_unusable_library_is_a_reason(folder, text, reason):
@@ -65,7 +65,7 @@ def test_an_unusable_library_is_a_reason(folder, text, reason):
     )
     assert reason in found
     with pytest.raises(BackendBroken, match="pip install 'vllm>=0.33"):
-        provider.load()
+        library.load()
 
 
 def test_a_library_that_does_not_load_is_a_clear_error(folder):
@@ -73,8 +73,8 @@ def test_a_library_that_does_not_load_is_a_clear_error(folder):
         "__version__ = '2.8.1'\nraise OSError('undefined symbol')\n"
     )
     with pytest.raises(BackendBroken, match="does not load: OSError: undefined symbol"):
-        provider.load()
-    assert provider._PRIVATE_NAME not in sys.modules
+        library.load()
+    assert library._PRIVATE_NAME not in sys.modules
 
 
 def test_vllm_is_not_imported(tmp_path, monkeypatch):
@@ -82,27 +82,27 @@ def test_vllm_is_not_imported(tmp_path, monkeypatch):
     inside.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')\n")
     (inside / "__init__.py").write_text("__version__ = '2.8.1'\n")
-    monkeypatch.delenv(provider.PATH_VARIABLE, raising=False)
+    monkeypatch.delenv(library.PATH_VARIABLE, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (found,) = (c for c in provider.candidates() if c.source == "vllm")
-    assert found.version == "2.8.1" and found.folder == inside and "vllm" not in sys.modules
+    (found,) = (c for c in library.candidates() if c.module == "vllm")
+    assert found.version() == "2.8.1" and found.folder() == inside and "vllm" not in sys.modules
 
 
 def test_a_failing_compiler_is_a_clear_error(monkeypatch):
     def fails(*args, **options):
         raise RuntimeError("NVCC compilation failed")
 
-    monkeypatch.setattr(provider, "load", lambda: standin)
+    monkeypatch.setattr(library, "load", lambda: standin)
     monkeypatch.setattr(standin, "m_grouped_bf16_gemm_nt_masked", fails)
     with pytest.raises(BackendBroken, match="NVCC compilation failed.*CUDA_HOME"):
-        library.Gemms().masked(*[None] * 7)
+        gemms.Gemms().masked(*[None] * 7)
 
 
 def test_alignment_setting_is_given_back(monkeypatch):
-    monkeypatch.setattr(provider, "load", lambda: standin)
+    monkeypatch.setattr(library, "load", lambda: standin)
     a, w, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((64, 64), (2, 32, 64), (64, 32)))
     ends = torch.zeros(2, dtype=torch.int32)
-    library.Gemms().contiguous(a, None, w, None, out, ends, 64, 64)
+    gemms.Gemms().contiguous(a, None, w, None, out, ends, 64, 64)
     assert standin.get_mk_alignment_for_contiguous_layout() == 128
 
 
@@ -130,12 +130,12 @@ def reasons(**changes) -> str:
 
 
 def test_reasons():
-    assert "hidden_size 320 is no multiple of 128" in reasons(hidden_size=320)
+    assert "hidden_size 320 is not a multiple of 128" in reasons(hidden_size=320)
     assert "intermediate size on a rank 192" in reasons(intermediate_size=192)
-    assert "no multiple" not in reasons(hidden_size=320, quant="none")
+    assert "not a multiple" not in reasons(hidden_size=320, quant="none")
     assert "packed four in an int32" in reasons(device="sm100")
     assert "float16 is not supported" in reasons(dtype=torch.float16)
-    if not provider.is_installed():
+    if not library.candidates():
         assert reasons() == "deep_gemm is not installed (pip install 'vllm>=0.33,<0.34')"
 
 
@@ -210,7 +210,7 @@ def test_quantized_slabs(device, monkeypatch, scales, slab):
     """As DeepEP's low-latency dispatch delivers them, with scales in either order."""
     if device.type == "cuda":
         pytest.skip("the stand-in is for the CPU")
-    monkeypatch.setattr(provider, "load", lambda: standin)
+    monkeypatch.setattr(library, "load", lambda: standin)
     torch.manual_seed(0)
     problem = standin.problem(device, num_experts=3, has_bias=True)
     made = []
@@ -249,7 +249,7 @@ def test_quantized_slabs(device, monkeypatch, scales, slab):
 
 
 def test_capturing_an_unknown_size_is_refused(monkeypatch):
-    monkeypatch.setattr(provider, "load", lambda: standin)
+    monkeypatch.setattr(library, "load", lambda: standin)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     spec = standin.registry().expert("standin")
     experts = spec.load()(spec, standin.problem(torch.device("cpu")))

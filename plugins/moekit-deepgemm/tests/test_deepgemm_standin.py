@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library i
 
 @pytest.fixture(autouse=True)
 def _no_library(monkeypatch):
-    monkeypatch.setattr(library.provider, "load", lambda: standin)
+    monkeypatch.setattr(library, "load", lambda: standin)
 
 
 class TestStandIn(ExpertsConformance):

@@ -187,7 +187,8 @@ def main() -> None:
     parser.add_argument("--wires", nargs="*", default=["none", "fp8_block"])
     args = parser.parse_args()
     name = torch.cuda.get_device_name()
-    say(f"{name}, torch {torch.__version__}, flashinfer {library.version() or '(unpacked)'}")
+    version = library.FLASHINFER.version() or "(unpacked)"
+    say(f"{name}, torch {torch.__version__}, flashinfer {version}")
     if args.what == "experts":
         for shape in args.shapes:
             for scheme in args.schemes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moekit_flashinfer.dequantize import dequantize_rows
-from moekit_flashinfer.ids import local_ids, reroute
+from moekit_flashinfer.kernels import dequantize_rows, local_ids, reroute
 
 from moekit.problem import quant
 

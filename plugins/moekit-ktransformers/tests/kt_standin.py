@@ -13,13 +13,13 @@ from torch import Tensor
 
 from moekit.problem.quant import E2M1
 
-REAL = library.find() is not None and not library.reasons()
+REAL = library.KT_KERNEL.folder() is not None and not library.unsupported()
 """Whether the true library runs here, so that this module is not needed."""
 
 
 def check(problem) -> list[str]:
     """Sizes and settings still have reasons; the library itself is taken as there."""
-    return kinds.reasons(problem) if problem.device.type == "cpu" else []
+    return kinds.unsupported(problem) if problem.device.type == "cpu" else []
 
 
 def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -27,36 +27,42 @@ def problem(**changes) -> moekit.MoEProblem:
 def installed(tmp_path, monkeypatch):
     """A folder of kt_kernel 0.7.2 with a build for this Python, on a CPU with AVX2 alone."""
     suffix = library.importlib.machinery.EXTENSION_SUFFIXES[0]
-    (tmp_path / f"_kt_kernel_ext_avx2{suffix}").touch()
-    monkeypatch.setattr(library, "find", lambda: tmp_path)
-    monkeypatch.setattr(library, "installed_version", lambda: (0, 7, 2))
+    folder = tmp_path / "kt_kernel"
+    folder.mkdir()
+    (folder / f"_kt_kernel_ext_avx2{suffix}").touch()
+    (tmp_path / "kt_kernel-0.7.2.dist-info").mkdir()
+    monkeypatch.setenv("KT_KERNEL_FOLDER", str(folder))
+    named = dataclasses.replace(library.KT_KERNEL, path_variable="KT_KERNEL_FOLDER")
+    monkeypatch.setattr(library, "KT_KERNEL", named)
     monkeypatch.setattr(library, "cpu_flags", lambda: library.VARIANTS["avx2"])
     for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE, library.NODES_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path
+    return folder
 
 
 def test_a_library_that_fits(installed):
-    assert library.reasons() == [] and library.variant() == "avx2"
+    assert library.unsupported() == [] and library.variant() == "avx2"
 
 
-@pytest.mark.parametrize("version", [(0, 7, 1), (0, 8, 0)])
-def test_another_version(installed, monkeypatch, version):
-    monkeypatch.setattr(library, "installed_version", lambda: version)
-    (reason,) = library.reasons()
-    assert ".".join(map(str, version)) in reason and library.VERSIONS in reason
+@pytest.mark.parametrize("version", ["0.7.1", "0.8.0"])
+def test_another_version(installed, version):
+    (metadata,) = installed.parent.glob("*.dist-info")
+    metadata.rename(installed.parent / f"kt_kernel-{version}.dist-info")
+    (reason,) = library.unsupported()
+    assert f"kt-kernel {version} is installed, but >=0.7.2,<0.8 is required" in reason
+    assert "pip install --no-deps" in reason
 
 
 def test_a_build_for_another_python(installed):
     (build,) = installed.iterdir()
     build.rename(installed / "_kt_kernel_ext_avx2.cpython-299-x86_64-linux-gnu.so")
-    (reason,) = library.reasons()
+    (reason,) = library.unsupported()
     assert "no avx2 build for Python" in reason and "cpython-299" in reason
 
 
 def test_a_cpu_without_avx2(installed, monkeypatch):
     monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"sse2", "avx2"}))
-    (reason,) = library.reasons()
+    (reason,) = library.unsupported()
     assert "lacks bmi2, f16c, fma" in reason
     monkeypatch.setattr(library, "_extension", None)
     with pytest.raises(ImportError, match="lacks bmi2"):
@@ -65,10 +71,10 @@ def test_a_cpu_without_avx2(installed, monkeypatch):
 
 def test_a_build_that_the_cpu_cannot_run(installed, monkeypatch):
     monkeypatch.setenv(library.VARIANT_VARIABLE, "avx512_base")
-    (reason,) = library.reasons()
+    (reason,) = library.unsupported()
     assert "this CPU lacks avx512bw" in reason
     monkeypatch.setenv(library.VARIANT_VARIABLE, "sse")
-    (reason,) = library.reasons()
+    (reason,) = library.unsupported()
     assert "'sse' is unknown" in reason
 
 
@@ -89,13 +95,13 @@ def test_amx_is_loaded_on_request_only(installed, monkeypatch):
 @pytest.mark.parametrize("name", [library.THREADS_VARIABLE, library.NODES_VARIABLE])
 def test_bad_settings_are_reasons(installed, monkeypatch, name, text):
     monkeypatch.setenv(name, text)
-    (reason,) = library.reasons()
+    (reason,) = library.unsupported()
     assert name in reason and text in reason
 
 
 def test_more_numa_nodes_than_there_are(installed, monkeypatch):
     monkeypatch.setenv(library.NODES_VARIABLE, "999")
-    assert any("999" in reason for reason in library.reasons())
+    assert any("999" in reason for reason in library.unsupported())
 
 
 def test_one_core_is_left_to_the_caller(monkeypatch):
@@ -119,12 +125,12 @@ def test_more_threads_than_cores_warn(monkeypatch, caplog):
 
 
 def test_sizes_that_crash_the_library_are_refused():
-    assert kinds.reasons(problem()) == []
-    (reason,) = kinds.reasons(problem(hidden_size=200))
+    assert kinds.unsupported(problem()) == []
+    (reason,) = kinds.unsupported(problem(hidden_size=200))
     assert "hidden size 200 must be a multiple of 32" in reason
-    (reason,) = kinds.reasons(problem(quant="fp8_block", intermediate_size=192))
+    (reason,) = kinds.unsupported(problem(quant="fp8_block", intermediate_size=192))
     assert "multiple of 128" in reason
-    (reason,) = kinds.reasons(problem(quant="int4_w4a16_g64", intermediate_size=96))
+    (reason,) = kinds.unsupported(problem(quant="int4_w4a16_g64", intermediate_size=96))
     assert "multiple of 64" in reason
 
 
@@ -137,7 +143,7 @@ def test_listing_imports_nothing():
         "assert not {'kt_kernel', 'kt_kernel_ext', 'moekit_ktransformers.experts'} & {*sys.modules}"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    if library.find() is None:
+    if library.KT_KERNEL.folder() is None:
         assert "kt_kernel is not installed (pip install --no-deps 'kt-kernel" in run.stdout
 
 

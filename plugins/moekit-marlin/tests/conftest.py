@@ -12,13 +12,13 @@ if not torch.cuda.is_available():
 
 import marlin_stand_in as stand_in  # noqa: E402
 import moekit_marlin  # noqa: E402
-from moekit_marlin import provider  # noqa: E402
+from moekit_marlin import library  # noqa: E402
 
 import moekit  # noqa: E402
 
-REAL = torch.cuda.is_available() and provider.find() is not None and not provider.reasons()
+REAL = torch.cuda.is_available() and library.VLLM.folder() is not None and not library.unsupported()
 if not torch.cuda.is_available():
-    provider._operator = stand_in.moe_wna16_marlin_gemm
+    library._operator = stand_in.moe_wna16_marlin_gemm
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def device() -> torch.device:
 def operator_device(device: torch.device) -> torch.device:
     """For tests that call the operator: the real one on a GPU, the stand-in on a CPU."""
     if device.type == "cuda" and not REAL:
-        pytest.skip("; ".join(provider.reasons()) or "vllm is not installed")
+        pytest.skip("; ".join(library.unsupported()) or "vllm is not installed")
     return device
 
 
@@ -40,7 +40,7 @@ def backends(operator_device: torch.device) -> moekit.Registry:
     found = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
     for spec in moekit_marlin.moekit_experts():
         if operator_device.type == "cpu":
-            check = moekit_marlin.sizes.reasons
+            check = moekit_marlin.sizes.unsupported
             spec = dataclasses.replace(spec, devices=("cpu",), requires=("triton",), check=check)
         found.register(spec)
     return found

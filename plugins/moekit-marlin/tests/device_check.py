@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import marlin_timing
 import torch
-from moekit_marlin import layout, provider
+from moekit_marlin import layout, library
 from torch import Tensor
 
 import moekit
@@ -71,16 +71,16 @@ def relative(out: Tensor, want: Tensor) -> float:
 # -- library ------------------------------------------------------------------------------------
 
 
-def library() -> None:
+def show_library() -> None:
     import triton
 
     say(f"torch {torch.__version__}  triton {triton.__version__}  moekit {moekit.__version__}")
     say(f"{torch.cuda.get_device_name()}  {torch.cuda.get_device_properties(0)}")
-    folder = provider.find()
-    say(f"folder {folder}  version {folder and provider.version(folder)}")
-    say(f"reasons against it: {provider.reasons()}")
+    folder = library.VLLM.folder()
+    say(f"folder {folder}  version {folder and library.VLLM.version()}")
+    say(f"reasons against it: {library.unsupported()}")
     start = time.time()
-    say(provider.operator()._schema)
+    say(library.operator()._schema)
     say(f"loaded in {time.time() - start:.1f} s; vllm imported: {'vllm' in sys.modules}")
     for state in moekit.registry().plugins:
         say(f"plugin {state.name}: {state.state} {state.reason}")
@@ -105,7 +105,7 @@ def words(values: Tensor, bits: int) -> Tensor:
 
 def repack() -> None:
     """layout.pack_weights against the library's own gptq_marlin_repack and awq_marlin_repack."""
-    folder = provider.find()
+    folder = library.VLLM.folder()
     assert folder is not None
     path = folder / "_C_stable_libtorch.abi3.so"
     if not path.exists():
@@ -167,7 +167,7 @@ def raw_weight(kind: str, experts: int, n: int, k: int, group: int, dtype: torch
 
 def operator() -> None:
     """Every weight type, group, block and tile; what is compared is the operator's own rounding."""
-    call = provider.operator()
+    call = library.operator()
     experts, pairs = 3, 50
     locks = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
     for dtype in (torch.bfloat16, torch.float16):
@@ -378,7 +378,7 @@ def memory() -> None:
 
 
 PARTS = {
-    "library": library,
+    "library": show_library,
     "layout": repack,
     "operator": operator,
     "experts": experts,

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from moekit_marlin import provider, sizes
+from moekit_marlin import library, sizes
 from torch import Tensor
 
 import moekit
@@ -177,7 +177,7 @@ class Bench:
         z = torch.empty(pairs, p.hidden_size, dtype=p.dtype, device=DEVICE)
         locks = torch.zeros(sizes.LOCKS, dtype=torch.int32, device=DEVICE)
         unused = torch.ones(1, device=DEVICE)
-        operator, w = provider.operator(), self.packed
+        operator, w = library.operator(), self.packed
 
         def call(ids: Tensor) -> Callable[[], object]:
             lists = listed(ids, p.num_experts, block)

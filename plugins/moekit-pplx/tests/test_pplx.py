@@ -8,16 +8,16 @@ import time
 import types
 from dataclasses import replace
 
+import moekit_pplx.buffers
 import moekit_pplx.dispatcher
-import moekit_pplx.lanes
 import pplx_device
 import pplx_standin
 import pytest
 import torch
 import torch.distributed as dist
 from moekit_pplx.dispatcher import PplxDispatcher
+from moekit_pplx.kernels import launch, translate
 from moekit_pplx.layout import Layout, Wire
-from moekit_pplx.route import launch, translate
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
@@ -383,7 +383,7 @@ def test_buffers_are_shared_counted_and_freed(pool):
 
 
 def alone_at_the_end(rank, world):
-    moekit_pplx.lanes._PATIENCE = 1.0
+    moekit_pplx.buffers._PATIENCE = 1.0
     dispatcher = dispatcher_on(rank, world)
     x, routing = tokens_on(rank, 9, dispatcher.problem)
     identity(dispatcher, x, routing)
@@ -415,7 +415,7 @@ def leave_behind(rank, world, folder):
 
     dispatcher = dispatcher_on(rank, world)
     identity(dispatcher, *tokens_on(rank, 9, dispatcher.problem))
-    clear = moekit_pplx.lanes.shared.clear
+    clear = moekit_pplx.buffers.shared.clear
     assert counts() == (1, 0)
     # Children of multiprocessing end without the interpreter's atexit: run what it would run.
     from multiprocessing import util

@@ -13,7 +13,7 @@ MOEKIT_CUTLASS_PROVIDER=<name> insists on one. MOEKIT_VLLM_PATH names the folder
 
 from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
-from .found import W4A8, missing, providers_for
+from .library import W4A8, missing, providers_for
 
 _SCHEMES = ("none", "fp8_tensor", "fp8_tensor_static", "fp8_channel_token")
 

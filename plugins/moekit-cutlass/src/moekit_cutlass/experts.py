@@ -35,10 +35,9 @@ from moekit.plugin import (
 )
 
 from . import w4a8
-from .found import W4A8
-from .groups import Groups, group_slab, sort_pairs
+from .kernels import Groups, add_bias, group_slab, return_rows, sort_pairs, spread_rows
+from .library import W4A8
 from .providers import Band, Provider, Scales, bands
-from .rows import add_bias, return_rows, spread_rows
 
 
 class _CutlassExperts(PermuteExpertsUnpermute):

@@ -23,8 +23,8 @@ from torch import Tensor
 from moekit.errors import BackendBroken
 from moekit.plugin import MoEProblem
 
-from .found import W4A8, providers_for, vllm_library
-from .groups import Groups, problem_sizes
+from .kernels import Groups, problem_sizes
+from .library import W4A8, providers_for, vllm_library
 
 logger = logging.getLogger("moekit")
 

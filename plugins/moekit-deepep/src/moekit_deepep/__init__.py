@@ -92,19 +92,19 @@ def check_elastic(problem: MoEProblem) -> list[str]:
 
 
 def _footprint_ht(problem: MoEProblem) -> Footprint:
-    from .sizes import ht
+    from .footprint import ht
 
     return ht(problem)
 
 
 def _footprint_ll(problem: MoEProblem) -> Footprint:
-    from .sizes import ll
+    from .footprint import ll
 
     return ll(problem)
 
 
 def _footprint_elastic(problem: MoEProblem) -> Footprint:
-    from .sizes import elastic
+    from .footprint import elastic
 
     return elastic(problem)
 

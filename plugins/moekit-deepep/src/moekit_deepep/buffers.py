@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.plugin import Agreement, SharedBuffers
 
-from .sizes import LEGACY_WORKSPACE_BYTES, NUM_SMS
+from .footprint import LEGACY_WORKSPACE_BYTES, NUM_SMS
 
 logger = logging.getLogger("moekit")
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moekit.plugin import Dispatched, Pending, Quantizer, Routing
 
-from . import buffers, sizes
+from . import buffers, footprint
 from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
-from .rows import clear_unused
+from .kernels import clear_unused
 
 
 class ElasticDispatcher(DeepEPDispatcher):
@@ -72,4 +72,4 @@ class ElasticDispatcher(DeepEPDispatcher):
         return most
 
     def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        return sizes.elastic_transient(self.problem, num_tokens, rows)
+        return footprint.elastic_transient(self.problem, num_tokens, rows)

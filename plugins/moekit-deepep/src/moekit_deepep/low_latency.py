@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moekit.plugin import Dispatched, LocalSlabs, Pending, Quantizer, Routing
 
-from . import buffers, sizes
+from . import buffers, footprint
 from .dispatcher import DeepEPDispatcher, Transfer
 
 
@@ -90,7 +90,7 @@ class LowLatencyDispatcher(DeepEPDispatcher):
     def _tokens(self, num_tokens: int) -> int:
         most = self.problem.max_num_tokens
         assert most is not None
-        return sizes.even(most)
+        return footprint.even(most)
 
     def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        return sizes.ll_transient(self.problem, num_tokens, rows)
+        return footprint.ll_transient(self.problem, num_tokens, rows)

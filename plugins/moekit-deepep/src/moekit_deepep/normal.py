@@ -20,7 +20,7 @@ from torch import Tensor
 from moekit.errors import InvalidInput
 from moekit.plugin import Dispatched, Pending, Quantizer, Routing
 
-from . import buffers, sizes
+from . import buffers, footprint
 from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
 
 
@@ -85,11 +85,11 @@ class NormalDispatcher(DeepEPDispatcher):
                 "deepep_ht is captured in a CUDA graph, which wants room for all tokens of other "
                 "ranks: set max_num_tokens in the problem"
             )
-        return self._most_rows if capturing or self._most_rows <= sizes.FEW_ROWS else 0
+        return self._most_rows if capturing or self._most_rows <= footprint.FEW_ROWS else 0
 
     def _tokens(self, num_tokens: int) -> int:
         """As outside of CUDA graphs."""
-        return sizes.ht_tokens(self.problem, num_tokens)
+        return footprint.ht_tokens(self.problem, num_tokens)
 
     def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        return sizes.ht_transient(self.problem, num_tokens, rows)
+        return footprint.ht_transient(self.problem, num_tokens, rows)

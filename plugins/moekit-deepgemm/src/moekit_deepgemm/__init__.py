@@ -1,24 +1,24 @@
 """DeepGEMM expert GEMMs for moekit: `deepgemm` (STANDARD) and `deepgemm_batched` (BATCHED).
 
-Only the GEMMs are DeepGEMM's; what lies between them is moekit-kernels' (alignment, rows into
-order, the sum) and this plugin's own (kernels.py). The library is an installed `deep_gemm`, or the
-one that the vLLM wheel carries, without importing vLLM (provider.py).
+Only the GEMMs are DeepGEMM's. Alignment, expert-sorted rows and the weighted sum are moekit's, and
+the activation is this plugin's (kernels.py). The library is an installed `deep_gemm`, or the copy
+inside vLLM's wheel, which is loaded without importing vLLM (library.py).
 """
 
 from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
-from . import provider
+from . import library
 
-# What a row of an operand must divide by: a scale's group for fp8, a swizzled tile for bf16.
+# Row sizes are multiples of a scale group (fp8) or of a swizzled tile (bf16).
 _MULTIPLE = {"fp8_block": 128, "none": 64}
 
 
 def _check(problem: MoEProblem) -> list[str]:
-    reasons = list(provider.faults())
+    reasons = list(library.unsupported())
     if problem.device.type == "cuda" and (problem.device.capability or (0, 0)) >= (10, 0):
         reasons.append(
-            "on Blackwell DeepGEMM wants scales that are powers of two, packed four in an int32; "
-            "the weights would have to be requantized, which this plugin does not do yet"
+            "on Blackwell DeepGEMM reads power-of-two scales, packed four in an int32; this plugin "
+            "does not requantize weights to that form yet"
         )
     multiple = _MULTIPLE.get(problem.quant.name)
     if multiple is None:
@@ -28,13 +28,13 @@ def _check(problem: MoEProblem) -> list[str]:
         ("intermediate size on a rank", problem.local_intermediate_size),
     ):
         if size % multiple:
-            reasons.append(f"{name} {size} is no multiple of {multiple} ({problem.quant.name})")
+            reasons.append(f"{name} {size} is not a multiple of {multiple} ({problem.quant.name})")
     return reasons
 
 
 def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
-    # "deep_gemm or the one inside vllm" cannot be said in `requires`, so it is said here.
-    missing = () if provider.is_installed() else ("deep_gemm",)
+    # `requires` cannot express "deep_gemm, or the copy inside vllm".
+    missing = () if library.candidates() else ("deep_gemm",)
     return ExpertsSpec(
         name=name,
         target=f"moekit_deepgemm.experts:{target}",
@@ -43,9 +43,9 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         schemes=frozenset(_MULTIPLE),
         devices=("cuda==9.0",),
         requires=("triton", "moekit_kernels", *missing),
-        install_hint=provider.INSTALL_HINT,
-        # Measured on H200: behind triton but for fp8 from 256 rows an expert on, by up to 11 %
-        # ahead there on some shapes, which is for tuned tables to say.
+        install_hint=library.INSTALL_HINT,
+        # H200: triton is faster, except for fp8 blocks from 256 rows per expert on, where DeepGEMM
+        # leads by up to 11 % on some shapes. Tuned tables decide there.
         priority=5,
         check=_check,
         reduces=format is ActivationFormat.STANDARD,

@@ -29,15 +29,9 @@ from moekit.plugin import (
     PermuteExpertsUnpermute,
 )
 
-from .config import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to, round_up
-from .library import Gemms
-from .rows import (
-    GROUP,
-    activate_pairs,
-    activate_slabs,
-    finish_slabs,
-    stage_slabs,
-)
+from .gemms import Gemms
+from .kernels import GROUP, activate_pairs, activate_slabs, finish_slabs, stage_slabs
+from .plan import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to, round_up
 
 logger = logging.getLogger("moekit")
 
@@ -54,7 +48,7 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
     smaller ones need (some 10 s a kernel, a handful of them, kept on disk in DG_JIT_CACHE_DIR), and
     none compiles later. A size that was never met is refused while a graph is being captured.
 
-    block_m: overrides the rows of a block that config.py chooses (STANDARD only), for tuning.
+    block_m: overrides the rows of a block that plan.py chooses (STANDARD only), for tuning.
     """
 
     quantizer = staticmethod(quantize_activations)

@@ -1,96 +1,135 @@
-"""The four GEMMs of DeepGEMM that the experts use, under one form."""
+"""Find DeepGEMM on this machine, say why it cannot be used, and load it.
+
+Finding imports nothing. The first folder with a supported version is used, in this order: the
+folder that MOEKIT_DEEPGEMM_PATH names, an installed ``deep_gemm``, the copy inside vLLM's wheel.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from torch import Tensor
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 from moekit.errors import BackendBroken
+from moekit.plugin import VendorLibrary
 
-from . import provider
+VERSIONS = ">=2.6,<3"
+"""Versions that take group ends as a layout on Hopper, and that have this Python interface."""
 
-# The library keeps a setting and the kernels that it compiled for the whole process, unprotected.
+PATH_VARIABLE = "MOEKIT_DEEPGEMM_PATH"
+OLDEST_NVCC = "12.9"
+
+INSTALL_HINT = "pip install 'vllm>=0.33,<0.34'"  # the wheel carries a supported DeepGEMM
+
+_INSTALLED = VendorLibrary(distribution="deep_gemm", versions=VERSIONS, install_hint=INSTALL_HINT)
+_NAMED = replace(_INSTALLED, path_variable=PATH_VARIABLE)
+_IN_VLLM = replace(_INSTALLED, module="vllm", inside="third_party/deep_gemm")
+
+_PRIVATE_NAME = "_moekit_deep_gemm"
 _lock = threading.Lock()
 
 
-class Gemms:
-    """DeepGEMM, loaded. out = a @ w.T, group by group.
+def candidates() -> list[VendorLibrary]:
+    """Return every DeepGEMM of this machine, of whatever version, the preferred one first."""
+    named = [_NAMED] if _NAMED.named_folder is not None else []
+    return named + [place for place in (_INSTALLED, _IN_VLLM) if _has_package(place)]
 
-    a: (M, K) or (L, C, K), bf16, or fp8 with scale (G, M) or (L, G, C) fp32, contiguous.
-    w: (L, N, K), with w_scale (L, N / 128, K / 128) when fp8. out: bf16, contiguous.
-    Scales have the layout that the library reads on Hopper, so it converts and allocates nothing.
+
+def find() -> VendorLibrary | None:
+    """Return the DeepGEMM to use, or None."""
+    return next((place for place in candidates() if not _fault(place)), None)
+
+
+def unsupported() -> list[str]:
+    """Return why no DeepGEMM of this machine can be used; empty if one can, or none is there."""
+    found = candidates()
+    faults = [_fault(place) for place in found]
+    if found and all(faults):
+        return faults
+    if found and nvcc() is None:
+        return [
+            "DeepGEMM compiles its kernels at first use, but there is no nvcc: install CUDA's "
+            f"compiler ({OLDEST_NVCC} or later) and set CUDA_HOME or DG_JIT_NVCC_COMPILER"
+        ]
+    return []
+
+
+def nvcc() -> str | None:
+    """Return the compiler that DeepGEMM will run, looked up where DeepGEMM does."""
+    if named := os.environ.get("DG_JIT_NVCC_COMPILER"):
+        return named
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    for home in filter(None, homes):
+        if (path := Path(home, "bin", "nvcc")).is_file():
+            return str(path)
+    return shutil.which("nvcc")
+
+
+def load() -> ModuleType:
+    """Import the library and return its module.
+
+    Raises:
+        BackendBroken: There is no supported library, or it does not load.
     """
-
-    def __init__(self) -> None:
-        self._module = provider.load()
-        version = getattr(self._module, "__version__", "?")
-        self._broken = (
-            f"DeepGEMM {version} failed: {{}}; it compiles its kernels with CUDA's nvcc "
-            f"({provider.OLDEST_NVCC} or later, found: {provider.nvcc() or 'none'}), set CUDA_HOME "
-            "or DG_JIT_NVCC_COMPILER, and DG_JIT_CACHE_DIR to a folder that can be written"
-        )
-
-    def contiguous(
-        self,
-        a: Tensor,
-        scale: Tensor | None,
-        w: Tensor,
-        w_scale: Tensor | None,
-        out: Tensor,
-        ends_L: Tensor,
-        block_m: int,
-        expected_m: int | None,
-    ) -> None:
-        """Rows of expert l: from ends_L[l - 1], rounded up to block_m, to ends_L[l] (int32)."""
-        options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected_m}
-        with self._errors(), self._alignment(block_m):
-            if scale is None:
-                self._module.m_grouped_bf16_gemm_nt_contiguous(a, w, out, ends_L, **options)
-            else:
-                self._module.m_grouped_fp8_gemm_nt_contiguous(
-                    (a, scale.t()), (w, w_scale), out, ends_L, **options
-                )
-
-    def masked(
-        self,
-        a: Tensor,
-        scale: Tensor | None,
-        w: Tensor,
-        w_scale: Tensor | None,
-        out: Tensor,
-        counts_L: Tensor,
-        expected_m: int,
-    ) -> None:
-        """Rows of expert l: the first counts_L[l] (int32) of slab l, C a multiple of 128."""
-        with self._errors():
-            if scale is None:
-                self._module.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_L, expected_m)
-            else:
-                self._module.m_grouped_fp8_gemm_nt_masked(
-                    (a, scale.transpose(1, 2)), (w, w_scale), out, counts_L, expected_m
-                )
-
-    @contextmanager
-    def _alignment(self, block_m: int) -> Iterator[None]:
-        """The library takes the rows of a block from a setting of the process."""
-        before = self._module.get_mk_alignment_for_contiguous_layout()
-        if before == block_m:
-            yield
-            return
-        self._module.set_mk_alignment_for_contiguous_layout(block_m)
+    place = find()
+    folder = None if place is None else place.folder()
+    if place is None or folder is None:
+        why = "; ".join(unsupported()) or "deep_gemm is not installed"
+        raise BackendBroken(f"{why} ({INSTALL_HINT}, or set {PATH_VARIABLE} to its folder)")
+    with _lock:
         try:
-            yield
-        finally:
-            self._module.set_mk_alignment_for_contiguous_layout(before)
+            name = "deep_gemm" if place is _INSTALLED else _PRIVATE_NAME
+            return _loaded(folder) or _import(folder, name)
+        except (Exception, SystemExit) as error:  # a vendor's library may fail in any way
+            raise BackendBroken(
+                f"DeepGEMM {place.version()} in {folder} does not load: "
+                f"{type(error).__name__}: {error}; {INSTALL_HINT}"
+            ) from error
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """One thread at a time is in the library."""
-        try:
-            with _lock:
-                yield
-        except RuntimeError as error:
-            raise BackendBroken(self._broken.format(error)) from error
+
+def _has_package(place: VendorLibrary) -> bool:
+    folder = place.folder()
+    return folder is not None and (folder / "__init__.py").is_file()
+
+
+def _fault(place: VendorLibrary) -> str:
+    """Return why a candidate cannot be used, or an empty string."""
+    folder = place.folder() or place.named_folder
+    if not _has_package(place):
+        return f"{PATH_VARIABLE} names {folder}, which is not a deep_gemm folder"
+    if not place.version():
+        return f"the DeepGEMM in {folder} does not tell its version"
+    return next((f"{reason} in {folder}" for reason in place.unsupported()), "")
+
+
+def _loaded(folder: Path) -> ModuleType | None:
+    """Return the module if this process has it: its operators can be registered only once."""
+    for name in (_PRIVATE_NAME, "deep_gemm", "vllm.third_party.deep_gemm"):
+        module = sys.modules.get(name)
+        origin = getattr(module, "__file__", None)
+        if module is not None and origin and Path(origin).parent.resolve() == folder.resolve():
+            return module
+    return None
+
+
+def _import(folder: Path, name: str) -> ModuleType:
+    before = set(sys.modules)
+    spec = importlib.util.spec_from_file_location(
+        name, folder.resolve() / "__init__.py", submodule_search_locations=[str(folder.resolve())]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        for added in set(sys.modules) - before:
+            if added == name or added.startswith(f"{name}."):
+                del sys.modules[added]
+        raise
+    return module

@@ -57,7 +57,7 @@ def _check_ranks(problem: MoEProblem) -> list[str]:
 
 
 def _check_one_sided(problem: MoEProblem) -> list[str]:
-    reasons = [*library.faults(), *_check_ranks(problem)]
+    reasons = [*library.FLASHINFER.unsupported(), *_check_ranks(problem)]
     if problem.top_k not in _ONE_SIDED_TOP_K:
         known = ", ".join(map(str, _ONE_SIDED_TOP_K))
         reasons.append(f"top_k={problem.top_k} is not compiled in (has {known})")
@@ -67,7 +67,7 @@ def _check_one_sided(problem: MoEProblem) -> list[str]:
 
 
 def _check_two_sided(problem: MoEProblem) -> list[str]:
-    reasons = [*library.faults(), *_check_ranks(problem)]
+    reasons = [*library.FLASHINFER.unsupported(), *_check_ranks(problem)]
     if problem.top_k > _TWO_SIDED_TOP_K:
         reasons.append(f"top_k={problem.top_k} exceeds {_TWO_SIDED_TOP_K}")
     if problem.num_physical_experts % 4:
@@ -91,7 +91,7 @@ def _check_allgather(problem: MoEProblem) -> list[str]:
 
 
 def _check_experts(problem: MoEProblem) -> list[str]:
-    reasons = library.faults()
+    reasons = library.FLASHINFER.unsupported()
     scheme, multiple = problem.quant.name, _MULTIPLE.get(problem.quant.name)
     if multiple is None:
         return reasons
@@ -105,19 +105,19 @@ def _check_experts(problem: MoEProblem) -> list[str]:
 
 
 def _footprint_one_sided(problem: MoEProblem) -> Footprint:
-    from .exchange_sizes import one_sided
+    from .footprint import one_sided
 
     return one_sided(problem)
 
 
 def _footprint_two_sided(problem: MoEProblem) -> Footprint:
-    from .exchange_sizes import two_sided
+    from .footprint import two_sided
 
     return two_sided(problem)
 
 
 def _footprint_allgather(problem: MoEProblem) -> Footprint:
-    from .exchange_sizes import allgather
+    from .footprint import allgather
 
     return allgather(problem)
 

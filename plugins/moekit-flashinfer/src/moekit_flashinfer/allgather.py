@@ -32,7 +32,7 @@ from moekit.plugin import (
     resolve,
 )
 
-from . import exchange_sizes
+from . import footprint
 from .one_sided import quantized_payloads
 
 if TYPE_CHECKING:
@@ -137,4 +137,4 @@ class AllGatherDispatcher(PrepareAndFinalize):
         if self.group is None:
             return 0
         rows = self.max_rows(num_tokens)
-        return exchange_sizes.allgather_transient(self.problem, num_tokens, rows, self._capacity)
+        return footprint.allgather_transient(self.problem, num_tokens, rows, self._capacity)

@@ -29,9 +29,8 @@ from moekit.plugin import (
     PermuteExpertsUnpermute,
 )
 
-from . import library
-from .dequantize import dequantize_rows
-from .sizes import library_bytes
+from . import footprint, library
+from .kernels import dequantize_rows
 
 _ACTIVATIONS = {
     "silu": "Swiglu",
@@ -103,7 +102,7 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
     def transient_bytes(self, rows: int) -> int:
         """What the library allocates, and the ids as int32. In fp8_block its largest call so far
         counts if that was larger: it never shrinks its idea of a workspace."""
-        return library_bytes(self.problem, rows) + rows * self.problem.top_k * 4
+        return footprint.experts_transient(self.problem, rows) + rows * self.problem.top_k * 4
 
     # -- calls ------------------------------------------------------------------------------
 

@@ -1,11 +1,8 @@
-"""Finding FlashInfer, and getting its compiled modules. Imports it only where it is used."""
+"""Find FlashInfer and get its compiled modules. The library is imported only where it is used."""
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,37 +11,24 @@ from types import ModuleType
 from typing import Any
 
 from moekit.errors import BackendError
+from moekit.plugin import VendorLibrary
 
 logger = logging.getLogger("moekit")
 
 REQUIRES = ("flashinfer", "tvm_ffi", "triton")
-INSTALL_HINT = "pip install 'moekit-flashinfer[library]'"
+FLASHINFER = VendorLibrary(
+    distribution="flashinfer-python",
+    versions=">=0.6.8,<0.6.9",
+    module="flashinfer",
+    install_hint="pip install 'moekit-flashinfer[library]'",
+)
+INSTALL_HINT = FLASHINFER.install_hint
 
-# Versions (from, up to but without) that this package was written against.
-_RANGE = ((0, 6, 8), (0, 6, 9))
 _PROGRESS_SECONDS = 15.0
 
 
-@functools.cache
-def version() -> str:
-    """The installed version, or an empty string (not installed, or only unpacked somewhere)."""
-    try:
-        return importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def faults() -> list[str]:
-    """Why an installed FlashInfer cannot be used."""
-    found = tuple(int(n) for n in re.findall(r"\d+", version())[:3])
-    if not found or _RANGE[0] <= found < _RANGE[1]:
-        return []
-    low, high = (".".join(map(str, bound)) for bound in _RANGE)
-    return [f"flashinfer-python {version()} is installed, want >={low},<{high} ({INSTALL_HINT})"]
-
-
 def one_sided() -> ModuleType:
-    """The functions behind ``flashinfer.comm.MoeAlltoAll``, compiled."""
+    """Return the functions behind ``flashinfer.comm.MoeAlltoAll``, compiled."""
     from flashinfer.comm import trtllm_moe_alltoall
     from flashinfer.jit.comm import gen_moe_alltoall_module
 
@@ -54,7 +38,7 @@ def one_sided() -> ModuleType:
 
 
 def two_sided() -> ModuleType:
-    """The functions behind ``MnnvlMoe``, compiled."""
+    """Return the functions behind ``MnnvlMoe``, compiled."""
     from flashinfer.comm import trtllm_alltoall
     from flashinfer.jit.comm import gen_comm_alltoall_module
 
@@ -64,14 +48,14 @@ def two_sided() -> ModuleType:
 
 
 def memory() -> type[Any]:
-    """The class that maps memory of all ranks into one another's address space."""
+    """Return the class that maps the memory of all ranks into every rank's address space."""
     from flashinfer.comm.mnnvl import MnnvlMemory
 
     return MnnvlMemory
 
 
 def fused_moe() -> ModuleType:
-    """``flashinfer.fused_moe.core`` with the SM90 module compiled."""
+    """Return ``flashinfer.fused_moe.core`` with the module for SM90 compiled."""
     from flashinfer.fused_moe import core
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
 
@@ -81,7 +65,7 @@ def fused_moe() -> ModuleType:
 
 
 def autotune() -> AbstractContextManager[None]:
-    """Within it, calls of fused MoE time their kernels instead of using what they know."""
+    """Return a context in which fused MoE calls time their kernels and remember the fastest."""
     from flashinfer.autotuner import autotune
 
     context: AbstractContextManager[None] = autotune()
@@ -90,9 +74,10 @@ def autotune() -> AbstractContextManager[None]:
 
 @contextmanager
 def compiling(make_spec: Any) -> Iterator[None]:
-    """Says how far the compilation inside the block is, if FlashInfer has to compile.
+    """Log the progress of the compilation inside the block, if FlashInfer has to compile.
 
-    Raises BackendError where it may not (FLASHINFER_DISABLE_JIT) or fails.
+    Raises:
+        BackendError: Compilation is disabled (FLASHINFER_DISABLE_JIT), or it failed.
     """
     spec = make_spec()
     finished = threading.Event()
@@ -100,11 +85,11 @@ def compiling(make_spec: Any) -> Iterator[None]:
         threading.Thread(target=_report, args=(spec, finished), daemon=True).start()
     try:
         yield
-    except Exception as error:  # ninja, a compiler, the loader: all of them fail in their own ways
+    except Exception as error:  # ninja, the compiler and the loader fail with different classes
         raise BackendError(
-            f"FlashInfer's module {spec.name} cannot be had: {type(error).__name__}: {error}; it "
-            "is compiled at first use (nvcc and ninja on the PATH, FLASHINFER_DISABLE_JIT unset), "
-            "or comes prebuilt with flashinfer-jit-cache"
+            f"FlashInfer's module {spec.name} is not available: {type(error).__name__}: {error}; "
+            "put nvcc and ninja on the PATH and unset FLASHINFER_DISABLE_JIT, so that it can be "
+            "compiled, or install flashinfer-jit-cache, which has it compiled"
         ) from error
     finally:
         finished.set()

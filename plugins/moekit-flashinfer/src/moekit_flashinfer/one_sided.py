@@ -30,9 +30,9 @@ from moekit.plugin import (
     resolve,
 )
 
-from . import exchange_sizes, library
-from .ids import local_ids, reroute
-from .peers import Peers, SharedMemory, protocol
+from . import footprint, library
+from .kernels import local_ids, reroute
+from .shared_memory import Peers, SharedMemory, protocol
 
 if TYPE_CHECKING:
     from moekit.plugin import DispatcherSpec
@@ -143,7 +143,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
             self._slots = _shared.acquire(self._key, lambda: Slots(made_in, capacity, sizes))
 
     def _row_bytes(self) -> tuple[int, int]:
-        return exchange_sizes.one_sided_row_bytes(self.problem)
+        return footprint.one_sided_row_bytes(self.problem)
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
         if self._slots is None:
             return 0
         rows = self.max_rows(num_tokens)
-        return exchange_sizes.one_sided_transient(self.problem, num_tokens, rows)
+        return footprint.one_sided_transient(self.problem, num_tokens, rows)
 
     def destroy(self) -> None:
         if self._slots is not None:

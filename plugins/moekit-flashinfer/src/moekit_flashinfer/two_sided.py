@@ -29,10 +29,10 @@ from moekit.plugin import (
     resolve,
 )
 
-from . import exchange_sizes, library
-from .ids import local_ids
+from . import footprint, library
+from .kernels import local_ids
 from .one_sided import REROUTED_FROM, quantized_payloads
-from .peers import Peers, SharedMemory, protocol
+from .shared_memory import Peers, SharedMemory, protocol
 
 if TYPE_CHECKING:
     from moekit.plugin import DispatcherSpec
@@ -110,7 +110,7 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         for name, rows in payloads.items():
             columns = rows.shape[1]
             if name == "scale":
-                rows = F.pad(rows, (0, -columns % exchange_sizes.SCALES))
+                rows = F.pad(rows, (0, -columns % footprint.SCALES))
             sent = fifos.library.MnnvlMoe.mnnvl_moe_alltoallv(
                 rows, info, fifos.data.tensor, rank, ranks
             )
@@ -163,7 +163,7 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         if self._fifos is None:
             return 0
         rows = self.max_rows(num_tokens)
-        return exchange_sizes.two_sided_transient(self.problem, num_tokens, rows, self._capacity)
+        return footprint.two_sided_transient(self.problem, num_tokens, rows, self._capacity)
 
     def destroy(self) -> None:
         if self._fifos is not None:

@@ -7,15 +7,12 @@ checkpoint formats, is never imported.
 from moekit.plugin import SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 from moekit_ktransformers import kinds, library
 
-# kt-kernel pins an old torch in its metadata, so its dependencies stay out.
-_HINT = f"pip install --no-deps 'kt-kernel{library.VERSIONS}'"
-
 
 def _check(problem: MoEProblem) -> list[str]:
     """Whether this machine has the library matters only where it would be loaded: on a CPU."""
     if problem.device.type != "cpu":
         return []
-    return [*library.reasons(), *kinds.reasons(problem)]
+    return [*library.unsupported(), *kinds.unsupported(problem)]
 
 
 @hookimpl
@@ -29,7 +26,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             schemes=kinds.schemes() & frozenset(SCHEMES),
             devices=("cpu",),
             requires=("kt_kernel",),
-            install_hint=_HINT,
+            install_hint=library.KT_KERNEL.install_hint,
             priority=10,
             # `torch` is faster in bf16 (benchmarks/results, cpu-ktransformers) and copies nothing.
             scheme_priority=(("none", -10),),

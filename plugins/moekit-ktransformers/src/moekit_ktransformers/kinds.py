@@ -78,11 +78,11 @@ def schemes() -> frozenset[str]:
 
 
 def choose(problem: MoEProblem) -> Kind:
-    """Return the fastest class for a problem that `reasons` has nothing against."""
+    """Return the fastest class for a problem that `unsupported` accepts."""
     return next(kind for kind in KINDS[problem.quant.name] if kind.runs)
 
 
-def reasons(problem: MoEProblem) -> list[str]:
+def unsupported(problem: MoEProblem) -> list[str]:
     """Return why no class of the library computes the problem's scheme at its sizes."""
     listed = KINDS.get(problem.quant.name, ())
     kind = next((kind for kind in listed if kind.runs), None)

@@ -1,14 +1,13 @@
-"""Find kt-kernel, say what is wrong with it, and load the build for this CPU.
+"""Find kt-kernel, say why it cannot be used, and load the build for this CPU.
 
-`reasons` reads files and imports nothing. Only `load` loads the extension, after the CPU was seen
-to have every instruction set that the build uses: an instruction that a CPU lacks kills a process.
+`unsupported` reads files and imports nothing. Only `load` loads the extension, and only on a CPU
+that has every instruction set that the build uses: a missing instruction would kill the process.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -16,8 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-VERSIONS = ">=0.7.2,<0.8"
-_LOWEST, _ABOVE = (0, 7, 2), (0, 8)
+from moekit.plugin import VendorLibrary
+
+# kt-kernel's metadata pins an old torch, so it is installed without its dependencies.
+KT_KERNEL = VendorLibrary(
+    distribution="kt-kernel",
+    versions=">=0.7.2,<0.8",
+    install_hint="pip install --no-deps 'kt-kernel>=0.7.2,<0.8'",
+)
 
 VARIANT_VARIABLE = "MOEKIT_KT_VARIANT"
 THREADS_VARIABLE = "MOEKIT_KT_THREADS"
@@ -51,8 +56,8 @@ def load() -> Any:
     """
     global _extension
     if _extension is None:
-        if why := reasons():
-            raise ImportError("; ".join(why))
+        if reasons := unsupported():
+            raise ImportError("; ".join(reasons))
         path = build()
         if path is None:
             raise ImportError("kt_kernel is not installed")
@@ -67,19 +72,16 @@ def load() -> Any:
     return _extension
 
 
-def reasons() -> list[str]:
+def unsupported() -> list[str]:
     """Return why the installed library cannot be used here.
 
     A library that is not installed at all is reported by the spec's ``requires``.
     """
-    folder = find()
+    folder = KT_KERNEL.folder()
     found = [*_environment_faults()]
     if folder is None:
         return found
-    version = installed_version()
-    if version is not None and not _LOWEST <= version < _ABOVE:
-        text = ".".join(map(str, version))
-        found.append(f"kt-kernel {text} is installed, but moekit needs kt-kernel{VERSIONS}")
+    found.extend(KT_KERNEL.unsupported())
     asked = os.environ.get(VARIANT_VARIABLE)
     if asked and asked not in VARIANTS:
         known = ", ".join(VARIANTS)
@@ -98,26 +100,6 @@ def reasons() -> list[str]:
             "install the wheel for this Python"
         )
     return found
-
-
-def find() -> Path | None:
-    """Return the folder of the package kt_kernel, without importing it."""
-    try:
-        spec = importlib.util.find_spec("kt_kernel")
-    except (ImportError, ValueError):
-        return None
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    return Path(folders[0]) if folders else None
-
-
-def installed_version() -> tuple[int, ...] | None:
-    """Return the version that the package's metadata tells, or None."""
-    try:
-        text = importlib.metadata.version("kt-kernel")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
-    return None if match is None else tuple(int(part or 0) for part in match.groups())
 
 
 @functools.cache
@@ -142,7 +124,7 @@ def variant() -> str | None:
 
 def build() -> Path | None:
     """Return the extension module's file of `variant` for this Python."""
-    folder = find()
+    folder = KT_KERNEL.folder()
     if folder is None:
         return None
     names = (f"_{_MODULE}_{variant()}{s}" for s in importlib.machinery.EXTENSION_SUFFIXES)

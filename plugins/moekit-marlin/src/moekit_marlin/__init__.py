@@ -1,13 +1,11 @@
 """Marlin weight-only expert GEMMs for moekit: `marlin` (STANDARD) and `marlin_batched` (BATCHED).
 
-The GEMM is the operator `moe_wna16_marlin_gemm` of the vLLM wheel, whose library is loaded alone:
-vllm itself is never imported, and may lie in any folder that MOEKIT_VLLM_PATH names.
+The GEMM is the operator `moe_wna16_marlin_gemm` of vLLM's wheel. Its library is loaded alone: the
+package vllm is never imported. MOEKIT_VLLM_PATH may name the folder of an unpacked wheel.
 """
 
-import os
-
 from moekit.plugin import SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
-from moekit_marlin import provider, sizes
+from moekit_marlin import library, sizes
 
 _EIGHT_BITS = ("fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block", "int8_w8a16")
 _FOUR_BITS = tuple(
@@ -19,11 +17,11 @@ _FOUR_BITS = tuple(
 
 
 def _check(problem: MoEProblem) -> list[str]:
-    return [*provider.reasons(), *sizes.reasons(problem)]
+    return [*library.unsupported(), *sizes.unsupported(problem)]
 
 
 def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
-    given = bool(os.environ.get(provider.PATH_VARIABLE))
+    vllm = () if library.VLLM.named_folder is not None else ("vllm",)
     return ExpertsSpec(
         name=name,
         target=f"moekit_marlin.experts:{target}",
@@ -31,8 +29,8 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         dtypes=frozenset({"bfloat16", "float16"}),
         schemes=frozenset(_EIGHT_BITS + _FOUR_BITS) & frozenset(SCHEMES),
         devices=("cuda>=8.0",),
-        requires=("triton", "moekit_kernels", *(() if given else ("vllm",))),
-        install_hint=f"pip install 'vllm{provider.VERSIONS}'",
+        requires=("triton", "moekit_kernels", *vllm),
+        install_hint=library.VLLM.install_hint,
         priority=15,
         check=_check,
         reduces=format is ActivationFormat.STANDARD,

@@ -24,7 +24,7 @@ from moekit.plugin import (
     PermuteExpertsUnpermute,
 )
 
-from . import provider
+from . import library
 from .kernels import (
     Blocks,
     activate_columns,
@@ -38,7 +38,7 @@ from .kernels import (
 from .pack import pack, stored
 from .sizes import BLOCKS, BLOCKS_PER_SM, LOCKS, MAX_TILE_N, choose_block, padded_intermediate
 
-provider.operator()  # here, so that a library that does not load is a backend that does not load
+library.operator()  # here, so that a library that does not load is a backend that does not load
 
 
 class _MarlinExperts(PermuteExpertsUnpermute):
@@ -107,7 +107,7 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         top_k: int = 1,
     ) -> None:
         """out[pair] = a[pair // top_k] @ w[expert of pair].T (+ bias) for the pairs in blocks."""
-        provider.operator()(
+        library.operator()(
             a, out, weights[name], weights.get(f"{name}_bias"),
             weights[f"{name}_scale"].view(self._scale_dtype), None, None,
             weights.get(f"{name}_zeros"),

@@ -52,7 +52,7 @@ def padded_intermediate(problem: MoEProblem) -> int:
     return 0
 
 
-def reasons(problem: MoEProblem) -> list[str]:
+def unsupported(problem: MoEProblem) -> list[str]:
     """Why the operator cannot take the problem's sizes, or its dtype."""
     hidden, group, weight = problem.hidden_size, group_of(problem), problem.quant.weight
     if weight is not None and weight.microscaled and problem.dtype_name == "float16":

@@ -22,7 +22,7 @@ def _check(problem: MoEProblem) -> list[str]:
 
 
 def _footprint(problem: MoEProblem) -> Footprint:
-    from .sizes import footprint
+    from .footprint import footprint
 
     return footprint(problem)
 

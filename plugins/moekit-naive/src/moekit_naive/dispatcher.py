@@ -41,7 +41,7 @@ from moekit.plugin import (
     resolve,
 )
 
-from .sizes import transient_bytes
+from .footprint import transient_bytes
 
 if TYPE_CHECKING:
     from moekit.plugin import DispatcherSpec

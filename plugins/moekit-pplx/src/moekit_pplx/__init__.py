@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
-from .layout import MAX_TOKENS, footprint
+from .footprint import footprint
+from .layout import MAX_TOKENS
 
 # The library sends a token by way of one block's shared memory.
 _LARGEST_ROW = 48 * 1024 - 1024

@@ -5,20 +5,20 @@
     experts   write their output, in `output` if they can
     finalize  every round's combine: rows go back, are weighted and summed
 
-Rounds, library experts and spare ones: layout.py. Buffers: lanes.py.
+Rounds, library experts and spare ones: layout.py. Buffers: buffers.py.
 """
 
 from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.errors import BackendBroken, GroupMismatch
+from moekit.errors import GroupMismatch
 from moekit.plugin import (
     Dispatched,
     LocalSlabs,
@@ -31,9 +31,10 @@ from moekit.plugin import (
     resolve,
 )
 
-from .lanes import Lane, Lanes, shared
+from .buffers import Lane, Lanes, shared
+from .kernels import translate
 from .layout import TOKENS_PER_ROUND, Layout, Wire, scale_columns
-from .route import translate
+from .library import all_to_all
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -59,6 +60,8 @@ class PplxDispatcher(PrepareAndFinalize):
     `destroy`. Buffers appear with the first call; a second set with the first call that is started
     while another is in flight. Where nothing moves (dp_size=1), no group or library is needed.
     """
+
+    library = staticmethod(all_to_all)
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
@@ -86,18 +89,6 @@ class PplxDispatcher(PrepareAndFinalize):
                 "backend='cpu:gloo,cuda:nccl'"
             )
         self._destinations = self._layout.destinations(problem).to(self._device)
-
-    @staticmethod
-    def library() -> Any:
-        """The class AllToAll. Raises BackendBroken if the library behind it did not load."""
-        import pplx_kernels
-
-        if not hasattr(pplx_kernels.ops._ops, "all_to_all_intranode_create"):
-            raise BackendBroken(
-                "pplx_kernels is installed, but its library does not load (it logged why): build "
-                "it for this torch"
-            )
-        return pplx_kernels.AllToAll
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None

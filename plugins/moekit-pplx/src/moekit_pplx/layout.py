@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moekit.plugin import Footprint, MoEProblem, partition
+from moekit.plugin import MoEProblem, partition
 
 TOKENS_PER_ROUND = 128
 MAX_TOKENS = 1024
@@ -115,24 +115,6 @@ class Layout:
 def scale_columns(groups: int) -> int:
     """fp32 scales of a row as they lie in the slab: one, or a multiple of 16 bytes."""
     return groups if groups < 2 else -(-groups // 4) * 4
-
-
-def footprint(problem: MoEProblem) -> Footprint:
-    tokens = problem.max_num_tokens
-    assert tokens is not None
-    at = Layout.of(problem, TOKENS_PER_ROUND)
-    lane = at.lane_bytes(Wire(problem.hidden_size * problem.dtype.itemsize, 0), problem.dtype)
-    return Footprint(
-        rows=at.slab_rows,
-        buffers={"objects and slabs, for each call in flight": lane},
-        transient=at.transient_bytes(problem, tokens),
-        source="the dispatcher's own function, over the library's intranode sizes",
-        across=(
-            "needs the library's internode kernels, over NVSHMEM with IBGDA and a network card per "
-            "GPU (RDMA); this adapter drives the intranode ones, which map memory of one host",
-            "layout: any order; every rank writes to every other one",
-        ),
-    )
 
 
 def _up(nbytes: int) -> int:

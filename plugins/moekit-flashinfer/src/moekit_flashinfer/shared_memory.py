@@ -26,7 +26,7 @@ def protocol(name: str) -> str:
     """What ranks must have in common to share memory."""
     # File descriptors do not cross hosts; the handles that aarch64 machines use do.
     host = "" if platform.machine() == "aarch64" else f" on host {socket.gethostname()}"
-    return f"{name} of flashinfer {library.version() or 'of unknown version'}{host}"
+    return f"{name} of flashinfer {library.FLASHINFER.version() or 'of unknown version'}{host}"
 
 
 class Peers:

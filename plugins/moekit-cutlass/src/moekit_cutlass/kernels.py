@@ -1,18 +1,89 @@
-"""Row kernels around the grouped GEMMs: rows into sorted order (quantized), bias, back to slabs.
+"""Which sorted row each (row, expert) pair has, and where an expert's rows lie: what grouped GEMMs
+read. On the device; sizes are static (worst case), so a CUDA graph may capture it.
 
-Rows without a slot, and sorted rows at or past the last offset, are neither read nor written: what
-lies there (NaN, old values) is never seen.
+Shape suffixes: R rows, K slots of a row, S = R * K pairs, L local experts, C rows of a slab. A slab
+is L * C rows with one slot each.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from moekit_kernels.align import SortedAssignments, align
 from moekit_kernels.numerics import INTERPRETED, QMAX, convert, quantize, scale_of
 from torch import Tensor
 
-from .groups import Groups
+CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs in order of their expert. int32; ids may be int64, too.
+
+    ids_RK: the expert of each pair, negative without one. slots_RK: where the pair went, -1 without
+    an expert. offsets_L1: (L + 1,), expert l has the sorted pairs offsets[l] to offsets[l + 1].
+    rows_S: the source row of each sorted pair, undefined from `total` on; None: not asked for.
+    """
+
+    ids_RK: Tensor
+    slots_RK: Tensor
+    offsets_L1: Tensor
+    rows_S: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.offsets_L1.shape[0] - 1
+
+    @property
+    def total(self) -> Tensor:
+        """(1,): the number of pairs with an expert."""
+        return self.offsets_L1[self.num_experts :]
+
+
+def sort_pairs(groups: Groups, scratch: Tensor) -> None:
+    """Fills the rest of ``groups`` from its ids (contiguous; in [0, L), -1 = no expert).
+
+    scratch: int32, `moekit_kernels.align.align_scratch` entries.
+    """
+    slots_S, offsets_L1 = groups.slots_RK.view(-1), groups.offsets_L1
+    pairs = SortedAssignments(groups.rows_S, None, None, 1, slots_S, offsets_L1[1:])
+    align(groups.ids_RK, groups.num_experts, pairs, scratch, zeros=offsets_L1[:1])
+    if groups.rows_S is not None:
+        # For K = 1 too: quack reads offsets without waiting for the launch right before it.
+        groups.rows_S.div_(groups.ids_RK.shape[1], rounding_mode="floor")
+
+
+def group_slab(counts_L: Tensor, slab: int, groups: Groups) -> None:
+    """Fills ``groups``, its int32 ids too, from a slab: expert l has rows l * C + c, c < counts[l].
+
+    counts_L int32; groups.slots_RK is (L * C, 1).
+    """
+    n = groups.num_experts * slab
+    assert counts_L.dtype == torch.int32 and groups.slots_RK.shape == (n, 1)
+    _group_slab[(triton.cdiv(n, CHUNK),)](
+        counts_L.contiguous(), groups.ids_RK, groups.slots_RK, groups.offsets_L1, groups.rows_S,
+        n, slab, groups.num_experts,
+        CHUNK=CHUNK, BINS=max(32, triton.next_power_of_2(groups.num_experts + 1)), num_warps=4,
+    )  # fmt: skip
+    if groups.rows_S is not None:
+        groups.rows_S.div_(1, rounding_mode="floor")  # a launch between, as in `sort_pairs`
+
+
+def problem_sizes(
+    groups: Groups, starts_L: Tensor, sizes_L3: Tensor, n: int, k: int, swap: bool
+) -> None:
+    """Fills starts_L (int64), each expert's first row, and sizes_L3 (int32): rows, n, k.
+
+    swap: n, rows, k.
+    """
+    num_experts = groups.num_experts
+    _problem_sizes[(1,)](
+        groups.offsets_L1, starts_L, sizes_L3, num_experts, n, k, SWAP=swap,
+        BINS=triton.next_power_of_2(num_experts), num_warps=4,
+    )  # fmt: skip
 
 
 def spread_rows(
@@ -73,6 +144,44 @@ def _launch_take(
 def _warps(cols: int) -> int:
     """About 16 elements a thread."""
     return max(1, min(16, triton.next_power_of_2(cols) // 512))
+
+
+@triton.jit(do_not_specialize=["n", "slab"])
+def _group_slab(
+    counts_ptr, ids_ptr, slots_ptr, offsets_ptr, rows_ptr, n, slab, num_experts,
+    CHUNK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    bin_B = tl.arange(0, BINS)
+    count_B = tl.load(counts_ptr + bin_B, mask=bin_B < num_experts, other=0)
+    count_B = tl.minimum(count_B, slab)
+    offset_B = tl.cumsum(count_B, axis=0) - count_B
+    if tl.program_id(0) == 0:
+        tl.store(offsets_ptr + bin_B, offset_B, mask=bin_B <= num_experts)
+
+    row_C = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert_C = row_C // slab
+    inside_C = row_C < n
+    bin_C = tl.minimum(expert_C, num_experts - 1)
+    used_C = inside_C & (row_C % slab < tl.gather(count_B, bin_C, 0))
+    slot_C = tl.gather(offset_B, bin_C, 0) + row_C % slab
+    tl.store(ids_ptr + row_C, tl.where(used_C, expert_C, -1), mask=inside_C)
+    tl.store(slots_ptr + row_C, tl.where(used_C, slot_C, -1), mask=inside_C)
+    if rows_ptr is not None:
+        tl.store(rows_ptr + slot_C, row_C, mask=used_C)
+
+
+@triton.jit
+def _problem_sizes(
+    offsets_ptr, starts_ptr, sizes_ptr, num_experts, n, k, SWAP: tl.constexpr, BINS: tl.constexpr
+):
+    expert_B = tl.arange(0, BINS)
+    inside_B = expert_B < num_experts
+    start_B = tl.load(offsets_ptr + expert_B, mask=inside_B, other=0)
+    rows_B = tl.load(offsets_ptr + expert_B + 1, mask=inside_B, other=0) - start_B
+    tl.store(starts_ptr + expert_B, start_B.to(tl.int64), mask=inside_B)
+    tl.store(sizes_ptr + 3 * expert_B + SWAP, rows_B, mask=inside_B)
+    tl.store(sizes_ptr + 3 * expert_B + (1 - SWAP), n + 0 * rows_B, mask=inside_B)
+    tl.store(sizes_ptr + 3 * expert_B + 2, k + 0 * rows_B, mask=inside_B)
 
 
 @triton.jit

@@ -6,11 +6,11 @@ import textwrap
 
 import pytest
 import torch
-from moekit_marlin import provider
+from moekit_marlin import library
 
 import moekit
 
-SCHEMA = f"{provider.NAME}({', '.join(provider.ARGUMENTS)}) -> Tensor"
+SCHEMA = f"{library.NAME}({', '.join(library.ARGUMENTS)}) -> Tensor"
 
 
 def problem() -> moekit.MoEProblem:
@@ -27,9 +27,9 @@ def problem() -> moekit.MoEProblem:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A vllm folder of the right version, whose library holds the right schema."""
-    (tmp_path / "_version.py").write_text("__version_tuple__ = version_tuple = (0, 33, 0)\n")
-    (tmp_path / provider.LIBRARY).write_bytes(b"\0junk\0" + SCHEMA.encode() + b"\0more")
-    monkeypatch.setenv(provider.PATH_VARIABLE, str(tmp_path))
+    (tmp_path / "_version.py").write_text("__version__ = version = '0.33.0'\n")
+    (tmp_path / library.FILE).write_bytes(b"\0junk\0" + SCHEMA.encode() + b"\0more")
+    monkeypatch.setenv("MOEKIT_VLLM_PATH", str(tmp_path))
     return tmp_path
 
 
@@ -39,12 +39,12 @@ def reasons() -> list[str]:
 
 
 def test_a_library_that_fits(folder):
-    assert provider.find() == folder and provider.version(folder) == (0, 33, 0)
+    assert library.VLLM.folder() == folder and library.VLLM.version() == "0.33.0"
     assert reasons() == []
 
 
 def test_another_version(folder):
-    (folder / "_version.py").write_text("version_tuple = (0, 41, 2)\n")
+    (folder / "_version.py").write_text("__version__ = version = '0.41.2'\n")
     (reason,) = reasons()
     assert "vllm 0.41.2 is installed" in reason and "pip install 'vllm>=0.33,<0.34'" in reason
 
@@ -52,29 +52,29 @@ def test_another_version(folder):
 def test_other_arguments(folder):
     schema = SCHEMA.replace("Tensor? b_zeros_or_none", "Tensor? b_zeros_or_none, Tensor? g_idx")
     (folder / "_version.py").unlink()
-    (folder / provider.LIBRARY).write_bytes(b"\0" + schema.encode() + b"\0")
+    (folder / library.FILE).write_bytes(b"\0" + schema.encode() + b"\0")
     (reason,) = reasons()
     assert "with other arguments" in reason
-    if hasattr(getattr(torch.ops, provider.NAMESPACE), provider.NAME):
+    if hasattr(getattr(torch.ops, library.NAMESPACE), library.NAME):
         pytest.skip("the true operator is loaded in this process already")
     with pytest.raises(ImportError, match="other arguments"):
-        provider._load()
+        library._load()
 
 
 def test_no_library(folder):
-    (folder / provider.LIBRARY).unlink()
+    (folder / library.FILE).unlink()
     (reason,) = reasons()
     assert "holds no" in reason
 
 
 def test_no_folder(monkeypatch):
-    monkeypatch.setenv(provider.PATH_VARIABLE, "/nowhere")
+    monkeypatch.setenv("MOEKIT_VLLM_PATH", "/nowhere")
     (reason,) = reasons()
-    assert reason == "MOEKIT_VLLM_PATH=/nowhere is no folder"
+    assert reason.startswith("MOEKIT_VLLM_PATH=/nowhere is not a folder")
 
 
 def test_no_operator_in_the_library(folder):
-    (folder / provider.LIBRARY).write_bytes(b"\0nothing here\0")
+    (folder / library.FILE).write_bytes(b"\0nothing here\0")
     (reason,) = reasons()
     assert "with other arguments" in reason
 
@@ -82,10 +82,10 @@ def test_no_operator_in_the_library(folder):
 def test_schemas_are_compared_without_decoration():
     # as torch prints it, and as another compiler might lay out the string
     printed = SCHEMA.replace("Tensor! ", "Tensor($0! -> ) ").replace("thread_k", "thread_k=-1")
-    assert provider.is_known(f"_moe_C::{printed}")
-    assert provider.is_known(SCHEMA.replace(", ", ",\n   "))
-    assert not provider.is_known(SCHEMA.replace("int top_k", "float top_k"))
-    assert not provider.is_known("nothing")
+    assert library.is_known(f"_moe_C::{printed}")
+    assert library.is_known(SCHEMA.replace(", ", ",\n   "))
+    assert not library.is_known(SCHEMA.replace("int top_k", "float top_k"))
+    assert not library.is_known("nothing")
 
 
 def test_listing_imports_nothing():
@@ -106,5 +106,5 @@ def test_listing_imports_nothing():
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True
     )
-    if provider.find() is None:
+    if library.VLLM.folder() is None:
         assert run.stdout.strip() == "vllm is not installed (pip install 'vllm>=0.33,<0.34')"

@@ -1,0 +1,160 @@
+"""Find a vendor's library without importing it, and check its version.
+
+Several plugins use libraries that may be installed, unpacked in a folder that an environment
+variable names, or carried inside another package's wheel. Finding one reads file names and version
+texts only: importing a library in order to look at it is slow and may end the process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import operator
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    ">=": operator.ge,
+    "<": operator.lt,
+}
+_CLAUSE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
+_VERSION_LINE = re.compile(
+    r"^(?:__version__|version)\s*(?:=\s*\w+\s*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE
+)
+_VERSION_FILES = ("_version.py", "version.py", "__init__.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VendorLibrary:
+    """A library that a plugin calls: where to look for it, and which versions the plugin supports.
+
+    Args:
+        distribution: The name that pip knows, for example ``"kt-kernel"``.
+        versions: The supported versions as clauses of ``>=`` and ``<``, for example
+            ``">=0.33,<0.34"``. Only release numbers are compared: ``0.33.1rc1+cu130`` counts as
+            0.33.1.
+        module: The package to import. The default is the distribution's name with underscores.
+        path_variable: An environment variable that names the package's folder, or the folder that
+            holds it. Where it is set, an installed package is not looked at.
+        inside: The library's folder within the package, for libraries that another wheel carries.
+        install_hint: The command that installs a supported version. The default asks pip for the
+            distribution and `versions`.
+    """
+
+    distribution: str
+    versions: str
+    module: str = ""
+    path_variable: str = ""
+    inside: str = ""
+    install_hint: str = ""
+
+    def __post_init__(self) -> None:
+        if not all(map(_CLAUSE.fullmatch, self.versions.split(","))):
+            raise ValueError(f"versions must look like '>=1.2,<2' (got {self.versions!r})")
+        if not self.install_hint:
+            hint = f"pip install '{self.distribution}{self.versions}'"
+            object.__setattr__(self, "install_hint", hint)
+
+    @property
+    def named_folder(self) -> Path | None:
+        """The folder that the environment variable names, whether or not it exists."""
+        named = os.environ.get(self.path_variable) if self.path_variable else None
+        return Path(named) if named else None
+
+    def folder(self) -> Path | None:
+        """Return the library's folder, or None if there is none."""
+        package = self.named_folder or _package_folder(self._module)
+        if package is None:
+            return None
+        if self.named_folder is not None and (package / self._module).is_dir():
+            package = package / self._module
+        found = package / self.inside
+        return found if found.is_dir() else None
+
+    def version(self) -> str:
+        """Return the version of the library that `folder` finds, or "" where nothing tells it.
+
+        The sources are, in this order: a version file in the folder, metadata beside the folder,
+        and the metadata of the installed distribution unless an environment variable names a
+        folder or the library lies inside another package.
+        """
+        folder = self.folder()
+        if folder is not None and (found := _version_in(folder, self.distribution)):
+            return found
+        if self.named_folder is not None or self.inside:
+            return ""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+
+    def unsupported(self) -> list[str]:
+        """Return why the library that was found cannot be used; empty if it can, or is missing.
+
+        A spec's ``requires`` reports a library that is not installed. A version that cannot be
+        determined is accepted.
+        """
+        if self.named_folder is not None and self.folder() is None:
+            return [
+                f"{self.path_variable}={self.named_folder} is not a folder: name the folder of "
+                f"{self._module}, or unset the variable"
+            ]
+        version = self.version()
+        if not version or version_in_range(version, self.versions):
+            return []
+        return [
+            f"{self.distribution} {version} is installed, but {self.versions} is required "
+            f"({self.install_hint})"
+        ]
+
+    @property
+    def _module(self) -> str:
+        return self.module or self.distribution.replace("-", "_")
+
+
+def version_in_range(version: str, versions: str) -> bool:
+    """Return whether the release number of ``version`` satisfies every clause of ``versions``.
+
+    Missing parts count as 0, so that 1.2 is equal to 1.2.0.
+    """
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    if match is None:
+        return False
+    return all(
+        _COMPARISONS[sign](_release(match[0]), _release(bound))
+        for sign, bound in _CLAUSE.findall(versions)
+    )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """Release numbers without trailing zeros, which compare like the numbers themselves."""
+    parts = [int(part) for part in text.split(".")]
+    while parts and not parts[-1]:
+        parts.pop()
+    return tuple(parts)
+
+
+def _package_folder(name: str) -> Path | None:
+    """The folder that ``import name`` would use."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    return Path(folders[0]) if folders else None
+
+
+def _version_in(folder: Path, distribution: str) -> str:
+    for name in _VERSION_FILES:
+        try:
+            text = (folder / name).read_text(errors="replace")
+        except OSError:
+            continue
+        if match := _VERSION_LINE.search(text):
+            return match[1]
+    prefix = distribution.replace("-", "_")
+    beside = sorted(folder.parent.glob(f"{prefix}-*.dist-info"))
+    return beside[0].name[len(prefix) + 1 : -len(".dist-info")] if beside else ""

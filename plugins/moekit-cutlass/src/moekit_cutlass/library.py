@@ -1,0 +1,85 @@
+"""Find the libraries that provide grouped GEMMs, and say why one cannot be used.
+
+This module imports none of the libraries, nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moekit.plugin import VendorLibrary, importable
+
+W4A8 = "int4_w4a8_g128"
+PROVIDER_VARIABLE = "MOEKIT_CUTLASS_PROVIDER"
+
+QUACK_HINT = "pip install 'moekit-cutlass[quack]'"
+QUACK = (
+    VendorLibrary(distribution="quack-kernels", versions=">=0.6.5,<0.7", module="quack"),
+    VendorLibrary(distribution="nvidia-cutlass-dsl", versions=">=4.7.1,<4.8", module="cutlass"),
+)
+VLLM = VendorLibrary(distribution="vllm", versions=">=0.33,<0.34", path_variable="MOEKIT_VLLM_PATH")
+VLLM_FILE = "_C_stable_libtorch.abi3.so"
+
+# The libraries that have a scheme at all.
+_PROVIDERS = {
+    "none": ("quack", "torch"),
+    "fp8_tensor": ("torch", "vllm"),
+    "fp8_tensor_static": ("torch", "vllm"),
+    "fp8_channel_token": ("torch", "vllm"),
+    W4A8: ("vllm",),
+}
+
+
+def forced() -> str:
+    """Return the library that MOEKIT_CUTLASS_PROVIDER names, or an empty string."""
+    return os.environ.get(PROVIDER_VARIABLE, "").strip().lower()
+
+
+def providers_for(scheme: str, dtype_name: str) -> tuple[list[str], list[str]]:
+    """Return the libraries that compute ``scheme`` here, and a reason for each that cannot."""
+    usable, reasons = [], []
+    for name in _PROVIDERS[scheme]:
+        if reason := _unsupported(name, scheme, dtype_name):
+            reasons.append(reason)
+        else:
+            usable.append(name)
+    return usable, reasons
+
+
+def missing(provider: str) -> str:
+    """Return why a library cannot be used here, or an empty string."""
+    if provider == "quack":
+        for module in ("quack", "cutlass.cute", "tvm_ffi"):
+            if not importable(module):
+                return f"{module} is not installed ({QUACK_HINT})"
+        return next((reason for part in QUACK for reason in part.unsupported()), "")
+    if provider == "vllm":
+        if vllm_library() is None:
+            return (
+                f"vLLM's {VLLM_FILE} is not found ({VLLM.install_hint}, or unpack its wheel and "
+                f"set {VLLM.path_variable} to the vllm folder in it)"
+            )
+        return next(iter(VLLM.unsupported()), "")
+    return ""
+
+
+def vllm_library() -> Path | None:
+    """Return the file that holds vLLM's CUTLASS operators, or None."""
+    folder = VLLM.folder()
+    found = None if folder is None else folder / VLLM_FILE
+    return found if found is not None and found.is_file() else None
+
+
+def _unsupported(provider: str, scheme: str, dtype_name: str) -> str:
+    if reason := missing(provider):
+        return reason
+    if forced() not in ("", provider):
+        return f"{PROVIDER_VARIABLE}={forced()} excludes {provider}"
+    if dtype_name == "bfloat16":
+        return ""
+    if provider == "torch" and scheme == "none":
+        return f"torch's grouped GEMM does not support {dtype_name}"
+    if scheme == W4A8:
+        return f"vLLM's cutlass_w4a8_moe_mm returns bfloat16, not {dtype_name}"
+    return ""

@@ -1,0 +1,96 @@
+"""The four GEMMs of DeepGEMM that the experts use, with one interface."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from moekit.errors import BackendBroken
+
+from . import library
+
+# The library keeps a setting and the kernels that it compiled for the whole process, unprotected.
+_lock = threading.Lock()
+
+
+class Gemms:
+    """DeepGEMM, loaded. out = a @ w.T, group by group.
+
+    a: (M, K) or (L, C, K), bf16, or fp8 with scale (G, M) or (L, G, C) fp32, contiguous.
+    w: (L, N, K), with w_scale (L, N / 128, K / 128) when fp8. out: bf16, contiguous.
+    Scales have the layout that the library reads on Hopper, so it converts and allocates nothing.
+    """
+
+    def __init__(self) -> None:
+        self._module = library.load()
+        version = getattr(self._module, "__version__", "?")
+        self._broken = (
+            f"DeepGEMM {version} failed: {{}}; it compiles its kernels with CUDA's nvcc "
+            f"({library.OLDEST_NVCC} or later, found: {library.nvcc() or 'none'}), set CUDA_HOME "
+            "or DG_JIT_NVCC_COMPILER, and DG_JIT_CACHE_DIR to a folder that can be written"
+        )
+
+    def contiguous(
+        self,
+        a: Tensor,
+        scale: Tensor | None,
+        w: Tensor,
+        w_scale: Tensor | None,
+        out: Tensor,
+        ends_L: Tensor,
+        block_m: int,
+        expected_m: int | None,
+    ) -> None:
+        """Rows of expert l: from ends_L[l - 1], rounded up to block_m, to ends_L[l] (int32)."""
+        options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected_m}
+        with self._errors(), self._alignment(block_m):
+            if scale is None:
+                self._module.m_grouped_bf16_gemm_nt_contiguous(a, w, out, ends_L, **options)
+            else:
+                self._module.m_grouped_fp8_gemm_nt_contiguous(
+                    (a, scale.t()), (w, w_scale), out, ends_L, **options
+                )
+
+    def masked(
+        self,
+        a: Tensor,
+        scale: Tensor | None,
+        w: Tensor,
+        w_scale: Tensor | None,
+        out: Tensor,
+        counts_L: Tensor,
+        expected_m: int,
+    ) -> None:
+        """Rows of expert l: the first counts_L[l] (int32) of slab l, C a multiple of 128."""
+        with self._errors():
+            if scale is None:
+                self._module.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_L, expected_m)
+            else:
+                self._module.m_grouped_fp8_gemm_nt_masked(
+                    (a, scale.transpose(1, 2)), (w, w_scale), out, counts_L, expected_m
+                )
+
+    @contextmanager
+    def _alignment(self, block_m: int) -> Iterator[None]:
+        """The library takes the rows of a block from a setting of the process."""
+        before = self._module.get_mk_alignment_for_contiguous_layout()
+        if before == block_m:
+            yield
+            return
+        self._module.set_mk_alignment_for_contiguous_layout(block_m)
+        try:
+            yield
+        finally:
+            self._module.set_mk_alignment_for_contiguous_layout(before)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """One thread at a time is in the library."""
+        try:
+            with _lock:
+                yield
+        except RuntimeError as error:
+            raise BackendBroken(self._broken.format(error)) from error

@@ -1,0 +1,76 @@
+"""`moekit.plugin.VendorLibrary`: where a library is found, and which versions are accepted."""
+
+import sys
+
+import pytest
+
+from moekit.discovery.library import version_in_range
+from moekit.plugin import VendorLibrary
+
+ACME = VendorLibrary(distribution="acme-moe", versions=">=1.2,<2", path_variable="ACME_PATH")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package `acme_moe` that fails when it is imported."""
+    folder = tmp_path / "acme_moe"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.delenv("ACME_PATH", raising=False)
+    return folder
+
+
+@pytest.mark.parametrize("version", ["1.2", "1.2.0", "1.3.1rc2", "1.10+cu130", "1.99.dev3"])
+def test_versions_in_the_range(version):
+    assert version_in_range(version, ">=1.2,<2")
+
+
+@pytest.mark.parametrize("version", ["1.1.9", "2", "2.0", "2.0.1", "0.33", "10.1", "unknown"])
+def test_versions_outside_the_range(version):
+    assert not version_in_range(version, ">=1.2,<2")
+
+
+def test_other_clauses_are_refused():
+    with pytest.raises(ValueError, match="must look like '>=1.2,<2'"):
+        VendorLibrary(distribution="acme", versions="~=1.2")
+
+
+def test_an_installed_package_is_found_without_importing_it(package, monkeypatch):
+    monkeypatch.syspath_prepend(str(package.parent))
+    (package.parent / "acme_moe-1.4.dist-info").mkdir()
+    assert ACME.folder() == package and ACME.version() == "1.4" and ACME.unsupported() == []
+    assert "acme_moe" not in sys.modules
+
+
+def test_the_environment_names_the_package_or_its_parent(package, monkeypatch):
+    (package / "_version.py").write_text("__version__ = version = '2.1.0'\n")
+    for named in (package, package.parent):
+        monkeypatch.setenv("ACME_PATH", str(named))
+        assert ACME.folder() == package and ACME.version() == "2.1.0"
+    assert ACME.unsupported() == [
+        "acme-moe 2.1.0 is installed, but >=1.2,<2 is required (pip install 'acme-moe>=1.2,<2')"
+    ]
+
+
+def test_a_folder_that_does_not_exist(monkeypatch):
+    monkeypatch.setenv("ACME_PATH", "/nowhere")
+    (reason,) = ACME.unsupported()
+    assert ACME.folder() is None and reason.startswith("ACME_PATH=/nowhere is not a folder")
+
+
+def test_a_library_that_is_not_installed(monkeypatch):
+    monkeypatch.delenv("ACME_PATH", raising=False)
+    assert ACME.folder() is None and ACME.version() == "" and ACME.unsupported() == []
+
+
+def test_a_library_inside_another_package(package, monkeypatch):
+    inside = package / "third_party" / "gemm"
+    inside.mkdir(parents=True)
+    (inside / "__init__.py").write_text("__version__ = '3.1'\n")
+    (package / "_version.py").write_text("version = '1.4'\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    carried = VendorLibrary(
+        distribution="gemm", versions=">=3,<4", module="acme_moe", inside="third_party/gemm"
+    )
+    assert carried.folder() == inside and carried.version() == "3.1"
+    assert carried.unsupported() == []
