@@ -7,7 +7,7 @@ PLUGINS := $(wildcard plugins/*)
 # Without a GPU, pin torch to the release whose CPU build installs without CUDA packages.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: demo test lint dist install-test gpu-test clean
+.PHONY: demo test lint docs dist install-test gpu-test clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m moekit demo
@@ -19,6 +19,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation in build/site; warnings are errors. Its venv has the docs tools alone.
+docs: $(VENV)-docs/.done
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict
 
 # Every sdist and wheel in dist/, checked.
 dist: $(VENV)/.dist
@@ -35,8 +39,7 @@ gpu-test:
 $(VENV)/.core: pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check 'setuptools>=77' wheel '$(TORCH)'
-	$(BIN)/pip install -q --disable-pip-version-check pluggy 'triton>=3.6' numpy
-	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps \
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation numpy \
 		-e . $(addprefix -e ,$(PLUGINS))
 	touch $@
 
@@ -49,9 +52,15 @@ $(VENV)/.dev: $(VENV)/.demo
 		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1'
 	touch $@
 
+$(VENV)-docs/.done:
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install -q --disable-pip-version-check 'mkdocs<2' 'mkdocs-material>=9.6,<10' \
+		'mkdocstrings-python>=2,<3' matplotlib ruff
+	touch $@
+
 $(VENV)/.dist: $(VENV)/.core
 	$(BIN)/pip install -q --disable-pip-version-check build twine 'readme-renderer[md]'
 	touch $@
 
 clean:
-	rm -rf dist $(VENV) .venv-install build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist $(VENV) $(VENV)-docs .venv-install build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

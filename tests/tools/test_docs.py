@@ -1,4 +1,4 @@
-"""What the documents say exists, exists; and the README's code runs."""
+"""Everything that the documents name exists, and their code runs."""
 
 from __future__ import annotations
 
@@ -13,30 +13,68 @@ from moekit.discovery.entry_points import MoekitSpecs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-BENCH = (ROOT / "docs" / "bench.md").read_text()
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def python_blocks(text: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    """Return the Python code of a page, without the files that it includes."""
+    return [
+        code
+        for code in re.findall(r"^```python\n(.*?)^```", text, flags=re.S | re.M)
+        if "--8<--" not in code
+    ]
 
 
-def test_the_readme_example_runs(capsys) -> None:
-    code = python_blocks(README)[0]
-    small = (
-        code.replace("2048", "64").replace("768", "96").replace("num_experts=128", "num_experts=8")
-    )
-    small = small.replace("dtype=torch.bfloat16", "dtype=torch.bfloat16, device='cpu'")
-    assert small != code
-    names = {
-        "w13": torch.randn(8, 192, 64, dtype=torch.bfloat16),
-        "w2": torch.randn(8, 64, 96, dtype=torch.bfloat16),
-        "x": torch.randn(5, 64, dtype=torch.bfloat16),
-        "logits": torch.randn(5, 8),
-    }
-    exec(small, names)
-    assert names["out"].shape == (5, 64) and names["out"].isfinite().all()
+@pytest.fixture(autouse=True)
+def default_device():
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    """Write a Qwen3-MoE model of random weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe", vocab_size=64, hidden_size=64, moe_intermediate_size=32, num_experts=8,
+        num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_readme_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    compose, layer, _ = python_blocks(README)
+    names: dict[str, object] = {}
+    exec(compose, names)
+    exec(layer, names)
+    out, y = names["out"], names["y"]
+    assert isinstance(out, torch.Tensor) and out.shape == (16, 1024) and out.isfinite().all()
+    torch.testing.assert_close(y, out, rtol=0.02, atol=0.02)
     assert "chosen: " in capsys.readouterr().out
+    names["layer"].destroy()  # type: ignore[attr-defined]
+
+
+def test_the_readme_runs_a_model(tiny_model: Path) -> None:
+    code = python_blocks(README)[-1]
+    assert '"Qwen/Qwen3-30B-A3B"' in code
+    names: dict[str, object] = {}
+    exec(code.replace("Qwen/Qwen3-30B-A3B", str(tiny_model)), names)
+    try:
+        logits = names["model"](torch.arange(5)[None]).logits  # type: ignore[operator]
+        assert logits.isfinite().all()
+        assert moekit.integrations.transformers.kernels(names["model"])  # type: ignore[arg-type]
+    finally:
+        moekit.integrations.transformers.uninstall()
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_the_guides_run_as_printed(guide: Path) -> None:
+    names: dict[str, object] = {}
+    for code in python_blocks(guide.read_text()):
+        exec(code, names)
 
 
 def test_every_scheme_is_in_the_readme() -> None:
@@ -47,14 +85,18 @@ def test_every_scheme_is_in_the_readme() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    sources = " ".join(p.read_text() for p in (ROOT / "moekit").rglob("*.py"))
-    for variable in set(re.findall(r"\bMOEKIT_[A-Z_]+\b", sources)):
-        assert variable in README or variable in CONTRIBUTING or variable in BENCH, variable
+    documented = (ROOT / "docs" / "variables.md").read_text()
+    folders = (ROOT / "moekit", ROOT / "plugins")
+    sources = " ".join(p.read_text() for folder in folders for p in folder.rglob("src/**/*.py"))
+    sources += " ".join(p.read_text() for p in (ROOT / "moekit").rglob("*.py"))
+    for variable in set(re.findall(r"\bMOEKIT_[A-Z_]*[A-Z]\b", sources)):
+        assert f"`{variable}" in documented, variable
 
 
 def test_every_hook_and_verb_is_documented() -> None:
+    guide = (ROOT / "docs" / "backends.md").read_text()
     for hook in (name for name in vars(MoekitSpecs) if name.startswith("moekit_")):
-        assert hook in CONTRIBUTING, hook
+        assert hook in guide, hook
     cli = (ROOT / "docs" / "cli.md").read_text()
     for verb in ("plugins", "explain", "check", "demo", "bench", "tune", "doctor"):
         assert f"python -m moekit {verb}" in README and verb in cli, verb
@@ -66,9 +108,12 @@ def test_every_plugin_is_in_the_readme() -> None:
             assert folder.name in README, folder.name
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README + CONTRIBUTING):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+    for included in re.findall(r'--8<-- "(.+)"', page.read_text()):
+        assert (ROOT / included).is_file(), included
 
 
 def test_every_package_says_what_a_stranger_needs() -> None:
