@@ -1,4 +1,4 @@
-"""Expert weights straight from safetensors files, as models and quantizers write them.
+"""Load expert weights from safetensors files, as models and quantizers write them.
 
     with moekit.checkpoint.Checkpoint(path) as checkpoint:
         problem = moekit.checkpoint.problem_from_config(checkpoint, parallel=parallel)
@@ -6,10 +6,15 @@
         for layer, weights in load_layers(checkpoint, None, detect(checkpoint).layers, problem):
             packed[layer] = kernel.pack(weights)
 
-`headers` and `files` know safetensors, `names` what tensors are called, `formats` how a matrix may
-be stored, `probe` how it is, `schemes` which of moekit's schemes computes with it, `config` the
-sizes; `share` is what one rank takes of a layer and what is wrong with it, `read` takes it, and
-`scales` keeps scales right where a rank's share cuts their blocks; `load` is all of it.
+The modules, from the files up:
+
+    headers, files   the safetensors format: which tensors a file holds, and reading them
+    schema, config   the fields of config.json: their types and bounds, and what they mean
+    names            what checkpoints call the tensors of their experts
+    formats, probe   how an expert matrix may be stored, and how this checkpoint stores it
+    schemes          which quantization scheme of moekit computes with a stored format
+    share, scales    which part of a layer one rank loads, and its scales where blocks are cut
+    read, load       reading that part, expert by expert
 """
 
 from moekit.checkpoint.config import Detected, detect, problem_from_config

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its config.json and its tensors, in moekit's terms."""
+"""Describe a checkpoint's experts in moekit's terms, from its config.json and its tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from moekit.problem.activation import Activation
 
 @dataclass(frozen=True, kw_only=True)
 class Detected:
-    """What `detect` found.
+    """The experts of a checkpoint, as `detect` returns them.
 
-    scheme: the moekit scheme that computes with the weights as they are stored and quantizes
-    activations as the checkpoint means it; None where there is none: then `load_experts` takes the
-    weights with ``dequantize=True`` only, or with a scheme named by the caller.
-    layers: those that have routed experts.
+    Attributes:
+        names: What the checkpoint calls the experts' tensors.
+        format: How it stores each matrix.
+        scheme: The scheme of moekit that computes with the weights as they are stored and
+            quantizes activations as the checkpoint intends. If None, there is no such scheme, and
+            `load_experts` needs ``dequantize=True`` or a scheme that the caller names.
+        layers: The layers with routed experts.
     """
 
     model_type: str
@@ -46,9 +49,14 @@ class Detected:
 
 
 def detect(path: str | Path | Checkpoint, names: ExpertNames | None = None) -> Detected:
-    """Reads config.json and headers; ``names`` for model types that `NAMES` lacks.
+    """Describe the experts of a checkpoint from its config.json and headers.
 
-    Raises WeightsError when a size is not in the config, or the experts are not in the files.
+    Args:
+        path: A file, a directory, or an open `Checkpoint`.
+        names: What the tensors are called; needed for model types that `NAMES` lacks.
+
+    Raises:
+        WeightsError: A size is not in the config, or the experts are not in the files.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     with named(checkpoint):
@@ -57,12 +65,12 @@ def detect(path: str | Path | Checkpoint, names: ExpertNames | None = None) -> D
 
 def _detect(checkpoint: Checkpoint, names: ExpertNames | None) -> Detected:
     config, model_type = _text_config(checkpoint), model_type_of(checkpoint)
-    # The first layers may be dense, and the names may be different ones.
+    # The first layers may be dense, and the tensors may have one of several names.
     probe = names_in(checkpoint, names or model_type, None)
     layers = layers_in(checkpoint, probe)
     if not layers:
         raise WeightsError(
-            f"{checkpoint.path}: no layer has experts called {probe.down}; describe them: "
+            f"{checkpoint.path}: no layer has experts called {probe.down}; pass their names as "
             "moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
         )
     hidden, inner = _size(config, "hidden_size"), _size(config, *_INNER)
@@ -91,21 +99,26 @@ def problem_from_config(
     dequantize: bool = False,
     **given: Any,
 ) -> MoEProblem:
-    """The checkpoint's routed experts as a problem.
+    """Return the problem of the checkpoint's routed experts.
 
-    dequantize: plan for weights loaded with ``dequantize=True``: scheme "none".
-    given: fields of `MoEProblem` that the checkpoint does not say (parallel, device,
-    max_num_tokens ...) or that override what it says (quant, dtype ...).
-    The scheme is one whose scales tensor parallelism does not cut: int4 groups of 128 become
-    groups of 64 or 32 under the same scales where a rank's share ends within a group.
+    The scheme is one whose groups tensor parallelism does not cut: int4 groups of 128 become
+    groups of 64 or 32 with the same scales if a rank's share ends within a group.
 
-    Raises WeightsError when no scheme of moekit computes with the stored weights.
+    Args:
+        path: A file, a directory, or an open `Checkpoint`.
+        names: What the tensors are called; needed for model types that `NAMES` lacks.
+        dequantize: The weights will be loaded with ``dequantize=True``, so the scheme is "none".
+        given: Fields of `MoEProblem` that the checkpoint does not know, such as ``parallel``,
+            ``device`` or ``max_num_tokens``, or that replace what it says, such as ``quant``.
+
+    Raises:
+        WeightsError: No scheme of moekit computes with the stored weights.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     found = detect(checkpoint, names)
-    said = {field: getattr(found, field) for field in _FIELDS}
+    described = {field: getattr(found, field) for field in _FIELDS}
     with named(checkpoint):
-        problem = MoEProblem(**{**said, "quant": "none", **given})
+        problem = MoEProblem(**{**described, "quant": "none", **given})
         if dequantize or "quant" in given:
             return problem
         scheme = scheme_for(found.format, found.intermediate_size, problem.parallel.tp_size)
@@ -114,7 +127,7 @@ def problem_from_config(
         return problem.replace(quant=scheme)
 
 
-# Of Detected and of MoEProblem alike.
+# Fields that Detected and MoEProblem have in common.
 _FIELDS = (
     "num_experts",
     "top_k",
@@ -128,6 +141,7 @@ _FIELDS = (
 
 
 def _no_scheme(found: Detected, tp_size: int) -> str:
+    """Say why no scheme computes with the stored weights, and what to do."""
     format, instead = found.format, "load them with dequantize=True"
     if found.scheme is not None:
         why = f"tp_size={tp_size} cuts its groups of {format.group[1]} columns of w2"
@@ -160,12 +174,12 @@ _ACTIVATIONS = {
 
 
 def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The part of config.json that describes the language model."""
+    """Return the part of config.json that describes the language model."""
     config = checkpoint.config
     if not config:
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
         raise WeightsError(f"{folder}: no config.json; describe the problem with MoEProblem(...)")
-    for _ in range(2):  # thinker_config -> text_config, at most
+    for _ in range(2):  # at most thinker_config -> text_config
         for key in NESTED:
             if config.get(key) is not None:
                 config = config[key]
@@ -174,18 +188,19 @@ def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def model_type_of(checkpoint: Checkpoint) -> str:
+    """Return the language model's model type; "" if config.json does not say it."""
     return _text_config(checkpoint).get("model_type") or ""
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int:
     for key in keys:
         value = config.get(key)
-        if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+        if isinstance(value, list) and len(set(value)) == 1:  # a value for each layer
             value = value[0]
         if isinstance(value, int) and value:
             return value
     raise WeightsError(
-        f"config.json of model type {config.get('model_type')!r} says none of {', '.join(keys)}; "
+        f"config.json of model type {config.get('model_type')!r} has none of {', '.join(keys)}; "
         "describe the problem with MoEProblem(...)"
     )
 
@@ -205,8 +220,8 @@ def _activation_function(config: Mapping[str, Any], model_type: str) -> Activati
     said = config.get("hidden_act") or config.get("mlp_hidden_act") or "silu"
     if said not in _ACTIVATIONS:
         raise WeightsError(
-            f"config.json names the activation {said!r}; moekit maps "
-            f"{', '.join(_ACTIVATIONS)}: describe the problem with MoEProblem(...)"
+            f"config.json names the activation {said!r}, but moekit maps only "
+            f"{', '.join(_ACTIVATIONS)}; describe the problem with MoEProblem(...)"
         )
     kind = _ACTIVATIONS[said]
     return Activation(kind, limit=float(limit)) if limit and kind == "silu" else Activation(kind)

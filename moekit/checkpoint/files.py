@@ -1,4 +1,14 @@
-"""Tensors by name in safetensors files, read without loading what is not asked for."""
+"""Read tensors by name from safetensors files, and only the bytes that are needed.
+
+moekit reads the format itself instead of using the safetensors library:
+
+- The library maps files, and a process dies of SIGBUS if another one truncates a mapped file. Here
+  that is a WeightsError. `headers` also bounds the time and memory that a hostile header can cost.
+- Threads read any slice straight into its final place, in huge pages. Loading a checkpoint of
+  20.5 GB (bf16, one rank, cold page cache) takes 18.5 s, and merely reading the files into memory
+  16.5 s: 0.90 of that speed (benchmarks/results/2026-11-21-cpu-load.md). The library was not
+  timed in comparison.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +34,28 @@ from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
 from moekit.errors import InvalidProblem, WeightsError
 from moekit.untrusted.files import Kind, open_regular, read_json
 
-_MAX_READ = 1 << 30  # Linux reads at most 2 GiB a call
-# Runs at least this far apart are read one by one. Nearer ones are read with what lies between, as
-# many at a time as _SPAN bytes hold: a copy within a core's cache costs less than system calls.
+_MAX_READ = 1 << 30  # Linux reads at most 2 GiB in one call
+# Runs of bytes with gaps of at least _FAR are read one by one. Nearer ones are read together with
+# the gaps, _SPAN bytes at a time, because copies within a core's cache cost less than system calls.
 _FAR = 1 << 14
 _SPAN = 1 << 20
-_HUGE = 1 << 22
-_SHOWN = 20  # faulty files or fields spelled out in one error
+_HUGE = 1 << 22  # bytes from which on a tensor lies in huge pages
+_SHOWN = 20  # faulty files or fields that one error spells out
 
 
 class Checkpoint:
-    """Tensors by name in one safetensors file, or in the shards of a directory.
+    """The tensors of one safetensors file, or of the shards of a directory, by name.
 
-    A directory is read through its ``*.safetensors.index.json`` if there is one. Opening reads the
-    files' headers only. ``bytes_read`` counts the bytes of tensors read since. Reads may come from
-    several threads.
+    Opening reads the headers only. Several threads may read at the same time. ``bytes_read``
+    counts the bytes of tensors that were read.
 
-    Raises WeightsError for files that are missing, truncated or not safetensors, all at once, and
-    when a tensor is read from a file that was replaced or written to since it was opened.
+    Args:
+        path: A file, or a directory, whose ``*.safetensors.index.json`` names the files if there
+            is one.
+
+    Raises:
+        WeightsError: Lists all files that are missing, truncated or not safetensors. Reading
+            raises it for a file that was replaced or written to after it was opened.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -75,44 +89,45 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; reading opens them again."""
+        """Close the files; reading opens them again."""
         with self._lock:
             for file in self._files.values():
                 file.close()
             self._files.clear()
 
-    # -- what there is ----------------------------------------------------------------------
+    # -- names and shapes ----------------------------------------------------------------------
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def names(self, prefix: str = "") -> list[str]:
-        """The names that start with ``prefix``, sorted."""
+        """Return the sorted names that start with ``prefix``."""
         start = bisect.bisect_left(self._sorted, prefix)
         stop = bisect.bisect_left(self._sorted, prefix + "\U0010ffff")
         return self._sorted[start:stop]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the tensor's shape."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype | str:
-        """The tensor's dtype; where torch has none, the file's name for it."""
+        """Return the tensor's dtype, or the file's name for it if torch has no such dtype."""
         stored = self._entries[name].dtype
         return DTYPES.get(stored, stored)
 
     def place(self, name: str) -> tuple[Path, int]:
-        """The tensor's file and its offset there."""
+        """Return the tensor's file and its offset there."""
         entry = self._entries[name]
         return entry.file, entry.offset
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The config.json beside the files, its fields checked; empty if there is none."""
+        """The checked fields of config.json in the same directory; empty if there is none."""
         return self._json("config.json", CONFIG)
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
-        """What config.json (or ModelOpt's hf_quant_config.json) says of quantization."""
+        """The quantization config in config.json or in ModelOpt's hf_quant_config.json."""
         for config in (self.config, self.config.get("text_config") or {}):
             for key in ("quantization_config", "compression_config"):
                 if config.get(key) is not None:
@@ -127,9 +142,11 @@ class Checkpoint:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise WeightsError(f"{file}: not readable as JSON ({error}); fetch it again") from error
+            raise WeightsError(
+                f"{file}: cannot be read as JSON ({error}); download it again"
+            ) from error
         if not isinstance(found, dict):
-            raise WeightsError(f"{file}: holds a {type(found).__name__}, want an object")
+            raise WeightsError(f"{file}: must hold an object (got {type(found).__name__})")
         if wrong := list(itertools.islice(kind(found), _SHOWN)):
             raise WeightsError(f"{file}: {'; '.join(fault.lstrip('.') for fault in wrong)}")
         return found
@@ -137,14 +154,22 @@ class Checkpoint:
     # -- reading ----------------------------------------------------------------------------
 
     def read(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
-        """The tensor, or the part of it that ``parts`` (one slice per leading dim) cut out.
+        """Return a tensor, or a part of it.
 
-        ``shape``: take the tensor as having this shape, of as many elements, before cutting.
+        Args:
+            name: The tensor's name.
+            parts: One slice for each leading dimension.
+            shape: View the tensor in this shape, of as many elements, before slicing it.
+
+        Raises:
+            WeightsError: The file changed, or torch has no such dtype.
         """
         full, ranges = self._cut(name, parts, shape)
         dtype = self.dtype(name)
         if isinstance(dtype, str):
-            raise WeightsError(f"{name} is {dtype}, which torch {torch.__version__} cannot hold")
+            raise WeightsError(
+                f"{name} has dtype {dtype}, which torch {torch.__version__} does not have"
+            )
         out = empty([r.stop - r.start for r in ranges], dtype)
         self._read(out, name, full, ranges)
         return out
@@ -152,7 +177,7 @@ class Checkpoint:
     def read_into(
         self, out: Tensor, name: str, *parts: slice, shape: Sequence[int] | None = None
     ) -> None:
-        """`read` into a contiguous CPU tensor of the part's shape and the file's dtype."""
+        """`read` into ``out``, a contiguous CPU tensor of the part's shape and dtype."""
         full, ranges = self._cut(name, parts, shape)
         assert out.is_contiguous() and out.dtype == self.dtype(name)
         assert list(out.shape) == [r.stop - r.start for r in ranges], (name, out.shape, ranges)
@@ -170,7 +195,7 @@ class Checkpoint:
         return full, ranges
 
     def _read(self, out: Tensor, name: str, full: Sequence[int], ranges: Sequence[range]) -> None:
-        """A part is some number of equal runs of bytes, which lie regularly in the file."""
+        """Read the part ``ranges``, which is a regular pattern of equal runs of bytes."""
         if not out.numel():
             return
         entry = self._entries[name]
@@ -179,7 +204,7 @@ class Checkpoint:
         first = entry.offset + sum(
             r.start * stride for r, stride in zip(ranges, strides, strict=True)
         )
-        # The innermost dims that are taken whole, and one more, make a run.
+        # The innermost dimensions that are read whole, and one more, form a run.
         inner = len(full)
         while inner and len(ranges[inner - 1]) == full[inner - 1]:
             inner -= 1
@@ -194,19 +219,19 @@ class Checkpoint:
             starts = _starts(first, [outer[dim] for dim in far], strides)
             for row, start in zip(rows, starts, strict=True):
                 self._read_runs(entry.file, start, strides[near], row)
-        # What was read counts only if it is what the header was about.
+        # The bytes are valid only if the file is still the one whose header was read.
         self._check(entry.file, self._open(entry.file).fileno())
         with self._lock:
             self.bytes_read += out.nbytes
 
     def _read_runs(self, file: Path, first: int, stride: int, out: Tensor) -> None:
-        """Runs of bytes, one ``stride`` after the other in the file, into ``out`` (runs, bytes)."""
+        """Read runs of bytes that start every ``stride`` bytes into ``out`` (runs, bytes)."""
         count, run = out.shape
         if stride - run >= _FAR:
             for index in range(count):
                 self._read_bytes(file, first + index * stride, _bytes_of(out[index]))
             return
-        # In the widest words that fit: fewer, larger elements copy faster.
+        # Copy in the widest words that fit: fewer and larger elements copy faster.
         word = math.gcd(8, run, stride, out.storage_offset())
         dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
         at_once = max(1, _SPAN // stride)
@@ -214,7 +239,7 @@ class Checkpoint:
         strided = span.view(dtype).view(-1, stride // word)[:, : run // word]
         for start in range(0, count, at_once):
             part = out[start : start + at_once]
-            length = (len(part) - 1) * stride + run  # the file may end with the last run
+            length = (len(part) - 1) * stride + run  # the file may end after the last run
             self._read_bytes(file, first + start * stride, _bytes_of(span[:length]))
             part.view(dtype).copy_(strided[: len(part)])
 
@@ -227,7 +252,8 @@ class Checkpoint:
                 raise WeightsError(f"{file}: cannot be read ({error})") from error
             if not got:
                 raise WeightsError(
-                    f"{file}: ends at byte {offset + done}; truncated while it was read"
+                    f"{file}: ends at byte {offset + done}, so it was truncated while it was read; "
+                    "open the checkpoint again when nobody writes to it"
                 )
             done += got
 
@@ -262,7 +288,7 @@ class Checkpoint:
 
 @contextmanager
 def named(checkpoint: Checkpoint) -> Iterator[None]:
-    """Errors about the checkpoint say which one it is."""
+    """Add the checkpoint's path to errors that do not name it."""
     try:
         yield
     except (InvalidProblem, WeightsError) as error:
@@ -272,8 +298,10 @@ def named(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
-    """An uninitialised CPU tensor. Large ones lie in huge pages where the system has them: first
-    touches then cost a fraction of what they cost in small ones."""
+    """Return an uninitialized CPU tensor, in huge pages if it is large and the system has them.
+
+    The first access to memory in huge pages costs a fraction of that in small ones.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         if pin_memory or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -286,7 +314,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, pin_memory: bool = False) ->
 
 
 def available_memory() -> float:
-    """Bytes that this machine can still hold, swap included; infinite where it does not say."""
+    """Return the free bytes of this machine, with swap; infinity if it does not say."""
     try:
         said = Path("/proc/meminfo").read_text()
         lines = dict(line.split(":", 1) for line in said.splitlines())
@@ -296,12 +324,13 @@ def available_memory() -> float:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory, writable; the tensor must outlive it."""
+    """Return the writable memory of a contiguous CPU tensor, which must outlive it."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _starts(first: int, outer: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Return the offset of each innermost run, in order."""
     starts = [first]
     for n, stride in zip(outer, strides[: len(outer)], strict=True):
         starts = [start + i * stride for start in starts for i in range(n)]

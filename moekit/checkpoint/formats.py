@@ -1,6 +1,6 @@
-"""How checkpoints store one expert matrix: which tensors, in which layout, under which scales.
+"""The formats in which checkpoints store an expert matrix: tensors, layout and scales.
 
-Sizes: a matrix is a Linear's, N outputs by K inputs.
+A matrix is that of a Linear: N outputs by K inputs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from moekit.problem.quant import E2M1, INT4_ZERO, OperandQuant, unpack_int4
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
 
-# Columns of a matrix in one element of its tensor as the core holds it, by `Format.dtype`.
+# Dtypes (`Format.dtype`) of which the core packs two columns into a byte.
 _PACKED = ("int4", "float4_e2m1")
 
 Grid = tuple[int, int]
-"""Rows and columns of the matrix that one entry stands for; -1: all of them."""
+"""Rows and columns of the matrix that one entry covers; -1 for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One stored tensor of a matrix.
 
-    suffix: follows the module's name ("weight_scale"); "weight" is the name that `ExpertNames`
-    has. axes: its dimensions in order, of "N" and "K"; a part of one entry per matrix may be
-    stored with any number of dimensions. grid: what an entry stands for; -1 the whole extent.
-    tail: trailing dimensions. fixed: the layout is the format's own, whatever ``transposed`` says.
+    Args:
+        suffix: Follows the module's name, as in "weight_scale". "weight" stands for the name in
+            `ExpertNames`.
+        dtypes: Dtypes that it may have.
+        axes: Its dimensions in order, of "N" and "K". A part with one entry for each matrix may
+            be stored with any number of dimensions.
+        grid: Rows and columns that an entry covers; -1 for all of them.
+        tail: Trailing dimensions.
+        fixed: ``ExpertNames.transposed`` does not apply to it.
     """
 
     suffix: str
@@ -43,7 +48,7 @@ class Part:
     fixed: bool = False
 
     def cells(self, axis: str, extent: range) -> slice:
-        """The entries along ``axis`` that cover ``extent`` of the matrix."""
+        """Return the entries along ``axis`` that cover ``extent`` of the matrix."""
         unit = self.grid["NK".index(axis)]
         if not extent:
             return slice(0, 0)
@@ -52,10 +57,12 @@ class Part:
         return slice(extent.start // unit, ceil(extent.stop / unit))
 
     def shape(self, n: int, k: int) -> tuple[int, ...]:
+        """Return the tensor's shape for a matrix (n, k)."""
         extents = {"N": range(n), "K": range(k)}
         return (*(self.cells(a, extents[a]).stop for a in self.axes), *self.tail)
 
     def flipped(self) -> Part:
+        """Return the same part of a matrix that is stored (in, out)."""
         return self if self.fixed else replace(self, axes=self.axes[::-1])
 
 
@@ -63,14 +70,22 @@ class Part:
 class Format:
     """How a checkpoint stores each expert matrix.
 
-    dtype: as in `OperandQuant`; "" for unquantized weights. group: what shares a scale; act_order:
-    whether its columns may be any, as the part g_idx says (which may also be there for runs).
-    activation: how the checkpoint means activations to be quantized. parts: by role: weight,
-    scale, and where the format has them global_scale, zeros, g_idx, shape, input_scale. ignored:
-    suffixes of what needs no reading.
-    scale_dtype: as in `OperandQuant`.
-    order: of eight rows in a word, where ``weight`` packs rows. zero_offset: added to stored zeros.
-    biased: int8 stored plus 128. divides: by the global scale, rather than multiplies.
+    Args:
+        name: The format's name, for errors.
+        dtype: As in `OperandQuant`; "" for unquantized weights.
+        group: Rows and columns that share a scale.
+        zero_points: There is a zero point for each scale.
+        act_order: The columns of a group may be any, as the part g_idx says. (A checkpoint may
+            have a g_idx for groups of adjacent columns, too.)
+        scale_dtype: As in `OperandQuant`.
+        activation: How the checkpoint intends activations to be quantized.
+        parts: The stored tensors by role: weight, scale, and if the format has them
+            global_scale, zeros, g_idx, shape, input_scale.
+        ignored: Suffixes of tensors that are not read.
+        order: The order of eight rows in a word, if ``weight`` packs rows.
+        zero_offset: Added to stored zero points.
+        biased: int8 values are stored plus 128.
+        divides: The global scale divides the scales instead of multiplying them.
     """
 
     name: str
@@ -89,19 +104,21 @@ class Format:
 
     @property
     def weight(self) -> Part:
+        """The part that holds the weights."""
         return self.parts["weight"]
 
     @property
     def packed(self) -> bool:
-        """Whether a byte of the core's form holds two columns."""
+        """Whether a byte of the core's tensor holds two columns."""
         return self.dtype in _PACKED
 
     @property
     def packs_rows(self) -> bool:
+        """Whether an entry of the stored weights holds several rows."""
         return self.weight.grid[0] > 1
 
     def flipped(self) -> Format:
-        """The same with every matrix stored (in, out)."""
+        """Return the same format with every matrix stored (in, out)."""
         return replace(self, parts={role: part.flipped() for role, part in self.parts.items()})
 
     def __str__(self) -> str:
@@ -114,11 +131,13 @@ class Format:
         each = f"a {kind}scale per {rows} x {columns}"
         return f"{self.name} ({self.dtype}, {each}{zeros}{order})"
 
-    # -- what was read, in the core's form ----------------------------------------------------
+    # -- from stored entries to the core's tensors ----------------------------------------------
 
     def core_weight(self, stored: Tensor) -> Tensor:
-        """Stored entries (n, k', *tail), contiguous -> the core's tensor of the same rows and
-        columns, those that only complete a word included."""
+        """Return the core's weights of contiguous ``stored`` entries (n, k', *tail).
+
+        They include rows and columns that only complete a word.
+        """
         if self.packs_rows:
             return repack_rows(stored, self.order)
         if self.dtype and stored.dtype == torch.int32:
@@ -126,11 +145,11 @@ class Format:
         return stored.flatten(1)
 
     def core_zeros(self, stored: Tensor) -> Tensor:
-        """Stored words (N / 8, groups) -> uint8 (N, groups)."""
+        """Return zero points (N, groups) uint8 of stored words (N / 8, groups)."""
         return (unpack_rows(stored, self.order) + self.zero_offset) & 15
 
     def values(self, weight: Tensor, zeros: Tensor | None) -> Tensor:
-        """The core's form (n, k) -> fp32 numbers that scales multiply. zeros: (n, k)."""
+        """Return the core's ``weight`` (n, k) as fp32, before scaling. zeros: (n, k) or None."""
         if self.dtype == "float4_e2m1":
             pairs = _fp4_pairs(weight.device)
             return pairs.index_select(0, weight.flatten().int()).view(len(weight), -1)
@@ -141,8 +160,7 @@ class Format:
 
 
 def stored(template: str, suffix: str) -> str:
-    """``a.weight`` and ``weight_scale`` give ``a.weight_scale``; ``a`` and ``scale_inv`` give
-    ``a_scale_inv``."""
+    """Return the name of a part: ``a.weight`` becomes ``a.<suffix>``, ``a`` ``a_<suffix>``."""
     if suffix == "weight":
         return template
     if template.endswith(".weight"):
@@ -151,14 +169,14 @@ def stored(template: str, suffix: str) -> str:
 
 
 def scale_values(stored: Tensor) -> Tensor:
-    """Scales as fp32. Bytes are exponents: 2 ** (byte - 127), 255 being NaN."""
+    """Return scales as fp32. Bytes are exponents: 2 ** (byte - 127), and 255 is NaN."""
     if stored.dtype == torch.uint8:
         stored = stored.view(torch.float8_e8m0fnu)
     return stored.float()
 
 
 def _fp4_pairs(device: torch.device) -> Tensor:
-    """(256, 2): a byte's two numbers, the lower half's first."""
+    """Return the two numbers of each byte, (256, 2), that of the lower half first."""
     nibble = torch.tensor([*E2M1, *(-v for v in E2M1)], device=device)
     byte = torch.arange(256, device=device)
     return torch.stack((nibble[byte & 15], nibble[byte >> 4]), dim=1)
@@ -168,6 +186,7 @@ def _fp4_pairs(device: torch.device) -> Tensor:
 
 
 def plain() -> Format:
+    """Unquantized weights."""
     return Format(name="unquantized", parts={"weight": Part(suffix="weight", dtypes=FLOATS)})
 
 
@@ -179,7 +198,7 @@ def eight_bits(
     activation: OperandQuant | None,
     scale_dtype: str = "float32",
 ) -> Format:
-    """fp8 or int8, one element a byte, and scales of the same layout."""
+    """fp8 or int8, one value a byte, with scales in the same layout."""
     return Format(
         name=name,
         dtype=str(dtype).removeprefix("torch."),
@@ -203,7 +222,7 @@ def gptq(
     act_order: bool,
     g_idx: bool,
 ) -> Format:
-    """qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), g_idx (K,) if it is to be read."""
+    """GPTQ: qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), and g_idx (K,) if asked for."""
     word = 32 // bits
     parts = {
         "weight": Part(
@@ -231,7 +250,7 @@ def gptq(
 
 
 def awq(group: int) -> Format:
-    """qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
+    """AWQ: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
     return Format(
         name="AWQ",
         dtype="int4",
@@ -258,8 +277,11 @@ def pack_quantized(
     act_order: bool,
     activation: OperandQuant | None,
 ) -> Format:
-    """compressed-tensors: weight_packed (N, K / 8), weight_scale (N, G), weight_zero_point
-    (N / 8, G), weight_g_idx (K,), weight_shape = (N, K)."""
+    """compressed-tensors integers.
+
+    weight_packed (N, K / 8), weight_scale (N, G), weight_zero_point (N / 8, G), weight_g_idx (K,),
+    and weight_shape, which holds (N, K).
+    """
     parts = {
         "weight": Part(suffix="weight_packed", dtypes=(torch.int32,), grid=(1, 32 // bits)),
         "scale": Part(suffix="weight_scale", dtypes=FLOATS, grid=(1, group)),
@@ -283,7 +305,7 @@ def pack_quantized(
 
 
 def mxfp4_blocks() -> Format:
-    """gpt-oss: blocks (N, K / 32, 16), scales (N, K / 32), whatever the unquantized layout."""
+    """gpt-oss: blocks (N, K / 32, 16), scales (N, K / 32), for any unquantized layout."""
     byte = (torch.uint8,)
     return Format(
         name="mxfp4",
@@ -304,8 +326,10 @@ def fp4_bytes(
     global_scale: str = "",
     activation: OperandQuant | None = None,
 ) -> Format:
-    """Two fp4 values a byte, (N, K / 2), scales (N, K / group): compressed-tensors' and ModelOpt's
-    mxfp4 and nvfp4."""
+    """mxfp4 and nvfp4 of compressed-tensors and ModelOpt.
+
+    Two fp4 values a byte, (N, K / 2), and scales (N, K / group).
+    """
     scale = (*FLOATS, torch.float8_e4m3fn) if global_scale else _SCALES
     parts = {
         "weight": Part(suffix=weight, dtypes=(torch.uint8,), grid=(1, 2)),

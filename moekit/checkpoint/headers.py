@@ -1,4 +1,4 @@
-"""The safetensors format: which tensors a file holds, and where; which files make a checkpoint."""
+"""The safetensors format: which files make a checkpoint, and where its tensors lie."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _LFS = b"version https://git-lfs"
-# What safetensors' own library reads at most; nothing in use comes near the others.
+# The library has the same limit of a header; no model in use comes near the other limits.
 _MAX_HEADER = 100_000_000
 _MAX_NAME = 4096
 _MAX_DIMS = 32
@@ -39,6 +39,8 @@ _MAX_FILES = 10_000
 
 
 class Entry(NamedTuple):
+    """Where a tensor lies."""
+
     file: Path
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Version(NamedTuple):
-    """Which file lies under a name, and in which state: another one once it was written to."""
+    """Identifies a file and its state; it differs after the file was written to or replaced."""
 
     device: int
     inode: int
@@ -61,7 +63,7 @@ class Version(NamedTuple):
 
 
 def shards(path: Path) -> list[Path]:
-    """The files of a checkpoint: ``path`` itself, or those that the folder's index names."""
+    """Return the files of a checkpoint: ``path`` itself, or those that its index names."""
     if not path.is_dir():
         return [path]
     indexes = sorted(path.glob("*.safetensors.index.json"))
@@ -81,33 +83,42 @@ def shards(path: Path) -> list[Path]:
 
 
 def _files_of(index: Any) -> set[str]:
-    """The files that an index names, all of them in its own folder or below. A file itself may be
-    a symbolic link to anywhere, as in a hub's cache."""
+    """Return the files that an index names; raise ValueError for names outside its folder.
+
+    A file may be a symbolic link to anywhere, as in the cache of the Hugging Face Hub.
+    """
     held = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(held, dict):
-        raise ValueError(f"weight_map is {shown(held)}, want an object")
+        raise ValueError(f"weight_map must be an object (got {shown(held)})")
     for tensor, name in held.items():
         if not isinstance(name, str) or not name or len(name) > _MAX_NAME:
-            raise ValueError(f"weight_map[{shown(tensor)}] is {shown(name)}, want a file's name")
-        path = PureWindowsPath(name)  # which knows the separators and roots of all systems
+            raise ValueError(f"weight_map[{shown(tensor)}] must name a file (got {shown(name)})")
+        path = PureWindowsPath(name)  # it knows the separators and roots of all systems
         if path.anchor or ".." in path.parts or "\0" in name:
             raise ValueError(
-                f"weight_map[{shown(tensor)}] is {shown(name)}, want a file in the index's folder"
+                f"weight_map[{shown(tensor)}] must name a file in the index's folder "
+                f"(got {shown(name)})"
             )
     if len(names := set(held.values())) > _MAX_FILES:
-        raise ValueError(f"weight_map names {len(names)} files, want at most {_MAX_FILES}")
+        raise ValueError(f"weight_map must name at most {_MAX_FILES} files (got {len(names)})")
     return names
 
 
 def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
-    """The tensors of one file. Layout: u64 length, JSON of that length, data, which the tensors
-    cover without overlaps, holes or a rest, as the format's specification has it."""
+    """Return the tensors of one file, and the file's version.
+
+    The format: a u64 length, JSON of that length, then data, which the tensors cover without
+    overlaps, holes or a rest.
+
+    Raises:
+        WeightsError: The file is missing, truncated, or not of this format.
+    """
     try:
         with open(open_regular(file), "rb") as stream:
             version = Version.of(stream.fileno())
             start = stream.read(len(_LFS))
             if start == _LFS:
-                raise ValueError("a pointer of git-lfs, not the tensors: git lfs pull")
+                raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")
             if len(start) < 8:
                 raise ValueError(f"it has {version.size} bytes")
             length = int.from_bytes(start[:8], "little")
@@ -121,7 +132,7 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
         why = (
             "the checkpoint is incomplete"
             if file.parent.is_dir() and file.suffix
-            else ("no folder either; download a model of a hub first, and give its folder")
+            else "there is no such folder either: download the model and pass its folder"
         )
         raise WeightsError(f"{file}: no such file; {why}") from error
     except (OSError, ValueError) as error:
@@ -135,14 +146,17 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
+    """Return the entries of a header; raise ValueError unless they cover bytes data..size-1."""
     entries = {name: _entry(file, name, tensor, data) for name, tensor in header.items()}
     end = data
     for name, entry in sorted(entries.items(), key=lambda item: item[1][3:]):
         if entry.offset + entry.nbytes > size:
             raise ValueError(f"{name} ends at byte {entry.offset + entry.nbytes} of {size}")
         if entry.offset != end:
-            what = "overlaps the tensor before" if entry.offset < end else "leaves a hole before it"
-            raise ValueError(f"{name} {what}: it begins at byte {entry.offset}, not {end}")
+            how = (
+                "overlaps the previous tensor" if entry.offset < end else "leaves a hole before it"
+            )
+            raise ValueError(f"{name} {how}: it begins at byte {entry.offset}, not {end}")
         end = entry.offset + entry.nbytes
     if end != size:
         raise ValueError(f"its tensors end at byte {end} of {size}")
@@ -151,21 +165,21 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[s
 
 def _entry(file: Path, name: str, tensor: Any, data: int) -> Entry:
     if len(name) > _MAX_NAME:
-        raise ValueError(f"{shown(name)}: a name of {len(name)} characters")
+        raise ValueError(f"{shown(name)}: the name has {len(name)} characters")
     if not isinstance(tensor, dict):
-        raise ValueError(f"{name} is {shown(tensor)}, want an object")
+        raise ValueError(f"{name} must be an object (got {shown(tensor)})")
     shape: Any = tensor.get("shape")
     offsets: Any = tensor.get("data_offsets")
     dtype = tensor.get("dtype")
     if not isinstance(dtype, str):
-        raise ValueError(f"{name}.dtype is {shown(dtype)}, want a text")
+        raise ValueError(f"{name}.dtype must be a string (got {shown(dtype)})")
     for field, found in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(found, list) or any(type(n) is not int or n < 0 for n in found):
-            raise ValueError(f"{name}.{field} is {shown(found)}, want integers of at least 0")
+            raise ValueError(f"{name}.{field} must be integers of at least 0 (got {shown(found)})")
     if len(shape) > _MAX_DIMS:
-        raise ValueError(f"{name}.shape has {len(shape)} dimensions")
+        raise ValueError(f"{name}.shape must have at most {_MAX_DIMS} numbers (got {len(shape)})")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{name}.data_offsets is {shown(offsets)}, want [begin, end]")
+        raise ValueError(f"{name}.data_offsets must be [begin, end] (got {shown(offsets)})")
     entry = Entry(file, dtype, tuple(shape), data + offsets[0], offsets[1] - offsets[0])
     known = DTYPES.get(dtype)
     if known and math.prod(shape) * known.itemsize != entry.nbytes:
@@ -174,4 +188,4 @@ def _entry(file: Path, name: str, tensor: Any, data: int) -> Entry:
 
 
 def _not_safetensors(file: Path, error: Exception) -> WeightsError:
-    return WeightsError(f"{file}: truncated or not a safetensors file ({error}); fetch it again")
+    return WeightsError(f"{file}: truncated or not a safetensors file ({error}); download it again")

@@ -1,4 +1,4 @@
-"""Expert weights of MoE layers, for one rank, straight from the files."""
+"""Load the expert weights of MoE layers for one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from moekit.checkpoint.config import model_type_of
 from moekit.checkpoint.files import Checkpoint, available_memory, empty, named
 from moekit.checkpoint.formats import stored
 from moekit.checkpoint.names import ExpertNames
-from moekit.checkpoint.progress import Progress
+from moekit.checkpoint.progress import Report
+from moekit.checkpoint.progress import progress as show_progress
 from moekit.checkpoint.read import Reader, is_finite
 from moekit.checkpoint.schema import MAX_EXPERTS
 from moekit.checkpoint.share import Piece, Share
@@ -26,10 +27,10 @@ from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights, in_order
 
-THREADS = 8  # also on few cores: they wait for the disk
-_SHOWN = 20  # faults spelled out in one error
-_COUNTED = 10_000
-_AGREE = 1e-5  # relative, between the input scales of gate and up
+THREADS = 8  # also with few cores: threads mostly wait for the disk
+_SHOWN = 20  # faults that one error spells out
+_COUNTED = 10_000  # faults after which the search ends
+_TOLERANCE = 1e-5  # relative, between the input scales of gate and up
 
 
 def load_experts(
@@ -44,30 +45,46 @@ def load_experts(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> ExpertWeights:
-    """One MoE layer's experts for this rank of ``problem``, on the CPU.
+    """Load one MoE layer's experts for this rank of ``problem``, to the CPU.
 
-    Reads this rank's experts and slices only (input scales of all experts: they share the
-    largest). Weights stay as they are stored: in the file's dtype, or in the problem's scheme,
-    whose activations need not be those that the checkpoint means, and whose scales may be finer.
+    Only this rank's experts and slices are read, except that input scales of all experts are,
+    because they share the largest. Weights stay as they are stored: in the file's dtype, or in the
+    problem's scheme. The scheme may quantize activations differently than the checkpoint intends,
+    and its scales may be finer.
 
-    Under tensor parallelism every rank has the very numbers that are stored. Blocks of 128 x 128
-    are never cut: a rank holds whole ones, the `MoEProblem.local_neurons`, and zeros behind them.
-    Groups of columns of w2 are cut in even parts only: where a rank's share of I is no multiple of
-    them, it is made of whole groups and a part of one more, which need not lie together, as the
-    neurons' order makes no difference; where that does not come out even, the scheme is refused.
-    On one rank, where I is no multiple of 128, a block of gate meets one of up, and values are
-    rounded again under the larger scale. A w2 in act-order is cut into whole groups,
-    for which whole experts are read. Where all columns turn out to be in order, there is no g_idx.
+    Tensor parallelism keeps every stored number:
 
-    path: an open `Checkpoint` saves reading the headers for each layer.
-    names: an ExpertNames, a model type of `NAMES`, or None for the one that config.json says.
-    experts: the logical expert of each of this rank's L slots, if not as the problem places them.
-    dequantize: give weights of any known format in the problem's dtype; its scheme must be "none".
-    pin_memory: in page-locked memory. threads: that read.
-    progress: show a bar; by default where stderr is a terminal and the load takes over a second.
+    - Blocks of 128 x 128 are never cut. A rank holds whole blocks, the
+      `MoEProblem.local_neurons`, padded with zeros.
+    - Groups of columns of w2 are cut into equal parts only. If a rank's share of I is no multiple
+      of the group size, the share consists of whole groups and a part of another one. These need
+      not be adjacent, because the order of neurons makes no difference. If the parts are not
+      equal, the scheme is refused.
+    - On one rank, if I is no multiple of 128, a block of scales covers rows of gate and of up.
+      Their values are rounded again under the larger scale.
+    - A w2 in act-order is cut into whole groups, for which whole experts are read. If all columns
+      turn out to be in order, the result has no g_idx.
 
-    Raises WeightsError naming all that is missing, unexpected, duplicate, misshapen or not a
-    number. Nothing half-loaded is returned.
+    Args:
+        path: A file, a directory, or an open `Checkpoint`, which reads its headers only once.
+        names: An `ExpertNames`, a model type of `NAMES`, or None for config.json's model type.
+        layer: The layer's number in the checkpoint.
+        problem: The problem to load for.
+        experts: The logical expert of each of this rank's L physical experts. Default: as the
+            problem places them.
+        dequantize: Convert weights of any known format to the problem's dtype. The problem's
+            scheme must be "none".
+        pin_memory: Put the weights into page-locked memory.
+        threads: Number of reading threads.
+        progress: Report progress. Default: if standard error is a terminal and the load takes
+            over a second.
+
+    Returns:
+        w13 (L, 2I, H) and w2 (L, H, I) with their scales and biases, in the problem's slices.
+
+    Raises:
+        WeightsError: Lists all tensors that are missing, unexpected, duplicate, of another shape
+            or dtype, or not finite.
     """
     ((_, weights),) = load_layers(
         path,
@@ -96,12 +113,17 @@ def load_layers(
     progress: bool | None = None,
     reuse: bool = False,
 ) -> Iterator[tuple[int, ExpertWeights]]:
-    """(layer, weights) of each of ``layers``, each read when it is asked for; see `load_experts`.
+    """Yield (layer, weights) for each of ``layers``, each read when it is requested.
 
-    All layers are checked before the first is read.
-    reuse: read every layer into the same memory, for callers who have moved a layer to another
-    device when they ask for the next one. Spares the cost of fresh memory. (Packing or moving it to
-    the device where it lies may copy nothing: all layers would then have the last one's weights.)
+    All layers are checked before the first one is read. See `load_experts` for the other
+    arguments and errors.
+
+    Args:
+        layers: The layers' numbers in the checkpoint.
+        reuse: Read every layer into the same memory, which saves the cost of new memory. Each
+            layer must have been copied to another device before the next one is requested.
+            (Packing on the CPU may copy nothing; all layers would then hold the last one's
+            weights.)
     """
     opened = nullcontext(path) if isinstance(path, Checkpoint) else Checkpoint(path)
     with opened as checkpoint:
@@ -109,7 +131,8 @@ def load_layers(
         with named(checkpoint):
             if problem.num_physical_experts > 2 * MAX_EXPERTS:
                 raise WeightsError(
-                    f"num_experts={problem.num_experts}: want at most {MAX_EXPERTS} experts"
+                    f"num_experts must be at most {MAX_EXPERTS} (got {problem.num_experts}); "
+                    "correct config.json"
                 )
             local = _local_experts(problem, experts)
             shares = [
@@ -119,25 +142,27 @@ def load_layers(
             _raise(checkpoint, list(itertools.islice(faults, _COUNTED)))
         total = sum(share.expert_nbytes * len(local) for share in shares)
         out: dict[str, Tensor] = {}
-        with _pool(threads or THREADS) as pool, Progress(total, "loading experts", progress) as bar:
+        bar = show_progress(total, "loading experts", progress)
+        with _pool(threads or THREADS) as pool, bar as report:
             for share in shares:
                 if not reuse or not out or out["w2"].dtype != _dtype(share):
                     out = _destination(share, pin_memory)
-                yield share.layer, _load(share, out, pool, bar)
+                yield share.layer, _load(share, out, pool, report)
 
 
 @contextmanager
 def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads whose torch operators use no further threads."""
+    """Yield a pool of threads in which torch operators run single-threaded."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, "moekit-load", torch.set_num_threads, (1,)) as pool:
             yield pool
     finally:
-        torch.set_num_threads(before)  # also what threads that are new from now on use
+        torch.set_num_threads(before)  # the setting of threads that start later, too
 
 
 def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
+    """Allocate w13 and w2 of a layer. Raises WeightsError if memory does not suffice."""
     p, L, dtype = share.problem, len(share.experts), _dtype(share)
     halved = 1 if p.quant.weight is None or not p.quant.weight.packed else 2
     shapes = {
@@ -148,27 +173,29 @@ def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
     if nbytes > (free := available_memory()):
         raise WeightsError(
             f"{share.checkpoint.path}: the experts of layer {share.layer} take {nbytes / 1e9:.1f} "
-            f"GB on this rank, and {free / 1e9:.1f} GB of memory are free; use more ranks, or "
+            f"GB on this rank, but only {free / 1e9:.1f} GB of memory are free; use more ranks, or "
             f"correct the sizes: num_experts={p.num_experts}, hidden_size={p.hidden_size}, "
             f"intermediate_size={p.intermediate_size}"
         )
     out = {name: empty(shape, dtype, pin_memory) for name, shape in shapes.items()}
-    if share.padded:  # no layer writes there, so this holds for all that reuse the memory
+    if share.padded:  # no layer writes to the padding, so it stays zero when memory is reused
         for tensor in out.values():
             tensor.zero_()
     return out
 
 
 def _load(
-    share: Share, out: dict[str, Tensor], pool: ThreadPoolExecutor, bar: Progress
+    share: Share, out: dict[str, Tensor], pool: ThreadPoolExecutor, report: Report
 ) -> ExpertWeights:
+    """Read the share's experts, in the order of the files, into ``out``."""
     reader = Reader(share, out)
     in_file_order = sorted(
         range(len(share.experts)), key=lambda slot: share.place(share.experts[slot])
     )
     try:
-        for _ in pool.map(reader.expert, in_file_order):
-            bar.add(share.expert_nbytes)
+        finished = pool.map(reader.expert, in_file_order)
+        for slot, _ in zip(in_file_order, finished, strict=True):
+            report(share.place(share.experts[slot])[0], share.expert_nbytes)
     except BaseException:
         pool.shutdown(cancel_futures=True)
         raise
@@ -190,15 +217,16 @@ def _local_experts(problem: MoEProblem, experts: Sequence[int] | None) -> list[i
         return [problem.logical_expert(p) for p in problem.local_experts]
     if len(experts) != problem.num_local_experts:
         raise WeightsError(
-            f"experts names {len(experts)}, want one for each of this rank's "
-            f"{problem.num_local_experts} slots"
+            f"experts must name one logical expert for each of this rank's "
+            f"{problem.num_local_experts} physical experts (got {len(experts)})"
         )
     if wrong := [e for e in experts if not 0 <= e < problem.num_experts]:
-        raise WeightsError(f"experts {wrong} are none of the {problem.num_experts} there are")
+        raise WeightsError(f"experts must be in 0..{problem.num_experts - 1} (got {wrong})")
     return list(experts)
 
 
 def _dtype(share: Share) -> torch.dtype:
+    """Return the dtype of the share's loaded weights."""
     p = share.problem
     if share.dequantize:
         return p.dtype
@@ -210,7 +238,7 @@ def _dtype(share: Share) -> torch.dtype:
 
 
 def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without any g_idx that only says what groups are anyway."""
+    """Remove every g_idx whose columns are in order."""
     weight = share.problem.quant.weight
     for name in [name for name in extras if name.endswith("_g_idx")]:
         assert weight is not None
@@ -220,7 +248,7 @@ def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _biases(share: Share, faults: list[str]) -> dict[str, Tensor]:
-    """w13_bias (L, 2I or I) and w2_bias (L, H), where the names have them."""
+    """Read w13_bias (L, 2I or I) and w2_bias (L, H), if the names have them."""
     names, found = share.names, {}
     of = {names.gate: names.gate_bias, names.up: names.up_bias, names.gate_up: names.gate_up_bias}
     w13 = [
@@ -255,8 +283,10 @@ def _stack(share: Share, template: str, part: slice) -> Tensor:
 
 
 def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
-    """One static scale each for w13 and w2, the largest of all experts', so that every rank of
-    expert parallelism quantizes alike."""
+    """Read one static scale each for w13 and w2: the largest of all experts.
+
+    With it, all ranks of expert parallelism quantize a token to the same values.
+    """
     suffix, every = share.format.parts["input_scale"].suffix, range(share.problem.num_experts)
 
     def scales(template: str) -> Tensor:
@@ -269,12 +299,12 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
 
     w13 = [scales(template) for template in dict.fromkeys(p.template for p in share.w13)]
     for other in w13[1:]:
-        apart = ((other - w13[0]).abs() > _AGREE * w13[0]).nonzero().flatten().tolist()
+        apart = ((other - w13[0]).abs() > _TOLERANCE * w13[0]).nonzero().flatten().tolist()
         for expert in apart:
             gate, up = (share.name(t, expert, suffix) for t in (share.names.gate, share.names.up))
             faults.append(
-                f"{gate} is {float(w13[0][expert]):g} and {up} {float(other[expert]):g}: gate "
-                "and up have one input"
+                f"{gate} is {float(w13[0][expert]):g} and {up} {float(other[expert]):g}: they "
+                "must be equal, because gate and up have the same input"
             )
     return {"w13_input_scale": w13[0].max(), "w2_input_scale": scales(share.names.down).max()}
 

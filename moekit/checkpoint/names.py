@@ -16,17 +16,26 @@ _SHOWN = 10  # prefixes in an error
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What a checkpoint calls one MoE layer's expert tensors.
+    """What a checkpoint calls the expert tensors of one MoE layer.
 
-    Templates over ``{layer}`` and, for one tensor per expert, ``{expert}``. Either ``gate`` (left
-    out by experts without a gate) and ``up``, or ``gate_up`` with both in one tensor; and
-    ``down``. Stored as a Linear's weight, (out, in); ``transposed``: (in, out); None: whichever
-    the shapes say. ``interleaved``: gate_up alternates gate and up instead of holding them in
-    halves. Tensors without ``{expert}`` have the experts in dim 0.
+    The names are templates with ``{layer}`` and, where every expert has its own tensor,
+    ``{expert}``. Tensors without ``{expert}`` have the experts in dim 0. All names are those of
+    unquantized weights; the names of quantized ones follow from them. ``x.weight`` becomes
+    ``x.weight_scale``, ``x.qweight``, ``x.weight_packed`` and so on; a name with another ending,
+    ``x``, becomes ``x_scale_inv``, ``x_blocks`` and so on.
 
-    The names are those of unquantized weights. What quantized ones are called follows from them:
-    ``x.weight`` leads to ``x.weight_scale``, ``x.qweight``, ``x.weight_packed`` ..., a name with
-    another ending, ``x``, to ``x_scale_inv``, ``x_blocks`` ...
+    Args:
+        down: The down projection.
+        gate: The gate projection; "" for experts without a gate.
+        up: The up projection.
+        gate_up: Both of them in one tensor, in place of ``gate`` and ``up``.
+        gate_bias, up_bias, gate_up_bias, down_bias: The biases.
+        transposed: False for (out, in), as in a Linear; True for (in, out); None if the shapes
+            decide.
+        interleaved: Rows of ``gate_up`` alternate between gate and up instead of being halves.
+
+    Raises:
+        WeightsError: Not exactly one of ``gate_up`` and ``up`` is given.
     """
 
     down: str
@@ -42,16 +51,21 @@ class ExpertNames:
 
     def __post_init__(self) -> None:
         if bool(self.gate_up) == bool(self.up):
-            raise WeightsError("ExpertNames needs either gate_up, or up (with gate where gated)")
+            raise WeightsError(
+                "ExpertNames needs either gate_up, or up (with gate if the experts have one); got "
+                + ("both" if self.up else "neither")
+            )
 
     def templates(self) -> dict[str, str]:
-        """The templates that are given, by role."""
+        """Return the templates that are given, by role."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {role: text for role, text in named.items() if isinstance(text, str) and text}
 
     def under(self, prefix: str) -> ExpertNames:
-        """The same names in a checkpoint whose decoder layers lie under ``prefix`` ("" or ending
-        in a dot) instead of ``model.``: ``NAMES["qwen3_moe"].under("language_model.model.")``."""
+        """Return the same names with ``prefix`` instead of ``model.`` at the start.
+
+        ``prefix`` is "" or ends in a dot: ``NAMES["qwen3_moe"].under("language_model.model.")``.
+        """
         moved = {
             role: prefix + text.removeprefix("model.") for role, text in self.templates().items()
         }
@@ -59,7 +73,7 @@ class ExpertNames:
 
 
 def per_expert(stem: str, gate: str, up: str, down: str) -> ExpertNames:
-    """Names of one Linear per expert: ``<stem>.{expert}.<gate>.weight`` ..."""
+    """Return names of one Linear per expert, ``<stem>.{expert}.<gate>.weight`` and so on."""
     return ExpertNames(
         gate=f"{stem}.{{expert}}.{gate}.weight" if gate else "",
         up=f"{stem}.{{expert}}.{up}.weight",
@@ -85,7 +99,7 @@ _GATE_UP_DOWN = _projections("mlp")
 _GPT_OSS = f"{_MODEL}mlp.experts"
 _GRANITE = f"{_MODEL}block_sparse_moe"
 
-# As the models' own checkpoints have them, by the (text) config's model_type.
+# The names in the models' own checkpoints, by the model_type of the (text) config.
 NAMES: Mapping[str, ExpertNames] = MappingProxyType(
     {
         **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "phimoe"), _MIXTRAL),
@@ -132,12 +146,18 @@ NAMES: Mapping[str, ExpertNames] = MappingProxyType(
 
 
 def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int | None) -> ExpertNames:
-    """The names as ``checkpoint`` has them: those given, or of the given model type, in ``layer``;
-    None: in the first layer that has experts under any of them.
+    """Return the names that ``checkpoint`` uses.
 
-    Where the layer's experts are not there under the map's own names, the ways in which the same
-    models are also saved are tried: below another prefix than ``model.``, one tensor per expert
-    instead of one for all, or the reverse. If nothing fits, the map itself comes back.
+    If the layer's experts are not under the given names, this tries the other ways in which the
+    same models are saved: under another prefix than ``model.``, and with one tensor for each
+    expert instead of one for all, or the reverse. If nothing fits, it returns the given names.
+
+    Args:
+        names: The names, or a model type of `NAMES`.
+        layer: The layer to look at. None: the first layer with experts under any of the names.
+
+    Raises:
+        WeightsError: The model type is unknown, or several models are in the checkpoint.
     """
     candidates = [names] if isinstance(names, ExpertNames) else _of_type(names)
     if layer is None:
@@ -151,14 +171,14 @@ def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int | None
 
 
 def layers_in(checkpoint: Checkpoint, names: ExpertNames) -> tuple[int, ...]:
-    """The layers of which the checkpoint has experts, under exactly these names."""
+    """Return the layers with experts under exactly these names."""
     stem = names.down.removesuffix("weight")
     matches = map(_pattern(stem).match, checkpoint.names(stem.partition("{")[0]))
     return tuple(sorted({int(match["layer"] or 0) for match in matches if match}))
 
 
 def _first_layer(checkpoint: Checkpoint, names: ExpertNames) -> int | None:
-    """The first layer with experts under these names, or under them below another prefix."""
+    """Return the first layer with experts under these names, with any prefix."""
     stem = names.down.partition("{expert}")[0].removesuffix("weight")
     if stem.startswith(_MODEL):
         stem = stem.removeprefix("model.")
@@ -169,7 +189,10 @@ def _first_layer(checkpoint: Checkpoint, names: ExpertNames) -> int | None:
 
 
 def _pattern(stem: str, before: str = "") -> re.Pattern[str]:
-    """Match names that begin with ``stem``; their group "layer" is empty where they name none."""
+    """Return a pattern of names that begin with ``stem``.
+
+    Its group "layer" is the layer's number, or empty if ``stem`` has none.
+    """
     number = "[0-9]{1,9}"
     pattern = re.escape(stem).replace(r"\{layer\}", f"(?P<layer>{number})", 1)
     pattern = pattern.replace(r"\{layer\}", number).replace(r"\{expert\}", number)
@@ -179,8 +202,9 @@ def _pattern(stem: str, before: str = "") -> re.Pattern[str]:
 def _of_type(model_type: str) -> list[ExpertNames]:
     if model_type not in NAMES:
         raise WeightsError(
-            f"model type {model_type!r} has no name map (known: {', '.join(NAMES)}); "
-            "describe it: moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
+            f"the tensor names of model type {model_type!r} are not known (known: "
+            f"{', '.join(NAMES)}); pass them as moekit.checkpoint.ExpertNames(gate=..., up=..., "
+            "down=...)"
         )
     known = NAMES[model_type]
     if model_type == "nemotron_h":
@@ -195,6 +219,7 @@ def _of_type(model_type: str) -> list[ExpertNames]:
 
 
 def _elsewhere(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> list[ExpertNames]:
+    """Return the names under the prefix that the checkpoint has in place of ``model.``."""
     if not names.down.startswith(_MODEL):
         return []
     marker = names.down.removeprefix("model.").replace("{layer}", str(layer))
@@ -204,14 +229,14 @@ def _elsewhere(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> list[E
     if len(found) > 1:
         raise WeightsError(
             f"{checkpoint.path}: several models have a layer {layer} with experts, under "
-            f"{', '.join(map(repr, sorted(found)[:_SHOWN]))}: say which, with "
+            f"{', '.join(map(repr, sorted(found)[:_SHOWN]))}: choose one with "
             "ExpertNames(...).under(prefix)"
         )
     return [names.under(prefix) for prefix in found]
 
 
 def _has(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> bool:
-    """Whether a tensor of any expert's down projection is there."""
+    """Whether the layer has a tensor of any expert's down projection."""
     stem = names.down.removesuffix("weight").replace("{layer}", str(layer))
     before, per, after = stem.partition("{expert}")
     if not per:

@@ -1,5 +1,7 @@
-"""How one layer's experts are stored: by the tensors that are there, and by the quantization config
-for what tensors do not tell."""
+"""Find the format of one layer's experts.
+
+The tensors decide; the quantization config decides what they leave open.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from moekit.untrusted.files import shown
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 _BLOCKS = (128, 64, 32, 16, 256)
-# Of activations, by compressed-tensors' bits and type, and by what these are in groups of.
+# Dtypes of activations by compressed-tensors' bits and type, and of their scales by group size.
 _DTYPES = {
     (8, "float"): "float8_e4m3fn", (8, "int"): "int8", (4, "float"): "float4_e2m1"
 }  # fmt: skip
@@ -41,14 +43,17 @@ def format_of(
     hidden_size: int,
     intermediate_size: int,
 ) -> Format:
-    """How ``expert`` of ``layer`` is stored: by the tensors that are there, and by the
-    quantization config for what tensors do not tell."""
+    """Return the format in which ``expert`` of ``layer`` is stored.
+
+    Raises:
+        WeightsError: moekit does not support the format.
+    """
     probe = _Probe(checkpoint, names, layer, expert, hidden_size, intermediate_size)
     return probe.format().flipped() if probe.transposed else probe.format()
 
 
 class _Probe:
-    """Looks at one down projection: H outputs, I inputs."""
+    """Examines one down projection: H outputs, I inputs."""
 
     def __init__(
         self, checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int, H: int, I: int
@@ -63,6 +68,7 @@ class _Probe:
         self.steps = [MAX_STEPS]
 
     def format(self) -> Format:
+        """Return the format of a matrix that is stored (out, in)."""
         if self.has("qweight"):
             return self._gptq_or_awq()
         if self.has("blocks"):
@@ -70,7 +76,7 @@ class _Probe:
         if self.has("weight_packed"):
             return self._weight_packed()
         if not self.has("weight"):
-            return formats.plain()  # and every tensor will be missed by name
+            return formats.plain()  # a later check names every missing tensor
         dtype = self.checkpoint.dtype(self.name("weight"))
         if dtype in formats.FLOATS:
             return formats.plain()
@@ -80,30 +86,34 @@ class _Probe:
         if dtype in (torch.float8_e4m3fn, torch.int8) and isinstance(dtype, torch.dtype):
             return self._eight_bits(dtype)
         raise WeightsError(
-            f"{self.name('weight')} is {dtype}, and the quantization method "
-            f"{self.method or '(none named)'} is not one that moekit reads"
+            f"{self.name('weight')} is {dtype}, and moekit does not support the quantization "
+            f"method {self.method or '(none named)'}"
         )
 
     def name(self, suffix: str) -> str:
+        """Return the name of a part."""
         return formats.stored(self.template, suffix)
 
     def has(self, suffix: str) -> bool:
+        """Whether the checkpoint has a part."""
         return self.name(suffix) in self.checkpoint
 
     def shape(self, suffix: str) -> tuple[int, ...]:
-        """Of one expert's tensor."""
+        """Return the shape of one expert's tensor."""
         shape = self.checkpoint.shape(self.name(suffix))
         return shape[1:] if self.stacked and shape else shape
 
     def matrix(self, suffix: str) -> tuple[int, int]:
-        """`shape`, of two dimensions."""
+        """Return `shape`; raise WeightsError unless it has two dimensions."""
         shape = self.shape(suffix)
         if len(shape) != 2:
-            raise WeightsError(f"{self.name(suffix)} is {shape} for each expert, want a matrix")
+            raise WeightsError(
+                f"{self.name(suffix)} must have two dimensions for each expert (got {shape})"
+            )
         return shape[0], shape[1]
 
     def _columns(self, groups: int) -> int:
-        """The group size of this many groups along K."""
+        """Return the group size of this number of groups along K."""
         if groups <= 1:
             return -1
         guess = max(1, self.k // groups)
@@ -121,12 +131,15 @@ class _Probe:
         ):
             version = (config.get("version") or "gemm").lower()
             if version != "gemm":
-                raise WeightsError(f"AWQ version {version!r} is not read; convert it to 'gemm'")
+                raise WeightsError(
+                    f"AWQ version {version!r} is not supported; convert the checkpoint to 'gemm'"
+                )
             return formats.awq(group)
         checkpoint_format = config.get("checkpoint_format") or "gptq"
         if checkpoint_format not in ("gptq", "gptq_v2"):
             raise WeightsError(
-                f"GPTQ checkpoint_format {checkpoint_format!r} is not read; want gptq or gptq_v2"
+                f"GPTQ checkpoint_format {checkpoint_format!r} is not supported; convert the "
+                "checkpoint to gptq or gptq_v2"
             )
         bits = round(32 * rows / self.k)
         symmetric = config.get("sym")
@@ -135,10 +148,10 @@ class _Probe:
         if bits not in (4, 8) or (bits == 8 and not symmetric):
             kind = "symmetric" if symmetric else "asymmetric"
             raise WeightsError(
-                f"{self.name('qweight')}: {kind} {bits}-bit GPTQ is not read; want 4 bits, or 8 "
-                "symmetric"
+                f"{self.name('qweight')}: {kind} {bits}-bit GPTQ is not supported; use 4 bits, or "
+                "8 bits with sym=True"
             )
-        # Without act-order g_idx tells nothing, and where the config does not say, `Reader` looks.
+        # Only act-order needs g_idx. If the config does not mention it, `Reader` looks at it.
         ordered = bool(config.get("desc_act")) and not config.get("static_groups")
         g_idx = config.get("desc_act") is not False and (ordered or self.has("g_idx")) and group > 0
         return formats.gptq(
@@ -163,8 +176,9 @@ class _Probe:
         zero_points = self.has("weight_zero_point")
         if bits not in (4, 8) or (bits == 8 and zero_points):
             raise WeightsError(
-                f"{self.name('weight_packed')} packs {bits} bits"
-                f"{' with zero points' if zero_points else ''}; want 4, or 8 symmetric"
+                f"{self.name('weight_packed')}: {bits} bits"
+                f"{' with zero points' if zero_points else ''} are not supported; use 4 bits, or "
+                "8 bits without zero points"
             )
         group = weights.get("group_size") if weights.get("strategy") != "channel" else -1
         return formats.pack_quantized(
@@ -200,13 +214,15 @@ class _Probe:
         if isinstance(blocks, str):  # "128x128"
             said = re.fullmatch(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", blocks)
             if not said:
-                raise WeightsError(f"block_structure is {shown(blocks)}, want '128x128', say")
+                raise WeightsError(
+                    f"block_structure must be of the form '128x128' (got {shown(blocks)})"
+                )
             blocks = [int(size) for size in said.groups()]
         if blocks is not None and len(shape) > 1:
             return blocks[0], blocks[1]
         if prod(shape) == 1:
-            custom = scale.endswith("_inv") and len(shape) > 1 and not self.method
-            return (128, 128) if custom else (-1, -1)
+            blocks_by_name = scale.endswith("_inv") and len(shape) > 1 and not self.method
+            return (128, 128) if blocks_by_name else (-1, -1)
         if len(shape) > 2:  # (rows, 1, columns, 1)
             shape = tuple(n for n in shape if n != 1)
         if len(shape) > 1 and self.transposed:
@@ -221,13 +237,13 @@ class _Probe:
             return None
         if algorithm in ("NVFP4", "NVFP4_AWQ"):
             return SCHEMES["nvfp4"].activation
-        return OperandQuant(dtype=algorithm, group=(-1, -1))  # which no scheme has
+        return OperandQuant(dtype=algorithm, group=(-1, -1))  # no scheme has it
 
     def _are_exponents(self, scale: str) -> bool:
         return self.checkpoint.dtype(self.name(scale)) in (torch.uint8, torch.float8_e8m0fnu)
 
     def _activation(self, dtype: torch.dtype, group: Grid, scale_dtype: str) -> OperandQuant | None:
-        """How activations are meant to be quantized; a guess by custom where nothing says."""
+        """Return the intended quantization of activations; by convention if nothing states it."""
         kind, config = str(dtype).removeprefix("torch."), self.config
         has_input = self.has("input_scale") or self.has("activation_scale")
         if self.method == "compressed-tensors":
@@ -244,7 +260,7 @@ class _Probe:
         return OperandQuant(dtype=kind, group=(1, group[1]), scale_dtype=scale_dtype)
 
     def _compressed_tensors(self) -> tuple[Mapping[str, Any], OperandQuant | None]:
-        """(weights, activation) of the config group that is about this module."""
+        """Return (weights, activation) of the config group whose target is this module."""
         groups = self.config.get("config_groups")
         if not groups:
             return {}, None
@@ -257,7 +273,7 @@ class _Probe:
         return group.get("weights") or {}, _operand(group.get("input_activations"))
 
     def _nearness(self, target: str, module: str) -> int:
-        """Return how closely a config group's target names the module; 0 if it names others."""
+        """Return how closely a config group's target names the module; 0 if it does not."""
         if not target.startswith("re:"):
             return 2 if module.endswith(target) else int(target == "Linear")
         try:
@@ -267,7 +283,7 @@ class _Probe:
 
 
 def _operand(args: Mapping[str, Any] | None) -> OperandQuant | None:
-    """compressed-tensors' QuantizationArgs of activations."""
+    """Convert compressed-tensors' QuantizationArgs of activations."""
     if not args:
         return None
     bits, kind = args.get("num_bits") or 8, args.get("type") or "int"
@@ -284,7 +300,7 @@ def _operand(args: Mapping[str, Any] | None) -> OperandQuant | None:
 
 
 def _transposed(checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int) -> bool:
-    """Whether matrices are (in, out); from the shapes where ``names`` leave it open."""
+    """Whether matrices are stored (in, out); the shapes decide if ``names`` leave it open."""
     if names.transposed is not None:
         return names.transposed
     templates = (names.gate_up or names.up, names.down)
@@ -292,5 +308,5 @@ def _transposed(checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: 
     if not all(name in checkpoint for name in full):
         return False
     first, second = (checkpoint.shape(name)[-2:] for name in full)
-    # H is the first's inputs and the second's outputs; both cannot be square.
+    # H is the inputs of the first matrix and the outputs of the second; not both are square.
     return first[-1] != second[0] and first[0] == second[-1]

@@ -1,61 +1,54 @@
-"""A progress bar for long loads."""
+"""Report the progress of a long load: by tqdm where it is installed, else in the log."""
 
 from __future__ import annotations
 
+import logging
 import sys
-import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-_QUICK = 1.0  # seconds; what takes less is not worth a bar
-_REFRESH = 0.1
-_WIDTH = 24
+logger = logging.getLogger("moekit")
+
+_DELAY = 1.0  # seconds before a bar appears
+
+Report = Callable[[Path, int], object]
+"""Called with the file and the number of bytes of each part that was read."""
 
 
-class Progress:
-    """One line on standard error that says how far a load is.
+@contextmanager
+def progress(total: int, title: str, shown: bool | None = None) -> Iterator[Report]:
+    """Yield the function to report each part with.
 
-    ``shown``: None shows it where standard error is a terminal, and only once the load has taken
-    a second; True always, False never.
+    Args:
+        total: Bytes that are read in the end.
+        title: What happens, for example "loading experts".
+        shown: True reports always, False never. None reports where standard error is a terminal;
+            a bar then appears only if the load takes over a second.
     """
+    if not (sys.stderr.isatty() if shown is None else shown):
+        yield lambda file, nbytes: None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        yield _log(total, title)
+        return
+    delay = 0.0 if shown else _DELAY
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, delay=delay) as bar:
+        yield lambda file, nbytes: bar.update(nbytes)
 
-    def __init__(self, total: int, title: str, shown: bool | None = None) -> None:
-        self.total = max(total, 1)
-        self.title = title
-        self.done = 0
-        self._wanted = sys.stderr.isatty() if shown is None else shown
-        self._start = time.monotonic()
-        self._next = self._start + (0.0 if shown else _QUICK)
-        self._drawn = False
 
-    def __enter__(self) -> Progress:
-        return self
+def _log(total: int, title: str) -> Report:
+    """Return a function that logs a line for each file it sees first."""
+    seen: set[Path] = set()
+    done = 0
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._drawn:
-            self._draw(time.monotonic())
-            print(file=sys.stderr, flush=True)
+    def report(file: Path, nbytes: int) -> None:
+        nonlocal done
+        if file not in seen:
+            seen.add(file)
+            logger.info("moekit: %s: %s, %.1f of %.1f GB", title, file, done / 1e9, total / 1e9)
+        done += nbytes
 
-    def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self._wanted and (now := time.monotonic()) >= self._next:
-            self._next = now + _REFRESH
-            self._draw(now)
-
-    def _draw(self, now: float) -> None:
-        self._drawn = True
-        elapsed = max(now - self._start, 1e-9)
-        share = min(self.done / self.total, 1.0)
-        left = elapsed / share - elapsed if share else 0.0
-        bar = "#" * round(share * _WIDTH)
-        print(
-            f"\r\033[K{self.title} [{bar:<{_WIDTH}}] {self.done / 1e9:.1f}/{self.total / 1e9:.1f} "
-            f"GB, {self.done / elapsed / 1e9:.2f} GB/s, {left:.0f} s left",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+    return report

@@ -1,4 +1,4 @@
-"""One expert's tensors, from the files into their final place, converted on the way."""
+"""Read one expert's tensors into their final place, and convert them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ from moekit.checkpoint.schemes import scheme_for
 from moekit.checkpoint.share import Piece, Share
 from moekit.problem.quant import INT4_ZERO, pack_int4, unpack_int4
 
-_CHUNK = 1 << 22  # numbers that are dequantized at a time
+_CHUNK = 1 << 22  # values that are dequantized at a time
 
 
 class _Stored(NamedTuple):
     part: Part
     name: str
-    expert: list[slice]  # selects the expert where one tensor holds them all
+    expert: list[slice]  # selects the expert if one tensor holds all of them
     shape: tuple[int, ...]
 
 
 class _Scales(NamedTuple):
-    """As stored: (entries along N, along K); zero points (rows, entries along K)."""
+    """Stored scales (entries along N, along K) and zero points (rows, entries along K)."""
 
     scale: Tensor
     zeros: Tensor | None
 
 
 class Reader:
-    """Reads the experts of a `Share`. `expert` may run in several threads, one per slot.
+    """Reads the experts of a `Share`; several threads may call `expert`.
 
-    out: "w13" (L, 2I, H or H / 2) and "w2" (L, H, I or I / 2), written slot by slot.
-    extras: per slot, what else ExpertWeights has of the expert. faults: what only reading shows.
+    Args:
+        share: The part of a layer to read.
+        out: "w13" (L, 2I, H or H / 2) and "w2" (L, H, I or I / 2), which `expert` fills.
+
+    Attributes:
+        extras: The other fields of ExpertWeights, for each physical expert.
+        faults: Faults that only the tensors' values show.
     """
 
     def __init__(self, share: Share, out: dict[str, Tensor]) -> None:
@@ -50,30 +55,29 @@ class Reader:
         weight = share.problem.quant.weight
         if weight is not None and self.format.dtype:
             for which, pieces in (("w13", share.w13), ("w2", share.w2)):
-                self._regrid[which] = self._side_by_side(pieces, which == "w2", weight.group)
+                self._regrid[which] = self._joined(pieces, which == "w2", weight.group)
 
-    def _side_by_side(self, pieces: Sequence[Piece], beside: bool, group: Grid) -> Regrid:
-        """The entries of each row and column of w13, whose pieces lie one below the other, or of
-        w2, whose pieces lie ``beside`` each other."""
+    def _joined(self, pieces: Sequence[Piece], along_k: bool, group: Grid) -> Regrid:
+        """Return the regrid of joined pieces: those of w13 along N, those of w2 along K."""
         first, joined = 0, []
         for piece in pieces:
-            extent = piece.columns if beside else piece.rows
-            entries = sources(extent, self.format.group[1 if beside else 0])
-            # Zeros have the last block's scale; those of a rank without neurons one of their own.
+            extent = piece.columns if along_k else piece.rows
+            entries = sources(extent, self.format.group[1 if along_k else 0])
+            # Padding has the last block's scale, or its own on a rank without neurons.
             last = entries[-1:] if len(entries) else torch.zeros(1, dtype=torch.int64)
             entries = torch.cat([entries, last.expand(piece.room - len(entries))])
             joined.append(entries + first)
             first = int(joined[-1][-1]) + 1
-        if beside:
+        if along_k:
             return Regrid(sources(pieces[0].rows, self.format.group[0]), torch.cat(joined), group)
         columns = sources(pieces[0].columns, self.format.group[1])
         return Regrid(torch.cat(joined), columns, group)
 
     def expert(self, slot: int) -> None:
-        """Everything of the expert in ``slot``."""
+        """Read everything of the physical expert ``slot`` of this rank."""
         share, expert = self.share, self.share.experts[slot]
         self._check_shapes(expert)
-        # Where w2's groups are scattered over all neurons, a rank takes those of its groups.
+        # In act-order the groups of w2 are scattered over all neurons; a rank takes whole groups.
         order = None
         if share.problem.parallel.tp_size > 1 and not share.dequantize:
             order = self._order(share.w2[0], expert)
@@ -85,13 +89,13 @@ class Reader:
                 self._scale(slot, which, pieces, matrix, order)
 
     def _place(self, piece: Piece, expert: int, matrix: Tensor, order: Tensor | None) -> None:
-        """The piece, into its rows and columns of w13 or w2."""
+        """Read a piece into its rows and columns of w13 or w2."""
         if not piece.neurons:
             return
         halved = 2 if matrix.dtype == torch.uint8 else 1
         left, width = piece.left // halved, len(piece.columns) // halved
         target = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
-        # What does not fill whole rows is not contiguous, as reading wants it.
+        # Reading needs contiguous memory, which a part of each row is not.
         out = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
         if self.share.dequantize:
             self._dequantize(piece, expert, out)
@@ -105,6 +109,7 @@ class Reader:
     # -- stored entries -----------------------------------------------------------------------
 
     def _stored(self, piece: Piece, role: str, expert: int) -> _Stored:
+        """Return which tensor holds a part of the piece's matrix."""
         part = self.format.parts[role]
         name = self.share.name(piece.template, expert, part.suffix)
         shape = part.shape(piece.n, piece.k)
@@ -114,7 +119,7 @@ class Reader:
         return _Stored(part, name, [slice(expert, expert + 1)], stack)
 
     def _entries(self, piece: Piece, role: str, expert: int, rows: range, columns: range) -> Tensor:
-        """The entries that cover ``rows`` and ``columns``: (along N, along K, *tail)."""
+        """Read the entries that cover ``rows`` and ``columns``: (along N, along K, *tail)."""
         part, name, which, shape = self._stored(piece, role, expert)
         if part.grid == (-1, -1) and prod(self.checkpoint.shape(name)) == 1:
             return self.checkpoint.read(name, shape=(1, 1))
@@ -124,19 +129,19 @@ class Reader:
         return read.mT if part.axes == "KN" else read
 
     def _check_shapes(self, expert: int) -> None:
-        """compressed-tensors says the shape once more."""
+        """Compare the shapes that compressed-tensors stores with the expected ones."""
         if "shape" not in self.format.parts:
             return
         for piece in self.share.pieces:
             said = self._entries(piece, "shape", expert, piece.rows, piece.columns).tolist()
             if said != [piece.n, piece.k]:
                 name = self._stored(piece, "shape", expert).name
-                self.faults.append(f"{name} says {said}, want {[piece.n, piece.k]}")
+                self.faults.append(f"{name} holds {said}, expected {[piece.n, piece.k]}")
 
     # -- weights ------------------------------------------------------------------------------
 
     def _read_neurons(self, piece: Piece, expert: int, order: Tensor, out: Tensor) -> None:
-        """The piece's neurons, counted in ``order``, of the whole int4 matrix."""
+        """Read the piece's neurons, which are counted in ``order``, of an int4 matrix."""
         neurons = order[piece.neurons.start : piece.neurons.stop]
         whole = empty((piece.n, piece.k // 2), out.dtype)
         self._read(piece, expert, range(piece.n), range(piece.k), whole)
@@ -146,8 +151,10 @@ class Reader:
             out.copy_(whole[piece.rows_of(neurons)])
 
     def _read(self, piece: Piece, expert: int, rows: range, columns: range, out: Tensor) -> None:
-        """The matrix's rows and columns in the core's form; straight from the file if that is the
-        stored one."""
+        """Read rows and columns of a matrix as the core's tensor.
+
+        They go straight from the file into ``out`` if the stored form is the core's.
+        """
         part, name, which, shape = self._stored(piece, "weight", expert)
         unit = part.grid[1]
         if self.format.packs_rows or columns.start % unit or len(columns) % unit:
@@ -187,8 +194,10 @@ class Reader:
         matrix: Tensor,
         order: Tensor | None,
     ) -> None:
-        """Scales, zero points and g_idx of w13 or w2, for the groups of the problem's scheme;
-        where a group meets several stored scales, ``matrix`` is rounded to the largest."""
+        """Read scales, zero points and g_idx of w13 or w2, for the groups of the problem's scheme.
+
+        If a group covers several stored scales, ``matrix`` is rounded to the largest of them.
+        """
         weight = self.share.problem.quant.weight
         assert weight is not None
         extras, expert = self.extras[slot], self.share.experts[slot]
@@ -214,7 +223,12 @@ class Reader:
     def _scales_of(
         self, piece: Piece, expert: int, order: Tensor | None = None, whole_k: bool = False
     ) -> _Scales:
-        """Of the piece's rows (of its neurons in ``order``) and columns, or all columns."""
+        """Read the scales of the piece's rows and columns.
+
+        Args:
+            order: If given, the piece's neurons are counted in it.
+            whole_k: Read the scales of all columns.
+        """
         rows, columns = piece.rows, range(piece.k) if whole_k else piece.columns
         if not piece.neurons:
             extents = zip((rows, columns), self.format.group, strict=True)
@@ -230,19 +244,19 @@ class Reader:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
             scale = scale / factor if self.format.divides else scale * factor
         low, high = torch.aminmax(scale)
-        # e4m3 rounds a group's small scale to zero, and a pruned matrix has no other.
+        # e4m3 rounds small scales to zero, and a pruned matrix has only such scales.
         or_zero = stored.dtype == torch.float8_e4m3fn and bool((factor > 0).all())
-        if not ((low >= 0 if or_zero else low > 0) and high < torch.inf):  # also where one is NaN
+        if not ((low >= 0 if or_zero else low > 0) and high < torch.inf):  # NaN fails this, too
             name = self._stored(piece, "scale", expert).name
             wrong = "negative or not finite" if or_zero else "not finite and positive"
             self.faults.append(f"{name} holds values that are {wrong}")
         zeros = self._zeros_of(piece, expert, rows, columns)
-        if picked is not None:  # int4: each row has scales of its own
+        if picked is not None:  # int4: each row has its own scales
             scale, zeros = scale[picked], None if zeros is None else zeros[picked]
         return _Scales(scale, zeros)
 
     def _zeros_of(self, piece: Piece, expert: int, rows: range, columns: range) -> Tensor | None:
-        """uint8 (rows, entries along K)."""
+        """Read zero points (rows, entries along K) uint8; None if the weights are symmetric."""
         if "zeros" not in self.format.parts:
             return None
         zeros = self.format.core_zeros(self._entries(piece, "zeros", expert, rows, columns))
@@ -258,11 +272,12 @@ class Reader:
     # -- act-order ----------------------------------------------------------------------------
 
     def _g_idx(self, piece: Piece, expert: int) -> Tensor:
+        """Read the group of each column, (K,) int64."""
         part, name, which, shape = self._stored(piece, "g_idx", expert)
         return self.checkpoint.read(name, *which, shape=shape).flatten().long()
 
     def _order(self, piece: Piece, expert: int) -> Tensor | None:
-        """The matrix's columns, sorted by group; None if groups are runs of columns."""
+        """Return the matrix's columns sorted by group; None if they are in order."""
         if "g_idx" not in self.format.parts:
             return None
         g_idx = self._g_idx(piece, expert)
@@ -272,19 +287,19 @@ class Reader:
         order = torch.argsort(g_idx, stable=True)
         if not torch.equal(g_idx[order], runs):
             name = self._stored(piece, "g_idx", expert).name
-            self.faults.append(f"{name} does not name groups of {self.format.group[1]} columns")
+            self.faults.append(f"{name} does not form groups of {self.format.group[1]} columns")
             return None
         return order
 
     def _place_g_idx(
         self, slot: int, which: str, pieces: Sequence[Piece], *, sorted_columns: bool
     ) -> None:
-        """Each column's group in the problem's scheme."""
+        """Store each column's group in the problem's scheme."""
         weight, expert = self.share.problem.quant.weight, self.share.experts[slot]
         assert weight is not None
         columns = self.out[which].shape[2] * 2
         g_idx = groups = torch.arange(columns) // weight.group[1]
-        # Matrices that share their inputs, gate and up, share the order.
+        # Gate and up have the same inputs, so they must have the same order.
         matrices = list({piece.template: piece for piece in pieces}.values())
         order = None if sorted_columns else self._order(matrices[0], expert)
         if order is not None:
@@ -292,14 +307,16 @@ class Reader:
             g_idx[order] = groups
         if len({tuple(self._g_idx(p, expert).tolist()) for p in matrices}) > 1:
             names = " and ".join(self._stored(p, "g_idx", expert).name for p in matrices)
-            self.faults.append(f"{names} differ: gate and up have one order; use dequantize=True")
+            self.faults.append(
+                f"{names} differ, but gate and up must have the same order; use dequantize=True"
+            )
         elif order is not None and not weight.act_order:
             name = self._stored(matrices[0], "g_idx", expert).name
             self.faults.append(f"{name} is in act-order; use {self._in_act_order()}")
         self.extras[slot][f"{which}_g_idx"] = g_idx.int()
 
     def _in_act_order(self) -> str:
-        """What to ask for where groups turn out to be no runs of columns."""
+        """Return the arguments for weights whose groups turn out not to be in order."""
         p, format = self.share.problem, replace(self.format, act_order=True)
         other = scheme_for(format, p.intermediate_size, p.parallel.tp_size)
         return f"quant={other!r}" if other else "quant='none' and dequantize=True"
@@ -307,7 +324,7 @@ class Reader:
     # -- dequantization -----------------------------------------------------------------------
 
     def _dequantize(self, piece: Piece, expert: int, out: Tensor) -> None:
-        """The piece's values, in fp32 until they are rounded to ``out``'s dtype."""
+        """Dequantize the piece in fp32, rounded once to ``out``'s dtype."""
         format = self.format
         dtype = self.checkpoint.dtype(self._stored(piece, "weight", expert).name)
         assert isinstance(dtype, torch.dtype)
@@ -335,17 +352,19 @@ class Reader:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite, at a fraction of what reading the tensor costs; true of
-    integers."""
+    """Whether no value is NaN or infinite; true for integers.
+
+    This costs a fraction of the time that reading the tensor takes.
+    """
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.dtype == torch.float8_e4m3fn:  # no infinities, and two NaNs: 0x7F and 0xFF
         return int(tensor.view(torch.int8).max()) < 0x7F and int(_bytes(tensor).max()) < 0xFF
-    # fp16 is the only one in which a sum of usual numbers overflows.
+    # Only in fp16 does a sum of usual values overflow.
     total = tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Bytes instead of 8-bit floats, which not every operator takes."""
+    """View 8-bit floats, which some operators do not support, as bytes."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,9 +1,10 @@
-"""Scales on the grid on which they are stored -> scales on the grid of one rank's share.
+"""Map scales from the grid of the stored matrix to the grid of one rank's share.
 
-A rank's share may begin within a stored block, and its blocks count from its own first row and
-column. `neuron_ranges` and `MoEProblem.local_neurons` avoid that. Along each axis, `sources` says
-which stored entry each position has; a new entry that covers one stored entry takes it as it is,
-one that covers several takes the largest, and 8-bit values under a smaller one are rounded again.
+A rank's share may begin within a stored block, while its own blocks are counted from its first row
+and column. (`neuron_ranges` and `MoEProblem.local_neurons` avoid that where they can.) Along each
+axis, `sources` returns the stored entry of each position. A new entry that covers one stored entry
+takes its scale. One that covers several takes the largest of their scales, and 8-bit values under
+a smaller scale are rounded again.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _CHUNK = 256  # rows that are rounded at a time
 
 
 def refines(stored: tuple[int, int], group: tuple[int, int]) -> bool:
-    """Whether scales per ``stored`` also serve, repeated, as scales per ``group``."""
+    """Whether scales per ``stored``, repeated, are also scales per ``group``."""
     return all(s < 0 or (g > 0 and s % g == 0) for s, g in zip(stored, group, strict=True))
 
 
 def sources(extent: range, group: int) -> Tensor:
-    """(len(extent),) int64: each position's entry, counted from the first position's."""
+    """Return each position's entry (len(extent),) int64, relative to the first one's."""
     positions = torch.arange(extent.start, extent.stop)
     if group < 0:
         return torch.zeros_like(positions)
@@ -32,8 +33,7 @@ def sources(extent: range, group: int) -> Tensor:
 
 
 def cuts_a_cell(extents: Sequence[range], stored: int, group: int) -> bool:
-    """Whether an entry per ``group`` of the positions in ``extents``, one after the other, covers
-    several stored entries."""
+    """Whether a group of the joined ``extents`` covers several stored entries."""
     first = [0 if stored < 0 else extent.start // stored for extent in extents]
     entries = [sources(extent, stored) + n for extent, n in zip(extents, first, strict=True)]
     return _mixed(_cells(torch.cat(entries), group))
@@ -42,11 +42,12 @@ def cuts_a_cell(extents: Sequence[range], stored: int, group: int) -> bool:
 def neuron_ranges(
     total: int, tp_size: int, rank: int, stored: tuple[int, int], group: tuple[int, int]
 ) -> tuple[range, ...]:
-    """The neurons of a rank of tensor parallelism, in order.
+    """Return the neurons of a rank of tensor parallelism, in order.
 
-    A run of ``total / tp_size``, if that is a multiple of the block that neurons are in (along N
-    of w13, along K of w2). Else, if the rest divides the block: whole blocks, and a part of one
-    of the last blocks. Which neurons a rank has makes no difference to the ranks' sum.
+    They are one run of ``total / tp_size`` if that is a multiple of the block size of neurons
+    (along N of w13 and K of w2). Otherwise, if the remainder divides the block size, they are
+    whole blocks and a part of one of the last blocks. The sum over the ranks does not depend on
+    which neurons each of them has.
     """
     share = total // tp_size
     block = max((g for s, g in zip(stored, group, strict=True) if s > 1), default=1)
@@ -59,9 +60,15 @@ def neuron_ranges(
 
 
 class Regrid:
-    """From the scales of stored entries to those of an (n, k) matrix per ``group``.
+    """Maps scales of stored entries to scales per ``group`` of an (n, k) matrix.
 
-    rows (n,), columns (k,): the entry of each position. mixes: some new entries cover several.
+    Args:
+        rows: (n,), the stored entry of each row.
+        columns: (k,), the stored entry of each column.
+        group: Rows and columns of a new entry; -1 for all of them.
+
+    Attributes:
+        mixes: Some new entries cover several stored ones.
     """
 
     def __init__(self, rows: Tensor, columns: Tensor, group: tuple[int, int]) -> None:
@@ -71,10 +78,10 @@ class Regrid:
         self.mixes = any(self._mixed)
 
     def __call__(self, stored: Tensor) -> Tensor:
-        """stored (entries along N, along K): the new entries, the largest of those they cover."""
+        """Return the new entries, each the largest of the ``stored`` (N, K) ones it covers."""
         for dim, (cells, mixed) in enumerate(zip(self._cells, self._mixed, strict=True)):
             if not mixed:
-                if len(cells) != stored.shape[dim]:  # else they are the stored ones
+                if len(cells) != stored.shape[dim]:  # otherwise they equal the stored ones
                     stored = stored.index_select(dim, cells[:, 0])
                 continue
             covered = stored.index_select(dim, cells.flatten())
@@ -83,7 +90,7 @@ class Regrid:
 
 
 def _cells(source: Tensor, group: int) -> Tensor:
-    """(new entries, group): the stored entries that each new one covers."""
+    """Return the stored entries that each new one covers, (new entries, group)."""
     n = len(source)
     group = n if group < 0 else min(group, n)
     return torch.cat([source, source[-1:].expand(-n % group)]).view(-1, group)
@@ -96,9 +103,9 @@ def _mixed(cells: Tensor) -> bool:
 def requantize(
     q: Tensor, stored: Tensor, regrid: Regrid, new_scale: Tensor, quant: OperandQuant
 ) -> None:
-    """Rounds the 8-bit ``q`` (n, k) under its ``stored`` scales to ``new_scale``, in place.
+    """Round the 8-bit ``q`` (n, k) from its ``stored`` scales to ``new_scale``, in place.
 
-    Values whose scale stays are kept bit for bit.
+    Values whose scale does not change keep their bits.
     """
     new_rows, new_columns = (
         sources(range(extent), group) for extent, group in zip(q.shape, quant.group, strict=True)

@@ -1,5 +1,8 @@
-"""The fields of config.json and hf_quant_config.json that moekit reads: types and ranges, in one
-place, so that the code that uses them can trust them. A field that is null counts as missing."""
+"""Types and ranges of the fields of config.json and hf_quant_config.json that moekit reads.
+
+They are checked once, so the code that uses the fields can trust them. A field that is null counts
+as missing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from moekit.untrusted.files import (
     text,
 )
 
-# Far above every model in use, and small enough that counting to them takes no time.
+# Far above every model in use, and small enough that loops up to them take no time.
 MAX_EXPERTS = 1 << 14
 _MAX_LAYERS = 1 << 14
 _MAX_SIZE = 1 << 22
@@ -88,7 +91,7 @@ _FIELDS: dict[str, Kind] = {
     "quantization_config": QUANTIZATION,
     "compression_config": QUANTIZATION,
 }
-# Where multimodal models have the language model's part: thinker_config -> text_config, at most.
+# Where multimodal models keep the language model's config; at most thinker_config -> text_config.
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 
 CONFIG = mapping(_FIELDS)

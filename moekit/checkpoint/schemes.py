@@ -1,4 +1,4 @@
-"""Which of moekit's schemes computes with weights as a checkpoint stores them."""
+"""Find the scheme of moekit that computes with the weights as a checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
 
 
 def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str | None:
-    """The scheme with the fewest scales that holds the stored weights exactly on every rank of
-    tensor parallelism. In act-order as the format is."""
+    """Return the scheme with the fewest scales that represents the stored weights exactly.
+
+    It does so on every rank of tensor parallelism, and is in act-order if the format is.
+
+    Returns:
+        The scheme's name, or None if there is none.
+    """
     if not format.dtype:
         return "none"
     fitting = [
@@ -32,8 +37,10 @@ def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str 
 
 
 def mismatch(format: Format, scheme: QuantScheme) -> str:
-    """Why weights in ``format`` are not what ``scheme`` computes with; empty if they are, or in
-    act-order may be: checkpoints say so also of columns that turn out to be in order."""
+    """Return why ``scheme`` does not compute with weights in ``format``; "" if it does.
+
+    Act-order is not compared, because checkpoints also claim it for columns that are in order.
+    """
     weight = scheme.weight
     if weight is None:
         return "" if not format.dtype else "the scheme has unquantized weights"
@@ -51,8 +58,10 @@ def mismatch(format: Format, scheme: QuantScheme) -> str:
 def cuts_groups(
     format: Format, weight: OperandQuant | None, intermediate_size: int, tp_size: int
 ) -> bool:
-    """Whether some rank of tensor parallelism would have two stored groups of w2 in one. Blocks of
-    rows and columns are never cut, see `MoEProblem.local_neurons`."""
+    """Whether a rank of tensor parallelism would have two stored groups of w2 in one group.
+
+    Blocks of rows and columns are never cut; see `MoEProblem.local_neurons`.
+    """
     if weight is None or weight.group[0] != 1:
         return False
     return any(

@@ -1,4 +1,4 @@
-"""What one rank takes of one layer's stored tensors, and what is wrong with them."""
+"""The part of one layer's stored tensors that a rank loads, and the faults in it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ from moekit.problem import MoEProblem
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """This rank's part of one stored matrix (n, k): some rows and columns.
+    """This rank's rows and columns of one stored matrix (n, k).
 
-    neurons: which these are, of all I. at, left: where in w13 or w2 its first row and column go.
-    room: rows of w13 or columns of w2 that it takes there; behind its own ones are zeros.
-    base, per_neuron: neuron j of w13 is the ``per_neuron`` rows from ``base + per_neuron * j``.
+    Args:
+        template: The matrix's name.
+        rows, columns: The part.
+        neurons: Its neurons, of all I.
+        room: Rows of w13 or columns of w2 that it occupies there, padded with zeros.
+        at: Its first row there.
+        left: Its first column there.
+        base, per_neuron: Neuron j of w13 is the ``per_neuron`` rows from
+            ``base + per_neuron * j`` on.
     """
 
     template: str
@@ -41,15 +47,19 @@ class Piece:
     per_neuron: int = 1
 
     def rows_of(self, neurons: Tensor) -> Tensor:
+        """Return the stored rows of ``neurons`` of w13."""
         first = self.base + self.per_neuron * neurons
         return (first[:, None] + torch.arange(self.per_neuron)).flatten()
 
 
 class Share:
-    """One layer, seen from one rank: the matrices' names and cuts, and their format.
+    """The part of one layer that a rank loads: names, cuts and format of its matrices.
 
-    neurons: the rank's, see `neuron_ranges`. w13: the pieces of gate, then those of up; of
-    interleaved rows, pieces of both. w2: its pieces. experts: the logical expert in each slot.
+    Attributes:
+        neurons: The rank's neurons; see `neuron_ranges`.
+        w13: The pieces of gate, then those of up; or pieces of both if their rows alternate.
+        w2: The pieces of w2.
+        experts: The logical expert of each physical expert.
     """
 
     def __init__(
@@ -130,27 +140,28 @@ class Share:
         return tuple(pieces)
 
     def _room(self, run: range) -> int:
-        """A rank's only run is followed by zeros, where its share is whole blocks."""
+        """Return the room of a run; a rank's only run is padded to the rank's share."""
         return len(run) if len(self.neurons) > 1 else self.problem.local_intermediate_size
 
     @property
     def padded(self) -> bool:
-        """Whether there are zeros behind the rank's own neurons."""
+        """Whether the rank's neurons are padded with zeros."""
         return sum(map(len, self.neurons)) < self.problem.local_intermediate_size
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of w13, then those of w2."""
         return (*self.w13, *self.w2)
 
     @property
     def static(self) -> bool:
-        """Whether activations have scales of the checkpoint's."""
+        """Whether the scheme needs the checkpoint's activation scales."""
         activation = self.problem.quant.activation
         return activation is not None and activation.static
 
     @property
     def biases(self) -> list[tuple[str, int]]:
-        """(template, the whole model's size) of each bias."""
+        """The (template, size in the whole model) of each bias."""
         names, p = self.names, self.problem
         I = p.intermediate_size
         sizes = (
@@ -162,17 +173,18 @@ class Share:
         return [(template, size) for template, size in sizes if template]
 
     def name(self, template: str, expert: int, suffix: str = "weight") -> str:
+        """Return the name of an expert's part."""
         named = stored(template, suffix)
         return named.replace("{layer}", str(self.layer)).replace("{expert}", str(expert))
 
     def place(self, expert: int) -> tuple[Path, int, int]:
-        """Sorts experts by where they lie on disk."""
+        """Return a key that sorts experts by their place on disk: file, offset, expert."""
         suffix = self.format.weight.suffix
         return (*self.checkpoint.place(self.name(self.names.down, expert, suffix)), expert)
 
     @property
     def expert_nbytes(self) -> int:
-        """Bytes of this rank's share of one expert's weights, scales apart."""
+        """Bytes of this rank's share of one expert's weights, without scales."""
         part, total = self.format.weight, 0.0
         for piece in self.pieces:
             name = self.name(piece.template, self.experts[0], part.suffix)
@@ -182,31 +194,32 @@ class Share:
             total += share * prod(part.shape(piece.n, piece.k)) * dtype.itemsize
         return int(total)
 
-    # -- what is wrong ------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------
 
     def faults(self) -> list[str]:
-        """Everything that keeps this layer from being loaded, by name."""
+        """Return everything that prevents this layer from being loaded, by name."""
         if wrong := self._setting_fault():
             return [f"layer {self.layer}: {wrong}"]
         return [*self._tensor_faults(), *self._name_faults()]
 
     def _setting_fault(self) -> str:
+        """Return why the problem does not fit the stored format; "" if it does."""
         p, format, scheme = self.problem, self.format, self.problem.quant
         tp, inner = p.parallel.tp_size, p.intermediate_size
         if self.names.up and bool(self.names.gate) != p.activation.gated:
             has = "a gate" if self.names.gate else "no gate"
-            return f"the experts' names have {has}, activation {p.activation.name} does not fit"
+            return f"activation {p.activation.name} does not fit experts with {has}"
         if self.dequantize:
             if scheme.weight is None:
                 return ""
-            return f"dequantize=True needs a problem with quant='none', not {scheme.name!r}"
+            return f"dequantize=True needs a problem with quant='none' (got {scheme.name!r})"
         instead = ["quant='none' and dequantize=True"] if format.dtype else []
         if why := mismatch(format, scheme):
             other = scheme_for(format, inner, tp)
             instead = [f"quant={other!r}"] * bool(other) + instead
             return (
-                f"the experts are stored as {format}, not as quant={scheme.name!r} wants: {why}; "
-                f"use {' or '.join(instead)}"
+                f"the experts are stored as {format}, which does not fit quant={scheme.name!r}: "
+                f"{why}; use {' or '.join(instead)}"
             )
         weight = scheme.weight
         if weight is not None and cuts_groups(format, weight, inner, tp):
@@ -219,7 +232,7 @@ class Share:
         return ""
 
     def _tensor_faults(self) -> list[str]:
-        """Tensors of this rank's experts that are missing, or of another shape or dtype."""
+        """List tensors of this rank's experts that are missing, or of another shape or dtype."""
         checkpoint, found = self.checkpoint, []
         dtypes: dict[str, str] = {}
         for name, part, shape in self._wanted(sorted(set(self.experts))):
@@ -228,10 +241,10 @@ class Share:
                 continue
             dtype = checkpoint.dtype(name)
             if not fits(checkpoint.shape(name), shape, part):
-                found.append(f"{name} is {checkpoint.shape(name)}, want {shape}")
+                found.append(f"{name} is {checkpoint.shape(name)}, expected {shape}")
             elif dtype not in (allowed_dtypes := FLOATS if part is None else part.dtypes):
                 allowed = " or ".join(str(d) for d in allowed_dtypes)
-                found.append(f"{name} is {dtype}, want {allowed}")
+                found.append(f"{name} is {dtype}, expected {allowed}")
             elif part is self.format.weight:
                 dtypes.setdefault(str(dtype), name)
         if len(dtypes) > 1 and not self.dequantize:
@@ -240,8 +253,10 @@ class Share:
         return found
 
     def _wanted(self, experts: Sequence[int]) -> Iterator[tuple[str, Part | None, tuple[int, ...]]]:
-        """(name, part, shape) of every tensor of ``experts``; part is None for a bias. Input
-        scales are wanted of all experts."""
+        """Yield (name, part, shape) of every tensor to read; part is None for a bias.
+
+        These are the tensors of ``experts``, and the input scales of all experts.
+        """
         E = self.problem.num_experts
         matrices = dict.fromkeys((piece.template, piece.n, piece.k) for piece in self.pieces)
         for template, n, k in matrices:
@@ -259,7 +274,7 @@ class Share:
                 yield self.name(template, expert), None, (size,) if per_expert else (E, size)
 
     def _name_faults(self) -> list[str]:
-        """Names among the experts' that nothing is read from, or that several files have."""
+        """List unknown names under the experts' prefixes, and names that several files have."""
         E, checkpoint = range(self.problem.num_experts), self.checkpoint
         known = {name for name, _, _ in self._wanted(E)}
         prefixes = set()
@@ -275,11 +290,13 @@ class Share:
         return found
 
 
-def fits(shape: Sequence[int], want: Sequence[int], part: Part | None) -> bool:
-    """Whether the shapes agree; scales and the like may leave out or add dimensions of 1, and a
-    scale per matrix may be one for all experts."""
+def fits(shape: Sequence[int], wanted: Sequence[int], part: Part | None) -> bool:
+    """Whether a stored shape is the wanted one.
+
+    Scales and the like may have more or fewer dimensions of 1, and one scale may serve all experts.
+    """
     if part is None or part.grid == (1, 1):
-        return tuple(shape) == tuple(want)
+        return tuple(shape) == tuple(wanted)
     if part.grid == (-1, -1) and prod(shape) == 1:
         return True
-    return [n for n in shape if n != 1] == [n for n in want if n != 1]
+    return [n for n in shape if n != 1] == [n for n in wanted if n != 1]

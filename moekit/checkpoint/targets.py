@@ -1,10 +1,9 @@
-"""Regular expressions of quantization configs, matched in bounded time.
+"""Match regular expressions of quantization configs in bounded time.
 
-A stranger's expression must not keep Python's `re` busy for ever, which has no limit of time. An
-expression is compiled to a small program here, and `matches` follows all its alternatives at once:
-it visits each (instruction, position) once, however the expression is written. Beyond that, the
-expressions and the work are bounded, and what is not understood is refused: references to groups,
-lookbehind and flags.
+Python's `re` has no time limit, so a hostile expression could occupy it forever. Here an
+expression is compiled to a small program, and `matches` follows all alternatives at once: it
+visits each (instruction, position) at most once, whatever the expression is. Expressions and work
+are bounded. References to groups, lookbehind and flags are not supported and are refused.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ _MAX_PROGRAM = 20_000
 _MAX_DEPTH = 50
 MAX_STEPS = 1_000_000
 
-# (what to do, argument). "char": a test of one character; "split": go on at both places, relative
-# to this one; "jump": at one; "look": (program, whether it must match); "at": a test of position.
+# (instruction, argument). "char" tests one character; "split" continues at several instructions,
+# relative to this one, and "jump" at one; "look" has (program, whether it must match); "at" tests
+# the position.
 _Program = list[tuple[str, Any]]
 _CLASSES: dict[str, Callable[[str], Any]] = {
     kind: re.compile(f"\\{kind}").fullmatch for kind in "dDwWsS"
@@ -31,8 +31,14 @@ _COUNT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}")
 
 
 def matches(pattern: str, subject: str, steps: list[int]) -> bool:
-    """``bool(re.match(pattern, subject))``. Raises ValueError for what is not understood, and for
-    what takes more than ``steps[0]`` steps, from which this call's are taken."""
+    """Return ``bool(re.match(pattern, subject))``.
+
+    Args:
+        steps: A list of one number: the steps that are left. This call subtracts its own.
+
+    Raises:
+        ValueError: The pattern is not supported, or takes more steps than are left.
+    """
     program = _Parser(pattern).program()
     steps[0] -= len(program)
     return _run(program, subject, 0, steps)
@@ -70,7 +76,7 @@ def _run(program: _Program, subject: str, start: int, steps: list[int]) -> bool:
 class _Parser:
     def __init__(self, pattern: str) -> None:
         if len(pattern) > _MAX_PATTERN:
-            raise ValueError(f"it has {len(pattern)} characters, want at most {_MAX_PATTERN}")
+            raise ValueError(f"it must have at most {_MAX_PATTERN} characters (got {len(pattern)})")
         self.text, self.at, self.depth = pattern, 0, 0
 
     def program(self) -> _Program:
@@ -107,7 +113,7 @@ class _Parser:
             most = least if not count[2] else int(count[3]) if count[3] else None
         else:
             return atom
-        self._take("?")  # whether it matches is no matter of laziness
+        self._take("?")  # laziness does not change whether it matches
         if self._peek("*+?") or _COUNT.match(self.text, self.at):
             raise self._unknown()
         copies = max(least, most or 0) + 1
@@ -207,7 +213,7 @@ class _Parser:
         return taken
 
     def _unknown(self) -> ValueError:
-        return ValueError(f"{shown(self.text[self.at :])} is not understood there")
+        return ValueError(f"{shown(self.text[self.at :])} is not supported there")
 
 
 def _between(low: str, high: str) -> Callable[[str], bool]:

@@ -113,7 +113,9 @@ def test_a_config_that_is_none(text: str, made: dict[str, files.Layer], tmp_path
     path = tmp_path / "model"
     shutil.copytree(made["bf16"].path, path)
     (path / "config.json").write_text(text)
-    with pytest.raises(WeightsError, match=r"config\.json: (not readable|holds a list)"):
+    with pytest.raises(
+        WeightsError, match=r"config\.json: (cannot be read|must hold an object .got list)"
+    ):
         detect(path)
     (path / "config.json").unlink()
     with pytest.raises(WeightsError, match="no config.json; describe the problem"):
@@ -165,8 +167,8 @@ def test_all_at_once(changed, tmp_path: Path) -> None:
     for part in (
         "6 tensor(s) or settings",
         f"{STEM}.1.up_proj.weight is missing",
-        f"{STEM}.2.down_proj.weight is (64, 63), want (64, 64)",
-        f"{STEM}.0.gate_proj.weight is torch.int32, want torch.bfloat16 or",
+        f"{STEM}.2.down_proj.weight is (64, 63), expected (64, 64)",
+        f"{STEM}.0.gate_proj.weight is torch.int32, expected torch.bfloat16 or",
         f"{STEM}.0.gate_proj.bias is unexpected",
         f"{STEM}.4.gate_proj.weight is unexpected",
         f"{name} is duplicate, in {file.name}, {again.name}",
@@ -195,7 +197,7 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
         (
             "fp8",
             put("3.up_proj.input_scale", lambda t: t * 2),
-            "3.gate_proj.input_scale is 0.03 and .*3.up_proj.input_scale 0.06: gate and up",
+            "3.gate_proj.input_scale is 0.03 and .*3.up_proj.input_scale 0.06: they must be equal",
         ),
         (
             "fp8",
@@ -210,7 +212,7 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
         (
             "ct",
             put("1.down_proj.weight_shape", lambda t: t * 2),
-            r"1.down_proj.weight_shape says \[128, 128\], want \[64, 64\]",
+            r"1.down_proj.weight_shape holds \[128, 128\], expected \[64, 64\]",
         ),
         (
             "act-order",
@@ -220,7 +222,7 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
         (
             "act-order",
             put("1.down_proj.g_idx", lambda t: t * 0),
-            "1.down_proj.g_idx does not name groups of 32 columns",
+            "1.down_proj.g_idx does not form groups of 32 columns",
         ),
     ],
 )
@@ -258,25 +260,25 @@ def nothing(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("format", "config", "change", "said"),
     [
-        ("awq", dict(version="gemv"), nothing, "AWQ version 'gemv' is not read"),
-        ("gptq", dict(checkpoint_format="marlin"), nothing, "'marlin' is not read; want gptq"),
+        ("awq", dict(version="gemv"), nothing, "AWQ version 'gemv' is not supported"),
+        ("gptq", dict(checkpoint_format="marlin"), nothing, "'marlin' is not supported"),
         (
             "gptq",
             {},
             put("0.down_proj.qweight", lambda t: t[:6].contiguous()),
-            "symmetric 3-bit GPTQ is not read",
+            "symmetric 3-bit GPTQ is not supported",
         ),
         (
             "gptq",
             {},
             put("0.down_proj.qweight", lambda t: t.flatten()),
-            r"0.down_proj.qweight is \(512,\) for each expert, want a matrix",
+            r"0.down_proj.qweight must have two dimensions for each expert \(got \(512,\)\)",
         ),
         (
             "bf16",
             dict(quant_method="bitsandbytes"),
             put("0.down_proj.weight", lambda t: t.view(torch.uint8)),
-            "is torch.uint8, and the quantization method bitsandbytes is not one",
+            "is torch.uint8, and moekit does not support the quantization method bitsandbytes",
         ),
         (
             "fp8",
@@ -298,7 +300,11 @@ def test_formats_that_are_not_read(
 @pytest.mark.parametrize(
     ("format", "scheme", "said"),
     [
-        ("bf16", "fp8_block", "stored as unquantized, .*'fp8_block'.*float8_e4m3fn.*quant='none'"),
+        (
+            "bf16",
+            "fp8_block",
+            "stored as unquantized, .*does not fit quant='fp8_block'.*float8_e4m3fn.*quant='none'",
+        ),
         ("fp8", "int8_w8a16", "the scheme has int8 weights; use quant='fp8_tensor_static' or"),
         ("gptq", "int4_w4a16_g32_zp", "the scheme has zero points"),
         ("awq", "int4_w4a16_g32", "the scheme has no zero points"),
@@ -358,7 +364,7 @@ def test_sizes_that_do_not_divide(made: dict[str, files.Layer]) -> None:
         problem_from_config(path, parallel=ParallelConfig(tp_size=3), device="cpu")
     with pytest.raises(InvalidProblem, match="ep_size=9 exceeds the 4 experts"):
         problem_from_config(path, parallel=ParallelConfig(ep_size=9), device="cpu")
-    with pytest.raises(MoekitError, match="says none of hidden_size"):
+    with pytest.raises(MoekitError, match="has none of hidden_size"):
         config = json.loads((path / "config.json").read_text())
         del config["hidden_size"]
         (path / "config.json").write_text(json.dumps(config))
@@ -369,7 +375,9 @@ def test_an_unknown_activation(changed) -> None:
     path = changed("bf16", nothing)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | dict(hidden_act="snake")))
-    with pytest.raises(WeightsError, match="names the activation 'snake'; moekit maps silu"):
+    with pytest.raises(
+        WeightsError, match="names the activation 'snake', but moekit maps only silu"
+    ):
         detect(path)
 
 

@@ -28,7 +28,12 @@ MODULES = {
     "flashinfer-python": "flashinfer",
 }
 # Optional parts of the core, with the extra that declares them.
-OPTIONAL_IN_CORE = {"pytest": "testing", "safetensors": "hf", "transformers": "hf"}
+OPTIONAL_IN_CORE = {
+    "pytest": "testing",
+    "safetensors": "hf",
+    "tqdm": "hf",
+    "transformers": "hf",
+}
 
 
 def imports(folder: Path) -> Iterator[tuple[str, Path]]:

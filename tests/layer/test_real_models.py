@@ -158,7 +158,7 @@ class TestBadFiles:
         problem = problem_of(hfm.MIXTRAL, torch.float32).replace(hidden_size=32)
         with pytest.raises(WeightsError, match="24 tensor") as caught:
             load_experts(mixtral, "mixtral", 0, problem)
-        assert "want (128, 32)" in str(caught.value)
+        assert "expected (128, 32)" in str(caught.value)
         with pytest.raises(WeightsError, match="is missing"):
             load_experts(mixtral, "mixtral", 7, problem_of(hfm.MIXTRAL, torch.float32))
 
