@@ -42,6 +42,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             aborts=True,
             footprint=_footprint,
             deterministic=True,
+            graph_safe=True,
             check=_check,
         )
     ]

@@ -1,7 +1,8 @@
 """The `naive` dispatcher: every rank of the group gets every token, and outputs are summed back.
 
     header   (rows or -1, wire dtype, scale columns) of every rank, so that all know all sizes and
-             a rank that cannot go on says so instead of leaving the others waiting
+             a rank that cannot go on says so instead of leaving the others waiting; on one host
+             through shared memory, so that the host waits for no device
     gather   x_TH -> x_RH, and one row of int32 per token for its ids, weights and scales
     experts  each rank runs its own: a share of the experts, or a slice of all
     reduce   y_RH -> out_TH: rank q's rows go to rank q, which sums what it got in rank order
@@ -13,10 +14,11 @@ order of the sum is fixed, so equal inputs give equal bits.
 
 from __future__ import annotations
 
+import json
 import logging
 import zlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ from moekit.plugin import (
     resolve,
 )
 
+from .board import board_of
 from .footprint import transient_bytes
 
 if TYPE_CHECKING:
@@ -49,15 +52,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moekit")
 
 # Ranks that speak different versions of this exchange must not start talking.
-_PROTOCOL = "moekit-naive 1"
+_PROTOCOL = "moekit-naive 2"
 
 # The step at which ranks say why a call ends early.
 _REASONS = "end a call"
+# The step at which ranks say their sizes while a CUDA graph is captured.
+_SIZES = "capture a call"
 
 # Newer releases of torch renamed it, and warn about the old name.
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
+
+
+_coalescing = getattr(dist.distributed_c10d, "_coalescing_manager", None)
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,8 @@ class NaiveDispatcher(PrepareAndFinalize):
         super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
         self._local = LocalDispatcher(spec, problem)
         self._transfers = nullcontext() if self.group is None else Transfers(self.group)
-        # Sizes are read by the host: over a CPU backend, if there is one, the GPU need not drain.
+        self._board = None if self.group is None else board_of(self.group, _timeout(self.group))
+        # Without a board, sizes go over a CPU backend if there is one: the GPU need not drain.
         on_cpu = self.group is None or has_backend(self.group, "cpu")
         self._header_device = "cpu" if on_cpu else problem.device.type
 
@@ -111,13 +120,14 @@ class NaiveDispatcher(PrepareAndFinalize):
             raise
         with self._transfers:
             sizes = self._agree(x.shape[0], x.dtype, meta.shape[1] - 2 * self.problem.top_k)
-            x_RH, wait_x = self._gather(x, sizes)
-            meta_RM, wait_meta = self._gather(meta, sizes)
+            with self._one_launch(sizes) as works:
+                x_RH = self._gather(x, sizes, works)
+                meta_RM = self._gather(meta, sizes, works)
 
-        def arrive() -> Dispatched:
+        def arrive(sent: object = (x, meta)) -> Dispatched:  # held until they are sent
             with self._transfers:
-                wait_x()
-                wait_meta()
+                for work in works:
+                    work.wait()
             return self._arrived(x_RH, meta_RM, sizes)
 
         return Pending(arrive)
@@ -146,6 +156,8 @@ class NaiveDispatcher(PrepareAndFinalize):
         def combine() -> Tensor:
             with self._transfers:
                 work.wait()
+            if ranks == 2:  # computed in fp32 and rounded once
+                return torch.add(partial_GTH[0], partial_GTH[1], out=out_TH)
             if out_TH.dtype is torch.float32:
                 total = out_TH.copy_(partial_GTH[0])
             else:
@@ -233,6 +245,10 @@ class NaiveDispatcher(PrepareAndFinalize):
 
     def _exchange_headers(self, header: list[int]) -> list[list[int]]:
         assert self.group is not None
+        if self._board is not None:
+            return self._board.exchange(header)
+        if self._header_device != "cpu" and torch.cuda.is_current_stream_capturing():
+            return [json.loads(said) for said in exchange(_SIZES, json.dumps(header), self.group)]
         mine = torch.tensor(header, dtype=torch.int64, device=self._header_device)
         everyone = mine.new_empty(self.group.size() * len(header))
         _all_gather(everyone, mine, group=self.group)
@@ -240,11 +256,22 @@ class NaiveDispatcher(PrepareAndFinalize):
 
     # -- transfers ---------------------------------------------------------------------------
 
-    def _gather(self, mine: Tensor, sizes: _Sizes) -> tuple[Tensor, Callable[[], None]]:
-        """Starts (T, N) -> (R, N) in rank order; the second value waits for it."""
+    @contextmanager
+    def _one_launch(self, sizes: _Sizes) -> Iterator[list[Any]]:
+        """Yield a list for the collectives' handles; NCCL launches all of them as one kernel."""
+        works: list[Any] = []
+        if not sizes.rows or _coalescing is None or self.problem.device.type != "cuda":
+            yield works
+            return
+        assert self.group is not None
+        with _coalescing(self.group, device=torch.device("cuda"), async_ops=True) as together:
+            yield works
+        works[:] = [together]
+
+    def _gather(self, mine: Tensor, sizes: _Sizes, works: list[Any]) -> Tensor:
+        """Start (T, N) -> (R, N) in rank order; ``works`` get the handles to wait for."""
         assert self.group is not None
         everyone = mine.new_empty((sizes.rows, mine.shape[1]))
-        works: list[Any] = []
         if sizes.rows and len(set(sizes.sent)) == 1:
             works.append(
                 _all_gather(_bytes(everyone), _bytes(mine), group=self.group, async_op=True)
@@ -258,18 +285,24 @@ class NaiveDispatcher(PrepareAndFinalize):
                 works.append(
                     dist.broadcast(_bytes(part), group=self.group, group_src=rank, async_op=True)
                 )
-
-        def wait(mine: Tensor = mine) -> None:  # holds what is being sent until it is sent
-            for work in works:
-                work.wait()
-
-        return everyone, wait
+        return everyone
 
     def _shares(self, y_RH: Tensor, sizes: _Sizes) -> list[Tensor]:
         """For every rank, the rows of the tokens it holds."""
         parts = torch.split(y_RH, list(sizes.sent))
         copies = len(parts) // self.problem.parallel.dp_size
         return [parts[rank - rank % copies] for rank in range(len(parts))]
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """Return the seconds after which the group's own collectives give up."""
+    options = getattr(group._get_backend(torch.device(_kind(group))), "options", None)
+    found = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return float(found.total_seconds())
+
+
+def _kind(group: dist.ProcessGroup) -> str:
+    return "cuda" if has_backend(group, "cuda") else "cpu"
 
 
 def _bytes(rows: Tensor) -> Tensor:

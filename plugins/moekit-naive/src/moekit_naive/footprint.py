@@ -19,7 +19,8 @@ def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:
     gathered = rows * (row_bytes + meta_bytes + unpacked_bytes) + num_tokens * meta_bytes
     ranks = parallel.num_ranks
     returned = ranks * num_tokens * row_bytes * (2 if ranks != parallel.dp_size else 1)
-    return gathered + returned + num_tokens * p.hidden_size * 4
+    summed = num_tokens * p.hidden_size * 4 if ranks > 2 else 0  # two are added at once
+    return gathered + returned + summed
 
 
 def footprint(problem: MoEProblem) -> Footprint:
