@@ -1,16 +1,15 @@
-"""`python -m moekit demo`: a real model's MoE layer through moekit, beside Hugging Face's own.
+"""``python -m moekit demo``: a model's MoE layer through moekit, compared with transformers'.
 
-Builds a small Qwen3-MoE with random weights, saves it with transformers, reads its experts back
-from the safetensors file, composes a kernel for this machine, and compares outputs and times.
+The demo builds a small Qwen3-MoE with random weights, saves it with transformers, reads its experts
+back from the safetensors file, composes a kernel for this machine, and compares outputs and times.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from moekit.errors import MoekitError
 TOKENS = (1, 32, 256)
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Runs the demo; returns 0 when moekit's numbers agree with transformers'."""
-    parser = argparse.ArgumentParser(prog="python -m moekit demo", description=__doc__)
-    parser.add_argument("--model-dir", type=Path, help="keep the generated model here")
-    args = parser.parse_args(argv)
+def run(model_dir: str | None = None) -> int:
+    """Run the demo; return 0 if moekit's numbers agree with those of transformers.
+
+    model_dir: keep the generated model there; default: in a temporary folder.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        return _run(args.model_dir or Path(scratch))
+        return _run(Path(model_dir or scratch))
 
 
 def _run(directory: Path) -> int:
@@ -68,7 +67,7 @@ def _run(directory: Path) -> int:
         rows, error = _compare(config, block, moekit_block, device)
         error = max(error, _compare_model(config, model, block, moekit_block, device))
         same = _same_routing(config, block, device)
-    print(f"   moekit.route picks the router's experts for {same:.1%} of tokens (bf16 logits tie)")
+    print(f"   moekit.route chooses the same experts for {same:.1%} of tokens (bf16 logits tie)")
     print(f"\n   {'tokens':>8} {'error':>9} {'eager':>12} {'moekit':>12} {'speed-up':>9}")
     for tokens, rms, eager, ours in rows:
         print(
@@ -110,7 +109,10 @@ def _build(directory: Path, device: torch.device) -> tuple[Any, Any]:
 def _compare(
     config: Any, block: Any, ours: Callable[[Tensor], Tensor], device: torch.device
 ) -> tuple[list[tuple[int, float, float, float]], float]:
-    """Per token count: (tokens, relative RMS error, eager seconds, moekit seconds)."""
+    """Return a row for each token count, and the largest error.
+
+    A row is (tokens, relative RMS error, eager seconds, moekit seconds).
+    """
     rows = []
     for tokens in TOKENS:
         x = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
@@ -122,7 +124,7 @@ def _compare(
 def _compare_model(
     config: Any, model: Any, block: Any, ours: Callable[[Tensor], Tensor], device: torch.device
 ) -> float:
-    """Error of the model's last hidden states after layer 0 when moekit computes that layer."""
+    """Return the error of the hidden states after layer 0 when moekit computes its experts."""
     ids = torch.randint(config.vocab_size, (2, 24), device=device)
     expected = model.model(ids, output_hidden_states=True).hidden_states[1]
     original, block.forward = block.forward, ours
@@ -136,7 +138,7 @@ def _compare_model(
 
 
 def _same_routing(config: Any, block: Any, device: torch.device) -> float:
-    """Share of tokens for which `moekit.route` chooses the experts that transformers does."""
+    """Return the share of tokens for which `moekit.route` chooses the same experts."""
     x_TH = torch.randn(512, config.hidden_size, dtype=torch.bfloat16, device=device)
     logits = nn.functional.linear(x_TH, block.gate.weight)
     ours = moekit.route(logits, config.num_experts_per_tok, renormalize=config.norm_topk_prob)
@@ -150,7 +152,7 @@ def _relative_rms(got: Tensor, expected: Tensor) -> float:
 
 
 def _seconds(function: Callable[[Tensor], Tensor], x: Tensor, repeats: int = 10) -> float:
-    """Median wall-clock seconds of a call, device work included."""
+    """Return the median wall-clock seconds of a call, device work included."""
     times = []
     for _ in range(repeats + 2):
         _synchronize(x.device)

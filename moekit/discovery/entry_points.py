@@ -1,7 +1,8 @@
 """Discovery that no plugin can break: entry points, what each offers, and whose name is whose.
 
 A plugin is a package named by an entry point of group ``moekit``. Its hooks return specs
-(`moekit.discovery.specs`). Whatever its code raises becomes the plugin's own state, with the reason.
+(`moekit.discovery.specs`). Whatever its code raises becomes the plugin's own state, with the
+reason.
 """
 
 from __future__ import annotations
@@ -94,12 +95,13 @@ class PluginState:
 
 @dataclass(frozen=True)
 class Source:
-    """One plugin before it is loaded."""
+    """One entry point before it is loaded. value: ``package.module:object``, empty if broken."""
 
     name: str
     distribution: str
     version: str
     load: Callable[[], object]
+    value: str = ""
 
     @classmethod
     def broken(cls, name: str, distribution: str, version: str, why: str) -> Source:
@@ -122,7 +124,7 @@ def sources(environ: Mapping[str, str]) -> tuple[list[tuple[Source, str]], list[
     allow = None if allowed is None else _names(allowed)
     block = _names(environ.get("MOEKIT_BLOCK", ""))
     found = [(source := _builtin(), _blocked(source, None, block))]
-    for source in sorted(_entry_points(), key=lambda s: (s.name, s.distribution)):
+    for source in sorted(entry_points(), key=lambda s: (s.name, s.distribution)):
         found.append((source, _blocked(source, allow, block)))
     present = {name for source, _ in found for name in source.names}
     unknown = [
@@ -158,8 +160,8 @@ def _builtin() -> Source:
     )
 
 
-def _entry_points() -> Iterator[Source]:
-    """Every distribution's entry points, the first of equal distributions on the path only.
+def entry_points(group: str = GROUP) -> Iterator[Source]:
+    """Yield the entry points of ``group``, of equal distributions on the path the first one's.
 
     `importlib.metadata.entry_points` is not used because one unreadable file ends it.
     """
@@ -167,7 +169,7 @@ def _entry_points() -> Iterator[Source]:
     for dist in _distributions():
         try:
             with contained():
-                mentioned = GROUP in (dist.read_text("entry_points.txt") or "")
+                mentioned = group in (dist.read_text("entry_points.txt") or "")
         except Fault:  # not text: nobody's plugin, as far as one can tell
             continue
         if not mentioned:
@@ -177,7 +179,7 @@ def _entry_points() -> Iterator[Source]:
                 if not dist.name:
                     raise ValueError("it names no distribution")
                 name, version = dist.name, dist.version or "?"
-                points = [p for p in dist.entry_points if p.group == GROUP]
+                points = [p for p in dist.entry_points if p.group == group]
                 points.sort(key=lambda point: point.name)
         except Fault as fault:  # truncated or hand-edited
             where = printable(str(getattr(dist, "_path", "?")))
@@ -217,7 +219,7 @@ def _source(
     ((value, point),) = points.items()
     if not _VALUE.fullmatch(value):
         return broken(f"entry point for {shown(value)}: want 'package' or 'package.module:object'")
-    return Source(name, distribution, version, point.load)
+    return Source(name, distribution, version, point.load, value)
 
 
 def _raise(error: Exception) -> None:

@@ -185,11 +185,7 @@ class BackendSpec:
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
         """Every reason why this backend cannot do ``problem``; an empty list means it can."""
-        reasons = [
-            f"{name} is not installed" + (f" ({self.install_hint})" if self.install_hint else "")
-            for name in self.requires
-            if not importable(name)
-        ]
+        reasons = [missing] if (missing := self.missing()) else []
         if not any(map(problem.device.meets, self.devices)):
             reasons.append(f"runs on {' or '.join(self.devices)}, not on {problem.device}")
         if problem.dtype_name not in self.dtypes:
@@ -197,6 +193,15 @@ class BackendSpec:
             reasons.append(f"dtype {problem.dtype_name} is not supported (has {known})")
         reasons += self._unsupported_features(problem)
         return reasons + self._reasons_of_check(problem)
+
+    def missing(self) -> str:
+        """Return which required packages are not installed and how to install them, or ""."""
+        names = [name for name in self.requires if not importable(name)]
+        if not names:
+            return ""
+        listed = ", ".join(names[:-1]) + " and " * (len(names) > 1) + names[-1]
+        hint = f" ({self.install_hint})" if self.install_hint else ""
+        return f"{listed} {'are' if len(names) > 1 else 'is'} not installed{hint}"
 
     def description(self, problem: MoEProblem) -> str:
         """What `describe` says of ``problem``, or what went wrong there."""
@@ -397,15 +402,20 @@ def importable(name: str) -> bool:
 
 @cache
 def _importable(name: str, _path: tuple[str, ...]) -> bool:
+    return find_module(name) is not None
+
+
+def find_module(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Find what ``import name`` would import, without importing it or a parent package."""
     try:
         with contained():  # finders on sys.meta_path are strangers' code
             top, *parts = name.split(".")
             spec = importlib.util.find_spec(top)
             for part in parts:
                 if spec is None:
-                    return False
+                    return None
                 inside = spec.submodule_search_locations or []
                 spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", inside)
-            return spec is not None
+            return spec
     except Fault:
-        return False
+        return None

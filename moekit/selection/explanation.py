@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moekit.problem import MoEProblem
+
+_RUNNERS_UP = 2
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Explanation:
     why: what decided the order: names, variables, measurements or priorities.
     rejected_dispatchers, rejected_experts: every reason, by the backend's name.
     note: what else users should know of the choice; may be empty.
+    named: the backends that are insisted on, as keys of `reasons`.
+    hints: the commands that install what rejected backends lack.
     """
 
     problem: MoEProblem
@@ -45,6 +49,8 @@ class Explanation:
     rejected_dispatchers: Mapping[str, tuple[str, ...]]
     rejected_experts: Mapping[str, tuple[str, ...]]
     note: str = ""
+    named: frozenset[str] = frozenset()
+    hints: frozenset[str] = frozenset()
 
     @property
     def chosen(self) -> Combination | None:
@@ -78,12 +84,39 @@ class Explanation:
             "rejected_experts": {n: list(r) for n, r in self.rejected_experts.items()},
         }
 
-    def __str__(self) -> str:
+    def text(self, *, every: bool = False) -> str:
+        """Return what people should know: the choice, why, and what else there is.
+
+        Without ``every`` these are two runners-up and the reasons against backends that were
+        named. If nothing can do the problem and no named backend is why, all reasons are there.
+        """
+        runners_up = self.combinations[1:] if every else self.combinations[1 : 1 + _RUNNERS_UP]
+        named = [name for name in self.reasons() if name in self.named]
+        every = every or (self.chosen is None and not named)
+        told = list(self.reasons()) if every else named
         lines = [f"chosen: {self.chosen or 'nothing'} ({self.why})"]
         lines += [f"  {self.note}"] if self.note else []
-        lines += [f"  then: {each}" for each in self.combinations[1:]]
-        lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.reasons().items()]
+        lines += [f"  then: {each}" for each in runners_up]
+        lines += [f"  not {line}" for line in self.refusals(told)]
+        if others := len(self.reasons()) - len(told):
+            words = "1 other" if others == 1 else f"{others} others"
+            lines.append(f"  {words} cannot run here: python -m moekit explain --all")
         return "\n".join(lines)
+
+    def refusals(self, names: Collection[str] | None = None) -> list[str]:
+        """Return a line for each of these keys of `reasons`, with each install hint once."""
+        lines, told = [], set[str]()
+        for name, why in self.reasons().items():
+            if names is None or name in names:
+                line = f"{name}: {'; '.join(why)}"
+                for hint in told:
+                    line = line.replace(f" ({hint})", "")
+                told.update(hint for hint in self.hints if f"({hint})" in line)
+                lines.append(line)
+        return lines
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 def summary(problem: MoEProblem) -> str:

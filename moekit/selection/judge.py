@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -31,10 +31,10 @@ class Asked(NamedTuple):
         name = os.environ.get(variable) or None
         return cls(name, f"by {variable}" if name else "")
 
-    def specs(self, every: Mapping[str, SpecT], find: Callable[[str], SpecT]) -> Iterable[SpecT]:
+    def specs(self, every: Mapping[str, SpecT], find: Callable[[str], SpecT]) -> Sequence[SpecT]:
         """Return the specs to judge: the named one, or every one."""
         if self.name is None:
-            return every.values()
+            return tuple(every.values())
         try:
             return [find(self.name)]
         except (UnknownBackend, NameClash) as error:
@@ -57,6 +57,7 @@ class Selection:
     ranking: Ranking
     rejected_dispatchers: Rejected
     rejected_experts: Rejected
+    hints: frozenset[str]
 
     def explanation(self) -> Explanation:
         ranking = self.ranking
@@ -73,6 +74,12 @@ class Selection:
             self.rejected_dispatchers,
             self.rejected_experts,
             "; ".join(notes),
+            frozenset(
+                f"{kind} {asked.name}"
+                for kind, asked in (("dispatcher", self.dispatcher), ("experts", self.experts))
+                if asked.name is not None
+            ),
+            self.hints,
         )
 
     def without(self, spec: BackendSpec, reason: str) -> Selection:
@@ -91,9 +98,7 @@ class Selection:
 
     def why_not(self) -> str:
         """Return a line for each rejected backend, and for each plugin at fault."""
-        reasons = self.explanation().reasons()
-        lines = [f"{name}: {'; '.join(why)}" for name, why in reasons.items()]
-        return "\n  ".join([*lines, *self.backends.faults()])
+        return "\n  ".join([*self.explanation().refusals(), *self.backends.faults()])
 
 
 def judge(
@@ -105,10 +110,10 @@ def judge(
     """
     asked = Asked.of(dispatcher, "MOEKIT_DISPATCHER"), Asked.of(experts, "MOEKIT_EXPERTS")
     find = partial(find_experts, backends=backends)
-    able, rejected_dispatchers = _divide(
-        asked[0].specs(backends.dispatchers, backends.dispatcher), problem
-    )
-    able_experts, rejected_experts = _divide(asked[1].specs(backends.experts, find), problem)
+    dispatchers = asked[0].specs(backends.dispatchers, backends.dispatcher)
+    every = asked[1].specs(backends.experts, find)
+    able, rejected_dispatchers = _divide(dispatchers, problem)
+    able_experts, rejected_experts = _divide(every, problem)
     candidates = []
     for spec in able_experts:
         reasons = {each.name: spec.unsupported_behind(each.format) for each in able}
@@ -116,7 +121,9 @@ def judge(
         if reasons and all(reasons.values()):
             rejected_experts[spec.name] = tuple(dict.fromkeys(chain(*reasons.values())))
     ranking = rank(problem, candidates)
-    return Selection(problem, backends, *asked, ranking, rejected_dispatchers, rejected_experts)
+    hints = frozenset(s.install_hint for s in (*dispatchers, *every) if s.install_hint)
+    rejected = rejected_dispatchers, rejected_experts
+    return Selection(problem, backends, *asked, ranking, *rejected, hints)
 
 
 def _divide(

@@ -1,14 +1,14 @@
-"""Ranks on several hosts, on paper: who serves them, what changes, and what it takes on each rank.
+"""Ranks on several hosts: which dispatchers serve them, and what memory each rank needs.
 
-Nothing is created, and neither a GPU nor a vendor's library is needed: dispatchers tell their
-`Footprint` by the functions they size their buffers with, or by the library's documented formula.
+Nothing is created, and neither a GPU nor a vendor's library is needed. Dispatchers compute their
+`Footprint` with the functions that size their buffers, or with their library's documented formula.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,9 +30,13 @@ from moekit.untrusted.code import Fault, contained, shown
 
 @dataclass(frozen=True)
 class OnHosts:
-    """A dispatcher on the hosts of a problem. footprint: None if it does not tell. experts: the
-    best that it can be paired with, empty if it does not serve. memory: of a call of that pair,
-    None if it is not known, and then why_not says why."""
+    """What a dispatcher needs on the hosts of a problem.
+
+    footprint: None if the dispatcher computes none.
+    experts: the best experts backend for it; empty if it cannot do the problem.
+    memory: what a call of this combination needs; None if unknown, and then why_not says why.
+    reasons: why it cannot do the problem.
+    """
 
     dispatcher: str
     serves: bool
@@ -40,9 +44,10 @@ class OnHosts:
     experts: str = ""
     memory: MemoryReport | None = None
     why_not: str = ""
+    reasons: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; bytes on a rank."""
+        """Return it JSON-ready; sizes are bytes on a rank."""
         f, m = self.footprint, self.memory
         return {
             "serves": self.serves,
@@ -60,7 +65,7 @@ class OnHosts:
 
 
 def weight_bytes(problem: MoEProblem) -> int:
-    """This rank's experts, canonical: values, scales in fp32, zero points, g_idx, biases."""
+    """Return the bytes of this rank's experts: values, fp32 scales, zero points, g_idx, biases."""
     p, operand = problem, problem.quant.weight
     one = 0
     for rows, columns in ((p.w13_rows, p.hidden_size), (p.hidden_size, p.local_intermediate_size)):
@@ -77,25 +82,30 @@ def weight_bytes(problem: MoEProblem) -> int:
 def on_hosts(
     problem: MoEProblem, explanation: Explanation, *, backends: Registry | None = None
 ) -> list[OnHosts]:
-    """Every dispatcher that moves tokens, those that serve ``problem`` first and best first.
+    """Return every dispatcher that moves tokens; those that can do ``problem`` first, best first.
 
-    Raises InvalidInput without max_num_tokens, which everything is sized for.
+    Raises InvalidInput if the problem has no max_num_tokens, which the sizes follow from.
     """
     if problem.max_num_tokens is None:
-        raise InvalidInput("sizes on a rank follow from max_num_tokens: set --max-num-tokens")
-    known = (backends or registry()).dispatchers
-    best = {pair.dispatcher: pair.experts for pair in reversed(explanation.combinations)}
-    order = list(dict.fromkeys(pair.dispatcher for pair in explanation.combinations))
-    order += [name for name in explanation.rejected_dispatchers if name not in order]
-    return [
-        _on_hosts(problem, known[name], best.get(name, ""), backends or registry())
+        raise InvalidInput(
+            "sizes on a rank follow from max_num_tokens, which is not set: set --max-num-tokens"
+        )
+    backends = backends or registry()
+    known = backends.dispatchers
+    best = {each.dispatcher: each.experts for each in reversed(explanation.combinations)}
+    order = dict.fromkeys(each.dispatcher for each in explanation.combinations)
+    order |= dict.fromkeys(explanation.rejected_dispatchers)
+    found = [
+        _on_hosts(problem, known[name], best.get(name, ""), backends)
         for name in order
         if name in known and known[name].moves_tokens
     ]
+    rejected = explanation.rejected_dispatchers
+    return [replace(each, reasons=rejected.get(each.dispatcher, ())) for each in found]
 
 
 def as_dict(problem: MoEProblem, found: Sequence[OnHosts]) -> dict[str, Any]:
-    """JSON-ready: the key ``topology`` of `python -m moekit explain --nodes --json`."""
+    """Return the key ``topology`` of `python -m moekit explain --nodes --json`."""
     return {
         "ranks": problem.parallel.num_ranks,
         "nodes": problem.parallel.nodes,
@@ -106,33 +116,38 @@ def as_dict(problem: MoEProblem, found: Sequence[OnHosts]) -> dict[str, Any]:
 
 
 def lines(problem: MoEProblem, found: Sequence[OnHosts]) -> list[str]:
-    """What `python -m moekit explain --nodes` prints."""
+    """Return what `python -m moekit explain --nodes` prints."""
     parallel = problem.parallel
     hosts = f"{parallel.nodes} host" + "s" * (parallel.nodes > 1)
     text = [
         f"{parallel.num_ranks} ranks on {hosts}, {parallel.num_ranks // parallel.nodes} on each, "
-        f"of {problem.max_num_tokens} tokens; on a rank: {_bytes(weight_bytes(problem))} of weights"
+        f"with {problem.max_num_tokens} tokens each; a rank holds {_bytes(weight_bytes(problem))} "
+        "of weights"
     ]
     for each in found:
-        text.append(f"  {each.dispatcher} " + ("serves them" if each.serves else "does not"))
-        if each.footprint is None:
-            text.append("    it does not tell what it would take")
-            continue
-        f = each.footprint
-        buffers = ", ".join(f"{what} {_bytes(n)}" for what, n in f.buffers.items()) or "none"
-        text.append(f"    buffers: {buffers} ({f.source})")
-        call = f"    a call: {f.rows} rows, {_bytes(f.transient)} in the dispatcher"
-        if each.memory is not None:
-            m = each.memory
-            call += (
-                f"; with {each.experts} {_bytes(m.intermediate + m.workspace)}, "
-                f"{_bytes(m.total)} with buffers"
-            )
-        elif each.why_not:
-            call += f"; with {each.experts} unknown: {each.why_not}"
-        text.append(call)
-        text += [f"    {sentence}" for sentence in f.across]
+        text += [f"  {each.dispatcher}", *(f"    {line}" for line in _lines(each))]
     return text
+
+
+def _lines(found: OnHosts) -> Iterator[str]:
+    if found.reasons:
+        yield f"cannot do the problem: {'; '.join(found.reasons)}"
+    footprint, memory = found.footprint, found.memory
+    if footprint is None:
+        yield found.why_not or "memory unknown: it declares no footprint"
+        return
+    buffers = ", ".join(f"{what} {_bytes(n)}" for what, n in footprint.buffers.items()) or "none"
+    yield f"buffers: {buffers} ({footprint.source})"
+    call = f"a call: {footprint.rows} rows, {_bytes(footprint.transient)} in the dispatcher"
+    if memory is not None:
+        call += (
+            f"; with {found.experts} {_bytes(memory.intermediate + memory.workspace)}, "
+            f"{_bytes(memory.total)} with buffers"
+        )
+    elif found.why_not:
+        call += f"; with {found.experts} unknown: {found.why_not}"
+    yield call
+    yield from footprint.across
 
 
 def _on_hosts(
@@ -144,7 +159,7 @@ def _on_hosts(
         with contained():
             footprint = spec.footprint(problem)
             if not isinstance(footprint, Footprint):
-                raise TypeError(f"it returned {shown(footprint)}, want a Footprint")
+                raise TypeError(f"it returned {shown(footprint)} instead of a Footprint")
     except Fault as fault:
         why = f"its footprint failed: {fault}"
         return OnHosts(spec.name, bool(experts), None, experts, None, why)
@@ -153,7 +168,7 @@ def _on_hosts(
     try:
         with contained():
             memory = _memory(problem, spec, footprint, experts, backends)
-    except Fault as fault:  # experts that want their library, or a GPU, to know
+    except Fault as fault:  # some experts need their library or a GPU to compute it
         return OnHosts(spec.name, True, footprint, experts, None, str(fault))
     return OnHosts(spec.name, True, footprint, experts, memory)
 
@@ -165,14 +180,14 @@ def _memory(
     experts: str,
     backends: Registry,
 ) -> MemoryReport:
-    """`ModularKernel.memory` of the pair, with a dispatcher that only says how much."""
+    """Return `ModularKernel.memory` of a dispatcher that has sizes only, and these experts."""
     experts_spec = find_experts(experts, backends)
     gemms = bridge(experts_spec.load(), experts_spec, problem, spec.format)
-    return ModularKernel(_OnPaper(spec, problem, footprint), gemms, checked=False).memory()
+    return ModularKernel(_SizesOnly(spec, problem, footprint), gemms, checked=False).memory()
 
 
-class _OnPaper(PrepareAndFinalize):
-    """A dispatcher's sizes, and nothing behind them."""
+class _SizesOnly(PrepareAndFinalize):
+    """A dispatcher that answers with the sizes of a footprint, and cannot run."""
 
     def __init__(self, spec: DispatcherSpec, problem: MoEProblem, footprint: Footprint) -> None:
         super().__init__(spec, problem)
@@ -181,10 +196,10 @@ class _OnPaper(PrepareAndFinalize):
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        raise AssertionError("on paper only")
+        raise AssertionError("this dispatcher has sizes only")
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        raise AssertionError("on paper only")
+        raise AssertionError("this dispatcher has sizes only")
 
     def max_rows(self, num_tokens: int) -> int:
         return self._footprint.rows

@@ -29,6 +29,7 @@ from moekit.testing.calls import kit_registry
 KNOBS = frozenset({"backend", "device", "backends", "expected_failures", "world_sizes"})
 
 # Where a declared capability might be reachable, if not here.
+_MISSING = re.compile(r"[\w.]+(, [\w.]+)*( and [\w.]+)? (is|are) not installed")
 _DEVICES = ("cpu", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "xpu")
 
 Sizes = Mapping[str, int]
@@ -228,14 +229,13 @@ class Conformance(ABC):
         Missing dependencies do not count: they say nothing about the declaration.
         """
         spec = self._spec()
-        missing = {f"{name} is not installed" for name in spec.requires}
         reasons: dict[str, None] = {}
         here = [self._device(), *(DeviceSpec.parse(d) for d in _DEVICES)]
         for device in here:
             wanted = {**self._main, "device": device, **changes}
             for sizes in self._sizes(wanted["quant"], device):
                 why = spec.unsupported(MoEProblem(**{**sizes, **wanted}))
-                left = [w for w in why if not any(w.startswith(m) for m in missing)]
+                left = [reason for reason in why if not _MISSING.match(reason)]
                 if not left:
                     return []
                 reasons.update(dict.fromkeys(left))

@@ -156,7 +156,7 @@ def check_use(case: Case, fakes: Fakes) -> None:
             assert words in said, f"{words!r} is not in {said!r}"
         records.append(said)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        explanation = str(moekit.explain(PROBLEM, backends=found))
+        explanation = moekit.explain(PROBLEM, backends=found).text(every=True)
         plugins._registry = found
         main(["plugins"])
     if case.rejected:

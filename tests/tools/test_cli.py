@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import importlib.util
 import json
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_plugins import offers, only_named
+from fake_plugins import Fakes, offers, only_named
 
 import moekit
+from moekit.cli import commands
 from moekit.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -97,7 +99,8 @@ def test_plugins_json_is_as_documented(only, capsys: pytest.CaptureFixture[str])
     fakes = only("needy")
     both = offers("needy", more=NEEDY) + (
         "\n@moekit.hookimpl\ndef moekit_dispatchers():\n"
-        "    return [moekit.DispatcherSpec(name='needy', target='moekit.backends.local:LocalDispatcher',\n"
+        "    return [moekit.DispatcherSpec(\n"
+        "        name='needy', target='moekit.backends.local:LocalDispatcher',\n"
         "        format=moekit.ActivationFormat.STANDARD, moves_tokens=False,\n"
         "        requires=('json',))]\n"
     )
@@ -136,6 +139,34 @@ def test_explain_for_a_device_elsewhere(only, capsys, monkeypatch: pytest.Monkey
     out = capsys.readouterr().out
     assert "chosen: nothing" in out
     assert "not dispatcher local: tokens must move between 8 ranks" in out
+
+
+def test_explain_is_short_and_says_all_when_asked(only, capsys) -> None:
+    """Two runners-up, and the reasons only of those who were named; each hint once."""
+    fakes = only("many")
+    needy = NEEDY.replace("'json', ", "'json', 'nor_this', ")
+    fakes.install(
+        "many",
+        offers("a", "b", "c").replace(
+            "for name in", "for name in ('d', 'e', 'f')] + [spec(name" + needy + ") for name in"
+        ),
+    )
+    args = ["explain", *SIZES, "--device", "cpu"]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert out.count("then: ") == 2 and "not experts" not in out and "pip install" not in out
+    assert "\n  3 others cannot run here: python -m moekit explain --all\n" in out
+    assert main([*args, "--all"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("then: ") > 4 and out.count("not experts") == 3 and "others" not in out
+    assert (
+        "not experts a: nor_this and no_such_lib are not installed (pip install no-such-lib)" in out
+    )
+    assert out.count("pip install") == 1
+    assert main([*args, "--experts", "b"]) == 1
+    out = capsys.readouterr().out
+    assert "not experts b: nor_this and no_such_lib are not installed (pip" in " ".join(out.split())
+    assert "others" not in out
 
 
 @pytest.mark.parametrize(
@@ -229,6 +260,81 @@ def test_explain_notes_broken_plugins(only, capsys: pytest.CaptureFixture[str]) 
     assert "plugin bad is broken: RuntimeError: CUDA_HOME" in capsys.readouterr().out
 
 
+# -- commands of other packages --------------------------------------------------------------------
+
+HELLO = """\"\"\"`python -m moekit hello`: greet whoever asks.\"\"\"
+
+import builtins
+
+builtins.moekit_hello_was_loaded = True
+
+
+def main(argv):
+    print("hello", *argv)
+    return len(argv)
+"""
+
+
+def add_command(
+    fakes: Fakes, name: str, source: str, target: str = "main", owner: str = ""
+) -> None:
+    owner = owner or f"{name}-dist"
+    package = f"fake_{owner.replace('-', '_')}"
+    entries = f"[moekit.commands]\n{name} = {package}:{target}\n"
+    fakes.install(name, source, distribution=owner, entries=entries)
+
+
+def test_packages_add_commands(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help lists them without importing them; calling one passes every argument on."""
+    add_command(only(), "hello", HELLO)
+    monkeypatch.delattr("builtins.moekit_hello_was_loaded", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert re.search(r"^ +hello +greet whoever asks$", capsys.readouterr().out, re.M)
+    assert not hasattr(builtins, "moekit_hello_was_loaded")
+    assert main(["hello", "--json", "--", "--help"]) == 3
+    assert capsys.readouterr().out == "hello --json -- --help\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("raise RuntimeError('no CUDA')", "main", "RuntimeError: no CUDA"),
+        ("raise SystemExit(7)", "main", "SystemExit: 7"),
+        ("main = 5", "main", "is no function"),
+        ("", "other", "has no attribute 'other'"),
+    ],
+)
+def test_commands_that_do_not_load(only, capsys, source: str, target: str, said: str) -> None:
+    add_command(only(), "hello", source, target)
+    assert main(["hello", "there"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: the command 'hello' of hello-dist 1.0 cannot be loaded: ")
+    assert said in err and not out and "Traceback" not in err
+
+
+def test_a_command_that_two_packages_add(only, capsys) -> None:
+    fakes = only()
+    add_command(fakes, "hello", HELLO)
+    add_command(fakes, "hello", HELLO, owner="rival")
+    assert main(["hello"]) == 2
+    assert "hello-dist and rival both add it: uninstall one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bench", "tune"])
+def test_commands_that_are_not_installed_say_what_to_install(
+    only, capsys, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(commands, "entry_points", lambda group: iter(()))
+    assert main([name, "--help"]) == 2
+    wanted = f"{name} is a command of moekit-bench: pip install moekit-bench"
+    assert capsys.readouterr().err == f"error: {wanted}\n"
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"({wanted})" in " ".join(capsys.readouterr().out.split())
+
+
 # -- check, demo, version --------------------------------------------------------------------------
 
 
@@ -255,9 +361,9 @@ def test_check(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = SimpleNamespace(main=lambda argv: argv == ["--model-dir", "x", "--help"])
+    demo = SimpleNamespace(run=lambda folder: folder == "x")
     monkeypatch.setitem(sys.modules, "moekit.cli.demo", demo)
-    assert main(["demo", "--model-dir", "x", "--help"]) == 1
+    assert main(["demo", "--model-dir", "x"]) == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,78 @@
+"""Commands that other packages add to ``python -m moekit``.
+
+A package declares an entry point of group ``moekit.commands``: the name is the command, the value
+a function ``main(argv: Sequence[str]) -> int`` as ``"package.module:main"``. The module is imported
+when the command is called. ``--help`` shows the first line of its docstring, read from the source.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moekit.discovery.entry_points import Source, entry_points
+from moekit.discovery.specs import find_module
+from moekit.errors import MoekitError
+from moekit.untrusted.code import Fault, contained, printable, shown
+
+GROUP = "moekit.commands"
+# Commands of packages that moekit's own documentation names.
+KNOWN = {"bench": "moekit-bench", "tune": "moekit-bench"}
+
+
+def installed() -> Mapping[str, Source]:
+    """Return the commands of installed packages by name, sorted."""
+    found: dict[str, Source] = {}
+    for source in sorted(entry_points(GROUP), key=lambda each: (each.name, each.distribution)):
+        if other := found.get(source.name):
+            why = f"{other.distribution} and {source.distribution} both add it: uninstall one"
+            source = Source.broken(source.name, source.distribution, source.version, why)
+        found[source.name] = source
+    return found
+
+
+def helps() -> Mapping[str, str]:
+    """Return one line for each command, installed or known; imports none of them."""
+    missing = {name: f"({_missing(name)})" for name in KNOWN}
+    return missing | {name: _help(source) for name, source in installed().items()}
+
+
+def run(name: str, argv: Sequence[str]) -> int | None:
+    """Call a command and return its exit code; None if no package is known to have it.
+
+    Raises MoekitError if its package is not installed or does not load.
+    """
+    source = installed().get(name)
+    if source is None and name not in KNOWN:
+        return None
+    if source is None:
+        raise MoekitError(_missing(name))
+    try:
+        with contained():
+            main = source.load()
+            if not callable(main):
+                raise TypeError(f"{shown(main)} is no function")
+    except Fault as fault:
+        owner = f"{source.distribution} {source.version}"
+        raise MoekitError(f"the command {name!r} of {owner} cannot be loaded: {fault}") from fault
+    return int(main(argv))
+
+
+def _missing(name: str) -> str:
+    return f"{name} is a command of {KNOWN[name]}: pip install {KNOWN[name]}"
+
+
+def _help(source: Source) -> str:
+    """Return the first line of the docstring of the command's module, without the command."""
+    try:
+        with contained():
+            module = find_module(source.value.partition(":")[0].strip())
+            if module is None or module.origin is None:
+                raise FileNotFoundError(source.value)
+            tree = ast.parse(Path(module.origin).read_bytes())
+            line = (ast.get_docstring(tree) or "").partition("\n")[0]
+    except Fault:
+        line = ""
+    text = line.partition(": ")[2] if "python -m moekit" in line else line
+    return printable(text.rstrip("."), 100) or f"a command of {source.distribution}"
