@@ -7,13 +7,19 @@ PLUGINS := $(wildcard plugins/*)
 # Without a GPU, pin torch to the release whose CPU build installs without CUDA packages.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: demo test lint docs dist install-test gpu-test clean
+PYTEST := -n auto --dist worksteal tests examples plugins
+
+.PHONY: demo test test-all lint docs dist install-test gpu-test clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m moekit demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --durations=20 tests examples plugins
+	$(BIN)/python -m pytest $(PYTEST) --durations=20
+
+# Also the tests marked full and kit_full (see pyproject.toml).
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST) -m ''
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

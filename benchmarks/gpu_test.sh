@@ -19,5 +19,5 @@ print(f"date {datetime.date.today()}  python {platform.python_version()}  torch 
 print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
 PY
 "$PYTHON" -m moekit plugins
-exec "$PYTHON" -m pytest -rs -p no:cacheprovider -p no:benchmark tests/kit/test_conformance_builtin.py \
+exec "$PYTHON" -m pytest -rs -m "" -p no:cacheprovider -p no:benchmark tests/kit/test_conformance_builtin.py \
     tests/ranks/test_eplb_ranks.py tests/layer/test_layer_gpu.py tests/core/test_graphed_gpu.py tests/core/test_threads_gpu.py tests/layer/test_transformers_*.py $PLUGINS "$@"

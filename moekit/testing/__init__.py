@@ -24,7 +24,10 @@ except ImportError as error:
 pytest.register_assert_rewrite(
     *(
         f"moekit.testing.{name}"
-        for name in ("calls", "dispatchers", "experts", "interface", "arithmetic", "sizes", "ranks")
+        for name in (
+            *("calls", "diagnose", "dispatchers", "experts", "experts_base", "interface"),
+            *("arithmetic", "sizes", "threads", "ranks"),
+        )
     )
 )
 

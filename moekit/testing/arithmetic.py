@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from moekit.contract import Routing
-from moekit.discovery.specs import ExpertsSpec
 from moekit.errors import WeightsError
 from moekit.layer.replicas import to_physical
-from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
+from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, GATED, NON_GATED, Activation
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES, OperandQuant
 from moekit.testing import cases
-from moekit.testing.base import Conformance, Sizes, over
+from moekit.testing.base import over
 from moekit.testing.calls import (
     QUANTIZED_WIRE,
     ROW_SCALES,
@@ -28,9 +27,8 @@ from moekit.testing.calls import (
 )
 from moekit.testing.cases import ROUTINGS, SIGNED, Case, make_case, random_weights
 from moekit.testing.diagnose import assert_close, check_negative_controls
+from moekit.testing.experts_base import TOKENS, ExpertsBase
 
-_TOKENS = (0, 1, 2, 33, 257, 1000)
-_TOKENS_ON_CPU = _TOKENS[:4]
 _COMBINATIONS = 6
 
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
@@ -55,15 +53,6 @@ _PER_ROW_WEIGHTS = sorted(
 )
 
 
-def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
-    return {
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-    }
-
-
 def _shares_scale(activation: OperandQuant) -> bool:
     """Whether one scale is of all tokens of a call."""
     return activation.per_tensor or activation.scale_dtype == "float8_e4m3fn"
@@ -79,78 +68,14 @@ def _one_of_each_tolerance(schemes: Iterable[str]) -> list[str]:
     return list(kinds.values())
 
 
-class ExpertsNumbers(Conformance):
+class ExpertsNumbers(ExpertsBase):
     """Right numbers in every declared case. See `ExpertsConformance`."""
 
-    def _spec(self) -> ExpertsSpec:
-        return self._registry().expert(self.backend)
-
-    def _names(self) -> dict[str, str]:
-        return {"experts": self.backend}
-
-    def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
-        """No multiples of any tile first; then rounder ones, for backends that need those.
-
-        In act-order always several groups: one has no order.
-        """
-        weight = SCHEMES[scheme].weight
-        ordered = weight is not None and weight.act_order
-        grouped = ordered or (weight is not None and weight.group[0] > 1)
-        if device.type == "cpu":
-            few = 4 if "triton" in self._spec().requires else 6  # interpreted
-            odd = sizes_of(4, 2, 160, 144) if grouped else sizes_of(few, 2, 96, 80)
-            rounder = [sizes_of(4, 2, n, n) for n in ((256, 512) if ordered else (128, 256, 512))]
-            return [odd, *rounder]
-        rounder = [sizes_of(8, 2, 512, 256), sizes_of(8, 2, 1024, 512), sizes_of(8, 2, 2048, 1024)]
-        return [sizes_of(8, 2, 320, 272), *rounder, sizes_of(8, 2, 4096, 2048)]
-
-    @property
-    def _native(self) -> str:
-        """The core's dispatcher of the backend's own format."""
-        standard = self._spec().format is ActivationFormat.STANDARD
-        return "local" if standard else "batched_reference"
-
-    @property
-    def _bridged(self) -> str:
-        """The core's dispatcher of the other format."""
-        return "local" if self._native != "local" else "batched_reference"
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self._device().type == "cpu"
-
-    @property
-    def _interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the backend, a program at a time."""
-        return self._on_cpu and "triton" in self._spec().requires
-
     def _declares(self, name: str, value: Any) -> bool:
-        spec = self._spec()
-        if name == "num_tokens":
-            return not self._on_cpu or value in _TOKENS_ON_CPU
-        if name == "name":
-            return value in spec.activations
         if name == "scheme,wire":
-            scheme, wire = value
+            spec, (scheme, wire) = self._spec(), value
             return scheme in spec.schemes and (wire != ROW_SCALES or spec.takes_quantized)
-        return value in {"scheme": spec.schemes, "dtype": spec.dtypes}[name]
-
-    @property
-    def _T(self) -> int:
-        """A number of tokens that is no multiple of any tile."""
-        return 17 if self._device().type == "cpu" else 133
-
-    def _check(
-        self,
-        problem: MoEProblem,
-        num_tokens: int | None = None,
-        kind: str = "random",
-        dispatcher: str | None = None,
-        **data: Any,
-    ) -> None:
-        """Composes, packs, calls under poison, compares with the oracle."""
-        case = make_case(problem, self._T if num_tokens is None else num_tokens, kind, **data)
-        check_call(self._compose(problem, dispatcher or self._native), case)
+        return super()._declares(name, value)
 
     # -- arithmetic ---------------------------------------------------------------------------
 
@@ -184,7 +109,7 @@ class ExpertsNumbers(Conformance):
 
     # -- tokens and routing -------------------------------------------------------------------
 
-    @over("num_tokens", _TOKENS)
+    @over("num_tokens", TOKENS)
     def test_num_tokens(self, num_tokens: int) -> None:
         self._check(self._problem(), num_tokens)
 
@@ -357,11 +282,6 @@ class ExpertsNumbers(Conformance):
         for num_tokens in (self._T // 2, 0):
             check_call(kernel, make_case(problem, num_tokens, "rows"), packed)
 
-    @pytest.mark.parametrize("kind", ["hot", "rows"])
-    def test_format(self, kind: str) -> None:
-        """The other format, through the core's bridge."""
-        self._check(self._problem(), kind=kind, dispatcher=self._bridged)
-
     # -- beyond the list ------------------------------------------------------------------------
 
     @pytest.mark.parametrize("index", range(_COMBINATIONS))
@@ -406,20 +326,3 @@ class ExpertsNumbers(Conformance):
                 if clamps:
                     limit = Activation(clampable[0], limit=cases.GATE_STD / 2)
                     check_negative_controls(problem.replace(activation=limit))
-
-    def _precise(self, **changes: Any) -> MoEProblem:
-        """A problem with these changes in the most precise dtype that the backend does them in."""
-        names = [n for n in ("float32", "float16", "bfloat16") if n in self._spec().dtypes]
-        for name in names[:-1]:
-            found = self._find_problem(dtype=DTYPES[name], **changes)
-            if isinstance(found, MoEProblem):
-                return found
-        return self._problem(dtype=DTYPES[names[-1]], **changes)
-
-    def _on_rank(self, problem: MoEProblem, **parallel: int) -> MoEProblem:
-        """The same layer seen from another rank, or a skip with the spec's reasons."""
-        mine = problem.replace(parallel=replace(problem.parallel, **parallel))
-        if reasons := self._spec().unsupported(mine):
-            self._check_refused(mine, reasons)
-            self._skip("; ".join(reasons))
-        return mine

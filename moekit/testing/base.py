@@ -22,7 +22,7 @@ from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quant import SCHEMES
 from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
-from moekit.testing import cases
+from moekit.testing import cases, collection
 from moekit.testing.calls import kit_registry
 
 # What a subclass may set; every other name of the kit is the kit's.
@@ -103,6 +103,23 @@ class Conformance(ABC):
         faults = self._overrides()
         assert not faults, "; ".join(faults)
 
+    def _cannot_run_here(self) -> str:
+        """Why the spec's declared devices exclude this machine's, or ""."""
+        spec, device = self._spec(), self._device()
+        if any(map(device.meets, spec.devices)):
+            return ""
+        return f"{spec.name} runs on {' or '.join(spec.devices)}, not on {device}"
+
+    @property
+    def _interpreted(self) -> bool:
+        """Whether Triton's interpreter runs experts, one program after the other."""
+        return False
+
+    def test_backend_runs_here(self) -> None:
+        """Skips with the reason; then the tests that need the device are not collected."""
+        if reason := self._cannot_run_here():
+            self._skip(reason)
+
     @pytest.fixture(autouse=True)
     def _kit_bookkeeping(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Marks expected failures, and says how to repeat (pytest shows it with a failure)."""
@@ -116,11 +133,11 @@ class Conformance(ABC):
         yield
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        collection.register(metafunc.config)
         for name, values in getattr(metafunc.function, "kit_values", {}).items():
             kept = [value for value in values if self._declares(name, value)]
-            nothing = pytest.mark.skip(reason=f"the spec declares no {name} of {values}")
-            undeclared = pytest.param(*["undeclared"] * len(name.split(",")), marks=nothing)
-            metafunc.parametrize(name, kept or [undeclared])
+            none = (collection.UNDECLARED,) * len(name.split(","))
+            metafunc.parametrize(name, kept or [pytest.param(*none)])
 
     # -- for the kits -------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class DispatcherConformance(Conformance):
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """world: every number of ranks. ends: the smallest and the largest, for tests of what
         hardly depends on it. most: the largest. several: those of 2 ranks and more."""
+        super().pytest_generate_tests(metafunc)
         asked = os.environ.get(WORLD_SIZES_VARIABLE)
         sizes = _asked_sizes(asked) if asked else self.world_sizes
         several, ends = tuple(n for n in sizes if n > 1), _ends(sizes)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moekit.contract import PackedWeights, PermuteExpertsUnpermute, Routing
-from moekit.discovery.specs import CHECK_FAILED, BackendSpec
+from moekit.contract import PackedWeights, Routing
 from moekit.errors import MoekitError
-from moekit.problem import DTYPES, DeviceSpec, MoEProblem
-from moekit.problem.activation import ACTIVATIONS, GATED, Activation
+from moekit.problem import MoEProblem
+from moekit.problem.activation import GATED
 from moekit.problem.quant import SCHEMES
 from moekit.runtime.workspace import Workspace
 from moekit.testing import cases
+from moekit.testing.arithmetic import ExpertsNumbers
 from moekit.testing.base import over
 from moekit.testing.calls import bits, call, check_call, check_graph, pack, same_bits
 from moekit.testing.cases import Case, device_of, make_case, random_weights
 from moekit.testing.diagnose import assert_close
 from moekit.testing.memory import measure, poison, slack
 from moekit.testing.sizes import ExpertsSizes
-from moekit.testing.threads import ThreadedExperts
+from moekit.testing.threads import ExpertsThreads
 
 # More than the 60 after which an engine's counters, or a library's ring of buffers, come round.
 _MANY_CALLS = 70
@@ -59,72 +57,8 @@ class Inputs:
         return self._x[:T].copy_(case.x), packed, routing
 
 
-def variants(spec: BackendSpec) -> list[tuple[str, dict[str, Any], bool]]:
-    """Every single capability a spec can declare: (words, changes to a problem, is declared)."""
-    declared_activations = getattr(spec, "activations", ACTIVATIONS)
-    found: list[tuple[str, dict[str, Any], bool]] = []
-    for name, dtype in DTYPES.items():
-        found.append((f"dtype {name}", {"dtype": dtype}, name in spec.dtypes))
-    for name in SCHEMES:
-        found.append((f"scheme {name}", {"quant": name}, name in spec.schemes))
-    for name in sorted(ACTIVATIONS):
-        declared = name in declared_activations
-        found.append((f"activation {name}", {"activation": name}, declared))
-    clamp = getattr(spec, "silu_clamp", True) and "silu" in declared_activations
-    found.append(("silu_clamp", {"activation": Activation("silu", limit=2.0)}, clamp))
-    found.append(("bias", {"has_bias": True}, getattr(spec, "bias", True)))
-    return found
-
-
-class ExpertsConformance(ThreadedExperts, ExpertsSizes):
-    """Subclass it with ``backend = "name"``; see `Conformance` for the few other settings.
-
-    Every test composes the named experts with dispatchers of the core, on this machine's
-    accelerator if the backend runs there, else on the CPU.
-    """
-
-    # -- what the spec says ---------------------------------------------------------------------
-
-    def test_class_fits_the_spec(self) -> None:
-        loaded = self._spec().load()
-        assert issubclass(loaded, PermuteExpertsUnpermute), f"{loaded} is no experts backend"
-        assert not inspect.isabstract(loaded), f"abstract: {sorted(loaded.__abstractmethods__)}"
-        problem = self._problem()
-        made = loaded(self._spec(), problem)
-        assert made.problem == problem and made.spec == self._spec()
-        for rows in (0, 1, self._T):
-            for buffer in made.workspace(rows):
-                assert buffer.nbytes >= 0
-
-    def test_unsupported_answers_for_any_device(self) -> None:
-        """Reasons are texts, the same twice, for devices that this machine does not have too."""
-        spec = self._spec()
-        for device in ("cpu", "sm80", "sm90", "sm100", "xpu"):
-            for _, changes, declared in variants(spec):
-                wanted = {**self._main, **changes, "device": device}
-                sizes = self._sizes(wanted["quant"], DeviceSpec.parse(device))[0]
-                problem = MoEProblem(**{**sizes, **wanted})
-                reasons = spec.unsupported(problem)
-                assert not any(r.startswith(CHECK_FAILED) for r in reasons), reasons
-                assert reasons == spec.unsupported(problem)
-                assert declared or reasons, f"undeclared, but not refused: {problem!r}"
-
-    def test_declared_is_reachable(self) -> None:
-        """unsupported() must not refuse on all devices and sizes what the spec declares."""
-        for words, changes, declared in variants(self._spec()):
-            reasons = self._declared_but_unreachable(changes) if declared else []
-            assert not reasons, f"{words} is declared, but always refused: {reasons}"
-
-    def test_undeclared_raises(self) -> None:
-        """What unsupported() names raises at composition; `_find_problem` checks it."""
-        for _, changes, _ in variants(self._spec()):
-            self._find_problem(**changes)
-
-    def test_undeclared(self) -> None:
-        """Says in one line what the kit did not test; `test_undeclared_raises` had it refused."""
-        undeclared = [words for words, _, declared in variants(self._spec()) if not declared]
-        if undeclared:
-            self._skip(f"not declared, so refused: {', '.join(undeclared)}")
+class ExpertsCalls(ExpertsThreads):
+    """Calls, memory and packing. See `ExpertsConformance`."""
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -263,6 +197,11 @@ class ExpertsConformance(ThreadedExperts, ExpertsSizes):
         wide[1:-1, 8:-8] = float("nan")
         assert bool(torch.isnan(wide).all()), "wrote outside the given output"
 
+    @pytest.mark.parametrize("kind", ["hot", "rows"])
+    def test_format(self, kind: str) -> None:
+        """Tokens in the other format come through the core's bridge."""
+        self._check(self._problem(), kind=kind, dispatcher=self._bridged)
+
     def test_strided_input(self) -> None:
         """x, ids, router weights and expert weights that are not contiguous."""
         problem = self._problem()
@@ -311,7 +250,8 @@ class ExpertsConformance(ThreadedExperts, ExpertsSizes):
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         packed = pack(kernel, random_weights(problem))
-        for num_tokens, times in ((self._T, 2 if self._interpreted else 4), (3 * self._T, 2)):
+        twice = ((self._T, 2),)
+        for num_tokens, times in twice if self._interpreted else ((self._T, 4), (3 * self._T, 2)):
             case = make_case(problem, num_tokens, "hot")
             outs = [call(kernel, packed, case) for _ in range(times)]
             assert all(same_bits(outs[0], out) for out in outs), "equal calls, different bits"
@@ -371,3 +311,11 @@ class ExpertsConformance(ThreadedExperts, ExpertsSizes):
             assert same_bits(moved, permuted.experts[name]), f"{name} does not move with its expert"
         for name, tensor in packed.shared.items():
             assert same_bits(tensor, permuted.shared[name]), f"shared {name} depends on the order"
+
+
+class ExpertsConformance(ExpertsCalls, ExpertsNumbers, ExpertsSizes):
+    """Subclass it with ``backend = "name"``; see `Conformance` for the few other settings.
+
+    Every test composes the named experts with dispatchers of the core, on this machine's
+    accelerator if the backend runs there, else on the CPU.
+    """

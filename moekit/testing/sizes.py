@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from moekit.contract import Routing
-from moekit.problem import MoEProblem, ParallelConfig
+from moekit.problem import ParallelConfig
 from moekit.problem.activation import ACTIVATIONS
 from moekit.testing import cases
-from moekit.testing.arithmetic import ExpertsNumbers, sizes_of
 from moekit.testing.base import over
 from moekit.testing.calls import check_call
 from moekit.testing.cases import Case, make_case, random_routing
+from moekit.testing.experts_base import ExpertsBase, sizes_of
 
 
 class Published(NamedTuple):
@@ -66,22 +66,13 @@ _ASSIGNMENTS = 32768
 _MEMORY = 0.6
 
 
-class ExpertsSizes(ExpertsNumbers):
+class ExpertsSizes(ExpertsBase):
     """Right numbers at every size. See `ExpertsConformance`."""
 
     def _declares(self, name: str, value: Any) -> bool:
         if name == "model":
             return PUBLISHED[value].on_cpu or not self._on_cpu
         return super()._declares(name, value)
-
-    def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
-        """Return the first of the problems with these sizes that the backend does, or skip."""
-        for sizes in choices:
-            found = self._find_problem(**{**sizes, **changes})
-            if isinstance(found, MoEProblem):
-                return found
-            reasons = found
-        self._skip(reasons)
 
     def test_large(self) -> None:
         """Many tiles in every direction."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moekit.testing.arithmetic import ExpertsNumbers
 from moekit.testing.calls import pack
 from moekit.testing.cases import make_case, random_weights
 from moekit.testing.diagnose import assert_close
+from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.interpreter import in_kernel, prepare_once
 
 # Seconds after which a thread goes on out of turn: the other one may wait for a lock that it holds.
@@ -80,7 +80,7 @@ def by_turns(first: Callable[[], None], second: Callable[[], None]) -> None:
             future.result(_DEADLOCK)
 
 
-class ThreadedExperts(ExpertsNumbers):
+class ExpertsThreads(ExpertsBase):
     """Threads share a kernel. See `ExpertsConformance`."""
 
     def test_threads(self) -> None:

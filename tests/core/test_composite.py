@@ -1,4 +1,7 @@
-"""Several experts backends as one: the whole conformance kit, names, weights, memory, warm-up."""
+"""Composites of experts backends: the kit's calls and memory, names, weights, warm-up.
+
+Their numbers are those of their members, which the whole kit tests.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ from moekit.errors import BackendBroken, UnknownBackend, Unsupported
 from moekit.problem import ActivationFormat
 from moekit.problem.placement import Placement
 from moekit.selection.composite import composite
-from moekit.testing import ExpertsConformance, assert_close
+from moekit.testing import assert_close
 from moekit.testing.calls import QUANTIZED_WIRE, check_call, kit_registry
 from moekit.testing.cases import make_case, random_weights
+from moekit.testing.experts import ExpertsCalls
 
 PROBLEM = moekit.MoEProblem(
     num_experts=4, top_k=2, hidden_size=64, intermediate_size=48, dtype=torch.float32, device="cpu"
@@ -92,14 +96,14 @@ def backends(*composites: str) -> Registry:
     return made
 
 
-class TestTorchAndTriton(ExpertsConformance):
+class TestTorchAndTriton(ExpertsCalls):
     """The kit's calls have from 0 to 51 tokens: both serve."""
 
     backend = "torch:8|triton"
     backends = backends(backend)
 
 
-class TestThreeTurns(ExpertsConformance):
+class TestThreeTurns(ExpertsCalls):
     """Other layouts, a member that wants quantized tokens, and one that serves twice."""
 
     backend = "turned:2|halved:16|turned"

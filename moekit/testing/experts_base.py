@@ -1,0 +1,189 @@
+"""What the parts of the experts kit share: sizes of problems, and a checked call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moekit.contract import PermuteExpertsUnpermute
+from moekit.discovery.specs import CHECK_FAILED, ExpertsSpec
+from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
+from moekit.problem.activation import ACTIVATIONS, Activation
+from moekit.problem.quant import SCHEMES
+from moekit.testing.base import Conformance, Sizes
+from moekit.testing.calls import check_call
+from moekit.testing.cases import make_case
+
+# The tests of numbers of tokens; on the CPU those up to 33.
+TOKENS = (0, 1, 2, 33, 257, 1000)
+_MOST_TOKENS_ON_CPU = 33
+
+
+def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
+    """Return these sizes as arguments of `MoEProblem`."""
+    return {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+    }
+
+
+def capabilities(spec: ExpertsSpec) -> list[tuple[str, dict[str, Any], bool]]:
+    """Return every capability that experts can declare.
+
+    Returns:
+        (name, changes to a problem that need it, whether ``spec`` declares it) of each.
+    """
+    found: list[tuple[str, dict[str, Any], bool]] = []
+    for name, dtype in DTYPES.items():
+        found.append((f"dtype {name}", {"dtype": dtype}, name in spec.dtypes))
+    for name in SCHEMES:
+        found.append((f"scheme {name}", {"quant": name}, name in spec.schemes))
+    for name in sorted(ACTIVATIONS):
+        found.append((f"activation {name}", {"activation": name}, name in spec.activations))
+    clamp = spec.silu_clamp and "silu" in spec.activations
+    found.append(("silu_clamp", {"activation": Activation("silu", limit=2.0)}, clamp))
+    found.append(("bias", {"has_bias": True}, spec.bias))
+    return found
+
+
+class ExpertsBase(Conformance):
+    """The experts under test, and whether their spec is true. See `ExpertsConformance`."""
+
+    def _spec(self) -> ExpertsSpec:
+        return self._registry().expert(self.backend)
+
+    def _names(self) -> dict[str, str]:
+        return {"experts": self.backend}
+
+    def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
+        """No multiples of any tile first; then rounder ones, for backends that need those.
+
+        In act-order always several groups: one group has no order.
+        """
+        weight = SCHEMES[scheme].weight
+        ordered = weight is not None and weight.act_order
+        grouped = ordered or (weight is not None and weight.group[0] > 1)
+        if device.type == "cpu":
+            few = 4 if "triton" in self._spec().requires else 6  # interpreted
+            odd = sizes_of(4, 2, 160, 144) if grouped else sizes_of(few, 2, 96, 80)
+            rounder = [sizes_of(4, 2, n, n) for n in ((256, 512) if ordered else (128, 256, 512))]
+            return [odd, *rounder]
+        rounder = [sizes_of(8, 2, 512, 256), sizes_of(8, 2, 1024, 512), sizes_of(8, 2, 2048, 1024)]
+        return [sizes_of(8, 2, 320, 272), *rounder, sizes_of(8, 2, 4096, 2048)]
+
+    @property
+    def _native(self) -> str:
+        """The core's dispatcher of the backend's own format."""
+        standard = self._spec().format is ActivationFormat.STANDARD
+        return "local" if standard else "batched_reference"
+
+    @property
+    def _bridged(self) -> str:
+        """The core's dispatcher of the other format."""
+        return "local" if self._native != "local" else "batched_reference"
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self._device().type == "cpu"
+
+    @property
+    def _interpreted(self) -> bool:
+        return self._on_cpu and "triton" in self._spec().requires
+
+    def _declares(self, name: str, value: Any) -> bool:
+        spec = self._spec()
+        if name == "num_tokens":
+            return not self._on_cpu or value <= _MOST_TOKENS_ON_CPU
+        if name == "name":
+            return value in spec.activations
+        return value in {"scheme": spec.schemes, "dtype": spec.dtypes}[name]
+
+    @property
+    def _T(self) -> int:
+        """A number of tokens that is no multiple of any tile."""
+        return 17 if self._on_cpu else 133
+
+    def _check(
+        self,
+        problem: MoEProblem,
+        num_tokens: int | None = None,
+        kind: str = "random",
+        dispatcher: str | None = None,
+        **data: Any,
+    ) -> None:
+        """Compose, pack, call under poison, and compare with the oracle."""
+        case = make_case(problem, self._T if num_tokens is None else num_tokens, kind, **data)
+        check_call(self._compose(problem, dispatcher or self._native), case)
+
+    def _precise(self, **changes: Any) -> MoEProblem:
+        """Return a problem with these changes in the most precise dtype that the backend has."""
+        names = [n for n in ("float32", "float16", "bfloat16") if n in self._spec().dtypes]
+        for name in names[:-1]:
+            found = self._find_problem(dtype=DTYPES[name], **changes)
+            if isinstance(found, MoEProblem):
+                return found
+        return self._problem(dtype=DTYPES[names[-1]], **changes)
+
+    def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
+        """Return the first of the problems with these sizes that the backend does, or skip."""
+        for sizes in choices:
+            found = self._find_problem(**{**sizes, **changes})
+            if isinstance(found, MoEProblem):
+                return found
+            reasons = found
+        self._skip(reasons)
+
+    def _on_rank(self, problem: MoEProblem, **parallel: int) -> MoEProblem:
+        """Return the same layer as another rank sees it, or skip with the spec's reasons."""
+        mine = problem.replace(parallel=replace(problem.parallel, **parallel))
+        if reasons := self._spec().unsupported(mine):
+            self._check_refused(mine, reasons)
+            self._skip("; ".join(reasons))
+        return mine
+
+    # -- what the spec says ---------------------------------------------------------------------
+
+    def test_class_fits_the_spec(self) -> None:
+        loaded = self._spec().load()
+        assert issubclass(loaded, PermuteExpertsUnpermute), f"{loaded} is no experts backend"
+        assert not inspect.isabstract(loaded), f"abstract: {sorted(loaded.__abstractmethods__)}"
+        problem = self._problem()
+        made = loaded(self._spec(), problem)
+        assert made.problem == problem and made.spec == self._spec()
+        for rows in (0, 1, self._T):
+            for buffer in made.workspace(rows):
+                assert buffer.nbytes >= 0
+
+    def test_unsupported_answers_for_any_device(self) -> None:
+        """Reasons are texts and the same twice, also for devices that this machine lacks."""
+        spec = self._spec()
+        for device in ("cpu", "sm80", "sm90", "sm100", "xpu"):
+            for _, changes, declared in capabilities(spec):
+                wanted = {**self._main, **changes, "device": device}
+                sizes = self._sizes(wanted["quant"], DeviceSpec.parse(device))[0]
+                problem = MoEProblem(**{**sizes, **wanted})
+                reasons = spec.unsupported(problem)
+                assert not any(r.startswith(CHECK_FAILED) for r in reasons), reasons
+                assert reasons == spec.unsupported(problem)
+                assert declared or reasons, f"undeclared, but not refused: {problem!r}"
+
+    def test_declared_is_reachable(self) -> None:
+        """`unsupported` must not refuse on all devices and sizes what the spec declares."""
+        for name, changes, declared in capabilities(self._spec()):
+            reasons = self._declared_but_unreachable(changes) if declared else []
+            assert not reasons, f"{name} is declared, but always refused: {reasons}"
+
+    def test_undeclared_raises(self) -> None:
+        """What `unsupported` refuses raises at composition (`_find_problem` checks it)."""
+        for _, changes, _ in capabilities(self._spec()):
+            self._find_problem(**changes)
+
+    def test_undeclared(self) -> None:
+        """Lists what the kit does not test; `test_undeclared_raises` shows that it is refused."""
+        undeclared = [name for name, _, declared in capabilities(self._spec()) if not declared]
+        if undeclared:
+            self._skip(f"not declared, so refused: {', '.join(undeclared)}")
