@@ -202,8 +202,24 @@ def test_devices_go_by_name_and_nameless_ones_by_architecture(tuned: Path) -> No
 
     write_table(tuned / "x.json", make_table({"a": {1: 1.0}}, on("NVIDIA H200")))
     assert time(on("NVIDIA H200")) == time(on("")) == 1.0
-    assert time(on("NVIDIA H20")) is None and time(on("", (8, 0))) is None
+    assert time(on("", (8, 0))) is None and time(on("NVIDIA A100", (8, 0))) is None
     assert str(tune.lookup(on(""))) == "NVIDIA H200, T=1..1"
+
+
+def test_a_device_that_was_not_measured_borrows_from_its_architecture(tuned: Path) -> None:
+    def on(name: str):
+        return PROBLEM.replace(device=moekit.DeviceSpec("cuda", (9, 0), name))
+
+    write_table(tuned / "x.json", make_table({"a": {100: 1.0}}, on("NVIDIA H200")))
+    found = tune.lookup(on("NVIDIA H20"))
+    assert str(found) == "NVIDIA H200, T=100..100, the nearest device to NVIDIA H20"
+    assert found.curves("local", ["a"]) == {"a": [(100, 1.0)]}
+    # An H100 reads 3.11 TB/s where an H200 reads 4.49: experts stay bound by memory for longer.
+    found = tune.lookup(on("NVIDIA H100 80GB HBM3"))
+    assert found.curves("local", ["a"]) == {"a": [(144, 1.0)]}
+    write_table(tuned / "y.json", make_table({"a": {100: 2.0}}, on("NVIDIA H20")))
+    found = tune.lookup(on("NVIDIA H20"))
+    assert str(found) == "NVIDIA H20, T=100..100" and found.curves("local", ["a"])["a"][0][1] == 2.0
 
 
 def test_ranks(tuned: Path) -> None:

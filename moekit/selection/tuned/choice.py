@@ -12,6 +12,10 @@ from moekit.selection.tuned.files import nearest
 from moekit.selection.tuned.plan import Curve, Plan, best_plan, join, plan, time_at
 from moekit.selection.tuned.table import Key, Times, known
 
+# FLOP of bf16 products that a device does in the time in which it reads a byte, as measured: there
+# a product stops being bound by memory. Sources: benchmarks/results, h200-bench and h100-choice.
+_RIDGE = {"NVIDIA H100 80GB HBM3": 788 / 3.11, "NVIDIA H200": 791 / 4.49}
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -30,6 +34,7 @@ class Found:
     high: the most tokens that a call can have, as the table counts them; None if the problem sets
         no limit.
     borrowed: measured on one rank, but the problem's tokens move between ranks.
+    device: the problem's device if another device of its architecture was measured; else empty.
     """
 
     key: Key
@@ -37,6 +42,17 @@ class Found:
     times: Times
     high: int | None
     borrowed: bool
+    device: str = ""
+
+    @property
+    def scale(self) -> float:
+        """Tokens on this device for each token on the measured one, at equal intensity.
+
+        Which backend is best changes where experts stop being bound by memory, which is at more
+        rows on a device that reads more slowly.
+        """
+        own, measured = _RIDGE.get(self.device), _RIDGE.get(self.key.device)
+        return own / measured if own and measured else 1.0
 
     def curves(self, dispatcher: str, names: Collection[str]) -> dict[str, Curve]:
         """Return times by tokens of those experts backends that were measured with ``dispatcher``.
@@ -45,7 +61,10 @@ class Found:
         capacity is ``high`` for calls of every size, so only the time at ``high`` counts.
         """
         curves: dict[str, Curve] = {
-            experts: [(t, math.inf if r.us is None else r.us) for t, r in sorted(records.items())]
+            experts: [
+                (round(t * self.scale), math.inf if r.us is None else r.us)
+                for t, r in sorted(records.items())
+            ]
             for (d, experts), records in self.times.items()
             if d == dispatcher and experts in names
         }
@@ -95,19 +114,26 @@ class Found:
         text += ", experts on one rank" if self.borrowed else ""
         if self.key.ranks > 1 and self.high is not None:
             text += f", at T={self.high} on {self.key.ranks} ranks"
+        if self.device:
+            text += f", the nearest device to {self.device}"
         return text + (f", nearest shape {self.key}" if self.distance else "")
 
 
 def lookup(problem: MoEProblem, environ: Mapping[str, str] = os.environ) -> Found | None:
-    """Return the times of ``problem`` or of the nearest shape; None if none is near."""
+    """Return the times of ``problem`` or of the nearest shape; None if none is near.
+
+    Where its device was not measured, those of another device of its architecture count.
+    """
     table, wanted = known(environ), Key.of(problem)
     by_name = sorted(table, key=lambda key: (key.device, str(key)))
     parallel, high = problem.parallel, problem.max_num_tokens
     if high is not None:  # the table counts tokens that bring all of their choices to this rank
         high = max(1, math.ceil(high * parallel.dp_size / parallel.ep_size))
-    for ranks in sorted({wanted.ranks, 1}, reverse=True):
-        near = nearest(by_name, replace(wanted, ranks=ranks).distance)
-        if near is not None:
-            key, distance = near
-            return Found(key, distance, table[key], high, ranks != wanted.ranks)
+    for device in dict.fromkeys((wanted.device, "")):
+        for ranks in sorted({wanted.ranks, 1}, reverse=True):
+            near = nearest(by_name, replace(wanted, ranks=ranks, device=device).distance)
+            if near is not None:
+                key, distance = near
+                other = wanted.device if device != wanted.device else ""
+                return Found(key, distance, table[key], high, ranks != wanted.ranks, other)
     return None
