@@ -1,8 +1,8 @@
-"""An expert-parallel MoE layer: each rank holds a share of the experts, and tokens of its own.
+"""Run an expert-parallel MoE layer: each rank holds a share of the experts and its own tokens.
 
     torchrun --nproc-per-node 2 examples/ep_ranks.py
 
-On GPUs (NCCL) where every rank has one, else on the CPU (gloo).
+It runs on GPUs (NCCL) if every rank has one, else on the CPU (gloo).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ EXPERTS, TOP_K, HIDDEN, INNER = 16, 4, 512, 256
 
 
 def start() -> torch.device:
-    """Joins the process group that torchrun describes; this rank's device."""
+    """Join the process group that torchrun describes, and return this rank's device."""
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpus else "cpu"
     device = torch.device(device)
     if on_gpus:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host's name
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     return device
 
@@ -50,7 +50,7 @@ def main() -> None:
         device=device,
     )
 
-    # Every rank draws all experts here; `layer.load_checkpoint` would read just this rank's.
+    # Every rank creates all experts here; `layer.load_checkpoint` reads only this rank's.
     torch.manual_seed(0)
     weights = moekit.ExpertWeights(
         torch.randn(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16) / HIDDEN**0.5,
@@ -58,7 +58,7 @@ def main() -> None:
     )
     layer.load_weights(weights.select(layer.local_experts))
 
-    # Ranks have different numbers of tokens; the last has none.
+    # Ranks have different numbers of tokens, and the last rank has none.
     torch.manual_seed(1 + rank)
     tokens = 0 if 0 < rank == ranks - 1 else 32 + 8 * rank
     x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
@@ -70,7 +70,7 @@ def main() -> None:
     want = oracle(x, weights.to(device), routing, whole) + x.float()
     error = float((out.float() - want).norm() / want.norm()) if tokens else 0.0
     held = ", ".join(map(str, layer.local_experts))
-    # One write a line: torchrun's workers are unbuffered, and ranks share the terminal.
+    # One write per line: torchrun's workers are unbuffered, and ranks share the terminal.
     print(f"rank {rank}: experts {held}; {tokens} tokens, error {error:.1e}\n", end="")
     if rank == 0:
         print(layer, flush=True)

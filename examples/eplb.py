@@ -1,8 +1,9 @@
-"""Expert-parallel load balancing on two ranks: skewed routing, replicas, experts that move.
+"""Balance the load of experts on two ranks: skewed routing, replicas, experts that move.
 
     python examples/eplb.py
 
-starts two processes on the CPU (gloo). On GPUs only the backend's name and the device change.
+The program starts two processes on the CPU (gloo). On GPUs only the backend's name and the device
+change.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RANKS, LAYERS, EXPERTS, REPLICAS, TOP_K, HIDDEN, TOKENS = 2, 2, 16, 4, 2, 256, 1
 
 
 def serve(rank: int, store: str) -> None:
-    """One rank's life: serve some steps, rebalance between two of them, serve on."""
+    """Run one rank: serve some steps, rebalance between two of them, and continue."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     problem = moekit.MoEProblem(
@@ -35,7 +36,7 @@ def serve(rank: int, store: str) -> None:
     )
     kernel = moekit.compose(problem, "naive", "torch")
 
-    # All ranks draw the same experts, and keep those that they hold.
+    # All ranks create the same experts, and each keeps those that it holds.
     torch.manual_seed(0)
     layers = []
     for _ in range(LAYERS):
@@ -44,7 +45,7 @@ def serve(rank: int, store: str) -> None:
         held = [problem.logical_expert(slot) for slot in problem.local_experts]
         layers.append(kernel.pack(moekit.ExpertWeights(w13, w2).select(held)))
 
-    # Ranks have different tokens, and all of them like the last experts best.
+    # Ranks have different tokens, and all of them prefer the last experts.
     torch.manual_seed(1 + rank)
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
     popularity = torch.arange(1, EXPERTS + 1).flip(0).float().log() * -1.5
@@ -65,7 +66,7 @@ def serve(rank: int, store: str) -> None:
         if rank == 0:
             print(report)
     after = step()
-    # Equal but for roundings: tokens meet other replicas, and ranks are summed in order.
+    # Equal except for rounding: tokens reach other replicas, and ranks are summed in order.
     error = max(
         float((a.float() - b.float()).norm() / b.float().norm())
         for a, b in zip(after, before, strict=True)
@@ -80,7 +81,7 @@ def serve(rank: int, store: str) -> None:
 
 
 def main() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host's name
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host's name
     with tempfile.TemporaryDirectory() as scratch:
         mp.spawn(serve, args=(os.path.join(scratch, "store"),), nprocs=RANKS)
 

@@ -1,9 +1,9 @@
-"""A Hugging Face MoE model generates with moekit's kernels, and the same tokens as without.
+"""Generate tokens with a Hugging Face MoE model, with and without moekit, and compare them.
 
     python examples/hf_generate.py                       # a small Qwen3-MoE with random weights
     python examples/hf_generate.py path/to/checkpoint --dtype bfloat16
 
-Needs transformers: pip install 'moekit[hf]'.
+This needs transformers: pip install 'moekit[hf]'.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import moekit.integrations.transformers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 when both implementations generate the same tokens."""
+    """Return 0 if both implementations generate the same tokens."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", help="a model's folder; default: random weights")
     parser.add_argument("--dtype", default="float32", help="bfloat16 may choose other tokens")
@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kernel = next(iter(layers.values()))
     print(f"{len(layers)} layers ran {kernel.explanation.chosen}")
     memory = moekit.integrations.transformers.memory(model)
-    print(f"experts: {memory.parameters:,} bytes of parameters, {memory.packed:,} packed besides")
+    print(
+        f"experts: {memory.parameters:,} bytes of parameters, {memory.packed:,} packed in addition"
+    )
     same = torch.equal(tokens["eager"], tokens["moekit"])
     print("equal tokens" if same else "DIFFERENT tokens")
     return 0 if same else 1
@@ -71,7 +73,7 @@ def small_model(dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
-    """New tokens (B, tokens), greedy."""
+    """Return the new tokens (B, tokens) of a greedy search."""
     out = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
         min_new_tokens=tokens, max_new_tokens=tokens,

@@ -1,9 +1,10 @@
-"""One MoE layer from a sharded fp8 checkpoint: each rank reads its share, and the shares add up.
+"""Load one MoE layer from a sharded fp8 checkpoint as each of two ranks would.
 
     python examples/load_layer.py
 
-writes a small checkpoint as DeepSeek's are, loads it as each of two ranks would, composes a kernel
-on each share and compares the sum of the ranks' results with fp32 arithmetic on the whole layer.
+The program writes a small checkpoint in DeepSeek's format, loads the share of each rank, composes a
+kernel on each share, and compares the sum of the ranks' results with fp32 arithmetic on the whole
+layer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LAYER = 1
 
 
 def write(folder: Path) -> moekit.ExpertWeights:
-    """The checkpoint; returns what its layer stands for, in fp32."""
+    """Write the checkpoint, and return its layer's weights in fp32."""
     names = {"gate_proj": (INTER, HIDDEN), "up_proj": (INTER, HIDDEN), "down_proj": (HIDDEN, INTER)}
     shards: list[dict[str, Tensor]] = [{}, {}]
     values: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -62,7 +63,7 @@ def write(folder: Path) -> moekit.ExpertWeights:
 
 
 def main() -> float:
-    """Returns the relative error of the ranks' sum."""
+    """Return the relative error of the sum over ranks."""
     torch.manual_seed(0)
     x = torch.randn(TOKENS, HIDDEN).bfloat16()
     routing = moekit.route(torch.randn(TOKENS, EXPERTS), TOP_K, renormalize=True)
@@ -74,7 +75,7 @@ def main() -> float:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         total = torch.zeros(TOKENS, HIDDEN)
         for rank in range(RANKS):
-            # Experts are split; all ranks have the same tokens, so their results add up.
+            # Experts are split. All ranks have the same tokens, so their results are summed.
             parallel = moekit.ParallelConfig(ep_size=RANKS, ep_rank=rank, dp_size=1)
             with Checkpoint(folder) as checkpoint:
                 problem = problem_from_config(checkpoint, parallel=parallel, device="cpu")
