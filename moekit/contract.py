@@ -10,6 +10,7 @@ L local experts, R dispatched rows, C rows that one expert of the batched layout
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moekit.discovery.specs import Backend, DispatcherSpec, ExpertsSpec
-from moekit.problem import ActivationFormat, MoEProblem, quant
+from moekit.problem import MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.overlap import Pending
 
@@ -107,8 +108,20 @@ class PrepareAndFinalize(Backend):
 
     interface = "PrepareAndFinalize"
 
-    # Multiprocessors that a transfer occupies, where that is known; benchmarks print it.
+    # Whether `finalize` also takes ``out_TH=None``, because its library makes the output tensor.
+    makes_output: bool = False
+    # Multiprocessors that a transfer occupies, if that is known; benchmarks print it.
     num_sms: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in {"finalize_new", "offers_output"} & set(vars(cls)):
+            warnings.warn(
+                f"{cls.__qualname__}.{name} is not used any more: set makes_output if finalize "
+                "takes out_TH=None, and override output to offer memory for y",
+                DeprecationWarning,
+                stacklevel=2,
+            )
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
@@ -128,26 +141,22 @@ class PrepareAndFinalize(Backend):
 
     @abstractmethod
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        """Combines the experts' output into ``out_TH`` and returns it. Every element is written.
+        """Combine the experts' output into ``out_TH``, write every element, and return it.
 
-        What overlaps is launched and returns; y and ``dispatched`` live until the result is taken.
-        y: BATCHED (L, C, H) raw expert rows, padding undefined; STANDARD (R, H) weighted and summed
-        over K. In the problem's dtype, or `output_dtype`. Tokens without any expert get zeros.
+        A transfer that overlaps is launched only; y and ``dispatched`` live until the result is
+        taken. Tokens without any expert get zeros.
+
+        Args:
+            y: in the problem's dtype, or `output_dtype`. STANDARD: (R, H), weighted and summed over
+                K. BATCHED: (L, C, H), raw expert rows, padding undefined.
+            out_TH: (T, H). None only if `makes_output`: then return a tensor of the library's.
         """
 
-    def finalize_new(self, y: Tensor, dispatched: Dispatched, x_TH: Tensor) -> Pending[Tensor]:
-        """`finalize` into a new tensor like x_TH, for libraries that bring their own."""
-        return self.finalize(y, dispatched, torch.empty_like(x_TH))
-
-    @property
-    def offers_output(self) -> bool:
-        """Whether `output` gives a place, so that the experts' output takes no other memory."""
-        return False
-
     def output(self, dispatched: Dispatched) -> Tensor | None:
-        """Where `finalize` reads y from without copying it, shaped as it takes it; None: anywhere.
+        """Return a tensor for y that `finalize` reads without a copy, or None for no such tensor.
 
-        The experts then write there. It is counted in `buffer_bytes`.
+        The experts then write there. A class that overrides this method always returns a tensor,
+        and counts it in `buffer_bytes`.
         """
         return None
 
@@ -185,11 +194,6 @@ class PermuteExpertsUnpermute(Backend):
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         self.spec = spec
         self.problem = problem
-
-    @property
-    def slabs(self) -> bool:
-        """Whether tokens lie in slabs with room for each token once, on one side or inside."""
-        return self.spec.format is ActivationFormat.BATCHED
 
     @abstractmethod
     def pack(self, weights: ExpertWeights) -> PackedWeights:
@@ -255,6 +259,11 @@ class BufferSpec:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def offers_output(dispatcher: PrepareAndFinalize) -> bool:
+    """Return whether the experts write to `PrepareAndFinalize.output` of this dispatcher."""
+    return type(dispatcher).output is not PrepareAndFinalize.output
 
 
 def output_dtype(

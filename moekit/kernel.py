@@ -30,6 +30,7 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
     Routing,
+    offers_output,
     output_dtype,
 )
 from moekit.contract import (
@@ -100,6 +101,7 @@ class ModularKernel:
         self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
         self._moves = dispatcher.spec.moves_tokens
+        self._offers_output = offers_output(dispatcher)
         # Whether experts return (R, H) or (L, C, H), which the dispatcher takes as it is.
         self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
@@ -215,11 +217,10 @@ class ModularKernel:
         except BaseException:  # of this rank's experts, or of another rank's
             self.dispatcher.abandon(tokens)
             raise
-        if out is None:
-            combining = self.dispatcher.finalize_new(y, tokens, x)
-        else:
-            combining = self.dispatcher.finalize(y, tokens, out)
-        yield combining  # y and tokens live until the output has arrived
+        if out is None and not self.dispatcher.makes_output:
+            out = torch.empty_like(x)
+        # The combine reads y and tokens, which live here until the output has arrived.
+        yield self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
 
     def _arrange(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
@@ -260,7 +261,7 @@ class ModularKernel:
         """Return the experts' output as the dispatcher takes it, weighted and summed if needed."""
         dtype, device = self._output_dtype, tokens.x.device
         shape = torch.Size((*tokens.x.shape[:-1], self.problem.hidden_size))  # x may be packed
-        reduced = self.dispatcher.output(tokens)
+        reduced = self.dispatcher.output(tokens) if self._offers_output else None
         if reduced is None and not self._moves and out is not None:
             # Without transfer, the experts write the caller's output directly.
             reduced = out if out.is_contiguous() and out.shape == shape else None

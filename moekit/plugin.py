@@ -5,7 +5,7 @@ name works and warns. Every other module of moekit may change at any time. `moek
 `moekit.testing` keep the same promise.
 """
 
-from moekit.backends.local import LocalDispatcher, LocalSlabs, local_ids
+from moekit.backends.local import local_ids
 from moekit.contract import (
     BufferSpec,
     Dispatched,
@@ -56,8 +56,6 @@ __all__ = [
     "ExpertWeights",
     "ExpertsSpec",
     "Footprint",
-    "LocalDispatcher",
-    "LocalSlabs",
     "MoEProblem",
     "OperandQuant",
     "PackedWeights",

@@ -1,6 +1,7 @@
 """Bridges: experts of one activation format, presented as experts of the other.
 
-Exact rearrangements; only memory and the copying cost something, and `workspace` says how much.
+Bridges only rearrange rows, so results are exact. They cost copies, and the memory that `workspace`
+and `transient_bytes` report.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from moekit.discovery.answers import create
 from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.weights import ExpertWeights
+from moekit.runtime.rows import batched_places, from_batched, to_batched
 
 
 def bridge(
@@ -36,7 +38,7 @@ def bridge(
         return create(experts, spec, problem)
     if to is ActivationFormat.STANDARD:
         return BatchedAsStandard(create(experts, spec, problem), problem)
-    # Every slab row names one expert, so the experts' buffers need one slot per row.
+    # Every row of the batched layout has one expert, so buffers for top_k=1 are enough.
     return StandardAsBatched(create(experts, spec, problem.replace(top_k=1)), problem)
 
 
@@ -46,10 +48,6 @@ class _Bridge(PermuteExpertsUnpermute):
         to = ActivationFormat.STANDARD if standard else ActivationFormat.BATCHED
         super().__init__(inner.spec.bridged_to(to), problem)
         self.inner = inner
-
-    @property
-    def slabs(self) -> bool:
-        return True
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return self.inner.pack(weights)
@@ -64,14 +62,14 @@ class _Bridge(PermuteExpertsUnpermute):
 
 
 class StandardAsBatched(_Bridge):
-    """STANDARD experts fed from slabs: every slab row becomes a row with its expert as only id."""
+    """STANDARD experts over the batched layout: each row names the expert that it lies under."""
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         return self.inner.workspace(self.problem.num_local_experts * rows)
 
     def transient_bytes(self, rows: int) -> int:
-        slots = self.problem.num_local_experts * rows
-        return self.inner.transient_bytes(slots) + slots * (8 + 8 + 4 + 1)
+        all_rows = self.problem.num_local_experts * rows
+        return self.inner.transient_bytes(all_rows) + all_rows * (8 + 8 + 4 + 1)
 
     def apply(
         self,
@@ -100,22 +98,21 @@ class StandardAsBatched(_Bridge):
 
 
 class BatchedAsStandard(_Bridge):
-    """BATCHED experts fed from rows: rows are copied to their experts' slabs and gathered back.
+    """BATCHED experts over rows, which are copied to the batched layout and gathered back.
 
-    A slab holds as many rows as arrive, since all of them may name one expert. Index arithmetic
-    stays on the device.
+    Its capacity is the number of rows that arrive, since all of them may name one expert.
     """
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         p = self.problem
-        slots = p.num_local_experts * rows + 1  # the last row swallows pairs without an expert
+        batched_rows = p.num_local_experts * rows + 1  # the last one is for ids of -1
         activation = p.quant.activation
         dtypes = [p.dtype] if activation is None else [p.dtype, activation.torch_dtype]
         widest = max(dtypes, key=lambda d: d.itemsize)
         groups = 1 if activation is None else activation.scale_shape(1, p.hidden_size)[1]
         return (
-            BufferSpec((slots, p.hidden_size), widest),
-            BufferSpec((slots, groups), torch.float32),
+            BufferSpec((batched_rows, p.hidden_size), widest),
+            BufferSpec((batched_rows, groups), torch.float32),
             BufferSpec(
                 (p.num_local_experts, rows, p.hidden_size), output_dtype(p, self.inner.spec)
             ),
@@ -137,50 +134,19 @@ class BatchedAsStandard(_Bridge):
     ) -> None:
         ids, topk_weights, x = tokens.topk_ids, tokens.topk_weights, tokens.x
         assert ids is not None and topk_weights is not None
-        x_slab, scale_slab, y_slab, *inner_workspace = workspace
-        L, C = y_slab.shape[:2]
-        slot_RK, counts_L = slab_slots(ids, L, C)
+        x_memory, scale_memory, y_LCH, *inner_workspace = workspace
+        L, C = y_LCH.shape[:2]
+        places_RK, counts_L = batched_places(ids, L, C)
 
-        x_slab = x_slab.view(-1).view(x.dtype)[: x_slab.shape[0] * x.shape[1]]
-        x_slab = x_slab.view(-1, x.shape[1])
+        x_memory = x_memory.view(-1).view(x.dtype)[: (L * C + 1) * x.shape[1]]
+        x_LCH = to_batched(x, places_RK, (L, C), x_memory.view(-1, x.shape[1]))
         scale = tokens.x_scale
-        for k in range(ids.shape[1]):
-            x_slab[slot_RK[:, k]] = x
         activation = self.problem.quant.activation
         per_tensor = activation is not None and activation.per_tensor
-        if scale is not None and not (per_tensor and scale.shape[0] == 1):
-            for k in range(ids.shape[1]):
-                scale_slab[slot_RK[:, k], : scale.shape[1]] = scale
-            batched_scale: Tensor | None = scale_slab[: L * C, : scale.shape[1]].view(L, C, -1)
-        else:
-            batched_scale = None if scale is None else scale.view(1, 1, -1)
-        batched = Dispatched(
-            x=x_slab[: L * C].view(L, C, -1), x_scale=batched_scale, expert_num_tokens=counts_L
-        )
-        self.inner.apply(y_slab, batched, weights, inner_workspace)
-
-        total = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
-        y_rows = y_slab.view(L * C, -1)
-        for k in range(ids.shape[1]):
-            used = ids[:, k, None] >= 0
-            rows = y_rows[slot_RK[:, k].clamp(max=L * C - 1)].float()
-            total += torch.where(used, rows * topk_weights[:, k, None], 0.0)
-        y.copy_(total)
-
-
-def slab_slots(ids_RK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Assigns every pair (r, k) a slab row: ``expert * capacity + position``, in row order.
-
-    Returns slots (R, K) int64, with ``num_experts * capacity`` for pairs without an expert, and
-    the rows per expert (L,) int32.
-    """
-    flat = ids_RK.reshape(-1).long()
-    flat = torch.where(flat < 0, num_experts, flat)
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    starts = counts.cumsum(0) - counts
-    position = torch.empty_like(flat)
-    position[order] = torch.arange(len(flat), device=flat.device) - starts[flat[order]]
-    slots = torch.where(flat == num_experts, num_experts * capacity, flat * capacity + position)
-    return slots.view(ids_RK.shape), counts[:num_experts].int()
+        if scale is not None and per_tensor and scale.shape[0] == 1:
+            scale = scale.view(1, 1, -1)
+        elif scale is not None:
+            scale = to_batched(scale, places_RK, (L, C), scale_memory)
+        batched = Dispatched(x=x_LCH, x_scale=scale, expert_num_tokens=counts_L)
+        self.inner.apply(y_LCH, batched, weights, inner_workspace)
+        from_batched(y_LCH, places_RK, ids, topk_weights, y)

@@ -64,10 +64,6 @@ class CompositeExperts(PermuteExpertsUnpermute):
     def _index(self, rows: int) -> int:
         return self._serving[bisect_left(self._most, rows / self.problem.parallel.ep_size)]
 
-    @property
-    def slabs(self) -> bool:
-        return any(member.slabs for member in self.members)
-
     def pack(self, weights: ExpertWeights) -> CompositeWeights:
         """Every member's packed weights; those that keep the tensors as they are share them."""
         dense = {name: t.contiguous() for name, t in weights.tensors().items()}

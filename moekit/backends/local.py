@@ -1,16 +1,18 @@
-"""Where nothing moves: one rank, or ranks that all hold the same tokens. `local` is the first."""
+"""Dispatchers that move nothing, for one rank or for ranks that all hold the same tokens."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moekit.backends.bridge import slab_slots
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
-from moekit.problem import MoEProblem
+from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.overlap import Pending
+from moekit.runtime.rows import batched_places, from_batched, to_batched
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -19,12 +21,29 @@ if TYPE_CHECKING:
 
 
 def local_ids(topk_ids: Tensor, problem: MoEProblem) -> Tensor:
-    """Global physical ids -> local ids, -1 for experts of other ranks. Same dtype."""
+    """Return local expert ids for global physical ids, -1 for experts of other ranks.
+
+    The dtype stays the same.
+    """
     experts = problem.local_experts
     if len(experts) == problem.num_physical_experts:
         return topk_ids
     mine = (topk_ids >= experts.start) & (topk_ids < experts.stop)
     return torch.where(mine, topk_ids - experts.start, -1)
+
+
+def local_spec(spec: DispatcherSpec) -> DispatcherSpec:
+    """Return the spec of a dispatcher of this module, under the name and format of ``spec``.
+
+    It takes the place of a dispatcher that moves tokens where there is nothing to move.
+    """
+    standard = spec.format is ActivationFormat.STANDARD
+    dispatcher = LocalDispatcher if standard else LocalBatchedDispatcher
+    return replace(
+        spec, target=f"{__name__}:{dispatcher.__name__}", moves_tokens=False, requires=(),
+        check=None, footprint=None, overlaps=False, aborts=False, graph_safe=True,
+        deterministic=True,
+    )  # fmt: skip
 
 
 class LocalDispatcher(PrepareAndFinalize):
@@ -54,11 +73,8 @@ class LocalDispatcher(PrepareAndFinalize):
         return num_tokens
 
 
-class LocalSlabs(PrepareAndFinalize):
-    """BATCHED: rows are copied to their experts' slabs and gathered back, on the device alone.
-
-    What dispatchers of that format do where nothing moves.
-    """
+class LocalBatchedDispatcher(PrepareAndFinalize):
+    """BATCHED, capacity T. Rows are copied to the batched layout and gathered back."""
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
@@ -68,37 +84,42 @@ class LocalSlabs(PrepareAndFinalize):
         if quantize is not None:
             x, scale = quantize(x_TH, (ids >= 0).any(dim=1))
             scale = scale.expand(tokens, -1)
-        slot_TK, counts_L = slab_slots(ids, L, tokens)
+        places_TK, counts_L = batched_places(ids, L, tokens)
 
-        def slab(rows: Tensor) -> Tensor:
-            # One row more swallows what has no expert here.
-            made = rows.new_empty((L * tokens + 1, rows.shape[1]))
-            for k in range(ids.shape[1]):
-                made[slot_TK[:, k]] = rows
-            return made[:-1].view(L, tokens, -1 if rows.numel() else rows.shape[1])
+        def batched(rows: Tensor) -> Tensor:
+            return to_batched(rows, places_TK, (L, tokens), self._empty(L * tokens + 1, rows))
 
         dispatched = Dispatched(
-            x=slab(x),
-            x_scale=None if scale is None else slab(scale),
+            x=batched(x),
+            x_scale=None if scale is None else batched(scale),
             expert_num_tokens=counts_L,
-            handle=(ids, slot_TK, routing.topk_weights),
+            handle=(places_TK, ids, routing.topk_weights),
         )
         return Pending.ready(dispatched)
 
+    def _empty(self, count: int, rows: Tensor) -> Tensor:
+        return rows.new_empty((count, rows.shape[1]))
+
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        ids, slot_TK, weights = dispatched.handle
-        total = torch.zeros(out_TH.shape, dtype=torch.float32, device=out_TH.device)
-        rows = y.view(-1, y.shape[2])
-        for k in range(ids.shape[1] if rows.shape[0] else 0):
-            row = rows[slot_TK[:, k].clamp(max=rows.shape[0] - 1)].float()
-            total += torch.where(ids[:, k, None] >= 0, row * weights[:, k, None], 0.0)
-        return Pending.ready(out_TH.copy_(total))
+        places_TK, ids, weights = dispatched.handle
+        return Pending.ready(from_batched(y, places_TK, ids, weights, out_TH))
 
     def max_rows(self, num_tokens: int) -> int:
         return num_tokens
 
     def transient_bytes(self, num_tokens: int) -> int:
         p = self.problem
-        slab = (p.num_local_experts * num_tokens + 1) * p.hidden_size * p.dtype.itemsize
+        batched = (p.num_local_experts * num_tokens + 1) * p.hidden_size * p.dtype.itemsize
         indices = num_tokens * p.top_k * 8 * 8
-        return slab + num_tokens * p.hidden_size * 4 * 4 + indices
+        return batched + num_tokens * p.hidden_size * 4 * 4 + indices
+
+
+def __getattr__(name: str) -> type[PrepareAndFinalize]:
+    if name != "LocalSlabs":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "LocalSlabs is now LocalBatchedDispatcher; the old name goes with moekit 0.3",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return LocalBatchedDispatcher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize, output_dtype
+from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize, offers_output, output_dtype
 from moekit.problem import ActivationFormat
 from moekit.runtime.workspace import Workspace
 
@@ -36,7 +36,7 @@ class MemoryReport:
         # where nothing moves and rows are tokens.
         stays = not dispatcher.spec.moves_tokens and not batched and rows == num_tokens
         row_bytes = output_bytes if batched else p.hidden_size * p.dtype.itemsize
-        intermediate = 0 if dispatcher.offers_output or stays else slab * row_bytes
+        intermediate = 0 if offers_output(dispatcher) or stays else slab * row_bytes
         if not batched and not experts.spec.reduces:
             # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries
             intermediate += rows * p.top_k * output_bytes + 3 * rows * p.hidden_size * 4

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from moekit.backends.bridge import bridge
+from moekit.backends.local import local_spec
 from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize
 from moekit.discovery.answers import check_dispatcher, check_experts, create
 from moekit.discovery.registry import Registry, registry
@@ -15,7 +16,7 @@ from moekit.discovery.specs import BackendSpec, DispatcherSpec
 from moekit.errors import GroupMismatch, MoekitError, NoBackend, PeerFailed, Unsupported
 from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
-from moekit.runtime.group import same_choice
+from moekit.runtime.group import resolve, same_choice
 from moekit.runtime.workspace import Workspace
 from moekit.selection.composite import find_experts as find_experts
 from moekit.selection.explanation import Explanation, summary
@@ -187,12 +188,15 @@ def _make_best(selection: Selection, group: dist.ProcessGroup | None) -> _Made:
 def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup | None) -> _Made:
     problem, tokens = selection.problem, None
     dispatcher, experts = candidate.dispatcher, candidate.experts
+    moves = problem.parallel.moves_tokens
+    if dispatcher.moves_tokens and not moves:
+        dispatcher, group = local_spec(dispatcher), resolve(problem, group)
     with _blaming(dispatcher):
         dispatcher_class = dispatcher.load()
     # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
     with _blaming(experts):
         gemms = bridge(experts.load(), experts, problem, dispatcher.format)
-    if not problem.parallel.moves_tokens:
+    if not moves:
         with _blaming(dispatcher):
             tokens = create(dispatcher_class, dispatcher, problem, group)
             rows = check_dispatcher(tokens)

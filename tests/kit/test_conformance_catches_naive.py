@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from conformance_catches import suite
 from moekit_naive.dispatcher import NaiveDispatcher
 
 from moekit import ParallelConfig, Routing
-from moekit.backends.local import LocalDispatcher
-from moekit.contract import PrepareAndFinalize
 from moekit.errors import MoekitError, PeerFailed
 from moekit.runtime.overlap import Pending
 
@@ -109,12 +108,8 @@ class NotResolved(NaiveDispatcher):
     """Takes any group and any problem of the other ranks."""
 
     def __init__(self, spec, problem, group=None):
-        super().__init__(spec, problem.replace(parallel=ParallelConfig()), None)
-        moves = problem.parallel.moves_tokens
-        PrepareAndFinalize.__init__(
-            self, spec, problem, (group or dist.group.WORLD) if moves else None
-        )
-        self._local = LocalDispatcher(spec, problem)
+        with mock.patch("moekit_naive.dispatcher.resolve", lambda *_: group or dist.group.WORLD):
+            super().__init__(spec, problem, group)
 
 
 class GroupForgotten(NaiveDispatcher):

@@ -88,7 +88,7 @@ def dispatches(body: str, named: str) -> Case:
         f"    return [moekit.DispatcherSpec(name='bad', target={LATE!r}, moves_tokens=False,\n"
         "        format=moekit.ActivationFormat.STANDARD, priority=1000)]",
         state="ok",
-        late=f"from moekit.plugin import LocalDispatcher\nclass Late(LocalDispatcher):\n    {body}",
+        late=f"from moekit.backends.local import LocalDispatcher\nclass Late(LocalDispatcher):\n    {body}",
         named=named,
     )
 

@@ -65,7 +65,8 @@ def measure(rank: int, ranks: int, wire: str, T: int) -> Times:
                 quantizer = None if prepared is None else lambda *_: prepared
                 tokens = d.prepare(x, routing, quantizer).result()
                 # As a kernel does that is given no `out`.
-                d.finalize_new(_place(d, tokens, y) if in_place else y, tokens, x).result()
+                out = None if d.makes_output else torch.empty_like(x)
+                d.finalize(_place(d, tokens, y) if in_place else y, tokens, out).result()
 
             times[name] = timed(pair)
             if name == "flashinfer_alltoall":

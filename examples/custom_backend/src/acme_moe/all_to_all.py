@@ -17,7 +17,6 @@ from torch import Tensor
 from moekit.plugin import (
     Dispatched,
     DispatcherSpec,
-    LocalDispatcher,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -41,15 +40,12 @@ class AcmeAllToAll(PrepareAndFinalize):
     ) -> None:
         # Ranks whose versions exchange different messages must not start: hence the protocol.
         super().__init__(spec, problem, resolve(problem, group, protocol="acme-moe 1"))
-        self._local = LocalDispatcher(spec, problem)
-        if self.group is not None:
-            self._transfers = Transfers(self.group)  # names the rank that a failure is due to
+        assert self.group is not None
+        self._transfers = Transfers(self.group)  # names the rank that a failure is due to
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        if self.group is None:  # all ranks hold the same tokens, so none has to move
-            return self._local.prepare(x_TH, routing, quantize)
         assert quantize is None, "the spec declares no wire_schemes"
         wanted_NT = self._wanted(routing.topk_ids)
         token_S = wanted_NT.nonzero()[:, 1]  # the token of each row to send, by destination rank
@@ -68,8 +64,6 @@ class AcmeAllToAll(PrepareAndFinalize):
         return Pending.ready(Dispatched(x_RH, None, ids_RK, weights_RK, handle=handle))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        if self.group is None:
-            return self._local.finalize(y, dispatched, out_TH)
         token_S, sent, received = dispatched.handle
         y_SH = self._exchange(y, received, sent)
         total_TH = torch.zeros(out_TH.shape, dtype=torch.float32, device=out_TH.device)
@@ -82,8 +76,6 @@ class AcmeAllToAll(PrepareAndFinalize):
         return num_tokens * self.problem.parallel.dp_size
 
     def transient_bytes(self, num_tokens: int) -> int:
-        if self.group is None:
-            return 0
         p, rows = self.problem, self.max_rows(num_tokens)
         row = p.hidden_size * p.dtype.itemsize + p.top_k * (8 + 4)
         # Rows as sent and as received, ids shifted, indices; the sum and one rank's rows in fp32.

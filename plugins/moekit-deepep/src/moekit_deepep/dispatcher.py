@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import Tensor
 from moekit.errors import CapacityExceeded
 from moekit.plugin import (
     Dispatched,
-    LocalDispatcher,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -32,18 +31,17 @@ class DeepEPDispatcher(PrepareAndFinalize):
 
     Transfers run on the library's stream, in the order in which they were started: any number of
     calls may be in flight. Construction is collective, and so are calls and, with the last kernel
-    that uses a buffer, `destroy`. With dp_size=1 nothing moves and no group is needed.
+    that uses a buffer, `destroy`.
     """
 
-    # What to do where nothing moves.
-    local: ClassVar[type[PrepareAndFinalize]] = LocalDispatcher
+    makes_output = True
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, self._protocol()))
-        self._local = self.local(spec, problem)
-        self._lease = None if self.group is None else self._acquire(self.group)
+        assert self.group is not None
+        self._lease: buffers.Lease | None = self._acquire(self.group)
 
     def _protocol(self) -> str:
         return buffers.protocol()
@@ -66,8 +64,6 @@ class DeepEPDispatcher(PrepareAndFinalize):
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        if self.group is None:
-            return self._local.prepare(x_TH, routing, quantize)
         most = self.problem.max_num_tokens
         if most is not None and x_TH.shape[0] > most:
             raise CapacityExceeded(
@@ -76,15 +72,8 @@ class DeepEPDispatcher(PrepareAndFinalize):
             )
         return self._dispatch(self._buffer, x_TH, routing, quantize)
 
-    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        if self.group is None:
-            return self._local.finalize(y, dispatched, out_TH)
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
         return self._combine(self._buffer, y, dispatched, out_TH)
-
-    def finalize_new(self, y: Tensor, dispatched: Dispatched, x_TH: Tensor) -> Pending[Tensor]:
-        if self.group is None:
-            return super().finalize_new(y, dispatched, x_TH)
-        return self._combine(self._buffer, y, dispatched, None)
 
     @property
     def _buffer(self) -> Any:
@@ -92,8 +81,7 @@ class DeepEPDispatcher(PrepareAndFinalize):
         return self._lease.buffer
 
     def max_rows(self, num_tokens: int) -> int:
-        if self.group is None:
-            return self._local.max_rows(num_tokens)
+        assert self.group is not None
         return self.group.size() * self._tokens(num_tokens)
 
     @abstractmethod
@@ -101,8 +89,6 @@ class DeepEPDispatcher(PrepareAndFinalize):
         """Tokens of each rank that there is room for, when each passes ``num_tokens``."""
 
     def transient_bytes(self, num_tokens: int) -> int:
-        if self.group is None:
-            return self._local.transient_bytes(num_tokens)
         return self._transient_bytes(num_tokens, self.max_rows(num_tokens))
 
     @abstractmethod

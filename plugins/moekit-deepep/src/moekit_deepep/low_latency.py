@@ -18,7 +18,7 @@ import deep_ep
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.plugin import Dispatched, LocalSlabs, Pending, Quantizer, Routing
+from moekit.plugin import Dispatched, Pending, Quantizer, Routing
 
 from . import buffers, footprint
 from .dispatcher import DeepEPDispatcher, Transfer
@@ -29,8 +29,6 @@ class LowLatencyDispatcher(DeepEPDispatcher):
 
     All dispatchers of one shape share a buffer, but several shapes may be in use at a time.
     """
-
-    local = LocalSlabs
 
     def _protocol(self) -> str:
         return f"{super()._protocol()}, NVSHMEM between ranks {buffers.connected()}"

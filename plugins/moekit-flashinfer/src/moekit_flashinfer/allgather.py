@@ -12,7 +12,6 @@ is not needed; it runs on gloo too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from moekit.plugin import (
     Dispatched,
-    LocalDispatcher,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -56,15 +54,13 @@ class AllGatherDispatcher(PrepareAndFinalize):
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
-        self._local = LocalDispatcher(spec, problem)
-        self._capacity = problem.max_num_tokens or 0
-        self._transfers = nullcontext() if self.group is None else Transfers(self.group)
+        assert self.group is not None and problem.max_num_tokens is not None
+        self._capacity = problem.max_num_tokens
+        self._transfers = Transfers(self.group)
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        if self.group is None:
-            return self._local.prepare(x_TH, routing, quantize)
         p, ids = self.problem, routing.topk_ids
         payloads = {"x": x_TH}
         if quantize is not None:
@@ -111,8 +107,6 @@ class AllGatherDispatcher(PrepareAndFinalize):
         return everyone.view(dtype), wait
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        if self.group is None:
-            return self._local.finalize(y, dispatched, out_TH)
         partial_RH = torch.empty_like(y)
         with self._transfers:
             work = dist.all_to_all_single(
@@ -131,10 +125,9 @@ class AllGatherDispatcher(PrepareAndFinalize):
         return Pending(combine)
 
     def max_rows(self, num_tokens: int) -> int:
-        return num_tokens if self.group is None else self.group.size() * self._capacity
+        assert self.group is not None
+        return self.group.size() * self._capacity
 
     def transient_bytes(self, num_tokens: int) -> int:
-        if self.group is None:
-            return 0
         rows = self.max_rows(num_tokens)
         return footprint.allgather_transient(self.problem, num_tokens, rows, self._capacity)

@@ -20,7 +20,6 @@ from torch import Tensor
 from moekit.errors import InvalidInput
 from moekit.plugin import (
     Dispatched,
-    LocalDispatcher,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -129,18 +128,23 @@ class OneSidedDispatcher(PrepareAndFinalize):
     find out before.
     """
 
+    makes_output = True
+
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, protocol(spec.name)))
-        self._local = LocalDispatcher(spec, problem)
-        self._slots: Slots | None = None
-        if self.group is not None:
-            capacity, sizes = problem.max_num_tokens, self._row_bytes()
-            assert capacity is not None
-            ranks, made_in = tuple(dist.get_process_group_ranks(self.group)), self.group
-            self._key = (ranks, capacity, sizes)
-            self._slots = _shared.acquire(self._key, lambda: Slots(made_in, capacity, sizes))
+        capacity, sizes, made_in = problem.max_num_tokens, self._row_bytes(), self.group
+        assert capacity is not None and made_in is not None
+        self._key = (tuple(dist.get_process_group_ranks(made_in)), capacity, sizes)
+        self._held: Slots | None = _shared.acquire(
+            self._key, lambda: Slots(made_in, capacity, sizes)
+        )
+
+    @property
+    def _slots(self) -> Slots:
+        assert self._held is not None, "called after destroy()"
+        return self._held
 
     def _row_bytes(self) -> tuple[int, int]:
         return footprint.one_sided_row_bytes(self.problem)
@@ -150,8 +154,6 @@ class OneSidedDispatcher(PrepareAndFinalize):
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        if self._slots is None:
-            return self._local.prepare(x_TH, routing, quantize)
         ids, p, peers = routing.topk_ids, self.problem, self._slots.peers
         payloads = {"x": x_TH, "weights": routing.topk_weights, "ids": ids}
         if quantize is not None:
@@ -182,35 +184,21 @@ class OneSidedDispatcher(PrepareAndFinalize):
         )
         return Pending.ready(tokens)
 
-    @property
-    def offers_output(self) -> bool:
-        return self._slots is not None
-
-    def output(self, dispatched: Dispatched) -> Tensor | None:
-        """(R, H) in the buffer that peers read: what is written here needs no copy in finalize.
-
-        None where nothing moves.
-        """
-        if self._slots is None:
-            return None
+    def output(self, dispatched: Dispatched) -> Tensor:
+        """Return (R, H) in the buffer that other ranks read."""
         p, call, peers = self.problem, dispatched.handle, self._slots.peers
         nbytes = self.max_rows(0) * p.hidden_size * p.dtype.itemsize
         mine = call.slot.memory.tensor[peers.rank]
         rows = mine[call.offset : call.offset + nbytes].view(p.dtype)
         return rows.view(-1, p.hidden_size)
 
-    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        if self._slots is None:
-            return self._local.finalize(y, dispatched, out_TH)
-        return Pending.ready(out_TH.copy_(self._combine(y, dispatched.handle, self._slots)))
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
+        combined = self._combine(y, dispatched.handle)
+        return Pending.ready(combined if out_TH is None else out_TH.copy_(combined))
 
-    def finalize_new(self, y: Tensor, dispatched: Dispatched, x_TH: Tensor) -> Pending[Tensor]:
-        if self._slots is None:
-            return super().finalize_new(y, dispatched, x_TH)
-        return Pending.ready(self._combine(y, dispatched.handle, self._slots))
-
-    def _combine(self, y_RH: Tensor, call: _Call, slots: Slots) -> Tensor:
-        p, peers, slot = self.problem, slots.peers, call.slot
+    def _combine(self, y_RH: Tensor, call: _Call) -> Tensor:
+        p, slots, slot = self.problem, self._slots, call.slot
+        peers = slots.peers
         mine = slot.memory.tensor[peers.rank]
         in_place = y_RH.data_ptr() == mine.data_ptr() + call.offset
         combined: Tensor = slots.library.moe_a2a_combine(
@@ -224,29 +212,24 @@ class OneSidedDispatcher(PrepareAndFinalize):
     def abandon(self, dispatched: Dispatched) -> None:
         """Peers wait in combine for every rank that dispatched, so this one takes part, with NaN:
         where they are not about to fail too, they shall see that something is missing."""
-        y_RH = self.output(dispatched)
-        if self._slots is not None and y_RH is not None:
-            self._combine(y_RH.fill_(float("nan")), dispatched.handle, self._slots)
+        if self._held is not None:
+            self._combine(self.output(dispatched).fill_(float("nan")), dispatched.handle)
 
     # -- memory -----------------------------------------------------------------------------
 
     def max_rows(self, num_tokens: int) -> int:
-        if self._slots is None:
-            return num_tokens
         return self._slots.peers.size * self._slots.capacity
 
     def buffer_bytes(self) -> int:
-        return 0 if self._slots is None else self._slots.nbytes
+        return 0 if self._held is None else self._held.nbytes
 
     def transient_bytes(self, num_tokens: int) -> int:
-        if self._slots is None:
-            return 0
         rows = self.max_rows(num_tokens)
         return footprint.one_sided_transient(self.problem, num_tokens, rows)
 
     def destroy(self) -> None:
-        if self._slots is not None:
-            self._slots = None
+        if self._held is not None:
+            self._held = None
             _shared.release(self._key)
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from moekit.plugin import (
     Dispatched,
-    LocalDispatcher,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -81,18 +80,20 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, protocol(spec.name)))
-        self._local = LocalDispatcher(spec, problem)
-        self._fifos: Fifos | None = None
-        if self.group is not None:
-            self._key, made_in = tuple(dist.get_process_group_ranks(self.group)), self.group
-            self._fifos = _shared.acquire(self._key, lambda: Fifos(made_in))
-        self._capacity = problem.max_num_tokens or 0
+        made_in = self.group
+        assert made_in is not None and problem.max_num_tokens is not None
+        self._key = tuple(dist.get_process_group_ranks(made_in))
+        self._held: Fifos | None = _shared.acquire(self._key, lambda: Fifos(made_in))
+        self._capacity = problem.max_num_tokens
+
+    @property
+    def _fifos(self) -> Fifos:
+        assert self._held is not None, "called after destroy()"
+        return self._held
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        if self._fifos is None:
-            return self._local.prepare(x_TH, routing, quantize)
         p, fifos, ids = self.problem, self._fifos, routing.topk_ids
         rank, ranks, experts = fifos.peers.rank, fifos.peers.size, p.num_physical_experts
         payloads = {"x": x_TH}
@@ -125,16 +126,15 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         return Pending.ready(tokens)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        if self._fifos is None:
-            return self._local.finalize(y, dispatched, out_TH)
-        rows_TKH = self._combine(y, dispatched.handle, self._fifos)
+        rows_TKH = self._combine(y, dispatched.handle)
         if out_TH.is_contiguous():
             return Pending.ready(torch.sum(rows_TKH, dim=1, out=out_TH))
         return Pending.ready(out_TH.copy_(rows_TKH.sum(dim=1)))
 
-    def _combine(self, y_RH: Tensor, call: _Call, fifos: Fifos) -> Tensor:
-        """(T, K, H): one row for each rank that had the token, and zeros."""
+    def _combine(self, y_RH: Tensor, call: _Call) -> Tensor:
+        """Return (T, K, H): one row for each rank that had the token, and zeros."""
         info, shape = call.info, (call.tokens, self.problem.top_k, y_RH.shape[1])
+        fifos = self._fifos
         rows = y_RH.new_zeros((shape[0] * shape[1], shape[2]))
         fifos.library.moe_comm(
             y_RH.contiguous(), info.recv_rank_count_cumsum, info.recv_rank_local_indices,
@@ -145,27 +145,25 @@ class TwoSidedDispatcher(PrepareAndFinalize):
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Peers may wait for this rank's rows: they get NaN."""
-        if self._fifos is not None:
+        if self._held is not None:
             y_RH = dispatched.x.new_full(
                 (self.max_rows(0), self.problem.hidden_size), float("nan"), dtype=self.problem.dtype
             )
-            self._combine(y_RH, dispatched.handle, self._fifos)
+            self._combine(y_RH, dispatched.handle)
 
     # -- memory -----------------------------------------------------------------------------
 
     def max_rows(self, num_tokens: int) -> int:
-        return num_tokens if self._fifos is None else self._fifos.peers.size * self._capacity
+        return self._fifos.peers.size * self._capacity
 
     def buffer_bytes(self) -> int:
-        return 0 if self._fifos is None else self._fifos.nbytes
+        return 0 if self._held is None else self._held.nbytes
 
     def transient_bytes(self, num_tokens: int) -> int:
-        if self._fifos is None:
-            return 0
         rows = self.max_rows(num_tokens)
         return footprint.two_sided_transient(self.problem, num_tokens, rows, self._capacity)
 
     def destroy(self) -> None:
-        if self._fifos is not None:
-            self._fifos = None
+        if self._held is not None:
+            self._held = None
             _shared.release(self._key)

@@ -18,7 +18,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from torch import Tensor
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.plugin import (
     Dispatched,
-    LocalDispatcher,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -89,30 +88,27 @@ class NaiveDispatcher(PrepareAndFinalize):
 
     The group holds ``ep_size * tp_size`` ranks, group rank = ep_rank * tp_size + tp_rank, and
     ``dp_size`` batches of tokens, consecutive ranks sharing one. Every rank's result is complete:
-    summed over expert shares and over slices of the intermediate size. With dp_size=1 nothing
-    moves, no group is needed, and the result is this rank's partial sum, as with `local`.
+    summed over expert shares and over slices of the intermediate size.
 
-    Construction is collective when tokens move or a group is given, and so is every call: all
-    ranks must start calls in one order and take results in that order. T may differ between
-    ranks and be 0. x must stay unchanged until the call's result is taken.
+    Construction and every call are collective: all ranks must start calls in one order and take
+    results in that order. T may differ between ranks and be 0. x must stay unchanged until the
+    call's result is taken.
     """
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
-        self._local = LocalDispatcher(spec, problem)
-        self._transfers = nullcontext() if self.group is None else Transfers(self.group)
-        self._board = None if self.group is None else board_of(self.group, _timeout(self.group))
+        assert self.group is not None
+        self._transfers = Transfers(self.group)
+        self._board = board_of(self.group, _timeout(self.group))
         # Without a board, sizes go over a CPU backend if there is one: the GPU need not drain.
-        on_cpu = self.group is None or has_backend(self.group, "cpu")
+        on_cpu = has_backend(self.group, "cpu")
         self._header_device = "cpu" if on_cpu else problem.device.type
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        if self.group is None:
-            return self._local.prepare(x_TH, routing, quantize)
         try:
             x, meta = self._to_send(x_TH, routing, quantize)
         except BaseException as error:  # the others are on their way into this exchange
@@ -133,8 +129,7 @@ class NaiveDispatcher(PrepareAndFinalize):
         return Pending(arrive)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        if self.group is None:
-            return self._local.finalize(y, dispatched, out_TH)
+        assert self.group is not None
         sizes: _Sizes = dispatched.handle
         tokens, hidden = out_TH.shape
         if not sizes.rows:
@@ -169,15 +164,14 @@ class NaiveDispatcher(PrepareAndFinalize):
         return Pending(combine)
 
     def max_rows(self, num_tokens: int) -> int:
-        return num_tokens * (1 if self.group is None else self.problem.parallel.dp_size)
+        return num_tokens * self.problem.parallel.dp_size
 
     def transient_bytes(self, num_tokens: int) -> int:
-        return 0 if self.group is None else transient_bytes(self.problem, num_tokens)
+        return transient_bytes(self.problem, num_tokens)
 
     def abort(self, reason: str) -> None:
         """Takes this rank's place in the header exchange: every other rank raises PeerFailed."""
-        if self.group is None:
-            return
+        assert self.group is not None
         try:
             self._exchange_headers([-1, 0, 0])
             exchange(_REASONS, reason, self.group)

@@ -21,7 +21,6 @@ from torch import Tensor
 from moekit.errors import GroupMismatch
 from moekit.plugin import (
     Dispatched,
-    LocalSlabs,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -56,9 +55,9 @@ class PplxDispatcher(PrepareAndFinalize):
     """BATCHED, over `pplx_kernels.AllToAll.intranode`, on the GPUs of one host.
 
     C is ``ep_size * max_num_tokens`` whatever T is, and T may differ between ranks and be 0.
-    Construction is collective where tokens move, and so are every call (on whatever stream) and
-    `destroy`. Buffers appear with the first call; a second set with the first call that is started
-    while another is in flight. Where nothing moves (dp_size=1), no group or library is needed.
+    Construction is collective, and so are every call (on any stream) and `destroy`. The first call
+    allocates buffers; a second set is allocated by the first call that is started while another is
+    in flight.
     """
 
     library = staticmethod(all_to_all)
@@ -66,22 +65,17 @@ class PplxDispatcher(PrepareAndFinalize):
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
-        moves = problem.parallel.moves_tokens
-        self._library = self.library() if moves else None
+        self._library = self.library()
         self._device = _device(problem)
         self._multiprocessors = TOKENS_PER_ROUND
         if self._device.type == "cuda":
             properties = torch.cuda.get_device_properties(self._device)
             self._multiprocessors = properties.multi_processor_count
-        common = ""
-        if moves:
-            self._layout = Layout.of(problem, self._multiprocessors)
-            common = f"{self._layout.rounds} rounds of pplx-kernels on host {socket.gethostname()}"
+        self._layout = Layout.of(problem, self._multiprocessors)
+        common = f"{self._layout.rounds} rounds of pplx-kernels on host {socket.gethostname()}"
         super().__init__(spec, problem, resolve(problem, group, common))
-        self._here = LocalSlabs(spec, problem)
+        assert self.group is not None
         self._lanes: dict[Hashable, Lanes] = {}
-        if self.group is None:
-            return
         if not has_backend(self.group, "cpu"):
             raise GroupMismatch(
                 f"the process group's backends are {dist.get_backend_config(self.group)}, but the "
@@ -93,8 +87,6 @@ class PplxDispatcher(PrepareAndFinalize):
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        if self.group is None:
-            return self._here.prepare(x_TH, routing, quantize)
         at, p = self._layout, self.problem
         x, scale_TS, groups = x_TH, None, 0
         if quantize is not None:
@@ -141,21 +133,13 @@ class PplxDispatcher(PrepareAndFinalize):
 
         return Pending(arrive)
 
-    @property
-    def offers_output(self) -> bool:
-        return self.group is not None
-
-    def output(self, dispatched: Dispatched) -> Tensor | None:
-        """(L, C, H) where the library reads: what is written here needs no copy in finalize."""
-        if self.group is None:
-            return None
+    def output(self, dispatched: Dispatched) -> Tensor:
+        """Return (L, C, H) in the memory that the library sends from."""
         call: _Call = dispatched.handle
         return call.lane.y_SCH[: self.problem.num_local_experts]
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         wanted = self.output(dispatched)
-        if wanted is None:
-            return self._here.finalize(y, dispatched, out_TH)
         call: _Call = dispatched.handle
         if y.data_ptr() != wanted.data_ptr():
             wanted.copy_(y)
@@ -165,35 +149,28 @@ class PplxDispatcher(PrepareAndFinalize):
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Ends the call with NaN rows: the library wants a combine after every dispatch."""
-        wanted = self.output(dispatched)
-        if wanted is None:
-            return
         call: _Call = dispatched.handle
-        wanted.fill_(float("nan"))
+        self.output(dispatched).fill_(float("nan"))
         tokens = call.ids_TK.shape[0]
         shape = (tokens, self._layout.hidden_size)
         self._combine(call, torch.empty(shape, dtype=self.problem.dtype, device=self._device))
 
     @property
-    def num_sms(self) -> int | None:
+    def num_sms(self) -> int:
         """Multiprocessors that the library's kernels occupy: all."""
-        return None if self.group is None else self._multiprocessors
+        return self._multiprocessors
 
     def max_rows(self, num_tokens: int) -> int:
-        return num_tokens if self.group is None else self._layout.slab_rows
+        return self._layout.slab_rows
 
     def buffer_bytes(self) -> int:
         """What it holds; before the first call, what that will make it hold."""
-        if self.group is None:
-            return 0
         if self._lanes:
             return sum(lanes.nbytes for lanes in self._lanes.values())
         row = self._layout.hidden_size * self.problem.dtype.itemsize
         return self._layout.lane_bytes(Wire(row, 0), self.problem.dtype)
 
     def transient_bytes(self, num_tokens: int) -> int:
-        if self.group is None:
-            return self._here.transient_bytes(num_tokens)
         return self._layout.transient_bytes(self.problem, num_tokens)
 
     def destroy(self) -> None:
