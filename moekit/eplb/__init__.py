@@ -1,9 +1,9 @@
-"""Expert-parallel load balancing: replicas of busy experts, and experts that move between ranks.
+"""Expert-parallel load balancing: replicate hot experts, and move experts between ranks.
 
-Rebalancer   for a model's layers: route (and count), step, rebalance
-Policy       load and placement -> a better placement; `Balanced` is built in
-Placement    which expert each physical slot holds
-migrate      packed weights follow a new placement, in place, between two calls
+Rebalancer   counts the load of a model's layers and moves their experts
+Policy       chooses a better placement from the load; `Balanced` is built in
+Placement    the logical expert of each physical expert
+migrate      moves packed weights to a new placement, in place, between two calls
 """
 
 from moekit.eplb.migrate import MigrationReport as MigrationReport

@@ -1,9 +1,10 @@
-"""Packed weights follow a new placement: bytes travel between ranks, tensors stay where they are.
+"""Move packed weights to a new placement: bytes travel between ranks, tensors stay in place.
 
-A packed tensor is a row of bytes per expert. All experts of a migration move together, a column of
-bytes after the other: each rank stages the column of the experts that leave its slots, one
-all-to-all delivers, the arrivals are written. What is overwritten has been staged before, so slots
-may trade experts in any cycle, and the buffers are as small as the columns are narrow.
+A packed tensor is a row of bytes for each expert. All experts of a migration move together, one
+column of bytes at a time: each rank copies the column of the experts that it sends to a staging
+buffer, one all-to-all exchanges the buffers, and each rank writes what it received. Everything
+that is overwritten was staged before, so experts may trade places in any cycle, and the buffers
+are as small as the columns are narrow.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from moekit.untrusted.arguments import size as size_kind
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """What a migration did on all ranks together.
+    """What a migration did, on all ranks together.
 
-    received: slots filled from another rank; bytes_moved: their bytes (under tensor parallelism,
-    of this rank's slice). copied: slots filled from their own rank. seconds: wall time here, the
-    device's work included.
+    Attributes:
+        received: Experts that came from another rank.
+        copied: Experts that came from their own rank.
+        bytes_moved: Bytes of the received experts; under tensor parallelism, of this rank's slice.
+        seconds: Wall time on this rank, including the device's work.
     """
 
     received: int
@@ -49,8 +52,8 @@ class MigrationReport:
         )
 
 
-class HalfMoved(WeightsError):
-    """A transfer broke off: what a layer has packed is half old and half new."""
+class MigrationInterrupted(WeightsError):
+    """A transfer failed: the layer's packed weights are a mix of both placements."""
 
 
 _KINDS = {
@@ -71,71 +74,110 @@ def migrate(
     *,
     staging_bytes: int = 2**27,
 ) -> MigrationReport:
-    """Moves the experts of ``packed`` from ``old`` to ``new`` slots on all ranks, between calls.
+    """Move the experts of ``packed`` from their ``old`` to their ``new`` placement, in place.
 
-    In place: addresses stay, so captured CUDA graphs stay valid. (What a backend packs without a
-    copy is overwritten in the caller's own tensors, too.) Whatever was derived per expert moves
-    along. Shared tensors stay, and must be equal on all ranks.
+    Collective over ``group``; no call may be in flight. Addresses do not change, so captured CUDA
+    graphs stay valid. (If a backend packs without copying, the caller's own tensors are
+    overwritten, too.) Everything that was derived for an expert moves with it. Shared tensors do
+    not move and must be equal on all ranks.
 
-    Collective over ``group``, where a rank is ep_rank * tp_size + tp_rank; None: one rank.
-    staging_bytes: most that a rank allocates for it, if that is a byte for every expert it moves.
+    Args:
+        packed: The layer's packed weights.
+        old, new: The placements.
+        group: The layer's ranks, where a rank is ``ep_rank * tp_size + tp_rank``. None: one rank.
+        staging_bytes: Limit of a rank's staging buffer. At least one byte for each expert that
+            the rank moves is needed.
 
-    Raises before anything moves: InvalidInput, WeightsError or GroupMismatch on the ranks at fault
-    and PeerFailed on the others; GroupMismatch on all if they disagree on placements or the form
-    of the weights. HalfMoved when the transfer breaks off: then load the weights again.
+    Raises:
+        InvalidInput, WeightsError, GroupMismatch: On the ranks whose arguments are wrong, before
+            anything moves.
+        PeerFailed: On the other ranks.
+        GroupMismatch: On all ranks, if placements or packed tensors differ.
+        MigrationInterrupted: The transfer failed. Load the weights again.
     """
     started = time.perf_counter()
     accept(_KINDS, locals(), InvalidInput)
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    tp_size = max(1, size // old.ep_size)
-    me, rank_of = rank // tp_size, old.rank_of
     error: Exception | None = None
     try:
         _check(packed, old, new, group)
-        rows = [_rows(name, packed[name], old.slots(me)) for name in sorted(packed.experts)]
-        moves, first = _plan(old, new), old.slots(me).start
-        leaving = [(rank_of[t], s - first) for s, t in moves if rank_of[s] == me]
-        arriving = sorted((rank_of[s], t - first) for s, t in moves if rank_of[t] == me)
-        busiest = max(Counter(rank_of[slot] for move in moves for slot in move).values(), default=1)
-        width = min(max(1, staging_bytes // busiest), max(row.shape[1] for row in rows))
-        staging = rows[0].new_empty((len(leaving) + len(arriving)) * width)
-    except Exception as found:  # whatever it is, no rank may wait for this one
+        transfer = _Transfer(packed, old, new, group, staging_bytes)
+    except Exception as found:  # of any kind: the other ranks must not wait for this one
         error = found
     common = {"old placement": digest(old), "new placement": digest(new)}
     agree(group, common | _form(packed) | {"staging_bytes": str(staging_bytes)}, error)
-
-    # Sizes of the all-to-all: ranks of one tensor-parallel slice trade with each other.
-    sends, receives = [0] * size, [0] * size
-    for counts, others in ((sends, leaving), (receives, arriving)):
-        for other, _ in others:
-            counts[other * tp_size + rank % tp_size] += 1
     try:
-        for column in (c for row in rows if moves for c in torch.split(row, width, dim=1)):
-            n = column.shape[1]
-            out = staging[: len(leaving) * n].view(len(leaving), n)
-            got = staging[out.numel() :][: len(arriving) * n].view(len(arriving), n)
-            for staged, (_, slot) in zip(out, leaving, strict=True):
-                staged.copy_(column[slot])
-            if group is None:
-                got.copy_(out)
-            else:
-                dist.all_to_all_single(got, out, receives, sends, group=group)
-            for staged, (_, slot) in zip(got, arriving, strict=True):
-                column[slot].copy_(staged)
+        transfer.run()
     except RuntimeError as fault:
-        raise HalfMoved(
-            f"the migration broke off: {fault}. The layer's weights are half old and half new: "
+        raise MigrationInterrupted(
+            f"the migration failed: {fault}. The layer's weights are a mix of both placements: "
             "load them again"
         ) from fault
-    if rows[0].device.type != "cpu":
-        torch.get_device_module(rows[0].device).synchronize(rows[0].device)
+    transfer.synchronize()
+    moves, rank_of = transfer.moves, old.rank_of
     received = sum(rank_of[source] != rank_of[target] for source, target in moves)
-    moved = received * sum(row.shape[1] for row in rows)
+    moved = received * sum(row.shape[1] for row in transfer.rows)
     return MigrationReport(received, len(moves) - received, moved, time.perf_counter() - started)
 
 
+class _Transfer:
+    """The all-to-all exchanges of one migration, with this rank's part and its staging buffer."""
+
+    def __init__(
+        self,
+        packed: PackedWeights,
+        old: Placement,
+        new: Placement,
+        group: dist.ProcessGroup | None,
+        staging_bytes: int,
+    ) -> None:
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        tp_size = max(1, ranks // old.ep_size)
+        me, rank_of = rank // tp_size, old.rank_of
+        self.group = group
+        self.rows = [_rows(name, packed[name], old.slots(me)) for name in sorted(packed.experts)]
+        self.moves, first = _plan(old, new), old.slots(me).start
+        leaving = [(rank_of[t], s - first) for s, t in self.moves if rank_of[s] == me]
+        arriving = sorted((rank_of[s], t - first) for s, t in self.moves if rank_of[t] == me)
+        self.sent, self.received = [s for _, s in leaving], [t for _, t in arriving]
+        loads = Counter(rank_of[slot] for move in self.moves for slot in move)
+        most = max(loads.values(), default=1)
+        self.width = min(max(1, staging_bytes // most), max(row.shape[1] for row in self.rows))
+        self.staging = self.rows[0].new_empty((len(leaving) + len(arriving)) * self.width)
+        # Ranks with the same tensor-parallel slice exchange rows.
+        self.send_splits, self.receive_splits = [0] * ranks, [0] * ranks
+        for splits, others in ((self.send_splits, leaving), (self.receive_splits, arriving)):
+            for other, _ in others:
+                splits[other * tp_size + rank % tp_size] += 1
+
+    def run(self) -> None:
+        """Move all experts, one column of bytes at a time."""
+        for row in self.rows if self.moves else ():
+            for column in torch.split(row, self.width, dim=1):
+                self._move(column)
+
+    def _move(self, column: Tensor) -> None:
+        n = column.shape[1]
+        out = self.staging[: len(self.sent) * n].view(len(self.sent), n)
+        got = self.staging[out.numel() :][: len(self.received) * n].view(len(self.received), n)
+        for staged, slot in zip(out, self.sent, strict=True):
+            staged.copy_(column[slot])
+        if self.group is None:
+            got.copy_(out)
+        else:
+            splits = (self.receive_splits, self.send_splits)
+            dist.all_to_all_single(got, out, *splits, group=self.group)
+        for staged, slot in zip(got, self.received, strict=True):
+            column[slot].copy_(staged)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        device = self.rows[0].device
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+
+
 def _plan(old: Placement, new: Placement) -> list[tuple[int, int]]:
-    """(source, target) slots, by target, of all slots whose expert changes.
+    """Return (source, target) physical ids of all that change, ordered by target.
 
     The source is on the target's rank if possible, else on the rank that sends least so far.
     """
@@ -151,7 +193,7 @@ def _plan(old: Placement, new: Placement) -> list[tuple[int, int]]:
 
 
 def _rows(name: str, tensor: Tensor, slots: range) -> Tensor:
-    """A packed tensor (L, ...) as each expert's bytes, (L, bytes) uint8, in the same memory."""
+    """View a packed tensor (L, ...) as the bytes of each expert, (L, bytes) uint8."""
     strides = tensor.stride()
     inner = sorted(range(1, tensor.dim()), key=lambda dim: -strides[dim])
     try:
@@ -160,8 +202,8 @@ def _rows(name: str, tensor: Tensor, slots: range) -> Tensor:
             raise RuntimeError("experts overlap")
     except (RuntimeError, IndexError) as error:
         raise WeightsError(
-            f"packed {name}, {tuple(tensor.shape)} with strides {strides}, is not one "
-            f"dense block for each of {len(slots)} experts, so they cannot move: {error}"
+            f"packed {name} {tuple(tensor.shape)} with strides {strides} must be one dense block "
+            f"for each of {len(slots)} experts, or they cannot move: {error}"
         ) from error
     return row
 
@@ -169,46 +211,58 @@ def _rows(name: str, tensor: Tensor, slots: range) -> Tensor:
 def _check(
     packed: PackedWeights, old: Placement, new: Placement, group: dist.ProcessGroup | None
 ) -> None:
+    """Raise unless the placements, the weights and the group fit each other."""
     was, wanted = ((p.num_experts, len(p.physical_to_logical), p.ep_size) for p in (old, new))
     if was != wanted:
         raise InvalidInput(
-            f"placements of {was} and {wanted} (experts, slots, ranks): these cannot change"
+            "both placements must have the same numbers of experts, physical experts and ranks "
+            f"(got {was} and {wanted})"
         )
     if not packed.experts:
-        raise WeightsError(f"what {packed.backend!r} packed has no tensor with an expert dimension")
+        raise WeightsError(
+            f"the weights that {packed.backend!r} packed have no tensor with an expert dimension, "
+            "so experts cannot move"
+        )
     device, size = next(iter(packed.experts.values())).device, 1 if group is None else group.size()
     if size % old.ep_size or (group is not None and not has_backend(group, device.type)):
         backends = "" if group is None else f", with backends {dist.get_backend_config(group)},"
         raise GroupMismatch(
-            f"a process group of {size}{backends} cannot move weights on {device} between "
+            f"a process group of {size} ranks{backends} cannot move weights on {device} between "
             f"{old.ep_size} expert-parallel ranks; pass the group of the layer's ranks"
         )
 
 
 def _form(packed: PackedWeights) -> dict[str, str]:
-    """What ranks must have in common to exchange experts of ``packed``."""
+    """Return what must be equal on all ranks to exchange experts of ``packed``, as text."""
     tensors = {n: (t.dtype, t.shape[1:], t.stride()[1:]) for n, t in sorted(packed.experts.items())}
     shared = {name: tensor.tolist() for name, tensor in sorted(packed.shared.items())}
     return {"backend": packed.backend, "packed tensors": str(tensors), "shared": str(shared)}
 
 
 def digest(value: object) -> str:
+    """Return a checksum of ``repr(value)``."""
     return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
 def agree(
     group: dist.ProcessGroup | None, mine: Mapping[str, str], error: Exception | None
 ) -> None:
-    """Raises ``error``; PeerFailed where others have one; GroupMismatch where ``mine`` differ."""
+    """Compare ``mine`` on all ranks before anything moves; collective.
+
+    Raises:
+        Exception: ``error``, if this rank has one.
+        PeerFailed: Another rank has an error.
+        GroupMismatch: ``mine`` differs between ranks.
+    """
     if group is not None:
-        said = json.dumps([dict(mine), None if error is None else reason_of(error)])
-        everyone = [json.loads(text) for text in exchange("move experts", said, group)]
+        message = json.dumps([dict(mine), None if error is None else reason_of(error)])
+        everyone = [json.loads(text) for text in exchange("move experts", message, group)]
         failed = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why)
         differ = {name: [other[name] for other, _ in everyone] for name in mine}
         differ = {name: values for name, values in differ.items() if len(set(values)) > 1}
         if failed and error is None:
-            raise PeerFailed(f"{failed}. No rank moved anything")
+            raise PeerFailed(f"{failed}. No rank has moved anything")
         if differ and error is None:
-            raise GroupMismatch(f"no rank moved anything, as ranks have different {differ}")
+            raise GroupMismatch(f"ranks differ in {differ}. No rank has moved anything")
     if error is not None:
         raise error

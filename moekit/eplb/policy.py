@@ -1,4 +1,4 @@
-"""Policies: from the experts' load to a placement."""
+"""Policies: choose a placement from the load of the experts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,29 @@ from moekit.untrusted.arguments import (
     size,
 )
 
-# Chooses the expert of every slot: (load_E, current) -> P logical ids, the same on all ranks.
-# load_E: tokens per logical expert, (E,) float64 on the CPU.
 Policy = Callable[[Tensor, Placement], "Tensor | Sequence[int]"]
+"""(load_E, current placement) -> the logical expert of each of P physical experts.
+
+load_E are tokens of each logical expert, (E,) float64 on the CPU. All ranks must return the same.
+"""
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """Replicates the experts that are heaviest per replica, then packs all onto ranks.
+    """Replicate the experts with the most load per replica, then pack all of them onto ranks.
 
-    num_groups, num_nodes: consecutive experts form groups (those of grouped top-k), consecutive
-    ranks nodes. Every node gets equally many groups and replicates and packs their experts only,
-    so that a token's experts are on few nodes. With one node any expert can go anywhere. Copies of
-    an expert go to different ranks, unless the heaviest rank gets lighter where they need not.
-    Experts stay on their rank, and in their slot, where that changes no rank's load.
+    Replicas of an expert go to different ranks, unless the hottest rank has less load otherwise.
+    Experts keep their rank and their place on it if that changes no rank's load.
+
+    Args:
+        num_groups: Groups of consecutive experts, as in grouped top-k.
+        num_nodes: Nodes of consecutive ranks. Every node holds the same number of groups, and
+            replicates and packs their experts only, so a token's experts are on few nodes. With
+            one node, an expert may be on any rank.
+
+    Raises:
+        InvalidProblem: A value has the wrong type; when called, experts, ranks or replicas do not
+            divide into the groups and nodes.
     """
 
     num_groups: int = 1
@@ -45,13 +54,14 @@ class Balanced:
         accept_fields(self, dict.fromkeys(("num_groups", "num_nodes"), size(1, MAX_EXPERTS)))
 
     def __call__(self, load_E: Tensor, current: Placement) -> Sequence[int]:
+        """Return the logical expert of each physical expert; see `Policy`."""
         load: list[float] = load_E.tolist()
         E, P, ep = current.num_experts, len(current.physical_to_logical), current.ep_size
         G, N = self.num_groups, self.num_nodes
         if E % G or G % N or ep % N or (N > 1 and P % ep):
             raise InvalidProblem(
-                f"{E} experts and {P} slots on {ep} ranks do not divide into num_groups={G} "
-                f"on num_nodes={N}; correct these, or use the policy 'global'"
+                f"{E} experts and {P} physical experts on {ep} ranks do not divide into "
+                f"num_groups={G} on num_nodes={N}; correct these, or use policy='global'"
             )
         members = [range(g * E // G, (g + 1) * E // G) for g in range(G)]
         ranks = [current.on_rank(rank) for rank in range(ep)]
@@ -77,15 +87,17 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 
 
 def named_policy(name: str, options: Mapping[str, int]) -> Policy:
-    """The policy that ``POLICIES[name]`` makes; InvalidInput for an unknown name or option."""
+    """Return the policy of that name; raise InvalidInput for an unknown name or option."""
     if not isinstance(name, str) or name not in POLICIES:
         raise InvalidInput(
-            f"policy {shown(name)}: want a function, or one of {', '.join(POLICIES)}"
+            f"policy must be a function or one of {', '.join(POLICIES)} (got {shown(name)})"
         )
     try:
         return POLICIES[name](**options)
     except TypeError as error:
-        raise InvalidInput(f"options {dict(options)} of policy {name!r}: {error}") from error
+        raise InvalidInput(
+            f"policy {name!r} does not take the options {dict(options)}: {error}"
+        ) from error
 
 
 _KINDS = {
@@ -96,29 +108,42 @@ _KINDS = {
 
 
 def improve(policy: Policy, load_E: Tensor, now: Placement, min_gain: float = 0.0) -> Placement:
-    """The policy's placement if its heaviest rank is lighter, by that fraction; else ``now``.
+    """Return the policy's placement if it lowers the load of the hottest rank, else ``now``.
 
-    Raises InvalidInput when the policy returns no placement of these experts in these slots.
+    Args:
+        policy: Chooses the placement.
+        load_E: Tokens of each logical expert, (E,).
+        now: The current placement.
+        min_gain: The fraction by which the hottest rank's load must fall.
+
+    Raises:
+        InvalidInput: The policy returned no placement of the same experts.
     """
     accept(_KINDS, locals(), InvalidInput)
-    now.rank_loads(load_E)  # or it says what is wrong with load_E
+    now.rank_loads(load_E)  # raises for a wrong load_E
     answer = policy(load_E.clone(), now)
     try:
         held = torch.as_tensor(answer, device="cpu")
         wanted = torch.Size([len(now.physical_to_logical)])
         if held.shape != wanted or held.dtype not in (torch.int64, torch.int32):
-            raise InvalidInput(f"want {wanted} ids, got {held.shape} of {held.dtype}")
+            raise InvalidInput(
+                f"it must return {wanted.numel()} ids (got {tuple(held.shape)} {held.dtype})"
+            )
         proposal = replace(now, physical_to_logical=tuple(held.tolist()))
     except (TypeError, ValueError, RuntimeError) as error:
         name = getattr(policy, "__name__", policy)
-        raise InvalidInput(f"policy {name} is refused, nothing was moved: {error}") from error
+        raise InvalidInput(
+            f"policy {name} returned no placement, so nothing was moved: {error}"
+        ) from error
     before, after = (float(p.rank_loads(load_E).max()) for p in (now, proposal))
     return proposal if after < before * (1 - min_gain) else now
 
 
 def _place(load: Mapping[int, float], sizes: Sequence[int]) -> list[list[int]]:
-    """Bins of ``sizes`` experts. Copies that must be apart can be one too few or one too many for
-    the sizes of the bins, so that the same without this rule is tried, too."""
+    """Return bins of ``sizes`` experts, with replicas of an expert in different bins or not.
+
+    Keeping replicas apart can need one more or one less than fits, so both are tried.
+    """
     found: list[list[list[int]]] = []
     heaviest: list[float] = []
     for apart in (True, False):
@@ -130,8 +155,10 @@ def _place(load: Mapping[int, float], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _replicate(load: Mapping[int, float], sizes: Sequence[int], apart: bool) -> dict[int, int]:
-    """Copies of each expert that fill bins of ``sizes``; apart: at most one in a bin, where that
-    fills them."""
+    """Return the number of replicas of each expert that fill bins of ``sizes``.
+
+    apart: at most one replica of an expert in each bin, if that fills them.
+    """
     slots = sum(sizes)
     most = max(len(sizes), -(-slots // len(load))) if apart else slots
     copies = dict.fromkeys(load, 1)
@@ -148,7 +175,7 @@ def _replicate(load: Mapping[int, float], sizes: Sequence[int], apart: bool) -> 
 def _pack(
     copies: Mapping[int, int], weight: Mapping[int, float], sizes: Sequence[int], apart: bool = True
 ) -> list[list[int]]:
-    """Bins of ``sizes`` keys: the heaviest first, to the lightest bin; apart: without a copy."""
+    """Put the heaviest keys first into the lightest bin; apart: into one without a copy."""
     bins: list[list[int]] = [[] for _ in sizes]
     totals = [0.0] * len(sizes)
     for key in sorted(copies, key=lambda key: (-weight[key], key)):
@@ -166,7 +193,7 @@ def _pack(
                         if key not in keys and other not in bins[target]
                     ]
                 )
-            ):  # the key is in every bin with room: one without it makes some
+            ):  # every bin with room has the key, so another bin makes room
                 given, other, giver = min(gifts)
                 bins[giver].remove(other)
                 bins[target].append(other)
@@ -179,7 +206,7 @@ def _pack(
 
 
 def _nearest(bins: list[list[int]], held: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Bins in an order that leaves many keys where they are ``held``, and sizes as they are."""
+    """Reorder equally large bins so that many keys stay where they are ``held``."""
     common = [
         (-len(set(keys) & set(held[place])), place, b)
         for b, keys in enumerate(bins)
@@ -194,7 +221,7 @@ def _nearest(bins: list[list[int]], held: Sequence[Sequence[int]]) -> list[list[
 
 
 def _in_place(experts: Sequence[int], before: Sequence[int]) -> list[int]:
-    """``experts`` in an order that leaves those of ``before`` in their slots."""
+    """Reorder ``experts`` so that those of ``before`` keep their place."""
     left = list(experts)
     slots: list[int | None] = []
     for expert in before:

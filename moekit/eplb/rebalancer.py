@@ -1,4 +1,4 @@
-"""The load of a model's experts over the last steps, and what is done about it."""
+"""Count the load of a model's experts, and move the experts to balance it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
-from moekit.eplb.migrate import HalfMoved, MigrationReport, agree, digest, migrate
+from moekit.eplb.migrate import MigrationInterrupted, MigrationReport, agree, digest, migrate
 from moekit.eplb.policy import Policy, improve, named_policy
 from moekit.errors import InvalidInput, Unsupported, WeightsError
 from moekit.kernel import ModularKernel
@@ -51,10 +51,19 @@ _KINDS = {
 
 
 class LoadWindow:
-    """Tokens per layer and logical expert over the last ``steps`` steps, kept on the device.
+    """Counts tokens of each layer and logical expert over the last ``steps`` steps, on the device.
 
-    Logical, so that counts stay true when experts move. ``record`` does not synchronize, can be
-    captured in a CUDA graph, and may be called by any thread on any stream; ``step`` is the host's.
+    Counts are of logical experts, so they stay valid when experts move. ``record`` does not
+    synchronize, can be captured in a CUDA graph, and may be called from any thread on any stream.
+
+    Args:
+        layers: Number of layers.
+        num_experts: Logical experts of each layer.
+        steps: Finished steps that count.
+        device: Where the ids are.
+
+    Raises:
+        InvalidInput: A value has the wrong type, or there would be too many counters.
     """
 
     def __init__(
@@ -63,8 +72,8 @@ class LoadWindow:
         accept(_WINDOW, locals(), InvalidInput)
         if (count := layers * num_experts * steps) > MAX_TOKENS:
             raise InvalidInput(
-                f"a window of {steps} steps of {layers} layers of {num_experts} experts has "
-                f"{count} counters: use fewer steps"
+                f"a window must have at most {MAX_TOKENS} counters (got {count} for {steps} steps "
+                f"of {layers} layers of {num_experts} experts): use fewer steps"
             )
         self._now = torch.zeros((layers, num_experts), dtype=torch.int32, device=device)
         self._last = self._now.repeat(steps, 1, 1)
@@ -72,30 +81,36 @@ class LoadWindow:
         self._lock = threading.Lock()
 
     def record(self, topk_ids: Tensor, layer: int = 0) -> None:
-        """Counts logical ids (T, K) in the current step; -1 does not count."""
+        """Count logical ids (T, K) in the current step; -1 does not count.
+
+        Raises:
+            InvalidInput: The ids or the layer do not fit.
+        """
         check_tensor("topk_ids", topk_ids)
         if topk_ids.dim() != 2 or topk_ids.dtype not in ID_DTYPES:
-            raise InvalidInput(f"topk_ids is {shown(topk_ids)}, want (T, K) of int32 or int64")
+            raise InvalidInput(f"topk_ids must be (T, K) of int32 or int64 (got {shown(topk_ids)})")
         if not 0 <= check_tokens(layer, "layer") < len(self._now):
-            raise InvalidInput(f"layer={layer}: want 0..{len(self._now) - 1}")
+            raise InvalidInput(f"layer must be in 0..{len(self._now) - 1} (got {layer})")
         if topk_ids.device.type == "cpu":
             check_ids(topk_ids, self._now.shape[1])
         ids = topk_ids.flatten().long()
         index, counted = ids.clamp(min=0), (ids >= 0).int()
-        with self._lock:  # the CPU does not add atomically
+        with self._lock:  # additions on the CPU are not atomic
             self._now[layer].scatter_add_(0, index, counted)
 
     def step(self) -> None:
-        """Ends the current step; the oldest one leaves a full window."""
+        """End the current step; a full window drops the oldest one."""
         with self._lock:
             self._last[self._step % len(self._last)].copy_(self._now)
             self._now.zero_()
             self._step += 1
 
     def total(self, group: dist.ProcessGroup | None = None, *, mine: bool = True) -> Tensor:
-        """Sum over finished steps and the ranks of ``group``: (layers, E) int64 on the CPU.
+        """Return the sum over finished steps and ranks, (layers, E) int64 on the CPU.
 
-        Collective where a group is given. mine: False where another rank counts the same tokens.
+        Args:
+            group: Sum over these ranks; then the call is collective.
+            mine: False if another rank counts the same tokens.
         """
         total = self._last.sum(dim=0, dtype=torch.int64)
         if group is not None:
@@ -106,7 +121,13 @@ class LoadWindow:
 
 @dataclass(frozen=True)
 class RebalanceReport:
-    """A layer's heaviest rank over its mean rank, before and after, and what moved, if anything."""
+    """The result of rebalancing one layer.
+
+    Attributes:
+        layer: The layer's index.
+        before, after: Load imbalance: the load of the hottest rank over the mean.
+        migration: What moved; None if nothing did.
+    """
 
     layer: int
     before: float
@@ -119,22 +140,29 @@ class RebalanceReport:
 
 
 class Rebalancer:
-    """Balances layers of equal problems::
+    """Balances the load of layers with equal problems::
 
-        rebalancer = Rebalancer.of(layers)       # FusedMoE: they route and count by themselves
+        rebalancer = Rebalancer.of(layers)       # FusedMoE layers route and count from now on
         rebalancer.step()                        # after each step of the model
-        rebalancer.rebalance()                   # now and then, between steps
+        rebalancer.rebalance()                   # once in a while, between steps
 
-    or, without FusedMoE, ``Rebalancer(kernel, packed)`` and for every call
+    Without FusedMoE, use ``Rebalancer(kernel, packed)``, and for every call
     ``kernel(x, packed[i], rebalancer.route(logical, i))``.
 
-    policy: a `Policy`, or the name of one in `POLICIES` with its ``options``. window: steps whose
-    load counts. min_gain: the fraction by which a layer's heaviest rank must get lighter for its
-    experts to move. placements: where the layers' experts are, if not at `Placement.default`.
-    group: the ranks of a layer; default: the kernel's, else all.
-    ``loads`` and ``rebalance`` are collective.
+    Args:
+        kernel: The kernel of the layers.
+        packed: The packed weights of each layer.
+        policy: A `Policy`, or the name of one in `POLICIES`.
+        options: Arguments of the named policy.
+        window: Finished steps whose load counts.
+        min_gain: The fraction by which the load of a layer's hottest rank must fall.
+        staging_bytes: Limit of a rank's staging buffer; see `migrate`.
+        placements: The current placements. Default: `Placement.default` of each layer.
+        group: The ranks of a layer. Default: the kernel's group, else all ranks.
 
-    Raises Unsupported for experts that do not declare their packed weights movable.
+    Raises:
+        Unsupported: The experts backend does not declare its packed weights movable.
+        InvalidInput: An argument has the wrong type, or the lists' lengths differ.
     """
 
     def __init__(
@@ -153,11 +181,13 @@ class Rebalancer:
         accept(_KINDS, locals(), InvalidInput)
         problem, spec, parallel = kernel.problem, kernel.experts.spec, kernel.problem.parallel
         if not spec.movable:
-            reason = "packs weights in a form in which experts cannot move"
-            raise Unsupported(f"experts {spec.name!r}: {reason}; choose others", [reason])
+            reason = "its packed weights cannot move between ranks"
+            raise Unsupported(f"experts {spec.name!r}: {reason}; choose another backend", [reason])
         if not packed or (placements is not None and len(placements) != len(packed)):
+            count = "no" if placements is None else len(placements)
             raise InvalidInput(
-                "want the packed weights of at least one layer, and as many placements if any"
+                "packed must hold the weights of at least one layer, and placements, if given, one "
+                f"for each of them (got {len(packed)} layers, {count} placements)"
             )
         for each in packed:
             device_of(each)
@@ -167,23 +197,34 @@ class Rebalancer:
         self._layers: Sequence[FusedMoE] = ()
         ranks = parallel.ep_size * parallel.tp_size
         self.group = group or kernel.dispatcher.group or (dist.group.WORLD if ranks > 1 else None)
-        # Ranks that hold the same tokens must choose the same replicas, others need not.
+        # Ranks that hold the same tokens must choose the same replicas; others need not.
         rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
         self._batch = rank * parallel.dp_size // ranks
         self._counts = rank == 0 or (rank - 1) * parallel.dp_size // ranks < self._batch
         device = next(iter(packed[0].experts.values())).device
-        with torch.inference_mode(False):  # tensors to be overwritten in any mode
+        with torch.inference_mode(False):  # tensors that may be written in any mode
             self.window = LoadWindow(len(packed), problem.num_experts, window, device)
-            # One table for good: captured graphs read it.
+            # Captured CUDA graphs read this table, so it is never replaced.
             self.replicas = torch.stack([p.logical_to_physical(device) for p in self.placements])
 
     @classmethod
     def of(cls, layers: Sequence[FusedMoE], **options: Any) -> Rebalancer:
-        """For layers with weights. They keep to its replicas, and are counted, from now on."""
+        """Return a rebalancer for layers with weights, which use its replicas from now on.
+
+        Args:
+            layers: `FusedMoE` layers of equal problems, with weights.
+            options: Arguments of the constructor.
+
+        Raises:
+            InvalidInput: A layer has no weights, or the problems differ.
+        """
         accept({"layers": sequence("FusedMoE", FusedMoE)}, {"layers": layers}, InvalidInput)
         packed = [layer.packed for layer in layers if layer.packed is not None]
         if len(packed) < len(layers) or len({repr(layer.problem) for layer in layers}) != 1:
-            raise InvalidInput("want layers with weights, one or more, and all of one problem")
+            raise InvalidInput(
+                "layers must be at least one FusedMoE, all with weights and of equal problems (got "
+                f"{len(layers)} layers, {len(packed)} with weights)"
+            )
         placements = [layer.placement for layer in layers]
         made = cls(layers[0].kernel, packed, placements=placements, **options)
         made._layers = layers
@@ -192,28 +233,34 @@ class Rebalancer:
         return made
 
     def route(self, routing: Routing, layer: int = 0) -> Routing:
-        """Logical ids -> physical ids of the layer's replicas; counts them in the window."""
+        """Count logical ids, and return them as physical ids of the layer's replicas."""
         if not isinstance(routing, Routing):
-            raise InvalidInput(f"routing is {shown(routing)}, want moekit.Routing")
+            raise InvalidInput(f"routing must be a moekit.Routing (got {shown(routing)})")
         self.window.record(routing.topk_ids, layer)
         return to_physical(routing, self.replicas[layer], self._batch)
 
     def step(self) -> None:
-        """Ends a step of the model."""
+        """End a step of the model."""
         self.window.step()
 
     def loads(self) -> Tensor:
-        """Tokens per layer and logical expert in the window, on all ranks: (layers, E) int64.
+        """Return the tokens of each layer and logical expert in the window, (layers, E) int64.
 
-        Tokens that several ranks hold count once.
+        Collective: the sum is over all ranks. Tokens that several ranks hold count once.
         """
         return self.window.total(self.group, mine=self._counts)
 
     def rebalance(self) -> list[RebalanceReport]:
-        """Moves every layer's experts to where the policy wants them; returns when they are there.
+        """Move every layer's experts to the placement that the policy chooses.
 
-        No call may be in flight. Nothing moves in any layer, and every rank raises, if the policy
-        fails on some rank, returns no valid placement, or different ones (errors as `migrate`'s).
+        Collective; no call may be in flight. If the policy fails on a rank, or ranks get different
+        placements, nothing moves and every rank raises.
+
+        Returns:
+            A report for each layer.
+
+        Raises:
+            MoekitError: As `migrate`, or what the policy raised on this rank.
         """
         loads, wanted = self.loads().double(), []
         error: Exception | None = None
@@ -221,10 +268,10 @@ class Rebalancer:
             for layer, owner in enumerate(self._layers):
                 if owner.packed is None:
                     raise WeightsError(f"layer {layer} has no weights: call its load_weights()")
-                self.packed[layer] = owner.packed  # perhaps loaded anew
+                self.packed[layer] = owner.packed  # they may have been loaded again
             for load_E, now in zip(loads, self.placements, strict=True):
                 wanted.append(improve(self.policy, load_E, now, self.min_gain))
-        except Exception as found:  # a stranger's code; the other ranks must hear of it
+        except Exception as found:  # the policy may raise anything; the other ranks must know
             error = found
         agree(self.group, {"placements wanted": digest(wanted)}, error)
         return [self._move(layer, loads[layer], new) for layer, new in enumerate(wanted)]
@@ -237,7 +284,7 @@ class Rebalancer:
                 migration = migrate(
                     self.packed[layer], old, new, self.group, staging_bytes=self.staging_bytes
                 )
-            except HalfMoved:
+            except MigrationInterrupted:
                 for owner in owners:
                     owner.packed = None
                 raise

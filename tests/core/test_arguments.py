@@ -183,7 +183,7 @@ INPUTS = [
     (lambda: LoadWindow(2**20, E, 2**20), "use fewer steps"),
     (lambda: LoadWindow(1, E, 1).record([[0]]), r"topk_ids is \[\[0\]\]"),
     (lambda: LoadWindow(1, E, 1).record(torch.tensor([[E]])), r"topk_ids span \[6, 6\]"),
-    (lambda: LoadWindow(1, E, 1).record(torch.tensor([[0]]), 1), "layer=1: want 0..0"),
+    (lambda: LoadWindow(1, E, 1).record(torch.tensor([[0]]), 1), "layer must be in 0..0"),
     (lambda: Rebalancer(None, []), "kernel=None: it must be a ModularKernel"),
     (lambda: Rebalancer.of(3), "layers=3: it must be a list or tuple of FusedMoE"),
     (lambda: migrate(None, PLACEMENT, PLACEMENT), "packed=None"),

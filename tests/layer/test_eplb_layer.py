@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import moekit
 from moekit import MoEProblem, PackedWeights, ParallelConfig, Routing, to_physical
 from moekit.eplb import LoadWindow, Placement, Rebalancer, migrate
-from moekit.eplb.migrate import HalfMoved
+from moekit.eplb.migrate import MigrationInterrupted
 from moekit.errors import GroupMismatch, InvalidInput, Unsupported, WeightsError
 from moekit.testing.calls import bits
 from moekit.testing.cases import random_weights, random_x
@@ -226,9 +226,9 @@ def test_one_rank_has_nothing_to_balance(inference) -> None:
 def test_what_a_rebalancer_refuses() -> None:
     kernel = moekit.compose(problem(), experts="torch")
     packed = kernel.pack(random_weights(kernel.problem))
-    with pytest.raises(InvalidInput, match="want the packed weights of at least one"):
+    with pytest.raises(InvalidInput, match="packed must hold the weights of at least one"):
         Rebalancer(kernel, [])
-    with pytest.raises(InvalidInput, match="want a function, or one of"):
+    with pytest.raises(InvalidInput, match="policy must be a function or one of"):
         Rebalancer(kernel, [packed], policy="best")
     kernel.experts.spec = replace(kernel.experts.spec, movable=False)
     with pytest.raises(Unsupported, match="'torch'.*cannot move") as caught:
@@ -308,7 +308,7 @@ def test_half_moved_weights_serve_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     balancer.step()
 
     def broken(*args: object, **kwargs: object) -> None:
-        raise HalfMoved("broke off")
+        raise MigrationInterrupted("broke off")
 
     monkeypatch.setattr("moekit.eplb.rebalancer.migrate", broken)
     with pytest.raises(WeightsError, match="broke off"):
