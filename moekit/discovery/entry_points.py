@@ -120,12 +120,8 @@ class Source:
 def sources(environ: Mapping[str, str]) -> tuple[list[tuple[Source, str]], list[PluginState]]:
     """Return every plugin with the reason why it is blocked ("": it is not), the core first, and
     a state for every name in ``MOEKIT_PLUGINS`` or ``MOEKIT_BLOCK`` that no plugin has."""
-    allowed = environ.get("MOEKIT_PLUGINS")
-    allow = None if allowed is None else _names(allowed)
-    block = _names(environ.get("MOEKIT_BLOCK", ""))
-    found = [(source := _builtin(), _blocked(source, None, block))]
-    for source in sorted(entry_points(), key=lambda s: (s.name, s.distribution)):
-        found.append((source, _blocked(source, allow, block)))
+    allow, block = _allowed(environ)
+    found = [(source := _builtin(), _blocked(source, None, block)), *listed(environ)]
     present = {name for source, _ in found for name in source.names}
     unknown = [
         PluginState(printable(name, 80), "", "", "broken", f"named in {variable}, {_NOT_INSTALLED}")
@@ -133,6 +129,20 @@ def sources(environ: Mapping[str, str]) -> tuple[list[tuple[Source, str]], list[
         for name in sorted(names - present)
     ]
     return found, unknown
+
+
+def listed(environ: Mapping[str, str], group: str = GROUP) -> list[tuple[Source, str]]:
+    """Return a group's entry points, each with the reason why it is blocked ("": it is not)."""
+    names = _allowed(environ)
+    found = sorted(entry_points(group), key=lambda source: (source.name, source.distribution))
+    return [(source, _blocked(source, *names)) for source in found]
+
+
+def _allowed(environ: Mapping[str, str]) -> tuple[set[str] | None, set[str]]:
+    """Return the only names to load, or None for all, and the names to leave out."""
+    allowed = environ.get("MOEKIT_PLUGINS")
+    allow = None if allowed is None else _names(allowed)
+    return allow, _names(environ.get("MOEKIT_BLOCK", ""))
 
 
 _NOT_INSTALLED = "but no such plugin is installed"

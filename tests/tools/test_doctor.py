@@ -12,11 +12,11 @@ import pytest
 import torch
 from fake_plugins import Fakes, offers, only_named
 
-from moekit.cli import doctor
+from moekit.cli.doctor import devices, system
 from moekit.cli.main import main
 
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
-GROUPS = ["versions", "backends", "devices", "triton", "network", "caches"]
+GROUPS = ["versions", "backends", "devices", "network", "caches"]
 
 
 @pytest.fixture(autouse=True)
@@ -111,26 +111,57 @@ def test_caches(
     assert code == 1 and "Read-only file system" in found["TRITON_CACHE_DIR"][1]
 
 
-def test_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert examined(capsys)[1]["kernel"] == ("ok", "interpreted")
-    monkeypatch.setattr(doctor, "_add_one", lambda device: False)
-    assert examined(capsys)[1]["kernel"] == ("bad", "x + 1 came out wrong")
+CHECKS = """
+import os
 
-    def no_compiler(device: str) -> NoReturn:
-        raise RuntimeError("no C compiler")
+def checks():
+    yield "steam", "ok", "42 bar"
+    yield "valve", "bad", "it is stuck"
+    {then}
+"""
 
-    monkeypatch.setattr(doctor, "_add_one", no_compiler)
+
+def add_checks(fakes: Fakes, name: str, then: str = "pass") -> None:
+    entries = f"[moekit.checks]\n{name} = fake_{name}_dist:checks\n"
+    fakes.install(name, CHECKS.format(then=then), entries=entries)
+
+
+def test_packages_offer_checks(
+    only: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_checks(only("acme"), "acme")
     code, found = examined(capsys)
-    assert code == 1 and found["kernel"] == ("bad", "RuntimeError: no C compiler")
+    assert code == 1 and found["steam"] == ("ok", "42 bar (acme-dist 1.0)")
+    assert found["valve"] == ("bad", "it is stuck (acme-dist 1.0)")
+    monkeypatch.setenv("MOEKIT_BLOCK", "acme-dist")
+    monkeypatch.delenv("MOEKIT_PLUGINS")
+    assert "steam" not in examined(capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("os._exit(3)", "exit"),
+        ("yield 'x', 'maybe', 'y'", "not ok, no or bad"),
+        ("yield 5", "TypeError"),
+    ],
+)
+def test_checks_that_fail(
+    only: Callable[..., Fakes], capsys: pytest.CaptureFixture[str], then: str, said: str
+) -> None:
+    """What they found before counts, and the other groups are not lost."""
+    add_checks(only("acme"), "acme", then)
+    code, found = examined(capsys)
+    assert code == 1 and found["steam"][0] == "ok" and "tuned tables" in found
+    assert found["acme"][0] == "bad" and said in found["acme"][1]
 
 
 def test_network_cards(tmp_path: Path) -> None:
     folder, modules = tmp_path / "infiniband", tmp_path / "modules"
 
     def cards() -> list[tuple[str, str, str]]:
-        return list(doctor._cards(folder, modules))
+        return list(system._cards(folder, modules))
 
     assert [state for _, state, _ in cards()] == ["no"]
     port = folder / "mlx5_0" / "ports" / "1"
@@ -155,7 +186,7 @@ def test_a_group_that_fails_leaves_the_others(
     def lost() -> NoReturn:
         raise RuntimeError("driver lost")
 
-    monkeypatch.setattr(doctor, "_devices", lost)
+    monkeypatch.setattr(devices, "examine", lost)
     code, found = examined(capsys)
     assert code == 1 and found["looking"] == ("bad", "RuntimeError: driver lost")
     assert found["tuned tables"][0] == "ok"
@@ -169,8 +200,8 @@ def test_wrong_question(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between "devices" of the CPU here: each to each other, in GB/s."""
-    devices = [torch.device("cpu", i) for i in range(3)]
-    ((name, state, text),) = doctor._links(devices, nbytes=1 << 22)
+    three = [torch.device("cpu", i) for i in range(3)]
+    ((name, state, text),) = devices._links(three, nbytes=1 << 22)
     found = re.fullmatch(r"copies of 4 MiB at (\d+) \((\d-\d)\) to (\d+) GB/s \((\d-\d)\)", text)
     assert found and 0 < int(found[1]) <= int(found[3]), text
     assert found[2][0] != found[2][2] and found[4][0] != found[4][2]
@@ -181,8 +212,8 @@ def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("out of memory")
         return None if source.index == 1 else 8.0
 
-    monkeypatch.setattr(doctor, "_copy_rate", rate)
-    states = {name: state for name, state, _ in doctor._links(devices)}
+    monkeypatch.setattr(devices, "_copy_rate", rate)
+    states = {name: state for name, state, _ in devices._links(three)}
     assert states == {
         "link 0-1": "no", "link 2-1": "no", "link 1-0": "bad", "link 1-2": "bad", "links": "ok"
     }  # fmt: skip
@@ -190,4 +221,4 @@ def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_copy_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)
-    assert doctor._copy_rate(torch.device("cpu"), torch.device("cpu"), 1 << 12) is None
+    assert devices._copy_rate(torch.device("cpu"), torch.device("cpu"), 1 << 12) is None

@@ -1,0 +1,157 @@
+"""What the doctor finds out about plugins: their backends, and the checks that packages offer.
+
+A package offers checks by an entry point of group ``moekit.checks``: the value names a function
+``() -> Iterable[tuple[str, str, str]]`` as ``"package.module:function"``. Each item is a finding:
+what was tried, its state (ok, no or bad), and what was found or what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from moekit.discovery import entry_points as discovery
+from moekit.discovery.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec
+from moekit.errors import MoekitError
+from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
+from moekit.problem.quant import SCHEMES
+from moekit.untrusted import process as isolate
+from moekit.untrusted.code import message, shown
+
+CHECKS = "moekit.checks"
+_STATES = ("ok", "no", "bad")
+
+_Found = Iterator[tuple[str, str, str]]  # name, state and text of each finding
+
+
+def examine(environ: Mapping[str, str], seconds: float) -> _Found:
+    """Yield the findings of each plugin, made in a process of its own, and the names that clash."""
+    device, fault = _device(seconds)
+    if fault:
+        yield "device", "bad", f"torch did not say what this machine's device is: {fault}"
+    found, unknown = discovery.sources(environ)
+    offers: list[tuple[str, list[discovery.Offer]]] = []
+    for source, blocked in found:
+        owner = f"{source.distribution} {source.version}"
+        offers.append((owner, []))
+        if blocked:
+            yield source.name, "no", f"blocked: {blocked}"
+            continue
+        outcome = isolate.run(partial(_examine_plugin, source, device), seconds)
+        step = "it was loaded"
+        for kind, *texts in outcome.answers:
+            if kind == "step" and len(texts) == 1:
+                step = texts[0]
+            elif kind == "broken" and len(texts) == 1:
+                yield source.name, "bad", f"broken: {texts[0]}"
+            elif kind == "offer" and len(texts) == 2:
+                offers[-1][1].append((texts[0], texts[1]))
+            elif kind == "finding" and len(texts) == 3 and texts[1] in _STATES:
+                yield texts[0], texts[1], f"{texts[2]} ({owner})"
+        if outcome.fault:
+            yield source.name, "bad", f"while {step}: {outcome.fault} ({owner})"
+    for (source, _), (reason, _) in zip(found, discovery.clashes(offers), strict=True):
+        if reason:
+            yield source.name, "bad", f"clash: {reason}"
+    for state in unknown:
+        yield state.name, "bad", f"{state.state}: {state.reason}"
+
+
+def _examine_plugin(source: discovery.Source, device: DeviceSpec, tell: isolate.Tell) -> None:
+    """Tell what `examine` reads, in the plugin's process."""
+    state = discovery.probe(source)
+    if state.state != "ok":
+        tell("broken", state.reason)
+    for spec in state.backends:
+        tell("offer", spec.kind, spec.name)
+    for spec in state.backends:
+        tell("step", f"{spec.kind} {spec.name!r} was tried")
+        tell("finding", spec.name, *_try_backend(spec, device))
+
+
+def checks(environ: Mapping[str, str], seconds: float) -> _Found:
+    """Yield the findings of each package's checks, made in a process of its own."""
+    for source, blocked in discovery.listed(environ, CHECKS):
+        if blocked:
+            continue
+        owner = f"{source.distribution} {source.version}"
+        outcome = isolate.run(partial(_run_checks, source.load), seconds)
+        for name, state, text in (each for each in outcome.answers if len(each) == 3):
+            yield name, state, f"{text} ({owner})"
+        if outcome.fault:
+            yield source.name, "bad", f"its checks failed: {outcome.fault} ({owner})"
+
+
+def _run_checks(load: Callable[[], object], tell: isolate.Tell) -> None:
+    check: Any = load()
+    for found in check():
+        name, state, text = found
+        if state not in _STATES:
+            raise ValueError(f"the state of {shown(name)} is {shown(state)}, not ok, no or bad")
+        tell(str(name), state, str(text))
+
+
+def _device(seconds: float) -> tuple[DeviceSpec, str]:
+    """Return this machine's device, and a fault or "".
+
+    Another process detects it, as this one is forked again, which CUDA does not allow.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return DeviceSpec.detect(), ""
+    outcome = isolate.run(_tell_device, seconds)
+    for answer in outcome.answers:
+        with suppress(ValueError):
+            kind, capability, name, arch = answer
+            major, minor = map(int, capability.split(".")) if capability else (0, 0)
+            return DeviceSpec(kind, (major, minor) if capability else None, name, arch), ""
+    return DeviceSpec("cpu"), outcome.fault
+
+
+def _tell_device(tell: isolate.Tell) -> None:
+    device = DeviceSpec.detect()
+    capability = ".".join(map(str, device.capability or ()))
+    tell(device.type, capability, device.name, device.arch)
+
+
+def _try_backend(spec: BackendSpec, device: DeviceSpec) -> tuple[str, str]:
+    """Load a backend if it could do some problem here.
+
+    Returns its state, and the schemes that it serves or the reasons why not.
+    """
+    served, reasons = [], dict[str, None]()
+    for problem in _problems(spec, device):
+        why_not = spec.unsupported(problem)
+        reasons.update(dict.fromkeys(why_not))
+        if not why_not:
+            served.append(problem.quant.name)
+    if failed := [reason for reason in reasons if reason.startswith(CHECK_FAILED)]:
+        return "bad", "; ".join(failed)
+    if not served:
+        return "no", "; ".join(reasons)
+    try:
+        spec.load()
+    except MoekitError as error:
+        return "bad", message(error)
+    if isinstance(spec, DispatcherSpec):
+        return "ok", "loads"
+    if len(served) == len(SCHEMES):
+        return "ok", "serves every scheme"
+    refused = ", ".join(sorted(spec.schemes - set(served)))
+    detail = f"serves schemes: {', '.join(served)}"
+    return "ok", detail + (f"; refuses {refused}" if refused else "")
+
+
+def _problems(spec: BackendSpec, device: DeviceSpec) -> Iterator[MoEProblem]:
+    """Yield a problem for each scheme (for a dispatcher: one), of sizes that suit all tiles."""
+    moves = isinstance(spec, DispatcherSpec) and spec.moves_tokens
+    parallel = ParallelConfig(ep_size=2) if moves else ParallelConfig()
+    dtype = next(d for name, d in DTYPES.items() if name in spec.dtypes)
+    for scheme in sorted(spec.schemes) if isinstance(spec, ExpertsSpec) else ["none"]:
+        yield MoEProblem(
+            num_experts=8, top_k=2, hidden_size=2048, intermediate_size=1024, dtype=dtype,
+            quant=scheme, max_num_tokens=64, parallel=parallel, device=device,
+        )  # fmt: skip

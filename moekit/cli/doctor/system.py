@@ -1,0 +1,124 @@
+"""What the doctor finds out about versions, the network and caches."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moekit
+from moekit.selection.tuned.files import user_path
+
+_FEW_BYTES = 1 << 30
+_PREFIXES = ("MOEKIT_", "NCCL_", "NVSHMEM_", "GLOO_", "TRITON_", "CUDA_", "TORCH_NCCL_")
+
+_Found = Iterator[tuple[str, str, str]]  # name, state and text of each finding
+
+
+def versions() -> _Found:
+    for name, version in (
+        ("moekit", moekit.__version__),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("cuda of torch", torch.version.cuda or ""),
+        ("triton", _installed("triton")),
+    ):
+        yield name, "ok" if version else "no", str(version) or "none"
+    compiler = shutil.which("nvcc") or shutil.which("nvcc", path=_cuda_path())
+    text = compiler or "not found; libraries that compile at first use need it (PATH, CUDA_HOME)"
+    yield "nvcc", "ok" if compiler else "no", text
+
+
+def network(environ: Mapping[str, str]) -> _Found:
+    """Yield what ranks communicate with; a machine with one GPU needs none of it."""
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        version: Any = torch.cuda.nccl.version
+        nccl = ".".join(map(str, version())) if torch.cuda.is_available() else ""
+        yield "NCCL", "ok", nccl or "in torch"
+    else:
+        yield "NCCL", "no", "not in this torch: ranks use gloo"
+    distributions = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
+    nvshmem = [f"{name} {_installed(name)}" for name in distributions if _installed(name)]
+    yield "NVSHMEM", "ok" if nvshmem else "no", ", ".join(nvshmem) or "none"
+    yield from _cards(Path("/sys/class/infiniband"), Path("/proc/modules"))
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        text = f"{free / 2**30:.1f} GiB free"
+        if free < _FEW_BYTES:
+            text += "; NCCL may need more between ranks (docker: --shm-size=8g)"
+        yield str(shared), "ok" if free >= _FEW_BYTES else "no", text
+    for name in sorted(n for n in environ if n.startswith(_PREFIXES)):
+        value = environ[name]
+        lost = name.endswith("_PATH") and value and not Path(value).exists()
+        yield name, *(("bad", f"{value} does not exist") if lost else ("ok", value or "(empty)"))
+
+
+def _cards(folder: Path, modules: Path) -> _Found:
+    """Yield the RDMA network cards, which ranks on several hosts need."""
+    cards = sorted(folder.iterdir()) if folder.is_dir() else []
+    if not cards:
+        text = "none: ranks on several hosts would communicate over TCP"
+        yield "RDMA cards", "no", text
+        return
+    states = {}
+    for card in cards:
+        ports = sorted(card.glob("ports/*/state"))
+        states[card.name] = ", ".join(port.read_text().split(":")[-1].strip() for port in ports)
+    active = any("ACTIVE" in state for state in states.values())
+    text = "; ".join(f"{name} {state}" for name, state in states.items())
+    yield "RDMA cards", "ok" if active else "no", text
+    loaded = modules.read_text() if modules.is_file() else ""
+    peer = [name for name in ("nvidia_peermem", "gdrdrv") if name in loaded]
+    text = ", ".join(peer) or "neither nvidia_peermem nor gdrdrv: cards cannot read GPU memory"
+    yield "GPUDirect", "ok" if peer else "no", text
+
+
+def caches(environ: Mapping[str, str]) -> _Found:
+    """Yield the folders that keep kernels and tables: named by a variable, or a default."""
+    home = Path.home()
+    folders = {
+        "tuned tables": user_path(environ),
+        "cache": Path(environ.get("XDG_CACHE_HOME") or home / ".cache"),
+        "TRITON_CACHE_DIR": Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache",
+        "temporary files": Path(tempfile.gettempdir()),
+    }
+    named = {n: Path(v) for n, v in environ.items() if n.endswith("_CACHE_DIR") and v}
+    for name, path in {**folders, **named}.items():
+        yield name, *_try_folder(path)
+
+
+def _try_folder(path: Path) -> tuple[str, str]:
+    """Write to ``path``, or to the folder it would be made in; return ok or bad, and why."""
+    place = path.parent if path.is_file() else path.absolute()
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"moekit")
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return "bad", f"{path}: {error.strerror or error}; kernels would be compiled at every start"
+    if free < _FEW_BYTES:
+        return "bad", f"{path}: {free / 2**20:.0f} MiB free, at least {_FEW_BYTES >> 20} are needed"
+    return "ok", str(path)
+
+
+def _cuda_path() -> str:
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    return os.pathsep.join(str(Path(home) / "bin") for home in homes if home)
+
+
+def _installed(distribution: str) -> str:
+    """Return the version of a distribution; empty if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
