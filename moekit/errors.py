@@ -1,48 +1,52 @@
-"""moekit's errors. Every one names the value at fault, what was wanted, and what to do about it."""
+"""moekit's errors. Each says what was given, what was expected, and what to do.
+
+Errors about arguments are ValueErrors too; errors about this machine, its plugins or other ranks
+are RuntimeErrors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 
-class MoekitError(ValueError):
-    """Base class of every error a user of moekit can meet."""
+class MoekitError(Exception):
+    """Base class of every error that moekit raises for its users."""
 
 
-class InvalidProblem(MoekitError):
-    """A problem description that contradicts itself (``top_k`` above ``num_experts``, say)."""
+class InvalidProblem(MoekitError, ValueError):
+    """A problem contradicts itself, for example by a ``top_k`` above ``num_experts``."""
 
 
-class InvalidInput(MoekitError):
-    """A tensor of a call has the wrong shape, dtype, device or values."""
+class InvalidInput(MoekitError, ValueError):
+    """An argument of a call has the wrong type, shape, dtype, device or values."""
 
 
 class CapacityExceeded(InvalidInput):
-    """More tokens than the dispatcher's buffers were sized for."""
+    """A call has more tokens than the dispatcher's buffers were sized for."""
 
 
-class WeightsError(MoekitError):
-    """Expert weights that are missing, misshapen, unreadable, or packed for another backend."""
+class WeightsError(MoekitError, ValueError):
+    """Expert weights are missing, misshapen, unreadable, or packed for another backend."""
 
 
 class BackendError(MoekitError):
-    """Base class of errors about which backend can be used."""
+    """Base class of errors about the choice of a backend."""
 
 
-class UnknownBackend(BackendError):
+class UnknownBackend(BackendError, ValueError):
     """No installed plugin offers a backend of that name."""
 
 
-class NameClash(BackendError):
-    """Two distributions offer the same name, so the name alone does not say which is meant."""
+class NameClash(BackendError, ValueError):
+    """Two distributions offer the same name, so the name does not say which one is meant."""
 
 
-class BackendBroken(BackendError):
+class BackendBroken(BackendError, RuntimeError):
     """A plugin or backend is installed but fails to load; the original error is its cause."""
 
 
-class Unsupported(BackendError):
-    """A backend asked for by name cannot do the problem.
+class Unsupported(BackendError, ValueError):
+    """A backend that was asked for by name cannot do the problem.
 
     ``reasons`` holds every reason, not just the first.
     """
@@ -52,8 +56,8 @@ class Unsupported(BackendError):
         self.reasons = tuple(reasons)
 
 
-class NoBackend(BackendError):
-    """No installed pair of backends can do the problem.
+class NoBackend(BackendError, RuntimeError):
+    """No installed combination of backends can do the problem.
 
     ``reasons`` maps each candidate's name to all of its reasons.
     """
@@ -63,9 +67,9 @@ class NoBackend(BackendError):
         self.reasons = {name: tuple(why) for name, why in reasons.items()}
 
 
-class GroupMismatch(MoekitError):
+class GroupMismatch(MoekitError, ValueError):
     """The process group does not match the problem's ParallelConfig, or ranks disagree."""
 
 
 class PeerFailed(MoekitError, RuntimeError):
-    """Another rank of the group reported an error in this call, so this rank's call ends too."""
+    """Another rank of the group failed or did not come, so this rank's call ends, too."""

@@ -167,7 +167,7 @@ def test_a_device_that_is_not_here() -> None:
                 "topk_ids": ROUTING.topk_ids,
                 "topk_weights": ROUTING.topk_weights.half(),
             },
-            "topk_weights are torch.float16, want float32",
+            "topk_weights are torch.float16, expected float32",
         ),
         ({"is_padding": torch.zeros(4, dtype=torch.bool)}, r"is_padding must have .*got \(4,\)"),
         ({"is_padding": torch.zeros(5)}, "want .* bool"),
@@ -196,7 +196,7 @@ def test_ids_beyond_all_experts(knobs) -> None:
 def test_shared_experts_of_another_shape() -> None:
     for function in (lambda x: x[:, :3], lambda x: x.double()):
         layer, _ = loaded_layer(shared_experts=function)
-        with pytest.raises(InvalidInput, match="shared experts returned .* want"):
+        with pytest.raises(InvalidInput, match="shared experts returned .* expected"):
             layer(torch.randn(5, H), torch.randn(5, E))
 
 
