@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,6 +77,7 @@ class _Rank:
     timeout: float
     port: int
     stack_file: str
+    environment: Mapping[str, str]
 
 
 class RankPool:
@@ -97,12 +99,15 @@ class RankPool:
         self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         # Daemons: the interpreter ends them at exit even if nobody calls close().
-        context = multiprocessing.get_context("spawn")
+        context = _start_method(device_type)
+        environment = dict(os.environ)
         self._processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             stack = str(Path(self._stacks.name, str(rank)))
-            settings = _Rank(rank, world_size, device_type, timeout, self._store.port, stack)
+            settings = _Rank(
+                rank, world_size, device_type, timeout, self._store.port, stack, environment
+            )
             process = context.Process(target=_work, args=(settings, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -220,6 +225,20 @@ class RankPool:
         self._stacks.cleanup()
 
 
+def _start_method(device_type: str) -> SpawnContext | ForkServerContext:
+    """Return how ranks start.
+
+    CPU ranks are forks of a server that has imported torch, which takes most of the time of a
+    start. Ranks on GPUs are new processes, because what a vendor's library opens when it is
+    imported may not survive a fork.
+    """
+    if device_type != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch", "torch.distributed"])
+    return context
+
+
 class _ByValue(pickle.Pickler):
     """Pickles tensors as CPU copies of just their elements, not of the storage they view.
 
@@ -247,7 +266,9 @@ def _dumps(value: Any) -> bytes:
 
 
 def _work(settings: _Rank, pipe: Connection) -> None:
-    """A rank's life: join the group, then run what comes through ``pipe`` until it says stop."""
+    """Join the group, then run the tasks that come through ``pipe`` until it is closed."""
+    os.environ.clear()  # a fork has the server's
+    os.environ.update(settings.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(settings.stack_file, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
