@@ -237,8 +237,14 @@ def exact_logits(model: Any, prompt: Tensor) -> Tensor:
 
 
 def decoding(model: Any, prompts: Tensor) -> Step:
-    """A step after ``prompts``; the cache grows by a token a step."""
+    """Return a step after ``prompts``. The cache grows by a token a step.
+
+    The prompts run with `eager` experts: batched_mm gathers weights for each of their tokens.
+    """
+    now = model.config._experts_implementation
+    model.set_experts_implementation("eager")
     cache = model(prompts, use_cache=True).past_key_values
+    model.set_experts_implementation(now)
     return lambda: model(prompts[:, -1:], past_key_values=cache, use_cache=True)
 
 
