@@ -31,7 +31,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from moekit_bench.bench.shapes import inputs
+from moekit_bench import inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit

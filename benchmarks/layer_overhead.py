@@ -20,9 +20,7 @@ import sys
 from pathlib import Path
 
 import torch
-from moekit_bench.bench.contestants import KernelCall
-from moekit_bench.bench.measure import Prepared, Timing, take_turns
-from moekit_bench.bench.shapes import inputs, random_weights, shape
+from moekit_bench import KernelCall, Prepared, Timing, inputs, random_weights, shape, take_turns
 
 import moekit
 

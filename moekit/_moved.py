@@ -12,7 +12,7 @@ from types import ModuleType
 
 _MOVED = {
     "moekit.activation": "moekit.problem.activation",
-    "moekit.bench": "moekit_bench.bench",
+    "moekit.bench": "moekit_bench",
     "moekit.group": "moekit.plugin",
     "moekit.local": "moekit.backends.local",
     "moekit.parallel": "moekit.layer.parallelism",

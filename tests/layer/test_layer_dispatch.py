@@ -1,8 +1,7 @@
-"""Whole layers over ranks: benchmarks/layer_dispatch.py, `tune --ep`, and the choice from it."""
+"""Whole layers over ranks: `bench --layers`, `tune --ep`, and the choice from them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from dataclasses import replace
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from moekit_bench.bench import dispatch_layers
-from moekit_bench.bench import dispatch_layers_cli as layers
-from moekit_bench.bench.dispatch_layers import LayerCell, measure_layers, merge_layers
-from moekit_bench.tune import regret
+from moekit_bench import layers, regret
+from moekit_bench.codec import from_json
+from moekit_bench.layers import LayerTask, layer_results, measure_layers
+from moekit_bench.records import LayersRun
 from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
@@ -68,21 +67,13 @@ def pool():
         yield ranks
 
 
-def script():
-    file = Path(__file__).parents[2] / "benchmarks" / "layer_dispatch.py"
-    spec = importlib.util.spec_from_file_location("layer_dispatch", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(capsys, *argv: str) -> tuple[int, str, str]:
-    code = script().main([*FAST, *argv])
+    code = moekit_main(["bench", "--layers", *FAST, *argv])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-# -- the script ------------------------------------------------------------------------------------
+# -- the sweep -------------------------------------------------------------------------------------
 
 
 def test_a_sweep(tuned, capsys, tmp_path) -> None:
@@ -107,7 +98,7 @@ def test_a_sweep(tuned, capsys, tmp_path) -> None:
     text = report.read_text()
     assert "| naive | torch | **" in text and "| T | fastest |" in text
     assert "Two micro-batches of 9" not in text and "Two micro-batches of T tokens" in text
-    assert script().main(["--from", str(file)]) == 0
+    assert moekit_main(["bench", "--layers", "--from", str(file)]) == 0
     assert capsys.readouterr().out == text
 
 
@@ -135,7 +126,7 @@ def test_times_on_shared_devices_are_no_times(tuned, capsys, tmp_path) -> None:
     assert data["settings"]["share_devices"] is False
     data["settings"]["share_devices"] = True
     file.write_text(json.dumps(data))
-    assert script().main(["--from", str(file)]) == 0
+    assert moekit_main(["bench", "--layers", "--from", str(file)]) == 0
     out = capsys.readouterr().out
     (pair,) = data["cells"][0]["pairs"]
     error = f"{pair['error']:.1e}"
@@ -208,31 +199,31 @@ def oracle_of(rank, world_size, cell):
     """This rank's oracle rows, and a layer of one rank with everyone's experts."""
     parallel = replace(cell.problem.parallel, ep_rank=rank)
     with torch.inference_mode():
-        mine = dispatch_layers._Rank(cell.problem.replace(parallel=parallel), cell)
+        mine = layers._Layers(cell.problem.replace(parallel=parallel), cell)
         everyone = [None] * world_size
         torch.distributed.all_gather_object(everyone, mine.weights.tensors())
     whole = moekit.ExpertWeights(**{n: torch.cat([w[n] for w in everyone]) for n in everyone[0]})
     alone = cell.problem.replace(parallel=ParallelConfig())
     kernel = moekit.compose(alone, "local", "reference")
-    out = kernel(mine.pairs[0][0], kernel.pack(whole), mine.pairs[0][1])
+    out = kernel(mine.inputs[0][0], kernel.pack(whole), mine.inputs[0][1])
     return mine.want, out[mine.rows]
 
 
 def test_the_oracle_is_that_of_one_rank_with_all_experts(pool) -> None:
     """Also where experts do not divide by the ranks."""
-    cell = LayerCell(moekit.registry().dispatcher("naive"), ("torch",), layer_problem(2), 7)
+    cell = LayerTask(moekit.registry().dispatcher("naive"), ("torch",), layer_problem(2), 7)
     for want, out in pool.run(oracle_of, cell):
         assert len(want) == 7 and bool(want.any())
         torch.testing.assert_close(want, out.float(), rtol=2e-2, atol=2e-2 * float(want.std()))
 
 
 def test_one_that_cannot_be_composed_leaves_the_others(pool) -> None:
-    cell = LayerCell(
+    task = LayerTask(
         moekit.registry().dispatcher("naive"), ("nobody", "torch"), layer_problem(2), 7, replays=2
     )
-    nobody, right = merge_layers(pool.run(measure_layers, cell))
-    assert "nobody" in nobody["reason"] and nobody["us"] is None
-    assert right["right"] and right["reason"] == "" and right["copied"] == 0.0
+    nobody, right = layer_results(task, pool.run(measure_layers, task))
+    assert "nobody" in nobody.reason and nobody.us is None
+    assert right.right and right.reason == "" and right.copied == 0.0
 
 
 # -- tune --ep, and the choice -------------------------------------------------------------------
@@ -336,10 +327,10 @@ def test_the_pair_that_is_fastest_at_the_capacity_is_chosen(tuned: Path) -> None
     assert rows.chosen.experts == "b"
 
 
-def test_regret_of_pairs(tuned: Path) -> None:
+def test_regret_of_combinations(tuned: Path) -> None:
     times = {"slabs+a": {1: 10.0, 16: 90.0}, "rows+a": {1: 30.0, 16: 40.0}, "rows+x": {16: 20.0}}
     made = make_table(times, MOVING)
-    cells = regret.of_pairs("t", Key.of(MOVING), made, {"slabs": ["a"], "rows": ["a"]})
+    cells = regret.of_combinations("t", Key.of(MOVING), made, {"slabs": ["a"], "rows": ["a"]})
     assert [(c.pick, c.us, c.regret) for c in cells] == [
         ("slabs + a", 10.0, 0.0),
         ("rows + a", 40.0, 0.0),
@@ -361,13 +352,14 @@ def test_regret_of_a_record(tuned: Path, monkeypatch) -> None:
         "device": {"type": "cpu", "name": "some CPU", "capability": None},
         "ranks": 4,
         "layer": {n: getattr(MOVING, n) for n in sizes},
-        "settings": {"layer": "given", "dtype": "float32"},
+        "settings": {"layer": "given", "dtype": "float32", "inputs": 2, "replays": 5},
         "cells": [{"scheme": "none", "tokens": 16, "pairs": pairs}],
     }
-    (cell,) = regret.of_layers(data)
+    run = from_json(LayersRun, data)
+    (cell,) = regret.of_layers(run)
     assert (cell.pick, cell.us) == ("rows + a", 15.0)
     assert cell.regret == pytest.approx(50.0)
-    assert layers.problem_of(data, "none", 16) == MOVING.replace(max_num_tokens=16)
+    assert run.problem("none", 16) == MOVING.replace(max_num_tokens=16)
 
 
 def compose_by_own_table(rank, world_size, folder):

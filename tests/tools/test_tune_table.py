@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from moekit_bench.tune.cli import add_to
+from moekit_bench.tables import add_to
 from tuned_tables import MADE, PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
@@ -268,7 +268,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tuned_tables import make_table
-from moekit_bench.tune.cli import add_to
+from moekit_bench.tables import add_to
 for tokens in range(1, 31):
     add_to(Path(sys.argv[1]), make_table({sys.argv[2]: {tokens: float(tokens)}}))
 """

@@ -1,6 +1,6 @@
 """device_check.py's comparison of quack's plans: whole blocks in turns, at the clocks that a long
-run leaves, beside the library's own (benchmarks/peers/quack.py). A tile that is fastest in `sweep`,
-alone and for milliseconds, need not be it here.
+run leaves, beside the library's own (benchmarks/baselines/quack.py). A tile that is fastest in
+`sweep`, alone and for milliseconds, need not be it here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cutlass_device import (
     tokens_of,
     weights_of,
 )
-from moekit_bench.bench.measure import Prepared, take_turns
+from moekit_bench import Prepared, take_turns
 from moekit_cutlass import providers
 from moekit_cutlass.providers import Quack, QuackPlan, Tile, quack_plans
 

@@ -25,7 +25,7 @@ sys.path[:0] = [
 ]
 
 import torch  # noqa: E402
-from moekit_bench.bench.measure import measure  # noqa: E402
+from moekit_bench import measure  # noqa: E402
 from moekit_cutlass import kernels as cutlass  # noqa: E402
 from moekit_cutlass import kernels as cutlass_groups  # noqa: E402
 from moekit_deepgemm import kernels as deepgemm  # noqa: E402

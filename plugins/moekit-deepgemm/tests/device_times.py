@@ -22,7 +22,7 @@ from device_common import (
     problem_of,
     say,
 )
-from moekit_bench.bench.measure import Prepared, take_turns
+from moekit_bench import Prepared, take_turns
 from moekit_deepgemm.plan import expected_slab_rows
 from moekit_kernels.align import SortedAssignments, align
 

@@ -26,7 +26,7 @@ sys.path[:0] = [
 
 import flashinfer_exchange  # noqa: E402
 import torch  # noqa: E402
-from moekit_bench.bench.measure import Timing, measure  # noqa: E402
+from moekit_bench import Timing, measure  # noqa: E402
 from moekit_flashinfer import library, moekit_dispatchers, moekit_experts  # noqa: E402
 
 import moekit  # noqa: E402

@@ -19,9 +19,16 @@ import traceback
 from dataclasses import replace
 
 import torch
-from moekit_bench.bench import cells, known_ceilings
-from moekit_bench.bench.contestants import KernelCall
-from moekit_bench.bench.shapes import inputs, random_weights, shape
+from moekit_bench import (
+    Case,
+    KernelCall,
+    inputs,
+    known_ceilings,
+    limit_us,
+    random_weights,
+    run_cell,
+    shape,
+)
 from moekit_triton.config import Plan, choose_plan
 from moekit_triton.gemm import GemmConfig
 from moekit_triton.packed import CHUNK
@@ -150,13 +157,14 @@ def times(names: list[str], pool: concurrent.futures.Executor) -> None:
             calls: dict[str, KernelCall] = {"triton": Tiled(problem, packed, None), **others}
             for plan in tiles(problem, tokens):
                 calls[describe(plan)] = Tiled(problem, packed, plan)
-            case = cells.Case.make(problem, weights, tokens)
-            results = cells.run_cell(case, calls, ceilings=ceilings, replays=7, host=False)
+            case = Case.make(problem, weights, tokens)
+            results = run_cell(case, calls, replays=7, host=False)
+            limit = limit_us(case.work, problem, ceilings)
             chosen = describe(choose_plan(problem, tokens, problem.top_k))
             print(f"{name} T={tokens} heuristic {chosen}", flush=True)
             for what, r in results.items():
-                us = "" if r.timing is None else f"{r.timing.us:8.1f} us"
-                part = "" if r.fraction is None else f" {r.fraction:.2f}"
+                us = "" if r.us is None else f"{r.us:8.1f} us"
+                part = "" if r.us is None or limit is None else f" {limit / r.us:.2f}"
                 print(f"    {what:28s}{us}{part} {r.reason}", flush=True)
 
 

@@ -23,10 +23,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from moekit_bench.bench.cells import Case
-from moekit_bench.bench.limits import known_ceilings, limit_us
-from moekit_bench.bench.measure import Prepared, take_turns
-from moekit_bench.bench.shapes import random_weights, shape
+from moekit_bench import (
+    Case,
+    Prepared,
+    known_ceilings,
+    limit_us,
+    random_weights,
+    shape,
+    take_turns,
+)
 from moekit_kernels import launch
 from moekit_triton import config
 from moekit_triton.config import Plan, choose_plan, dot_configs
@@ -174,7 +179,7 @@ def cell(name: str, scheme: str, tokens: int, weights: Any, plans: list[tuple[st
     packed = kernel.pack(weights)
     with torch.inference_mode():
         ready = {
-            label: Prepared(Variant(kernel, packed, plan, pdl), case.pairs, cuda())
+            label: Prepared(Variant(kernel, packed, plan, pdl), case.inputs, cuda())
             for label, plan, pdl in plans
         }
         times = take_turns(ready, 10, host=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from moekit_bench.bench.shapes import SHAPES
+from moekit_bench import SHAPES
 from moekit_kernels.numerics import INTERPRETED, Activation
 from moekit_triton import config
 from moekit_triton.config import choose_plan, dot_configs, dots_pay

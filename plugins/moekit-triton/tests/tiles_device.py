@@ -21,7 +21,7 @@ _PLUGIN = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_PLUGIN.parents[1]), str(_PLUGIN / "src")]
 
 import torch  # noqa: E402
-from moekit_bench.bench.shapes import shape  # noqa: E402
+from moekit_bench import shape  # noqa: E402
 from moekit_triton.config import Plan, sorted_plan  # noqa: E402
 from moekit_triton.gemm import GemmConfig  # noqa: E402
 from moekit_triton.tune import Case, Timer, make_case  # noqa: E402

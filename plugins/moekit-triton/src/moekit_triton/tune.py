@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import triton
-from moekit_bench.bench.shapes import random_weights, shape
+from moekit_bench import random_weights, shape
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.rows import Activation, ValidRows, activate_rows
 from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized

@@ -1,0 +1,354 @@
+"""Dispatchers without experts, over numbers of tokens on each rank.
+
+Every rank has T tokens of its own. *Dispatch* is ``prepare(...).result()`` on tokens that were
+quantized before, *combine* is ``finalize(...).result()`` on output that is there already, and a
+round trip is one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moekit.plugin import (
+    DeviceSpec,
+    Dispatched,
+    DispatcherSpec,
+    MoEProblem,
+    ParallelConfig,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    partition,
+    quant,
+)
+
+from .accuracy import relative_error
+from .codec import median, merge, merged_by
+from .environment import device_facts, versions
+from .internals import DTYPES
+from .ranks import Ranks, cause, local_device
+from .records import (
+    DispatcherCell,
+    DispatcherResult,
+    DispatchRun,
+    DispatchSettings,
+    Refusal,
+    measured,
+)
+from .shapes import inputs
+from .sweep import Log
+from .timer import Prepared, Timer, Timing, time_one
+
+# Each rank adds one rounding of its part, and the sum is rounded; quantization is not counted.
+_BOUND = 2e-2
+
+
+@dataclass(frozen=True)
+class DispatchTask:
+    """A dispatcher, the problem as rank 0 sees it with all ranks' experts, and how to measure."""
+
+    spec: DispatcherSpec
+    problem: MoEProblem
+    tokens: int
+    routing: str = "uniform"
+    inputs: int = 3
+    replays: int = 10
+    graph: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchTimes:
+    """What one rank measured. error: infinite if an output is not finite."""
+
+    timing: Timing
+    dispatch_us: float = merged_by(median)
+    combine_us: float = merged_by(median)
+    error: float = merged_by(max)
+    link_rows: float = merged_by(statistics.fmean)
+    rows: float = merged_by(statistics.fmean)
+    dispatch_row_bytes: int
+    combine_row_bytes: int
+    num_sms: int | None
+    buffer_bytes: int = merged_by(max)
+
+
+def measure_dispatch(rank: int, world_size: int, task: DispatchTask) -> DispatchTimes:
+    """Return this rank's measurements. Collective."""
+    parallel = replace(task.problem.parallel, ep_rank=rank)
+    dispatcher = task.spec.load()(task.spec, task.problem.replace(parallel=parallel))
+    try:
+        with torch.inference_mode():
+            return _RoundTrips(dispatcher, task, rank).measure()
+    finally:
+        dispatcher.destroy()
+
+
+def dispatch_result(name: str, ranks: Sequence[DispatchTimes]) -> DispatcherResult:
+    """Return one result of all ranks': medians of times, means of counts, the worst error."""
+    all_ranks = merge(ranks)
+
+    def gbs(rows: float, row_bytes: int, us: float) -> float:
+        return rows * row_bytes / us / 1e3
+
+    dispatch = all_ranks.dispatch_row_bytes, all_ranks.dispatch_us
+    combine = all_ranks.combine_row_bytes, all_ranks.combine_us
+    return DispatcherResult(
+        name=name,
+        **measured(all_ranks.timing, all_ranks.error, _BOUND) | {"reason": ""},
+        dispatch_us=all_ranks.dispatch_us,
+        combine_us=all_ranks.combine_us,
+        link_rows=all_ranks.link_rows,
+        rows=all_ranks.rows,
+        dispatch_link_gbs=gbs(all_ranks.link_rows, *dispatch),
+        dispatch_deepep_gbs=gbs(all_ranks.rows, *dispatch),
+        combine_link_gbs=gbs(all_ranks.link_rows, *combine),
+        combine_deepep_gbs=gbs(all_ranks.rows, *combine),
+        num_sms=all_ranks.num_sms,
+        buffer_bytes=all_ranks.buffer_bytes,
+    )
+
+
+class _RoundTrips:
+    """One rank's dispatcher and inputs."""
+
+    def __init__(self, dispatcher: PrepareAndFinalize, task: DispatchTask, rank: int) -> None:
+        self.dispatcher, self.task, self.problem = dispatcher, task, dispatcher.problem
+        self.device = local_device(self.problem.device.type)
+        self.timer = Timer(self.device, ranks=True)
+        self.graph_safe = task.spec.graph_safe
+        seed = task.seed * 1009 + rank
+        whole = self.problem.replace(parallel=ParallelConfig())
+        made = inputs(task.routing, task.tokens, task.inputs, whole, self.device, seed)
+        dtype = torch.int32 if task.spec.ids_dtype == "int32" else torch.int64
+        self.inputs = [(x, Routing(r.topk_weights, r.topk_ids.to(dtype))) for x, r in made]
+        self.sent = [self._quantized(x) for x, _ in made]
+        self.outs = [torch.empty_like(x) for x, _ in made]
+        self.blank: dict[torch.Size, Tensor] = {}
+
+    def __call__(self, index: int) -> None:
+        """Make a round trip."""
+        self._combine(index, self._dispatch(index))
+
+    def measure(self) -> DispatchTimes:
+        task = self.task
+        error = max(self._error(index) for index in range(len(self.inputs)))
+        prepared = Prepared(
+            self, [(i,) for i in range(len(self.inputs))], self.device, task.graph, timer=self.timer
+        )
+        timing = time_one(prepared, task.replays)
+        dispatch, combine = self._phases(timing.host_us or 0.0)
+        link_rows, rows = self._rows()
+        q, scale = self.sent[0]
+        scales = 0 if scale is None else scale.shape[1] * scale.itemsize
+        out = self.outs[0]
+        return DispatchTimes(
+            timing=timing,
+            dispatch_us=statistics.median(dispatch),
+            combine_us=statistics.median(combine),
+            error=error,
+            link_rows=link_rows,
+            rows=rows,
+            dispatch_row_bytes=q.shape[1] * q.itemsize + scales,
+            combine_row_bytes=out.shape[1] * out.itemsize,
+            num_sms=getattr(self.dispatcher, "num_sms", None),
+            buffer_bytes=self.dispatcher.buffer_bytes(),
+        )
+
+    # -- the two phases -----------------------------------------------------------------------
+
+    def _dispatch(self, index: int) -> Dispatched:
+        x, routing = self.inputs[index]
+        return self.dispatcher.prepare(x, routing, self._quantizer(index)).result()
+
+    def _combine(self, index: int, tokens: Dispatched, y: Tensor | None = None) -> Tensor:
+        y = self._output(tokens) if y is None else y
+        return self.dispatcher.finalize(y, tokens, self.outs[index]).result()
+
+    def _output(self, tokens: Dispatched) -> Tensor:
+        """Return a tensor where experts would have written: the dispatcher's own, if it has one."""
+        wanted = getattr(self.dispatcher, "output", None)
+        place: Tensor | None = None if wanted is None else wanted(tokens)
+        if place is not None:
+            return place
+        shape = tokens.x.shape
+        if shape not in self.blank:
+            self.blank[shape] = torch.zeros(shape, dtype=self.problem.dtype, device=self.device)
+        return self.blank[shape]
+
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        activation = self.problem.quant.activation
+        if activation is None or self.problem.quant.name not in self.task.spec.wire_schemes:
+            return x, None
+        static = None
+        if activation.static:
+            static = torch.full((1, 1), 6.0 / activation.qmax, device=x.device)
+        return quant.quantize(x, activation, static)
+
+    def _quantizer(self, index: int) -> Quantizer | None:
+        q, scale = self.sent[index]
+        return None if scale is None else lambda *_: (q, scale)
+
+    def _phases(self, host_us: float) -> tuple[list[float], list[float]]:
+        """Return the microseconds of each dispatch and of each combine.
+
+        A GPU starts when all round trips of a turn are enqueued.
+        """
+        timer, dispatch, combine = self.timer, list[float](), list[float]()
+        for _ in range(self.task.replays):
+            timer.drain()
+            timer.occupy(1.5 * host_us * len(self.inputs) + 200.0)
+            marks = []
+            for index in range(len(self.inputs)):
+                start = timer.mark()
+                tokens = self._dispatch(index)
+                middle = timer.mark()
+                self._combine(index, tokens)
+                marks.append((start, middle, timer.mark()))
+            timer.drain()
+            dispatch += [timer.between(start, middle) for start, middle, _ in marks]
+            combine += [timer.between(middle, end) for _, middle, end in marks]
+        return dispatch, combine
+
+    # -- errors and counts --------------------------------------------------------------------
+
+    def _error(self, index: int) -> float:
+        """Return the relative error of a call whose experts return their input."""
+        tokens = self._dispatch(index)
+        x = self._dequantized(tokens.x, tokens.x_scale)
+        if tokens.expert_num_tokens is not None:
+            real = torch.arange(x.shape[1], device=x.device) < tokens.expert_num_tokens[:, None]
+            y = torch.where(real[..., None], x, float("nan"))
+        else:
+            assert tokens.topk_ids is not None and tokens.topk_weights is not None
+            used = tokens.topk_ids >= 0
+            weights = torch.where(used, tokens.topk_weights, 0.0).sum(dim=1, keepdim=True)
+            y = torch.where(used.any(dim=1, keepdim=True), x * weights, 0.0)
+        self.outs[index].fill_(float("nan"))
+        out = self._combine(index, tokens, y.to(self.problem.dtype))
+        _, routing = self.inputs[index]
+        want = self._dequantized(*self.sent[index]) * routing.topk_weights.sum(1, keepdim=True)
+        error = relative_error(out, torch.arange(out.shape[0], device=out.device), want)
+        return math.inf if math.isnan(error) else error
+
+    def _dequantized(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        activation = self.problem.quant.activation
+        if scale is None or activation is None:
+            return x.float()
+        return quant.dequantize(x, scale, activation)
+
+    def _rows(self) -> tuple[float, float]:
+        """Return how many (token, rank) rows this rank sends to others, and to all; means."""
+        p, ranks = self.problem, self.problem.parallel.ep_size
+        remote, every = [], []
+        for _, routing in self.inputs:
+            hit = [
+                ((routing.topk_ids >= held.start) & (routing.topk_ids < held.stop)).any(dim=1)
+                for held in (partition(p.num_physical_experts, ranks, r) for r in range(ranks))
+            ]
+            counts = [int(h.sum()) for h in hit]
+            every.append(sum(counts))
+            remote.append(sum(counts) - counts[p.parallel.ep_rank])
+        return statistics.fmean(remote), statistics.fmean(every)
+
+
+# -- the sweep --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell to measure."""
+
+    scheme: str
+    routing: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.scheme} {self.routing} T={self.tokens}"
+
+
+class DispatchWorkload:
+    """Every scheme, routing and number of tokens, for every dispatcher.
+
+    sizes: experts, top-k and hidden size. ranks: where it runs; set before `measure`.
+    """
+
+    ranks: Ranks
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dispatchers: Sequence[DispatcherSpec],
+        schemes: Sequence[str],
+        routings: Sequence[str],
+        tokens: Sequence[int],
+        device: DeviceSpec,
+        num_ranks: int,
+        settings: DispatchSettings,
+        command: str = "",
+    ) -> None:
+        self.sizes, self.dispatchers = sizes, dispatchers
+        self.schemes, self.routings, self.tokens = schemes, routings, tokens
+        self.device, self.num_ranks, self.settings = device, num_ranks, settings
+        self.header = DispatchRun(
+            command=command,
+            versions=versions([], dispatchers),
+            device=device_facts(torch.device(device.type), device),
+            ranks=num_ranks,
+            settings=settings,
+        )
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(s, r, t) for s in self.schemes for r in self.routings for t in self.tokens
+        ]  # fmt: skip
+
+    def measure(self, cell: Cell, log: Log) -> DispatcherCell:
+        problem, results = self._problem(cell), []
+        for spec in self.dispatchers:
+            log.doing(f"{cell}: {spec.name}")
+            if why := "; ".join(spec.unsupported(problem)):
+                log.refuse(
+                    Refusal(scheme=cell.scheme, tokens=cell.tokens, name=spec.name, reason=why)
+                )
+            else:
+                results.append(self._result(spec, problem, cell))
+        return DispatcherCell(
+            scheme=cell.scheme, routing=cell.routing, tokens=cell.tokens, results=tuple(results)
+        )
+
+    def _problem(self, cell: Cell) -> MoEProblem:
+        experts, top_k, hidden = self.sizes
+        return MoEProblem(
+            num_experts=experts,
+            top_k=top_k,
+            hidden_size=hidden,
+            intermediate_size=hidden,
+            dtype=DTYPES[self.settings.dtype],
+            quant=cell.scheme,
+            max_num_tokens=cell.tokens,
+            parallel=ParallelConfig(ep_size=self.num_ranks),
+            device=self.device,
+        )
+
+    def _result(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> DispatcherResult:
+        s = self.settings
+        task = DispatchTask(
+            spec, problem, cell.tokens, cell.routing, s.inputs, s.replays, not s.no_graph, s.seed
+        )
+        try:
+            return dispatch_result(spec.name, self.ranks.run(measure_dispatch, task))
+        except Exception as error:
+            return DispatcherResult(name=spec.name, reason=cause(error))
+
+
+def succeeded(run: DispatchRun) -> bool:
+    """Whether something was measured, and all of it is right."""
+    results = [r for cell in run.cells for r in cell.results]
+    return bool(results) and all(r.right for r in results)

@@ -1,0 +1,99 @@
+"""On what and with what a run was made, and how it was asked for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+import moekit
+from moekit.errors import MoekitError
+from moekit.plugin import DeviceSpec, DispatcherSpec, ExpertsSpec, registry
+
+from .implementations import Implementation
+from .records import DeviceFacts
+
+
+def command(*words: str) -> str:
+    """Return ``python -m moekit words...`` with the variables that moekit reads, as a shell takes
+    it."""
+    variables = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("MOEKIT_"))
+    return shlex.join([*variables, "python", "-m", "moekit", *words])
+
+
+def versions(
+    implementations: Iterable[Implementation] = (), dispatchers: Iterable[DispatcherSpec] = ()
+) -> dict[str, str]:
+    """Return the versions of everything that can change a time, except what is not installed."""
+    found = {
+        "moekit": moekit.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": _installed("triton"),
+        "cuda": torch.version.cuda or "",
+    }
+    # An implementation names its distribution: "moekit-triton 0.1.0".
+    for text in sorted({i.version for i in implementations if i.version and not i.left_out}):
+        name, _, version = text.rpartition(" ")
+        found.setdefault(name, version)
+    names = {spec.name for spec in dispatchers}
+    for plugin in registry().plugins:
+        if names & {spec.name for spec in plugin.dispatchers} and plugin.distribution != "moekit":
+            found[plugin.distribution] = plugin.version
+    return {name: version for name, version in found.items() if version}
+
+
+def made_with(
+    implementation: Implementation,
+    experts: ExpertsSpec | None,
+    dispatcher: DispatcherSpec | None = None,
+) -> str:
+    """Return what a time depends on, with versions: torch, triton, CUDA, plugins and the libraries
+    that they require or that a backend's class names in ``libraries()`` (name -> version)."""
+    found = versions([implementation], [] if dispatcher is None else [dispatcher])
+    del found["python"]
+    for spec in (dispatcher, experts):
+        if spec is None:
+            continue
+        for name in {required.partition(".")[0] for required in spec.requires}:
+            for distribution in _owners().get(name, ()):
+                found[distribution] = importlib.metadata.version(distribution)
+        try:
+            found |= getattr(spec.load(), "libraries", dict)()
+        except MoekitError:  # reported when the backend is created
+            pass
+    return ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+
+
+def device_facts(device: torch.device, spec: DeviceSpec) -> DeviceFacts:
+    """Return what is known of a device."""
+    name = spec.name or f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    if device.type != "cuda":
+        return DeviceFacts(name, device.type, spec.capability, spec.arch)
+    facts = torch.cuda.get_device_properties(device)
+    return DeviceFacts(
+        name,
+        device.type,
+        spec.capability,
+        spec.arch,
+        facts.multi_processor_count,
+        getattr(facts, "L2_cache_size", None),
+        facts.total_memory,
+    )
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.lru_cache
+def _owners() -> Mapping[str, Sequence[str]]:
+    return importlib.metadata.packages_distributions()

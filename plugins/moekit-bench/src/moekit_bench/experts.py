@@ -1,0 +1,326 @@
+"""Experts backends and baselines on the whole experts block: cells, measurement and sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from moekit.errors import MoekitError
+from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem
+
+from .accuracy import oracle_rows, relative_error, sampled_rows
+from .environment import device_facts, versions
+from .implementations import Implementation, KernelCall
+from .internals import DTYPES, benchmark_bound
+from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
+from .records import (
+    BASELINE,
+    ExpertsCell,
+    ExpertsResult,
+    ExpertsRun,
+    ExpertsSettings,
+    Measurement,
+    Refusal,
+    copied_share,
+    measured,
+)
+from .shapes import Inputs, Shape, inputs, random_weights
+from .sweep import Log
+from .timer import Call, DeviceLost, Prepared, check_alive, first_line, release, take_turns
+
+_CHECKED_TOKENS = 32
+_MAX_INPUTS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all implementations of a cell are given. work: of one call, averaged over the inputs."""
+
+    problem: MoEProblem
+    weights: ExpertWeights
+    tokens: int
+    routing: str
+    inputs: Inputs
+    work: Work
+
+    @classmethod
+    def make(
+        cls,
+        problem: MoEProblem,
+        weights: ExpertWeights,
+        tokens: int,
+        routing: str = "uniform",
+        *,
+        count: int = 3,
+        seed: int = 0,
+    ) -> Case:
+        """Draw ``count`` inputs, or more where the weights they read would stay in the L2 cache."""
+        device = weights.w13.device
+        drawn = inputs(routing, tokens, count, problem, device, seed)
+        done = work(problem, weights, drawn)
+        cache = _cache_bytes(device)
+        read = done.active_experts * bytes_per_expert(weights)
+        if tokens and read and count * read < 2 * cache:
+            count = min(_MAX_INPUTS, -int(-2 * cache // read))
+            drawn = inputs(routing, tokens, count, problem, device, seed)
+            done = work(problem, weights, drawn)
+        return cls(problem, weights, tokens, routing, drawn, done)
+
+
+def run_cell(
+    case: Case,
+    calls: Mapping[str, Call],
+    *,
+    replays: int = 10,
+    host: bool = True,
+    graph: bool = True,
+    log: Callable[[str], None] = lambda name: None,
+) -> dict[str, Measurement]:
+    """Check and time every call on ``case``, in turns; a call that fails gets its reason.
+
+    Raises:
+        DeviceLost: A failure left the device unusable.
+    """
+    device = case.weights.w13.device
+    failed: dict[str, Measurement] = {}
+    ready: dict[str, Prepared] = {}
+    errors: dict[str, float] = {}
+
+    def prepare(name: str, call: Call) -> str:
+        """Return why it failed, if it did. Nothing keeps a failed call's tensors alive then."""
+        try:
+            prepared = Prepared(call, case.inputs, device, graph)
+            errors[name] = relative_error(prepared.first_output(), rows, want)
+            ready[name] = prepared
+        except Exception as error:
+            check_alive(device)
+            return first_line(error)
+        return ""
+
+    with torch.inference_mode():
+        x, routing = case.inputs[0]
+        rows = sampled_rows(case.tokens, _CHECKED_TOKENS, device)
+        want = oracle_rows(case.problem, case.weights, x, routing, rows)
+        for name, call in calls.items():
+            log(name)
+            if reason := prepare(name, call):
+                failed[name] = Measurement(reason=reason)
+                release(device)
+        timings = take_turns(ready, replays, host=host)
+    ready.clear()
+    release(device)
+    bound, results = benchmark_bound(case.problem), {}
+    for name in calls:
+        timing = timings.get(name)
+        if timing is None:
+            results[name] = failed[name]
+        elif isinstance(timing, Exception):
+            results[name] = Measurement(reason=first_line(timing))
+        else:
+            results[name] = Measurement(**measured(timing, errors[name], bound))
+    return results
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """Return the size of the device's L2 cache; 0 where it is unknown, and on the CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell to measure."""
+
+    shape: Shape
+    problem: MoEProblem
+    routing: str
+    tokens: int
+
+    @property
+    def group(self) -> str:
+        """Cells of a group share weights and calls."""
+        return f"{self.shape.name} {self.problem.quant.name}"
+
+    def __str__(self) -> str:
+        return f"{self.group} {self.routing} T={self.tokens}"
+
+
+class ExpertsWorkload:
+    """Every shape, scheme, routing and number of tokens, for every implementation.
+
+    Weights and calls are made once for each shape and scheme, and freed before the next. ``wanted``
+    may be replaced to leave cells out.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        schemes: Sequence[str],
+        routings: Sequence[str],
+        tokens: Sequence[int],
+        implementations: Sequence[Implementation],
+        device: torch.device,
+        settings: ExpertsSettings,
+        *,
+        ceilings: Ceilings | None = None,
+        command: str = "",
+    ) -> None:
+        spec = DeviceSpec.of(device)
+        self.device, self.settings, self.ceilings = device, settings, ceilings
+        self.routings, self.tokens = routings, tokens
+        self.implementations = implementations
+        self.problems = [  # all of them now, so that a typing error costs no time
+            (shape, self._make_problem(shape, scheme, spec))
+            for shape in shapes
+            for scheme in schemes
+        ]
+        self.header = ExpertsRun(
+            command=command,
+            versions=versions(implementations),
+            device=device_facts(device, spec),
+            settings=settings,
+            ceilings=ceilings,
+        )
+        self.wanted: Callable[[Cell], bool] = lambda cell: True
+        self._group = ""
+        self._weights: ExpertWeights | None = None
+        self._calls: dict[str, Call] = {}
+
+    def _make_problem(self, shape: Shape, scheme: str, device: DeviceSpec) -> MoEProblem:
+        dtype = DTYPES[self.settings.dtype]
+        return shape.problem(quant=scheme, dtype=dtype, device=device, ep=self.settings.ep)
+
+    def problem(self, shape: str, scheme: str) -> MoEProblem:
+        """Return the problem of a shape's name and a scheme."""
+        return next(
+            p for s, p in self.problems if (s.name, p.quant.name) == (shape, scheme)
+        )  # fmt: skip
+
+    def cells(self) -> list[Cell]:
+        every = (
+            Cell(shape, problem, routing, tokens)
+            for shape, problem in self.problems
+            for routing in self.routings
+            for tokens in self.tokens
+        )
+        return [cell for cell in every if self.wanted(cell)]
+
+    def measure(self, cell: Cell, log: Log) -> ExpertsCell | None:
+        if cell.group != self._group:
+            self._begin(cell, log)
+        if self._weights is None:
+            return None
+        s = self.settings
+        try:
+            case = Case.make(
+                cell.problem, self._weights, cell.tokens, cell.routing, count=s.inputs, seed=s.seed
+            )
+            results = run_cell(
+                case,
+                self._calls,
+                replays=s.replays,
+                graph=not s.no_graph,
+                log=lambda name: log.doing(f"{cell}: {name}"),
+            )
+        except DeviceLost:
+            raise
+        except Exception as error:  # out of memory for the inputs or the oracle
+            check_alive(self.device)
+            release(self.device)
+            self._refuse(cell, "all", f"T={cell.tokens}: {first_line(error)}", log)
+            return None
+        return self._record(cell, case, results)
+
+    def _begin(self, cell: Cell, log: Log) -> None:
+        """Make the weights and calls of a group."""
+        self._group, self._weights = cell.group, None
+        self._calls.clear()
+        release(self.device)
+        log.doing(f"{cell.group}: weights")
+        try:
+            self._weights = random_weights(cell.problem, self.device, self.settings.seed)
+        except Exception as error:
+            check_alive(self.device)
+            self._refuse(cell, "all", f"no weights: {first_line(error)}", log)
+            return
+        self._calls.update(self._made(cell, self._weights, log))
+        # The largest call first: a workspace that grows between captures is kept once more.
+        for name, call in self._calls.items():
+            if isinstance(call, KernelCall):
+                log.doing(f"{cell.group}: warming up {name}")
+                try:
+                    call.warmup(max(self.tokens))
+                except Exception:  # reported by the cell that needs so much
+                    check_alive(self.device)
+                    release(self.device)
+
+    def _made(self, cell: Cell, weights: ExpertWeights, log: Log) -> Iterator[tuple[str, Call]]:
+        for each in self.implementations:
+            reason = each.left_out
+            if cell.problem.parallel.ep_size > 1 and each.kind == BASELINE:
+                reason = "--ep: adapters are not told which experts are other ranks'"
+            if not reason:
+                log.doing(f"{cell.group}: making {each.name}")
+                try:
+                    yield each.name, each.make(cell.problem, weights, self.device)
+                    continue
+                except Exception as error:
+                    check_alive(self.device)
+                    reasons = getattr(error, "reasons", ())
+                    reason = "; ".join(reasons) if reasons else first_line(error)
+                release(self.device)
+            self._refuse(cell, each.name, reason, log)
+
+    def _refuse(self, cell: Cell, name: str, reason: str, log: Log) -> None:
+        scheme = cell.problem.quant.name
+        log.refuse(Refusal(shape=cell.shape.name, scheme=scheme, name=name, reason=reason))
+
+    def _record(self, cell: Cell, case: Case, results: Mapping[str, Measurement]) -> ExpertsCell:
+        p, limit = case.problem, limit_us(case.work, case.problem, self.ceilings)
+        kinds = {i.name: i.kind for i in self.implementations}
+        rows = []
+        for name, result in results.items():
+            call = self._calls[name]
+            fraction = None if limit is None or result.us is None else limit / result.us
+            copied = None
+            if isinstance(call, KernelCall):
+                copied = copied_share(case.weights.tensors(), call.packed)
+            rows.append(
+                ExpertsResult(
+                    name=name, kind=kinds[name], fraction=fraction, copied=copied, **vars(result)
+                )
+            )
+        return ExpertsCell(
+            shape=cell.shape.name,
+            num_experts=p.num_experts,
+            top_k=p.top_k,
+            hidden_size=p.hidden_size,
+            intermediate_size=p.intermediate_size,
+            ep=p.parallel.ep_size,
+            dtype=p.dtype_name,
+            scheme=p.quant.name,
+            routing=case.routing,
+            tokens=case.tokens,
+            inputs=len(case.inputs),
+            **asdict(case.work),
+            limit_us=limit if any(r.us is not None for r in rows) else None,
+            results=tuple(rows),
+        )
+
+
+def succeeded(run: ExpertsRun) -> bool:
+    """Whether every cell has a right result."""
+    return all(any(r.right for r in cell.results) for cell in run.cells)
+
+
+def without_duplicates(implementations: Sequence[Implementation]) -> list[Implementation]:
+    """Raise MoekitError if two implementations have one name, or if there is none."""
+    names = [i.name for i in implementations]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise MoekitError(f"two implementations are called {', '.join(twice)}: rename the baseline")
+    if not names:
+        raise MoekitError("nothing to measure: name --experts or --baselines")
+    return list(implementations)

@@ -1,0 +1,162 @@
+"""Implementations of the experts block: moekit's backends, and baselines from adapter files.
+
+An adapter is a Python file that defines ``name`` and ``make(problem, weights, device)``, which
+returns a `Call` or raises `Unavailable`, and optionally ``version()``. The weights are canonical
+`ExpertWeights` in the problem's scheme. What a call does only the first time it sees an input is
+not timed; what it does every time is. Files whose name begins with ``_`` are helpers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moekit
+from moekit.errors import MoekitError
+from moekit.plugin import ExpertWeights, MoEProblem, PackedWeights, Routing, Workspace, registry
+
+from .internals import find_experts
+from .records import BACKEND, BASELINE
+from .timer import Call
+
+AUTO = "auto"
+
+
+class Unavailable(MoekitError):
+    """A baseline's library is missing, or it cannot do a problem; the text says which."""
+
+
+class KernelCall:
+    """A composed kernel with its packed weights, as a call to time."""
+
+    def __init__(self, kernel: moekit.ModularKernel, packed: PackedWeights) -> None:
+        self.kernel, self.packed = kernel, packed
+        self.graph_safe = kernel.experts.spec.graph_safe and kernel.dispatcher.spec.graph_safe
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        return self.kernel(x, self.packed, routing)
+
+    def warmup(self, num_tokens: int) -> None:
+        self.kernel.warmup(self.packed, num_tokens)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An implementation of the experts block.
+
+    kind: `BACKEND` or `BASELINE`. make: returns the call to time, or raises with the reason why it
+    cannot. left_out: why it is not measured, if it is not.
+    """
+
+    name: str
+    kind: str
+    make: Callable[[MoEProblem, ExpertWeights, torch.device], Call]
+    version: str = ""
+    left_out: str = ""
+
+
+def backends(names: Sequence[str] | None = None, dispatcher: str = "local") -> list[Implementation]:
+    """Return the named experts backends, or all of them, behind ``dispatcher``.
+
+    They share one workspace. A name may be a composite's, or ``auto`` for what `moekit.compose`
+    chooses. Backends of negative priority, such as the oracle, are left out unless they are named.
+
+    Raises:
+        UnknownBackend, NameClash: A name means nothing, or too much.
+    """
+    known, workspace = registry(), Workspace()
+    versions = {
+        spec.name: f"{plugin.distribution} {plugin.version}"
+        for plugin in known.plugins
+        for spec in plugin.experts
+    }
+
+    def backend(name: str, left_out: str = "") -> Implementation:
+        def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
+            experts = None if name == AUTO else name
+            kernel = moekit.compose(
+                problem, dispatcher, experts, workspace=workspace, backends=known
+            )
+            return KernelCall(kernel, kernel.pack(weights))
+
+        return Implementation(name, BACKEND, make, versions.get(name, ""), left_out)
+
+    if names is not None:
+        for name in names:
+            if name != AUTO:
+                find_experts(name, known)
+        return [backend(name) for name in names]
+    unnamed = "priority {}: only when named in --experts"
+    return [
+        backend(spec.name, unnamed.format(spec.priority) if spec.priority < 0 else "")
+        for spec in known.experts.values()
+    ]
+
+
+def baselines(paths: Sequence[str], only: Sequence[str] | None = None) -> list[Implementation]:
+    """Return the baselines of the adapters in these files and folders.
+
+    An adapter that does not load becomes a baseline that says so.
+
+    Args:
+        only: Return those with these names.
+
+    Raises:
+        MoekitError: A path does not exist, or no baseline has a name in ``only``.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise MoekitError(f"no such file or folder of baselines: {path}")
+        found = sorted(path.glob("[!_]*.py")) if path.is_dir() else [path]
+        if not found:
+            raise MoekitError(f"{path} holds no adapter (*.py)")
+        files += found
+    made = [_baseline(file) for file in files]
+    if only is None:
+        return made
+    if unknown := sorted(set(only) - {b.name for b in made}):
+        there = ", ".join(b.name for b in made) or "none"
+        raise MoekitError(f"no baseline is called {', '.join(unknown)}; there are: {there}")
+    return [b for b in made if b.name in only]
+
+
+def _baseline(file: Path) -> Implementation:
+    try:
+        module = _load(file)
+        name, make = str(module.name), module.make
+        version = str(module.version()) if hasattr(module, "version") else ""
+    except Exception as error:
+        reason = f"{file} does not load: {type(error).__name__}: {error}"
+
+        def broken(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
+            raise Unavailable(reason)
+
+        return Implementation(file.stem, BASELINE, broken)
+    return Implementation(name, BASELINE, make, version)
+
+
+def _load(file: Path) -> Any:
+    """Return the module in ``file``.
+
+    It may import its neighbours while it is loaded, but not later: an adapter may be called like
+    the library that it adapts.
+    """
+    spec = importlib.util.spec_from_file_location(f"moekit_bench_baseline_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise Unavailable(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(file.resolve().parent)
+    sys.path.append(folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+    return module

@@ -1,0 +1,148 @@
+"""The roofline: what a block must at least compute and read, and how fast a device can do that.
+
+limit = max(FLOP / FLOP rate, bytes / read bandwidth)
+
+FLOP are those of both GEMMs, over the (token, expert) assignments. Bytes are the checkpoint-form
+weights and scales of the experts that got a token, once, plus x read once and the output written
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moekit.errors import MoekitError
+from moekit.plugin import ExpertWeights, MoEProblem, Routing
+
+from .shapes import Inputs
+from .timer import Timer
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device was measured to reach.
+
+    flops: FLOP/s by arithmetic (bf16, fp8, ...). read: memory read bandwidth in bytes/s.
+    """
+
+    flops: dict[str, float]
+    read: float
+
+
+# By the start of torch's device name. The H200's are those of an 8192^3 matmul; int8 is taken to be
+# what fp8 is, as the tensor cores' rates are equal.
+CEILINGS = {
+    "NVIDIA H200": Ceilings(
+        {"bf16": 791e12, "fp16": 791e12, "fp8": 1424e12, "int8": 1424e12}, 4.49e12
+    )
+}
+
+
+def known_ceilings(device_name: str) -> Ceilings | None:
+    """Return the known ceilings of a device, or None."""
+    return next((c for name, c in CEILINGS.items() if device_name.startswith(name)), None)
+
+
+def parse_ceilings(text: str) -> Ceilings:
+    """Parse ``bf16=791,fp8=1424,read=4490``: TFLOP/s by arithmetic, and read bandwidth in GB/s."""
+    values = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            values[name.strip()] = float(number)
+        except ValueError:
+            values = {}
+            break
+    read = values.pop("read", 0.0)
+    if not values or read <= 0 or min(values.values()) <= 0:
+        raise MoekitError(
+            f"ceilings must be TFLOP/s by arithmetic and read bandwidth in GB/s, for example "
+            f"bf16=791,fp8=1424,read=4490, or `measure` (got {text!r})"
+        )
+    return Ceilings({name: value * 1e12 for name, value in values.items()}, read * 1e9)
+
+
+def arithmetic(problem: MoEProblem) -> str:
+    """Return the arithmetic whose FLOP rate bounds the GEMMs: the type of the activations, as
+    weights can be widened to it."""
+    activation = problem.quant.activation
+    name = problem.dtype_name if activation is None else activation.dtype
+    return _SHORT.get(name, name)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one call, averaged over its inputs. rows: the (token, expert) assignments to
+    local experts."""
+
+    flop: float
+    bytes: float
+    active_experts: float
+    rows: float
+
+
+def work(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs) -> Work:
+    """Count the work in the ids themselves (synchronizes with the device)."""
+    counted = [_active_and_rows(problem, routing) for _, routing in inputs]
+    active = sum(a for a, _ in counted) / len(counted)
+    rows = sum(r for _, r in counted) / len(counted)
+    matrices = problem.w13_rows + problem.local_intermediate_size
+    tokens = inputs[0][0].shape[0]
+    activations = 2 * tokens * problem.hidden_size * problem.dtype.itemsize
+    return Work(
+        flop=2.0 * rows * problem.hidden_size * matrices,
+        bytes=active * bytes_per_expert(weights) + activations,
+        active_experts=active,
+        rows=rows,
+    )
+
+
+def _active_and_rows(problem: MoEProblem, routing: Routing) -> tuple[int, int]:
+    local = problem.local_experts
+    ids = routing.topk_ids[(routing.topk_ids >= local.start) & (routing.topk_ids < local.stop)]
+    return len(set(ids.flatten().tolist())), ids.numel()
+
+
+def bytes_per_expert(weights: ExpertWeights) -> float:
+    """Return the bytes of one expert's matrices, scales, zero points, g_idx and biases."""
+    L = weights.num_experts
+    own = (t for t in weights.tensors().values() if t.dim() > 1 and t.shape[0] == L)
+    return sum(t.nbytes for t in own) / L
+
+
+def limit_us(done: Work, problem: MoEProblem, ceilings: Ceilings | None) -> float | None:
+    """Return the microseconds that no implementation should beat; None without a known ceiling."""
+    if ceilings is None or arithmetic(problem) not in ceilings.flops:
+        return None
+    return 1e6 * max(done.flop / ceilings.flops[arithmetic(problem)], done.bytes / ceilings.read)
+
+
+def measure_ceilings(device: torch.device, size: int = 0, read_bytes: int = 0) -> Ceilings:
+    """Measure the ceilings by square matmuls of ``size`` rows and a sum over ``read_bytes``."""
+    on_cpu = device.type == "cpu"
+    size, read_bytes = size or (2048 if on_cpu else 8192), read_bytes or (1 if on_cpu else 8) << 29
+    flops = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        b = torch.randn(size, size, device=device, dtype=dtype)
+        flops[name] = 2 * size**3 / _best_seconds(lambda a=a, b=b: a @ b.T, device)  # type: ignore[misc]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        x, one = a.to(torch.float8_e4m3fn), torch.ones((), device=device)
+        scaled = getattr(torch, "_scaled_mm")  # noqa: B009 (private, and untyped)
+        seconds = _best_seconds(
+            lambda: scaled(x, x.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), device
+        )
+        flops["fp8"] = flops["int8"] = 2 * size**3 / seconds
+    data = torch.zeros(read_bytes // 4, device=device)
+    return Ceilings(flops, read_bytes / _best_seconds(lambda: data.sum(), device))
+
+
+def _best_seconds(function: Callable[[], Tensor], device: torch.device, times: int = 10) -> float:
+    timer = Timer(device)
+    return min([timer.eager_us(function) for _ in range(times)][1:]) / 1e6

@@ -1,0 +1,132 @@
+"""Options of the commands: what they have in common, and how their texts are read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moekit.errors import MoekitError
+from moekit.plugin import SCHEMES, DeviceSpec
+
+from .internals import DTYPES
+from .shapes import ROUTINGS
+from .timer import first_line
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number of at least ``least``."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"want a whole number, {least} or more, not {text!r}")
+        return int(text)
+
+    return number
+
+
+def add_measurement(parser: argparse.ArgumentParser, *, inputs: int, replays: int) -> None:
+    """Add the options that say how every command measures."""
+    add = parser.add_argument
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--device", help="a torch device; default: this machine's accelerator, else its CPU")
+    add(
+        "--inputs", type=whole(1), default=inputs, metavar="N",
+        help="different inputs and routings that a graph covers; more where their weights fit the "
+        "L2 cache; default: %(default)s",
+    )  # fmt: skip
+    add(
+        "--replays", type=whole(1), default=replays, metavar="N", help="turns; default: %(default)s"
+    )
+    add("--seed", type=int, default=0, metavar="N")
+
+
+def add_lists(parser: argparse.ArgumentParser, *, tokens: str, quant: str) -> None:
+    """Add the options that say over what every command sweeps."""
+    add = parser.add_argument
+    add("--tokens", default=tokens, metavar="LIST", help="in a call; default: %(default)s")
+    add(
+        "--quant", default=quant, metavar="LIST",
+        help=f"of {', '.join(SCHEMES)}; default: %(default)s",
+    )  # fmt: skip
+
+
+def add_routing(parser: argparse.ArgumentParser) -> None:
+    help = f"of {', '.join(ROUTINGS)}; default: %(default)s"
+    parser.add_argument("--routing", default="uniform", metavar="LIST", help=help)
+    parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs: eager times only")
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where a run goes, and where a recorded one comes from."""
+    add = parser.add_argument
+    add("--markdown", type=Path, metavar="FILE", help="the report; default: standard output")
+    add("--json", type=Path, metavar="FILE", help="everything, rewritten after every cell")
+    add(
+        "--from", dest="recorded", type=Path, metavar="FILE",
+        help="measure nothing: render a recorded --json again",
+    )  # fmt: skip
+
+
+def answered(question: Callable[[], int]) -> int:
+    """Return a command's exit code: 2, with the reason on standard error, for a wrong question."""
+    try:
+        return question()
+    except (MoekitError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def names(text: str) -> list[str]:
+    """Return the parts of a list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def choices(text: str, known: Collection[str], option: str) -> list[str]:
+    """Return the parts of a list, all of which must be ``known``."""
+    found = names(text)
+    if not found or (unknown := [name for name in found if name not in known]):
+        wrong = ", ".join(unknown) if found else "nothing"
+        raise MoekitError(f"{option} must be of {', '.join(known)} (got {wrong})")
+    return found
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Return the parts of a list of positive whole numbers."""
+    parts = names(text)
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise MoekitError(
+            f"{option} must be positive whole numbers, such as 1,16,64 (got {text!r})"
+        )
+    return [int(part) for part in parts]
+
+
+def torch_device(name: str | None) -> torch.device:
+    """Return the device of that name, or this machine's accelerator or CPU, and make it current."""
+    if name is not None:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise MoekitError(f"device {name!r}: {first_line(error)}") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise MoekitError(f"device {name!r} was asked for, but torch sees no CUDA device here")
+    else:
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    return device
+
+
+def device_spec(name: str | None) -> DeviceSpec:
+    """Return the kind of device that ranks run on."""
+    return DeviceSpec.detect() if name is None else DeviceSpec.parse(name)
+
+
+def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """Return the fields of `Settings`."""
+    fields = ("dtype", "inputs", "replays", "no_graph", "seed")
+    return {name: getattr(args, name) for name in fields} | more

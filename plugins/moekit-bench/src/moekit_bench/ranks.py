@@ -1,0 +1,163 @@
+"""Where ranks come from: processes that this one starts, or torchrun's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from moekit.errors import MoekitError
+from moekit.plugin import DeviceSpec, DispatcherSpec, registry
+
+from .timer import first_line, from_all_ranks
+
+_SECONDS_A_CELL = 180.0
+
+
+class Ranks(Protocol):
+    """What runs ``function(rank, world_size, *args)`` on every rank and returns all results.
+
+    leader: whether this process reports.
+    """
+
+    leader: bool
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+def number_of_ranks(asked: int | None, device: DeviceSpec) -> int:
+    """Return how many ranks to use: as asked, as torchrun started, one for each GPU, or two."""
+    default = torch.cuda.device_count() if device.type == "cuda" else 2
+    ranks = asked or int(os.environ.get("WORLD_SIZE", 0)) or default
+    if ranks < 2:
+        raise MoekitError(f"tokens move between at least 2 ranks (got {ranks}); set --ranks")
+    return ranks
+
+
+def fewer_devices(ranks: int, device: DeviceSpec) -> bool:
+    """Whether there are GPUs, but fewer than ranks."""
+    return device.type == "cuda" and 0 < torch.cuda.device_count() < ranks
+
+
+@contextmanager
+def open_ranks(
+    count: int, device: DeviceSpec, asked: int | None, *, share: bool = False
+) -> Iterator[Ranks]:
+    """Yield torchrun's ranks if this process is one of them and no number was asked for, else ranks
+    that this process starts.
+
+    Args:
+        share: Whether there may be more ranks than devices.
+    """
+    if "RANK" in os.environ and asked is None:
+        with _torchrun(device, share) as ranks:
+            yield ranks
+        return
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and count > found and not share:
+        raise MoekitError(
+            f"{count} ranks need as many GPUs, and there are {found}; ask for fewer ranks, or, "
+            "with `bench --layers`, for errors alone with --share-devices"
+        )
+    pools = _Pools(count, device.type)
+    try:
+        yield pools
+    finally:
+        pools.close()
+
+
+class _Pools:
+    """Ranks of this process; new ones after a failure, which may have left them unusable."""
+
+    leader = True
+
+    def __init__(self, world_size: int, device_type: str) -> None:
+        try:
+            from moekit.testing.distributed import RankPool
+        except ImportError as error:
+            raise MoekitError(
+                f"{error}; or start the ranks with torchrun: torchrun --nproc-per-node "
+                f"{world_size} -m moekit bench ..."
+            ) from error
+        self._make = partial(RankPool, world_size, device_type, _SECONDS_A_CELL)
+        self._pool = self._make()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if self._pool.closed:
+            self._pool = self._make()
+        try:
+            return self._pool.run(function, *args)
+        except Exception:
+            self._pool.close()
+            raise
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _TorchrunRanks:
+    """This process is a rank. One that fails ends itself, and torchrun ends the others."""
+
+    def __init__(self) -> None:
+        self.leader = dist.get_rank() == 0
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        try:
+            mine = function(dist.get_rank(), dist.get_world_size(), *args)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        return from_all_ranks(mine)
+
+
+@contextmanager
+def _torchrun(device: DeviceSpec, share: bool) -> Iterator[Ranks]:
+    backend = "gloo"
+    if device.type == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local % torch.cuda.device_count() if share else local)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend)
+    try:
+        yield _TorchrunRanks()
+    finally:
+        dist.destroy_process_group()
+
+
+def cause(error: Exception) -> str:
+    """Return what a rank raised, rather than that ranks failed."""
+    tracebacks = getattr(error, "tracebacks", {})
+    for rank, text in sorted(tracebacks.items()):
+        return f"rank {rank}: {text.strip().splitlines()[-1]}"
+    return first_line(error)
+
+
+def moving_dispatchers(names: list[str] | None) -> list[DispatcherSpec]:
+    """Return the named dispatchers, or all installed ones that move tokens.
+
+    Raises:
+        MoekitError: There is none, or a name means nothing.
+    """
+    known = registry()
+    if names is None:
+        found = [spec for spec in known.dispatchers.values() if spec.moves_tokens]
+    else:
+        found = [known.dispatcher(name) for name in names]
+    if not found:
+        raise MoekitError("no dispatcher to measure: name --dispatchers")
+    return found
+
+
+def local_device(kind: str) -> torch.device:
+    """Return this process's device of a kind."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,90 @@
+"""Markdown: the one table writer, and the parts that the reports of all runs share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from .records import Measurement, Refusal, Run, shown_error
+
+C = TypeVar("C")
+NONE = "–"
+
+
+class Table:
+    """A Markdown table that is written row by row."""
+
+    def __init__(self, *columns: str) -> None:
+        self._lines = [self._row(columns), "|" + "---|" * len(columns)]
+
+    def add(self, *cells: object) -> str:
+        """Add a row and return its line."""
+        self._lines.append(self._row(cells))
+        return self._lines[-1]
+
+    @staticmethod
+    def _row(cells: Iterable[object]) -> str:
+        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lines)
+
+    def __bool__(self) -> bool:
+        """Whether there is a row."""
+        return len(self._lines) > 2
+
+
+def us(value: float | None) -> str:
+    """Show microseconds."""
+    if value is None:
+        return NONE
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+def spread(result: Measurement) -> str:
+    return NONE if result.spread_us is None else "–".join(map(us, result.spread_us))
+
+
+def error(result: Measurement) -> str:
+    return NONE if result.us is None else shown_error(result.error)
+
+
+def fastest(results: Iterable[Any]) -> Any:
+    """Return the fastest of the right results, or None."""
+    right = [r for r in results if r.right and r.us is not None]
+    return min(right, key=lambda r: float(r.us), default=None)
+
+
+def time(result: Measurement | None, best: Measurement | None, *, after: str = "") -> str:
+    """Show a time: eager ones with `e`, the best one in bold, wrong ones struck out."""
+    if result is None or result.us is None:
+        return NONE
+    text = us(result.us) + ("e" if result.eager else "")
+    if not result.right:
+        return f"~~{text}~~"
+    return (f"**{text}**" if result is best else text) + after
+
+
+def distinct(values: Iterable[C]) -> list[C]:
+    return list(dict.fromkeys(values))
+
+
+def head(run: Run, title: str, subject: str) -> list[str]:
+    """Return the lines that say what was run, where, and with what."""
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    return [f"# {title}, {run.date}", "", f"    {run.command}", "", f"{subject}; {versions}", ""]
+
+
+def not_measured(refused: Sequence[Refusal]) -> list[str]:
+    """Return a section on what was not measured, why, and in which cells."""
+    if not refused:
+        return []
+    lines = ["", "## Not measured", ""]
+    for name, reason in distinct((r.name, r.reason) for r in refused):
+        where = distinct(r.where for r in refused if (r.name, r.reason) == (name, reason))
+        lines.append(f"- {name}: {reason} ({', '.join(where)})")
+    return lines

@@ -1,0 +1,193 @@
+"""What is measured: the sizes of real models, routings, inputs and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.errors import InvalidProblem
+from moekit.plugin import ExpertWeights, MoEProblem, ParallelConfig, Routing
+
+ROUTINGS = ("uniform", "zipf", "hot", "fixed")
+"""uniform: every expert is equally likely. zipf: the r-th most popular expert has likelihood 1 / r.
+hot: one expert gets every token, and the other K - 1 choices are uniform. fixed: experts take
+turns, so that their loads differ by at most one token."""
+
+Inputs = Sequence[tuple[Tensor, Routing]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of an experts block.
+
+    A shape that is named after one rank of expert parallelism stands for that rank alone:
+    ``num_experts`` are its local experts, and all ``top_k`` choices of a token are among them.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str = "silu"
+    has_bias: bool = False
+    source: str = "given"
+
+    def problem(self, *, ep: int = 1, **changes: Any) -> MoEProblem:
+        """Return the problem that this shape poses.
+
+        Args:
+            ep: Describe the first of this many ranks. All of them have the same tokens, so no token
+                moves.
+            changes: Further arguments of MoEProblem, such as quant, dtype and device.
+        """
+        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        del given["name"], given["source"]
+        given["parallel"] = ParallelConfig(ep_size=ep, dp_size=1)
+        return MoEProblem(**{**given, **changes})
+
+
+def _shape(
+    name: str, experts: int, top_k: int, hidden: int, inner: int, source: str, **more: Any
+) -> Shape:
+    return Shape(
+        name=name,
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        source=source,
+        **more,
+    )
+
+
+_GPT_OSS = {"activation": "swigluoai", "has_bias": True}
+
+# The sizes are those of each model's config.json on the Hugging Face hub: num_local_experts,
+# num_experts or n_routed_experts, num_experts_per_tok, hidden_size, and moe_intermediate_size or
+# intermediate_size.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _shape("mixtral", 8, 2, 4096, 14336, "mistralai/Mixtral-8x7B-v0.1"),
+        _shape("mixtral-8x22b", 8, 2, 6144, 16384, "mistralai/Mixtral-8x22B-v0.1"),
+        _shape("qwen3-30b", 128, 8, 2048, 768, "Qwen/Qwen3-30B-A3B"),
+        _shape("qwen3-235b", 128, 8, 4096, 1536, "Qwen/Qwen3-235B-A22B"),
+        _shape("dsv3", 256, 8, 7168, 2048, "deepseek-ai/DeepSeek-V3"),
+        _shape("dsv3-ep8", 32, 8, 7168, 2048, "deepseek-ai/DeepSeek-V3, one rank of EP 8"),
+        _shape("dsv3-tp8", 256, 8, 7168, 256, "deepseek-ai/DeepSeek-V3, one rank of TP 8"),
+        _shape("gpt-oss-20b", 32, 4, 2880, 2880, "openai/gpt-oss-20b", **_GPT_OSS),
+        _shape("gpt-oss-120b", 128, 4, 2880, 2880, "openai/gpt-oss-120b", **_GPT_OSS),
+        _shape("kimi-k2-ep", 48, 8, 7168, 2048, "moonshotai/Kimi-K2-Instruct, one rank of EP 8"),
+        _shape("glm-4.5", 160, 8, 5120, 1536, "zai-org/GLM-4.5"),
+        _shape("olmoe", 64, 8, 2048, 1024, "allenai/OLMoE-1B-7B-0924"),
+    )
+}
+
+
+def shape(text: str) -> Shape:
+    """Return the shape of a name in `SHAPES`, or of sizes ``E:K:H:I``.
+
+    Raises:
+        InvalidProblem: The text is neither.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    parts = text.split(":")
+    if len(parts) == 4 and all(part.isdigit() for part in parts):
+        experts, top_k, hidden, inner = (int(part) for part in parts)
+        return _shape(text, experts, top_k, hidden, inner, "given")
+    raise InvalidProblem(
+        f"shape {text!r} is unknown; choose from {', '.join(SHAPES)}, or give sizes as "
+        "EXPERTS:TOP_K:HIDDEN:INTERMEDIATE, for example 8:2:4096:14336"
+    )
+
+
+def routing(
+    kind: str,
+    tokens: int,
+    problem: MoEProblem,
+    device: torch.device,
+    generator: torch.Generator,
+    index: int = 0,
+) -> Routing:
+    """Return a random routing whose weights are a softmax of K normal values.
+
+    Args:
+        kind: One of `ROUTINGS`.
+        index: The number of this routing among several, which must not favour the same expert.
+    """
+    E, K = problem.num_experts, problem.top_k
+    if kind in ("uniform", "fixed"):
+        score_E = torch.zeros(E, device=device)
+    elif kind == "zipf":
+        order = torch.randperm(E, device=device, generator=generator)
+        score_E = -torch.log1p(order.float())
+    elif kind == "hot":
+        score_E = torch.zeros(E, device=device)
+        score_E[(5 * index + 1) % E] = torch.inf
+    else:
+        raise InvalidProblem(f"routing {kind!r} is unknown; choose from {', '.join(ROUTINGS)}")
+    # Adding Gumbel noise and taking the K largest draws K of E without replacement.
+    uniform_TE = torch.rand((tokens, E), device=device, generator=generator)
+    gumbel_TE = -torch.log(-torch.log(uniform_TE.clamp(1e-20, 1 - 1e-7)))
+    ids = (score_E + gumbel_TE).topk(K, dim=1).indices
+    if kind == "fixed":
+        ids = (torch.arange(index, index + tokens * K, device=device) % E).view(tokens, K)
+    logits_TK = torch.randn((tokens, K), device=device, generator=generator)
+    return Routing(logits_TK.softmax(dim=1), ids.contiguous())
+
+
+def inputs(
+    kind: str, tokens: int, count: int, problem: MoEProblem, device: torch.device, seed: int = 0
+) -> Inputs:
+    """Return ``count`` different inputs: x (T, H), standard normal in the problem's dtype, and its
+    routing."""
+    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + tokens)
+    made = []
+    for index in range(count):
+        shape = (tokens, problem.hidden_size)
+        x = torch.randn(shape, device=device, dtype=problem.dtype, generator=generator)
+        made.append((x, routing(kind, tokens, problem, device, generator, index)))
+    return made
+
+
+def random_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
+    """Return canonical random weights of the local experts in the problem's scheme.
+
+    Experts are made and quantized one at a time, so that little more memory is used than the result
+    takes. The act-order is random, too.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    L, H, inner = problem.num_local_experts, problem.hidden_size, problem.local_intermediate_size
+    rows = problem.w13_rows
+
+    def normal(*size: int, std: float) -> Tensor:
+        value = torch.randn(size, device=device, dtype=torch.float32, generator=generator)
+        return value.mul_(std).to(problem.dtype)
+
+    whole: dict[str, Tensor] = {}
+    for expert in range(L):
+        one = ExpertWeights(normal(1, rows, H, std=H**-0.5), normal(1, H, inner, std=inner**-0.5))
+        for name, part in one.quantize(problem.quant).tensors().items():
+            if name not in whole:
+                whole[name] = torch.empty((L, *part.shape[1:]), dtype=part.dtype, device=device)
+            whole[name][expert].copy_(part[0])
+    if problem.has_bias:
+        whole["w13_bias"] = normal(L, rows, std=0.1)
+        whole["w2_bias"] = normal(L, H, std=0.1)
+    operand, activation = problem.quant.weight, problem.quant.activation
+    if operand is not None and operand.act_order:
+        for name, columns in (("w13", H), ("w2", inner)):
+            order_LK = torch.rand((L, columns), device=device, generator=generator).argsort(dim=1)
+            whole[f"{name}_g_idx"] = (order_LK // operand.group[1]).int()
+    if activation is not None and activation.static:
+        # Just above the largest of many standard normal values, and of silu(gate) * up of those.
+        for name, largest in (("w13_input_scale", 6.0), ("w2_input_scale", 16.0)):
+            whole[name] = torch.full((1, 1), largest / activation.qmax, device=device)
+    values: dict[str, Any] = whole
+    return ExpertWeights(**values).canonical(problem)

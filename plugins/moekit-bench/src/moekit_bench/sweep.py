@@ -1,0 +1,156 @@
+"""One sweep for all that is measured: cells one by one, their progress, and their files."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from .codec import replace_file, to_json
+from .records import Refusal, Run
+from .timer import DeviceLost
+
+RunT = TypeVar("RunT", bound=Run)
+
+
+class Log(Protocol):
+    """What a workload tells while it measures a cell."""
+
+    def doing(self, text: str) -> None: ...
+
+    def refuse(self, refusal: Refusal) -> None: ...
+
+
+class Workload(Protocol):
+    """What a sweep measures.
+
+    header: the run without cells. cells: what to measure, in order; ``str(cell)`` is its title.
+    """
+
+    header: Any
+
+    def cells(self) -> Sequence[Any]: ...
+
+    def measure(self, cell: Any, log: Log) -> Any | None:
+        """Return the cell's record, whose ``results`` are measurements, or None if it has none."""
+
+
+class Progress:
+    """A line on standard error for each cell, and a bar where somebody watches."""
+
+    def __init__(self, total: int) -> None:
+        watched = sys.stderr.isatty()
+        tqdm.monitor_interval = 0  # no thread besides those that are measured
+        self._bar: Any = tqdm(
+            total=total,
+            file=sys.stderr if watched else io.StringIO(),
+            bar_format="{n_fmt}/{total_fmt}, {elapsed}, {remaining} left{postfix}",
+            leave=False,
+        )
+
+    def doing(self, text: str) -> None:
+        self._bar.set_postfix_str(text)
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+        sys.stderr.flush()
+
+    def done(self, text: str, cells: int = 1) -> None:
+        self._bar.set_postfix_str("", refresh=False)
+        self._bar.update(cells)
+        self.say(f"[{self._bar}] {text}")
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class Sweep:
+    """Measure all cells of a workload.
+
+    Args:
+        keep: Called with the run so far after every cell, so that a run that is stopped leaves what
+            it measured.
+        leader: Whether this process reports and keeps; of several ranks one does.
+    """
+
+    def __init__(
+        self, workload: Workload, keep: Callable[[Any], None] | None = None, *, leader: bool = True
+    ) -> None:
+        self.workload, self.run = workload, workload.header
+        self.cells = list(workload.cells())
+        self._keep, self._leader = keep, leader
+        self._progress: Progress | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether no cell is missing."""
+        return len(self.run.cells) == len(self.cells)
+
+    def measure(self) -> Any:
+        """Measure and return the run; Ctrl-C and a lost device end it early."""
+        self._progress = Progress(len(self.cells)) if self._leader else None
+        try:
+            for cell in self.cells:
+                self._measure(cell)
+        except DeviceLost as error:
+            self._say(f"error: {error}; the remaining cells cannot be measured")
+        except KeyboardInterrupt:
+            self._say("interrupted; the cells measured so far are kept")
+        finally:
+            if self._progress is not None:
+                self._progress.close()
+        return self.run
+
+    def _measure(self, cell: Any) -> None:
+        made = self.workload.measure(cell, self)
+        text = "not measured"
+        if made is not None:
+            self.run = replace(self.run, cells=(*self.run.cells, made))
+            text = "; ".join(map(str, made.results)) or "nothing to measure"
+        if self._progress is not None:
+            if made is not None and self._keep is not None:
+                self._keep(self.run)
+            self._progress.done(f"{cell}: {text}")
+
+    def doing(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.doing(text)
+
+    def refuse(self, refusal: Refusal) -> None:
+        known = {(r.name, r.reason) for r in self.run.refused}
+        if (refusal.name, refusal.reason) not in known:
+            self._say(f"{refusal.where}: without {refusal.name}: {refusal.reason}")
+        self.run = replace(self.run, refused=(*self.run.refused, refusal))
+
+    def _say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.say(text)
+
+
+class Files:
+    """Where a run goes: ``--json`` and ``--markdown``, or standard output for the report."""
+
+    def __init__(
+        self, report: Callable[[Any], str], json: Path | None = None, markdown: Path | None = None
+    ) -> None:
+        self._report, self._json, self._markdown = report, json, markdown
+
+    def keep(self, run: Run) -> None:
+        """Rewrite the files."""
+        if self._json is not None:
+            data = to_json(run)
+            replace_file(self._json, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        if self._markdown is not None:
+            replace_file(self._markdown, self._report(run))
+
+    def finish(self, run: Run) -> None:
+        """Rewrite the files, and print the report if it has none."""
+        self.keep(run)
+        if self._markdown is None:
+            print(self._report(run), end="")

@@ -1,0 +1,78 @@
+"""Where `tune --select` puts measurements: the tuned table's file, and what it knows already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from filelock import FileLock
+
+from moekit.errors import MoekitError
+from moekit.plugin import DeviceSpec, MoEProblem
+
+from .codec import replace_file
+from .internals import Key, Record, Table, device_file, tuned_tables
+
+
+def table_file(output: Path | None, device: DeviceSpec) -> Path:
+    """Return ``output`` if it is a file, else the device's file in that folder or the user's."""
+    place = output or tuned_tables.user_path()
+    return place if place.suffix == ".json" else place / device_file(device.name or device.type)
+
+
+def add_to(file: Path, table: Table) -> None:
+    """Merge ``table`` into ``file`` atomically; other writers wait."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_name(f".{file.name}.lock")):
+        old = tuned_tables.read(file) if file.exists() else {}
+        replace_file(file, tuned_tables.encode(tuned_tables.merge([old, table])))
+
+
+class TunedTable:
+    """The table that a run fills.
+
+    Args:
+        made_with: (dispatcher, experts) -> the versions that a time depends on.
+        again: Measure what the table has, too.
+    """
+
+    def __init__(
+        self, file: Path, made_with: Mapping[tuple[str, str], str], *, again: bool = False
+    ) -> None:
+        self.file, self.made_with, self._again = file, made_with, again
+        add_to(file, {})  # a file that cannot be read or written ends the run before it begins
+        self._known = self.read()
+
+    def read(self) -> Table:
+        """Return the table as it is now."""
+        return tuned_tables.read(self.file)
+
+    def knows(self, problem: MoEProblem, names: tuple[str, str], tokens: int) -> bool:
+        """Whether the table had a measurement of the same versions when the run began."""
+        record = self._known.get(Key.of(problem), {}).get(names, {}).get(tokens)
+        known = record is not None and record.made_with == self.made_with[names]
+        return known and not self._again
+
+    def add(
+        self,
+        problem: MoEProblem,
+        tokens: int,
+        results: Mapping[tuple[str, str], tuple[float | None, float | None]],
+        date: str,
+    ) -> None:
+        """Write (microseconds, share of weights that is copied) of each combination."""
+        times = {
+            names: {tokens: Record(rounded(us), copied, date, self.made_with[names])}
+            for names, (us, copied) in results.items()
+        }
+        add_to(self.file, {Key.of(problem): times})
+
+
+def rounded(us: float | None) -> float | None:
+    return None if us is None else round(us, 3)
+
+
+def check_single(names: list[str], *, auto: str = "auto") -> None:
+    """Raise MoekitError if a name stands for several backends, which tables do not hold."""
+    if bad := [name for name in names if name == auto or "|" in name]:
+        raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")

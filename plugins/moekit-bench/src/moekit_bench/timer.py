@@ -1,0 +1,342 @@
+"""How long calls take: in CUDA graphs over several inputs, eagerly, and on the host alone.
+
+`Timer` is the clock, `Prepared` a call with its inputs and its graph, and `take_turns` times
+several of them in turns. docs/bench.md says how times are taken.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.errors import MoekitError
+from moekit.plugin import Routing
+
+from .codec import median, merged_by
+
+T = TypeVar("T")
+
+# At least what the clock of any GPU does in a microsecond.
+_CYCLES_PER_US = 2000
+
+
+class DeviceLost(MoekitError, RuntimeError):
+    """An error left the device unusable for this process, so nothing more can be measured."""
+
+
+class Call(Protocol):
+    """What is timed: (x (T, H), routing) -> out (T, H).
+
+    Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens)``.
+    """
+
+    def __call__(self, x: Tensor, routing: Routing, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call; medians.
+
+    graph_us: a replay of a graph over all inputs, divided by their number.
+    eager_us: all inputs called in a row, from a drained queue to a drained queue, divided likewise.
+    host_us: until a call returns, from a drained queue; None on the CPU, where it is eager_us.
+    spread: the fastest and the slowest of the times that ``us`` is the median of.
+    note: why there is no graph time.
+    """
+
+    graph_us: float | None = merged_by(median)
+    eager_us: float = merged_by(median)
+    host_us: float | None = merged_by(median)
+    spread: tuple[float, float] = merged_by(
+        lambda spreads: (min(s[0] for s in spreads), max(s[1] for s in spreads))
+    )
+    note: str = ""
+
+    @property
+    def us(self) -> float:
+        """The time that counts."""
+        return self.eager_us if self.graph_us is None else self.graph_us
+
+
+class Timer:
+    """The clock of a device.
+
+    Args:
+        ranks: Begin every measurement together on all ranks of the default process group. All
+            methods that measure or capture are collective then.
+    """
+
+    def __init__(self, device: torch.device, *, ranks: bool = False) -> None:
+        self.device, self.ranks = device, ranks
+        self._lead_us = 200.0 if ranks else 100.0
+
+    def drain(self) -> None:
+        """Wait until the device has nothing left to do, on all ranks."""
+        synchronize(self.device)
+        if self.ranks:
+            dist.barrier()
+            synchronize(self.device)
+
+    def eager_us(self, function: Callable[[], object]) -> float:
+        """Return the microseconds from a drained queue to a drained queue."""
+        self.drain()
+        start = time.perf_counter()
+        function()
+        synchronize(self.device)
+        return (time.perf_counter() - start) * 1e6
+
+    def host_us(self, function: Callable[[], object]) -> float:
+        """Return the microseconds until ``function`` returns, from a drained queue."""
+        self.drain()
+        start = time.perf_counter()
+        function()
+        return (time.perf_counter() - start) * 1e6
+
+    def queued_us(self, function: Callable[[], object], lead_us: float | None = None) -> float:
+        """Return the microseconds on the device, which starts when all work is enqueued.
+
+        Args:
+            lead_us: How long the device is kept busy for that; default: long enough for a graph.
+        """
+        self.drain()
+        self.occupy(self._lead_us if lead_us is None else lead_us)
+        start = self.mark()
+        function()
+        end = self.mark()
+        synchronize(self.device)
+        return self.between(start, end)
+
+    def occupy(self, us: float) -> None:
+        """Keep a GPU busy, so that the work that follows is enqueued before it starts."""
+        sleep: Any = getattr(torch.cuda, "_sleep", None)
+        if self.device.type == "cuda" and sleep is not None:
+            sleep(int(us * _CYCLES_PER_US))
+
+    def mark(self) -> Any:
+        """Return a point in the device's time."""
+        if self.device.type != "cuda":
+            synchronize(self.device)
+            return time.perf_counter()
+        event: Any = torch.cuda.Event
+        mark = event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def between(self, start: Any, end: Any) -> float:
+        """Return the microseconds between two marks that the device has passed."""
+        if self.device.type != "cuda":
+            return float(end - start) * 1e6
+        return float(start.elapsed_time(end)) * 1e3
+
+    def capture(self, function: Callable[[], T]) -> tuple[Any, T | None, str]:
+        """Return a CUDA graph of ``function``, what that returned, and why there is no graph."""
+        graph, made, fault = torch.cuda.CUDAGraph(), None, ""
+        try:
+            with torch.cuda.graph(graph):
+                made = function()
+        except Exception as error:
+            fault = f"capture failed: {first_line(error)}"
+        if self.ranks:
+            fault = first_fault(fault)
+        if fault:
+            check_alive(self.device)
+            return None, None, fault
+        return graph, made, ""
+
+
+class Prepared:
+    """A call, warmed up on its inputs, and captured if the device has graphs and the call allows.
+
+    output: the first input's output, as the timed path computed it. note: why there is no graph.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        inputs: Sequence[tuple[Any, ...]],
+        device: torch.device,
+        graph: bool = True,
+        *,
+        timer: Timer | None = None,
+    ) -> None:
+        self.call, self.inputs, self.device = call, inputs, device
+        self.timer = timer or Timer(device)
+        self.graph: Any = None
+        self.note = "" if device.type == "cpu" else "graphs not asked for"
+        warmup: Callable[[int], object] | None = getattr(call, "warmup", None)
+        if warmup is not None:
+            warmup(inputs[0][0].shape[0])
+        for _ in range(2):  # the second time with everything that the first one compiled and cached
+            self.output = self.all_calls()
+        synchronize(device)
+        if graph:
+            self.capture()
+
+    def all_calls(self) -> Any:
+        """Call with every input and return the first output; the others' memory is reused."""
+        first = self.call(*self.inputs[0])
+        for each in self.inputs[1:]:
+            self.call(*each)
+        return first
+
+    def capture(self) -> None:
+        """Replace eager calls by a graph over all inputs, or note why that is not possible."""
+        if self.device.type != "cuda":
+            self.note = f"no graphs on {self.device.type}" if self.device.type != "cpu" else ""
+        elif not getattr(self.call, "graph_safe", True):
+            self.note = "declared not graph-safe"
+        else:
+            self.graph, output, self.note = self.timer.capture(self.all_calls)
+            if self.graph is not None:
+                self.output = output
+
+    def first_output(self) -> Any:
+        """Return the output of the first input, as the timed path computes it."""
+        if self.graph is None:
+            return self.call(*self.inputs[0])
+        self.output.fill_(float("nan"))  # what a replay does not write stays NaN
+        self.graph.replay()
+        synchronize(self.device)
+        return self.output
+
+    def graph_us(self) -> float:
+        return self.timer.queued_us(self.graph.replay) / len(self.inputs)
+
+    def eager_us(self) -> float:
+        return self.timer.eager_us(self.all_calls) / len(self.inputs)
+
+    def host_us(self) -> list[float]:
+        times = [self.timer.host_us(lambda e=each: self.call(*e)) for each in self.inputs]  # type: ignore[misc]
+        synchronize(self.device)
+        return times
+
+
+def measure(
+    call: Call,
+    inputs: Sequence[tuple[Any, ...]],
+    device: torch.device,
+    *,
+    replays: int = 10,
+    graph: bool = True,
+) -> Timing:
+    """Compile, warm up and time one call. Raises what the call raises."""
+    with torch.inference_mode():
+        return time_one(Prepared(call, inputs, device, graph), replays)
+
+
+def time_one(prepared: Prepared, replays: int, *, host: bool = True) -> Timing:
+    """Time one prepared call. Raises what the call raises."""
+    result = take_turns({"": prepared}, replays, host=host)[""]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def take_turns(
+    prepared: Mapping[str, Prepared], replays: int = 10, *, host: bool = True
+) -> dict[str, Timing | Exception]:
+    """Time several calls in turns, so that clock rates and temperature are the same for all.
+
+    Returns:
+        The timing of each call, or the exception that it raised; the others are timed nevertheless.
+
+    Raises:
+        DeviceLost: An exception left the device unusable.
+    """
+    times: dict[str, tuple[list[float], list[float], list[float]]] = {
+        name: ([], [], []) for name in prepared
+    }
+    failed: dict[str, Exception] = {}
+
+    def turn(name: str, each: Prepared, graph: bool) -> None:
+        graphs, eager, on_host = times[name]
+        if graph:
+            graphs.append(each.graph_us())
+            return
+        eager.append(each.eager_us())
+        if host and each.device.type != "cpu":
+            on_host.extend(each.host_us())
+
+    for graph in (True, False):
+        for number in range(replays):
+            for name in rotated(list(prepared), number):
+                each = prepared[name]
+                if name in failed or (graph and each.graph is None):
+                    continue
+                try:
+                    turn(name, each, graph)
+                except Exception as error:
+                    check_alive(each.device)
+                    failed[name] = error
+    return {
+        name: failed[name] if name in failed else _timing(*times[name], each.note)
+        for name, each in prepared.items()
+    }
+
+
+def rotated(items: Sequence[T], number: int) -> Iterator[T]:
+    """Return all items, beginning with another one for each ``number``."""
+    start = number % max(1, len(items))
+    return iter([*items[start:], *items[:start]])
+
+
+def _timing(
+    graph: Sequence[float], eager: Sequence[float], host: Sequence[float], note: str
+) -> Timing:
+    counted = graph or eager
+    return Timing(
+        graph_us=statistics.median(graph) if graph else None,
+        eager_us=statistics.median(eager),
+        host_us=statistics.median(host) if host else None,
+        spread=(min(counted), max(counted)),
+        note=note,
+    )
+
+
+# -- devices and errors -----------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has nothing left to do; the CPU never has."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Return memory to the device that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def check_alive(device: torch.device) -> None:
+    """Raise DeviceLost if an earlier error, such as an illegal access, left the device unusable."""
+    try:
+        synchronize(device)
+    except Exception as error:
+        raise DeviceLost(f"{device} is unusable after an error: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def first_fault(fault: str) -> str:
+    """Return the first fault of any rank, or an empty string. Collective."""
+    return next(filter(None, from_all_ranks(fault)), "")
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """Return the values of all ranks of the default process group. Collective."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

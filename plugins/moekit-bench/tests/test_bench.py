@@ -1,0 +1,413 @@
+"""`python -m moekit bench` on the CPU, with tiny sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import textwrap
+from pathlib import Path
+
+import moekit_bench as bench
+import pytest
+import torch
+from moekit_bench import Case, Ceilings, Work, experts_report, take_turns
+from moekit_bench.accuracy import oracle_rows, relative_error, sampled_rows
+from moekit_bench.limits import arithmetic, parse_ceilings
+
+import moekit
+from moekit.backends.reference import oracle
+from moekit.cli.main import main
+
+CPU = torch.device("cpu")
+SIZES = "4:2:32:48"
+FAST = ["--device", "cpu", "--tokens", "2,5", "--shapes", SIZES, "--replays", "2", "--inputs", "2"]
+ROOT = Path(__file__).parents[3]
+BASELINES = ROOT / "benchmarks" / "baselines"
+
+
+def problem(**changes) -> moekit.MoEProblem:
+    return bench.shape(SIZES).problem(**{"device": "cpu", **changes})
+
+
+def checked(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens that are checked, and the oracle's output for them."""
+    rows = sampled_rows(case.tokens, 32, CPU)
+    return rows, oracle_rows(case.problem, case.weights, *case.inputs[0], rows)
+
+
+def adapter(folder: Path, name: str, body: str) -> Path:
+    """An adapter whose make() holds ``body``; `right` there is a right call."""
+    file = folder / f"{name}.py"
+    start = f"""
+        from moekit_bench import Unavailable
+        from moekit.backends.reference import oracle
+        name = {name!r}
+        def version():
+            return "acme 1.2"
+        def make(problem, weights, device):
+            def right(x, routing):
+                return oracle(x, weights, routing, problem).to(x.dtype)
+    """
+    file.write_text(textwrap.dedent(start) + textwrap.indent(textwrap.dedent(body), "    "))
+    return file
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(["bench", *FAST, *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# -- limits -------------------------------------------------------------------------------------
+
+
+def test_limits_by_hand():
+    """Measured.md's mixtral, T = 1024, all experts hit: 912 us by FLOP, T = 64: 628 by bytes."""
+    h200 = bench.known_ceilings("NVIDIA H200")
+    p = bench.SHAPES["mixtral"].problem(device="sm90")
+    expert = 3 * 4096 * 14336 * 2
+
+    def limit(tokens: int) -> float:
+        io = 2 * tokens * 4096 * 2
+        flop = 2 * (tokens * 2) * 3 * 4096 * 14336
+        done = Work(flop=flop, bytes=8 * expert + io, active_experts=8, rows=2 * tokens)
+        return bench.limit_us(done, p, h200)
+
+    assert round(limit(1024)) == 912
+    assert round(limit(64)) == 628
+    assert bench.limit_us(Work(1, 1, 1, 1), p, None) is None
+    assert bench.limit_us(Work(1, 1, 1, 1), p.replace(dtype=torch.float32), h200) is None
+
+
+def test_work_counts_what_is_routed():
+    p = problem()
+    weights = bench.random_weights(p, CPU)
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    first = moekit.Routing(torch.ones(3, 2), torch.tensor([[0, 1], [1, 0], [0, 1]]))
+    second = moekit.Routing(torch.ones(3, 2), torch.tensor([[0, 1], [2, 3], [-1, -1]]))
+    done = bench.work(p, weights, [(x, first), (x, second)])
+    assert (done.active_experts, done.rows) == (3.0, 5.0)
+    assert done.flop == 2 * 5 * 3 * 32 * 48
+    assert done.bytes == 3 * (3 * 32 * 48 * 2) + 2 * 3 * 32 * 2
+
+
+def test_scales_count_and_arithmetic_follows_the_activations():
+    p = problem(quant="fp8_block")
+    done = bench.work(
+        p, bench.random_weights(p, CPU), bench.inputs("uniform", 64, 1, p, CPU)
+    )  # every expert is hit
+    assert done.bytes == 4 * (3 * 32 * 48 + 4 * 2) + 2 * 64 * 32 * 2
+    names = [arithmetic(problem(quant=q)) for q in ("fp8_block", "int8_w8a16", "none")]
+    assert names == ["fp8", "bf16", "bf16"]
+
+
+def test_ceilings_are_parsed():
+    assert parse_ceilings("bf16=2,read=3") == Ceilings({"bf16": 2e12}, 3e9)
+    for wrong in ("bf16=2", "read=3", "bf16=x,read=3", "bf16=0,read=1"):
+        with pytest.raises(moekit.MoekitError, match="bf16=791"):
+            parse_ceilings(wrong)
+
+
+def test_named_shapes_match_measured():
+    sizes = {n: bench.SHAPES[n] for n in ("mixtral", "qwen3-30b", "dsv3-ep8")}
+    assert [
+        (s.num_experts, s.top_k, s.hidden_size, s.intermediate_size) for s in sizes.values()
+    ] == [(8, 2, 4096, 14336), (128, 8, 2048, 768), (32, 8, 7168, 2048)]
+    for shape in bench.SHAPES.values():
+        shape.problem(device="sm90")
+    with pytest.raises(moekit.MoekitError, match="8:2:4096:14336"):
+        bench.shape("mixtrall")
+
+
+# -- routings and weights -----------------------------------------------------------------------
+
+
+def routed(kind: str, index: int = 0, tokens: int = 4000) -> torch.Tensor:
+    p = moekit.MoEProblem(num_experts=16, top_k=3, hidden_size=8, intermediate_size=8, device="cpu")
+    made = bench.routing(kind, tokens, p, CPU, torch.Generator().manual_seed(index), index)
+    assert made.topk_ids.shape == made.topk_weights.shape == (tokens, 3)
+    assert made.topk_weights.dtype == torch.float32
+    torch.testing.assert_close(made.topk_weights.sum(1), torch.ones(tokens))
+    ordered = made.topk_ids.sort(dim=1).values
+    assert bool((ordered[:, 1:] > ordered[:, :-1]).all()), "a token names an expert twice"
+    return made.topk_ids.flatten().bincount(minlength=16) / tokens
+
+
+def test_uniform_routing():
+    assert routed("uniform").sub(3 / 16).abs().max() < 0.04
+
+
+def test_zipf_routing():
+    share = routed("zipf").sort(descending=True).values
+    assert 0.6 < share[0] < 0.95 and share[0] > 1.2 * share[1] > 1.2 * 1.2 * share[3]
+    assert share[-1] > 0.02, "each expert is chosen at times"
+
+
+def test_fixed_routing_is_even():
+    assert torch.equal(routed("fixed"), torch.full((16,), 3 / 16))
+    first, second = (
+        bench.routing("fixed", 5, problem(), CPU, torch.Generator(), i).topk_ids for i in (0, 1)
+    )
+    assert not torch.equal(first, second)
+
+
+def test_hot_routing_changes_its_expert():
+    shares = [routed("hot", index) for index in range(3)]
+    hot = [int(s.argmax()) for s in shares]
+    assert len(set(hot)) == 3
+    for share, expert in zip(shares, hot, strict=True):
+        assert share[expert] == 1
+        others = torch.cat([share[:expert], share[expert + 1 :]])
+        assert others.sub(2 / 15).abs().max() < 0.04
+
+
+def test_inputs_differ_and_repeat():
+    p = problem()
+    first, again = (bench.inputs("zipf", 9, 2, p, CPU, seed=3) for _ in range(2))
+    assert not torch.equal(first[0][0], first[1][0])
+    assert torch.equal(first[1][0], again[1][0])
+    assert torch.equal(first[1][1].topk_ids, again[1][1].topk_ids)
+
+
+@pytest.mark.parametrize("scheme", moekit.SCHEMES)
+def test_random_weights_fit_every_scheme(scheme):
+    p = problem(quant=scheme, has_bias=True)
+    weights = bench.random_weights(p, CPU)
+    weights.check(p)
+    case = Case.make(p, weights, 40)
+    rows, want = checked(case)
+    assert len(rows) == 32
+    torch.testing.assert_close(want, oracle(case.inputs[0][0], weights, case.inputs[0][1], p)[rows])
+
+
+# -- timing -------------------------------------------------------------------------------------
+
+
+def test_measure_times_a_call():
+    p = problem()
+    calls = []
+
+    def call(x, routing):
+        calls.append(len(x))
+        return x
+
+    call.warmup = calls.append
+    timing = bench.measure(call, bench.inputs("uniform", 7, 2, p, CPU), CPU, replays=3)
+    assert set(calls) == {7}
+    assert timing.us == timing.eager_us and timing.graph_us is None and timing.host_us is None
+    assert 0 < timing.spread[0] <= timing.us <= timing.spread[1]
+
+
+def test_turns_go_on_without_the_one_that_fails():
+    class Fake:
+        device, graph, note, times = CPU, None, "", 0
+
+        def __init__(self, fail_at: int) -> None:
+            self.fail_at = fail_at
+
+        def eager_us(self) -> float:
+            self.times += 1
+            if self.times == self.fail_at:
+                raise RuntimeError("tired")
+            return float(self.times)
+
+    good, bad = Fake(-1), Fake(2)
+    results = take_turns({"good": good, "bad": bad}, replays=5)
+    assert results["good"].us == 3.0 and (good.times, bad.times) == (5, 2)
+    assert str(results["bad"]) == "tired"
+
+
+def test_relative_error_sees_zeros_and_nan():
+    p = problem()
+    rows, want = checked(Case.make(p, bench.random_weights(p, CPU), 6))
+    assert relative_error(want, rows, want) == 0
+    assert relative_error(torch.zeros_like(want), rows, want) == pytest.approx(1)
+    assert math.isnan(relative_error(want.index_fill(0, rows[:1], torch.nan), rows, want))
+    assert math.isnan(relative_error(want[:, 1:], rows, want))
+    nothing = torch.zeros_like(want)  # other ranks' experts alone
+    assert relative_error(nothing, rows, nothing) == 0
+    assert relative_error(want, rows, nothing) == math.inf
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def baselines(tmp_path: Path) -> Path:
+    folder = tmp_path / "baselines"
+    folder.mkdir()
+    adapter(folder, "good", "return right")
+    adapter(folder, "doubled", "return lambda x, routing: 2 * right(x, routing)")
+    adapter(folder, "absent", "raise Unavailable('acme is not installed')")
+    adapter(folder, "broken", "return lambda x, routing: x[99]")
+    (folder / "unloadable.py").write_text("import no_such_library")
+    (folder / "_helper.py").write_text("1 / 0")
+    return folder
+
+
+def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
+    file, text = tmp_path / "out" / "run.json", tmp_path / "run.md"
+    code, out, err = run(
+        capsys, "--experts", "torch", "--baselines", str(baselines), "--json", str(file),
+        "--markdown", str(text), "--ceilings", "bf16=2,read=10", "--routing", "uniform,hot",
+    )  # fmt: skip
+    assert code == 0 and out == "" and "4/4" in err
+    data = json.loads(file.read_text())
+    documented = (ROOT / "docs" / "bench.md").read_text()
+    for record in (data, data["device"], data["ceilings"], data["settings"], data["refused"][0],
+                   data["cells"][0], data["cells"][0]["contestants"][0]):  # fmt: skip
+        assert record
+        assert [key for key in record if f"`{key}`" not in documented] == []
+    assert data["format"] == 1 and "--experts torch" in data["command"]
+    assert data["versions"]["moekit"] == moekit.__version__
+    assert data["versions"]["torch"] == str(torch.__version__)
+    assert data["versions"]["acme"] == "1.2"
+    assert len(data["cells"]) == 4
+
+    # One that fails or is wrong stops nobody, and has its reason.
+    for cell in data["cells"]:
+        rows = {row["name"]: row for row in cell["contestants"]}
+        assert set(rows) == {"torch", "good", "doubled", "broken"}
+        assert rows["torch"]["kind"] == "moekit" and rows["good"]["kind"] == "peer"
+        assert rows["torch"]["right"] and rows["good"]["right"]
+        assert rows["good"]["error"] < 5e-3 and rows["good"]["reason"] == ""
+        assert rows["doubled"]["error"] == pytest.approx(1, abs=0.01)
+        assert not rows["doubled"]["right"] and "wrong" in rows["doubled"]["reason"]
+        assert rows["broken"]["us"] is None and "IndexError" in rows["broken"]["reason"]
+        for row in (rows["torch"], rows["good"]):
+            assert row["fraction"] == pytest.approx(cell["limit_us"] / row["us"])
+    refused = {r["name"]: r["reason"] for r in data["refused"]}
+    assert "acme is not installed" in refused["absent"]
+    assert "no_such_library" in refused["unloadable"]
+    assert "_helper" not in refused
+
+    # The summary is over right results alone, and knows the best peer.
+    summary = {row["name"]: row for row in data["summary"]}
+    assert set(summary) == {
+        "torch",
+        "good",
+        experts_report.BEST_MOEKIT,
+        experts_report.BEST_BASELINE,
+    }
+    fractions = [r["fraction"] for c in data["cells"] for r in c["contestants"]
+                 if r["name"] == "torch"]  # fmt: skip
+    torch_row = summary["torch"]
+    assert torch_row["fraction_geomean"] == pytest.approx(math.prod(fractions) ** (1 / 4))
+    assert torch_row["fraction_worst"] == pytest.approx(min(fractions))
+    assert set(torch_row["fraction_worst_cell"]) == {"shape", "routing", "tokens"}
+    assert summary["good"]["speed_vs_best_peer_worst"] == 1
+    assert "~~" in text.read_text() and "acme is not installed" in text.read_text()
+
+    code = main(["bench", "--from", str(file)])
+    assert code == 0 and capsys.readouterr().out == text.read_text()
+
+
+def test_default_is_every_backend_that_can(capsys, tmp_path):
+    file = tmp_path / "run.json"
+    code, out, _ = run(capsys, "--tokens", "3", "--quant", "none,int8_w8a16", "--json", str(file))
+    data = json.loads(file.read_text())
+    assert code == 0 and "| T | limit | " in out and "No ceilings are known" in out
+    for cell in data["cells"]:
+        assert "torch" in [row["name"] for row in cell["contestants"]]
+    assert "only when named" in {r["name"]: r["reason"] for r in data["refused"]}["reference"]
+
+
+def test_one_rank_of_several(capsys, tmp_path, baselines):
+    """The first rank's experts, and rows of which most choices are other ranks'."""
+    file = tmp_path / "run.json"
+    options = ["--ep", "4", "--tokens", "400", "--baselines", str(baselines / "good.py")]
+    code, out, _ = run(capsys, "--experts", "torch", *options, "--json", str(file))
+    data = json.loads(file.read_text())
+    (cell,) = data["cells"]
+    assert code == 0 and "E 4 (those of one of 4 ranks)" in out and data["settings"]["ep"] == 4
+    assert (cell["ep"], cell["active_experts"]) == (4, 1)
+    assert 120 < cell["rows"] < 280, "a quarter of 800 pairs"
+    assert [row["name"] for row in cell["contestants"]] == ["torch"]
+    assert 0 < cell["contestants"][0]["error"] < 2e-2
+    assert (
+        "which experts are other ranks'"
+        in {r["name"]: r["reason"] for r in data["refused"]}["good"]
+    )
+    assert main(["tune", "--regret", "--from", str(file)]) == 0
+    assert "| 400 | " in capsys.readouterr().out
+
+
+def test_a_cell_that_nobody_does_right_is_exit_code_1(capsys, baselines):
+    code, _, err = run(capsys, "--experts", "", "--baselines", str(baselines / "doubled.py"))
+    assert code == 1 and "wrong" in err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--shapes", "nothing"],
+        ["--quant", "fp9"],
+        ["--tokens", "0"],
+        ["--ep", "5"],
+        ["--routing", "warm"],
+        ["--experts", "nobody"],
+        ["--experts", ""],
+        ["--baselines", "/no/such/folder"],
+        ["--ceilings", "fast"],
+        ["--device", "warp"],
+        ["--from", "/no/such/file.json"],
+        ["--baselines", str(BASELINES / "quack.py"), "--only-baselines", "quark"],
+    ],
+    ids=lambda w: " ".join(w)[-30:],
+)
+def test_wrong_questions(capsys, wrong):
+    code, out, err = run(capsys, *wrong)
+    assert code == 2 and out == "" and err.startswith("error: ")
+
+
+@pytest.mark.parametrize("option", ["--replays", "--inputs"])
+@pytest.mark.parametrize("command", [["bench"], ["bench", "--dispatch"]])
+def test_options_that_count(capsys, command, option):
+    with pytest.raises(SystemExit) as caught:
+        main([*command, option, "0"])
+    assert caught.value.code == 2
+    assert f"{option}: want a whole number, 1 or more, not '0'" in capsys.readouterr().err
+
+
+def test_shapes_are_listed(capsys):
+    assert main(["bench", "--list-shapes"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in bench.SHAPES) and "openai/gpt-oss-20b" in out
+
+
+def test_plot_is_written(capsys, tmp_path):
+    folder = tmp_path / "plots"
+    code, _, err = run(capsys, "--experts", "torch", "--plot", str(folder), "--routing",
+                       "uniform,zipf")  # fmt: skip
+    assert code == 0
+    if importlib.util.find_spec("matplotlib") is None:
+        assert "no plots: plots need matplotlib" in err and not folder.exists()
+        pytest.skip("matplotlib is not installed")
+    (file,) = folder.iterdir()
+    assert file.name == "4x2x32x48_none.png" and file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_shipped_peers_load_and_answer(capsys, tmp_path):
+    """On a machine without GPU: torch runs, everyone else says why not."""
+    if torch.cuda.is_available():
+        pytest.skip("says what a machine without GPU says")
+    file = tmp_path / "run.json"
+    options = ["--experts", "", "--baselines", str(BASELINES), "--tokens", "5"]
+    code, _, _ = run(capsys, *options, "--json", str(file))
+    assert code == 0
+    data = json.loads(file.read_text())
+    (row,) = data["cells"][0]["contestants"]
+    assert row["name"] == "torch_grouped_mm" and row["right"]
+    refused = {r["name"]: r["reason"] for r in data["refused"]}
+    assert set(refused) == {"vllm_triton", "deepgemm_bare", "quack", "marlin_bare"}
+    assert not any("does not load" in reason for reason in refused.values())
+
+
+@pytest.mark.parametrize("text", ["# no JSON", "[1]", '{"cells": [{}]}'])
+@pytest.mark.parametrize("command", ["bench", "bench --dispatch", "tune --regret", "tune --select"])
+def test_a_recording_that_is_none(tmp_path, capsys, text, command):
+    file = tmp_path / "recording.json"
+    file.write_text(text)
+    assert main([*command.split(), "--from", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err

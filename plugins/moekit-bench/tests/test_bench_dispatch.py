@@ -1,0 +1,224 @@
+"""`python -m moekit bench --dispatch` on the CPU, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from moekit_bench import dispatch_report
+from moekit_bench.dispatch import DispatchTask, dispatch_result, measure_dispatch
+from moekit_bench.records import DispatcherCell
+
+import moekit
+from moekit.cli.main import main
+from moekit.problem import MoEProblem, ParallelConfig
+from moekit.runtime.overlap import Pending
+from moekit.testing.distributed import RankPool
+
+naive = pytest.importorskip("moekit_naive.dispatcher")
+
+FAST = ["--device", "cpu", "--sizes", "8:2:128", "--replays", "2", "--inputs", "2"]
+TIMES = ("us", "dispatch_us", "combine_us", "eager_us")
+
+
+class Doubling(naive.NaiveDispatcher):
+    """Gives twice what it should."""
+
+    def finalize(self, y, dispatched, out_TH):
+        out = super().finalize(y, dispatched, out_TH).result()
+        return Pending.ready(out.mul_(2))
+
+
+class Forgetting(naive.NaiveDispatcher):
+    """Writes no output."""
+
+    def finalize(self, y, dispatched, out_TH):
+        return Pending.ready(out_TH)
+
+
+class Failing(naive.NaiveDispatcher):
+    def prepare(self, x_TH, routing, quantize):
+        raise moekit.MoekitError("on purpose")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def bad_ones():
+    """`doubling`, `failing` and `narrow` (which refuses everything) beside the installed ones."""
+    spec = moekit.registry().dispatcher("naive")
+    made = [
+        replace(spec, name=name.lower(), target=f"{__name__}:{name}", **more)
+        for name, more in (
+            ("Doubling", {}),
+            ("Failing", {}),
+            ("Narrow", {"dtypes": frozenset({"float16"})}),
+        )
+    ]
+    for each in made:
+        moekit.registry().register(each)
+    yield
+    for each in made:
+        moekit.registry().unregister(each)
+
+
+def problem_for(ranks, **changes):
+    values = {
+        "num_experts": 8,
+        "top_k": 2,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "device": "cpu",
+        "parallel": ParallelConfig(ep_size=ranks),
+    }
+    return MoEProblem(**{**values, **changes})
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(["bench", "--dispatch", *FAST, *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_sweep(capsys, tmp_path):
+    files = [tmp_path / "run.json", tmp_path / "run.md"]
+    options = ["--dispatchers", "naive", "--tokens", "1,16", "--quant", "none,fp8_block"]
+    places = ["--json", str(files[0]), "--markdown", str(files[1])]
+    code, out, err = run(capsys, *options, *places)
+    data, report = json.loads(files[0].read_text()), files[1].read_text()
+    assert code == 0 and out == "" and "[4/4" in err
+    assert data["ranks"] == 2 and data["versions"]["moekit-naive"]
+    cells = {(c["scheme"], c["tokens"]): c["dispatchers"][0] for c in data["cells"]}
+    assert set(cells) == {(s, t) for s in ("none", "fp8_block") for t in (1, 16)}
+    for (scheme, tokens), r in cells.items():
+        assert r["name"] == "naive" and r["right"] and r["reason"] == ""
+        assert all(r[name] > 0 for name in TIMES) and r["graph_us"] is r["host_us"] is None
+        assert r["spread_us"][0] <= r["us"] <= r["spread_us"][1]
+        assert 0 < r["link_rows"] <= tokens <= r["rows"] <= 2 * tokens
+        row = 256 if scheme == "none" else 128 + 4
+        gbs = r["link_rows"] * row / r["dispatch_us"] / 1e3
+        assert r["dispatch_link_gbs"] == pytest.approx(gbs)
+        gbs = r["rows"] * 256 / r["combine_us"] / 1e3
+        assert r["combine_deepep_gbs"] == pytest.approx(gbs)
+        assert 0 < r["error"] < 1e-2 and r["num_sms"] is None and r["buffer_bytes"] == 0
+    assert "## fp8_block, uniform" in report and "| 16 | naive |" in report
+    assert main(["bench", "--dispatch", "--from", str(files[0])]) == 0
+    assert capsys.readouterr().out == report
+
+
+def test_wrong_failing_and_refused(capsys, tmp_path, bad_ones):
+    """One that is wrong is struck out, one that fails has its reason, and the others go on."""
+    file = tmp_path / "run.json"
+    names = "doubling,failing,narrow,naive"
+    code, out, _ = run(capsys, "--dispatchers", names, "--tokens", "4", "--json", str(file))
+    data = json.loads(file.read_text())
+    doubling, failing, right = data["cells"][0]["dispatchers"]
+    assert code == 1
+    assert not doubling["right"] and doubling["error"] == pytest.approx(1.0, rel=0.05)
+    assert failing["us"] is None and "on purpose" in failing["reason"]
+    assert right["right"] and f"**{right['us']:.0f}**" in out.replace("e**", "**")
+    assert "~~" in out and "on purpose" in out
+    (refused,) = data["refused"]
+    assert refused["name"] == "narrow" and "dtype bfloat16" in refused["reason"]
+    assert "- narrow: dtype bfloat16" in out
+
+
+def test_all_that_move_tokens_by_default(capsys, tmp_path):
+    file = tmp_path / "run.json"
+    assert run(capsys, "--tokens", "2", "--json", str(file))[0] == 0
+    data = json.loads(file.read_text())
+    seen = {r["name"] for r in data["cells"][0]["dispatchers"]}
+    seen |= {r["name"] for r in data["refused"]}
+    moving = {s.name for s in moekit.registry().dispatchers.values() if s.moves_tokens}
+    assert seen == moving and "naive" in seen and "local" not in seen
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--ranks", "1"], "at least 2"),
+        (["--sizes", "8:2"], "EXPERTS:TOP_K:HIDDEN"),
+        (["--tokens", "0"], "positive"),
+        (["--quant", "fp3"], "fp3"),
+        (["--routing", "odd"], "odd"),
+        (["--dispatchers", "nobody"], "nobody"),
+        (["--dispatchers", ","], "no dispatcher"),
+        (["--device", "cuda"], "CUDA"),
+    ],
+)
+def test_wrong_questions(capsys, argv, text):
+    if "cuda" in argv and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and out == "" and text in err
+
+
+@pytest.mark.parametrize("quant", ["fp8_tensor", "fp8_tensor_static", "int8_channel_token"])
+def test_every_wire_is_checked_against_what_was_sent(pool, quant):
+    spec = moekit.registry().dispatcher("naive")
+    task = DispatchTask(spec, problem_for(2, quant=quant), 7, inputs=1, replays=1)
+    result = dispatch_result("naive", pool.run(measure_dispatch, task))
+    assert result.right and result.error < 1e-2
+
+
+def test_output_that_is_not_written_is_wrong(pool):
+    spec = replace(
+        moekit.registry().dispatcher("naive"), name="bad", target=f"{__name__}:Forgetting"
+    )
+    task = DispatchTask(spec, problem_for(2), 7, inputs=1, replays=1)
+    result = dispatch_result("naive", pool.run(measure_dispatch, task))
+    assert not result.right and result.error is None
+    assert str(result).endswith("us, wrong (error not finite)")
+    cell = DispatcherCell(scheme="none", routing="uniform", tokens=7, results=(result,))
+    assert "| not finite |" in list(dispatch_report.details([cell]))[-1]
+
+
+def test_rows_by_hand(pool):
+    """K = E: every token goes to every rank once, however many experts that has."""
+    spec = moekit.registry().dispatcher("naive")
+    task = DispatchTask(spec, problem_for(2, top_k=8), 5, inputs=2, replays=1)
+    result = dispatch_result("naive", pool.run(measure_dispatch, task))
+    assert (result.link_rows, result.rows) == (5, 10)
+
+
+def test_under_torchrun(tmp_path):
+    """Ranks that somebody else started: the first one writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    file = tmp_path / "run.json"
+    options = ["--dispatchers", "naive", "--tokens", "3", "--json", str(file)]
+    command = [sys.executable, "-m", "moekit", "bench", "--dispatch", *FAST, *options]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "# moekit bench --dispatch" in said[0][0] and said[1][0] == ""
+    data = json.loads(file.read_text())
+    assert data["ranks"] == 2 and data["cells"][0]["dispatchers"][0]["right"]

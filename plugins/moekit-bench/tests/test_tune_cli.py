@@ -1,0 +1,360 @@
+"""`python -m moekit tune` on the CPU, with fake timings where times matter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from moekit_bench import Measurement, Timing, experts
+from moekit_bench.records import measured
+from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
+
+import moekit
+from moekit.backends.torch_experts import TorchExperts
+from moekit.cli.main import main
+from moekit.contract import PackedWeights
+from moekit.discovery import registry as plugins
+from moekit.selection.tuned import table
+from moekit.selection.tuned.table import Key
+
+tuned = pytest.fixture(no_tables, name="tuned")
+
+SIZES = "4:2:64:48"
+FAST = ["--device", "cpu", "--dtype", "float32", "--shapes", SIZES, "--replays", "1"]
+TOKENS = ("1", "16", "64", "256")
+# Cross at T = 100.
+CURVES: dict[str, Callable[[int], float]] = {
+    "flat": lambda t: 10 * t**0.2,
+    "steep": lambda t: t**0.7,
+    "torch": lambda t: 50.0 * t**0.5,
+}
+
+
+class Copying(TorchExperts):
+    def pack(self, weights):
+        packed = super().pack(weights)
+        return PackedWeights(self.spec.name, {n: t.clone() for n, t in packed.experts.items()})
+
+    @staticmethod
+    def libraries() -> dict[str, str]:
+        return {"acme": "1.2"}
+
+    @staticmethod
+    def tune(argv: list[str]) -> int:
+        return len(argv)
+
+
+class Cells:
+    """Stands in for `run_cell`: remembers (tokens, names), and tells times by `CURVES`."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[str]]] = []
+        self.stop_after = 10**9
+        self.wrong: set[str] = set()
+        self.auto: Callable[[int], float] = lambda t: min(CURVES[n](t) for n in ("flat", "steep"))
+
+    def __call__(self, case, calls, **options) -> dict[str, Measurement]:
+        if len(self.seen) == self.stop_after:
+            raise KeyboardInterrupt
+        self.seen.append((case.tokens, sorted(calls)))
+        return {name: self.result(name, case.tokens) for name in calls}
+
+    def result(self, name: str, tokens: int) -> Measurement:
+        if (us := {**CURVES, "auto": self.auto}.get(name)) is None:
+            return Measurement(reason="RuntimeError: tired")
+        timing = Timing(None, us(tokens), None, (1.0, 1.0))
+        return Measurement(**measured(timing, float(name in self.wrong), 0.5))
+
+
+@pytest.fixture
+def cells(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cells]:
+    """Fake timings; the backends are the core's, `flat` and `steep`."""
+    found = Cells()
+    monkeypatch.setattr(experts, "run_cell", found)
+    monkeypatch.setattr(plugins, "_registry", fakes("flat", "steep"))
+    yield found
+
+
+def run(capsys, *argv: str, tokens: str = ",".join(TOKENS)) -> tuple[int, str, str]:
+    code = main(["tune", *FAST, "--tokens", tokens, *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def times(file: Path, problem: moekit.MoEProblem = PROBLEM):
+    return table.read(file)[Key.of(problem)]
+
+
+# -- tune --select -----------------------------------------------------------------------------
+
+
+def test_what_is_measured_is_what_is_chosen_from(cells: Cells, tuned: Path, capsys) -> None:
+    assert moekit.explain(PROBLEM).why == "by priority"
+    code, out, err = run(capsys, "--select")
+    assert code == 0 and "4 cells to measure" in err and "[4/4," in err and "left]" in err
+    (file,) = tuned.glob("[!.]*")
+    assert file.name == "cpu.json"
+    for name in ("flat", "steep", "torch"):
+        for tokens, record in times(file)["local", name].items():
+            assert record.us == pytest.approx(CURVES[name](tokens), abs=1e-3)
+            assert record.copied == 0 and f"torch {torch.__version__}" in record.made_with
+    assert ("local", "reference") not in times(file)
+    assert "| 256 | " in out and "worst regret 0.0 %; 0 above 5 %." in out
+    explanation = moekit.explain(PROBLEM)
+    assert explanation.why == "by measurement (cpu, T=1..256)"
+    assert explanation.chosen.experts == "steep:100|flat"
+    kernel = moekit.compose(PROBLEM)
+    assert [kernel.experts.member(t).spec.name for t in (100, 101)] == ["steep", "flat"]
+
+
+def test_what_is_known_is_not_measured_again(cells: Cells, tuned: Path, capsys) -> None:
+    run(capsys, "--select", tokens="1,16")
+    first = table.read(tuned / "cpu.json")
+    code, out, err = run(capsys, "--select")
+    assert code == 0 and "2 cells to measure" in err
+    assert [tokens for tokens, _ in cells.seen] == [1, 16, 64, 256]
+    assert "| 1 | " in out and "| 256 | " in out, "the summary is of all"
+    code, _, err = run(capsys, "--select")
+    assert code == 0 and "0 cells to measure" in err and len(cells.seen) == 4
+    run(capsys, "--select", "--again", tokens="1")
+    assert len(cells.seen) == 5
+    assert first.keys() == table.read(tuned / "cpu.json").keys()
+
+
+def test_other_versions_and_new_backends_are_measured(
+    cells: Cells, tuned: Path, capsys, monkeypatch
+) -> None:
+    run(capsys, "--select", tokens="1")
+    monkeypatch.setattr(plugins, "_registry", fakes("flat", "steep", "new"))
+    run(capsys, "--select", tokens="1")
+    assert [names for _, names in cells.seen][-1] == ["flat", "new", "steep", "torch"]
+    monkeypatch.setattr("torch.__version__", "99.0")
+    run(capsys, "--select", tokens="1")
+    assert len(cells.seen) == 3
+    (record,) = times(tuned / "cpu.json")["local", "flat"].values()
+    assert "torch 99.0" in record.made_with
+    run(capsys, "--select", "--experts", "steep", tokens="1")
+    assert len(cells.seen) == 3
+
+
+def test_an_interrupted_run_goes_on_where_it_was(cells: Cells, tuned: Path, capsys) -> None:
+    cells.stop_after = 3
+    code, _, err = run(capsys, "--select", "--quant", "none,int8_w8a16")
+    assert code == 1 and "interrupted" in err
+    assert len(times(tuned / "cpu.json")["local", "flat"]) == 3
+    cells.stop_after = 10**9
+    code, _, err = run(capsys, "--select", "--quant", "none,int8_w8a16")
+    assert code == 0 and "5 cells to measure" in err
+    assert [tokens for tokens, _ in cells.seen] == [1, 16, 64, 256, 1, 16, 64, 256]
+
+
+def test_who_fails_or_is_wrong_is_recorded_and_not_chosen(
+    cells: Cells, tuned: Path, capsys, monkeypatch
+) -> None:
+    broken = fakes("flat", "steep", "tired")
+    broken.register(replace(broken.expert("flat"), name="unloadable", target="no_such_module:X"))
+    monkeypatch.setattr(plugins, "_registry", broken)
+    cells.wrong = {"steep"}
+    code, out, _ = run(capsys, "--select")
+    found = times(tuned / "cpu.json")
+    for name in ("steep", "tired", "unloadable"):
+        assert {r.us for r in found["local", name].values()} == {None}, name
+    assert code == 0 and "| flat | 10 | 0.0 % |" in out
+    assert moekit.explain(PROBLEM).chosen.experts == "flat"
+    assert "0 cells to measure" in run(capsys, "--select")[2]
+
+
+def test_copies_and_libraries_are_recorded(cells: Cells, tuned: Path, capsys) -> None:
+    spec = moekit.registry().expert("flat")
+    copying = replace(spec, name="copying", target=f"{__name__}:Copying", requires=("pluggy",))
+    moekit.registry().register(copying)
+    run(capsys, "--select", tokens="1")
+    found = times(tuned / "cpu.json")
+    (record,) = found["local", "copying"].values()
+    assert record.copied == 1.0
+    assert "acme 1.2" in record.made_with and "pluggy 1." in record.made_with
+    assert "acme" not in found["local", "flat"][1].made_with
+
+
+@pytest.mark.parametrize("where", ["new.json", "folder", "MOEKIT_TUNED"])
+def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch, where) -> None:
+    argv = ["--select", "--markdown", str(tmp_path / "out" / "summary.md")]
+    if where == "MOEKIT_TUNED":
+        monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path / "x" / "mine.json"))
+        file = tmp_path / "x" / "mine.json"
+    else:
+        argv += ["--output", str(tmp_path / where)]
+        file = tmp_path / where if where == "new.json" else tmp_path / where / "cpu.json"
+    code, out, _ = run(capsys, *argv, tokens="1")
+    assert code == 0 and out == "" and times(file)
+    assert (tmp_path / "out" / "summary.md").read_text().startswith("# Tuned table ")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--select", "--experts", "auto"],
+        ["--select", "--experts", "steep:4|flat"],
+        ["--select", "--experts", "nobody"],
+        ["--select", "--shapes", "nothing"],
+        ["--select", "--tokens", "0"],
+        ["--select", "--output", "/dev/null/x.json"],
+        ["--regret", "--from", "/no/such/file.json"],
+        ["--regret", "--quant", "fp9"],
+        ["flat", "--fast"],
+        ["nobody"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_questions(cells: Cells, capsys, argv: list[str]) -> None:
+    more = [] if argv[0][0] != "-" else FAST
+    code = main(["tune", *argv[:1], *more, *argv[1:]])
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and "error: " in err and "Traceback" not in err
+    assert not cells.seen
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["--select", "--regret"], ["--select", "--frob"], ["--select", "--gpus", "-1"],
+     ["--select", "--replays", "-1"], ["--select", "--ep", "two"]],
+)  # fmt: skip
+def test_bad_arguments(capsys, argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["tune", *argv])
+    assert caught.value.code == 2 and "usage: python -m moekit tune" in capsys.readouterr().err
+
+
+def test_a_broken_table_is_left_alone(cells: Cells, tuned: Path, capsys) -> None:
+    tuned.mkdir()
+    (tuned / "cpu.json").write_text("precious")
+    code, out, err = run(capsys, "--select")
+    assert code == 2 and "cannot be used" in err and not cells.seen
+    assert (tuned / "cpu.json").read_text() == "precious"
+
+
+def test_a_backends_own_tuner(cells: Cells) -> None:
+    spec = moekit.registry().expert("flat")
+    moekit.registry().register(replace(spec, name="copying", target=f"{__name__}:Copying"))
+    assert main(["tune", "copying", "--deep", "x", "y"]) == 3
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+def command(*argv: str) -> tuple[list[str], dict[str, str]]:
+    """For a process of its own, where two backends are measured in truth."""
+    names = "torch,reference"
+    return [sys.executable, "-m", "moekit", "tune", "--select", *FAST, "--experts", names, *argv], {
+        **os.environ, "MOEKIT_PLUGINS": "", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def test_a_killed_run_leaves_a_whole_table(tuned: Path) -> None:
+    tokens = [str(t) for t in range(1, 400)]
+    args, environ = command("--tokens", ",".join(tokens))
+    file, deadline = tuned / "cpu.json", time.monotonic() + 120
+
+    def known() -> int:
+        read = table.read(file) if file.exists() else {}
+        return len(read.get(Key.of(PROBLEM), {}).get(("local", "torch"), {}))
+
+    with subprocess.Popen(args, env=environ, stderr=subprocess.DEVNULL) as child:
+        try:
+            while known() < 3 and child.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            child.send_signal(signal.SIGKILL)
+    kept = times(file)["local", "torch"]
+    assert 3 <= len(kept) < 399
+    last = max(kept)
+    args, environ = command("--tokens", ",".join(tokens[: last + 2]))
+    done = subprocess.run(args, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "2 cells to measure" in done.stderr
+    again = times(file)["local", "torch"]
+    assert len(again) == last + 2
+    assert all(again[t] == record for t, record in kept.items())
+
+
+def test_one_process_a_device(tuned: Path) -> None:
+    """The CPU stands in for both devices; a group that fails makes the whole run fail."""
+    args, environ = command("--tokens", "1,4", "--quant", "none,int8_w8a16", "--gpus", "2")
+    done = subprocess.run(args, env=environ, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "4 cells to measure" in done.stderr and "[4/4, " in done.stderr
+    assert "cpu: [1/2" in done.stderr and "worst regret" in done.stdout
+    for scheme in ("none", "int8_w8a16"):
+        found = times(tuned / "cpu.json", PROBLEM.replace(quant=scheme))
+        assert [len(found["local", name]) for name in ("torch", "reference")] == [2, 2]
+
+
+def test_a_process_that_fails_fails_the_run(
+    cells: Cells, capsys, monkeypatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    code, _, err = run(capsys, "--select", "--quant", "none,int8_w8a16", "--gpus", "3")
+    assert code == 1 and err.count("cpu: it broke") == 2 and err.count("exit code 3") == 2
+    assert not cells.seen, "nothing is measured in this process"
+
+
+# -- tune --regret -----------------------------------------------------------------------------
+
+
+def test_regret_of_a_fresh_measurement(cells: Cells, tuned: Path, capsys, tmp_path) -> None:
+    write_table(tuned / "x.json", make_table({"flat": (10, 0.2), "steep": (1, 0.7)}))
+    file = tmp_path / "run.json"
+    code, out, _ = run(capsys, "--regret", "--json", str(file))
+    assert code == 0 and "worst regret 0.0 %; 0 above 5 %." in out
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][1:]
+    assert [row[-3] for row in rows] == ["steep", "steep", "steep", "flat"]
+    assert all(names[0] == "auto" and len(names) == 4 for _, names in cells.seen)
+    assert main(["bench", "--from", str(file)]) == 0 and "auto" in capsys.readouterr().out
+    cells.auto = lambda t: 1.08 * CURVES["steep"](t)
+    code, out, _ = run(capsys, "--regret")
+    assert code == 1 and "| 16 |" in out and "| steep | 7.522 | 8.0 % |" in out
+    assert "4 above 5 %." in out
+    assert run(capsys, "--regret", "--limit", "1000")[0] == 0
+
+
+@pytest.mark.parametrize("measured_itself", [True, False])
+def test_regret_of_a_recorded_bench(
+    cells: Cells, tuned: Path, capsys, tmp_path, measured_itself: bool
+) -> None:
+    """Without a table the choice goes by name, and loses; with one it does not."""
+    names = ["auto"] * measured_itself + ["flat", "steep"]
+    cells.auto = CURVES["flat"]
+    file = tmp_path / "run.json"
+    argv = ["--tokens", ",".join(TOKENS), "--experts", ",".join(names), "--json", str(file)]
+    assert main(["bench", *FAST, *argv, "--markdown", str(tmp_path / "run.md")]) == 0
+    code = main(["tune", "--regret", "--from", str(file)])
+    out = capsys.readouterr().out
+    assert code == 1 and "| flat | 10 | 900.0 % |" in out and "worst regret 900.0 %" in out
+    if not measured_itself:
+        write_table(tuned / "x.json", make_table({"flat": (10, 0.2), "steep": (1, 0.7)}))
+        assert main(["tune", "--regret", "--from", str(file)]) == 0
+        assert "worst regret 0.0 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cells": []}', '{"device": 1, "cells": [1]}'])
+def test_regret_of_nonsense(capsys, tmp_path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert main(["tune", "--regret", "--from", str(tmp_path / "x.json")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_choice_that_has_no_time_is_above_every_limit(cells: Cells, capsys, tmp_path) -> None:
+    cells.wrong = {"auto"}
+    code, out, _ = run(capsys, "--regret", "--limit", "1e9")
+    assert code == 1 and "| flat | – | – |" in out and "4 above" in out
