@@ -1,1 +1,1 @@
-"""moekit inside other libraries. Each module imports its library only when it is used."""
+"""moekit inside other libraries. A module imports its library only when it is used."""

@@ -1,6 +1,6 @@
-"""A transformers experts module in moekit's words: its weights and its problem.
+"""Read the problem and the weights of a transformers experts module.
 
-transformers' own experts implementations rely on the same facts: the parameters `gate_up_proj`
+This relies on what transformers' own experts implementations use: the parameters `gate_up_proj`
 (`up_proj` without a gate) and `down_proj` with their `_bias` and `_scale_inv`, the flag
 `is_transposed`, and the functions `_apply_gate` or `act_fn` between the two products.
 """
@@ -28,13 +28,18 @@ _NON_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2")
 def read(
     module: nn.Module, dtype: torch.dtype, top_k: int, quant: QuantScheme, on_input: bool
 ) -> tuple[MoEProblem, ExpertWeights]:
-    """The module's problem, and its weights as the problem wants them (views where it can be).
+    """Return the module's problem, and its weights in the problem's layout, as views if possible.
 
-    dtype: the input's, which decides where the weights' own does not. quant: how to quantize
-    weights that are not quantized yet. on_input: the router weight scales the token.
+    Args:
+        module: The experts module.
+        dtype: The input's dtype, which the problem has if the weights are quantized.
+        top_k: Experts of each token.
+        quant: How to quantize weights that are not quantized yet.
+        on_input: The router weight scales the token instead of the result.
 
-    Raises Unsupported, naming the module's class, for what moekit cannot compute; WeightsError for
-    parameters without data.
+    Raises:
+        Unsupported: moekit cannot compute the module; the error names its class.
+        WeightsError: A parameter has no data.
     """
     weights, gated = _weights(module)
     activation, interleaved = _activation(module, gated)
@@ -53,13 +58,14 @@ def read(
     )
     if stored and quant.weight is not None:
         raise _unsupported(
-            module, f"its weights are quantized already: install() without quant={quant.name!r}"
+            module,
+            f"its weights are quantized already: call install() without quant={quant.name!r}",
         )
     if stored:
         return problem.replace(quant=_stored_scheme(module)), weights
     if quant.weight is None:
         return problem, weights
-    weights = weights.canonical(problem)  # gate and up in halves, as blocks of scales need it
+    weights = weights.canonical(problem)  # blocks of scales need gate and up as halves
     return problem.replace(quant=quant), weights.quantize(quant)
 
 
@@ -68,8 +74,7 @@ def _unsupported(module: nn.Module, reason: str) -> Unsupported:
 
 
 def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
-    """The module's parameters, detached, as w13 (E, 2I or I, H) and w2 (E, H, I) whatever way they
-    are stored; and whether there is a gate."""
+    """Return the detached parameters as w13 (E, 2I or I, H) and w2 (E, H, I), and if gated."""
     found = dict(module.named_parameters(recurse=False))
     gated = "gate_up_proj" in found
     first = "gate_up_proj" if gated else "up_proj"
@@ -78,34 +83,38 @@ def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
         names = ", ".join(found) or "none"
         raise _unsupported(
             module,
-            "it has no parameters gate_up_proj (or up_proj) and down_proj as transformers' experts "
-            f"interface has them (found: {names})",
+            "it must have the parameters gate_up_proj (or up_proj) and down_proj of transformers' "
+            f"experts interface (found: {names})",
         )
     if unknown := sorted(set(found) - known):
-        raise _unsupported(module, f"it is unknown what its parameters {', '.join(unknown)} mean")
+        raise _unsupported(module, f"its parameters {', '.join(unknown)} are unknown")
     if getattr(module, "has_post_expert_norm", False):
         raise _unsupported(module, "no backend has a norm after each expert")
     for name, p in found.items():
         if type(p) not in (nn.Parameter, Tensor):
             raise _unsupported(
-                module, f"{name} is a {type(p).__name__}: want plain tensors, local to this rank"
+                module,
+                f"{name} must be a plain tensor that is local to this rank (got "
+                f"{type(p).__name__})",
             )
         if p.device.type == "meta":
             raise WeightsError(
-                f"{name} of {type(module).__name__} has no data (device meta), as after "
-                "install(free_original=True): load the model again, or give it weights by "
+                f"{name} of {type(module).__name__} has no data (device meta), perhaps because of "
+                "install(free_original=True): load the model again, or give it weights with "
                 "load_state_dict(..., assign=True)"
             )
     w13, w2 = found[first].detach(), found["down_proj"].detach()
     if f"{first}_scale_inv" not in found and w13.dtype not in DTYPES.values():
         raise _unsupported(
             module,
-            f"{first} is {w13.dtype}: want one of {', '.join(DTYPES)}, or fp8 with its scales; "
-            "load the model dequantized",
+            f"{first} must be one of {', '.join(DTYPES)}, or fp8 with its scales (got "
+            f"{w13.dtype}); load the model dequantized",
         )
     if w13.dim() != 3 or w2.dim() != 3:
         raise _unsupported(
-            module, f"{first} {tuple(w13.shape)} and down_proj {tuple(w2.shape)}: want 3 dimensions"
+            module,
+            f"{first} and down_proj must have 3 dimensions (got {tuple(w13.shape)} and "
+            f"{tuple(w2.shape)})",
         )
     if _transposed(module, w13, w2):
         w13, w2 = w13.mT, w2.mT
@@ -127,28 +136,29 @@ def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
 
 
 def _transposed(module: nn.Module, w13: Tensor, w2: Tensor) -> bool:
-    """Whether weights are stored for x @ w. Llama 4's module does not say it, but shapes do."""
+    """Whether weights are stored for x @ w. Llama 4's module has no flag, so shapes decide."""
     stated = getattr(module, "is_transposed", None)
     return w13.shape[2] != w2.shape[1] if stated is None else bool(stated)
 
 
 def _stored_scheme(module: Any) -> str:
-    """The scheme of transformers' FP8 experts."""
+    """Return the scheme of transformers' FP8 experts."""
     block, activation = getattr(module, "block_size", None), module.activation_scheme
     if block is None or tuple(block) != (128, 128) or activation != "dynamic":
         raise _unsupported(
             module,
-            f"fp8 with block_size={block} and {activation} activations: want blocks of (128, 128) "
-            "and dynamic activations",
+            f"fp8 with block_size={block} and {activation} activations; moekit supports blocks of "
+            "(128, 128) and dynamic activations",
         )
     return "fp8_block"
 
 
 def _activation(module: nn.Module, gated: bool) -> tuple[Activation, bool]:
-    """What the module computes between its products, and whether gate and up alternate.
+    """Find what the module computes between its products, and whether gate and up alternate.
 
-    Not read from names but found by trying, on values beyond every limit the module mentions: so
-    a clamp, a factor or an order that moekit does not know is refused, never dropped.
+    Names do not decide: every candidate is compared with the module on values beyond all limits
+    that the module mentions. So a clamp, a factor or an order that moekit does not know is
+    refused and never dropped.
     """
     numbers = {
         name: float(value)
@@ -178,6 +188,7 @@ def _activation(module: nn.Module, gated: bool) -> tuple[Activation, bool]:
 
 
 def _between(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
+    """Return the module's function between its two products."""
     if not gated:
         return module.act_fn  # type: ignore[no-any-return]
     if hasattr(module, "_apply_gate"):

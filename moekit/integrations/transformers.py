@@ -1,16 +1,17 @@
-"""moekit as one of transformers' experts implementations.
+"""moekit as an experts implementation of transformers.
 
     import moekit.integrations.transformers
 
     moekit.integrations.transformers.install()
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moekit")
 
-Models run whose experts go through transformers' experts interface, and Llama 4, whose do not;
-what moekit cannot compute exactly is refused by name. A layer is packed at its first call;
-`memory` says what that costs. Weights that change later (load_state_dict, ``to``, an optimizer's
-step, a new parameter) are packed again at the next call. Torch keeps no record of writes through
-``parameter.data`` and to parameters made in inference mode, and nothing is looked at when a CUDA
-graph replays: call `repack` after those.
+This works for models whose experts use transformers' experts interface, and for Llama 4, whose
+experts do not. Models that moekit cannot compute exactly are refused by name.
+
+A layer is packed at its first call; `memory` returns how many bytes that takes. Weights that
+change later (by load_state_dict, ``to``, an optimizer or a new parameter) are packed again at the
+next call. torch does not record writes through ``parameter.data`` or to parameters made in
+inference mode, and a CUDA graph that replays checks nothing: call `repack` after such changes.
 
 There is no backward pass: layers run with gradients enabled, but ``backward()`` raises. Under
 torch.compile a layer is one operator.
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 
 from moekit.discovery.registry import registry
 from moekit.errors import InvalidProblem, MoekitError, Unsupported
-from moekit.integrations.packed_layer import Layer, Options, experts_forward
+from moekit.integrations.forward import experts_forward
+from moekit.integrations.packed_layer import Layer, Options
 from moekit.kernel import ModularKernel
 from moekit.problem.quant import scheme
 from moekit.untrusted import arguments as validate
@@ -35,7 +37,7 @@ from moekit.untrusted.arguments import FLAG, accept, instance, optional, size
 
 NAME = "moekit"
 
-# Config fields by which a model says that it has routed experts.
+# Config fields of models with routed experts.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -56,20 +58,28 @@ def install(
     free_original: bool = False,
     graph_tokens: int = 16,
 ) -> None:
-    """Makes ``experts_implementation="moekit"`` known to transformers. Idempotent.
+    """Register ``experts_implementation="moekit"`` with transformers. Idempotent.
 
-    dispatcher, experts: backends to insist on (default: MOEKIT_DISPATCHER, MOEKIT_EXPERTS, else
-    the best for each layer). quant: quantize unquantized weights to this scheme when packing.
-    free_original: where packing copies weights, drop the parameters they were copied from (they
-    become meta tensors): such a model cannot be saved, moved or run by another implementation.
-    graph_tokens: on CUDA, eager calls of so many tokens at most are replayed as CUDA graphs from
-    their third time on, where the backends allow it; 0: none are. See `moekit.runtime.graphs.Graphed` for
-    what that asks of code on other streams.
-    Installed again with other options, every layer is packed anew.
+    If it is installed already with other options, every layer is packed again.
 
-    Raises MoekitError without a transformers that has the experts interface; UnknownBackend;
-    InvalidProblem for a scheme that is unknown or needs activation scales from a checkpoint;
-    WeightsError if packing anew is impossible, as the weights of a living model were freed.
+    Args:
+        dispatcher: Name of the dispatcher. Default: MOEKIT_DISPATCHER, else the best one.
+        experts: Name of the experts backend. Default: MOEKIT_EXPERTS, else the best one for each
+            layer.
+        quant: Quantize unquantized weights to this scheme when packing.
+        free_original: If packing copies weights, drop the parameters that they were copied from.
+            These become meta tensors, so the model cannot be saved, moved or run by another
+            implementation.
+        graph_tokens: On CUDA, replay eager calls of at most this many tokens as CUDA graphs from
+            the third call of a size on, if the backends allow it; 0 for none.
+            `moekit.runtime.graphs.Graphed` documents what this requires of code on other streams.
+
+    Raises:
+        MoekitError: The installed transformers has no experts interface.
+        UnknownBackend: There is no backend of that name.
+        InvalidProblem: The scheme is unknown, or needs activation scales from a checkpoint.
+        WeightsError: Packing again is impossible, because the weights of a living model were
+            freed.
     """
     accept(_KINDS, locals())
     found = scheme(quant)
@@ -90,9 +100,10 @@ def install(
 
 
 def uninstall() -> None:
-    """Undoes `install` and drops packed weights: give models another implementation.
+    """Undo `install` and drop packed weights; models then need another implementation.
 
-    Raises WeightsError if the weights of a living model were freed.
+    Raises:
+        WeightsError: The weights of a living model were freed.
     """
     Layer.forget()
     Layer.options = Options()
@@ -101,7 +112,10 @@ def uninstall() -> None:
 
 
 def kernels(model: nn.Module) -> dict[str, ModularKernel]:
-    """The kernel of each experts module that has run, by module name. Equal layers share one."""
+    """Return the kernel of each experts module that has run, by module name.
+
+    Layers with equal problems share a kernel.
+    """
     accept(_MODEL, locals())
     found = {name: layer.kernel for name, layer in Layer.find(model).items()}
     return {name: kernel for name, kernel in found.items() if kernel is not None}
@@ -109,10 +123,11 @@ def kernels(model: nn.Module) -> dict[str, ModularKernel]:
 
 @dataclass(frozen=True)
 class ExpertMemory:
-    """Bytes of expert weights, on all devices, of the layers that have run.
+    """Bytes of expert weights of the layers that have run, on all devices.
 
-    parameters: the model's own, unless freed. packed: what moekit holds besides them; 0 where the
-    backend reads the parameters in place.
+    Attributes:
+        parameters: The model's own parameters, unless they were freed.
+        packed: What moekit holds in addition; 0 if the backend reads the parameters in place.
     """
 
     parameters: int
@@ -120,11 +135,12 @@ class ExpertMemory:
 
     @property
     def total(self) -> int:
+        """The sum of both."""
         return self.parameters + self.packed
 
 
 def memory(model: nn.Module) -> ExpertMemory:
-    """What the experts of ``model`` occupy. A layer is packed, and counted, from its first call."""
+    """Return the memory of the experts of ``model``. A layer counts from its first call on."""
     accept(_MODEL, locals())
     parameters: dict[int, int] = {}
     packed: dict[int, int] = {}
@@ -137,20 +153,22 @@ def memory(model: nn.Module) -> ExpertMemory:
 
 
 def repack(model: nn.Module) -> None:
-    """Drops packed weights: the next call packs the parameters of ``model`` as they are now.
+    """Drop packed weights, so that the next call packs the current parameters of ``model``.
 
-    Raises WeightsError where they were freed.
+    Raises:
+        WeightsError: Parameters were freed.
     """
     accept(_MODEL, locals())
     Layer.forget(Layer.find(model).values())
 
 
-# -- what changes in transformers -----------------------------------------------------------
+# -- patches of transformers -----------------------------------------------------------
 
 _undo: list[Callable[[], object]] = []
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, and remember how to undo it."""
     if name in vars(owner):
         before = vars(owner)[name]
         _undo.append(lambda: setattr(owner, name, before))
@@ -190,8 +208,10 @@ def _register(interface: Any) -> None:
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's check of the implementation it is given. transformers takes any registered one,
-    used or not."""
+    """Wrap a model's check of the requested implementation.
+
+    transformers accepts any registered one, even if the model's experts would not use it.
+    """
 
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> Any:
         if requested_experts != NAME:
@@ -215,11 +235,11 @@ _yes = classmethod(lambda cls: True)
 
 
 def _not_llama4(self: Any) -> bool:
-    raise ValueError(f"{type(self).__name__} runs its own experts, or moekit's, not grouped_mm")
+    raise ValueError(f"{type(self).__name__} supports its own experts and moekit's only")
 
 
 def _llama4_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Llama 4's own block runs every expert on every token, scaled by 0 where not chosen."""
+    """Replace Llama 4's block, which runs every expert on every token, scaled by 0 or more."""
 
     def forward(self: Any, hidden_states: Tensor) -> Any:
         if self.shared_expert.config._experts_implementation != NAME:

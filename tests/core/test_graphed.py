@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import graph_stand_in
 import pytest
 import torch
 from torch import Tensor
@@ -19,40 +20,7 @@ from moekit.errors import InvalidInput, Unsupported
 from moekit.runtime import graphs
 from moekit.runtime.graphs import Graphed, GraphedKernel
 
-
-class Device:
-    """Captures by calling, replays by calling again; keeps a record of it."""
-
-    def __init__(self) -> None:
-        self.captures: list[int] = []
-        self.replays = 0
-        self.capturing = False
-        self.broken = False
-
-    def capture(
-        self, function: Callable[..., Tensor], inputs: Sequence[Tensor]
-    ) -> tuple[Callable[[], None], Tensor]:
-        if self.broken:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.captures.append(len(inputs[0]))
-        function = getattr(function, "uncounted", function)
-        out = function(*inputs)
-
-        def replay() -> None:
-            self.replays += 1
-            function(*inputs, out=out)
-
-        return replay, out
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device()
-    monkeypatch.setattr(graphs, "capture", made.capture)
-    monkeypatch.setattr(graphs, "follow", lambda *_: None)
-    monkeypatch.setattr(graphs, "is_capturing", lambda device: made.capturing)
-    monkeypatch.setattr(graphs, "unsupported", lambda kernel: [])
-    return made
+Device, device = graph_stand_in.Device, graph_stand_in.device  # the latter is a fixture
 
 
 class Counted:

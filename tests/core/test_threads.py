@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_graphed import Device, device, want  # noqa: F401 (a fixture)
+from graph_stand_in import Device, device  # noqa: F401 (a fixture)
+from test_graphed import want
 from thread_stress import SUBJECTS, Setting, stress, tiny_model
 
 import moekit

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_graphed import Device, device  # noqa: F401 (a fixture)
+from graph_stand_in import Device, device  # noqa: F401 (a fixture)
 from test_transformers_layer import CHANGES, installed  # noqa: F401 (an autouse fixture)
 from test_transformers_models import errors
 from test_transformers_modules import both, inputs, module_of

@@ -20,7 +20,7 @@ from moekit.errors import Unsupported, WeightsError
 pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
 
 import moekit.integrations.transformers as integration  # noqa: E402
-from moekit.integrations import packed_layer  # noqa: E402
+from moekit.integrations import forward  # noqa: E402
 from moekit.integrations.packed_layer import Layer  # noqa: E402
 
 FP32 = torch.float32
@@ -259,7 +259,7 @@ def test_freed_parameters() -> None:
     assert found.parameters < 0.02 * found.packed
     assert model.model.layers[0].mlp.experts.gate_up_proj.shape == (8, 96, 128)
 
-    with pytest.raises(WeightsError, match=r"layers\.0\.mlp\.experts has no weights to give"):
+    with pytest.raises(WeightsError, match=r"layers\.0\.mlp\.experts has no weights to save"):
         model.state_dict()
     with pytest.raises(WeightsError, match="pass assign=True"):
         model.load_state_dict(whole.state_dict())
@@ -331,7 +331,7 @@ def test_backward_refuses_when_only_experts_need_gradients() -> None:
 
 def run_first(block: torch.nn.Module) -> None:
     """Where torch cannot bind a module while it compiles."""
-    if not packed_layer._BINDS_MODULES:
+    if not forward.BINDS_MODULES:
         block(torch.randn(1, 3, 96))
 
 
@@ -358,7 +358,7 @@ def test_compiled_blocks() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.skipif(not packed_layer._BINDS_MODULES, reason=packed_layer._RUN_FIRST)
+@pytest.mark.skipif(not forward.BINDS_MODULES, reason=forward.RUN_FIRST)
 def test_weights_are_packed_before_compiled_code_runs() -> None:
     """CUDA graphs must not capture it."""
     packed_when_compiled = []
@@ -379,7 +379,7 @@ def test_layers_compiled_one_by_one() -> None:
     """They share one piece of code; each must run on its own weights."""
     model = make(hfm.LLAMA4)
     want = eager_logits(model)
-    if not packed_layer._BINDS_MODULES:
+    if not forward.BINDS_MODULES:
         logits(model)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")

@@ -20,7 +20,8 @@ from moekit.errors import InvalidProblem, MoekitError, UnknownBackend, Unsupport
 pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
 
 import moekit.integrations.transformers as integration  # noqa: E402
-from moekit.integrations.packed_layer import Layer, experts_forward  # noqa: E402
+from moekit.integrations.forward import experts_forward  # noqa: E402
+from moekit.integrations.packed_layer import Layer  # noqa: E402
 
 FP32 = torch.float32
 
@@ -222,17 +223,17 @@ class Odd(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "no weights": (lambda: Odd(down_proj=None), "Odd: it has no parameters .*found: gate_up_proj"),
-    "a stranger's parameter": (lambda: Odd(scale=torch.ones(8)), "parameters scale mean"),
+    "no weights": (lambda: Odd(down_proj=None), "Odd: it must have .*found: gate_up_proj"),
+    "a stranger's parameter": (lambda: Odd(scale=torch.ones(8)), "parameters scale are unknown"),
     "integers": (
         lambda: Odd(down_proj=torch.ones(8, 32, 48, dtype=torch.int8)),
         "w2 is torch.int8 but w2_scale is missing",
     ),
     "packed": (
         lambda: Odd(gate_up_proj=torch.ones(8, 96, 16, dtype=torch.uint8)),
-        "gate_up_proj is torch.uint8: want one of .*dequantized",
+        "gate_up_proj must be one of .*got torch.uint8.*dequantized",
     ),
-    "two dimensions": (lambda: Odd(down_proj=torch.ones(8, 48)), "want 3 dimensions"),
+    "two dimensions": (lambda: Odd(down_proj=torch.ones(8, 48)), "must have 3 dimensions"),
     "no data": (
         lambda: Odd(down_proj=torch.ones(8, 32, 48, device="meta")),
         "down_proj of Odd has no data",

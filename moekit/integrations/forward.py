@@ -1,0 +1,100 @@
+"""The function that transformers calls for the experts of a layer, also under torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moekit.errors import MoekitError, Unsupported
+from moekit.integrations.packed_layer import ATTRIBUTE, Layer
+
+# Whether dynamo evaluates functions of modules while it compiles; that of torch 2.11 does not.
+BINDS_MODULES = torch.__version__ >= (2, 13)  # type: ignore[operator]  # a TorchVersion
+RUN_FIRST = "before torch 2.13, run the model once before torch.compile sees it"
+
+
+def experts_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weight_on_input: bool = False,
+) -> Tensor:
+    """Compute the experts: hidden_states (T, H), ids and weights (T, K) -> (T, H).
+
+    Raises:
+        Unsupported: moekit cannot run the module, or it is compiled before it ran once.
+        WeightsError: The module has no weights.
+    """
+    needs_grad: list[Tensor] = []
+    if torch.is_grad_enabled():
+        inputs = (hidden_states, top_k_weights, *self.parameters(recurse=False))
+        needs_grad = [t for t in inputs if t.requires_grad]
+    if needs_grad or torch.compiler.is_compiling():
+        top_k = int(top_k_index.shape[1])
+        if BINDS_MODULES or not torch.compiler.is_compiling():
+            _bind(self, hidden_states.dtype, top_k, weight_on_input)
+        elif getattr(self, ATTRIBUTE, None) is None:
+            raise Unsupported(f"this layer has not run yet: {RUN_FIRST}", [RUN_FIRST])
+        else:
+            number = getattr(self, ATTRIBUTE).number
+            _prepare(number, hidden_states.dtype, top_k, weight_on_input)
+        # Read from the module, so that a guard binds compiled code to it.
+        number = getattr(self, ATTRIBUTE).number
+        out: Tensor = _operator(
+            hidden_states, top_k_index, top_k_weights, needs_grad, number, weight_on_input
+        )
+        return out
+    layer = Layer.of(self)
+    return layer.run(hidden_states, top_k_index, top_k_weights, weight_on_input, replays=True)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _bind(module: nn.Module, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
+    """While code is compiled, pack the module, before any graph is captured."""
+    with suppress(MoekitError):  # the call raises it
+        Layer.of(module).prepare(dtype, top_k, on_input)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prepare(number: int, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
+    """Do the same for a module that has its Layer."""
+    with suppress(MoekitError):
+        Layer.numbered(number).prepare(dtype, top_k, on_input)
+
+
+@torch.library.custom_op("moekit::transformers_experts", mutates_args=())
+def _operator(
+    x: Tensor,
+    ids: Tensor,
+    topk_weights: Tensor,
+    needs_grad: Sequence[Tensor],
+    number: int,
+    on_input: bool,
+) -> Tensor:
+    """A layer as one operator, for torch.compile, and to refuse gradients.
+
+    number: the Layer's. needs_grad: tensors that would receive the gradient.
+    """
+    return Layer.numbered(number).run(x, ids, topk_weights, on_input)
+
+
+@_operator.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _no_backward(ctx: Any, grad: Tensor) -> Any:
+    reason = "moekit has no backward pass"
+    raise Unsupported(
+        f"{reason}: train with model.set_experts_implementation('eager'), and run moekit "
+        "under torch.inference_mode() or torch.no_grad()",
+        [reason],
+    )
+
+
+_operator.register_autograd(_no_backward)

@@ -1,0 +1,46 @@
+"""A stand-in for CUDA graphs, which captures and replays on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch import Tensor
+
+from moekit.runtime import graphs
+
+
+class Device:
+    """Captures by calling a function, replays by calling it again, and records both."""
+
+    def __init__(self) -> None:
+        self.captures: list[int] = []
+        self.replays = 0
+        self.capturing = False
+        self.broken = False
+
+    def capture(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[Callable[[], None], Tensor]:
+        if self.broken:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captures.append(len(inputs[0]))
+        function = getattr(function, "uncounted", function)
+        out = function(*inputs)
+
+        def replay() -> None:
+            self.replays += 1
+            function(*inputs, out=out)
+
+        return replay, out
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A device whose graphs `moekit.runtime.graphs` uses."""
+    made = Device()
+    monkeypatch.setattr(graphs, "capture", made.capture)
+    monkeypatch.setattr(graphs, "follow", lambda *_: None)
+    monkeypatch.setattr(graphs, "is_capturing", lambda device: made.capturing)
+    monkeypatch.setattr(graphs, "unsupported", lambda kernel: [])
+    return made
