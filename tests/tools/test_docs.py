@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import moekit
+import moekit.plugin
 from moekit.discovery.entry_points import MoekitSpecs
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +116,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
     for included in re.findall(r'--8<-- "(.+)"', page.read_text()):
         assert (ROOT / included).is_file(), included
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "api").glob("*.md")), ids=lambda p: p.stem)
+def test_every_name_of_the_reference_exists(page: Path) -> None:
+    for name in re.findall(r"^::: (\S+)", page.read_text(), flags=re.M):
+        assert pydoc.locate(name) is not None, name
+
+
+def test_the_reference_has_every_name_of_plugins() -> None:
+    pages = [(ROOT / "docs" / "api" / name).read_text() for name in ("plugin.md", "moekit.md")]
+    documented = set(re.findall(r"^::: \S+\.(\w+)$", "\n".join(pages), flags=re.M))
+    not_described = {"INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "hookimpl", "quant"}
+    assert set(moekit.plugin.__all__) - documented <= not_described
 
 
 def test_every_package_says_what_a_stranger_needs() -> None:
