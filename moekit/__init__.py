@@ -1,13 +1,13 @@
 """moekit composes Mixture-of-Experts layers from interchangeable parts.
 
 A dispatcher (`PrepareAndFinalize`) moves tokens to the ranks of their experts and back; an experts
-backend (`PermuteExpertsUnpermute`) runs the many small matrix products. `compose` picks a pair
-from whatever is installed, and says why.
+backend (`PermuteExpertsUnpermute`) runs the many small matrix products. `compose` picks a
+combination from whatever is installed, and says why.
 """
 
 from __future__ import annotations
 
-__version__ = "0.2.0"
+from types import ModuleType
 
 from moekit import _moved
 from moekit.contract import (
@@ -38,6 +38,7 @@ from moekit.runtime.overlap import InFlight, Pending
 from moekit.runtime.workspace import Workspace
 from moekit.selection.explanation import Explanation
 from moekit.selection.select import compose, explain
+from moekit.version import __version__ as __version__
 
 _moved.install()
 
@@ -79,3 +80,11 @@ __all__ = [
     "route",
     "to_physical",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+def __getattr__(name: str) -> ModuleType:
+    return _moved.attribute(name)

@@ -23,6 +23,7 @@ import pluggy
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, SpecT
 from moekit.errors import BackendError
 from moekit.untrusted.code import Fault, contained, printable, shown, watched
+from moekit.version import __version__
 
 GROUP = "moekit"
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
@@ -163,8 +164,6 @@ def _names(text: str) -> set[str]:
 
 
 def _builtin() -> Source:
-    from moekit import __version__
-
     return Source(
         CORE, "moekit", __version__, lambda: importlib.import_module("moekit.backends.builtin")
     )
