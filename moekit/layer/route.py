@@ -1,4 +1,4 @@
-"""Routers: from logits to `Routing`, in fp32, ties always to the lower expert id."""
+"""Choose experts from router logits, in fp32; ties always go to the lower expert id."""
 
 from __future__ import annotations
 
@@ -46,33 +46,44 @@ def route(
     is_padding: Tensor | None = None,
     checked: bool | None = None,
 ) -> Routing:
-    """logits (T, E), any float dtype -> Routing with weights (T, K) fp32 and ids (T, K) int64.
+    """Choose ``top_k`` experts for each token.
 
-    scoring: softmax, sigmoid or sqrtsoftplus over the E experts. renormalize: weights sum to one
-    (over softmax scores this equals a softmax over the K chosen logits).
-    correction_bias (E,): added to the scores to choose, not to weigh (DeepSeek-V3's
-    e_score_correction_bias). num_expert_group, topk_group: choose only among the best groups; a
-    group's score is its best expert's or, with a bias, the sum of its two best.
-    routed_scaling_factor multiplies the weights last.
-    custom: ``(logits_TE fp32, top_k) -> (weights_TK, ids_TK)`` in place of all of these.
-    is_padding (T,) bool: these tokens get ids -1 and weights 0.
-    checked: refuse NaN and +infinity, and ids of ``custom`` that name no expert or one twice;
-    default on the CPU only, as it synchronizes with the device.
+    A logit of -infinity masks its expert. If fewer than K experts are left, masked ones are chosen
+    with weight 0. A correction_bias masks by its own -infinity instead; it needs K unmasked
+    experts, and cannot mask any with groups.
 
-    A logit of -infinity masks its expert, which is then chosen, with weight 0, only where fewer
-    than K are left. A correction_bias, as it chooses, masks by -infinity of its own: not with
-    groups, and K experts must be left.
+    Llama-4 uses ``scoring="sigmoid", top_k=1`` with ``apply_router_weight_on_input`` in the
+    problem, gpt-oss ``renormalize=True``.
 
-    Llama-4: ``scoring="sigmoid", top_k=1`` with ``apply_router_weight_on_input`` in the problem.
-    gpt-oss: ``renormalize=True``.
+    Args:
+        logits: (T, E), any float dtype.
+        top_k: K, experts of each token.
+        scoring: "softmax", "sigmoid" or "sqrtsoftplus" over the E experts.
+        renormalize: Scale each token's weights to a sum of one. With softmax this equals a
+            softmax over the K chosen logits.
+        correction_bias: (E,), added to the scores for the choice only (DeepSeek-V3's
+            e_score_correction_bias).
+        num_expert_group: Number of groups of consecutive experts.
+        topk_group: Number of best groups that a token's experts may come from. A group's score is
+            its best expert's or, with a bias, the sum of its two best.
+        routed_scaling_factor: Multiplies the weights at the end.
+        custom: ``(logits_TE fp32, top_k) -> (weights_TK, ids_TK)`` in place of all options above.
+        is_padding: (T,) bool; marked tokens get ids -1 and weights 0.
+        checked: Refuse NaN and +infinity, and ids of ``custom`` that name no expert or one twice.
+            This synchronizes with the device. Default: on the CPU only.
 
-    Raises InvalidInput for tensors, and InvalidProblem for options, that do not fit.
+    Returns:
+        Weights (T, K) fp32 and ids (T, K) int64.
+
+    Raises:
+        InvalidInput: A tensor does not fit.
+        InvalidProblem: An option does not fit.
     """
     _check_shapes(logits, correction_bias, is_padding)
     options = (top_k, scoring, renormalize, num_expert_group, topk_group, routed_scaling_factor)
     try:
         _check_options(logits.shape[1], *options, checked)
-    except TypeError:  # a value that has no hash
+    except TypeError:  # a value cannot be hashed
         _check_options.__wrapped__(logits.shape[1], *options, checked)
     scores_TE = logits.float()
     if checked is None or logits.is_meta:
@@ -83,7 +94,7 @@ def route(
     if custom is not None:
         weights, ids = _custom(custom, scores_TE, top_k, checked)
     else:
-        # A softmax keeps the order, so that the chosen alone need one where they sum to one.
+        # A softmax keeps the order of logits, so a renormalized one needs the chosen logits only.
         late = scoring == "softmax" and renormalize and correction_bias is None
         late = late and num_expert_group is None
         if not late:
@@ -109,13 +120,13 @@ def route(
 
 
 def _top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest and their ids, ties to the lower id (torch.topk leaves ties open)."""
+    """Return the k largest scores and their ids. torch.topk does not specify ties."""
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
     return values[..., :k], ids[..., :k]
 
 
 def _keep_best_groups(choice_TE: Tensor, groups: int, keep: int, biased: bool) -> Tensor:
-    """Sets every expert outside the ``keep`` best groups to -inf."""
+    """Set every expert outside the ``keep`` best groups to -inf."""
     grouped = torch.unflatten(choice_TE, 1, (groups, -1))
     best = min(2, grouped.shape[-1]) if biased else 1
     group_scores = grouped.topk(best, dim=-1).values.sum(dim=-1)
@@ -131,30 +142,31 @@ def _check_values(
     grouped: bool,
     is_padding: Tensor | None,
 ) -> None:
+    """Raise InvalidInput for logits or a bias that choose no ``top_k`` experts."""
     faults = [
         (
             ~torch.isfinite(logits_TE.amax(dim=1)),
-            "NaN or infinity, or -infinity alone",
-            "the layer before is at fault",
+            "NaN or infinity, or only -infinity",
+            "check the layer that computes them",
         )
     ]
     if correction_bias is not None:
         if bool((correction_bias.isnan() | correction_bias.isposinf()).any()):
             raise InvalidInput(
-                "correction_bias holds NaN or infinity, and an expert with it would get every "
-                "token: want finite values, or -infinity to mask one; was it filled?"
+                "correction_bias must be finite, or -infinity to mask an expert (it holds NaN or "
+                "infinity, which would give every token to one expert): fill it with its values"
             )
         left = int((~correction_bias.isneginf()).sum())
         if left < (len(correction_bias) if grouped else top_k):
             raise InvalidInput(
-                f"correction_bias masks all but {left} experts with -infinity: want top_k={top_k} "
-                "or more left, and none masked with groups, whose two best experts score for them"
+                f"correction_bias masks all but {left} experts with -infinity: top_k={top_k} needs "
+                "as many unmasked experts, and grouped top-k cannot have masked ones"
             )
         faults.append(
             (
                 logits_TE.isneginf().any(dim=1),
-                "-infinity beside a correction_bias",
-                "it could choose that expert all the same; set the bias to -infinity",
+                "-infinity although there is a correction_bias",
+                "the bias could still choose that expert; set the bias to -infinity",
             )
         )
     for wrong, what, todo in faults:
@@ -169,29 +181,31 @@ def _check_values(
 def _custom(
     custom: Callable[[Tensor, int], Any], logits_TE: Tensor, top_k: int, checked: bool
 ) -> tuple[Tensor, Tensor]:
-    """The weights and ids that ``custom`` returns; raises InvalidInput for any other answer."""
+    """Return the weights and ids from ``custom``; raise InvalidInput if they do not fit."""
     accept({"custom": FUNCTION}, {"custom": custom})
     answer, wanted = custom(logits_TE, top_k), (logits_TE.shape[0], top_k)
     if not (isinstance(answer, (tuple, list)) and len(answer) == 2):
-        raise InvalidInput(f"custom routing gave {shown(answer)}, want a tuple (weights, ids)")
+        raise InvalidInput(
+            f"custom routing must return a tuple (weights, ids) (got {shown(answer)})"
+        )
     weights, ids = answer
     for tensor in answer:
-        check_tensor("what custom routing gave", tensor)
+        check_tensor("the result of custom routing", tensor)
     if weights.shape != wanted or ids.shape != wanted:
         raise InvalidInput(
-            f"custom routing gave weights {tuple(weights.shape)} and ids {tuple(ids.shape)}, "
-            f"want ({logits_TE.shape[0]}, {top_k}) each"
+            f"custom routing must return weights and ids of shape {wanted} (got "
+            f"{tuple(weights.shape)} and {tuple(ids.shape)})"
         )
     integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
     if not (integers and weights.is_floating_point()):
         raise InvalidInput(
-            f"custom routing gave weights {weights.dtype} and ids {ids.dtype}: weights must be of "
-            "a float dtype and ids of an integer dtype; are they the other way round?"
+            "custom routing must return weights of a float dtype, then ids of an integer dtype "
+            f"(got weights {weights.dtype} and ids {ids.dtype})"
         )
     if weights.device != logits_TE.device or ids.device != logits_TE.device:
         raise InvalidInput(
-            f"custom routing gave weights on {weights.device} and ids on {ids.device}, want both "
-            f"on {logits_TE.device}, where the logits are"
+            f"custom routing must return tensors on {logits_TE.device}, the logits' device (got "
+            f"weights on {weights.device} and ids on {ids.device})"
         )
     ids = ids.long()
     if checked:
@@ -205,7 +219,7 @@ def _check_shapes(
     check_tensor("logits", logits)
     if logits.dim() != 2 or not logits.is_floating_point():
         raise InvalidInput(
-            f"logits are {tuple(logits.shape)} {logits.dtype}, want (T, E) of a float dtype"
+            f"logits must be (T, E) of a float dtype (got {tuple(logits.shape)} {logits.dtype})"
         )
     T, E = logits.shape
     for name, tensor, wanted in (
@@ -215,16 +229,16 @@ def _check_shapes(
             continue
         check_tensor(name, tensor)
         if tensor.shape != wanted:
-            raise InvalidInput(f"{name} is {tuple(tensor.shape)}, want {wanted}")
+            raise InvalidInput(f"{name} must have shape {wanted} (got {tuple(tensor.shape)})")
         if tensor.device != logits.device:
             raise InvalidInput(f"{name} is on {tensor.device}, logits on {logits.device}: move one")
     if correction_bias is not None and not correction_bias.is_floating_point():
-        raise InvalidInput(f"correction_bias is {correction_bias.dtype}, want a float dtype")
+        raise InvalidInput(f"correction_bias must have a float dtype (got {correction_bias.dtype})")
     if is_padding is not None and is_padding.dtype != torch.bool:
-        raise InvalidInput(f"is_padding is {is_padding.dtype}, want ({T},) bool")
+        raise InvalidInput(f"is_padding must be ({T},) bool (got {is_padding.dtype})")
 
 
-# Calls repeat a layer's options: they are looked up, not judged again.
+# Calls of a layer repeat its options, so the check is cached.
 @lru_cache(maxsize=256, typed=True)
 def _check_options(
     E: int,
@@ -236,19 +250,21 @@ def _check_options(
     routed_scaling_factor: float,
     checked: bool | None,
 ) -> None:
+    """Raise InvalidProblem for options that do not fit each other or the number of experts."""
     accept(OPTIONS, locals())
     if top_k > E:
-        raise InvalidProblem(f"top_k={top_k}: want 1..{E}, the number of experts")
+        raise InvalidProblem(f"top_k must be in 1..{E}, the number of experts (got {top_k})")
     if (num_expert_group is None) != (topk_group is None):
-        raise InvalidProblem("num_expert_group and topk_group go together; one is missing")
+        raise InvalidProblem("num_expert_group and topk_group go together: give both or none")
     if num_expert_group is not None and topk_group is not None:
         if not 1 <= topk_group <= num_expert_group or E % num_expert_group:
             raise InvalidProblem(
-                f"num_expert_group={num_expert_group}, topk_group={topk_group}: want groups that "
-                f"divide the {E} experts, and topk_group in 1..num_expert_group"
+                f"num_expert_group must divide the {E} experts, and topk_group must be in "
+                f"1..num_expert_group (got num_expert_group={num_expert_group}, "
+                f"topk_group={topk_group})"
             )
         if top_k > topk_group * (E // num_expert_group):
             raise InvalidProblem(
                 f"top_k={top_k} exceeds the {topk_group * (E // num_expert_group)} experts of "
-                f"{topk_group} groups"
+                f"{topk_group} groups: raise topk_group"
             )

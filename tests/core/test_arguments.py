@@ -301,12 +301,12 @@ def test_numpy_integers_are_sizes() -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda w, ids: (w, ids.float()), "ids torch.float32: .*integer dtype"),
+        (lambda w, ids: (w, ids.float()), "integer dtype .*ids torch.float32"),
         (lambda w, ids: (w, ids + 0.75), "ids torch.float32"),
         (lambda w, ids: (w, ids > 0), "ids torch.bool"),
-        (lambda w, ids: (ids, w), "the other way round"),
-        (lambda w, ids: w, "want a tuple"),
-        (lambda w, ids: (w, ids.tolist()), "gave is .*dense torch.Tensor"),
+        (lambda w, ids: (ids, w), "weights torch.int64 and ids torch.float32"),
+        (lambda w, ids: w, "must return a tuple"),
+        (lambda w, ids: (w, ids.tolist()), "result of custom routing is .*dense torch.Tensor"),
         (lambda w, ids: (w, ids.to("meta")), "ids on meta"),
         (lambda w, ids: (w, ids + E), "topk_ids span"),
         (lambda w, ids: (w, ids[:, :1].expand_as(ids)), r"token 0 are .*only once"),

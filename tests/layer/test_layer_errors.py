@@ -34,12 +34,12 @@ ROUTING = moekit.route(torch.randn(5, E), K)
         ({"params_dtype": torch.float64}, InvalidProblem, "dtype=torch.float64"),
         ({"scoring_func": "tanh"}, InvalidProblem, "scoring_func='tanh': it must be one of"),
         ({"num_expert_group": 3}, InvalidProblem, "num_expert_group and topk_group go together"),
-        ({"num_expert_group": 4, "topk_group": 2}, InvalidProblem, "groups that divide the 6"),
+        ({"num_expert_group": 4, "topk_group": 2}, InvalidProblem, "must divide the 6 experts"),
         ({"num_expert_group": 3, "topk_group": 1}, InvalidProblem, "top_k=3 exceeds the 2"),
         (
             {"e_score_correction_bias": torch.zeros(E), "zero_expert_num": 2},
             InvalidInput,
-            r"correction_bias is \(6,\), want \(8,\)",
+            r"correction_bias must have shape \(8,\)",
         ),
         ({"zero_expert_num": -1}, InvalidProblem, "zero_expert_num=-1"),
         (
@@ -138,7 +138,7 @@ def test_a_device_that_is_not_here() -> None:
         ),
         ({"router_logits": torch.randn(5, E + 1)}, r"router_logits must have .*got \(5, 7\)"),
         ({"router_logits": torch.full((5, E), float("nan"))}, "NaN or infinity, .*first token 0"),
-        ({"router_logits": torch.zeros(5, E, dtype=torch.long)}, "want .* float dtype"),
+        ({"router_logits": torch.zeros(5, E, dtype=torch.long)}, "must be .* float dtype"),
         ({"router_logits": None}, "give router_logits, or both topk_weights and topk_ids"),
         ({"topk_ids": ROUTING.topk_ids}, "not both"),
         (
@@ -170,7 +170,7 @@ def test_a_device_that_is_not_here() -> None:
             "topk_weights are torch.float16, expected float32",
         ),
         ({"is_padding": torch.zeros(4, dtype=torch.bool)}, r"is_padding must have .*got \(4,\)"),
-        ({"is_padding": torch.zeros(5)}, "want .* bool"),
+        ({"is_padding": torch.zeros(5)}, "must be .* bool"),
         ({"max_tokens": 3}, "max_tokens=3 is less than this rank's 5 tokens"),
     ],
 )
