@@ -84,11 +84,14 @@ class Selection:
 
     def without(self, spec: BackendSpec, reason: str) -> Selection:
         """Return the same selection with one more backend rejected."""
+        dispatches = spec.kind == "dispatcher"
         left = tuple(
-            c for c in self.ranking.candidates if spec is not c.dispatcher and spec is not c.experts
+            candidate
+            for candidate in self.ranking.candidates
+            if spec.name != (candidate.dispatcher if dispatches else candidate.experts).name
         )
         smaller = replace(self, ranking=replace(self.ranking, candidates=left))
-        if spec.kind == "dispatcher":
+        if dispatches:
             rejected = {**self.rejected_dispatchers, spec.name: (reason,)}
             return replace(smaller, rejected_dispatchers=rejected)
         return replace(smaller, rejected_experts={**self.rejected_experts, spec.name: (reason,)})

@@ -1,4 +1,4 @@
-"""Names and what they lead to: a backend, or an error that says what to do."""
+"""Names of backends: each means one backend, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from moekit.discovery import registry as plugins
 from moekit.discovery.registry import Registry
 from moekit.discovery.specs import ExpertsSpec
 from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
+from moekit.selection import explanation
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
 
@@ -25,7 +26,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     yield from installed(tmp_path, monkeypatch)
 
 
-# -- broken later ----------------------------------------------------------------------------------
+# -- backends that fail after discovery ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
         ("fake_late_dist.boom:X", "raise SystemExit(1)", "SystemExit: 1"),
     ],
 )
-def test_a_target_that_does_not_load(
+def test_targets_that_do_not_load(
     fakes: Fakes, caplog: pytest.LogCaptureFixture, target: str, source: str | None, reason: str
 ) -> None:
     more = ", priority=1000, install_hint='pip install vendor'"
@@ -64,7 +65,9 @@ def test_a_target_that_does_not_load(
     check_call(kernel, make_case(PROBLEM, 5))
 
 
-def test_nothing_left_after_a_broken_one(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_backend_is_left_after_a_broken_one(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fakes.install("late", offers("late", target="fake_late_dist.nowhere:X"))
     found = fakes.discover(MOEKIT_PLUGINS="late")
     sole = Registry(tuple(s for s in found.plugins if s.name == "late"))
@@ -86,7 +89,7 @@ def test_nothing_left_after_a_broken_one(fakes: Fakes, monkeypatch: pytest.Monke
         ("lambda problem: ['too big', 'too slow']", "too big"),
     ],
 )
-def test_a_check_that_fails_rejects(fakes: Fakes, check: str, reason: str) -> None:
+def test_a_failing_check_rejects(fakes: Fakes, check: str, reason: str) -> None:
     fakes.install("picky", offers("picky", more=f", priority=1000, check={check}"))
     found = fakes.discover()
     explanation = moekit.explain(PROBLEM, backends=found)
@@ -197,3 +200,11 @@ def test_a_bridge_is_better_than_a_reference_backend(fakes: Fakes) -> None:
         "batched_reference + rows (bridged)",
         "batched_reference + reference (bridged)",
     ]
+
+
+def test_old_names_of_combinations_warn() -> None:
+    explained = moekit.explain(PROBLEM)
+    with pytest.warns(DeprecationWarning, match="Explanation.combinations"):
+        assert explained.pairs is explained.combinations
+    with pytest.warns(DeprecationWarning, match="Combination"):
+        assert explanation.Pair is explanation.Combination

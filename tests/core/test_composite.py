@@ -38,7 +38,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton
 
 
 class Turned(TorchExperts):
-    """Keeps weights turned round, in memory of its own."""
+    """Packs transposed copies of the weights."""
 
     def pack(self, weights):
         packed = super().pack(weights)
@@ -51,7 +51,7 @@ class Turned(TorchExperts):
 
 
 class Halved(TorchExperts):
-    """Packs gate and up as two views, and takes no other tokens than its spec says."""
+    """Packs gate and up as two views, and refuses tokens that its spec does not declare."""
 
     def pack(self, weights):
         packed = super().pack(weights)
@@ -119,7 +119,7 @@ class TestThreeTurns(ExpertsCalls):
      "torch:9|triton:8|torch", "torch:0|triton", "torch:x|triton", "torch:-1|triton", "a b|torch",
      "torch:8|triton|torch", "torch:1.5|triton", "|"],
 )  # fmt: skip
-def test_names_that_make_no_sense(name: str) -> None:
+def test_names_that_are_no_composite(name: str) -> None:
     with pytest.raises(UnknownBackend, match="as in 'triton:64|deepgemm'"):
         moekit.compose(PROBLEM, experts=name)
 
@@ -140,7 +140,7 @@ def test_members_must_exist_and_agree(monkeypatch) -> None:
 
 
 def test_members_that_fit_only_in_another_format() -> None:
-    """Slabs bridged to rows are summed, which `reference` does not do."""
+    """Batched experts that are bridged to STANDARD sum over top-k; `reference` does not."""
     found = backends()
     found.register(
         spec("slabs", f"{__name__}:Turned", format=ActivationFormat.BATCHED, reduces=False)
@@ -156,7 +156,7 @@ def test_a_member_that_does_not_load() -> None:
         moekit.compose(PROBLEM, experts="torch:4|broken", backends=backends())
 
 
-def test_what_it_declares_is_what_all_can() -> None:
+def test_a_composite_declares_what_all_members_can_do() -> None:
     found = backends()
     made = composite("torch:4|other:8|triton", found.expert)
     triton = found.expert("triton")
@@ -175,7 +175,7 @@ def test_what_it_declares_is_what_all_can() -> None:
 
 
 def served(kernel, *tokens: int) -> list[str]:
-    """The members that ran calls of these sizes; every result is compared with the oracle."""
+    """Return the members that ran calls of these sizes; compare every result with the oracle."""
     found, experts = [], kernel.experts
     for member in experts.members:
 
@@ -190,7 +190,7 @@ def served(kernel, *tokens: int) -> list[str]:
     return found
 
 
-def test_every_size_has_its_member() -> None:
+def test_every_size_is_served_by_its_member() -> None:
     kernel = moekit.compose(PROBLEM, experts="torch:4|turned:9|torch", backends=backends())
     names = served(kernel, 1, 4, 5, 9, 10, 40)
     assert names == ["torch", "torch", "turned", "turned", "torch", "torch"]
@@ -199,7 +199,7 @@ def test_every_size_has_its_member() -> None:
 
 
 def test_sizes_are_tokens_of_one_rank() -> None:
-    """All ranks hold the same rows here: a rank of two has half of their work."""
+    """Both ranks hold all rows, and each does half of their work."""
     shared = moekit.ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)
     kernel = moekit.compose(
         PROBLEM.replace(parallel=shared), experts="torch:4|turned", backends=backends()
@@ -220,8 +220,8 @@ def test_formats_are_bridged_inside(dispatcher: str, name: str) -> None:
 
 @pytest.mark.parametrize("dispatcher", ["local", "batched_reference", QUANTIZED_WIRE])
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_channel_token", "fp8_block"])
-def test_members_take_tokens_as_they_want_them(dispatcher: str, scheme: str) -> None:
-    """`Halved` checks that its tokens are (not) quantized, and its own weights at hand."""
+def test_members_get_quantized_tokens_if_they_take_them(dispatcher: str, scheme: str) -> None:
+    """`Halved` asserts that its tokens are as declared, and that it got its own weights."""
     sizes = {"hidden_size": 160, "intermediate_size": 144, "quant": scheme}
     for name, facts in (("torch:4|halved", True), ("halved:4|other", False)):
         kernel = moekit.compose(
@@ -254,7 +254,7 @@ def test_equal_layouts_are_held_once(scheme: str, caplog) -> None:
     assert "packed weights take" not in caplog.text
 
 
-def test_other_layouts_cost_memory_and_it_is_said(caplog) -> None:
+def test_other_layouts_cost_memory_and_the_cost_is_logged(caplog) -> None:
     caplog.set_level(logging.INFO, "moekit")
     _, alone = packed("torch")
     kernel, both = packed("torch:4|turned:8|torch")
@@ -293,7 +293,7 @@ def test_weights_of_another_division_are_refused() -> None:
         kernel(case.x, other, case.routing)
 
 
-def test_workspace_is_the_largest_members() -> None:
+def test_the_workspace_is_that_of_the_largest_member() -> None:
     class Sized(TorchExperts):
         def workspace(self, rows):
             each = {"small": 10, "large": 1000}[self.spec.name]
@@ -322,7 +322,7 @@ def test_workspace_is_the_largest_members() -> None:
 
 
 def test_buffers_follow_the_arena() -> None:
-    """Fewer rows than were asked for, and an arena that grew: always its own present memory."""
+    """Members get views of the arena of this call, also after it grew or for fewer rows."""
     kernel, both = packed("torch:5|turned")
     arenas = set()
 
@@ -346,7 +346,7 @@ def test_buffers_follow_the_arena() -> None:
     assert len(kernel.experts._own.by_rows) == 2 and arenas
 
 
-def test_tuning_is_handed_on() -> None:
+def test_tuning_reaches_every_member() -> None:
     kernel, _ = packed("torch:5|turned")
     entered = []
 

@@ -58,7 +58,7 @@ def test_plugins_table(only, capsys: pytest.CaptureFixture[str]) -> None:
         ({}, "but no such plugin is installed"),
     ],
 )
-def test_plugins_says_no(only, capsys, sources: dict[str, str], said: str) -> None:
+def test_plugins_reports_faults(only, capsys, sources: dict[str, str], said: str) -> None:
     fakes = only(*(sources or ["trition"]))
     for name, source in sources.items():
         fakes.install(name, source)
@@ -70,7 +70,7 @@ def test_plugins_says_no(only, capsys, sources: dict[str, str], said: str) -> No
 
 
 def documented(heading: str) -> set[str]:
-    """Keys in the tables under a heading of docs/cli.md, without those that only hold others."""
+    """Return the keys in the tables under a heading of docs/cli.md that hold values."""
     section = DOCS.read_text().partition(f"### `{heading}`\n")[2].partition("\n##")[0]
     table, _, each = section.partition("Each dispatcher and experts backend:")
     keys = re.findall(r"^\| `([^`]+)` \|", table, re.M)
@@ -80,7 +80,7 @@ def documented(heading: str) -> set[str]:
 
 
 def actual(value: Any, path: str = "") -> set[str]:
-    """The same notation for real output."""
+    """Return the keys of real output in the same notation."""
     if isinstance(value, dict):
         named = path.rpartition(".")[2] in (
             "environment",
@@ -141,8 +141,8 @@ def test_explain_for_a_device_elsewhere(only, capsys, monkeypatch: pytest.Monkey
     assert "not dispatcher local: tokens must move between 8 ranks" in out
 
 
-def test_explain_is_short_and_says_all_when_asked(only, capsys) -> None:
-    """Two runners-up, and the reasons only of those who were named; each hint once."""
+def test_explain_is_short_unless_asked_for_all(only, capsys) -> None:
+    """It prints two runners-up, the reasons only of named backends, and each hint once."""
     fakes = only("many")
     needy = NEEDY.replace("'json', ", "'json', 'nor_this', ")
     fakes.install(
@@ -172,7 +172,7 @@ def test_explain_is_short_and_says_all_when_asked(only, capsys) -> None:
 @pytest.mark.parametrize(
     "quant", ["none", "int8_w8a16", "nvfp4_w4a16", "fp8_tensor_static", "nvfp4"]
 )
-def test_explain_says_what_is_emulated(only, quant: str) -> None:
+def test_explain_names_emulated_schemes(only, quant: str) -> None:
     sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
     note = moekit.explain(moekit.MoEProblem(**sizes, quant=quant)).note
     quantized = quant in ("fp8_tensor_static", "nvfp4")
@@ -374,7 +374,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fast_and_without_vendors(tmp_path: Path) -> None:
-    """In a fresh process: no vendor library is imported, and nearly all of the time is torch's."""
+    """No vendor library is imported, and importing torch takes nearly all of the time."""
     for vendor in VENDORS:
         (tmp_path / f"{vendor}.py").touch()
     code = f"""

@@ -21,7 +21,7 @@ GROUPS = ["versions", "backends", "devices", "network", "caches"]
 
 @pytest.fixture(autouse=True)
 def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fakes]]:
-    """No plugins but those that a test names; caches in a folder of the test's."""
+    """Load only the plugins that a test names, and keep caches in a temporary folder."""
     for variable in ("TRITON_CACHE_DIR", "MOEKIT_TUNED"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -29,7 +29,7 @@ def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def examined(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
-    """The exit code, and state and text of each finding."""
+    """Return the exit code, and state and text of each finding."""
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)["findings"]
     assert all(f["state"] in ("ok", "no", "bad") and f["text"] for f in found)
@@ -37,7 +37,7 @@ def examined(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[s
     return code, {f["name"]: (f["state"], f["text"]) for f in found}
 
 
-def test_nothing_at_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert [line[:-1] for line in out.splitlines() if line.endswith(":")] == GROUPS
@@ -81,7 +81,7 @@ def test_backends_at_fault(
     assert found["good"][0] == "ok"
 
 
-def test_blocked_is_no_fault(
+def test_a_blocked_plugin_is_no_fault(
     only: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only("good").install("good", offers("good"))
@@ -150,7 +150,7 @@ def test_packages_offer_checks(
 def test_checks_that_fail(
     only: Callable[..., Fakes], capsys: pytest.CaptureFixture[str], then: str, said: str
 ) -> None:
-    """What they found before counts, and the other groups are not lost."""
+    """Findings before the failure count, and the other groups are examined."""
     add_checks(only("acme"), "acme", then)
     code, found = examined(capsys)
     assert code == 1 and found["steam"][0] == "ok" and "tuned tables" in found
@@ -192,14 +192,14 @@ def test_a_group_that_fails_leaves_the_others(
     assert found["tuned tables"][0] == "ok"
 
 
-def test_wrong_question(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["doctor", "--nonsense"])
     assert left.value.code == 2 and "--nonsense" in capsys.readouterr().err
 
 
 def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between "devices" of the CPU here: each to each other, in GB/s."""
+    """Copies are timed between every two devices, here of the CPU."""
     three = [torch.device("cpu", i) for i in range(3)]
     ((name, state, text),) = devices._links(three, nbytes=1 << 22)
     found = re.fullmatch(r"copies of 4 MiB at (\d+) \((\d-\d)\) to (\d+) GB/s \((\d-\d)\)", text)
@@ -219,6 +219,6 @@ def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
-def test_a_copy_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)
     assert devices._copy_rate(torch.device("cpu"), torch.device("cpu"), 1 << 12) is None

@@ -1,4 +1,4 @@
-"""Ranks on several hosts, on paper: `python -m moekit explain --nodes`."""
+"""`python -m moekit explain --nodes`: what each rank needs, without creating anything."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_hosts(problem: MoEProblem, **names) -> dict[str, topology.OnHosts]:
 # -- what is said --------------------------------------------------------------------------------
 
 
-def test_text(capsys) -> None:
+def test_text_output(capsys) -> None:
     pytest.importorskip("moekit_naive")
     assert main(["explain", *BIG, "--nodes", "8"]) == 0
     out = capsys.readouterr().out
@@ -87,12 +87,12 @@ def test_without_nodes_nothing_changes(capsys) -> None:
     ("more", "said"),
     [("--nodes 7", "nodes=7: want a number of hosts that the 64 ranks"), ("--nodes 0", "nodes=0")],
 )
-def test_hosts_that_ranks_do_not_divide_by(capsys, more: str, said: str) -> None:
+def test_nodes_must_divide_the_ranks(capsys, more: str, said: str) -> None:
     assert main(["explain", *BIG, *more.split()]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_sizes_want_max_num_tokens(capsys) -> None:
+def test_max_num_tokens_is_required(capsys) -> None:
     args = [a for a in BIG if a not in ("--max-num-tokens", "128")]
     assert main(["explain", *args, "--nodes", "8"]) == 2
     assert "set --max-num-tokens" in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_no_library_is_imported() -> None:
 # -- who serves ----------------------------------------------------------------------------------
 
 
-def test_who_spans_hosts() -> None:
+def test_only_dispatchers_that_span_hosts_serve_several() -> None:
     problem = small(parallel=ParallelConfig(ep_size=4, nodes=2))
     for name, spec in registry().dispatchers.items():
         if not spec.moves_tokens:
@@ -147,7 +147,7 @@ def footprint_of(spec, problem) -> Footprint:
 
 
 def test_experts_are_counted_as_the_kernel_counts_them() -> None:
-    """The pair's memory on paper is `ModularKernel.memory` of the same sizes."""
+    """The memory of a combination is `ModularKernel.memory` of the same sizes."""
     pytest.importorskip("moekit_naive")
     problem = small(parallel=ParallelConfig(ep_size=4, nodes=2))
     found = on_hosts(problem, experts="torch")["naive"]
@@ -158,7 +158,7 @@ def test_experts_are_counted_as_the_kernel_counts_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["a_raises", "b_silent"])
-def test_footprints_of_strangers(name: str) -> None:
+def test_footprints_that_raise_or_are_missing(name: str) -> None:
     naive = pytest.importorskip("moekit_naive").moekit_dispatchers()[0]
 
     def broken(problem):
@@ -177,7 +177,7 @@ def test_footprints_of_strangers(name: str) -> None:
 
 
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_weights(quant: str) -> None:
+def test_weight_bytes_equal_real_weights(quant: str) -> None:
     parallel = ParallelConfig(ep_size=4)
     p = small(hidden_size=256, intermediate_size=128, quant=quant, parallel=parallel, has_bias=True)
     made = [t for n, t in random_weights(p).tensors().items() if not n.endswith("input_scale")]
@@ -196,8 +196,8 @@ def real_figures(rank, world_size, name, changes):
 @pytest.mark.parametrize(
     ("name", "quant"), [("naive", "none"), ("flashinfer_allgather", "fp8_block")]
 )
-def test_on_paper_as_created(name: str, quant: str) -> None:
-    """What a real group of ranks states, the footprint states of the same problem."""
+def test_footprints_equal_real_dispatchers(name: str, quant: str) -> None:
+    """The footprint of a problem has the sizes that a real group of ranks reports."""
     if name not in registry().dispatchers:
         pytest.skip(f"{name} is not installed")
     changes = {"quant": quant, "hidden_size": 256, "intermediate_size": 128}

@@ -1,4 +1,4 @@
-"""From times to a choice: interpolation, buckets, and that no choice is slower than it may be."""
+"""Plans: interpolation, buckets, and that no plan is slower than the tolerance allows."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_power_laws_are_interpolated_exactly():
             assert time_at(curve, tokens) == pytest.approx(7.0 * tokens**exponent)
 
 
-def test_beyond_what_was_measured():
+def test_times_outside_the_measured_range():
     curve = [(16, 10.0), (64, 20.0)]
     assert time_at(curve, 1) == time_at(curve, 16) == 10
     assert time_at(curve, 640) == pytest.approx(200)
     assert time_at([(16, 10.0)], 3) == 10 and time_at([(16, 10.0)], 32) == 20
 
 
-def test_next_to_a_failure_there_is_no_time():
+def test_times_next_to_a_failure_are_infinite():
     curve = [(1, 5.0), (16, INF), (64, 20.0), (256, 30.0), (1024, INF)]
     times = [time_at(curve, t) for t in (1, 2, 16, 63, 64, 256, 257, 5000)]
     assert times == [5, INF, INF, INF, 20, 30, INF, INF]
@@ -71,7 +71,7 @@ def test_two_backends_and_where_they_cross():
     assert [serving(made.buckets, t) for t in (1, 100, 101, 10**6)] == ["steep"] * 2 + ["flat"] * 2
 
 
-def test_only_what_can_be_called_counts():
+def test_only_sizes_that_can_be_called_count():
     curves = {"flat": power(10, 0.2), "steep": power(1, 0.7)}
     assert plan(curves, 90).buckets == ((None, "steep"),)
     assert plan(curves, 101).buckets == ((None, "steep"),), "too little gain for a second one"
@@ -95,7 +95,7 @@ def test_a_backend_may_serve_twice():
     assert [name for _, name in made.buckets] == ["ends", "middle", "ends"]
 
 
-def test_who_fails_does_not_serve_there():
+def test_a_backend_does_not_serve_where_it_failed():
     curves = {"fast": [(1, 1.0), (64, 2.0), (256, INF)], "slow": [(1, 9.0), (64, 9.0), (256, 9.0)]}
     assert plan(curves).buckets == ((64, "fast"), (None, "slow"))
     assert plan(curves, 64).buckets == ((None, "fast"),)
@@ -105,13 +105,13 @@ def test_who_fails_does_not_serve_there():
     assert plan({}) is None and plan(curves, allowed=set()) is None
 
 
-def test_who_fails_below_serves_from_where_it_works():
+def test_a_backend_that_failed_below_serves_above():
     curves = {"fast": [(1, INF), (16, 2.0), (64, 2.0)], "slow": [(1, 9.0), (16, 9.0), (64, 9.0)]}
     assert plan(curves).buckets == ((15, "slow"), (None, "fast"))
 
 
-def test_memory_before_speed():
-    """What packs weights in a form of its own serves alone, or not at all."""
+def test_memory_counts_before_speed():
+    """A backend that copies the weights serves alone, or not at all."""
     curves = {"a": power(10, 0.2), "b": power(1, 0.7), "own": power(0.9, 0.69)}
     assert join(best_plan(curves, {"a": 0.0, "b": 0.01, "own": 1.0}).buckets) == "b:100|a"
     assert "own" in join(plan(curves).buckets), "it would be faster with both"
@@ -139,9 +139,8 @@ def random_curves(draw: random.Random) -> dict[str, tune.Curve]:
     return {f"b{i}": one() for i in range(draw.randint(1, 6))}
 
 
-def test_no_choice_is_slower_than_it_may_be():
-    """At every whole T, measured or not, the interpolated time of the choice is within the
-    tolerance of the best that is interpolated there."""
+def test_no_plan_is_slower_than_the_tolerance_allows():
+    """At every whole T the plan's interpolated time is within the tolerance of the best one."""
     for seed in range(400):
         check_no_choice_is_slower(random.Random(seed))
 
@@ -177,7 +176,7 @@ def check_no_choice_is_slower(draw: random.Random):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_never_more_backends_than_needed(seed: int):
-    """One alone exactly if one is within the tolerance everywhere, and nobody serves in vain."""
+    """One backend serves alone if it is within the tolerance everywhere; no bucket is needless."""
     draw = random.Random(seed)
     curves = {f"b{i}": power(draw.uniform(1, 20), draw.uniform(0, 1)) for i in range(4)}
     made = plan(curves)
@@ -189,7 +188,7 @@ def test_never_more_backends_than_needed(seed: int):
     assert len({name for _, name in made.buckets}) == len(made.buckets)
 
 
-def test_the_cost_orders_as_the_area_does():
+def test_the_cost_is_the_area_below_the_curve():
     curves = {"a": power(10, 0.2), "b": power(1, 0.7)}
     both, a, b = (plan(curves, allowed=names).cost for names in ({"a", "b"}, {"a"}, {"b"}))
     mean = math.log(16384) / 2

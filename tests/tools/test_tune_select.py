@@ -1,4 +1,4 @@
-"""What `explain` and `compose` make of tuned tables."""
+"""How `explain` and `compose` choose by tuned tables."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from moekit.discovery import registry as plugins
 from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import BackendBroken, Unsupported
 from moekit.problem import ActivationFormat
+from moekit.selection import select
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
 
@@ -32,7 +33,7 @@ def order(explanation: moekit.Explanation, dispatcher: str = "local") -> list[st
     return [p.experts for p in explanation.combinations if p.dispatcher == dispatcher]
 
 
-def test_the_fastest_comes_first_and_priority_does_not_count(tuned: Path) -> None:
+def test_measured_times_count_before_priorities(tuned: Path) -> None:
     write_table(tuned / "x.json", make_table({"a": (3, 1), "b": (1, 1), "torch": (2, 1)}))
     found = fakes("a", "b", priority=50)
     explanation = moekit.explain(PROBLEM, backends=found)
@@ -49,7 +50,7 @@ def test_the_fastest_comes_first_and_priority_does_not_count(tuned: Path) -> Non
     assert far.why == "by priority" and far.note == "" and order(far)[0] == "a"
 
 
-def test_names_and_variables_come_before_the_table(tuned: Path, monkeypatch) -> None:
+def test_names_and_variables_count_before_tables(tuned: Path, monkeypatch) -> None:
     write_table(tuned / "x.json", make_table({"a": (3, 1), "b": (1, 1)}))
     found = fakes("a", "b")
     named = moekit.explain(PROBLEM, experts="a", backends=found)
@@ -61,7 +62,7 @@ def test_names_and_variables_come_before_the_table(tuned: Path, monkeypatch) -> 
     assert moekit.compose(PROBLEM, backends=found).experts.spec.name == "a"
 
 
-def test_who_was_not_measured_follows_by_priority_and_is_named(tuned: Path) -> None:
+def test_unmeasured_backends_follow_by_priority_and_are_named(tuned: Path) -> None:
     write_table(tuned / "x.json", make_table({"a": (3, 1), "torch": (2, 1)}))
     found = fakes("a", "new", "newer", priority=50)
     explanation = moekit.explain(PROBLEM, backends=found)
@@ -72,7 +73,7 @@ def test_who_was_not_measured_follows_by_priority_and_is_named(tuned: Path) -> N
     assert moekit.explain(PROBLEM, backends=found).why == "by priority"
 
 
-def test_who_cannot_or_should_not_is_never_measured_into_first_place(tuned: Path) -> None:
+def test_unsupported_and_reference_backends_are_not_chosen_by_measurement(tuned: Path) -> None:
     times = {"a": (3, 1), "b": (2, 1), "reference": (1, 1), "nobody": (0.1, 1)}
     write_table(tuned / "x.json", make_table(times))
     found = fakes("a", "b")
@@ -84,7 +85,7 @@ def test_who_cannot_or_should_not_is_never_measured_into_first_place(tuned: Path
     assert explanation.chosen.experts == "b" and explanation.rejected_experts["a"] == ("cannot",)
 
 
-def test_who_was_wrong_or_failed_is_not_chosen(tuned: Path) -> None:
+def test_backends_that_failed_are_not_chosen(tuned: Path) -> None:
     times = {"a": {1: None, 16: None, 256: None}, "b": (5, 1), "torch": (9, 1)}
     write_table(tuned / "x.json", make_table(times))
     assert order(moekit.explain(PROBLEM, backends=fakes("a", "b")))[0] == "b"
@@ -93,7 +94,7 @@ def test_who_was_wrong_or_failed_is_not_chosen(tuned: Path) -> None:
 # -- composites --------------------------------------------------------------------------------
 
 
-def test_a_composite_where_it_pays(tuned: Path, caplog) -> None:
+def test_a_composite_is_chosen_where_curves_cross(tuned: Path, caplog) -> None:
     write_table(tuned / "x.json", make_table(CROSSING))
     found = fakes("flat", "steep")
     with caplog.at_level(logging.INFO, "moekit"):
@@ -118,13 +119,13 @@ def test_a_composite_where_it_pays(tuned: Path, caplog) -> None:
 @pytest.mark.parametrize(
     ("most", "chosen"), [(90, "steep"), (101, "steep"), (2000, "steep:100|flat"), (1, "steep")]
 )
-def test_only_sizes_that_can_occur_count(tuned: Path, most: int, chosen: str) -> None:
+def test_only_sizes_up_to_max_num_tokens_count(tuned: Path, most: int, chosen: str) -> None:
     write_table(tuned / "x.json", make_table(CROSSING))
     problem = PROBLEM.replace(max_num_tokens=most)
     assert moekit.explain(problem, backends=fakes("flat", "steep")).chosen.experts == chosen
 
 
-def test_no_second_copy_of_the_weights_unless_asked_for(tuned: Path) -> None:
+def test_a_composite_with_two_copies_of_the_weights_must_be_named(tuned: Path) -> None:
     times = {**CROSSING, "own": {1: 50.0, 16: 50.0, 64: 8.0, 256: 90.0}}
     found = fakes("flat", "steep", "own")
     write_table(tuned / "x.json", make_table(times, copied={"own": 1.0}))
@@ -141,8 +142,8 @@ def test_no_second_copy_of_the_weights_unless_asked_for(tuned: Path) -> None:
         assert "|" not in moekit.explain(PROBLEM, backends=found).chosen.experts
 
 
-def test_members_that_do_not_go_together(tuned: Path) -> None:
-    """One sums over top-k and one does not: the better of the two, alone."""
+def test_members_that_do_not_agree_on_summing_are_not_composed(tuned: Path) -> None:
+    """One sums over top-k and one does not, so the better one is chosen alone."""
     write_table(tuned / "x.json", make_table(CROSSING))
     found = fakes("flat")
     other = found.expert("reference")
@@ -155,7 +156,7 @@ def test_members_that_do_not_go_together(tuned: Path) -> None:
     check_call(moekit.compose(PROBLEM, backends=found), make_case(PROBLEM, 5))
 
 
-def test_a_division_without_numbers_goes_by_the_table(tuned: Path) -> None:
+def test_a_composite_without_numbers_is_divided_by_the_table(tuned: Path) -> None:
     found = fakes("flat", "steep", "third")
     with pytest.raises(Unsupported, match="as in flat:64|steep"):
         moekit.compose(PROBLEM, experts="flat|steep", backends=found)
@@ -170,7 +171,7 @@ def test_a_division_without_numbers_goes_by_the_table(tuned: Path) -> None:
         moekit.compose(PROBLEM, experts="flat|third", backends=found)
 
 
-def test_a_member_that_does_not_load_is_passed_over(tuned: Path, caplog) -> None:
+def test_a_composite_with_a_member_that_does_not_load_is_skipped(tuned: Path, caplog) -> None:
     write_table(tuned / "x.json", make_table({**CROSSING, "torch": (50, 0.5)}))
     found = fakes("flat")
     found.register(type(found.expert("flat"))(
@@ -205,7 +206,7 @@ def movers(*names: str, priorities: dict[str, int] | None = None):
     return found
 
 
-def test_times_on_one_rank_order_experts_where_tokens_come_as_rows(tuned: Path) -> None:
+def test_times_on_one_rank_order_experts_of_standard_dispatchers(tuned: Path) -> None:
     write_table(tuned / "x.json", make_table({"a": (2, 1), "b": (1, 1)}))
     found = movers("a", "b", priorities={"rows": 60})
     explanation = moekit.explain(MOVING, backends=found)
@@ -217,7 +218,7 @@ def test_times_on_one_rank_order_experts_where_tokens_come_as_rows(tuned: Path) 
     assert slabs_first.chosen.dispatcher == "slabs" and slabs_first.why == "by priority"
 
 
-def test_pairs_that_were_measured_together_order_dispatchers_too(tuned: Path) -> None:
+def test_measured_combinations_order_dispatchers_too(tuned: Path) -> None:
     times = {"rows+a": (5, 0.6), "rows+b": (6, 0.6), "slabs+a": (2, 0.6), "slabs+b": (3, 0.6)}
     write_table(tuned / "x.json", make_table(times, MOVING), make_table({"a": (2, 1), "b": (1, 1)}))
     found = movers("a", "b", priorities={"rows": 200})
@@ -233,11 +234,26 @@ def test_pairs_that_were_measured_together_order_dispatchers_too(tuned: Path) ->
     assert moekit.explain(MOVING, "rows", backends=found).chosen.experts == "a"
 
 
+def test_a_dispatcher_that_cannot_be_made_is_skipped(monkeypatch, caplog) -> None:
+    """Where nothing moves, a local dispatcher takes the name of one that moves tokens."""
+
+    def check(tokens, run=select.check_dispatcher):
+        if tokens.spec.name == "rows":
+            raise BackendBroken("no memory")
+        return run(tokens)
+
+    monkeypatch.setattr(select, "check_dispatcher", check)
+    kernel = moekit.compose(PROBLEM, backends=movers("a", priorities={"rows": 200}))
+    assert kernel.explanation.chosen.dispatcher == "local"
+    assert kernel.explanation.rejected_dispatchers["rows"] == ("no memory",)
+    assert "passing over rows: no memory" in caplog.text
+
+
 # -- the command line --------------------------------------------------------------------------
 
 
-def test_explain_says_it(tuned: Path, capsys, monkeypatch) -> None:
-    """For a device elsewhere, too, by its architecture."""
+def test_explain_prints_measured_choices(tuned: Path, capsys, monkeypatch) -> None:
+    """A device that is not here is found by its architecture."""
     monkeypatch.setattr(plugins, "_registry", fakes("flat", "steep"))
     h200 = PROBLEM.replace(device=moekit.DeviceSpec("cuda", (9, 0), "NVIDIA H200"))
     write_table(tuned / "x.json", make_table(CROSSING, h200))
@@ -254,7 +270,7 @@ def test_explain_says_it(tuned: Path, capsys, monkeypatch) -> None:
 
 
 def test_looking_up_imports_no_backend(tuned: Path, tmp_path: Path) -> None:
-    """Not even one whose times decide."""
+    """The table decides between backends whose modules are not imported."""
     h200 = PROBLEM.replace(
         dtype=torch.bfloat16, device=moekit.DeviceSpec("cuda", (9, 0), "NVIDIA H200")
     )

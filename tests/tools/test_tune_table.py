@@ -1,4 +1,4 @@
-"""Tuned tables as files: what is read, what wins, what is refused, and who may write at once."""
+"""Files of tuned tables: reading, precedence, refused files, nearness and concurrent writers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_moekit_tuned_names_a_file_or_a_folder(tuned: Path, monkeypatch, where: 
     assert time() == 5.0
 
 
-def test_no_tables_where_asked(tuned: Path, monkeypatch) -> None:
+def test_an_empty_moekit_tuned_reads_no_table(tuned: Path, monkeypatch) -> None:
     write_table(tuned.parent / "shipped" / "x.json", make_table({"a": {1: 5.0}}))
     assert time() == 5.0
     monkeypatch.setenv("MOEKIT_TUNED", "")
@@ -56,20 +56,20 @@ def test_no_tables_where_asked(tuned: Path, monkeypatch) -> None:
     assert time() == 5.0
 
 
-def test_the_users_own_place(monkeypatch) -> None:
+def test_the_users_folder(monkeypatch) -> None:
     assert table.user_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/moekit/tuned")
     assert table.user_path({"MOEKIT_TUNED": "/t.json"}) == Path("/t.json")
     monkeypatch.setenv("HOME", "/home/me")
     assert table.user_path({}) == Path("/home/me/.cache/moekit/tuned")
 
 
-def test_the_shipped_place_is_packaged() -> None:
+def test_shipped_tables_are_readable() -> None:
     assert table.SHIPPED == Path(table.__file__).parent / "shipped" and table.SHIPPED.is_dir()
     for file in table.SHIPPED.glob("*.json"):
         assert table.read(file)
 
 
-def test_newer_wins_and_the_user_before_all(tuned: Path) -> None:
+def test_newer_records_and_user_tables_win(tuned: Path) -> None:
     old, new = {"date": "2025-01-01"}, {"date": "2026-06-01"}
     shipped = tuned.parent / "shipped"
     write_table(shipped / "a.json", make_table({"a": {1: 1.0}}, **new))
@@ -79,7 +79,7 @@ def test_newer_wins_and_the_user_before_all(tuned: Path) -> None:
     assert (time(), time(tokens=4), time(experts="b")) == (3.0, 2.0, 2.0)
 
 
-def test_a_changed_file_is_seen(tuned: Path) -> None:
+def test_a_changed_file_is_read_again(tuned: Path) -> None:
     for us in (5.0, 6.0):
         write_table(tuned / "x.json", make_table({"a": {1: us}}))
         os.utime(tuned / "x.json", ns=(0, int(us)))
@@ -92,7 +92,7 @@ def test_a_changed_file_is_seen(tuned: Path) -> None:
 
 
 def broken(**changes: object) -> str:
-    """A table with one cell, and changes to it; a key with a dot changes the record."""
+    """Return a table with one cell and changes to it or to its record."""
     cell = json.loads(table.encode(make_table({"a": {1: 5.0}})))["cells"][0]
     for name, value in changes.items():
         place = cell["times"]["local+a"] if name in ("us", "copied", "date", "more") else cell
@@ -132,14 +132,14 @@ NONSENSE = {
     "negative copy": broken(copied=-0.1),
     "date as number": broken(date=2026),
     "unknown field": broken(more=1),
-    "no pair": broken(times={"a": {"us": 1.0}}),
+    "no combination": broken(times={"a": {"us": 1.0}}),
     "times of nothing": broken(times=[]),
 }
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_is_left_out_with_a_warning(tuned: Path, caplog, what: str) -> None:
-    """Composing goes on without the file, by priority, and with the others' times."""
+def test_unusable_files_are_skipped_with_a_warning(tuned: Path, caplog, what: str) -> None:
+    """Selection falls back to priorities, and still uses other files."""
     tuned.mkdir()
     file = tuned / "bad.json"
     file.write_bytes(NONSENSE[what].encode("utf-8", "surrogateescape"))
@@ -154,7 +154,7 @@ def test_nonsense_is_left_out_with_a_warning(tuned: Path, caplog, what: str) -> 
     assert "by measurement" in moekit.explain(PROBLEM, backends=fakes("a")).why
 
 
-def test_the_fine_table_of_these_tests_is_fine(tuned: Path) -> None:
+def test_the_unbroken_table_of_these_tests_is_usable(tuned: Path) -> None:
     tuned.mkdir()
     (tuned / "x.json").write_text(broken())
     assert time() == 5.0
@@ -191,7 +191,7 @@ def test_the_nearest_shape_within_reach(tuned: Path) -> None:
     "changes",
     [{"quant": "fp8_block"}, {"activation": "silu_no_mul"}, {"device": "sm90"}]
 )  # fmt: skip
-def test_other_arithmetic_or_device_is_no_neighbour(tuned: Path, changes) -> None:
+def test_another_scheme_activation_or_device_is_not_near(tuned: Path, changes) -> None:
     write_table(tuned / "x.json", make_table({"a": {1: 1.0}}))
     assert time() == 1.0 and time(PROBLEM.replace(**changes)) is None
 
@@ -222,8 +222,8 @@ def test_a_device_that_was_not_measured_borrows_from_its_architecture(tuned: Pat
     assert str(found) == "NVIDIA H20, T=100..100" and found.curves("local", ["a"])["a"][0][1] == 2.0
 
 
-def test_ranks(tuned: Path) -> None:
-    """Local sizes; tokens that bring all their choices here; pairs measured on as many ranks."""
+def test_numbers_of_ranks(tuned: Path) -> None:
+    """Sizes are local, and combinations measured on as many ranks count before single ones."""
     alone = PROBLEM.replace(num_experts=4)
     write_table(tuned / "x.json", make_table({"a": {1: 1.0}}, alone))
     moving = moekit.ParallelConfig(ep_size=4, ep_rank=1)

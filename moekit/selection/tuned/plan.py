@@ -1,4 +1,4 @@
-"""From measured times over tokens to a choice: which backend serves which range of tokens.
+"""Plans: which backend serves which range of tokens, made from measured times.
 
 A curve interpolates log time over log T between measured token counts, so that it is exact for
 times that follow a power of T.
@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# (tokens, microseconds) by rising tokens; infinite where the backend failed.
+# (tokens, microseconds) in the order of tokens; infinite where the backend failed.
 Curve = Sequence[tuple[int, float]]
-# (most tokens it serves, name) by rising tokens, None for the last.
+# (most tokens that the backend serves, its name) in the order of tokens; None for the last.
 Buckets = tuple[tuple["int | None", str], ...]
 _Span = tuple[float, float]
 
@@ -25,15 +25,18 @@ SHARING = 0.05
 
 @dataclass(frozen=True)
 class Plan:
-    """Who serves which calls. cost: the mean of log time over log T, to be compared; infinite if
-    it leaves out what others do."""
+    """Which backend serves which calls.
+
+    cost: the mean of log time over log T, to compare plans; infinite if the plan serves no calls of
+        some size that another backend serves.
+    """
 
     buckets: Buckets
     cost: float
 
 
 def serving(buckets: Buckets, tokens: float) -> str:
-    """Who serves a call of ``tokens``."""
+    """Return the name of the backend that serves a call of ``tokens``."""
     return next(name for most, name in buckets if most is None or tokens <= most)
 
 
@@ -43,20 +46,23 @@ def join(buckets: Buckets) -> str:
 
 
 def split(name: str) -> Buckets:
-    """The buckets of a name that `join` made."""
+    """Return the buckets of a name that `join` made."""
     parts = [part.partition(":") for part in name.split("|")]
     return tuple((int(most) if most else None, member) for member, _, most in parts)
 
 
 def time_at(curve: Curve, tokens: float) -> float:
-    """Microseconds at ``tokens``: interpolated; constant below what was measured, proportional to
-    T above; infinite next to a failure."""
+    """Return microseconds at ``tokens``, interpolated between measurements.
+
+    Times are constant below the smallest measured T, proportional to T above the largest, and
+    infinite next to a failure.
+    """
     (low, first), (high, last) = curve[0], curve[-1]
     if tokens <= low:
         return first
     if tokens >= high:
         return last * tokens / high
-    (a, at_a), (b, at_b) = next(pair for pair in itertools.pairwise(curve) if tokens <= pair[1][0])
+    (a, at_a), (b, at_b) = next(ends for ends in itertools.pairwise(curve) if tokens <= ends[1][0])
     if tokens == b or math.inf in (at_a, at_b):
         return at_b if tokens == b else math.inf
     share = math.log(tokens / a) / math.log(b / a)
@@ -66,8 +72,11 @@ def time_at(curve: Curve, tokens: float) -> float:
 def best_plan(
     curves: Mapping[str, Curve], copied: Mapping[str, float], high: int | None = None
 ) -> Plan | None:
-    """The fastest choice that holds the weights once: a plan of backends that share them
-    (``copied``, see `SHARING`), or one that does not, alone. None if nobody has a time."""
+    """Return the fastest plan that holds the weights once; None if no backend has a time.
+
+    It consists of backends that share the weights (``copied`` up to `SHARING`), or of one backend
+    that does not.
+    """
     sharing = {name for name in curves if copied.get(name, math.inf) <= SHARING}
     sets = [sharing, *({name} for name in curves if name not in sharing)]
     plans = [made for names in sets if (made := plan(curves, high, names)) is not None]
@@ -77,23 +86,21 @@ def best_plan(
 def plan(
     curves: Mapping[str, Curve], high: int | None = None, allowed: Collection[str] | None = None
 ) -> Plan | None:
-    """The fewest backends of which one is within `TOLERANCE` of the fastest at every T up to
-    ``high`` (default: the largest measured); of equally few the fastest on average.
+    """Return the plan of the fewest backends that is fast enough; None if no backend has a time.
 
-    One alone wherever one will do. allowed: who may serve, and is compared; default: all. None if
-    none of them has a time.
+    At every T up to ``high`` (default: the largest measured) its backend is within `TOLERANCE` of
+    the fastest. Of plans with equally few backends it is the fastest on average.
+
+    allowed: the backends that may serve, and that are compared; default: all.
     """
-    if not curves:
-        return None
     able = {name: c for name, c in curves.items() if allowed is None or name in allowed}
-    # Per name of the last span: (switches, cost, names of the spans so far). Whoever serves a span
-    # is fast enough at both ends, and therefore between them: no curve bends inside.
+    # By the name that serves the last span: (switches, cost, names of the spans so far).
     best: dict[str, tuple[int, float, tuple[str, ...]]] = {}
     covered: list[_Span] = []
     lacking = 0.0
     for span in _spans(curves, high):
         fit = _fit(able, span)
-        if not fit:  # the neighbours extend
+        if not fit:  # the neighbours' backends serve it too
             lacking = math.inf if _fit(curves, span) else lacking
             continue
         before = list(best.values()) or [(0, 0.0, ())]
@@ -108,8 +115,14 @@ def plan(
     if not best:
         return None
     _, cost, path = min(best.values())
-    buckets: list[tuple[int | None, str]] = [(None, path[0])]
-    for (start, _), name in zip(covered, path, strict=True):
+    starts = [start for start, _ in covered]
+    return Plan(_buckets(curves, starts, path), cost / sum(map(_width, covered)) + lacking)
+
+
+def _buckets(curves: Mapping[str, Curve], starts: Sequence[float], names: Sequence[str]) -> Buckets:
+    """Return buckets with whole bounds for names that serve from these starts on."""
+    buckets: list[tuple[int | None, str]] = [(None, names[0])]
+    for start, name in zip(starts, names, strict=True):
         if name == buckets[-1][1]:
             continue
         _, leaving = buckets.pop()
@@ -121,11 +134,16 @@ def plan(
         elif buckets and buckets[-1][1] == name:
             buckets.pop()
         buckets.append((None, name))
-    return Plan(tuple(buckets), cost / sum(map(_width, covered)) + lacking)
+    return tuple(buckets)
 
 
 def _spans(curves: Mapping[str, Curve], high: int | None) -> list[_Span]:
-    """Ranges of tokens in which no interpolated curve bends, and no two cross."""
+    """Return ranges of tokens in which no interpolated curve bends, and no two curves cross.
+
+    A backend that is fast enough at both ends of a span is fast enough in all of it.
+    """
+    if not curves:
+        return []
     measured = {tokens for curve in curves.values() for tokens, _ in curve}
     most = max(measured) if high is None else max(1, high)
     ends = sorted({min(tokens, most) for tokens in (*measured, most)})
@@ -137,7 +155,7 @@ def _spans(curves: Mapping[str, Curve], high: int | None) -> list[_Span]:
 
 
 def _crossing(one: Curve, other: Curve, a: int, b: int) -> Iterator[float]:
-    """Where two curves cross strictly between ``a`` and ``b``."""
+    """Yield the tokens strictly between ``a`` and ``b`` at which two curves cross, if they do."""
     times = [time_at(curve, tokens) for curve in (one, other) for tokens in (a, b)]
     if math.inf not in times:
         at_a, at_b = math.log(times[0] / times[2]), math.log(times[1] / times[3])
@@ -146,7 +164,7 @@ def _crossing(one: Curve, other: Curve, a: int, b: int) -> Iterator[float]:
 
 
 def _fit(curves: Mapping[str, Curve], span: _Span) -> dict[str, float]:
-    """Mean log time of those that are fast enough at both ends of ``span``."""
+    """Return the mean log time of the backends that are fast enough at both ends of ``span``."""
     times = {name: [time_at(curve, end) for end in span] for name, curve in curves.items()}
     times = {name: ends for name, ends in times.items() if math.inf not in ends}
     fastest = [min(column) for column in zip(*times.values(), strict=True)]
