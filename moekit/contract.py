@@ -24,6 +24,7 @@ from moekit.discovery.specs import Backend, DispatcherSpec, ExpertsSpec
 from moekit.problem import MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.overlap import Pending
+from moekit.runtime.units import size_text
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -67,13 +68,13 @@ class Dispatched:
     handle: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PackedWeights:
     """Weights in a backend's own layout.
 
-    backend: its spec's name.
+    backend: the name in its spec.
     experts: tensors with the L local experts in dim 0, so that experts can be moved.
-    shared: what belongs to no single expert (a static activation scale, say).
+    shared: tensors that belong to no single expert, for example a static activation scale.
     made_for: what `ModularKernel.pack` packed them for; a kernel for something else refuses them.
     """
 
@@ -86,13 +87,23 @@ class PackedWeights:
         return self.experts[name]
 
     def get(self, name: str) -> Tensor | None:
-        """The named tensor, per-expert or shared, or None."""
+        """Return the named tensor, of `experts` or `shared`, or None."""
         found = self.experts.get(name)
         return self.shared.get(name) if found is None else found
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(t.nbytes for t in (*self.experts.values(), *self.shared.values()))
+
+    def __repr__(self) -> str:
+        held = {**self.experts, **self.shared}
+        each = [f"{n} {tuple(t.shape)} {str(t.dtype)[6:]}" for n, t in held.items()]
+        devices = {str(t.device): None for t in held.values()}
+        return (
+            f"{type(self).__name__}({self.backend}: {', '.join(each)}; "
+            f"{size_text(self.nbytes)} on {', '.join(devices)})"
+        )
 
 
 class PrepareAndFinalize(Backend):

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from moekit.contract import (
 from moekit.discovery.answers import packed_by
 from moekit.errors import InvalidInput, WeightsError
 from moekit.problem import ActivationFormat
+from moekit.problem.problem import summary
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
 from moekit.runtime.calls import Flow, calls_of
@@ -47,9 +47,7 @@ from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
 from moekit.runtime.rows import quantize_dispatched, weight_and_reduce
 from moekit.runtime.workspace import Layout, Workspace, settle
-
-if TYPE_CHECKING:
-    from moekit.selection.explanation import Explanation
+from moekit.selection.explanation import Explanation
 
 logger = logging.getLogger("moekit")
 
@@ -113,6 +111,10 @@ class ModularKernel:
             and self.problem.quant.name in dispatcher.spec.wire_schemes
         )
         self._quantizes_arrivals = activation is not None and not experts.spec.takes_unquantized
+
+    def __repr__(self) -> str:
+        names = f"{self.dispatcher.spec.name} + {self.experts.spec.name}"
+        return f"ModularKernel({names}: {summary(self.problem)}{', checked' * self.checked})"
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Check this rank's weights and convert them to the experts' layout, on every stream.

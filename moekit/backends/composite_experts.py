@@ -28,16 +28,19 @@ logger = logging.getLogger("moekit")
 _MAX_LAYOUTS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CompositeWeights(PackedWeights):
-    """The members' packed weights. ``experts`` and ``shared`` list each piece of memory once, so
-    that moving experts moves everyone's."""
+    """The members' packed weights.
+
+    ``experts`` and ``shared`` list each piece of memory once, so that moving experts moves those of
+    all members.
+    """
 
     members: tuple[PackedWeights, ...] = ()
 
     @property
     def extra_bytes(self) -> int:
-        """What they take beyond the largest member's own."""
+        """The bytes beyond the largest member's own."""
         return self.nbytes - max(member.nbytes for member in self.members)
 
 

@@ -38,8 +38,8 @@ DTYPES = {
 class ActivationFormat(enum.Enum):
     """Layout of dispatched tokens.
 
-    STANDARD: rows ``x_RH`` with expert ids ``topk_ids_RK``. BATCHED: a slab of C rows per local
-    expert, ``x_LCH``, of which the first ``expert_num_tokens_L`` are real.
+    STANDARD: rows ``x_RH`` with expert ids ``topk_ids_RK``. BATCHED: ``x_LCH`` with a capacity of C
+    rows for each local expert, of which the first ``expert_num_tokens_L`` are real.
     """
 
     STANDARD = "standard"
@@ -222,3 +222,27 @@ class MoEProblem:
         """A copy with some fields changed (and checked again)."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return MoEProblem(**{**values, **changes})
+
+
+def summary(problem: MoEProblem) -> str:
+    """Return ``problem`` in one line for people; its ``repr`` is a Python expression."""
+    p, parallel = problem, problem.parallel
+    limit = f" (limit {p.activation.limit:g})" if p.activation.clamped else ""
+    words = [
+        f"{p.num_experts} experts",
+        f"top {p.top_k}",
+        f"hidden {p.hidden_size}",
+        f"intermediate {p.intermediate_size}",
+        p.dtype_name,
+        f"quant {p.quant.name}",
+        p.activation.name + limit,
+    ]
+    words += ["bias"] if p.has_bias else []
+    words += ["weight on input"] if p.apply_router_weight_on_input else []
+    words += [f"{p.num_redundant_experts} redundant"] if p.num_redundant_experts else []
+    words += [] if p.max_num_tokens is None else [f"at most {p.max_num_tokens} tokens"]
+    for kind in ("ep", "tp", "dp"):
+        if (size := getattr(parallel, f"{kind}_size")) > 1:
+            words.append(f"{kind} {size}")
+    words += [f"{parallel.nodes} hosts"] if parallel.nodes > 1 else []
+    return f"{', '.join(words)} on {p.device}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moekit.problem import MoEProblem
+from moekit.problem.problem import summary as summary
 
 _RUNNERS_UP = 2
 
@@ -117,30 +118,6 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def summary(problem: MoEProblem) -> str:
-    """Return ``problem`` in one line, to be read by people (``repr`` is Python)."""
-    p, parallel = problem, problem.parallel
-    limit = f" (limit {p.activation.limit:g})" if p.activation.clamped else ""
-    words = [
-        f"{p.num_experts} experts",
-        f"top {p.top_k}",
-        f"hidden {p.hidden_size}",
-        f"intermediate {p.intermediate_size}",
-        p.dtype_name,
-        f"quant {p.quant.name}",
-        p.activation.name + limit,
-    ]
-    words += ["bias"] if p.has_bias else []
-    words += ["weight on input"] if p.apply_router_weight_on_input else []
-    words += [f"{p.num_redundant_experts} redundant"] if p.num_redundant_experts else []
-    words += [] if p.max_num_tokens is None else [f"at most {p.max_num_tokens} tokens"]
-    for kind in ("ep", "tp", "dp"):
-        if (size := getattr(parallel, f"{kind}_size")) > 1:
-            words.append(f"{kind} {size}")
-    words += [f"{parallel.nodes} hosts"] if parallel.nodes > 1 else []
-    return f"{', '.join(words)} on {p.device}"
 
 
 def __getattr__(name: str) -> Any:

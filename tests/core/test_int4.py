@@ -11,7 +11,7 @@ import moekit
 from moekit import SCHEMES, ExpertWeights, MoEProblem
 from moekit.backends.reference import oracle
 from moekit.errors import WeightsError
-from moekit.problem.int4 import from_awq, from_compressed_tensors, from_gptq
+from moekit.problem.int4 import AWQ_ORDER, IN_ORDER, repack_rows, unpack_rows
 from moekit.problem.quant import dequantize, pack_int4, quantize, quantize_with_zeros, unpack_int4
 
 INT4 = sorted(n for n, s in SCHEMES.items() if s.weight and s.weight.dtype == "int4")
@@ -70,31 +70,14 @@ def test_round_trip_within_half_a_step(scheme: str, columns: int) -> None:
     assert float(((back - x).abs() / step).mean()) < 0.26
 
 
-def test_checkpoint_packings() -> None:
-    N, K, G = 16, 64, 2
-    q = torch.randint(16, (N, K), dtype=torch.uint8)
-    zeros = torch.randint(1, 16, (N, G), dtype=torch.uint8)
-
-    def words(t: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> torch.Tensor:
-        """(..., 8 n) -> int32 (..., n), value order[i] of each eight in nibble i."""
-        eights = t.long().unflatten(-1, (-1, 8))[..., list(order)]
-        total = (eights << 4 * torch.arange(8)).sum(-1)
-        return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
-
-    awq = (0, 2, 4, 6, 1, 3, 5, 7)
-    made = [
-        from_gptq(words(q.T.contiguous().T).T, words(zeros.T - 1)),
-        from_gptq(words(q).T.contiguous(), words(zeros.T), offset=0),
-        from_awq(words(q.T, awq), words(zeros.T, awq)),
-        from_compressed_tensors(words(q), words(zeros.T).T),
-    ]
-    for weight, found in made:
-        assert torch.equal(unpack_int4(weight), q) and torch.equal(found, zeros)
-    assert from_gptq(words(q).T)[1] is None and from_compressed_tensors(words(q))[1] is None
-    batch = from_awq(words(q.T, awq).expand(3, -1, -1), words(zeros.T, awq).expand(3, -1, -1))
-    assert batch[0].shape == (3, N, K // 2) and torch.equal(batch[0][2], pack_int4(q))
-    with pytest.raises(WeightsError, match="want torch.int32"):
-        from_gptq(q)
+def test_words_of_eight_rows() -> None:
+    values = torch.randint(16, (3, 16, 64), dtype=torch.uint8)
+    for order in (IN_ORDER, AWQ_ORDER):
+        shifts = 4 * torch.tensor(order)
+        words = (values.long().unflatten(1, (2, 8)) << shifts[:, None]).sum(2)
+        words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+        assert torch.equal(unpack_rows(words, order), values)
+        assert torch.equal(repack_rows(words, order), pack_int4(values))
 
 
 @pytest.mark.parametrize("scheme", ACT_ORDER)

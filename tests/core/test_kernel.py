@@ -325,6 +325,21 @@ def test_memory_needs_a_token_count() -> None:
     assert moekit.compose(PROBLEM.replace(max_num_tokens=16)).memory() == kernel.memory(16)
 
 
+def test_reprs_say_what_a_person_wants_to_know() -> None:
+    kernel = moekit.compose(PROBLEM, experts="torch")
+    assert repr(kernel) == (
+        "ModularKernel(local + torch: 4 experts, top 2, hidden 64, intermediate 48, float32, "
+        "quant none, silu on cpu, checked)"
+    )
+    assert repr(kernel.pack(weights())) == (
+        "PackedWeights(torch: w13 (4, 96, 64) float32, w2 (4, 64, 48) float32; 144 KiB on cpu)"
+    )
+    report = moekit.MemoryReport(16, 3 << 30, 5 << 20, 100)
+    assert repr(report) == (
+        "MemoryReport(16 tokens: workspace 3 GiB, intermediate 5 MiB, buffers 100 B, total 3 GiB)"
+    )
+
+
 def test_gradients_are_refused() -> None:
     kernel = moekit.compose(PROBLEM)
     packed, (x, routing) = kernel.pack(weights()), tokens()

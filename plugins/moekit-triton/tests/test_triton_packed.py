@@ -12,7 +12,6 @@ from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
 import moekit
 from moekit.errors import Unsupported
 from moekit.problem import quant
-from moekit.problem.int4 import AWQ_ORDER, IN_ORDER, from_awq, from_gptq
 from moekit.testing import assert_close
 from moekit.testing.cases import make_case, random_weights
 from moekit.testing.compare import complain
@@ -196,35 +195,6 @@ def test_instructions(dtype):
                 bits = registers[f"${q}"]
                 got = torch.tensor([bits - (bits >> 31 << 32)], dtype=torch.int32).view(dtype)
                 assert got.tolist() == [wanted(half[q], q) for half in columns]
-
-
-def words(values: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """uint8 (8 n, c) -> int32 (n, c), row i of eight in nibble order[i]."""
-    split = values.unflatten(0, (-1, 8)).long()
-    packed_ = sum(split[:, row] << 4 * place for row, place in enumerate(order))
-    return torch.where(packed_ >= 2**31, packed_ - 2**32, packed_).int()
-
-
-@pytest.mark.parametrize("packing", ["gptq", "awq"])
-def test_checkpoints_packings(device, packing):
-    """From a checkpoint's int32 words of known values to the output."""
-    problem = problem_of(device, "int4_w4a16_g64_zp", hidden_size=128, intermediate_size=64)
-    parts: dict[str, torch.Tensor] = {}
-    for name, n, k in (("w13", 128, 128), ("w2", 128, 64)):
-        values = torch.randint(0, 16, (3, n, k), dtype=torch.uint8)
-        zeros = torch.randint(1, 16, (3, n, k // 64), dtype=torch.uint8)
-        loaded = []
-        for v, z in zip(values, zeros, strict=True):
-            if packing == "gptq":  # words along K; zero points less one, along N
-                loaded.append(from_gptq(words(v.T, IN_ORDER), words(z - 1, IN_ORDER).T))
-            else:
-                loaded.append(from_awq(words(v, AWQ_ORDER).T, words(z, AWQ_ORDER).T))
-        parts[name] = torch.stack([weight for weight, _ in loaded])
-        parts[f"{name}_zero_points"] = torch.stack([zero for _, zero in loaded])
-        assert torch.equal(quant.unpack_int4(parts[name]), values)
-        parts[f"{name}_scale"] = (torch.rand(3, n, k // 64) + 0.5) * 0.1 / k**0.5
-    weights = moekit.ExpertWeights(**parts).to(device)
-    assert_close(*run(problem, *FORMATS[0], weights=weights), problem)
 
 
 def test_act_order_is_refused_before_packing():
