@@ -1,16 +1,13 @@
 """The experts with stand-ins for the libraries, through moekit.compose, on the CPU."""
 
-import os
-import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from types import ModuleType
 
 import cutlass_standins
 import pytest
 import torch
-from moekit_cutlass import library, w4a8
+from moekit_cutlass import w4a8
 from moekit_cutlass.providers import Quack, QuackPlan, Tile, _quack_config, bands
 
 import moekit
@@ -186,61 +183,3 @@ def test_provider_by_size():
     assert experts.transient_bytes(10) > 0
     case = make_case(problem, 1300, "slots")
     check_call(kernel, case)
-
-
-def test_versions(monkeypatch):
-    monkeypatch.setattr(library, "importable", lambda module: True)
-    versions = {"nvidia-cutlass-dsl": "4.7.1"}
-    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
-    for version in ("0.6.5", "0.6.11+cu13"):
-        versions["quack-kernels"] = version
-        assert library.missing("quack") == ""
-    for version in ("0.6.4", "0.7.0", "1.0"):
-        versions["quack-kernels"] = version
-        assert f"quack-kernels {version} is installed, but >=0.6.5,<0.7" in library.missing("quack")
-
-
-def test_vllm_library_is_found_by_path(monkeypatch, tmp_path):
-    folder = tmp_path / "vllm"
-    folder.mkdir()
-    (folder / library.VLLM_LIBRARY).touch()
-    for named in (folder, tmp_path):
-        monkeypatch.setenv("MOEKIT_VLLM_PATH", str(named))
-        assert library.vllm_library() == folder / library.VLLM_LIBRARY
-    monkeypatch.setenv("MOEKIT_VLLM_PATH", str(tmp_path / "elsewhere"))
-    assert library.vllm_library() is None
-
-
-def test_listing_and_reasons_without_libraries_import_nothing():
-    code = """
-        import sys
-        import moekit
-        spec = moekit.registry().expert("cutlass")
-
-        def reasons(device="sm90", **changes):
-            sizes = dict(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
-            return spec.unsupported(moekit.MoEProblem(**{**sizes, "device": device, **changes}))
-
-        assert reasons() == [] and reasons(quant="fp8_channel_token") == []
-        assert "cuda==9.0" in " ".join(reasons("cpu"))
-        assert "cuda==9.0" in " ".join(reasons("sm100"))
-        import torch
-        half = " ".join(reasons(dtype=torch.float16))
-        assert "moekit-cutlass[quack]" in half, half
-        assert "multiple of 8" in " ".join(reasons(hidden_size=100))
-        assert "multiple of 16" in " ".join(reasons(hidden_size=264, quant="fp8_tensor"))
-        assert "not supported" in " ".join(reasons(quant="fp8_block"))
-        four_bits = " ".join(reasons(quant="int4_w4a8_g128"))
-        assert "set MOEKIT_VLLM_PATH" in four_bits and "I=128 is no multiple" in four_bits
-        vendors = {"triton", "quack", "cutlass", "vllm", "moekit_kernels", "tvm_ffi"}
-        assert not vendors & set(sys.modules), vendors & set(sys.modules)
-    """
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("MOEKIT")}
-    environ["MOEKIT_PLUGINS"] = "cutlass"
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environ)
-
-
-def test_forced_provider(monkeypatch):
-    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "vllm")
-    usable, why_not = library.providers_for("fp8_tensor", "bfloat16")
-    assert usable == ["vllm"] and "excludes torch" in why_not[0]

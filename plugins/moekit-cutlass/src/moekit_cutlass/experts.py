@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 from moekit_kernels.align import align_scratch
+from moekit_kernels.numerics import Activation
 from moekit_kernels.rows import (
-    Activation,
     ValidRows,
     activate_rows,
     quantize_activations,

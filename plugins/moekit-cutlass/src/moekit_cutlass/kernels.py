@@ -143,7 +143,7 @@ def _launch_take(
 
 def _warps(cols: int) -> int:
     """About 16 elements a thread."""
-    return max(1, min(16, triton.next_power_of_2(cols) // 512))
+    return max(1, min(16, int(triton.next_power_of_2(cols)) // 512))
 
 
 @triton.jit(do_not_specialize=["n", "slab"])
@@ -194,7 +194,7 @@ def _spread(
     slots = ()
     last = tl.full((), -1, tl.int32)
     for k in tl.static_range(TOP_K):
-        slots += (tl.load(slots_ptr + row * TOP_K + k),)
+        slots += (tl.load(slots_ptr + row * TOP_K + k),)  # type: ignore[assignment]
         last = tl.maximum(last, slots[k])
     if last < 0:
         return
@@ -210,7 +210,7 @@ def _spread(
             scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
         x = quantize(value, scale, QMAX, out_ptr.dtype.element_ty)
     for k in tl.static_range(TOP_K):
-        slot = slots[k].to(tl.int64)
+        slot = slots[k].to(tl.int64)  # type: ignore[var-annotated]
         end = tl.where(slot >= 0, cols, 0)
         tl.store(out_ptr + slot * out_stride + col, x, mask=col < end)
         if SCALED or KIND == "row":

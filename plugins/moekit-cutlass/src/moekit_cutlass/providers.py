@@ -134,11 +134,11 @@ class Provider(ABC):
         the last offset are undefined. scales: for e4m3 operands.
         """
 
-    @abstractmethod
     def second(
-        self, a_SI: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        """GEMM 2: (S, I) -> (S, H), as `first`."""
+        """GEMM 2: like `first`, from activations (S, I) to (S, H). Never gathers or activates."""
+        return self.first(x, w_LNK, groups, out, scales)
 
 
 class Torch(Provider):
@@ -163,8 +163,6 @@ class Torch(Provider):
             x, w_LNK.mT, scales.a.view(-1), scales.w, offs=ends_L,
             out_dtype=torch.bfloat16, use_fast_accum=self.fast_accum,
         )  # fmt: skip
-
-    second = first
 
 
 class Vllm(Provider):
@@ -199,8 +197,6 @@ class Vllm(Provider):
         )  # fmt: skip
         return out
 
-    second = first
-
 
 class VllmW4A8(Provider):
     """`cutlass_w4a8_moe_mm` of vLLM's library: e4m3 rows x int4 weights as `w4a8.pack` leaves them.
@@ -232,8 +228,6 @@ class VllmW4A8(Provider):
         )  # fmt: skip
         return out
 
-    second = first
-
 
 @functools.cache
 def _stride(num_experts: int, value: int, device: torch.device, *more: int) -> Tensor:
@@ -264,8 +258,8 @@ def vllm_operator(name: str) -> Callable[..., Any]:
     try:
         if not hasattr(torch.ops._C, name):
             torch.ops.load_library(str(library))
-        op = getattr(torch.ops._C, name)
-        arguments = [a.name for a in op.default._schema.arguments]
+        op: Callable[..., Any] = getattr(torch.ops._C, name)
+        arguments = [a.name for a in getattr(torch.ops._C, name).default._schema.arguments]
     except (OSError, AttributeError, RuntimeError) as error:
         raise BackendBroken(
             f"{library} does not load: {error}; set MOEKIT_CUTLASS_PROVIDER=torch to do without"
@@ -304,9 +298,9 @@ class Quack(Provider):
         return self._run(x, w_LNK, groups, out, self.plan.first, self._activation, rows, halves)
 
     def second(
-        self, a_SI: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        return self._run(a_SI, w_LNK, groups, out, self.plan.second, None, None, None)
+        return self._run(x, w_LNK, groups, out, self.plan.second, None, None, None)
 
     def _run(
         self, a: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, tile: Tile,
@@ -338,7 +332,7 @@ _LEAST_ALLOCATION = 512  # of torch's allocator, in bytes
 
 
 @functools.cache
-def _quack_gemm() -> Callable[..., Any]:
+def _quack_gemm() -> Any:
     try:
         from quack.gemm_interface import gemm_act
     except Exception as error:  # CuTe DSL fails in many ways when its parts do not match

@@ -81,7 +81,8 @@ def _reorder(values: Tensor) -> tuple[Tensor, Tensor]:
     reorder = providers.vllm_operator("cutlass_encode_and_reorder_int4b_grouped")
     words = (values ^ _ZEROS).view(torch.int32)
     if not words.is_cuda:
-        return reorder(words)
+        ordered, layout = reorder(words)
+        return ordered, layout
     with torch.cuda.device(words.device):
         torch.cuda.synchronize()  # the library works on the default stream, whatever ours is
         ordered, layout = reorder(words)

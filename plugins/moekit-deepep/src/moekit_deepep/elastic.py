@@ -40,7 +40,7 @@ class ElasticDispatcher(DeepEPDispatcher):
             topk_weights=routing.topk_weights,
             num_experts=self.problem.num_physical_experts,
             num_max_tokens_per_rank=self._tokens(0),
-            num_sms=buffers.NUM_SMS,
+            num_sms=footprint.NUM_SMS,
             do_cpu_sync=False,
             async_with_compute_stream=True,
         )

@@ -67,6 +67,7 @@ class LowLatencyDispatcher(DeepEPDispatcher):
         self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
     ) -> Pending[Tensor]:
         handle, ids, topk_weights = dispatched.handle
+        combined_TH: Tensor
         combined_TH, event, _ = buffer.low_latency_combine(
             y,
             ids,

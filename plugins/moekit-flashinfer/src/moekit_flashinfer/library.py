@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
 from typing import Any
 
 from moekit.errors import BackendError
@@ -27,7 +26,7 @@ INSTALL_HINT = FLASHINFER.install_hint
 _PROGRESS_SECONDS = 15.0
 
 
-def one_sided() -> ModuleType:
+def one_sided() -> Any:
     """Return the functions behind ``flashinfer.comm.MoeAlltoAll``, compiled."""
     from flashinfer.comm import trtllm_moe_alltoall
     from flashinfer.jit.comm import gen_moe_alltoall_module
@@ -37,7 +36,7 @@ def one_sided() -> ModuleType:
     return trtllm_moe_alltoall
 
 
-def two_sided() -> ModuleType:
+def two_sided() -> Any:
     """Return the functions behind ``MnnvlMoe``, compiled."""
     from flashinfer.comm import trtllm_alltoall
     from flashinfer.jit.comm import gen_comm_alltoall_module
@@ -47,14 +46,14 @@ def two_sided() -> ModuleType:
     return trtllm_alltoall
 
 
-def memory() -> type[Any]:
+def memory() -> Any:
     """Return the class that maps the memory of all ranks into every rank's address space."""
     from flashinfer.comm.mnnvl import MnnvlMemory
 
     return MnnvlMemory
 
 
-def fused_moe() -> ModuleType:
+def fused_moe() -> Any:
     """Return ``flashinfer.fused_moe.core`` with the module for SM90 compiled."""
     from flashinfer.fused_moe import core
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module

@@ -189,7 +189,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
         p, call, peers = self.problem, dispatched.handle, self._slots.peers
         nbytes = self.max_rows(0) * p.hidden_size * p.dtype.itemsize
         mine = call.slot.memory.tensor[peers.rank]
-        rows = mine[call.offset : call.offset + nbytes].view(p.dtype)
+        rows: Tensor = mine[call.offset : call.offset + nbytes].view(p.dtype)
         return rows.view(-1, p.hidden_size)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:

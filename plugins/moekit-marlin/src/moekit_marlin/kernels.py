@@ -50,7 +50,7 @@ def list_pairs(ids_RK: torch.Tensor, num_experts: int, out: Blocks, scratch: tor
 
 def slab_capacity(num_experts: int, slab: int, block: int) -> int:
     """Entries that `list_slabs` needs."""
-    return num_experts * triton.cdiv(slab, block) * block
+    return num_experts * -(-slab // block) * block
 
 
 def list_slabs(counts_L: torch.Tensor, slab: int, out: Blocks) -> None:

@@ -130,7 +130,7 @@ def _by_lane(x: Tensor) -> Tensor:
 
 
 def _swap(x: Tensor, outer: int, middle: int, inner: int) -> Tensor:
-    split = x.unflatten(-1, (-1, outer, middle, inner))
+    split: Tensor = x.unflatten(-1, (-1, outer, middle, inner))
     return split.transpose(-3, -2).flatten(-4).contiguous()
 
 

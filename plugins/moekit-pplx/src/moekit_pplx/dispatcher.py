@@ -82,6 +82,7 @@ class PplxDispatcher(PrepareAndFinalize):
                 "library exchanges addresses over the host; initialize the group with "
                 "backend='cpu:gloo,cuda:nccl'"
             )
+        self.num_sms = self._multiprocessors  # the library's kernels occupy all of them
         self._destinations = self._layout.destinations(problem).to(self._device)
 
     def prepare(
@@ -154,11 +155,6 @@ class PplxDispatcher(PrepareAndFinalize):
         tokens = call.ids_TK.shape[0]
         shape = (tokens, self._layout.hidden_size)
         self._combine(call, torch.empty(shape, dtype=self.problem.dtype, device=self._device))
-
-    @property
-    def num_sms(self) -> int:
-        """Multiprocessors that the library's kernels occupy: all."""
-        return self._multiprocessors
 
     def max_rows(self, num_tokens: int) -> int:
         return self._layout.slab_rows

@@ -1,0 +1,65 @@
+"""Which parts of the project may import which. Ruff can ban modules, but not allow a few alone."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = {"moekit", "moekit.plugin", "moekit.errors", "moekit.testing"}
+# Device code that plugins share, with an interface of its own.
+SHARED = {"moekit_kernels"}
+# moekit-bench measures what the core chooses, so it is released with the core and may look inside.
+PLUGINS = sorted(p for p in (ROOT / "plugins").glob("moekit-*") if p.name != "moekit-bench")
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the module of every absolute import, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, name.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+            if node.module == "moekit":  # `from moekit import runtime` imports a module, too
+                for name in node.names:
+                    if (ROOT / "moekit" / name.name).is_dir():
+                        yield node.lineno, f"moekit.{name.name}"
+
+
+def forbidden(folder: Path, allowed: set[str]) -> list[str]:
+    """Return ``file:line module`` of moekit's packages that are imported and not ``allowed``.
+
+    The package in ``folder`` may import itself, and a kernel tuner may import moekit_bench.
+    """
+    own = {path.name for path in folder.iterdir()}
+    found = []
+    for file in sorted(folder.rglob("*.py")):
+        tools = {"moekit_bench"} if file.name.startswith("tune") else set()
+        for line, module in imports(file):
+            package = module.split(".")[0]
+            if package.startswith("moekit") and package not in own | SHARED | tools:
+                if module not in allowed:
+                    found.append(f"{file.relative_to(ROOT)}:{line} imports {module}")
+    return found
+
+
+def test_the_core_imports_no_tool_and_no_plugin():
+    found = [
+        f"{file.relative_to(ROOT)}:{line} imports {module}"
+        for file in sorted((ROOT / "moekit").rglob("*.py"))
+        for line, module in imports(file)
+        if module.startswith("moekit_")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+def test_plugins_import_the_public_surface(plugin: Path):
+    assert not (found := forbidden(plugin / "src", PUBLIC)), "\n".join(found)
+
+
+def test_the_example_imports_the_public_surface():
+    example = ROOT / "examples" / "custom_backend" / "src"
+    assert not (found := forbidden(example, PUBLIC)), "\n".join(found)
