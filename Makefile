@@ -25,6 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	! $(BIN)/vulture | grep -Ev '(^|/)tests/|^(examples|benchmarks)/'
 
 # The documentation in build/site; warnings are errors. Its venv has the docs tools alone.
 docs: $(VENV)-docs/.done
@@ -55,7 +56,7 @@ $(VENV)/.demo: $(VENV)/.core
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/pip install -q --disable-pip-version-check 'pytest>=8' 'pytest-timeout>=2.3' \
-		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1'
+		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1' 'vulture==2.16'
 	touch $@
 
 $(VENV)-docs/.done:

@@ -8,15 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .codec import replace_file, to_json
 from .records import Refusal, Run
 from .timer import DeviceLost
-
-RunT = TypeVar("RunT", bound=Run)
 
 
 class Log(Protocol):
