@@ -75,6 +75,11 @@ class TableFiles(Generic[T, M]):
     owner: str = ""
     optional: bool = False
 
+    def user_folder(self, environ: Mapping[str, str] = os.environ) -> Path:
+        """Return where the user's tables are, and a tuner writes."""
+        place = user_path(environ)
+        return place / self.owner if self.owner else place
+
     def known(self, device: str = "", environ: Mapping[str, str] = os.environ) -> M:
         """Return all tables merged. Files that cannot be used are skipped with a warning.
 
@@ -82,9 +87,7 @@ class TableFiles(Generic[T, M]):
         """
         off = environ.get(VARIABLE) == ""
         pattern = device_file(device) if device else "[!.]*.json"
-        place = user_path(environ)
-        if self.owner:
-            place = place / self.owner
+        place = self.user_folder(environ)
         merged: M = _merged(
             self,
             () if off and self.optional else _files(self.shipped, pattern),

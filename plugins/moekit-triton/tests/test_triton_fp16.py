@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from moekit_kernels.numerics import INTERPRETED
-from moekit_triton import experts
-from moekit_triton.config import BLOCKS_M, Plan, choose_plan, sorted_plan
-from moekit_triton.gemm import GemmConfig
+from moekit_triton.capabilities import BLOCKS_M
+from moekit_triton.heuristics import choose_plan, sorted_plan
+from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.plans import Copied, CopiedAhead, Direct, Gathered, Joined, Sorted
+from triton_checks import use_plan
 
 import moekit
 from moekit import ExpertWeights, MoEProblem, Routing
@@ -22,14 +24,14 @@ from moekit.testing.cases import random_weights
 SMALL = GemmConfig(min(BLOCKS_M), 32, 32)
 SORTED = GemmConfig(32 if INTERPRETED else 128, 64, 64)  # halves of it are wgmma's 64 rows
 PLANS = {
-    "direct": Plan(SMALL, SMALL, fused=True, direct=True),
-    "aligned": Plan(SMALL, SMALL, fused=True),
-    "not fused": Plan(SMALL, SMALL, fused=False),
-    "wide": Plan(SMALL, replace(SMALL, wide=True), fused=True),
-    "halves": Plan(SORTED, replace(SORTED, halves=True), fused=True),
-    "sorted": Plan(SORTED, SORTED, fused=True, order="sorted"),
-    "copied": Plan(SORTED, replace(SORTED, halves=True), fused=True, order="copied"),
-    "persistent": Plan(SORTED, replace(SORTED, persistent=True), fused=True, order="copied"),
+    "direct": Direct(SMALL, SMALL, fused=True),
+    "gathered": Gathered(SMALL, SMALL, fused=True),
+    "not fused": Gathered(SMALL, SMALL, fused=False),
+    "wide": Gathered(SMALL, replace(SMALL, wide=True), fused=True),
+    "halves": Gathered(SORTED, replace(SORTED, halves=True), fused=True),
+    "sorted": Sorted(SORTED, SORTED),
+    "copied": Copied(SORTED, replace(SORTED, halves=True)),
+    "persistent": Copied(SORTED, replace(SORTED, persistent=True)),
 }
 SMALL_SIZES = dict(num_experts=5, top_k=2, hidden_size=128, intermediate_size=96)
 LARGE_SIZES = dict(num_experts=8, top_k=2, hidden_size=1024, intermediate_size=2048)
@@ -84,15 +86,10 @@ def loud(problem: MoEProblem) -> ExpertWeights:
     return replace(weights, w2=(weights.w2.float() * by).half()).quantize(problem.quant)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: plan)
-    monkeypatch.setattr(experts, "sorting_pays", lambda *_: plan.order != "pairs")
-
-
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan(device, monkeypatch, name, tokens):
-    use(monkeypatch, PLANS[name])
+    use_plan(monkeypatch, PLANS[name])
     check(MoEProblem(**SMALL_SIZES, dtype=torch.float16, device=device.type), tokens)
 
 
@@ -127,13 +124,14 @@ def test_chosen_plans(scheme, tokens):
 
 @pytest.mark.parametrize("tokens", [64, 700, 4096])
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("order", ["copied", "ahead", "joined", "fp8"])
-def test_specialized_plans(specialized, monkeypatch, order, halves, tokens):
-    scheme = "fp8_block" if order == "fp8" else "none"
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [(Copied, "none"), (CopiedAhead, "none"), (Joined, "none"), (Copied, "fp8_block")],
+)
+def test_specialized_plans(specialized, monkeypatch, kind, scheme, halves, tokens):
     problem = MoEProblem(**LARGE_SIZES, quant=scheme, dtype=torch.float16, device="cuda")
     plan = sorted_plan(problem, 1024.0)
     first, second = (replace(c, halves=halves) for c in (plan.first, plan.second))
     assert first.specialized and second.specialized
-    order = "copied" if order == "fp8" else order
-    use(monkeypatch, replace(plan, first=first, second=second, order=order))
+    use_plan(monkeypatch, kind(first, second))
     check(problem, tokens, limit=2e-3 if scheme == "none" else 0.2)

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from moekit_bench import SHAPES
 from moekit_kernels.numerics import INTERPRETED, Activation
-from moekit_triton import config
-from moekit_triton.config import choose_plan, dot_configs, dots_pay
-from moekit_triton.gemv import GemvConfig, gemv_down, gemv_up
+from moekit_triton import heuristics
+from moekit_triton.heuristics import choose_plan, dot_products, dots_pay
+from moekit_triton.kernels.gemv import gemv_down, gemv_up
+from moekit_triton.kernels.tiles import GemvConfig
+from moekit_triton.plans import Batched, DotProducts
 
 import moekit
 from moekit.backends.reference import oracle
@@ -212,7 +214,7 @@ def test_block(device, scheme, rows, has_bias):
     )  # fmt: skip
     torch.manual_seed(rows)
     kernel = moekit.compose(problem, "local", "triton", workspace=NaNWorkspace())
-    assert kernel.experts._plan(rows, 2).dots is not None
+    assert isinstance(kernel.experts.plan(rows, 2), DotProducts)
     weights = weights_for(problem)
     packed = kernel.pack(weights.to(problem.device.type))
     x = torch.randn(rows, 264).bfloat16()
@@ -233,18 +235,18 @@ def test_when_experts_are_hardly_shared(name, tokens):
     slots = problem.top_k
     assert all(dots_pay(problem, rows, slots) for rows in range(1, tokens + 1))
     assert not dots_pay(problem, 4 * tokens, slots)
-    assert choose_plan(problem, 1, slots).dots is not None
-    assert choose_plan(problem, 1, slots, slabs=True).dots is None
+    assert isinstance(choose_plan(problem, 1, slots), DotProducts)
+    assert isinstance(choose_plan(problem, 1, slots, batched=True), Batched)
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_enough_programs(name, monkeypatch):
     """Four to a multiprocessor, unless even one column a program is not enough."""
-    monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(heuristics, "INTERPRETED", False)
     problem = SHAPES[name].problem(device="sm90")
-    first, second = dot_configs(problem, 1, problem.top_k)
+    plan = dot_products(problem, 1, problem.top_k)
     for gemv, columns in (
-        (first, problem.top_k * problem.intermediate_size),
-        (second, problem.hidden_size),
+        (plan.up, problem.top_k * problem.intermediate_size),
+        (plan.down, problem.hidden_size),
     ):
         assert columns // gemv.rows >= 4 * 132 or gemv.rows == 1

@@ -17,7 +17,8 @@ from moekit_kernels.rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
-from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
+from moekit_triton.kernels.gemm import Epilogue, Rows, grouped_gemm
+from moekit_triton.kernels.tiles import GemmConfig
 from triton_checks import run_align
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -254,7 +255,7 @@ def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind, swapped):
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((experts, slab, n), NAN, dtype=out_dtype, device=device)
     config = GemmConfig(block_m, 64, 64, num_stages=2, halves=not swapped, swapped=swapped)
-    rows = Rows.slabs(counts, slab, block_m)
+    rows = Rows.batched(counts, slab, block_m)
     grouped_gemm(a, w, out, rows, config, a_scale=a_scale, w_scale=w_scale)
     limit = GEMM_LIMITS[a_dtype]
     assert relative_error(out[used], reference[used]) < limit

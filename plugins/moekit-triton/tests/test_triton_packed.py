@@ -6,8 +6,12 @@ import pytest
 import torch
 from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
-from moekit_triton import config, packed
-from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
+from moekit_triton import heuristics, packing
+from moekit_triton.heuristics import choose_plan
+from moekit_triton.kernels import packed
+from moekit_triton.kernels.gemm import Epilogue, Rows, grouped_gemm
+from moekit_triton.kernels.tiles import CHUNK, GemmConfig
+from moekit_triton.plans import Direct
 
 import moekit
 from moekit.errors import Unsupported
@@ -72,24 +76,26 @@ def test_programs_share_k(device, scheme, monkeypatch):
     sizes = dict(hidden_size=40, intermediate_size=300, num_experts=4)
     problem = problem_of(device, scheme, has_bias=True, **sizes)
     alone, want = run(problem, *FORMATS[0], tokens=2, kind="random")
-    monkeypatch.setattr(config, "_splits", lambda problem, pairs: 4)
+    monkeypatch.setattr(heuristics, "_splits", lambda problem, pairs: 4)
     shared, _ = run(problem, *FORMATS[0], tokens=2, kind="random")
     assert_close(shared, want, problem)
     assert not torch.equal(alone, shared)
 
 
 def test_few_pairs_share_k(monkeypatch):
-    monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(heuristics, "INTERPRETED", False)
     sizes = dict(num_experts=8, hidden_size=4096, intermediate_size=14336)
     problem = problem_of("sm90", "int4_w4a16_g128", **sizes)
-    plan = config.choose_plan(problem, 1, 2)
-    assert plan.direct and plan.block_m == 8 and plan.first.splits == 1 < plan.second.splits
-    assert config.choose_plan(problem, 64, 2).second.splits == 1
-    assert config.choose_plan(problem, 1, 2, slabs=True).second.splits == 1
+    plan = choose_plan(problem, 1, 2)
+    assert (
+        type(plan) is Direct and plan.block_m == 8 and plan.first.splits == 1 < plan.second.splits
+    )
+    assert choose_plan(problem, 64, 2).second.splits == 1
+    assert choose_plan(problem, 1, 2, batched=True).second.splits == 1
     for rows in range(1, 40):  # workspace for more rows serves fewer
-        splits = config.choose_plan(problem, rows, 2).second.splits
-        assert 2 * rows * splits <= max(2 * rows, config.most_addends(problem, 2 * rows))
-        assert config.most_addends(problem, 2 * rows) <= config.most_addends(problem, 80)
+        splits = choose_plan(problem, rows, 2).second.splits
+        assert 2 * rows * splits <= max(2 * rows, heuristics._most_addends(problem, 2 * rows))
+        assert heuristics._most_addends(problem, 2 * rows) <= heuristics._most_addends(problem, 80)
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "int4_w4a16_channel_zp"])
@@ -108,7 +114,7 @@ def test_a_wrong_zero_point_shows(device, scheme):
 
 def dequantized(name: str, weights: moekit.ExpertWeights, problem) -> torch.Tensor:
     """What `packed` lays out, read back as its docstring says: fp32 (L, N, K)."""
-    tensors = packed.pack_weights(weights, problem)
+    tensors = packing.pack_weights("triton", weights, problem)
     codes = tensors[name].int()
     values = torch.stack([(codes >> 4 * q) & 15 for q in range(4)], dim=-2)  # L C N 4 32
     values = values.transpose(1, 2).flatten(2).float()
@@ -176,7 +182,7 @@ def test_instructions(dtype):
     int4 = packed._INT4_BF16 if bf16 else packed._INT4_FP16
     e2m1 = packed._E2M1_BF16 if bf16 else packed._E2M1_FP16
     table = [*quant.E2M1, *(-v for v in quant.E2M1)]
-    offset = packed._BIAS[dtype]
+    offset = packing._BIAS[dtype]
     for seed in range(16):
         columns = (
             [(5 * i + seed) % 16 for i in range(4)],
@@ -229,10 +235,10 @@ def test_grouped_gemm(device, scheme, block_n, kind):
     problem = problem_of(device, scheme, hidden_size=k, intermediate_size=n)
     problem = problem.replace(activation="silu_no_mul")
     weights = random_weights(problem).canonical(problem)
-    tensors = packed.pack_weights(weights, problem)
+    tensors = packing.pack_weights("triton", weights, problem)
     plain = weights.dequantize(problem.quant).w13
     epilogue = Epilogue(Activation("silu", gated=False))
-    config = GemmConfig(16, block_n, packed.CHUNK, group_m=2, num_warps=block_n // 16)
+    config = GemmConfig(16, block_n, CHUNK, group_m=2, num_warps=block_n // 16)
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(device)
     ids[2, 1] = -1
     if kind == "slabs":
@@ -241,7 +247,7 @@ def test_grouped_gemm(device, scheme, block_n, kind):
         out = torch.full((experts, 20, n), NAN, dtype=problem.dtype, device=device)
         for e, count in enumerate(counts.tolist()):
             a[e, :count] = torch.randn(count, k)
-        named = Rows.slabs(counts, 20, 16)
+        named = Rows.batched(counts, 20, 16)
         pairs = [(a[e, c], e, out[e, c]) for e, used in enumerate(counts) for c in range(used)]
     else:
         a = torch.randn(rows, k).to(problem.dtype).to(device)

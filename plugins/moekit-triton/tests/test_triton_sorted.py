@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from moekit_kernels.numerics import INTERPRETED, Activation
 from moekit_kernels.rows import quantize_rows
 from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
-from moekit_triton import experts
-from moekit_triton.config import Plan, choose_plan
-from moekit_triton.gemm import Epilogue, GemmConfig, Rows, grouped_gemm
-from moekit_triton.sorted_gemm import sorted_gemm
-from triton_checks import check_block, real_entries, relative, run_align
+from moekit_triton.heuristics import choose_plan
+from moekit_triton.kernels.gemm import Epilogue, Rows, grouped_gemm
+from moekit_triton.kernels.sorted_gemm import sorted_gemm
+from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.plans import Copied, Sorted
+from triton_checks import check_block, real_entries, relative, run_align, use_plan
 
 from moekit import MoEProblem
 
@@ -140,13 +141,11 @@ def test_no_pairs(device):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("order", ["sorted", "copied"])
-def test_experts(device, monkeypatch, bias, order):
+@pytest.mark.parametrize("kind", [Sorted, Copied])
+def test_experts(device, monkeypatch, bias, kind):
     """The whole block, with the workspace's buffers on top of each other as they come."""
     first = replace(CONFIG, tma=not INTERPRETED)
-    plan = Plan(first, replace(CONFIG, persistent=True), True, order=order)
-    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: plan)
-    monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
+    use_plan(monkeypatch, kind(first, replace(CONFIG, persistent=True)))
     sizes = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=160)
     problem = MoEProblem(**sizes, has_bias=bias, device=device.type)
     check_block(problem, tokens=90)
@@ -156,5 +155,5 @@ def test_experts(device, monkeypatch, bias, order):
 def test_experts_by_heuristic(device):
     sizes = dict(num_experts=8, top_k=2, hidden_size=1024, intermediate_size=2048)
     problem = MoEProblem(**sizes, device="cuda")
-    assert choose_plan(problem, 1500, 2).order == "copied"
+    assert type(choose_plan(problem, 1500, 2)) is Copied
     check_block(problem, tokens=1500)

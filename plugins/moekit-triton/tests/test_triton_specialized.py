@@ -8,10 +8,18 @@ import torch.nn.functional as F
 import triton
 from moekit_kernels.numerics import Activation
 from moekit_kernels.sorted_rows import copy_rows
-from moekit_triton import config, experts
-from moekit_triton.config import choose_plan, sorted_plan
-from moekit_triton.sorted_gemm import sorted_gemm
-from triton_checks import check_block, real_entries, relative, run_align, uneven_ids
+from moekit_triton.heuristics import choose_plan, sorted_plan
+from moekit_triton.kernels.sorted_gemm import sorted_gemm
+from moekit_triton.plans import Copied, CopiedAhead, Joined, Sorted
+from triton_checks import (
+    check_block,
+    compiled,
+    real_entries,
+    relative,
+    run_align,
+    uneven_ids,
+    use_plan,
+)
 
 from moekit import MoEProblem
 
@@ -20,7 +28,9 @@ LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 
 def both_gemms(*args) -> None:
-    from moekit_triton.specialized_block import specialized_block  # Gluon, so where it is known
+    from moekit_triton.kernels.specialized_block import (
+        specialized_block,  # Gluon, so where it is known
+    )
 
     specialized_block(*args)
 
@@ -31,13 +41,12 @@ def problem(**changes) -> MoEProblem:
 
 
 def test_only_where_it_can(monkeypatch) -> None:
-    monkeypatch.setattr(config, "INTERPRETED", False)
-    monkeypatch.setattr(config, "_GLUON", True)
+    compiled(monkeypatch)
     wide = problem(hidden_size=4096, intermediate_size=2048)
     for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
               wide.replace(activation="relu2")):  # fmt: skip
         plan = choose_plan(p, 8192, 2)
-        assert plan.order != "pairs" and not (plan.first.specialized or plan.second.specialized)
+        assert isinstance(plan, Sorted) and not plan.specialized
     plan = choose_plan(wide, 8192, 2)
     assert plan.first.specialized == plan.second.specialized == KNOWN
 
@@ -125,14 +134,13 @@ def test_no_pairs(specialized, halves, order):
     assert not aligned.counters.any()
 
 
-@pytest.mark.parametrize("order", ["copied", "ahead", "joined"])
-def test_experts(specialized, monkeypatch, order):
+@pytest.mark.parametrize("kind", [Copied, CopiedAhead, Joined])
+def test_experts(specialized, monkeypatch, kind):
     """The whole block, with the workspace's buffers on top of each other as they come."""
     p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
-    plan = replace(sorted_plan(p, 300.0), order=order)
+    plan = sorted_plan(p, 300.0)
     assert plan.first.specialized and plan.second.specialized
-    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: plan)
-    monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
+    use_plan(monkeypatch, kind(plan.first, plan.second))
     check_block(p, tokens=1500)
 
 

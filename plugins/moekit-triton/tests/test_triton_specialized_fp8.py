@@ -8,10 +8,19 @@ import torch.nn.functional as F
 import triton
 from moekit_kernels.numerics import QMAX, Activation
 from moekit_kernels.sorted_rows import copy_rows_quantized
-from moekit_triton import config, experts
-from moekit_triton.config import choose_plan, sorted_plan
-from moekit_triton.sorted_gemm import Scales, sorted_gemm
-from triton_checks import check_block, real_entries, relative, run_align, uneven_ids
+from moekit_triton import capabilities, heuristics
+from moekit_triton.heuristics import choose_plan, sorted_plan
+from moekit_triton.kernels.sorted_gemm import Scales, sorted_gemm
+from moekit_triton.plans import Copied, Gathered, Sorted
+from triton_checks import (
+    check_block,
+    compiled,
+    real_entries,
+    relative,
+    run_align,
+    uneven_ids,
+    use_plan,
+)
 
 from moekit import MoEProblem
 
@@ -24,30 +33,28 @@ def problem(**changes) -> MoEProblem:
 
 
 def test_only_where_it_can(monkeypatch) -> None:
-    monkeypatch.setattr(config, "INTERPRETED", False)
-    monkeypatch.setattr(config, "_GLUON", True)
-    monkeypatch.setattr(config.triton, "__version__", "3.6.0")
+    compiled(monkeypatch, triton_version="3.6.0")
     wide = problem(hidden_size=4096, intermediate_size=2048)
     plan = choose_plan(wide, 8192, 2)
-    assert plan.order == "copied" and plan.first.specialized and plan.second.specialized
+    assert type(plan) is Copied and plan.first.specialized and plan.second.specialized
     for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
               wide.replace(intermediate_size=2048 + 64), wide.replace(dtype=torch.float32),
               wide.replace(device="sm89"), wide.replace(device="sm100")):  # fmt: skip
-        assert choose_plan(p, 8192, 2).order == "pairs"
-    assert choose_plan(wide, 64, 2).order == "pairs"
-    monkeypatch.setattr(config, "_GLUON", False)
-    assert choose_plan(wide, 8192, 2).order == "pairs"
+        assert type(choose_plan(p, 8192, 2)) is Gathered
+    assert type(choose_plan(wide, 64, 2)) is Gathered
+    monkeypatch.setattr(capabilities, "_GLUON", False)
+    assert type(choose_plan(wide, 8192, 2)) is Gathered
 
 
 def test_order_goes_before_what_was_measured_without(monkeypatch) -> None:
     """A nearby shape's entry may be of before these tiles, which win from 56 rows an expert on."""
-    monkeypatch.setattr(config, "specializable", lambda p: True)
-    monkeypatch.setattr(config, "INTERPRETED", False)
-    monkeypatch.setattr(config, "_measured", config.heuristic)
+    compiled(monkeypatch)
+    monkeypatch.setattr(heuristics, "specializable", lambda p: True)
+    monkeypatch.setattr(heuristics, "_nearest", lambda p, _, rows: heuristics.heuristic(p, rows))
     fp8 = problem(hidden_size=4096, intermediate_size=2048)
     for p, least in ((fp8, 56), (fp8.replace(quant="none"), 200)):
-        assert choose_plan(p, 4 * least - 4, 2).order == "pairs"
-        assert choose_plan(p, 4 * least, 2).order != "pairs"
+        assert type(choose_plan(p, 4 * least - 4, 2)) is Gathered
+        assert isinstance(choose_plan(p, 4 * least, 2), Sorted)
 
 
 def spread(scale: torch.Tensor, columns: int, rows: int = 1) -> torch.Tensor:
@@ -152,6 +159,5 @@ def test_no_pairs(specialized, halves):
 def test_experts(specialized, monkeypatch, tokens):
     """The whole block, with the workspace's buffers on top of each other as they come."""
     p = problem(hidden_size=1024, intermediate_size=768, device="cuda")
-    monkeypatch.setattr(experts, "choose_plan", lambda *_, **__: sorted_plan(p, 300.0))
-    monkeypatch.setattr(experts, "sorting_pays", lambda *_: True)
+    use_plan(monkeypatch, sorted_plan(p, 300.0))
     check_block(p, tokens)

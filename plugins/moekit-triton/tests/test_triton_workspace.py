@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from moekit_kernels import launch
-from moekit_triton import config, experts
+from moekit_triton import plans
 from moekit_triton.experts import TritonExperts
+from moekit_triton.heuristics import sorting_pays
+from moekit_triton.plans import Sorted
+from triton_checks import compiled
 
 from moekit import DeviceSpec, MoEProblem, registry
 from moekit.contract import Dispatched, PackedWeights
@@ -15,10 +18,8 @@ from moekit.contract import Dispatched, PackedWeights
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """Plans as for an H200 under triton 3.6; nothing is launched."""
-    monkeypatch.setattr(config, "INTERPRETED", False)
-    monkeypatch.setattr(config, "_GLUON", True)
-    monkeypatch.setattr(config.triton, "__version__", "3.6.0")
-    monkeypatch.setattr(experts, "num_sms", lambda problem: 132)
+    compiled(monkeypatch, triton_version="3.6.0")
+    monkeypatch.setattr(plans, "num_sms", lambda problem: 132)
     monkeypatch.setattr(launch.Launcher, "__call__", lambda *args, **constants: None)
 
 
@@ -55,7 +56,7 @@ def test_fewer_rows_than_planned(changes, per_expert):
     p = MoEProblem(**{**sizes, "device": DeviceSpec("cuda", (9, 0), "NVIDIA H200"), **changes})
     triton, weights, operand = TritonExperts(registry().expert("triton"), p), packed(p), None
     edge = per_expert * p.num_experts // p.top_k
-    orders = set()
+    sorts = set()
     for planned in (edge - 1, edge, edge + 1, 3 * edge):
         buffers = [meta(*b.shape, dtype=b.dtype) for b in triton.workspace(planned)]
         for rows in {1, edge // 4, edge // 3, edge - 1, edge, edge + 1, 2 * edge, planned}:
@@ -69,6 +70,10 @@ def test_fewer_rows_than_planned(changes, per_expert):
                 tokens = Dispatched(x, x_scale, ids, meta(rows, slots))
                 y = meta(rows, p.hidden_size, dtype=p.dtype)
                 triton.apply(y, tokens, weights, buffers)
-                orders.add(triton._plans[rows, slots].order)
-    sorts = config.sorting_pays(p, 3 * edge, p.top_k)
-    assert (orders != {"pairs"}) == sorts
+                plan = triton.plan(rows, slots)
+                sorts.add(isinstance(plan, Sorted))
+                for spec, buffer in zip(
+                    plan.workspace(triton._layer, rows, slots), buffers, strict=True
+                ):
+                    assert spec.nbytes <= buffer.nbytes, "the plan needs more than is there"
+    assert (True in sorts) == sorting_pays(p, 3 * edge, p.top_k)

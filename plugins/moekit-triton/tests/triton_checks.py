@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import triton
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
+from moekit_triton import capabilities, heuristics
+from moekit_triton.plans import LaunchPlan, Sorted
 
 import moekit
 from moekit import MoEProblem
 from moekit.testing import assert_close
 from moekit.testing.cases import make_case, random_weights
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, *, triton_version: str = "") -> None:
+    """Choose plans as in a process that compiles kernels, with Gluon."""
+    for module in (heuristics, capabilities):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(capabilities, "_GLUON", True)
+    if triton_version:
+        monkeypatch.setattr(triton, "__version__", triton_version)
+
+
+def use_plan(monkeypatch: pytest.MonkeyPatch, plan: LaunchPlan) -> None:
+    """Let every call use ``plan``."""
+    monkeypatch.setattr(heuristics.Planner, "plan", lambda *_: plan)
+    monkeypatch.setattr(heuristics, "sorting_pays", lambda *_: isinstance(plan, Sorted))
 
 
 def uneven_ids(num_experts: int, top_k: int, rows: int) -> torch.Tensor:

@@ -81,18 +81,24 @@ class SortedAssignments:
     ends_L: torch.Tensor | None = None
     counters: torch.Tensor | None = None
 
+    @property
+    def capacity(self) -> int:
+        """Sorted rows that ``assignments_S`` has room for."""
+        assert self.assignments_S is not None, "assignments_S is not wanted"
+        return self.assignments_S.numel()
+
 
 def align_capacity(num_assignments: int, num_experts: int, block_m: int) -> int:
     """Return the sorted rows needed in the worst case, a multiple of ``block_m``."""
     worst = num_assignments + min(num_assignments, num_experts) * (block_m - 1)
-    return triton.cdiv(worst, block_m) * block_m
+    return -(-worst // block_m) * block_m
 
 
 def align_scratch(num_assignments: int, num_experts: int) -> int:
     """Return the int32 entries of scratch that `align` needs for so many assignments or fewer."""
     if num_assignments <= ONE_LAUNCH_ASSIGNMENTS:
         return 0
-    programs = min(triton.cdiv(num_assignments, COMPARED), _programs(num_experts))
+    programs = min(-(-num_assignments // COMPARED), _programs(num_experts))
     return programs * _bins(num_experts)
 
 
@@ -119,7 +125,7 @@ def align(
     blocks = 0 if out.experts_B is None else out.experts_B.numel()
     capacity = align_capacity(n, num_experts, block_m)
     assert out.assignments_S is None or out.assignments_S.numel() >= capacity
-    assert out.experts_B is None or out.assignments_S.numel() == blocks * block_m
+    assert out.experts_B is None or out.capacity == blocks * block_m
     assert out.ends_L is None or out.ends_L.numel() == num_experts
     assert out.rows_A is None or out.rows_A.numel() == n
     assert out.counters is None or out.counters.numel() == COUNTERS + blocks
@@ -160,7 +166,7 @@ def align(
 
 
 def _bins(num_experts: int) -> int:
-    return max(triton.next_power_of_2(num_experts), 32)
+    return max(int(triton.next_power_of_2(num_experts)), 32)
 
 
 def _programs(num_experts: int) -> int:

@@ -1,27 +1,39 @@
-"""Measured plans by shape, as the package ships them for a device (`tuned/<device>.json`)."""
+"""Tuned tables: launch plans measured by shape, one file per device (``tuned/nvidia-h200.json``).
+
+The user's tables (`moekit.plugin.TableFiles` says where) count before the shipped ones.
+"""
 
 from __future__ import annotations
 
-import functools
-import json
-import math
-import re
-from collections.abc import Iterator, Mapping
-from importlib import resources
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from moekit.plugin import MoEProblem
+from moekit.plugin import MoEProblem, TableFiles, nearest, size_distance
 
-# A shape is close enough to a measured one if no size differs by more than this factor.
-_NEAR = 2.0
+from .plans import TilePlan, plan_from_json
+
 _SIZES = ("experts", "hidden", "intermediate")
-# Schemes that another's tiles serve: the same operands, scales that serve all of K, and activations
-# that are quantized behind GEMM 1 (fp8_tensor_static's are in it).
+# Schemes that another one's tiles serve: the same operands, scales that serve all of K, activations
+# quantized after GEMM 1 (fp8_tensor_static quantizes them in GEMM 1).
 _TILES_OF = {"fp8_tensor": "fp8_channel_token"}
+
+Measured = tuple[float, TilePlan]
+"""Rows per expert, and the plan that was fastest for so many."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was measured for one problem: `table_key` and the plans."""
+
+    key: Mapping[str, Any]
+    plans: Sequence[Measured]
 
 
 def table_key(problem: MoEProblem) -> dict[str, Any]:
-    """What a table's entry was measured for; sizes may be near, the rest must be equal."""
+    """Return what identifies an entry: sizes may be near, the rest must be equal."""
     p = problem
     return {
         "experts": p.num_local_experts,
@@ -34,45 +46,67 @@ def table_key(problem: MoEProblem) -> dict[str, Any]:
     }
 
 
-def nearest_plan(problem: MoEProblem, per_expert: float) -> Mapping[str, Any] | None:
-    """What was measured for the nearest shape and, on a log scale, rows per expert, if any.
+_KEY_TYPES = dict.fromkeys(_SIZES, int) | {"scheme": str, "dtype": str, "gated": bool, "bias": bool}
 
-    A scheme's own entries go before those of one whose tiles serve it, too (`_TILES_OF`).
-    With a bias fewer kinds of tiles are possible (`specializable`): what was measured with one
-    serves no other problem, but a problem with a bias takes the others' where it has none.
+
+def parse(table: Any) -> list[Entry]:
+    """Read a table's JSON. Raises ValueError, TypeError or LookupError for one that is wrong."""
+    return [_entry(values) for values in table["entries"]]
+
+
+def _entry(values: Mapping[str, Any]) -> Entry:
+    key = {name: values[name] for name in _KEY_TYPES}
+    for name, kind in _KEY_TYPES.items():
+        if type(key[name]) is not kind or kind is int and key[name] < 1:
+            raise ValueError(f"{name}={key[name]!r} is not a valid {kind.__name__}")
+    plans = [(float(plan["rows_per_expert"]), plan_from_json(plan)) for plan in values["plans"]]
+    if not plans or min(rows for rows, _ in plans) <= 0:
+        raise ValueError("plans need a positive rows_per_expert each, and there must be one")
+    return Entry(key, plans)
+
+
+def _merge(shipped: Iterable[list[Entry]], user: Iterable[list[Entry]]) -> list[Entry]:
+    """Join the entries of a key; the user's plan counts where both have a number of rows."""
+    plans: dict[str, dict[float, TilePlan]] = {}
+    keys = {}
+    for entry in itertools.chain(*shipped, *user):
+        keys[str(entry.key)] = entry.key
+        plans.setdefault(str(entry.key), {}).update(entry.plans)
+    return [Entry(key, sorted(plans[name].items(), key=_rows)) for name, key in keys.items()]
+
+
+def _rows(measured: Measured) -> float:
+    return measured[0]
+
+
+FILES: TableFiles[list[Entry], list[Entry]] = TableFiles(
+    shipped=Path(__file__).parent / "tuned",
+    parse=parse,
+    merge=_merge,
+    remedy="run `python -m moekit tune triton`",
+    owner="triton",
+)
+
+
+def measured_plans(problem: MoEProblem) -> Sequence[Measured]:
+    """Return the plans of the nearest measured shape, none if no shape is near.
+
+    An entry of the problem's own scheme comes before one of a scheme with the same tiles. With a
+    bias fewer kinds of tiles are possible (`capabilities.specializable`): an entry measured with a
+    bias serves only problems with one; these fall back to entries without.
     """
-    key = table_key(problem)
-    schemes = key["scheme"], _TILES_OF.get(key["scheme"])
-    same = [name for name in key if name not in (*_SIZES, "scheme", "bias")]
-    near: list[tuple[bool, bool, float, Mapping[str, Any]]] = []
-    for entry in entries(problem.device.name):
-        apart = [abs(math.log(entry[name] / key[name])) for name in _SIZES]
-        if any(entry[name] != key[name] for name in same) or entry["bias"] > key["bias"]:
-            continue
-        if entry["scheme"] not in schemes:
-            continue
-        if max(apart) <= math.log(_NEAR):
-            other = entry["scheme"] != key["scheme"], entry["bias"] != key["bias"]
-            near.append((*other, sum(apart), entry))
-    if not near:
-        return None
-    *_, entry = min(near, key=lambda found: found[:3])
-    wanted = math.log(max(per_expert, 1e-3))
-
-    def apart_from(plan: Mapping[str, Any]) -> float:
-        return abs(math.log(plan["rows_per_expert"]) - wanted)
-
-    return min(entry["plans"], key=apart_from)
-
-
-@functools.cache
-def entries(device_name: str) -> tuple[Mapping[str, Any], ...]:
-    """Entries shipped for a device, none for an unknown one."""
-    return tuple(_read(device_name)) if device_name else ()
-
-
-def _read(device_name: str) -> Iterator[Mapping[str, Any]]:
-    name = re.sub(r"\W+", "_", device_name) + ".json"
-    file = resources.files("moekit_triton") / "tuned" / name
-    if file.is_file():
-        yield from json.loads(file.read_text())["entries"]
+    if not problem.device.name:
+        return ()
+    wanted = table_key(problem)
+    sizes = [wanted[name] for name in _SIZES]
+    entries = FILES.known(problem.device.name)
+    for scheme in (wanted["scheme"], _TILES_OF.get(wanted["scheme"])):
+        for bias in (True, False) if wanted["bias"] else (False,):
+            same = wanted | {"scheme": scheme, "bias": bias}
+            found = nearest(
+                [e for e in entries if all(e.key[n] == same[n] for n in same if n not in _SIZES)],
+                lambda entry: size_distance((entry.key[name] for name in _SIZES), sizes),
+            )
+            if found is not None:
+                return found[0].plans
+    return ()

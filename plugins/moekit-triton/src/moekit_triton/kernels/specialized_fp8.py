@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gemm import GemmConfig
+from .tiles import GemmConfig
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -81,7 +81,7 @@ def specialized_fp8_gemm(
     num_experts, w_rows, k = w_LNK.shape
     gated = out_scale_GS is not None
     wide = 2 if gated else 1
-    n, entries, groups = w_rows // wide, aligned.assignments_S.numel(), triton.cdiv(k, SCALE_GROUP)
+    n, entries, groups = w_rows // wide, aligned.capacity, triton.cdiv(k, SCALE_GROUP)
     assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n) and k % 16 == 0
     assert a_scale_GS.shape == (groups, entries) and a_scale_GS.is_contiguous()
     assert w_scale_LBG.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)

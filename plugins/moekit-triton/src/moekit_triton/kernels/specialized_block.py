@@ -21,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from .gemm import GemmConfig, tile_at
+from .gemm import tile_at
 from .specialized import STEP, multiply, skip, stages
+from .tiles import GemmConfig
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -68,7 +69,7 @@ def specialized_block(
     `weight_before` of its pair's.
     """
     num_experts, w_rows, hidden = w13_LNH.shape
-    inner, entries = w_rows // 2, aligned.assignments_S.numel()
+    inner, entries = w_rows // 2, aligned.capacity
     assert x_SH.shape == y_SH.shape == (entries, hidden) and a_SI.shape == (entries, inner)
     assert w2_LHI.shape == (num_experts, hidden, inner) and aligned.counters is not None
     assert first.specialized and second.specialized

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gemm import GemmConfig
+from .tiles import GemmConfig
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -90,7 +90,7 @@ def specialized_gemm(
     """
     num_experts, w_rows, k = w_LNK.shape
     wide = 2 if gated else 1
-    n, entries = w_rows // wide, aligned.assignments_S.numel()
+    n, entries = w_rows // wide, aligned.capacity
     assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n)
     assert aligned.block_m == BLOCK_M and w_LNK.is_contiguous()
     assert aligned.counters is not None or not config.halves and x_RK is None

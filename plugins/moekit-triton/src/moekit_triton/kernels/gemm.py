@@ -6,6 +6,7 @@ expert l are the first counts_L[l] of its slab of C rows.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -27,44 +28,19 @@ from moekit_kernels.numerics import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .packed import CHUNK, packed_products
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """Tile and launch parameters.
-
-    block_n counts output columns: with a gate, twice as many weight rows are read. `group_m` row
-    blocks run next to each other per column block, for L2 reuse. tma: weight tiles come through a
-    tensor descriptor. persistent: as many programs as multiprocessors take tiles in turn
-    (`sorted_gemm` only). splits: programs that share K, for weights of 4 bits and few rows. halves:
-    a block with no row in its second half is multiplied as half a block. wide: two tiles of weights
-    side by side share each tile of a, as gate and up do, where there is no epilogue. specialized:
-    by `specialized_gemm` or `specialized_fp8_gemm`, where they can. swapped: w @ a.T, so that tiles
-    of fewer than 64 rows run on wgmma, which reads fp8 as it is; mma.sync wants it as fp16.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
-    tma: bool = False
-    persistent: bool = False
-    splits: int = 1
-    halves: bool = False
-    wide: bool = False
-    specialized: bool = False
-    swapped: bool = False
+from .packed import packed_products
+from .tiles import CHUNK, GemmConfig
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of GEMM 1's fp32 sums before they are stored.
+    """What GEMM 1 does with its fp32 sums before it stores them.
 
-    quantize: "none", "group" (a scale for each row and 128 columns, written to `scale`) or "tensor"
-    (by the one value in `scale`).
+    Args:
+        activation: the activation to apply.
+        quantize: "none", "group" (one scale per row and 128 columns, written to ``scale``) or
+            "tensor" (by the one value in ``scale``).
+        scale: fp32; see ``quantize``.
     """
 
     activation: Activation
@@ -72,39 +48,52 @@ class Epilogue:
     scale: torch.Tensor | None = None
 
 
+_STORE = Epilogue(Activation("none", gated=False, alpha=0.0))
+
+
 @dataclass(frozen=True)
 class Rows:
     """Which rows a launch multiplies, in row blocks of the config's block_m.
 
-    STANDARD, aligned: `pairs` and `experts` of `SortedAssignments`; in_order: what is stored lies
-    in their order. STANDARD, direct: `experts` are the ids (R, K) themselves, and each pair is a
-    block of its own, for few pairs. BATCHED: `experts` are the rows used in each slab of `slab`
-    rows.
+    Args:
+        kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K),
+            and each assignment is a block of its own; "batched": ``experts`` are the used rows of
+            each expert, of ``capacity`` rows.
+        experts: int32 or int64.
+        blocks: row blocks.
+        assignments: int32, of "aligned".
+        top_k: assignments that share a row of the input.
+        capacity: rows of each expert in the batched layout.
+        in_order: the output is expert-sorted, not by assignment.
     """
 
     kind: str
     experts: torch.Tensor
     blocks: int
-    pairs: torch.Tensor | None = None
-    pairs_per_row: int = 1
-    slab: int = 0
+    assignments: torch.Tensor | None = None
+    top_k: int = 1
+    capacity: int = 0
     in_order: bool = False
 
     @classmethod
     def aligned(
-        cls, aligned: SortedAssignments, pairs_per_row: int = 1, *, in_order: bool = False
+        cls, aligned: SortedAssignments, top_k: int = 1, *, in_order: bool = False
     ) -> "Rows":
-        experts, pairs = aligned.experts_B, aligned.assignments_S
-        return cls("aligned", experts, experts.numel(), pairs, pairs_per_row, in_order=in_order)
+        """Take the blocks of ``aligned``."""
+        experts, assignments = aligned.experts_B, aligned.assignments_S
+        assert experts is not None
+        return cls("aligned", experts, experts.numel(), assignments, top_k, in_order=in_order)
 
     @classmethod
-    def direct(cls, ids_RK: torch.Tensor, pairs_per_row: int = 1) -> "Rows":
-        return cls("direct", ids_RK, ids_RK.numel(), None, pairs_per_row)
+    def direct(cls, ids_RK: torch.Tensor, top_k: int = 1) -> "Rows":
+        """Make each assignment of ``ids_RK`` a block."""
+        return cls("direct", ids_RK, ids_RK.numel(), None, top_k)
 
     @classmethod
-    def slabs(cls, counts_L: torch.Tensor, slab: int, block_m: int) -> "Rows":
-        blocks = counts_L.numel() * triton.cdiv(slab, block_m)
-        return cls("slabs", counts_L, blocks, slab=slab)
+    def batched(cls, counts_L: torch.Tensor, capacity: int, block_m: int) -> "Rows":
+        """Take the first counts_L[l] rows of every expert."""
+        blocks = counts_L.numel() * triton.cdiv(capacity, block_m)
+        return cls("batched", counts_L, blocks, capacity=capacity)
 
 
 def grouped_gemm(
@@ -121,79 +110,60 @@ def grouped_gemm(
     weights_RK: torch.Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """out[row] = epilogue(a[row] @ w[expert of row].T + bias), for the rows that `rows` names.
+    """Compute out[row] = epilogue(a[row] @ w[expert of row].T + bias) for the rows in ``rows``.
 
-    STANDARD: a (R, K), out (S, N) by pair or in order, a's row being pair // pairs_per_row.
-    BATCHED: a (L, C, K), out (L, C, N). N is half of w's rows if the epilogue has a gate. a and w
-    of one dtype (bf16, fp16, fp32, e4m3, int8), or w e4m3 or int8 and a of 16 bits. a_scale: None,
-    one value, (rows, 1) or (rows or 1, ceil(K / 128)), BATCHED with L and C in front, which may be
-    1 for all; w_scale: None, (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); all fp32. out: any
-    float dtype or the epilogue's quantized one, last dim contiguous; other rows stay untouched.
-    weights_RK: STANDARD by pair, fp32 router weights: `weight_before` of each multiplies its row.
-
-    Weights of 4 bits (w int16, with w_scale and w_offset as `packed` lays them out) go with an
-    a of 16 bits; scales of uint8 say that the codes are e2m1. With config.splits = S there is no
-    epilogue, and out is (S * pairs, N): S addends in a row for each, as `weighted_sum` takes them.
+    Args:
+        a: STANDARD (R, K), BATCHED (L, C, K); bf16, fp16, fp32, e4m3 or int8.
+        w_LNK: (L, N, K) of a's dtype, or e4m3 or int8 with a of 16 bits; or 4-bit, int16 as
+            `moekit_triton.packing` lays it out, with a of 16 bits.
+        out: STANDARD (A, N) by assignment or expert-sorted, BATCHED (L, C, N); any float dtype or
+            the epilogue's quantized one, unit stride along N. N is half of w's rows with a gated
+            epilogue. Other rows stay untouched. With config.splits = S, (S * A, N): S addends in
+            consecutive rows, as `weighted_sum` takes them, without epilogue.
+        rows: the rows.
+        config: the tile.
+        a_scale: fp32: one value, (rows, 1) or (rows or 1, ceil(K / 128)); BATCHED with L and C in
+            front, which may be 1.
+        w_scale: fp32 (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); 4-bit: as laid out, uint8
+            for e2m1.
+        w_offset: 4-bit zero points, as laid out.
+        bias_LN: (L, N).
+        weights_RK: fp32 router weights, contiguous: multiply each row by `weight_before` of its
+            weight. STANDARD, by assignment.
+        epilogue: None = store the sums.
     """
     if rows.blocks == 0:
         return
     if a.dim() == 3:
         a, out = a.flatten(0, 1), out.view(-1, out.shape[-1])
-    packed = w_LNK.dtype == torch.int16
-    if packed:
-        num_experts, chunks, w_rows, _ = w_LNK.shape
-        k = a.shape[1]
-        assert triton.cdiv(k, CHUNK) == chunks and config.block_k == CHUNK and not config.tma
-    else:
-        num_experts, w_rows, k = w_LNK.shape
-    assert weights_RK is None or (rows.kind != "slabs" and rows.pairs_per_row == 1)
-    assert weights_RK is None or weights_RK.is_contiguous()
-    assert config.splits == 1 or (packed and epilogue is None and rows.kind != "slabs")
-    assert not config.halves or config.block_m >= 128 or INTERPRETED, "wgmma takes 64 rows"
-    gated = epilogue is not None and epilogue.activation.gated
-    n = w_rows // 2 if gated else w_rows
-    assert a.shape[1] == k and out.shape[1] == n and w_LNK.is_contiguous()
-    assert a.stride(1) == 1 and out.stride(1) == 1
+    plain, epilogue = epilogue is None, epilogue or _STORE
+    act, out_scale = epilogue.activation, epilogue.scale
+    w_rows, k = w_LNK.shape[-2], a.shape[1]
+    n = w_rows // 2 if act.gated else w_rows
+    _check_gemm(a, w_LNK, out, rows, config, n, plain, weights_RK)
     a_kind, a_scale_strides = _a_scale_layout(a_scale)
-    w_kind = "none" if w_scale is None else _W_SCALE_KINDS[w_scale.dim()]
-    w_group = 0
-    if packed and w_scale is not None and w_kind == "block":
-        w_kind, w_group = "group", CHUNK * chunks // w_scale.shape[1]
-    if w_kind == "block" or a_kind == "group":
+    weight = _weight_constants(w_LNK, w_scale, w_offset)
+    if weight["W_SCALE"] == "block" or a_kind == "group":
         assert SCALE_GROUP % config.block_k == 0, "a step of K must lie within one scale group"
-    wide = config.wide and epilogue is None and n % (2 * config.block_n) == 0
-    w: object = w_LNK
-    if config.tma:
-        box = [config.block_n, config.block_k]
-        w = TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], box)
-    activation = None if epilogue is None else epilogue.activation
-    quantize = "none" if epilogue is None else epilogue.quantize
-    if quantize == "group":
-        assert config.block_n == SCALE_GROUP, "a tile must hold whole groups of its output"
-    out_scale = None if epilogue is None else epilogue.scale
-    clamp = activation is not None and activation.limit is not None
-    # A tile has one scale if blocks begin where tiles do, for gate and for up.
-    one_scale = SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if gated else 1) == 0
-    slab_blocks = triton.cdiv(rows.slab, config.block_m)
+    assert epilogue.quantize != "group" or config.block_n == SCALE_GROUP, "tiles hold whole groups"
+    wide = config.wide and plain and n % (2 * config.block_n) == 0
     _launch_gemm(
         (rows.blocks * triton.cdiv(n, config.block_n * (2 if wide else 1)), config.splits),
-        a, w, out, rows.pairs, rows.experts, a_scale, w_scale, w_offset, bias_LN, weights_RK,
-        out_scale, n, k, a.shape[0] * rows.pairs_per_row, rows.blocks, slab_blocks, rows.slab,
-        config.group_m, a.stride(0), out.stride(0), *a_scale_strides,
-        0 if out_scale is None else out_scale.stride(0),
-        0.0 if activation is None else activation.alpha,
-        0.0 if activation is None or activation.limit is None else activation.limit,
-        PAIRS_PER_ROW=rows.pairs_per_row, ROWS=rows.kind, IN_ORDER=rows.in_order,
-        A_SCALE=a_kind, W_SCALE=w_kind,
-        PACKED=packed, SPLITS=config.splits, W_GROUP=w_group, W_OFFSET=w_offset is not None,
-        E2M1=packed and w_scale is not None and w_scale.dtype == torch.uint8,
-        SCALE_GROUP=SCALE_GROUP, BIAS=bias_LN is not None,
+        a, _weight_tiles(w_LNK, config), out, rows.assignments, rows.experts, a_scale, w_scale,
+        w_offset, bias_LN, weights_RK, out_scale, n, k, a.shape[0] * rows.top_k, rows.blocks,
+        triton.cdiv(rows.capacity, config.block_m), rows.capacity, config.group_m, a.stride(0),
+        out.stride(0), *a_scale_strides, 0 if out_scale is None else out_scale.stride(0),
+        act.alpha, act.limit or 0.0,
+        TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, A_SCALE=a_kind, **weight,
+        SPLITS=config.splits, SCALE_GROUP=SCALE_GROUP, BIAS=bias_LN is not None,
         # Hopper's fp8 tensor cores accumulate with about 14 bits. Where scales change with K, and
         # where it costs nothing, sums per step are added up in fp32; large tiles would wait for it.
         PROMOTE=a.dtype == torch.float8_e4m3fn and not (config.block_m >= 64 and _hopper(a.device)),
         INT8=a.dtype == torch.int8,
-        ACTIVATION="none" if activation is None else activation.name, GATED=gated, CLAMP=clamp,
-        QUANTIZE=quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma, ONE_SCALE=one_scale,
+        ACTIVATION=act.name, GATED=act.gated, CLAMP=act.limit is not None,
+        QUANTIZE=epilogue.quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma,
+        # A tile has one scale if scale blocks begin where tiles do, for gate and for up.
+        ONE_SCALE=SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if act.gated else 1) == 0,
         EVEN_N=n % config.block_n == 0, EVEN_K=k % config.block_k == 0,
         HALVES=config.halves and rows.kind != "direct", WIDE=wide, SWAPPED=config.swapped,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
@@ -201,16 +171,54 @@ def grouped_gemm(
     )  # fmt: skip
 
 
+def _check_gemm(
+    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rows: Rows, config: GemmConfig, n: int,
+    plain: bool, weights_RK: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Assert what `grouped_gemm` promises about shapes and combinations; plain: no epilogue."""
+    packed, k = w.dtype == torch.int16, a.shape[1]
+    if packed:
+        assert triton.cdiv(k, CHUNK) == w.shape[1] and config.block_k == CHUNK and not config.tma
+    assert packed or w.shape[2] == k
+    if weights_RK is not None:
+        assert rows.kind != "batched" and rows.top_k == 1 and weights_RK.is_contiguous()
+    assert config.splits == 1 or (packed and plain and rows.kind != "batched")
+    assert not config.halves or config.block_m >= 128 or INTERPRETED, "wgmma takes 64 rows"
+    assert out.shape[1] == n and w.is_contiguous()
+    assert a.stride(1) == 1 and out.stride(1) == 1
+
+
+def _weight_constants(
+    w: torch.Tensor, w_scale: torch.Tensor | None, w_offset: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the constants that describe the weights and their scales."""
+    packed, kind, group = w.dtype == torch.int16, "none", 0
+    if w_scale is not None:
+        kind = ("tensor", "channel", "block")[w_scale.dim() - 1]
+        if packed and kind == "block":
+            kind, group = "group", CHUNK * w.shape[1] // w_scale.shape[1]
+    return {
+        "W_SCALE": kind, "PACKED": packed, "W_GROUP": group, "W_OFFSET": w_offset is not None,
+        "E2M1": packed and w_scale is not None and w_scale.dtype == torch.uint8,
+    }  # fmt: skip
+
+
+def _weight_tiles(w_LNK: torch.Tensor, config: GemmConfig) -> "torch.Tensor | TensorDescriptor":
+    """Return the weights as the kernel loads them."""
+    if not config.tma:
+        return w_LNK
+    num_experts, w_rows, k = w_LNK.shape
+    box = [config.block_n, config.block_k]
+    return TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], box)
+
+
 @functools.cache
 def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-_W_SCALE_KINDS = {1: "tensor", 2: "channel", 3: "block"}
-
-
 def _a_scale_layout(a_scale: torch.Tensor | None) -> tuple[str, tuple[int, int, int]]:
-    """Kind, and the strides of slab, row and group; 0 where one scale serves all."""
+    """Return the kind, and the strides of expert, row and group; 0 where one scale serves all."""
     if a_scale is None:
         return "none", (0, 0, 0)
     if a_scale.numel() == 1:
@@ -219,8 +227,8 @@ def _a_scale_layout(a_scale: torch.Tensor | None) -> tuple[str, tuple[int, int, 
         0 if size == 1 else stride
         for size, stride in zip(a_scale.shape, a_scale.stride(), strict=True)
     ]
-    slab, row, group = strides if len(strides) == 3 else (0, *strides)
-    return "row" if a_scale.shape[-1] == 1 else "group", (slab, row, group)
+    expert, row, group = strides if len(strides) == 3 else (0, *strides)
+    return "row" if a_scale.shape[-1] == 1 else "group", (expert, row, group)
 
 
 @triton.jit
@@ -297,7 +305,7 @@ def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
 def _products(
     a_rows, row_ok, w, a_scale_ptr, a_scale_row, a_scale_stride_k, w_scale_ptr, expert, row0,
     up_rows, W_ROWS, K, n_ok, A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, PAIR: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, TWO: tl.constexpr,
     TMA: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -322,7 +330,7 @@ def _products(
             a = tl.load(a_ptrs, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         w_tile = _w_tile(w, expert, row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
                          BLOCK_N, BLOCK_K)  # fmt: skip
-        if PAIR:
+        if TWO:
             u_tile = _w_tile(w, expert, up_rows + row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
                              BLOCK_N, BLOCK_K)  # fmt: skip
         if PER_STEP:
@@ -334,18 +342,18 @@ def _products(
             acc += _scaled_partial(a, w_tile, a_scale_M, w_scales + scale_col, row0, scale_cols,
                                    n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8, SWAPPED, BLOCK_M,
                                    BLOCK_N)  # fmt: skip
-            if PAIR:
+            if TWO:
                 up += _scaled_partial(a, u_tile, a_scale_M, w_scales + scale_col, up_rows + row0,
                                       scale_cols, n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8,
                                       SWAPPED, BLOCK_M, BLOCK_N)  # fmt: skip
         elif PROMOTE:
             zeros = _zeros(tl.float32, SWAPPED, BLOCK_M, BLOCK_N)
             acc += _plus(zeros, a, w_tile, SWAPPED)
-            if PAIR:
+            if TWO:
                 up += _plus(zeros, a, u_tile, SWAPPED)
         else:
             acc = _plus(acc, a, w_tile, SWAPPED)
-            if PAIR:
+            if TWO:
                 up = _plus(up, a, u_tile, SWAPPED)
         a_ptrs += BLOCK_K
     if SWAPPED:
@@ -355,36 +363,34 @@ def _products(
 
 @triton.jit
 def _tile(
-    block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr, w_scale_ptr,
-    w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride, out_stride,
-    a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha, limit,
-    PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
-    A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
-    PACKED: tl.constexpr, SPLITS: tl.constexpr, W_GROUP: tl.constexpr, W_OFFSET: tl.constexpr,
-    E2M1: tl.constexpr,
-    SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
-    QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr, ONE_SCALE: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, SWAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    block_n, expert, first_row, used, a_ptr, w, out_ptr, sorted_ptr, a_scale_ptr, w_scale_ptr,
+    w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows, capacity, a_stride,
+    out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha,
+    limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr, A_SCALE: tl.constexpr,
+    W_SCALE: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, W_GROUP: tl.constexpr,
+    W_OFFSET: tl.constexpr, E2M1: tl.constexpr, SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr,
+    PROMOTE: tl.constexpr, INT8: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    CLAMP: tl.constexpr, QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr,
+    ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of one expert from slot0 on, of its slab's `used` or of the aligned pairs; a
-    direct block's one pair is slot0. Two tiles of weights share each tile of a: with a gate, which
-    lie N rows apart, and if WIDE, which lie side by side."""
-    slot_M = slot0 + tl.arange(0, BLOCK_M)
-    if ROWS == "slabs":
-        row_ok = slot_M < used
-        out_row = expert * slab + slot_M
+    """Compute BLOCK_M rows of one expert, from first_row on: sorted rows, or of its `used` rows
+    (batched); first_row is the assignment of a direct block. Two weight tiles share each tile of a:
+    N rows apart with a gate, side by side if WIDE."""
+    row_M = first_row + tl.arange(0, BLOCK_M)
+    if ROWS == "batched":
+        row_ok = row_M < used
+        out_row = expert * capacity + row_M
         a_row = out_row
-        a_scale_row = expert * a_scale_stride_l + slot_M * a_scale_stride_m
+        a_scale_row = expert * a_scale_stride_l + row_M * a_scale_stride_m
     else:
         if ROWS == "direct":
-            pair_M = tl.where(slot_M == slot0, slot0, num_rows)
+            assignment_M = tl.where(row_M == first_row, first_row, num_rows)
         else:
-            pair_M = tl.load(pairs_ptr + slot_M)
-        row_ok = pair_M < num_rows
-        out_row = (slot_M if IN_ORDER else pair_M).to(tl.int64)
-        a_row = (pair_M // PAIRS_PER_ROW).to(tl.int64)
+            assignment_M = tl.load(sorted_ptr + row_M)
+        row_ok = assignment_M < num_rows
+        out_row = (row_M if IN_ORDER else assignment_M).to(tl.int64)
+        a_row = (assignment_M // TOP_K).to(tl.int64)
         a_scale_row = a_row * a_scale_stride_m
 
     row0 = block_n * BLOCK_N * (2 if WIDE else 1)
@@ -421,7 +427,7 @@ def _tile(
         value = activate(value, ACTIVATION)
 
     if weights_ptr is not None:
-        weight_M = weight_before(tl.load(weights_ptr + pair_M, mask=row_ok, other=0.0))
+        weight_M = weight_before(tl.load(weights_ptr + assignment_M, mask=row_ok, other=0.0))
         value *= weight_M[:, None]
     if SPLITS > 1:
         out_row = out_row * SPLITS + tl.program_id(1)
@@ -466,22 +472,21 @@ def _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, rows, row0, n_ok,
 
 
 # Integers that change with the number of tokens must not compile a kernel each.
-@triton.jit(do_not_specialize=["num_rows", "row_blocks", "slab_blocks", "slab", "group_m"])
+@triton.jit(
+    do_not_specialize=["num_rows", "row_blocks", "blocks_per_expert", "capacity", "group_m"]
+)
 def _gemm(
-    a_ptr, w, out_ptr, pairs_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, w_offset_ptr, bias_ptr,
-    weights_ptr, out_scale_ptr, N, K, num_rows, row_blocks, slab_blocks, slab, group_m, a_stride,
-    out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha,
-    limit,
-    PAIRS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
-    A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
-    PACKED: tl.constexpr, SPLITS: tl.constexpr, W_GROUP: tl.constexpr, W_OFFSET: tl.constexpr,
-    E2M1: tl.constexpr,
-    SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
-    QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr, ONE_SCALE: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr,
-    SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    a_ptr, w, out_ptr, sorted_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, w_offset_ptr, bias_ptr,
+    weights_ptr, out_scale_ptr, N, K, num_rows, row_blocks, blocks_per_expert, capacity, group_m,
+    a_stride, out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride,
+    alpha, limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
+    A_SCALE: tl.constexpr, W_SCALE: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr,
+    W_GROUP: tl.constexpr, W_OFFSET: tl.constexpr, E2M1: tl.constexpr, SCALE_GROUP: tl.constexpr,
+    BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, CLAMP: tl.constexpr, QUANTIZE: tl.constexpr, QMAX: tl.constexpr,
+    TMA: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr, WIDE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS: see `Rows`."""
     if PDL:
@@ -489,38 +494,38 @@ def _gemm(
     COLUMNS: tl.constexpr = BLOCK_N * (2 if WIDE else 1)
     block_m, block_n = tile_at(tl.program_id(0), row_blocks, tl.cdiv(N, COLUMNS), group_m)
     HALF: tl.constexpr = BLOCK_M // 2
-    if ROWS == "slabs":
-        expert = (block_m // slab_blocks).to(tl.int64)
-        used = tl.minimum(tl.load(experts_ptr + expert), slab)
-        slot0 = block_m % slab_blocks * BLOCK_M
-        if slot0 >= used:
+    if ROWS == "batched":
+        expert = (block_m // blocks_per_expert).to(tl.int64)
+        used = tl.minimum(tl.load(experts_ptr + expert), capacity)
+        first_row = block_m % blocks_per_expert * BLOCK_M
+        if first_row >= used:
             return
-        half = slot0 + HALF >= used
+        half = first_row + HALF >= used
     else:
         expert = tl.load(experts_ptr + block_m).to(tl.int64)
         if expert < 0:
             return
         used = 0
-        slot0 = block_m if ROWS == "direct" else block_m * BLOCK_M
+        first_row = block_m if ROWS == "direct" else block_m * BLOCK_M
         if HALVES:
-            half = tl.load(pairs_ptr + slot0 + HALF) >= num_rows
+            half = tl.load(sorted_ptr + first_row + HALF) >= num_rows
     if HALVES:
         if half:
             _tile(
-                block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr,
+                block_n, expert, first_row, used, a_ptr, w, out_ptr, sorted_ptr, a_scale_ptr,
                 w_scale_ptr, w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows,
-                slab, a_stride, out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k,
-                out_scale_stride, alpha, limit, PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE,
-                PACKED, SPLITS, W_GROUP, W_OFFSET, E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8,
+                capacity, a_stride, out_stride, a_scale_stride_l, a_scale_stride_m,
+                a_scale_stride_k, out_scale_stride, alpha, limit, TOP_K, ROWS, IN_ORDER, A_SCALE,
+                W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET, E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8,
                 ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA, ONE_SCALE, EVEN_N, EVEN_K, WIDE,
                 SWAPPED, HALF, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             return
     _tile(
-        block_n, expert, slot0, used, a_ptr, w, out_ptr, pairs_ptr, a_scale_ptr, w_scale_ptr,
-        w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows, slab, a_stride,
+        block_n, expert, first_row, used, a_ptr, w, out_ptr, sorted_ptr, a_scale_ptr, w_scale_ptr,
+        w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows, capacity, a_stride,
         out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha,
-        limit, PAIRS_PER_ROW, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET,
+        limit, TOP_K, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET,
         E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA,
         ONE_SCALE, EVEN_N, EVEN_K, WIDE, SWAPPED, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip

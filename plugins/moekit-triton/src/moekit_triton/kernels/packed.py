@@ -1,88 +1,23 @@
-"""Weights of 4 bits: how they lie in memory, and the products with them.
-
-K is cut into chunks of 128 columns, a chunk into quarters of 32. An int16 holds one column of each
-quarter, the first in its lowest bits, and a chunk of all rows lies in one piece:
-
-    w       int16 (L, K / 128, N, 32)
-    scale   (L, K / group, N) by chunks, or (L, N) where one serves all of K
-    offset  int32 (L, K / group or 1, N), where zero points differ: twice the bits of -(bias + zero)
+"""Products with 4-bit weights, in the layout of `moekit_triton.packing`.
 
 A pair of columns becomes a pair of 16-bit floats by one mask: int4's v in the lowest bits of the
 mantissa of `bias`, whose unit in the last place is 1, so that adding the offset leaves v - zero;
-e2m1's bits in their places in the wider format, which differs by a power of two. Scales multiply a
-group's sums, not the weights, so that nothing is rounded on the way.
+e2m1's bits at their places in the wider format, which differs by a power of two. Scales multiply
+the sums of a group, not the weights, so no intermediate value is rounded.
 
-Products are transposed, W @ A.T: tensor cores take their left operand from registers, where the
-weights were made, and tokens are the side that may be narrow.
+Products are transposed, W @ A.T (swap-AB): tensor cores take the left operand from registers, where
+the weights are made, and tokens are the side that may be narrow.
 """
 
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from moekit_kernels.numerics import INTERPRETED, convert, dot
 
-from moekit.plugin import INT4_ZERO, ExpertWeights, MoEProblem, unpack_int4
+from moekit.plugin import INT4_ZERO
 
-CHUNK = 128
-"""Columns of a step; their quarters lie within one scale group each."""
+from .tiles import CHUNK
 
 _QUARTER = CHUNK // 4
-# -128 in bf16, -1024 in fp16: the lowest bits are free for a zero point.
-_BIAS = {torch.bfloat16: 0xC300, torch.float16: 0xE400}
-
-
-def pack_weights(weights: ExpertWeights, problem: MoEProblem) -> dict[str, torch.Tensor]:
-    """w13, w2 and what belongs to them, as above; biases as they are.
-
-    Scales are bf16 where activations are (one rounding more), else fp32; powers of two are e8m0.
-    """
-    operand = problem.quant.weight
-    assert operand is not None and operand.packed
-    group = operand.group[1]
-    packed = {}
-    for name in ("w13", "w2"):
-        codes: torch.Tensor = getattr(weights, name)
-        packed[name] = pack_codes(codes)
-        scale = getattr(weights, f"{name}_scale")
-        if operand.microscaled:
-            packed[f"{name}_scale"] = _by_chunks((scale.view(torch.int32) >> 23).byte(), group)
-        elif group < 0:
-            packed[f"{name}_scale"] = scale[..., 0].contiguous()
-        else:
-            dtype = torch.bfloat16 if problem.dtype == torch.bfloat16 else torch.float32
-            packed[f"{name}_scale"] = _by_chunks(scale.to(dtype), group)
-        zeros = getattr(weights, f"{name}_zero_points")
-        if zeros is not None:
-            bits = zeros.int() + _BIAS[problem.dtype]
-            packed[f"{name}_offset"] = _by_chunks(bits << 16 | bits, group)
-        bias = getattr(weights, f"{name}_bias")
-        if bias is not None:
-            packed[f"{name}_bias"] = bias.contiguous()
-    return packed
-
-
-def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 (L, N, K / 2), two columns a byte -> int16 (L, ceil(K / 128), N, 32); zero padding."""
-    experts, n, half = codes.shape
-    chunks = triton.cdiv(2 * half, CHUNK)
-    out = codes.new_empty((experts, chunks, n, _QUARTER), dtype=torch.int16)
-    for one, into in zip(codes, out, strict=True):  # little memory besides the result
-        columns = F.pad(unpack_int4(one), (0, chunks * CHUNK - 2 * half))
-        first, second, third, fourth = columns.view(n, chunks, 4, _QUARTER).unbind(2)
-        bytes_ = torch.stack((first | second << 4, third | fourth << 4), dim=-1)
-        into.copy_(bytes_.view(torch.int16).squeeze(-1).transpose(0, 1))
-    return out
-
-
-def _by_chunks(x_LNG: torch.Tensor, group: int) -> torch.Tensor:
-    """(L, N, G) -> (L, G, N), with zeros up to whole chunks."""
-    missing = 0 if group < 0 else -x_LNG.shape[2] % (CHUNK // group)
-    return F.pad(x_LNG, (0, missing)).transpose(1, 2).contiguous()
-
-
-# -- device -------------------------------------------------------------------------------------
-
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _ZERO = tl.constexpr(INT4_ZERO)
 _CHUNK, _PART = tl.constexpr(CHUNK), tl.constexpr(_QUARTER)

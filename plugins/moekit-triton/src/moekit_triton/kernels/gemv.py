@@ -13,7 +13,7 @@ or a token's K slots. Products are summed within a thread first, so that a scale
 columns costs one multiplication a chunk.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,15 +21,7 @@ import triton.language as tl
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import SCALE_GROUP, Activation, activate, activate_gated, convert
 
-
-@dataclass(frozen=True)
-class GemvConfig:
-    """rows: output columns of a program, each a row of weights (two with a gate); a power of two.
-    warps_k: warps that share a row; num_warps: of a program."""
-
-    rows: int
-    num_warps: int = 4
-    warps_k: int = 1
+from .tiles import GemvConfig
 
 
 def gemv_up(
@@ -107,7 +99,7 @@ def gemv_down(
 def _constants(
     x: torch.Tensor, w: torch.Tensor, n: int, x_kind: str, w_scale: torch.Tensor | None,
     bias: torch.Tensor | None, config: GemvConfig,
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     k, values = w.shape[2], 16 // max(x.itemsize, w.itemsize)
     w_kind = "none" if w_scale is None else ("tensor", "channel", "block")[w_scale.dim() - 1]
     return {

@@ -30,7 +30,8 @@ from moekit_kernels.numerics import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .gemm import GemmConfig, tile_at
+from .gemm import tile_at
+from .tiles import GemmConfig
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def sorted_gemm(
     num_experts, w_rows, k = w_LNK.shape
     gated = activation is not None and activation.gated
     n = w_rows // 2 if gated else w_rows
-    entries = aligned.assignments_S.numel()
+    entries = aligned.capacity
     assert a_SK.shape == (entries, k) and out.shape[1] == n and w_LNK.is_contiguous()
     assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == config.block_m
     assert len(out) == (num_pairs if by_pair else entries)

@@ -1,0 +1,95 @@
+"""What a scheme and a device allow: operand widths, tensor descriptors, specialized warps."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
+
+from moekit.plugin import MoEProblem
+
+BLOCKS_M = (8, 16, 32, 64, 128)
+"""Rows of a tile; 8 only for 4-bit weights."""
+PACKED_BLOCK_M = 64
+"""Most rows of a tile with 4-bit weights: group sums take as many registers again."""
+HOPPER_SHARED = 227 << 10
+"""Bytes of shared memory that one program may use on Hopper."""
+HOPPER_SMS = 132
+"""Multiprocessors that the heuristics assume."""
+# Shared memory where it is less than Hopper's.
+_SHARED = {
+    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
+}  # fmt: skip
+# Gluon still changes between Triton's versions: MOEKIT_TRITON_GLUON=0 turns its kernels off.
+_GLUON = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"
+
+
+def operand_bits(problem: MoEProblem) -> tuple[int, int]:
+    """Return the stored bits of an activation and of a weight."""
+    scheme, bits = problem.quant, 8 * problem.dtype.itemsize
+    activation = bits if scheme.activation is None else 8 * scheme.activation.torch_dtype.itemsize
+    weight = bits if scheme.weight is None else 8 * scheme.weight.torch_dtype.itemsize
+    if scheme.weight is not None and scheme.weight.packed:
+        weight = 4
+    return activation, weight
+
+
+def hopper(problem: MoEProblem) -> bool:
+    """Return whether the device has compute capability 9.0; an unknown device counts as one."""
+    return (problem.device.capability or (9, 0)) == (9, 0)
+
+
+def shared_memory(problem: MoEProblem) -> int:
+    """Return the bytes of shared memory that one program may use."""
+    return _SHARED.get(problem.device.capability or (9, 0), HOPPER_SHARED)
+
+
+def num_sms(problem: MoEProblem) -> int:
+    """Return the multiprocessors of the current device; Hopper's in the interpreter."""
+    if problem.device.type != "cuda":
+        return HOPPER_SMS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def fusable(problem: MoEProblem, block_n: int) -> bool:
+    """Return whether GEMM 1's tiles hold what the quantization of their result needs."""
+    operand = problem.quant.activation
+    if operand is None or operand.static:
+        return True
+    return operand.group == (1, 128) and block_n == 128
+
+
+def tma_possible(problem: MoEProblem) -> bool:
+    """Return whether weights can come through tensor descriptors: Hopper or later, rows of whole 16
+    bytes. 4-bit weights never do, their tiles are contiguous anyway."""
+    _, w_bits = operand_bits(problem)
+    if w_bits == 4 or INTERPRETED:
+        return False
+    if problem.device.capability is None or problem.device.capability < (9, 0):
+        return False
+    widths = problem.hidden_size, problem.local_intermediate_size
+    return all(n * w_bits // 8 % 16 == 0 for n in widths)
+
+
+def swap_ab_pays(problem: MoEProblem) -> bool:
+    """Return whether tiles below 64 rows are faster with swap-AB: e4m3 on Hopper."""
+    operand = problem.quant.activation
+    return hopper(problem) and operand is not None and operand.dtype.startswith("float8")
+
+
+def specializable(problem: MoEProblem) -> bool:
+    """Return whether specialized warps can compute both GEMMs: Hopper, triton 3.6, silu with a gate
+    and no clamp, no bias, 16 bits or fp8 blocks."""
+    if INTERPRETED or not _GLUON or not triton.__version__.startswith("3.6."):
+        return False
+    if problem.device.capability != (9, 0) or problem.has_bias:
+        return False
+    activation = problem.activation
+    if activation.name != "silu" or not activation.gated or activation.clamped:
+        return False
+    if problem.quant.weight is None:
+        return True
+    aligned = problem.local_intermediate_size % SCALE_GROUP == 0
+    return problem.quant.name == "fp8_block" and aligned

@@ -1,0 +1,409 @@
+"""Choose a call's launch plan: from a tuned table if a near shape was measured, else by rules.
+
+The constants were measured on an H200; `sorted_plan` and `heuristic` say where they apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import triton
+from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
+
+from moekit.plugin import BufferSpec, MoEProblem
+
+from .calls import Layer
+from .capabilities import (
+    BLOCKS_M,
+    HOPPER_SHARED,
+    HOPPER_SMS,
+    PACKED_BLOCK_M,
+    fusable,
+    hopper,
+    operand_bits,
+    shared_memory,
+    specializable,
+    swap_ab_pays,
+    tma_possible,
+)
+from .kernels.tiles import CHUNK, GemmConfig, GemvConfig
+from .plans import (
+    Batched,
+    Copied,
+    CopiedAhead,
+    Direct,
+    DotProducts,
+    Gathered,
+    Joined,
+    Sorted,
+    StandardPlan,
+    TilePlan,
+)
+from .tables import Measured, measured_plans
+
+# Rows per expert from which expert-sorted rows pay: 16 bits, fp8 blocks.
+_SORTED_FROM, _SORTED_FROM_FP8 = 128, 32
+# Intermediate size from which 16-bit x is copied first, which costs one write for each assignment:
+# without and with specialized tiles, whose loads need that.
+_COPIED_WIDTH, _COPIED_WIDTH_SPECIALIZED = 1024, 768
+# From so many rows per expert and that width, expert-sorted rows have won wherever tiles can be
+# specialized: 16 bits, fp8 blocks.
+_SORTED_ALWAYS_FROM, _SORTED_ALWAYS_FROM_FP8 = 200, 56
+# Rows per expert from which GEMM 1 hides the copying; and tiles of GEMM 2 per multiprocessor from
+# which one launch for both GEMMs wins: with fewer, its end dominates.
+_AHEAD_FROM, _JOINED_FROM = 700, 4
+# Dot products read an expert's weights once for each of its assignments: at most so many times on
+# average, for weights of more than 8 bits and for 8 bits.
+_MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
+# Where programs share GEMM 2's K: the most programs, and the most addends.
+_MOST_SPLITS, _MOST_ADDENDS = 4, 16
+
+
+class Planner:
+    """Chooses the plans of one layer. Tuned tables are read once, when it is made."""
+
+    def __init__(self, problem: MoEProblem, *, batched: bool = False) -> None:
+        self._problem = problem
+        self._batched = batched
+        self._measured = () if INTERPRETED else measured_plans(problem)
+
+    def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
+        """Return the plan for ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity ``rows``."""
+        p = self._problem
+        if not self._batched and dots_pay(p, rows, top_k):
+            return dot_products(p, rows, top_k)
+        # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
+        per_expert = rows * top_k / p.num_physical_experts
+        plan = self._tiles(per_expert, not self._batched and sorting_pays(p, rows, top_k))
+        if not specializable(p):
+            plan = _without_specialized(plan)
+        if self._batched:
+            assert isinstance(plan, Gathered)
+            return Batched(plan.first, plan.second, plan.fused)
+        return _for_few(p, plan, rows, top_k) if isinstance(plan, Gathered) else plan
+
+    def _tiles(self, per_expert: float, sort: bool) -> TilePlan:
+        p = self._problem
+        plan = _nearest(p, self._measured, per_expert)
+        if plan is None:
+            return sorted_plan(p, per_expert) if sort else heuristic(p, per_expert)
+        if sort:
+            gathers = isinstance(plan, Gathered)
+            return sorted_plan(p, per_expert) if gathers and sorted_wins(p, per_expert) else plan
+        if isinstance(plan, Gathered):
+            return plan
+        # Tiles for 16 bits also serve gathered rows; those for fp8 blocks do not.
+        if p.quant.weight is not None:
+            return heuristic(p, per_expert)
+        return Gathered(plan.first, plan.second, True)
+
+
+def choose_plan(
+    problem: MoEProblem, rows: int, top_k: int, *, batched: bool = False
+) -> StandardPlan | Batched:
+    """Return the plan for calls of ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity
+    ``rows``."""
+    return Planner(problem, batched=batched).plan(rows, top_k)
+
+
+def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
+    """Return `calls.Buffers` that serve every plan for calls of at most ``rows`` rows."""
+    p, count = layer.problem, rows * layer.problem.top_k
+    # The extremes: large blocks need more entries, small ones more blocks.
+    largest, smallest = (GemmConfig(b, 128, 128) for b in (max(BLOCKS_M), min(BLOCKS_M)))
+    plans: list[TilePlan] = [Gathered(t, t, fused=False) for t in (largest, smallest)]
+    if sorting_pays(p, rows, p.top_k):
+        plans.append(Copied(largest, largest))
+    found = [plan.workspace(layer, rows, p.top_k) for plan in plans]
+    specs = [max(specs, key=lambda spec: spec.shape[0]) for specs in zip(*found, strict=True)]
+    addends = BufferSpec((_most_addends(p, count) * p.hidden_size,), p.dtype)
+    gemm_out = 6
+    specs[gemm_out] = max(specs[gemm_out], addends, key=lambda spec: spec.shape[0])
+    return tuple(specs)
+
+
+# -- tuned tables -------------------------------------------------------------------------------
+
+
+def _nearest(
+    problem: MoEProblem, measured: Sequence[Measured], per_expert: float
+) -> TilePlan | None:
+    """Return the plan that was measured for the nearest number of rows per expert, log scale."""
+    if not measured:
+        return None
+    wanted = math.log(max(per_expert, 1e-3))
+    _, plan = min(measured, key=lambda m: abs(math.log(m[0]) - wanted))
+    if not tma_possible(problem):  # the measured sizes are near these, not equal
+        first, second = (replace(tile, tma=False) for tile in (plan.first, plan.second))
+        plan = replace(plan, first=first, second=second)
+    if isinstance(plan, Gathered):
+        plan = replace(plan, fused=plan.fused and fusable(problem, plan.first.block_n))
+    return plan
+
+
+def _without_specialized(plan: TilePlan) -> TilePlan:
+    """Replace specialized tiles by the nearest others."""
+    first, second = (_unspecialized(tile) for tile in (plan.first, plan.second))
+    if isinstance(plan, (CopiedAhead, Joined)):
+        return Copied(first, second)
+    return replace(plan, first=first, second=second)
+
+
+def _unspecialized(tile: GemmConfig) -> GemmConfig:
+    """With a gate (block_n below 256), registers are too few for persistence."""
+    if not tile.specialized:
+        return tile
+    wide = tile.block_n == 256
+    return replace(tile, specialized=False, persistent=wide, halves=not wide)
+
+
+# -- a few tokens -------------------------------------------------------------------------------
+
+
+def _for_few(problem: MoEProblem, plan: Gathered, rows: int, top_k: int) -> Gathered:
+    count = rows * top_k
+    second = replace(plan.second, splits=_splits(problem, count))
+    # Few assignments hardly share experts, one token's never do: then sorting gains nothing.
+    direct = rows == 1 or 4 * count <= problem.num_local_experts
+    kind = Direct if direct and plan.block_m <= 16 else Gathered
+    return kind(plan.first, second, plan.fused)
+
+
+def _most_addends(problem: MoEProblem, count: int) -> int:
+    """Return the most rows of GEMM 2's output for up to ``count`` assignments, where programs share
+    K."""
+    return min(count * _MOST_SPLITS, _MOST_ADDENDS) if operand_bits(problem)[1] == 4 else 0
+
+
+def _splits(problem: MoEProblem, count: int) -> int:
+    """Return how many programs share GEMM 2's K, which is long for the programs of a few
+    assignments: up to sixteen warps per multiprocessor, a warp for 16 columns, and at least eight
+    steps for each."""
+    if operand_bits(problem)[1] > 4 or count == 0:
+        return 1
+    chunks = triton.cdiv(problem.local_intermediate_size, CHUNK)
+    warps = count * triton.cdiv(problem.hidden_size, 16)
+    most = min(_MOST_SPLITS, _MOST_ADDENDS // count, chunks // 8, 16 * HOPPER_SMS // warps)
+    return 1 << most.bit_length() - 1 if most > 1 else 1
+
+
+def dots_pay(problem: MoEProblem, rows: int, top_k: int) -> bool:
+    """Return whether so few assignments share an expert that each may read its weights.
+
+    A token names an expert with probability K / P, so rows * K / P tokens name it on average, and
+    at least one does with probability 1 - (1 - K / P) ** rows: the quotient is how often the
+    weights of a named expert are read.
+    """
+    bits = operand_bits(problem)[1]
+    if bits == 4:
+        return False
+    named = min(1.0, top_k / problem.num_physical_experts)
+    most = _MOST_SHARING_8_BITS if bits == 8 else _MOST_SHARING
+    return rows * named <= most * (1 - (1 - named) ** rows)
+
+
+def dot_products(problem: MoEProblem, rows: int, top_k: int) -> DotProducts:
+    """Return the plan with as many columns a program as leave four programs per multiprocessor."""
+    p, wanted = problem, 4 * HOPPER_SMS
+    if INTERPRETED:  # its time is that of the number of programs, not of their size
+        return DotProducts(GemvConfig(64), GemvConfig(64))
+
+    def columns(n: int, rows: int) -> int:
+        return next((c for c in (8, 4, 2) if rows * n // c >= wanted), 1)
+
+    up = columns(p.local_intermediate_size, rows * top_k)
+    return DotProducts(GemvConfig(up), GemvConfig(columns(p.hidden_size, rows)))
+
+
+# -- expert-sorted rows -------------------------------------------------------------------------
+
+
+def sorting_pays(problem: MoEProblem, rows: int, top_k: int) -> bool:
+    """Return whether GEMM 2 gains by expert-sorted rows, which let both operands come through
+    descriptors: 16 bits, and fp8 blocks where their tiles are specialized."""
+    scaled = problem.quant.weight is not None
+    if scaled and not specializable(problem) or problem.dtype.itemsize != 2:
+        return False
+    if shared_memory(problem) < HOPPER_SHARED:  # four stages of such tiles need it
+        return False
+    per_expert = rows * top_k / problem.num_physical_experts
+    return per_expert >= (_SORTED_FROM_FP8 if scaled else _SORTED_FROM) and tma_possible(problem)
+
+
+def sorted_wins(problem: MoEProblem, per_expert: float) -> bool:
+    """Return whether expert-sorted rows, where they pay, need no comparison with gathered ones."""
+    wide = problem.local_intermediate_size >= _COPIED_WIDTH_SPECIALIZED
+    least = _SORTED_ALWAYS_FROM if problem.quant.weight is None else _SORTED_ALWAYS_FROM_FP8
+    return per_expert >= least and wide and specializable(problem)
+
+
+def sorted_plan(problem: MoEProblem, per_expert: float) -> Sorted:
+    """Return the plan whose tiles have won wherever they were measured."""
+    scaled = problem.quant.weight is not None
+    block_k = SCALE_GROUP if scaled else 64
+    first = GemmConfig(128, 128, block_k, 8, 8, 4, tma=True, halves=True, specialized=True)
+    second = replace(first, block_n=256)
+    if not problem.activation.gated:
+        first = second
+    return _sorted_kind(problem, per_expert)(first, second)
+
+
+def _sorted_kind(problem: MoEProblem, per_expert: float) -> type[Sorted]:
+    p = problem
+    if p.quant.weight is not None:
+        return Copied
+    if not specializable(p):
+        return Copied if p.local_intermediate_size >= _COPIED_WIDTH else Sorted
+    if p.local_intermediate_size < _COPIED_WIDTH_SPECIALIZED:
+        return Sorted
+    if per_expert >= _AHEAD_FROM:
+        return CopiedAhead
+    tiles = p.num_local_experts * math.ceil(per_expert / 128) * triton.cdiv(p.hidden_size, 256)
+    return Joined if tiles >= _JOINED_FROM * HOPPER_SMS else Copied
+
+
+# -- gathered rows ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A problem and its rows per expert, as the rules for tiles distinguish them.
+
+    plain: 16-bit operands; grouped: activations with scales by groups of 128 columns; whole_k_fp8:
+    e4m3 on Hopper whose scales serve all of K; wide: weight rows behind an output column of GEMM 1.
+    """
+
+    problem: MoEProblem
+    per_expert: float
+    a_bits: int
+    w_bits: int
+    plain: bool
+    grouped: bool
+    whole_k_fp8: bool
+    wide: int
+    block_m: int
+    busy: int
+
+    @classmethod
+    def of(cls, p: MoEProblem, per_expert: float) -> _Case:
+        a_bits, w_bits = operand_bits(p)
+        plain = a_bits == w_bits == 16
+        grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
+        whole_k_fp8 = swap_ab_pays(p) and not grouped
+        # Half tiles of 128 rows win where many experts have more than 64, but for group scales.
+        most_64 = 48 if plain or whole_k_fp8 else 64
+        block_m = _block_m(per_expert, most_64, a_bits, w_bits)
+        busy = p.num_local_experts * max(1, math.ceil(per_expert / block_m))
+        if w_bits == 4:  # experts without rows keep nothing busy
+            busy = math.ceil(busy * min(1.0, per_expert))
+        wide = 2 if p.activation.gated else 1  # GEMM 1 with a gate holds two tiles of block_n
+        return cls(p, per_expert, a_bits, w_bits, plain, grouped, whole_k_fp8, wide, block_m, busy)
+
+    def tile(self, n: int, k: int, wide: int) -> GemmConfig:
+        """Return the tile for n output columns, each of ``wide`` weight rows of k columns."""
+        if self.w_bits == 4:
+            return _packed_tile(self.block_m, self.busy, n, wide)
+        return _tile(self.block_m, self.busy, n, k, self.a_bits, self.w_bits, wide)
+
+
+def _block_m(per_expert: float, most_64: int, a_bits: int, w_bits: int) -> int:
+    """Return twice the expected rows while weights bound the time, then large tiles."""
+    if w_bits == 4 and per_expert <= 4:
+        return 8
+    block_m = next((b for b, most in ((16, 8), (32, 24), (64, most_64)) if per_expert <= most), 128)
+    if a_bits == 32:  # without tensor cores
+        block_m = min(block_m, 64)
+    return min(block_m, PACKED_BLOCK_M) if w_bits == 4 else block_m
+
+
+def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
+    """Return a plan for gathered rows without any measurement."""
+    p, case = problem, _Case.of(problem, per_expert)
+    hidden, inner, block_m = p.hidden_size, p.local_intermediate_size, case.block_m
+    first = case.tile(inner, hidden, case.wide)
+    if case.grouped and (block_m <= 64 or hopper(p)) and inner >= 128:
+        first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
+    fused = fusable(p, first.block_n)
+    if not fused:
+        first = case.tile(p.w13_rows, hidden, 1)
+    second = case.tile(hidden, inner, 1)
+    swapped = swap_ab_pays(p) and block_m < 64
+    first, second = (
+        replace(c, tma=tma_possible(p), halves=block_m == 128, swapped=swapped and c.block_n >= 64)
+        for c in (first, second)
+    )
+    if block_m == 128:
+        first, second = _large_tiles(case, first, second, fused)
+    shared, wide = shared_memory(p), case.wide if fused else 1
+    return Gathered(
+        _within(first, case.a_bits, case.w_bits, wide, shared),
+        _within(second, case.a_bits, case.w_bits, 1, shared),
+        fused,
+    )
+
+
+def _large_tiles(
+    case: _Case, first: GemmConfig, second: GemmConfig, fused: bool
+) -> tuple[GemmConfig, GemmConfig]:
+    """Adjust tiles of 128 rows."""
+    p = case.problem
+    if case.plain and hopper(p):
+        # Pointers to GEMM 1's weights, while rows are few.
+        tma = first.tma and case.per_expert > _SORTED_FROM
+        return replace(first, tma=tma, num_stages=4), replace(second, num_stages=4)
+    if case.whole_k_fp8:
+        second = _large_fp8_tile(second, p.hidden_size, case.per_expert)
+        if not fused or case.wide == 1:
+            first = _large_fp8_tile(first, p.w13_rows, case.per_expert)
+    if case.grouped and hopper(p):
+        second = replace(second, tma=False, wide=True, num_stages=3)
+    return first, second
+
+
+def _large_fp8_tile(tile: GemmConfig, n: int, per_expert: float) -> GemmConfig:
+    """Return the tile for fp8 whose scales serve all of K, n columns: two programs per
+    multiprocessor, until there are rows for the largest tile."""
+    if per_expert > _SORTED_FROM and n >= 256:
+        return replace(tile, block_n=256, num_warps=8, num_stages=4)
+    return replace(tile, num_warps=4, num_stages=3)
+
+
+def _tile(
+    block_m: int, busy: int, n: int, k: int, a_bits: int, w_bits: int, wide: int
+) -> GemmConfig:
+    """Return a tile; block_n counts output columns, each of ``wide`` weight rows."""
+    if a_bits == 32:
+        block_n, block_k, warps, stages = 64, 32, 4, 3
+    elif block_m <= 32:  # bound by reading weights: keep every multiprocessor streaming
+        block_n = 128 if busy * triton.cdiv(n, 128) >= 2 * HOPPER_SMS else 64
+        block_k, warps, stages = 128, 4, 4
+    elif block_m == 64:
+        block_n, block_k, warps, stages = 128, 1024 // a_bits, 4, 4
+    elif a_bits == w_bits == 16:
+        block_n, block_k, warps, stages = 256, 64, 8, 3
+    else:
+        block_n, block_k, warps, stages = 128, 1024 // a_bits, 8, 4
+    block_n = min(max(32, block_n // wide), max(32, triton.next_power_of_2(n)))
+    block_k = min(block_k, max(32, triton.next_power_of_2(k)))
+    return GemmConfig(block_m, block_n, block_k, num_warps=warps, num_stages=stages)
+
+
+def _packed_tile(block_m: int, busy: int, n: int, wide: int) -> GemmConfig:
+    """Return a tile for 4-bit weights: a warp makes 16 weight rows; four warps and 64 or more rows
+    form warp groups."""
+    most = 64 if block_m <= 32 or wide == 2 else 128
+    sizes = [b for b in (most, 64, 32, 16) if b <= max(16, triton.next_power_of_2(n))]
+    block_n = sizes[0]
+    if block_m <= 32 and not INTERPRETED:  # keep every multiprocessor streaming
+        block_n = next((b for b in sizes if busy * triton.cdiv(n, b) >= 3 * HOPPER_SMS), sizes[-1])
+    stages = 3 if block_n >= 64 else 5
+    return GemmConfig(block_m, block_n, CHUNK, num_warps=block_n // 16, num_stages=stages)
+
+
+def _within(config: GemmConfig, a_bits: int, w_bits: int, wide: int, shared: int) -> GemmConfig:
+    """Limit the stages to what shared memory holds, at least two."""
+    columns = config.block_n * wide * (2 if config.wide else 1)
+    stage = (config.block_m * a_bits + columns * w_bits) * config.block_k // 8
+    return replace(config, num_stages=max(2, min(config.num_stages, shared // stage)))

@@ -1,0 +1,90 @@
+"""Tile and launch parameters of the kernels, as launch plans and tuned tables hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+CHUNK = 128
+"""Columns of K that a step of the 4-bit kernel covers."""
+
+
+class _Tile:
+    """JSON form: the fields that differ from their defaults."""
+
+    def to_json(self) -> dict[str, Any]:
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}  # type: ignore[arg-type]
+        return {n: value for n, (value, default) in values.items() if value != default}
+
+
+@dataclass(frozen=True)
+class GemmConfig(_Tile):
+    """Tile and launch parameters of one GEMM.
+
+    Args:
+        block_m: rows of a tile.
+        block_n: output columns of a tile; with a gated epilogue, twice as many weight rows.
+        block_k: columns of K in a step.
+        group_m: row blocks that run next to each other per column block, for L2 reuse.
+        num_warps: warps of a program.
+        num_stages: stages of the software pipeline.
+        tma: weight tiles come through a tensor descriptor.
+        persistent: one program per multiprocessor takes tiles in turn (`sorted_gemm` only).
+        splits: programs that share K (4-bit weights and few rows).
+        halves: a block whose second half has no rows runs as a half tile.
+        wide: two weight tiles side by side share each activation tile, where there is no epilogue.
+        specialized: run by specialized warps, where the plan and the device allow it.
+        swapped: swap-AB, computing W @ x.T: tiles below 64 rows then run on wgmma, which reads fp8
+            directly, while mma.sync converts it to fp16.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+    tma: bool = False
+    persistent: bool = False
+    splits: int = 1
+    halves: bool = False
+    wide: bool = False
+    specialized: bool = False
+    swapped: bool = False
+
+    def describe(self) -> str:
+        """Return for example ``16x128x128 w4 s3 tma``."""
+        flags = ("tma", "persistent", "halves", "wide", "specialized", "swapped")
+        words = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
+        words += [f"w{self.num_warps}", f"s{self.num_stages}"]
+        words += [f"k{self.splits}"] if self.splits > 1 else []
+        return " ".join(words + [flag for flag in flags if getattr(self, flag)])
+
+
+@dataclass(frozen=True)
+class GemvConfig(_Tile):
+    """Launch parameters of a dot product kernel.
+
+    Args:
+        rows: output columns of a program, each one weight row (two with a gate); a power of two.
+        num_warps: warps of a program.
+        warps_k: warps that share a weight row.
+    """
+
+    rows: int
+    num_warps: int = 4
+    warps_k: int = 1
+
+    def describe(self) -> str:
+        """Return for example ``4 rows w4``."""
+        return f"{self.rows} rows w{self.num_warps}"
+
+
+def gemm_config(values: Mapping[str, Any]) -> GemmConfig:
+    """Make a GemmConfig of its JSON form. Raises ValueError for unknown or mistyped values."""
+    known = {f.name: int if f.default is MISSING else type(f.default) for f in fields(GemmConfig)}
+    for name, value in values.items():
+        if name not in known or type(value) is not known[name]:
+            raise ValueError(f"unknown or mistyped tile parameter: {name}={value!r}")
+    return GemmConfig(**values)

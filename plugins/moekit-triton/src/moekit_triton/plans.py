@@ -1,0 +1,437 @@
+"""Launch plans: which kernels compute a call, with which tiles, in which workspace.
+
+Members of `LaunchPlan`, by how rows reach the experts' tiles:
+
+    DotProducts  no tiles: a dot product for each assignment and output column (a few tokens)
+    Direct       each assignment is a row block of its own, so nothing is sorted
+    Gathered     assignments are sorted by expert; GEMM 1 gathers tokens by them
+    Sorted       GEMM 1 gathers tokens and stores expert-sorted rows for GEMM 2
+    Copied       tokens are copied (fp8 blocks: quantized) to expert-sorted rows before GEMM 1
+    CopiedAhead  GEMM 1 copies them itself, ahead of its tiles (specialized warps)
+    Joined       tokens are copied, then both GEMMs run in one launch (specialized warps)
+    Batched      the BATCHED format: rows are already grouped by expert
+
+A plan is immutable and knows no tensors. ``workspace`` states its buffers, ``launch`` computes a
+call; the tuner times ``gemm_1`` and ``gemm_2`` apart, which `launch` calls one after the other.
+
+Shape suffixes: R rows, K experts of a row, A = R * K assignments, S expert-sorted rows (padding
+included), L local experts, C capacity, H hidden size, I intermediate size, N = 2I (I without gate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+from moekit_kernels.align import COUNTERS, SortedAssignments, align_capacity, align_scratch
+from moekit_kernels.numerics import SCALE_GROUP
+from moekit_kernels.rows import ValidRows, activate_rows, weighted_sum
+from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
+from torch import Tensor
+
+from moekit.plugin import BufferSpec
+
+from .calls import (
+    BatchedCall,
+    Call,
+    Layer,
+    buffer_specs,
+    quantize_input,
+    sort_assignments,
+)
+from .capabilities import BLOCKS_M, num_sms
+from .kernels.gemm import Epilogue, Rows, grouped_gemm
+from .kernels.gemv import gemv_down, gemv_up
+from .kernels.sorted_gemm import Scales, sorted_gemm
+from .kernels.tiles import GemmConfig, GemvConfig, gemm_config
+
+
+class _Plan:
+    """What every member does the same way."""
+
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that `plan_from_json` reads."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind} | {
+            name: value.to_json() if isinstance(value, (GemmConfig, GemvConfig)) else value
+            for name, value in values.items()
+        }
+
+    def describe(self) -> str:
+        """Return for example ``gathered: 16x128x128 w4 s3 | 16x64x128 w4 s5, fused``."""
+        values = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        tiles = " | ".join(v.describe() for v in values if not isinstance(v, bool))
+        return f"{self.kind}: {tiles}" + (", fused" if True in values else "")
+
+
+@dataclass(frozen=True)
+class DotProducts(_Plan):
+    """Both GEMMs by dot products, one for each assignment: see `kernels.gemv`."""
+
+    kind: ClassVar[str] = "dot_products"
+    up: GemvConfig
+    down: GemvConfig
+
+    def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
+        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
+        return buffer_specs(layer, gemm_out=rows * top_k * layer.problem.local_intermediate_size)
+
+    def launch(self, call: Call) -> None:
+        """Write ``call.y``."""
+        layer, weights, ids = call.layer, call.weights, call.ids_RK
+        count, inner = ids.numel(), layer.problem.local_intermediate_size
+        a_AI = call.buffers.gemm_out[: count * inner].view(count, inner)
+        gemv_up(
+            call.x, weights["w13"], a_AI, ids, layer.activation, self.up, x_scale=call.x_scale,
+            w_scale=weights.get("w13_scale"), bias_LN=weights.get("w13_bias"),
+        )  # fmt: skip
+        gemv_down(
+            a_AI, weights["w2"], call.y, ids, call.weights_RK, self.down,
+            w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"),
+        )  # fmt: skip
+
+
+class _Operands(NamedTuple):
+    """Inputs and outputs of the GEMMs of a plan that gathers rows; h None: fused activation."""
+
+    x: Tensor
+    x_scale: Tensor | None
+    h: Tensor | None
+    a: Tensor
+    a_scale: Tensor | None
+    y: Tensor
+    first: Rows
+    second: Rows
+    valid: ValidRows
+
+
+@dataclass(frozen=True)
+class _TwoGemms(_Plan):
+    """Both GEMMs by `kernels.gemm`.
+
+    fused: GEMM 1 applies the activation, and quantizes its result where groups or a static scale
+    allow it; otherwise another kernel does.
+    """
+
+    first: GemmConfig
+    second: GemmConfig
+    fused: bool
+
+    @property
+    def block_m(self) -> int:
+        return self.first.block_m
+
+    def gemm_1(self, call: Call | BatchedCall, operands: _Operands) -> None:
+        """Compute GEMM 2's input from x: GEMM 1 and the activation."""
+        layer, w, o = call.layer, call.weights, operands
+        epilogue = None
+        if self.fused:
+            kind = "none" if not layer.quantized else "tensor" if layer.static else "group"
+            epilogue = Epilogue(layer.activation, kind, o.a_scale)
+        out = o.a if o.h is None else o.h
+        grouped_gemm(
+            o.x, w["w13"], out, o.first, self.first, a_scale=o.x_scale,
+            w_scale=w.get("w13_scale"), w_offset=w.get("w13_offset"), bias_LN=w.get("w13_bias"),
+            epilogue=epilogue,
+        )  # fmt: skip
+        if o.h is not None:
+            activate_rows(
+                o.h.flatten(0, -2), o.a.flatten(0, -2), layer.activation, o.valid,
+                scale=o.a_scale, static_scale=layer.static,
+            )  # fmt: skip
+
+    def gemm_2(self, call: Call | BatchedCall, operands: _Operands) -> None:
+        """Compute the experts' output rows from GEMM 2's input."""
+        w, o, a_scale = call.weights, operands, operands.a_scale
+        if a_scale is not None and o.a.dim() == 3 and not call.layer.static:
+            a_scale = a_scale.view(*o.a.shape[:2], -1)
+        grouped_gemm(
+            o.a, w["w2"], o.y, o.second, self.second, a_scale=a_scale,
+            w_scale=w.get("w2_scale"), w_offset=w.get("w2_offset"), bias_LN=w.get("w2_bias"),
+            weights_RK=call.early_weights if isinstance(call, Call) else None,
+        )  # fmt: skip
+
+    def _a_scale(self, call: Call | BatchedCall, computed: Tensor) -> Tensor | None:
+        if call.layer.static:
+            return call.weights.shared["a2_scale"]
+        return computed if call.layer.quantized else None
+
+
+@dataclass(frozen=True)
+class Gathered(_TwoGemms):
+    """Assignments sorted by expert; GEMM 1 gathers tokens, GEMM 2 stores by assignment."""
+
+    kind: ClassVar[str] = "gathered"
+
+    def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
+        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
+        count, experts = rows * top_k, layer.problem.num_local_experts
+        capacity = align_capacity(count, experts, self.block_m)
+        return self._workspace(
+            layer, rows, count, capacity=capacity, blocks=capacity // self.block_m,
+            scratch=align_scratch(count, experts),
+        )  # fmt: skip
+
+    def _workspace(
+        self, layer: Layer, rows: int, count: int, **lists: int
+    ) -> tuple[BufferSpec, ...]:
+        p = layer.problem
+        gemm_out = count * self.second.splits * p.hidden_size
+        if not self.fused:
+            gemm_out = max(gemm_out, count * p.w13_rows)
+        return buffer_specs(
+            layer, gemm_out=gemm_out, activated=count, x=rows, x_scale=rows, **lists
+        )
+
+    def launch(self, call: Call) -> None:
+        """Write ``call.y``."""
+        operands = self.prepare(call)
+        self.gemm_1(call, operands)
+        self.gemm_2(call, operands)
+        weighted_sum(
+            operands.y, call.weights_RK, call.ids_RK, call.y,
+            weight_before_applied=call.layer.split_weights,
+        )  # fmt: skip
+
+    def prepare(self, call: Call) -> _Operands:
+        """Quantize x if needed, sort the assignments, and divide the workspace."""
+        p, buffers, count = call.layer.problem, call.buffers, call.ids_RK.numel()
+        x, x_scale = call.x, call.x_scale
+        if x_scale is None and call.layer.quantized:
+            x, x_scale = quantize_input(call)
+        first, second = self._rows(call)
+        h, sums = None, count * self.second.splits
+        if not self.fused:
+            h = buffers.gemm_out[: count * p.w13_rows].view(count, p.w13_rows)
+        return _Operands(
+            x, x_scale, h, buffers.activated[:count], self._a_scale(call, buffers.scale[:count]),
+            buffers.gemm_out[: sums * p.hidden_size].view(sums, p.hidden_size), first, second,
+            ValidRows(ids=call.ids_RK),
+        )  # fmt: skip
+
+    def _rows(self, call: Call) -> tuple[Rows, Rows]:
+        aligned = sort_assignments(call, self.block_m)
+        return Rows.aligned(aligned, call.ids_RK.shape[1]), Rows.aligned(aligned)
+
+
+@dataclass(frozen=True)
+class Direct(Gathered):
+    """Each assignment is a row block of its own: few assignments hardly share experts."""
+
+    kind: ClassVar[str] = "direct"
+
+    def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
+        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
+        return self._workspace(layer, rows, rows * top_k)
+
+    def _rows(self, call: Call) -> tuple[Rows, Rows]:
+        return Rows.direct(call.ids_RK, call.ids_RK.shape[1]), Rows.direct(call.ids_RK)
+
+
+@dataclass(frozen=True)
+class Batched(_TwoGemms):
+    """The BATCHED format: row blocks over the used rows of every expert."""
+
+    kind: ClassVar[str] = "batched"
+
+    @staticmethod
+    def workspace(layer: Layer, capacity: int) -> tuple[BufferSpec, ...]:
+        """Return the specs of `BatchedCall.buffers` for a capacity of so many rows."""
+        p = layer.problem
+        rows, inner = p.num_local_experts * capacity, p.local_intermediate_size
+        return (
+            BufferSpec((rows, p.w13_rows), p.dtype),
+            BufferSpec((rows, inner), layer.a_dtype),
+            BufferSpec((rows, layer.scale_columns(inner)), torch.float32),
+        )
+
+    def launch(self, call: BatchedCall) -> None:
+        """Write the used rows of ``call.y``."""
+        experts, capacity = call.x.shape[:2]
+        h, a, scale = (buffer[: experts * capacity] for buffer in call.buffers)
+        rows = Rows.batched(call.counts_L, capacity, self.block_m)
+        operands = _Operands(
+            call.x, call.x_scale, None if self.fused else h.view(experts, capacity, -1),
+            a.view(experts, capacity, -1), self._a_scale(call, scale), call.y, rows, rows,
+            ValidRows(counts_L=call.counts_L, capacity=capacity),
+        )  # fmt: skip
+        self.gemm_1(call, operands)
+        self.gemm_2(call, operands)
+
+
+class _SortedOperands(NamedTuple):
+    """Inputs and outputs of the GEMMs over expert-sorted rows. y_SH lies where x_SH lies, or is by
+    assignment; scales: of both GEMMs."""
+
+    aligned: SortedAssignments
+    x_SH: Tensor
+    a_SI: Tensor
+    y_SH: Tensor
+    first: Scales | None
+    second: Scales | None
+    num_sms: int
+
+
+@dataclass(frozen=True)
+class Sorted(_Plan):
+    """GEMM 1 gathers tokens and stores expert-sorted rows; GEMM 2 reads them by descriptors."""
+
+    kind: ClassVar[str] = "sorted"
+    first: GemmConfig
+    second: GemmConfig
+
+    @property
+    def block_m(self) -> int:
+        return self.first.block_m
+
+    @property
+    def specialized(self) -> bool:
+        """Whether specialized warps, which need counters, compute a GEMM."""
+        return self.first.specialized or self.second.specialized
+
+    def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
+        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
+        count, experts = rows * top_k, layer.problem.num_local_experts
+        capacity = align_capacity(count, experts, self.block_m)
+        return buffer_specs(
+            layer, capacity=capacity, blocks=capacity // self.block_m,
+            counters=COUNTERS + capacity // max(BLOCKS_M), rows_A=count,
+            scratch=align_scratch(count, experts), gemm_out=capacity * layer.problem.hidden_size,
+            activated=capacity, x_scale=capacity,
+        )  # fmt: skip
+
+    def launch(self, call: Call) -> None:
+        """Write ``call.y``."""
+        operands = self.prepare(call)
+        self.gemm_1(call, operands)
+        self.gemm_2(call, operands)
+        weighted_sum(
+            operands.y_SH, call.weights_RK, call.ids_RK, call.y,
+            operands.aligned.rows_A if self.second.specialized else None,
+            weight_before_applied=call.layer.split_weights,
+        )  # fmt: skip
+
+    def prepare(self, call: Call) -> _SortedOperands:
+        """Sort the assignments and divide the workspace."""
+        layer, buffers, count = call.layer, call.buffers, call.ids_RK.numel()
+        hidden = layer.problem.hidden_size
+        aligned = sort_assignments(call, self.block_m, rows_A=True, counters=self.specialized)
+        capacity = aligned.capacity
+        rows = capacity if self.second.specialized else count
+        first = second = None
+        if layer.quantized:
+            x_scale_GS, a_scale_GS = (
+                memory.flatten()[: triton.cdiv(columns, SCALE_GROUP) * capacity].view(-1, capacity)
+                for memory, columns in (
+                    (buffers.x_scale, hidden),
+                    (buffers.scale, layer.problem.local_intermediate_size),
+                )
+            )
+            first = Scales(call.weights["w13_scale"], x_scale_GS, a_scale_GS)
+            second = Scales(call.weights["w2_scale"], a_scale_GS)
+        return _SortedOperands(
+            aligned,
+            buffers.gemm_out.view(layer.a_dtype)[: capacity * hidden].view(capacity, hidden),
+            buffers.activated[:capacity],
+            buffers.gemm_out[: rows * hidden].view(rows, hidden),
+            first, second, num_sms(layer.problem),
+        )  # fmt: skip
+
+    def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
+        """Compute GEMM 2's input from x: GEMM 1 with the activation."""
+        rows = Rows.aligned(operands.aligned, call.ids_RK.shape[1], in_order=True)
+        grouped_gemm(
+            call.x, call.weights["w13"], operands.a_SI, rows, self.first,
+            bias_LN=call.weights.get("w13_bias"), epilogue=Epilogue(call.layer.activation),
+        )  # fmt: skip
+
+    def gemm_2(self, call: Call, operands: _SortedOperands) -> None:
+        """Compute the experts' output rows: expert-sorted if specialized, else by assignment."""
+        o = operands
+        sorted_gemm(
+            o.a_SI, call.weights["w2"], o.y_SH, o.aligned, self.second, call.ids_RK.numel(),
+            o.num_sms, bias_LN=call.weights.get("w2_bias"), weights_RK=call.early_weights,
+            by_pair=not self.second.specialized, scales=o.second,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Copied(Sorted):
+    """Tokens are copied to expert-sorted rows, quantized if the scheme says so, before GEMM 1."""
+
+    kind: ClassVar[str] = "copied"
+
+    def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
+        """Copy x, then compute GEMM 2's input."""
+        o = operands
+        if o.first is not None:
+            copy_rows_quantized(call.x, call.x_scale, o.aligned, o.x_SH, o.first.a_GS)
+        else:
+            copy_rows(call.x, o.aligned, o.x_SH)
+        self._sorted_gemm_1(call, o, None)
+
+    def _sorted_gemm_1(self, call: Call, o: _SortedOperands, x_RK: Tensor | None) -> None:
+        sorted_gemm(
+            o.x_SH, call.weights["w13"], o.a_SI, o.aligned, self.first, call.ids_RK.numel(),
+            o.num_sms, bias_LN=call.weights.get("w13_bias"), activation=call.layer.activation,
+            scales=o.first, x_RK=x_RK,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CopiedAhead(Copied):
+    """GEMM 1 copies tokens to expert-sorted rows ahead of the tiles that read them; 16 bits, by
+    specialized warps."""
+
+    kind: ClassVar[str] = "ahead"
+
+    def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
+        """Compute GEMM 2's input, copying x on the way."""
+        self._sorted_gemm_1(call, operands, call.x)
+
+
+@dataclass(frozen=True)
+class Joined(Copied):
+    """Tokens are copied, then both GEMMs run in one launch; 16 bits, by specialized warps."""
+
+    kind: ClassVar[str] = "joined"
+
+    def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
+        """Copy x, then compute both GEMMs."""
+        from .kernels.specialized_block import specialized_block  # Gluon: only where it is known
+
+        o = operands
+        copy_rows(call.x, o.aligned, o.x_SH)
+        specialized_block(  # a block's y overwrites its x only after the last read of x
+            o.x_SH, call.weights["w13"], o.a_SI, call.weights["w2"], o.y_SH, o.aligned, self.first,
+            self.second, call.ids_RK.numel(), o.num_sms, call.early_weights,
+        )  # fmt: skip
+
+    def gemm_2(self, call: Call, operands: _SortedOperands) -> None:
+        """Do nothing: `gemm_1` computes both GEMMs."""
+
+
+StandardPlan = DotProducts | Direct | Gathered | Sorted | Copied | CopiedAhead | Joined
+LaunchPlan = StandardPlan | Batched
+TilePlan = Gathered | Sorted
+"""A plan whose two GEMMs have a tile each."""
+
+_SORTED = {plan.kind: plan for plan in (Sorted, Copied, CopiedAhead, Joined)}
+
+
+def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
+    """Make a plan of a tuned table's record. Raises ValueError for one that cannot be read."""
+    kind = values["kind"]
+    if kind not in (Gathered.kind, *_SORTED):
+        raise ValueError(f"kind={kind!r} is not one of {', '.join((Gathered.kind, *_SORTED))}")
+    first, second = gemm_config(values["first"]), gemm_config(values["second"])
+    if first.block_m != second.block_m:
+        raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
+    if kind == Gathered.kind:
+        return Gathered(first, second, bool(values["fused"]))
+    return _SORTED[kind](first, second)

@@ -1,0 +1,271 @@
+"""Which plan is chosen: the shipped tables, their nearest entries, and the heuristics."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from moekit_kernels.align import align_capacity
+from moekit_triton import tables
+from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
+from moekit_triton.experts import TritonExperts
+from moekit_triton.heuristics import choose_plan, heuristic
+from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.plans import (
+    Batched,
+    Copied,
+    CopiedAhead,
+    Direct,
+    DotProducts,
+    Gathered,
+    Joined,
+    Sorted,
+    TilePlan,
+    plan_from_json,
+)
+from triton_checks import compiled as choose_as_compiled
+
+from moekit import DeviceSpec, MoEProblem, registry
+
+H200 = DeviceSpec("cuda", (9, 0), "NVIDIA H200")
+TABLES = sorted(tables.FILES.shipped.glob("*.json"))
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """As on a GPU: the interpreter uses no tuned tables."""
+    choose_as_compiled(monkeypatch)
+
+
+def problem(**changes) -> MoEProblem:
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 4096, "intermediate_size": 14336}
+    return MoEProblem(**{**sizes, "device": H200, **changes})
+
+
+def shared_bytes(plan: TilePlan, p: MoEProblem) -> list[int]:
+    a_bits, w_bits = operand_bits(p)
+    wide = 2 if getattr(plan, "fused", True) and p.activation.gated else 1
+    return [
+        (c.block_m * a_bits + c.block_n * (2 if c.wide else w) * w_bits)
+        * c.block_k
+        // 8
+        * c.num_stages
+        for c, w in ((plan.first, wide), (plan.second, 1))
+    ]
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda f: f.name)
+def test_shipped_tables(file) -> None:
+    entries = tables.FILES.read(file)
+    assert entries
+    for entry in entries:
+        key = entry.key
+        p = problem(
+            num_experts=key["experts"], hidden_size=key["hidden"],
+            intermediate_size=key["intermediate"], quant=key["scheme"], has_bias=key["bias"],
+        )  # fmt: skip
+        assert tables.table_key(p) == key
+        rows = [rows for rows, _ in entry.plans]
+        assert rows == sorted(set(rows)) and rows[0] > 0
+        for _, plan in entry.plans:
+            first, second = plan.first, plan.second
+            assert first.block_m in BLOCKS_M
+            assert isinstance(plan, Sorted) or fusable(p, first.block_n) or not plan.fused
+            if isinstance(plan, (CopiedAhead, Joined)):
+                assert p.quant.weight is None and first.specialized
+            assert not isinstance(plan, Joined) or second.specialized
+            if isinstance(plan, Sorted) and p.quant.weight is not None:
+                assert first.specialized and second.specialized and type(plan) is Copied
+            assert max(shared_bytes(plan, p)) <= 227 << 10
+
+
+def test_shipped_entries_have_each_number_of_rows_once() -> None:
+    for file in TABLES:
+        entries = json.loads(file.read_text())["entries"]
+        keys = [str({k: v for k, v in entry.items() if k != "plans"}) for entry in entries]
+        assert len(set(keys)) == len(keys)
+        for entry in entries:
+            rows = [plan["rows_per_expert"] for plan in entry["plans"]]
+            assert rows == sorted(set(rows)), entry["scheme"]
+
+
+TILE = GemmConfig(128, 64, 64, num_stages=4, tma=True)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Gathered(TILE, TILE, True), Gathered(TILE, TILE, False), Sorted(TILE, TILE),
+     Copied(TILE, TILE), CopiedAhead(TILE, TILE), Joined(TILE, TILE)],
+    ids=lambda plan: plan.describe(),
+)  # fmt: skip
+def test_plans_survive_json(plan) -> None:
+    assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"kind": "magic"}, "kind='magic' is not one of gathered"),
+        ({"first": {"block_m": 64, "block_n": 64, "block_k": 64}}, "block_m differs: 64 and 128"),
+        ({"second": {"block_m": "128"}}, "block_m='128'"),
+        ({"second": {"block_q": 128}}, "block_q=128"),
+    ],
+)
+def test_wrong_plans_are_rejected(wrong, error) -> None:
+    with pytest.raises(ValueError, match=error):
+        plan_from_json(Gathered(TILE, TILE, True).to_json() | wrong)
+
+
+def entry(experts: int, hidden: int, *rows: float, **more) -> tables.Entry:
+    key = tables.table_key(problem(num_experts=experts, hidden_size=hidden)) | more
+    tile = GemmConfig(16, hidden // 32, 64)
+    plans = [
+        (float(r), Gathered(GemmConfig(16, hidden // 32, 64, group_m=round(r)), tile, True))
+        for r in rows
+    ]
+    return tables.Entry(key, plans)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Let the H200's table hold the given entries."""
+
+    def use(*entries: tables.Entry) -> None:
+        def known(self, device):
+            return entries if device == H200.name else ()
+
+        monkeypatch.setattr(tables.TableFiles, "known", known)
+
+    return use
+
+
+def test_nearest_entry(table) -> None:
+    table(entry(8, 2048, 4, 64), entry(8, 4096, 4, 64), entry(8, 4096, 5, scheme="fp8_block"))
+    assert choose_plan(problem(), 16, 2).first.group_m == 4
+    assert choose_plan(problem(), 120, 2).first.group_m == 64
+    assert choose_plan(problem(), 16, 2).first.block_n == 128
+    assert choose_plan(problem(hidden_size=2560), 16, 2).first.block_n == 64
+    far = problem(hidden_size=512)
+    assert choose_plan(far, 16, 2) == heuristic(far, 4.0)
+    other = problem(device=DeviceSpec("cuda", (9, 0), "another"))
+    assert choose_plan(other, 16, 2) == heuristic(other, 4.0)
+
+
+def test_nearest_entry_with_and_without_bias(table) -> None:
+    plain = entry(8, 4096, 4)
+    table(entry(8, 4096, 6, bias=True), entry(8, 2048, 7, bias=True), plain)
+    assert choose_plan(problem(has_bias=True), 16, 2).first.group_m == 6
+    assert choose_plan(problem(), 16, 2).first.group_m == 4  # not one measured with a bias
+    table(plain)
+    assert choose_plan(problem(has_bias=True), 16, 2).first.group_m == 4
+
+
+def test_entries_of_a_scheme_with_the_same_tiles(table) -> None:
+    channel = entry(8, 4096, 5, scheme="fp8_channel_token")
+    own = entry(8, 2048, 7, scheme="fp8_tensor")
+    for entries, expected in (((channel,), 5), ((channel, own), 7)):
+        table(*entries)
+        assert choose_plan(problem(quant="fp8_tensor"), 16, 2).first.group_m == expected
+        assert choose_plan(problem(quant="fp8_channel_token"), 16, 2).first.group_m == 5
+        for scheme in ("fp8_tensor_static", "int8_channel_token"):
+            other = problem(quant=scheme)
+            assert choose_plan(other, 16, 2) == heuristic(other, 4.0)
+
+
+def test_near_sizes_without_tensor_descriptors(table) -> None:
+    table(entry(8, 4096, 4))
+    plan = choose_plan(problem(hidden_size=4100), 16, 2)  # rows of 8200 bytes
+    assert plan.first.group_m == 4 and not plan.first.tma
+
+
+def test_user_tables_add_to_the_shipped_ones(monkeypatch, tmp_path) -> None:
+    def group_m() -> list[int]:
+        return [choose_plan(problem(), rows, 2).first.group_m for rows in (16, 64)]
+
+    monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path))
+    shipped = group_m()
+    mine = entry(8, 4096, 4)
+    ((rows, plan),) = mine.plans
+    values = {**mine.key, "plans": [{"rows_per_expert": rows, "us": [1, 1], **plan.to_json()}]}
+    (tmp_path / "triton").mkdir()
+    file = tmp_path / "triton" / "nvidia-h200.json"
+    file.write_text(json.dumps({"entries": [values]}))
+    for r, g in zip((16, 64), group_m(), strict=True):
+        assert g == (4 if r == 16 else shipped[1])
+    file.write_text(json.dumps({"entries": [values | {"experts": "8"}]}))
+    assert group_m() == shipped
+
+
+def test_near_a_shape_measured_with_sorted_rows(monkeypatch) -> None:
+    """Tiles for expert-sorted rows also serve gathered rows, but not by specialized warps."""
+    choose_as_compiled(monkeypatch, triton_version="3.6.0")
+    plan = choose_plan(problem(), 1024, 2)
+    assert isinstance(plan, Sorted) and plan.specialized
+    for odd in (problem(hidden_size=4100), problem(intermediate_size=14340)):
+        assert type(choose_plan(odd, 1024, 2)) is Gathered
+
+
+@pytest.mark.parametrize(
+    "scheme", ["none", "fp8_block", "fp8_channel_token", "int8_w8a16", "int4_w4a16_g32_zp"]
+)
+@pytest.mark.parametrize("inner", [64, 96, 768, 14336])
+def test_the_heuristic_fits_the_device(scheme, inner) -> None:
+    for capability, limit in (
+        ((9, 0), 227 << 10), ((8, 9), 99 << 10), ((8, 0), 163 << 10), ((12, 0), 99 << 10),
+        ((12, 1), 99 << 10),
+    ):  # fmt: skip
+        p = problem(
+            quant=scheme, intermediate_size=inner, device=DeviceSpec("cuda", capability, "any")
+        )
+        for per_expert in (0.25, 3, 20, 60, 300, 5000):
+            plan = heuristic(p, per_expert)
+            assert plan.first.block_m == plan.second.block_m
+            assert fusable(p, plan.first.block_n) or not plan.fused
+            assert max(shared_bytes(plan, p)) <= limit
+            assert not plan.first.tma or capability >= (9, 0)
+            rows = max(1, round(per_expert * p.num_experts / p.top_k))
+            chosen = choose_plan(p, rows, p.top_k)
+            assert isinstance(chosen, DotProducts) or max(shared_bytes(chosen, p)) <= limit
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel_token", "int8_channel_token"])
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
+@pytest.mark.parametrize("rows", [4.0, 16.0, 64.0])
+def test_few_rows_of_fp8_use_swap_ab(scheme, capability, rows) -> None:
+    p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
+    plan = heuristic(p, rows)
+    swapped = capability == (9, 0) and rows < 64 and scheme != "int8_channel_token"
+    assert plan.first.swapped == plan.second.swapped == swapped
+    assert not swapped or min(plan.first.block_n, plan.second.block_n) >= 64
+
+
+def test_where_sorting_does_not_pay(monkeypatch) -> None:
+    choose_as_compiled(monkeypatch, triton_version="3.6.0")
+    p = problem(quant="fp8_block")
+    assert type(choose_plan(p, 8192, 2)) is Copied
+    wanted = heuristic(p, 2048.0)
+    assert choose_plan(p, 8192, 2, batched=True) == Batched(wanted.first, wanted.second, True)
+    biased = p.replace(has_bias=True)
+    assert choose_plan(biased, 8192, 2) == heuristic(biased, 2048.0)
+    assert heuristic(biased, 2048.0).fused and heuristic(biased, 2048.0).second.wide
+    plain = choose_plan(problem(), 8192, 2, batched=True)
+    assert type(plain) is Batched and plain.first.block_m == 128
+
+
+def test_few_assignments_are_not_sorted() -> None:
+    p = problem(num_experts=128, top_k=8, quant="int4_w4a16_g128")
+    assert type(choose_plan(p, 1, 8)) is Direct
+    assert type(choose_plan(p.replace(top_k=2), 16, 2)) is Direct
+    assert type(choose_plan(p, 16, 8)) is Gathered
+    assert type(choose_plan(problem(), 1, 2, batched=True)) is Batched
+
+
+def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
+    """`explain --device sm90` and `memory()` need plans on machines without CUDA."""
+    p = problem()
+    rows = 8192
+    assert isinstance(choose_plan(p, rows, p.top_k), Sorted)
+    buffers = TritonExperts(registry().expert("triton"), p).workspace(rows)
+    x_SH = align_capacity(rows * p.top_k, 8, 128) * p.hidden_size
+    assert max(math.prod(b.shape) for b in buffers) >= x_SH

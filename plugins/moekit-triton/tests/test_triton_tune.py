@@ -1,0 +1,164 @@
+"""The tuner: what it times, how it settles on a plan, and how it adds to a table."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from moekit_triton import candidates, search, tables, tune
+from moekit_triton.capabilities import BLOCKS_M
+from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.plans import Copied, CopiedAhead, Gathered, Joined, Sorted, TilePlan
+from test_triton_plans import problem, shared_bytes
+from triton_checks import compiled as choose_as_compiled
+
+from moekit import DeviceSpec
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    choose_as_compiled(monkeypatch)
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_channel_token", "mxfp4_w4a16"])
+def test_candidates(scheme) -> None:
+    p = problem(quant=scheme)
+    for per_expert in tune.ROWS_PER_EXPERT:
+        for wide in (1, 2):
+            found = candidates.candidates(p, per_expert, wide)
+            assert found and len(set(found)) == len(found)
+            for c in found:
+                plan = Gathered(c, c, wide == 2)
+                assert min(shared_bytes(plan, p)) <= 227 << 10 and c.block_m in BLOCKS_M
+                if scheme == "fp8_block":
+                    assert 128 % c.block_k == 0
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel_token", "int8_channel_token"])
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
+@pytest.mark.parametrize("rows", [4.0, 16.0, 64.0])
+def test_candidates_for_few_rows_of_fp8_use_swap_ab(scheme, capability, rows) -> None:
+    p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
+    swapped = capability == (9, 0) and scheme != "int8_channel_token"
+    kinds = {c.swapped for c in candidates.candidates(p, rows, 1) if c.block_m < 64}
+    assert kinds == ({swapped} if rows < 64 else set())
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) -> None:
+    p = problem(quant=scheme)
+    rows = tune.token_count(p, 1024.0)
+    for version, specialized in (("3.6.0", True), ("3.5.0", False)):
+        choose_as_compiled(monkeypatch, triton_version=version)
+        found = list(candidates.attempts(p, rows))
+        kinds = {(step, type(plan)) for step, plan in found if isinstance(plan, Sorted)}
+        wanted = {("gemm_1", Copied), ("gemm_2", Copied)}
+        if specialized and scheme == "none":
+            wanted.add(("gemm_1", CopiedAhead))
+        assert kinds == wanted or not kinds
+        assert any(isinstance(plan, Gathered) for _, plan in found) != specialized
+        assert any(plan.first.specialized for _, plan in found) == specialized
+        assert len(set(found)) == len(found)
+    few = candidates.attempts(p, tune.token_count(p, 16.0))
+    assert {type(plan) for _, plan in few} == {Gathered}
+
+
+def timed(us: float, kind: type[TilePlan] = Gathered, block_m: int = 128) -> search.Timed:
+    tile = GemmConfig(block_m, 128, 64, specialized=kind is not Gathered)
+    plan = Gathered(tile, tile, True) if kind is Gathered else kind(tile, tile)
+    return search.Timed(us, plan)
+
+
+def test_the_tuner_combines_steps(monkeypatch) -> None:
+    """Both GEMMs have one block_m and agree on the order of rows; whole plans decide."""
+    found = search.Search(SimpleNamespace(problem=problem()))
+    found.found = {
+        ("gemm_1", 128, Gathered): [timed(10)],
+        ("gemm_2", 128, Gathered): [timed(5)],
+        ("gemm_1", 128, Copied): [timed(9, Copied)],
+        ("gemm_2", 128, Sorted): [timed(5.5, Copied)],
+        ("gemm_1", 64, Copied): [timed(1, Copied, 64)],  # with no GEMM 2 of its kind
+        ("gemm_2", 64, Gathered): [timed(1, Gathered, 64)],
+        ("gemm_1", 32, Gathered): [],
+    }
+    us = {Gathered: 15.0, Copied: 14.5, Joined: 15.5}
+
+    def together(plans):
+        assert all(plan.first.block_m == plan.second.block_m for plan in plans)
+        return [us[type(plan)] for plan in plans]
+
+    def settled() -> type[TilePlan]:
+        plan, *_ = found.settle()
+        return type(plan)
+
+    monkeypatch.setattr(found, "_together", together)
+    assert settled() is Copied
+    us[Joined] = 13.5
+    assert settled() is Joined
+    us.update({Copied: 16.5, Joined: 16.5})
+    assert settled() is Gathered
+    found.found = {("gemm_1", 128, Gathered): [timed(1)]}
+    assert found.settle() is None
+
+
+def test_whole_plans_decide_among_the_best_few(monkeypatch) -> None:
+    """What is fastest alone may be slow after another kernel; both GEMMs run for each routing."""
+    alone = {("gemm_1", 64): 10.0, ("gemm_1", 32): 11.0, ("gemm_2", 64): 5.0, ("gemm_2", 32): 6.0}
+
+    class Case:
+        problem = problem(quant="int4_w4a16_g128")
+
+        def launches(self, plan, *steps):
+            assert steps == ("gemm_1", "gemm_2")
+            return [(plan.first.block_n, plan.second.block_n)] * 3
+
+    class Timer:
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def add(self, launches) -> None:
+            ((first, second),) = set(launches)
+            slow = 100.0 if second == 64 else 0.0
+            self.found.append(slow + alone["gemm_1", first] + alone["gemm_2", second])
+
+        def microseconds(self, least: float, rounds: int) -> list[float]:
+            return self.found
+
+    monkeypatch.setattr(search, "Timer", Timer)
+    found = search.Search(Case())
+    for (step, columns), us in alone.items():
+        tile = GemmConfig(8, columns, 128)
+        one = search.Timed(us, Gathered(tile, tile, True))
+        found.found.setdefault((step, 8, Gathered), []).append(one)
+    plan, *_ = found.settle()
+    assert (plan.first.block_n, plan.second.block_n) == (64, 32)
+
+
+def test_the_tuner_adds_rows_to_an_entry() -> None:
+    large, small = problem(), problem(hidden_size=64, intermediate_size=64)
+    table = {"entries": []}
+    assert tune.missing(table, small, [4, 32, 10**6]) == [4, 32]  # too many tokens for the last
+    assert tune.missing(table, small, [0.25, 0.26, 1, 1]) == [0.25, 1], "of equal rows one"
+
+    def entry(p, *rows):
+        return tune._key(p) | {"plans": [{"rows_per_expert": float(r)} for r in rows]}
+
+    tune.merge(table, entry(small, 4, 64))
+    tune.merge(table, entry(large, 16))
+    assert tune.missing(table, small, [4, 32, 64, 128]) == [32, 128]
+    assert tune.missing(table, large, [4, 16]) == [4]
+    tune.merge(table, entry(small, 32, 128))
+    assert [p["rows_per_expert"] for p in table["entries"][0]["plans"]] == [4, 32, 64, 128]
+    assert len(table["entries"]) == 2 and tune.missing(table, small, [4, 32, 64, 128]) == []
+    again = entry(small, 32)
+    again["plans"][0]["us"] = [1.0, 1.0]
+    tune.merge(table, again)
+    assert [p["rows_per_expert"] for p in table["entries"][0]["plans"]] == [4, 32, 64, 128]
+    assert table["entries"][0]["plans"][1]["us"] == [1.0, 1.0]
+
+
+def test_tables_are_written_a_plan_on_a_line() -> None:
+    for file in tables.FILES.shipped.glob("*.json"):
+        text = file.read_text()
+        assert tune.dumps(json.loads(text)) == text
