@@ -27,7 +27,7 @@ from moekit.testing.calls import (
 )
 from moekit.testing.cases import ROUTINGS, SIGNED, Case, make_case, random_weights
 from moekit.testing.diagnose import assert_close, check_negative_controls
-from moekit.testing.experts_base import TOKENS, ExpertsBase
+from moekit.testing.experts_base import TOKENS, ExpertsBase, sizes_of
 
 _COMBINATIONS = 6
 
@@ -209,6 +209,24 @@ class ExpertsNumbers(ExpertsBase):
         if problem.quant.weight is None:
             case = make_case(layer, self._T, weights=cases.quantized(full, layer))
             assert_close(total, case.reference(), problem, "sum over ranks")
+
+    @over("scheme", [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1])
+    def test_padded_tensor_parallel_slices(self, scheme: str) -> None:
+        """Blocks of weights are not cut: of three, one rank holds two, the other one and zeros."""
+        problem = self._at(
+            *(sizes_of(4, 2, hidden, 384) for hidden in (128, 256, 512)),
+            quant=scheme,
+            parallel=ParallelConfig(tp_size=2),
+        )
+        layer = cases.whole(problem)
+        full = cases.unquantized_weights(layer)
+        total = torch.zeros(())
+        for rank in range(2):
+            mine = self._on_rank(problem, tp_rank=rank)
+            case = make_case(mine, self._T, weights=cases.tp_shard(full, mine))
+            total = total + check_call(self._compose(mine, self._native), case).float().cpu()
+        case = make_case(layer, self._T, weights=cases.quantized(full, layer))
+        assert_close(total.to(case.x), case.reference(), layer, "sum over ranks")
 
     def test_replicas(self) -> None:
         """Two experts have a second replica; the result is that of the logical experts."""

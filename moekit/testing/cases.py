@@ -257,20 +257,27 @@ def scaled(case: Case, factor: float) -> Case:
     return replace(case, x=case.x * factor, weights=w)
 
 
-def beyond_float16(case: Case) -> Case:
-    """The same call with experts' outputs beyond 65504 that router weights bring back into range.
+def beyond_float16(case: Case, factor: float | None = None) -> Case:
+    """Return the same call with experts' outputs beyond 65504 and small router weights.
 
-    w2 is multiplied so that outputs have an RMS of 32768: some of them exceed 65504 in every case,
-    and none reaches 16 times that.
+    Outputs have an RMS of about 32768: some of them exceed 65504 in every case, and none reaches
+    16 times that. Router weights bring them back into range.
+
+    Args:
+        factor: multiplies w2; default: the `output_factor` of this case. Ranks share one.
     """
     w, r = case.weights, case.routing
-    typical = float(case.reference().square().mean().sqrt())
     name = "w2" if case.problem.quant.weight is None else "w2_scale"
-    factor = 2.0 ** round(math.log2(32768 / typical * _WEIGHT_RANGE[1]))
-    changes = {name: getattr(w, name) * factor}
+    changes = {name: getattr(w, name) * (factor or output_factor(case))}
     return replace(
         case, weights=replace(w, **changes), routing=Routing(r.topk_weights / 64, r.topk_ids)
     )
+
+
+def output_factor(case: Case) -> float:
+    """Return the power of two that gives experts' outputs an RMS of about 32768."""
+    typical = float(case.reference().square().mean().sqrt())
+    return float(2.0 ** round(math.log2(32768 / typical * _WEIGHT_RANGE[1])))
 
 
 def strided(weights: ExpertWeights) -> ExpertWeights:

@@ -361,6 +361,14 @@ class DispatcherConformance(Conformance):
     def test_dtype(self, dtype: str, ends: int) -> None:
         self._run(ends, ranks.calls, [Call((3, 0, 9, 13))], dtype=DTYPES[dtype])
 
+    def test_outputs_beyond_float16(self, ends: int) -> None:
+        """Experts' outputs in float32 keep values above 65504 until they are weighted."""
+        spec = self._spec()
+        if spec.format is ActivationFormat.BATCHED and not spec.weights_in_fp32:
+            self._skip("the spec does not declare weights_in_fp32")
+        changes = {"dtype": torch.float16, "experts": "reference"}  # these do not weight
+        self._run(ends, ranks.outputs_beyond_float16, Call((3, 0, 9, 13), "slots"), **changes)
+
     @pytest.mark.parametrize("scheme", sorted(WIRE_SCHEMES))
     def test_quantized_tokens(self, scheme: str, ends: int) -> None:
         """Right for every scheme, whether or not tokens travel quantized."""

@@ -32,7 +32,9 @@ from moekit.testing import cases
 from moekit.testing.calls import call, kit_registry, pack, same_bits
 from moekit.testing.cases import (
     Case,
+    beyond_float16,
     make_case,
+    output_factor,
     random_weights,
     tp_shard,
     unquantized_weights,
@@ -198,7 +200,12 @@ class Rank:
         return pack(self.kernel, self.weights)
 
     def case(self, call: Call, index: object = 0) -> tuple[Case, Tensor]:
-        """This rank's input for the index-th call, and the (T, H) fp32 it must get back."""
+        """Return this rank's input of the index-th call, and the (T, H) fp32 it must get back."""
+        mine, logical = self.cases(call, index)
+        return mine, self.expected(mine, logical)
+
+    def cases(self, call: Call, index: object = 0) -> tuple[Case, Case]:
+        """Return this rank's input of the index-th call, and the same call of the whole layer."""
         problem, weights = self.layer
         logical = make_case(problem, self.tokens(call), call.kind, (index, self.batch), weights)
         extra = self.problem.num_redundant_experts
@@ -209,9 +216,12 @@ class Rank:
             replicas[:, 0] = torch.arange(E)
             replicas[:extra, 1] = torch.arange(E, E + extra)
             physical = to_physical(logical.routing, replicas)
-        mine = Case(self.problem, self.weights, logical.x, physical)
+        return Case(self.problem, self.weights, logical.x, physical), logical
+
+    def expected(self, mine: Case, logical: Case) -> Tensor:
+        """Return the (T, H) fp32 that this rank gets back of two forms of a call."""
         partial = self.alone and self.problem.parallel.num_ranks > 1
-        return mine, (mine if partial else logical).reference()
+        return (mine if partial else logical).reference()
 
 
 def calls(
@@ -242,6 +252,17 @@ def calls(
         results.append((out, ref))
     for index, (out, ref) in enumerate(results):
         r.compare(out, ref, f"call {index} after the later ones")
+    r.finish()
+
+
+def outputs_beyond_float16(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+    """Experts' outputs exceed 65504, and their router weights bring them back into range."""
+    r = Rank(rank, world_size, job)
+    problem, weights = r.layer
+    factor = output_factor(make_case(problem, 32, "slots", "calibration", weights))
+    mine, logical = (beyond_float16(case, factor) for case in r.cases(wanted))
+    out = call(r.kernel, pack(r.kernel, mine.weights), mine)
+    r.compare(out, r.expected(mine, logical), "outputs beyond the range of float16")
     r.finish()
 
 

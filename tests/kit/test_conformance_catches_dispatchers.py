@@ -167,6 +167,17 @@ def test_dispatcher_declares_wrongly():
     caught_local(Local_, *args, says="(?s)rank 0 raised.*relative error", moves_tokens=True)
 
 
+class RoundsBeforeWeighting(BatchedReference):
+    """Declares weights_in_fp32, and rounds experts' outputs to the problem's dtype."""
+
+    def finalize(self, y, dispatched, out_TH):
+        return super().finalize(y.to(self.problem.dtype), dispatched, out_TH)
+
+
+def test_outputs_rounded_before_they_are_weighted():
+    caught_batched(RoundsBeforeWeighting, "test_outputs_beyond_float16", 2, says="NaN or infinite")
+
+
 class FirstInFirstOut(BatchedReference):
     """Finalizes the oldest call in flight, whichever is asked for."""
 

@@ -139,6 +139,21 @@ class OneOrderForAll(Plain):
         return super().pack(replace(weights, **first))
 
 
+@killed_by("test_padded_tensor_parallel_slices", "fp8_block")
+class EqualShares(Plain):
+    """Takes I / tp_size for a rank's share, where blocks make it larger."""
+
+    def pack(self, weights):
+        p = self.problem
+        share = p.intermediate_size // p.parallel.tp_size
+        w2_scale = weights.w2_scale
+        if p.parallel.tp_size > 1 and w2_scale is not None and w2_scale.dim() == 3:
+            w2 = weights.w2.clone()
+            w2[..., share:] = 0
+            weights = replace(weights, w2=w2)
+        return super().pack(weights)
+
+
 @killed_by("test_columns_in_order", says="w2_g_idx is missing")
 class OrderNeeded(Plain):
     """Takes g_idx for granted."""
