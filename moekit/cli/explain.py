@@ -10,9 +10,9 @@ from moekit.cli.plugins import wrap
 from moekit.discovery.registry import registry
 from moekit.problem import DTYPES
 from moekit.problem.activation import ACTIVATIONS, Activation
+from moekit.problem.problem import summary
 from moekit.problem.quant import SCHEMES
 from moekit.selection import topology
-from moekit.selection.explanation import summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer, indent=2), file=args.out)
     else:
         lines = [summary(problem), *explanation.text(every=args.all).splitlines()]
-        lines += [f"  note: {fault}" for fault in registry().faults()]
+        every = args.all or explanation.chosen is None
+        lines += [f"  note: {fault}" for fault in registry().faults(blocked=every)]
         lines += [] if hosts is None else topology.lines(problem, hosts)
         print("\n".join(wrap(line, 6) for line in lines), file=args.out)
     return 0 if explanation.chosen else 1

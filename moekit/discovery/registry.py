@@ -78,12 +78,12 @@ class Registry:
             )
         self._added.remove(spec)
 
-    def faults(self) -> list[str]:
-        """A line for each plugin that is not ok, and why."""
+    def faults(self, *, blocked: bool = True) -> list[str]:
+        """Return a line for each plugin that is not ok; ``blocked`` ones may be left out."""
         return [
             f"plugin {state.name} is {state.state}: {state.reason}"
             for state in self.plugins
-            if state.state != "ok"
+            if state.state != "ok" and (blocked or state.state != "blocked")
         ]
 
     @property

@@ -6,7 +6,7 @@ from moekit.contract import PackedWeights
 from moekit.layer.flow import LayerFlow
 from moekit.problem import MoEProblem
 from moekit.problem.placement import Placement
-from moekit.selection.explanation import summary
+from moekit.problem.problem import summary
 
 _SHOWN = 4  # experts of a rank
 

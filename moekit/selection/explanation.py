@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moekit.problem import MoEProblem
-from moekit.problem.problem import summary as summary
 
 _RUNNERS_UP = 2
 
@@ -106,18 +105,26 @@ class Explanation:
 
     def refusals(self, names: Collection[str] | None = None) -> list[str]:
         """Return a line for each of these keys of `reasons`, with each install hint once."""
-        lines, told = [], set[str]()
-        for name, why in self.reasons().items():
-            if names is None or name in names:
-                line = f"{name}: {'; '.join(why)}"
-                for hint in told:
-                    line = line.replace(f" ({hint})", "")
-                told.update(hint for hint in self.hints if f"({hint})" in line)
-                lines.append(line)
-        return lines
+        lines = [
+            f"{name}: {'; '.join(why)}"
+            for name, why in self.reasons().items()
+            if names is None or name in names
+        ]
+        return once(lines, self.hints)
 
     def __str__(self) -> str:
         return self.text()
+
+
+def once(lines: Iterable[str], hints: Collection[str]) -> list[str]:
+    """Return ``lines`` without the hints, in parentheses, that an earlier line has."""
+    kept, told = [], set[str]()
+    for line in lines:
+        for hint in told:
+            line = line.replace(f" ({hint})", "")
+        told.update(hint for hint in hints if f"({hint})" in line)
+        kept.append(line)
+    return kept
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,11 @@ from moekit.discovery.specs import BackendSpec, DispatcherSpec
 from moekit.errors import GroupMismatch, MoekitError, NoBackend, PeerFailed, Unsupported
 from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
+from moekit.problem.problem import summary
 from moekit.runtime.group import resolve, same_choice
 from moekit.runtime.workspace import Workspace
 from moekit.selection.composite import find_experts as find_experts
-from moekit.selection.explanation import Explanation, summary
+from moekit.selection.explanation import Explanation, once
 from moekit.selection.judge import Selection, judge
 from moekit.selection.policy import Candidate
 from moekit.selection.tuned import VARIABLE
@@ -216,7 +217,8 @@ def _require_named(selection: Selection) -> None:
         if asked.name is not None and asked.name in rejected
     ]
     if faults:
-        text = "; ".join(f"{who} cannot do this problem: {', '.join(why)}" for who, why in faults)
+        texts = [f"{who} cannot do this problem: {', '.join(why)}" for who, why in faults]
+        text = "; ".join(once(texts, selection.hints))
         raise Unsupported(
             f"{text} (chosen {selection.explanation().why}). See `python -m moekit explain` for "
             "what can",

@@ -108,6 +108,23 @@ def test_missing_requirements_are_reasons(fakes: Fakes) -> None:
     assert moekit.explain(PROBLEM, backends=found).rejected_experts["needy"] == wanted
 
 
+def test_errors_give_each_hint_once(fakes: Fakes) -> None:
+    more = ", requires=('no_such_lib', 'nor_this'), install_hint='pip install both'"
+    fakes.install("needy", offers("needy", "needier", more=more))
+    found = fakes.discover(MOEKIT_PLUGINS="needy", MOEKIT_BLOCK="core")
+    found.register(fakes.discover(MOEKIT_PLUGINS="").dispatcher("local"))
+    with pytest.raises(NoBackend) as caught:
+        moekit.compose(PROBLEM, backends=found)
+    missing = "no_such_lib and nor_this are not installed"
+    assert str(caught.value).count("pip install both") == 1
+    assert str(caught.value).count(missing) == 2
+    wanted = (f"{missing} (pip install both)",)
+    assert caught.value.reasons == {"experts needier": wanted, "experts needy": wanted}
+    with pytest.raises(Unsupported) as refused:
+        moekit.compose(PROBLEM, experts="needy", backends=found)
+    assert str(refused.value).count("pip install both") == 1
+
+
 def test_looking_for_requirements_imports_nothing(fakes: Fakes) -> None:
     parent = fakes.root / "fake_vendor"
     (parent / "inner").mkdir(parents=True)

@@ -255,9 +255,14 @@ def test_bad_arguments(only, capsys: pytest.CaptureFixture[str], args: str) -> N
 
 
 def test_explain_notes_broken_plugins(only, capsys: pytest.CaptureFixture[str]) -> None:
-    only("bad").install("bad", "raise RuntimeError('CUDA_HOME is not set')")
+    fakes = only("bad")
+    fakes.install("bad", "raise RuntimeError('CUDA_HOME is not set')")
+    fakes.install("other", offers("other"))
     assert main(["explain", *SIZES, "--device", "cpu"]) == 0
-    assert "plugin bad is broken: RuntimeError: CUDA_HOME" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "plugin bad is broken: RuntimeError: CUDA_HOME" in out and "blocked" not in out
+    assert main(["explain", *SIZES, "--device", "cpu", "--all"]) == 0
+    assert "plugin other is blocked: not named in MOEKIT_PLUGINS" in capsys.readouterr().out
 
 
 # -- commands of other packages --------------------------------------------------------------------
