@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from moekit_bench import layers, regret
-from moekit_bench.codec import from_json
-from moekit_bench.layers import LayerTask, layer_results, measure_layers
+from moekit_bench.codec import from_json, merge
+from moekit_bench.layers import measure_layers
+from moekit_bench.ranks import Task
 from moekit_bench.records import LayersRun
 from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
 
@@ -211,17 +212,17 @@ def oracle_of(rank, world_size, cell):
 
 def test_the_oracle_is_that_of_one_rank_with_all_experts(pool) -> None:
     """Also where experts do not divide by the ranks."""
-    cell = LayerTask(moekit.registry().dispatcher("naive"), ("torch",), layer_problem(2), 7)
+    cell = Task(moekit.registry().dispatcher("naive"), layer_problem(2), 7)
     for want, out in pool.run(oracle_of, cell):
         assert len(want) == 7 and bool(want.any())
         torch.testing.assert_close(want, out.float(), rtol=2e-2, atol=2e-2 * float(want.std()))
 
 
 def test_one_that_cannot_be_composed_leaves_the_others(pool) -> None:
-    task = LayerTask(
-        moekit.registry().dispatcher("naive"), ("nobody", "torch"), layer_problem(2), 7, replays=2
+    task = Task(
+        moekit.registry().dispatcher("naive"), layer_problem(2), 7, ("nobody", "torch"), replays=2
     )
-    nobody, right = layer_results(task, pool.run(measure_layers, task))
+    nobody, right = map(merge, zip(*pool.run(measure_layers, task), strict=True))
     assert "nobody" in nobody.reason and nobody.us is None
     assert right.right and right.reason == "" and right.copied == 0.0
 

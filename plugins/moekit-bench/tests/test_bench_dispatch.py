@@ -12,7 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 from moekit_bench import dispatch_report
-from moekit_bench.dispatch import DispatchTask, dispatch_result, measure_dispatch
+from moekit_bench.codec import merge
+from moekit_bench.dispatch import measure_dispatch
+from moekit_bench.ranks import Task
 from moekit_bench.records import DispatcherCell
 
 import moekit
@@ -166,8 +168,8 @@ def test_wrong_questions(capsys, argv, text):
 @pytest.mark.parametrize("quant", ["fp8_tensor", "fp8_tensor_static", "int8_channel_token"])
 def test_every_wire_is_checked_against_what_was_sent(pool, quant):
     spec = moekit.registry().dispatcher("naive")
-    task = DispatchTask(spec, problem_for(2, quant=quant), 7, inputs=1, replays=1)
-    result = dispatch_result("naive", pool.run(measure_dispatch, task))
+    task = Task(spec, problem_for(2, quant=quant), 7, inputs=1, replays=1)
+    result = merge(pool.run(measure_dispatch, task))
     assert result.right and result.error < 1e-2
 
 
@@ -175,8 +177,8 @@ def test_output_that_is_not_written_is_wrong(pool):
     spec = replace(
         moekit.registry().dispatcher("naive"), name="bad", target=f"{__name__}:Forgetting"
     )
-    task = DispatchTask(spec, problem_for(2), 7, inputs=1, replays=1)
-    result = dispatch_result("naive", pool.run(measure_dispatch, task))
+    task = Task(spec, problem_for(2), 7, inputs=1, replays=1)
+    result = merge(pool.run(measure_dispatch, task))
     assert not result.right and result.error is None
     assert str(result).endswith("us, wrong (error not finite)")
     cell = DispatcherCell(scheme="none", routing="uniform", tokens=7, results=(result,))
@@ -186,8 +188,8 @@ def test_output_that_is_not_written_is_wrong(pool):
 def test_rows_by_hand(pool):
     """K = E: every token goes to every rank once, however many experts that has."""
     spec = moekit.registry().dispatcher("naive")
-    task = DispatchTask(spec, problem_for(2, top_k=8), 5, inputs=2, replays=1)
-    result = dispatch_result("naive", pool.run(measure_dispatch, task))
+    task = Task(spec, problem_for(2, top_k=8), 5, inputs=2, replays=1)
+    result = merge(pool.run(measure_dispatch, task))
     assert (result.link_rows, result.rows) == (5, 10)
 
 

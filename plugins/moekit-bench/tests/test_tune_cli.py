@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from moekit_bench import Measurement, Timing, experts
-from moekit_bench.records import measured
 from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
@@ -71,7 +70,7 @@ class Cells:
         if (us := {**CURVES, "auto": self.auto}.get(name)) is None:
             return Measurement(reason="RuntimeError: tired")
         timing = Timing(None, us(tokens), None, (1.0, 1.0))
-        return Measurement(**measured(timing, float(name in self.wrong), 0.5))
+        return Measurement.of(timing, float(name in self.wrong), 0.5)
 
 
 @pytest.fixture

@@ -37,6 +37,24 @@ def median(values: Sequence[float | None]) -> float | None:
     return None if None in values else statistics.median(v for v in values if v is not None)
 
 
+def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean, or None if a rank has no value."""
+    return None if None in values else statistics.fmean(v for v in values if v is not None)
+
+
+def worst(values: Sequence[Any]) -> Any:
+    """Return the largest value, or None if a rank has no value."""
+    return None if None in values else max(values)
+
+
+def widest(spreads: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
+    """Return the range that holds all ranges, or None if a rank has none."""
+    known = [spread for spread in spreads if spread is not None]
+    if len(known) < len(spreads):
+        return None
+    return min(s[0] for s in known), max(s[1] for s in known)
+
+
 def merge(records: Sequence[T]) -> T:
     """Make one record of all ranks'; fields without ``merge`` are taken from the first."""
     first: Any = records[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,60 +29,28 @@ from moekit.plugin import (
 )
 
 from .accuracy import relative_error
-from .codec import median, merge, merged_by
+from .codec import merge
 from .environment import device_facts, versions
 from .internals import DTYPES
-from .ranks import Ranks, cause, local_device
+from .ranks import Ranks, Task, cause, local_device
 from .records import (
     DispatcherCell,
     DispatcherResult,
     DispatchRun,
     DispatchSettings,
     Refusal,
-    measured,
 )
 from .shapes import inputs
-from .sweep import Log
-from .timer import Prepared, Timer, Timing, time_one
+from .sweep import Cell, Log, cells
+from .timer import Prepared, Timer, time_one
 
 # Each rank adds one rounding of its part, and the sum is rounded; quantization is not counted.
 _BOUND = 2e-2
 
 
-@dataclass(frozen=True)
-class DispatchTask:
-    """A dispatcher, the problem as rank 0 sees it with all ranks' experts, and how to measure."""
-
-    spec: DispatcherSpec
-    problem: MoEProblem
-    tokens: int
-    routing: str = "uniform"
-    inputs: int = 3
-    replays: int = 10
-    graph: bool = True
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DispatchTimes:
-    """What one rank measured. error: infinite if an output is not finite."""
-
-    timing: Timing
-    dispatch_us: float = merged_by(median)
-    combine_us: float = merged_by(median)
-    error: float = merged_by(max)
-    link_rows: float = merged_by(statistics.fmean)
-    rows: float = merged_by(statistics.fmean)
-    dispatch_row_bytes: int
-    combine_row_bytes: int
-    num_sms: int | None
-    buffer_bytes: int = merged_by(max)
-
-
-def measure_dispatch(rank: int, world_size: int, task: DispatchTask) -> DispatchTimes:
+def measure_dispatch(rank: int, world_size: int, task: Task) -> DispatcherResult:
     """Return this rank's measurements. Collective."""
-    parallel = replace(task.problem.parallel, ep_rank=rank)
-    dispatcher = task.spec.load()(task.spec, task.problem.replace(parallel=parallel))
+    dispatcher = task.spec.load()(task.spec, task.problem_of(rank))
     try:
         with torch.inference_mode():
             return _RoundTrips(dispatcher, task, rank).measure()
@@ -90,35 +58,10 @@ def measure_dispatch(rank: int, world_size: int, task: DispatchTask) -> Dispatch
         dispatcher.destroy()
 
 
-def dispatch_result(name: str, ranks: Sequence[DispatchTimes]) -> DispatcherResult:
-    """Return one result of all ranks': medians of times, means of counts, the worst error."""
-    all_ranks = merge(ranks)
-
-    def gbs(rows: float, row_bytes: int, us: float) -> float:
-        return rows * row_bytes / us / 1e3
-
-    dispatch = all_ranks.dispatch_row_bytes, all_ranks.dispatch_us
-    combine = all_ranks.combine_row_bytes, all_ranks.combine_us
-    return DispatcherResult(
-        name=name,
-        **measured(all_ranks.timing, all_ranks.error, _BOUND) | {"reason": ""},
-        dispatch_us=all_ranks.dispatch_us,
-        combine_us=all_ranks.combine_us,
-        link_rows=all_ranks.link_rows,
-        rows=all_ranks.rows,
-        dispatch_link_gbs=gbs(all_ranks.link_rows, *dispatch),
-        dispatch_deepep_gbs=gbs(all_ranks.rows, *dispatch),
-        combine_link_gbs=gbs(all_ranks.link_rows, *combine),
-        combine_deepep_gbs=gbs(all_ranks.rows, *combine),
-        num_sms=all_ranks.num_sms,
-        buffer_bytes=all_ranks.buffer_bytes,
-    )
-
-
 class _RoundTrips:
     """One rank's dispatcher and inputs."""
 
-    def __init__(self, dispatcher: PrepareAndFinalize, task: DispatchTask, rank: int) -> None:
+    def __init__(self, dispatcher: PrepareAndFinalize, task: Task, rank: int) -> None:
         self.dispatcher, self.task, self.problem = dispatcher, task, dispatcher.problem
         self.device = local_device(self.problem.device.type)
         self.timer = Timer(self.device, ranks=True)
@@ -136,7 +79,7 @@ class _RoundTrips:
         """Make a round trip."""
         self._combine(index, self._dispatch(index))
 
-    def measure(self) -> DispatchTimes:
+    def measure(self) -> DispatcherResult:
         task = self.task
         error = max(self._error(index) for index in range(len(self.inputs)))
         prepared = Prepared(
@@ -148,11 +91,13 @@ class _RoundTrips:
         q, scale = self.sent[0]
         scales = 0 if scale is None else scale.shape[1] * scale.itemsize
         out = self.outs[0]
-        return DispatchTimes(
-            timing=timing,
+        return DispatcherResult.of(
+            timing,
+            error,
+            _BOUND,
+            name=task.spec.name,
             dispatch_us=statistics.median(dispatch),
             combine_us=statistics.median(combine),
-            error=error,
             link_rows=link_rows,
             rows=rows,
             dispatch_row_bytes=q.shape[1] * q.itemsize + scales,
@@ -261,53 +206,35 @@ class _RoundTrips:
 # -- the sweep --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell to measure."""
-
-    scheme: str
-    routing: str
-    tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.scheme} {self.routing} T={self.tokens}"
-
-
+@dataclass
 class DispatchWorkload:
     """Every scheme, routing and number of tokens, for every dispatcher.
 
     sizes: experts, top-k and hidden size. ranks: where it runs; set before `measure`.
     """
 
-    ranks: Ranks
+    sizes: Sequence[int]
+    dispatchers: Sequence[DispatcherSpec]
+    schemes: Sequence[str]
+    routings: Sequence[str]
+    tokens: Sequence[int]
+    device: DeviceSpec
+    num_ranks: int
+    settings: DispatchSettings
+    command: str = ""
+    ranks: Ranks = field(init=False)
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        dispatchers: Sequence[DispatcherSpec],
-        schemes: Sequence[str],
-        routings: Sequence[str],
-        tokens: Sequence[int],
-        device: DeviceSpec,
-        num_ranks: int,
-        settings: DispatchSettings,
-        command: str = "",
-    ) -> None:
-        self.sizes, self.dispatchers = sizes, dispatchers
-        self.schemes, self.routings, self.tokens = schemes, routings, tokens
-        self.device, self.num_ranks, self.settings = device, num_ranks, settings
+    def __post_init__(self) -> None:
         self.header = DispatchRun(
-            command=command,
-            versions=versions([], dispatchers),
-            device=device_facts(torch.device(device.type), device),
-            ranks=num_ranks,
-            settings=settings,
+            command=self.command,
+            versions=versions([], self.dispatchers),
+            device=device_facts(torch.device(self.device.type), self.device),
+            ranks=self.num_ranks,
+            settings=self.settings,
         )
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(s, r, t) for s in self.schemes for r in self.routings for t in self.tokens
-        ]  # fmt: skip
+        return cells([""], self.schemes, self.routings, self.tokens)
 
     def measure(self, cell: Cell, log: Log) -> DispatcherCell:
         problem, results = self._problem(cell), []
@@ -339,11 +266,13 @@ class DispatchWorkload:
 
     def _result(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> DispatcherResult:
         s = self.settings
-        task = DispatchTask(
-            spec, problem, cell.tokens, cell.routing, s.inputs, s.replays, not s.no_graph, s.seed
-        )
+        task = Task(
+            spec, problem, cell.tokens, (), cell.routing, s.inputs, s.replays, not s.no_graph,
+            seed=s.seed,
+        )  # fmt: skip
         try:
-            return dispatch_result(spec.name, self.ranks.run(measure_dispatch, task))
+            results: list[DispatcherResult] = self.ranks.run(measure_dispatch, task)
+            return merge(results).with_rates()
         except Exception as error:
             return DispatcherResult(name=spec.name, reason=cause(error))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,10 +24,9 @@ from .records import (
     Measurement,
     Refusal,
     copied_share,
-    measured,
 )
 from .shapes import Inputs, Shape, inputs, random_weights
-from .sweep import Log
+from .sweep import Cell, Log, cells
 from .timer import Call, DeviceLost, Prepared, check_alive, first_line, release, take_turns
 
 _CHECKED_TOKENS = 32
@@ -119,7 +118,9 @@ def run_cell(
         elif isinstance(timing, Exception):
             results[name] = Measurement(reason=first_line(timing))
         else:
-            results[name] = Measurement(**measured(timing, errors[name], bound))
+            error = errors[name]
+            wrong = "" if error <= bound else f"wrong: error {error:.1e}"
+            results[name] = Measurement.of(timing, error, bound, reason=wrong)
     return results
 
 
@@ -130,29 +131,11 @@ def _cache_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell to measure."""
-
-    shape: Shape
-    problem: MoEProblem
-    routing: str
-    tokens: int
-
-    @property
-    def group(self) -> str:
-        """Cells of a group share weights and calls."""
-        return f"{self.shape.name} {self.problem.quant.name}"
-
-    def __str__(self) -> str:
-        return f"{self.group} {self.routing} T={self.tokens}"
-
-
 class ExpertsWorkload:
     """Every shape, scheme, routing and number of tokens, for every implementation.
 
     Weights and calls are made once for each shape and scheme, and freed before the next. ``wanted``
-    may be replaced to leave cells out.
+    may be replaced to leave cells out. ``problems`` are those of each shape's name and scheme.
     """
 
     def __init__(
@@ -168,15 +151,14 @@ class ExpertsWorkload:
         ceilings: Ceilings | None = None,
         command: str = "",
     ) -> None:
-        spec = DeviceSpec.of(device)
-        self.device, self.settings, self.ceilings = device, settings, ceilings
-        self.routings, self.tokens = routings, tokens
-        self.implementations = implementations
-        self.problems = [  # all of them now, so that a typing error costs no time
-            (shape, self._make_problem(shape, scheme, spec))
-            for shape in shapes
-            for scheme in schemes
-        ]
+        spec, dtype = DeviceSpec.of(device), DTYPES[settings.dtype]
+        self.device, self.settings, self.tokens = device, settings, tokens
+        self.implementations = {i.name: i for i in implementations}
+        self.problems = {  # all of them now, so that a typing error costs no time
+            (s.name, q): s.problem(quant=q, dtype=dtype, device=spec, ep=settings.ep)
+            for s in shapes
+            for q in schemes
+        }
         self.header = ExpertsRun(
             command=command,
             versions=versions(implementations),
@@ -185,38 +167,23 @@ class ExpertsWorkload:
             ceilings=ceilings,
         )
         self.wanted: Callable[[Cell], bool] = lambda cell: True
-        self._group = ""
+        self._every = cells([s.name for s in shapes], schemes, routings, tokens)
+        self._group = ("", "")
         self._weights: ExpertWeights | None = None
         self._calls: dict[str, Call] = {}
 
-    def _make_problem(self, shape: Shape, scheme: str, device: DeviceSpec) -> MoEProblem:
-        dtype = DTYPES[self.settings.dtype]
-        return shape.problem(quant=scheme, dtype=dtype, device=device, ep=self.settings.ep)
-
-    def problem(self, shape: str, scheme: str) -> MoEProblem:
-        """Return the problem of a shape's name and a scheme."""
-        return next(
-            p for s, p in self.problems if (s.name, p.quant.name) == (shape, scheme)
-        )  # fmt: skip
-
     def cells(self) -> list[Cell]:
-        every = (
-            Cell(shape, problem, routing, tokens)
-            for shape, problem in self.problems
-            for routing in self.routings
-            for tokens in self.tokens
-        )
-        return [cell for cell in every if self.wanted(cell)]
+        return [cell for cell in self._every if self.wanted(cell)]
 
     def measure(self, cell: Cell, log: Log) -> ExpertsCell | None:
-        if cell.group != self._group:
+        if (cell.shape, cell.scheme) != self._group:
             self._begin(cell, log)
         if self._weights is None:
             return None
-        s = self.settings
+        problem, s = self.problems[self._group], self.settings
         try:
             case = Case.make(
-                cell.problem, self._weights, cell.tokens, cell.routing, count=s.inputs, seed=s.seed
+                problem, self._weights, cell.tokens, cell.routing, count=s.inputs, seed=s.seed
             )
             results = run_cell(
                 case,
@@ -230,84 +197,80 @@ class ExpertsWorkload:
         except Exception as error:  # out of memory for the inputs or the oracle
             check_alive(self.device)
             release(self.device)
-            self._refuse(cell, "all", f"T={cell.tokens}: {first_line(error)}", log)
+            self._refuse("all", f"T={cell.tokens}: {first_line(error)}", log)
             return None
         return self._record(cell, case, results)
 
     def _begin(self, cell: Cell, log: Log) -> None:
-        """Make the weights and calls of a group."""
-        self._group, self._weights = cell.group, None
+        """Make the weights and calls of a shape and scheme."""
+        self._group, self._weights = (cell.shape, cell.scheme), None
         self._calls.clear()
         release(self.device)
-        log.doing(f"{cell.group}: weights")
+        problem, title = self.problems[self._group], " ".join(self._group)
+        log.doing(f"{title}: weights")
         try:
-            self._weights = random_weights(cell.problem, self.device, self.settings.seed)
+            self._weights = random_weights(problem, self.device, self.settings.seed)
         except Exception as error:
             check_alive(self.device)
-            self._refuse(cell, "all", f"no weights: {first_line(error)}", log)
+            self._refuse("all", f"no weights: {first_line(error)}", log)
             return
-        self._calls.update(self._made(cell, self._weights, log))
+        for each in self.implementations.values():
+            log.doing(f"{title}: making {each.name}")
+            if reason := self._make(each, problem, self._weights):
+                self._refuse(each.name, reason, log)
         # The largest call first: a workspace that grows between captures is kept once more.
         for name, call in self._calls.items():
             if isinstance(call, KernelCall):
-                log.doing(f"{cell.group}: warming up {name}")
+                log.doing(f"{title}: warming up {name}")
                 try:
                     call.warmup(max(self.tokens))
                 except Exception:  # reported by the cell that needs so much
                     check_alive(self.device)
                     release(self.device)
 
-    def _made(self, cell: Cell, weights: ExpertWeights, log: Log) -> Iterator[tuple[str, Call]]:
-        for each in self.implementations:
-            reason = each.left_out
-            if cell.problem.parallel.ep_size > 1 and each.kind == BASELINE:
-                reason = "--ep: adapters are not told which experts are other ranks'"
-            if not reason:
-                log.doing(f"{cell.group}: making {each.name}")
-                try:
-                    yield each.name, each.make(cell.problem, weights, self.device)
-                    continue
-                except Exception as error:
-                    check_alive(self.device)
-                    reasons = getattr(error, "reasons", ())
-                    reason = "; ".join(reasons) if reasons else first_line(error)
-                release(self.device)
-            self._refuse(cell, each.name, reason, log)
+    def _make(self, each: Implementation, problem: MoEProblem, weights: ExpertWeights) -> str:
+        """Make a call, or return why there is none."""
+        if each.left_out:
+            return each.left_out
+        if problem.parallel.ep_size > 1 and each.kind == BASELINE:
+            return "--ep: adapters are not told which experts are other ranks'"
+        try:
+            self._calls[each.name] = each.make(problem, weights, self.device)
+            return ""
+        except Exception as error:
+            check_alive(self.device)
+            reasons = getattr(error, "reasons", ())
+            reason = "; ".join(reasons) if reasons else first_line(error)
+        release(self.device)
+        return reason
 
-    def _refuse(self, cell: Cell, name: str, reason: str, log: Log) -> None:
-        scheme = cell.problem.quant.name
-        log.refuse(Refusal(shape=cell.shape.name, scheme=scheme, name=name, reason=reason))
+    def _refuse(self, name: str, reason: str, log: Log) -> None:
+        shape, scheme = self._group
+        log.refuse(Refusal(shape=shape, scheme=scheme, name=name, reason=reason))
 
     def _record(self, cell: Cell, case: Case, results: Mapping[str, Measurement]) -> ExpertsCell:
-        p, limit = case.problem, limit_us(case.work, case.problem, self.ceilings)
-        kinds = {i.name: i.kind for i in self.implementations}
-        rows = []
-        for name, result in results.items():
-            call = self._calls[name]
-            fraction = None if limit is None or result.us is None else limit / result.us
-            copied = None
+        p, limit = case.problem, limit_us(case.work, case.problem, self.header.ceilings)
+
+        def row(name: str, result: Measurement) -> ExpertsResult:
+            call, copied = self._calls[name], None
             if isinstance(call, KernelCall):
                 copied = copied_share(case.weights.tensors(), call.packed)
-            rows.append(
-                ExpertsResult(
-                    name=name, kind=kinds[name], fraction=fraction, copied=copied, **vars(result)
-                )
+            fraction = None if limit is None or result.us is None else limit / result.us
+            kind = self.implementations[name].kind
+            return ExpertsResult(
+                **vars(result), name=name, kind=kind, fraction=fraction, copied=copied
             )
+
+        sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
         return ExpertsCell(
-            shape=cell.shape.name,
-            num_experts=p.num_experts,
-            top_k=p.top_k,
-            hidden_size=p.hidden_size,
-            intermediate_size=p.intermediate_size,
+            **vars(cell),
+            **{name: getattr(p, name) for name in sizes},
             ep=p.parallel.ep_size,
             dtype=p.dtype_name,
-            scheme=p.quant.name,
-            routing=case.routing,
-            tokens=case.tokens,
             inputs=len(case.inputs),
-            **asdict(case.work),
-            limit_us=limit if any(r.us is not None for r in rows) else None,
-            results=tuple(rows),
+            **vars(case.work),
+            limit_us=limit if any(r.us is not None for r in results.values()) else None,
+            results=tuple(row(name, result) for name, result in results.items()),
         )
 
 

@@ -43,21 +43,15 @@ def summarized(run: ExpertsRun) -> ExpertsRun:
 
 
 def _named(name: str) -> Picker:
-    return lambda cell: next((r for r in _right(cell) if r.name == name), None)
+    return lambda cell: fastest(r for r in cell.results if r.name == name)
 
 
 def _best_backend(cell: ExpertsCell) -> ExpertsResult | None:
-    best: ExpertsResult | None = fastest(r for r in cell.results if r.kind != BASELINE)
-    return best
+    return fastest(r for r in cell.results if r.kind != BASELINE)
 
 
 def _best_baseline(cell: ExpertsCell) -> ExpertsResult | None:
-    best: ExpertsResult | None = fastest(r for r in cell.results if r.kind == BASELINE)
-    return best
-
-
-def _right(cell: ExpertsCell) -> list[ExpertsResult]:
-    return [r for r in cell.results if r.us is not None and r.right]
+    return fastest(r for r in cell.results if r.kind == BASELINE)
 
 
 def _summary_row(

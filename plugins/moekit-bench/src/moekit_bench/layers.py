@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -29,30 +29,27 @@ from moekit.plugin import (
 )
 
 from .accuracy import oracle_rows, relative_error, sampled_rows
-from .codec import merge, merged_by
+from .codec import merge
 from .environment import device_facts, versions
 from .implementations import backends
 from .internals import benchmark_bound, find_experts
 from .overlap import OverlapTimer
-from .ranks import Ranks, cause, local_device
+from .ranks import Ranks, Task, cause, local_device
 from .records import (
     LayerCell,
     LayerResult,
     LayerSettings,
     LayerSizes,
     LayersRun,
-    Overlap,
     Refusal,
     combination,
     copied_share,
-    measured,
 )
 from .shapes import Inputs, Shape, inputs, random_weights
-from .sweep import Log
+from .sweep import Cell, Log, cells
 from .timer import (
     Prepared,
     Timer,
-    Timing,
     first_fault,
     first_line,
     from_all_ranks,
@@ -66,39 +63,9 @@ _CHECKED = 8
 _SECONDS_A_KIND = 0.4
 
 
-@dataclass(frozen=True)
-class LayerTask:
-    """A dispatcher, the experts to combine it with, the problem as rank 0 sees it, and how to
-    measure. overlap: also time calls in flight and shared experts, see `OverlapTimer`."""
-
-    spec: DispatcherSpec
-    experts: tuple[str, ...]
-    problem: MoEProblem
-    tokens: int
-    routing: str = "uniform"
-    inputs: int = 2
-    replays: int = 5
-    graph: bool = True
-    overlap: bool = False
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTimes:
-    """What one rank measured. error: infinite if an output is not finite."""
-
-    timing: Timing
-    error: float = merged_by(max)
-    buffer_bytes: int = merged_by(max)
-    stated_bytes: int = merged_by(max)
-    copied: float
-    overlap: Overlap | None
-
-
-def measure_layers(rank: int, world_size: int, task: LayerTask) -> list[LayerTimes | str]:
-    """Return this rank's measurements of each of the experts, or why it has none. Collective."""
-    parallel = replace(task.problem.parallel, ep_rank=rank)
-    problem = task.problem.replace(parallel=parallel)
+def measure_layers(rank: int, world_size: int, task: Task) -> list[LayerResult]:
+    """Return this rank's measurements of each of the experts. Collective."""
+    problem = task.problem_of(rank)
     kernels: list[moekit.ModularKernel] = []  # until the end: they share the dispatcher's buffers
     try:
         with torch.inference_mode():
@@ -109,31 +76,6 @@ def measure_layers(rank: int, world_size: int, task: LayerTask) -> list[LayerTim
             kernel.destroy()
         if problem.device.type == "cuda":  # libraries take their buffers outside torch's cache
             torch.cuda.empty_cache()
-
-
-def layer_results(
-    task: LayerTask, ranks: Sequence[Sequence[LayerTimes | str]]
-) -> list[LayerResult]:
-    """Return one result for each of the experts: medians of times, the worst error, most bytes."""
-    results, bound = [], benchmark_bound(task.problem)
-    for experts, each in zip(task.experts, zip(*ranks, strict=True), strict=True):
-        dispatcher, first = task.spec.name, each[0]
-        if isinstance(first, str):
-            results.append(LayerResult(dispatcher=dispatcher, experts=experts, reason=first))
-            continue
-        merged = merge([times for times in each if not isinstance(times, str)])
-        results.append(
-            LayerResult(
-                dispatcher=dispatcher,
-                experts=experts,
-                **measured(merged.timing, merged.error, bound) | {"reason": ""},
-                buffer_bytes=merged.buffer_bytes,
-                stated_bytes=merged.stated_bytes,
-                copied=merged.copied,
-                overlap=merged.overlap,
-            )
-        )
-    return results
 
 
 @dataclass
@@ -152,7 +94,7 @@ _held = _Held()
 class _Layers:
     """One rank's inputs and weights for a task."""
 
-    def __init__(self, problem: MoEProblem, task: LayerTask) -> None:
+    def __init__(self, problem: MoEProblem, task: Task) -> None:
         self.problem, self.task = problem, task
         self.device = local_device(problem.device.type)
         self.timer = Timer(self.device, ranks=True)
@@ -197,9 +139,9 @@ class _Layers:
 
     # -- one combination ----------------------------------------------------------------------
 
-    def measure(self, experts: str, kernels: list[moekit.ModularKernel]) -> LayerTimes | str:
-        """Measure a combination, whose kernel is added to ``kernels``; or return why not."""
-        stated, reason = 0, ""
+    def measure(self, experts: str, kernels: list[moekit.ModularKernel]) -> LayerResult:
+        """Measure a combination, whose kernel is added to ``kernels``."""
+        failed, stated = LayerResult(dispatcher=self.task.spec.name, experts=experts), 0
         try:
             kernel = moekit.compose(
                 self.problem,
@@ -217,15 +159,16 @@ class _Layers:
             reason = first_line(failure)
         try:
             if reason := first_fault(reason):
-                return reason
-            return self._times(kernel, packed, copied, stated)
+                return replace(failed, reason=reason)
+            result = self._times(kernel, packed, experts)
+            return replace(result, copied=copied, stated_bytes=stated)
         finally:
             for kernel in kernels:  # the next combination needs the memory
                 kernel.workspace = Workspace()
 
     def _times(
-        self, kernel: moekit.ModularKernel, packed: PackedWeights, copied: float, stated: int
-    ) -> LayerTimes:
+        self, kernel: moekit.ModularKernel, packed: PackedWeights, experts: str
+    ) -> LayerResult:
         def call(x: Tensor, routing: Routing) -> Tensor:
             return kernel(x, packed, routing)
 
@@ -246,12 +189,13 @@ class _Layers:
         overlap = None
         if self.task.overlap:
             overlap = OverlapTimer(self.timer, kernel, packed, self.inputs).measure(replays)
-        return LayerTimes(
-            timing=timing,
-            error=error,
+        return LayerResult.of(
+            timing,
+            error,
+            benchmark_bound(self.problem),
+            dispatcher=self.task.spec.name,
+            experts=experts,
             buffer_bytes=kernel.dispatcher.buffer_bytes(),
-            stated_bytes=stated,
-            copied=copied,
             overlap=overlap,
         )
 
@@ -302,72 +246,47 @@ def _gathered(mine: Tensor) -> list[Tensor]:
 # -- the sweep --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell to measure."""
-
-    scheme: str
-    tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.scheme} T={self.tokens}"
-
-
+@dataclass
 class LayersWorkload:
     """Every scheme and number of tokens, for every combination of dispatcher and experts.
 
-    Args:
-        overlap: Also time calls in flight and shared experts.
-        seconds: Begin nothing after so many.
-
-    Attributes:
-        ranks: Where it runs; set before `measure`.
-        wanted: (problem, dispatcher, experts) -> whether to measure; may be replaced.
+    overlap: also time calls in flight and shared experts. seconds: begin nothing after so many.
+    ranks: where it runs; set before `measure`. wanted: (problem, dispatcher, experts) -> whether to
+    measure.
     """
 
-    ranks: Ranks
+    shape: Shape
+    dispatchers: Sequence[DispatcherSpec]
+    experts: Sequence[str]
+    schemes: Sequence[str]
+    tokens: Sequence[int]
+    device: DeviceSpec
+    num_ranks: int
+    settings: LayerSettings
+    command: str = ""
+    overlap: bool = False
+    seconds: float | None = None
+    wanted: Callable[[MoEProblem, str, str], bool] = lambda *_: True
+    ranks: Ranks = field(init=False)
 
-    def __init__(
-        self,
-        shape: Shape,
-        dispatchers: Sequence[DispatcherSpec],
-        experts: Sequence[str],
-        schemes: Sequence[str],
-        tokens: Sequence[int],
-        device: DeviceSpec,
-        num_ranks: int,
-        settings: LayerSettings,
-        command: str = "",
-        overlap: bool = False,
-        seconds: float | None = None,
-    ) -> None:
-        if not experts:
+    def __post_init__(self) -> None:
+        if not self.experts:
             raise moekit.MoekitError("nothing to measure: name --experts")
-        for name in experts:
+        for name in self.experts:
             find_experts(name, registry())
-        self.dispatchers, self.experts = dispatchers, experts
-        self.schemes, self.tokens, self.device = schemes, tokens, device
-        self.settings, self.overlap, self.seconds = settings, overlap, seconds
-        self.wanted: Callable[[MoEProblem, str, str], bool] = lambda *_: True
         self.begin = time.monotonic()
+        sizes = {f.name: getattr(self.shape, f.name) for f in fields(LayerSizes)}
         self.header = LayersRun(
-            command=command,
-            versions=versions(backends(experts), dispatchers),
-            device=device_facts(torch.device(device.type), device),
-            ranks=num_ranks,
-            layer=LayerSizes(
-                num_experts=shape.num_experts,
-                top_k=shape.top_k,
-                hidden_size=shape.hidden_size,
-                intermediate_size=shape.intermediate_size,
-                activation=shape.activation,
-                has_bias=shape.has_bias,
-            ),
-            settings=settings,
+            command=self.command,
+            versions=versions(backends(self.experts), self.dispatchers),
+            device=device_facts(torch.device(self.device.type), self.device),
+            ranks=self.num_ranks,
+            layer=LayerSizes(**sizes),
+            settings=self.settings,
         )
 
     def cells(self) -> list[Cell]:
-        return [Cell(scheme, tokens) for scheme in self.schemes for tokens in self.tokens]
+        return cells([""], self.schemes, [""], self.tokens)
 
     def problem(self, scheme: str, tokens: int) -> MoEProblem:
         """Return the problem of capacity ``tokens``, as rank 0 sees it."""
@@ -406,12 +325,13 @@ class LayersWorkload:
         self, spec: DispatcherSpec, problem: MoEProblem, tokens: int, names: Sequence[str]
     ) -> list[LayerResult]:
         s = self.settings
-        task = LayerTask(
-            spec, tuple(names), problem, tokens, s.routing, s.inputs, s.replays, not s.no_graph,
+        task = Task(
+            spec, problem, tokens, tuple(names), s.routing, s.inputs, s.replays, not s.no_graph,
             self.overlap, s.seed,
         )  # fmt: skip
         try:
-            return layer_results(task, self.ranks.run(measure_layers, task))
+            everyone = self.ranks.run(measure_layers, task)
+            return [merge(results) for results in zip(*everyone, strict=True)]
         except Exception as error:
             if len(names) > 1:  # which of them it was, and the others' times
                 return [r for n in names for r in self._results(spec, problem, tokens, [n])]

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from .experts import Cell
-from .sweep import Progress
+from .sweep import Cell, Progress
 
 
 def on_devices(
@@ -27,7 +26,7 @@ def on_devices(
         file: The table that all of them fill.
         argv: The arguments of `tune`.
     """
-    left = list(Counter((c.shape.name, c.problem.quant.name) for c in cells).items())
+    left = list(Counter((c.shape, c.scheme) for c in cells).items())
     progress, codes, lock = Progress(len(cells)), [0], threading.Lock()
 
     def work(index: int) -> None:

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,11 +15,34 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, DispatcherSpec, registry
+from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, registry
 
 from .timer import first_line, from_all_ranks
 
 _SECONDS_A_CELL = 180.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank measures, and how.
+
+    problem: as rank 0 sees it. experts: the backends to combine the dispatcher with, if any.
+    overlap: also time calls in flight and shared experts.
+    """
+
+    spec: DispatcherSpec
+    problem: MoEProblem
+    tokens: int
+    experts: tuple[str, ...] = ()
+    routing: str = "uniform"
+    inputs: int = 2
+    replays: int = 5
+    graph: bool = True
+    overlap: bool = False
+    seed: int = 0
+
+    def problem_of(self, rank: int) -> MoEProblem:
+        return self.problem.replace(parallel=replace(self.problem.parallel, ep_rank=rank))
 
 
 class Ranks(Protocol):

@@ -9,19 +9,21 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec, MoEProblem, ParallelConfig
 
-from .codec import median, merged_by, named
+from .codec import mean, median, merged_by, named, widest, worst
 from .internals import DTYPES
 from .limits import Ceilings
 from .timer import Timing
 
 FORMAT = 1
 BACKEND, BASELINE = "moekit", "peer"
+
+M = TypeVar("M", bound="Measurement")
 
 
 def now() -> str:
@@ -40,15 +42,30 @@ class Measurement:
     reason: why it failed or is wrong. note: why there is no graph time.
     """
 
-    us: float | None = None
-    graph_us: float | None = None
-    eager_us: float | None = None
-    host_us: float | None = None
-    spread_us: tuple[float, float] | None = None
-    error: float | None = None
-    right: bool = False
+    us: float | None = merged_by(median, default=None)
+    graph_us: float | None = merged_by(median, default=None)
+    eager_us: float | None = merged_by(median, default=None)
+    host_us: float | None = merged_by(median, default=None)
+    spread_us: tuple[float, float] | None = merged_by(widest, default=None)
+    error: float | None = merged_by(worst, default=None)
+    right: bool = merged_by(all, default=False)
     reason: str = ""
     note: str = ""
+
+    @classmethod
+    def of(cls: type[M], timing: Timing, error: float, bound: float, **more: Any) -> M:
+        """Return the record of a timing and a relative error."""
+        return cls(
+            us=timing.us,
+            graph_us=timing.graph_us,
+            eager_us=timing.eager_us,
+            host_us=timing.host_us,
+            spread_us=timing.spread,
+            error=error if math.isfinite(error) else None,
+            right=error <= bound,
+            note=timing.note,
+            **more,
+        )
 
     @property
     def label(self) -> str:
@@ -64,22 +81,6 @@ class Measurement:
             return f"{self.label} failed ({self.reason})"
         wrong = "" if self.right else f", wrong (error {shown_error(self.error)})"
         return f"{self.label} {self.us:.0f} us{wrong}"
-
-
-def measured(timing: Timing, error: float, bound: float) -> dict[str, Any]:
-    """Return the fields of a `Measurement`."""
-    right = error <= bound
-    return {
-        "us": timing.us,
-        "graph_us": timing.graph_us,
-        "eager_us": timing.eager_us,
-        "host_us": timing.host_us,
-        "spread_us": timing.spread,
-        "error": error if math.isfinite(error) else None,
-        "right": right,
-        "reason": "" if right else f"wrong: error {error:.1e}",
-        "note": timing.note,
-    }
 
 
 def shown_error(error: float | None) -> str:
@@ -110,20 +111,36 @@ class DispatcherResult(Measurement):
     ranks in a call, and those that it sends at all; the rates are in 1e9 bytes/s."""
 
     name: str
-    dispatch_us: float | None = None
-    combine_us: float | None = None
-    link_rows: float | None = None
-    rows: float | None = None
+    dispatch_us: float | None = merged_by(median, default=None)
+    combine_us: float | None = merged_by(median, default=None)
+    link_rows: float | None = merged_by(mean, default=None)
+    rows: float | None = merged_by(mean, default=None)
+    dispatch_row_bytes: int | None = None
+    combine_row_bytes: int | None = None
     dispatch_link_gbs: float | None = None
     dispatch_deepep_gbs: float | None = None
     combine_link_gbs: float | None = None
     combine_deepep_gbs: float | None = None
     num_sms: int | None = None
-    buffer_bytes: int | None = None
+    buffer_bytes: int | None = merged_by(worst, default=None)
 
     @property
     def label(self) -> str:
         return self.name
+
+    def with_rates(self) -> DispatcherResult:
+        """Return the result with its rates, which follow from the other fields."""
+
+        def gbs(rows: float | None, row_bytes: int | None, us: float | None) -> float | None:
+            return rows * row_bytes / us / 1e3 if rows is not None and row_bytes and us else None
+
+        return replace(
+            self,
+            dispatch_link_gbs=gbs(self.link_rows, self.dispatch_row_bytes, self.dispatch_us),
+            dispatch_deepep_gbs=gbs(self.rows, self.dispatch_row_bytes, self.dispatch_us),
+            combine_link_gbs=gbs(self.link_rows, self.combine_row_bytes, self.combine_us),
+            combine_deepep_gbs=gbs(self.rows, self.combine_row_bytes, self.combine_us),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +176,8 @@ class LayerResult(Measurement):
 
     dispatcher: str
     experts: str
-    buffer_bytes: int | None = None
-    stated_bytes: int | None = None
+    buffer_bytes: int | None = merged_by(worst, default=None)
+    stated_bytes: int | None = merged_by(worst, default=None)
     copied: float | None = None
     overlap: Overlap | None = None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .records import Measurement, Refusal, Run, shown_error
 
 C = TypeVar("C")
+M = TypeVar("M", bound=Measurement)
 NONE = "–"
 
 
@@ -53,10 +54,10 @@ def error(result: Measurement) -> str:
     return NONE if result.us is None else shown_error(result.error)
 
 
-def fastest(results: Iterable[Any]) -> Any:
+def fastest(results: Iterable[M]) -> M | None:
     """Return the fastest of the right results, or None."""
     right = [r for r in results if r.right and r.us is not None]
-    return min(right, key=lambda r: float(r.us), default=None)
+    return min(right, key=lambda r: r.us or 0.0, default=None)
 
 
 def time(result: Measurement | None, best: Measurement | None, *, after: str = "") -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,7 +20,7 @@ turns, so that their loads differ by at most one token."""
 Inputs = Sequence[tuple[Tensor, Routing]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """The sizes of an experts block.
 
@@ -33,9 +33,9 @@ class Shape:
     top_k: int
     hidden_size: int
     intermediate_size: int
+    source: str = "given"
     activation: str = "silu"
     has_bias: bool = False
-    source: str = "given"
 
     def problem(self, *, ep: int = 1, **changes: Any) -> MoEProblem:
         """Return the problem that this shape poses.
@@ -51,21 +51,7 @@ class Shape:
         return MoEProblem(**{**given, **changes})
 
 
-def _shape(
-    name: str, experts: int, top_k: int, hidden: int, inner: int, source: str, **more: Any
-) -> Shape:
-    return Shape(
-        name=name,
-        num_experts=experts,
-        top_k=top_k,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        source=source,
-        **more,
-    )
-
-
-_GPT_OSS = {"activation": "swigluoai", "has_bias": True}
+_GPT_OSS: Mapping[str, Any] = {"activation": "swigluoai", "has_bias": True}
 
 # The sizes are those of each model's config.json on the Hugging Face hub: num_local_experts,
 # num_experts or n_routed_experts, num_experts_per_tok, hidden_size, and moe_intermediate_size or
@@ -73,18 +59,18 @@ _GPT_OSS = {"activation": "swigluoai", "has_bias": True}
 SHAPES = {
     shape.name: shape
     for shape in (
-        _shape("mixtral", 8, 2, 4096, 14336, "mistralai/Mixtral-8x7B-v0.1"),
-        _shape("mixtral-8x22b", 8, 2, 6144, 16384, "mistralai/Mixtral-8x22B-v0.1"),
-        _shape("qwen3-30b", 128, 8, 2048, 768, "Qwen/Qwen3-30B-A3B"),
-        _shape("qwen3-235b", 128, 8, 4096, 1536, "Qwen/Qwen3-235B-A22B"),
-        _shape("dsv3", 256, 8, 7168, 2048, "deepseek-ai/DeepSeek-V3"),
-        _shape("dsv3-ep8", 32, 8, 7168, 2048, "deepseek-ai/DeepSeek-V3, one rank of EP 8"),
-        _shape("dsv3-tp8", 256, 8, 7168, 256, "deepseek-ai/DeepSeek-V3, one rank of TP 8"),
-        _shape("gpt-oss-20b", 32, 4, 2880, 2880, "openai/gpt-oss-20b", **_GPT_OSS),
-        _shape("gpt-oss-120b", 128, 4, 2880, 2880, "openai/gpt-oss-120b", **_GPT_OSS),
-        _shape("kimi-k2-ep", 48, 8, 7168, 2048, "moonshotai/Kimi-K2-Instruct, one rank of EP 8"),
-        _shape("glm-4.5", 160, 8, 5120, 1536, "zai-org/GLM-4.5"),
-        _shape("olmoe", 64, 8, 2048, 1024, "allenai/OLMoE-1B-7B-0924"),
+        Shape("mixtral", 8, 2, 4096, 14336, "mistralai/Mixtral-8x7B-v0.1"),
+        Shape("mixtral-8x22b", 8, 2, 6144, 16384, "mistralai/Mixtral-8x22B-v0.1"),
+        Shape("qwen3-30b", 128, 8, 2048, 768, "Qwen/Qwen3-30B-A3B"),
+        Shape("qwen3-235b", 128, 8, 4096, 1536, "Qwen/Qwen3-235B-A22B"),
+        Shape("dsv3", 256, 8, 7168, 2048, "deepseek-ai/DeepSeek-V3"),
+        Shape("dsv3-ep8", 32, 8, 7168, 2048, "deepseek-ai/DeepSeek-V3, one rank of EP 8"),
+        Shape("dsv3-tp8", 256, 8, 7168, 256, "deepseek-ai/DeepSeek-V3, one rank of TP 8"),
+        Shape("gpt-oss-20b", 32, 4, 2880, 2880, "openai/gpt-oss-20b", **_GPT_OSS),
+        Shape("gpt-oss-120b", 128, 4, 2880, 2880, "openai/gpt-oss-120b", **_GPT_OSS),
+        Shape("kimi-k2-ep", 48, 8, 7168, 2048, "moonshotai/Kimi-K2-Instruct, one rank of EP 8"),
+        Shape("glm-4.5", 160, 8, 5120, 1536, "zai-org/GLM-4.5"),
+        Shape("olmoe", 64, 8, 2048, 1024, "allenai/OLMoE-1B-7B-0924"),
     )
 }
 
@@ -99,8 +85,8 @@ def shape(text: str) -> Shape:
         return SHAPES[text]
     parts = text.split(":")
     if len(parts) == 4 and all(part.isdigit() for part in parts):
-        experts, top_k, hidden, inner = (int(part) for part in parts)
-        return _shape(text, experts, top_k, hidden, inner, "given")
+        experts, top_k, hidden, inner = map(int, parts)
+        return Shape(text, experts, top_k, hidden, inner)
     raise InvalidProblem(
         f"shape {text!r} is unknown; choose from {', '.join(SHAPES)}, or give sizes as "
         "EXPERTS:TOP_K:HIDDEN:INTERMEDIATE, for example 8:2:4096:14336"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,27 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from .codec import replace_file, to_json
 from .records import Refusal, Run
 from .timer import DeviceLost
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell to measure; what does not apply to a workload is empty."""
+
+    shape: str
+    scheme: str
+    routing: str
+    tokens: int
+
+    def __str__(self) -> str:
+        names = " ".join(filter(None, (self.shape, self.scheme, self.routing)))
+        return f"{names} T={self.tokens}"
+
+
+def cells(
+    shapes: Iterable[str], schemes: Sequence[str], routings: Sequence[str], tokens: Sequence[int]
+) -> list[Cell]:
+    """Return all combinations, in this order."""
+    return [Cell(*each) for each in itertools.product(shapes, schemes, routings, tokens)]
 
 
 class Log(Protocol):
@@ -28,14 +50,14 @@ class Log(Protocol):
 class Workload(Protocol):
     """What a sweep measures.
 
-    header: the run without cells. cells: what to measure, in order; ``str(cell)`` is its title.
+    header: the run without cells. cells: what to measure, in order.
     """
 
     header: Any
 
-    def cells(self) -> Sequence[Any]: ...
+    def cells(self) -> list[Cell]: ...
 
-    def measure(self, cell: Any, log: Log) -> Any | None:
+    def measure(self, cell: Cell, log: Log) -> Any | None:
         """Return the cell's record, whose ``results`` are measurements, or None if it has none."""
 
 
@@ -81,7 +103,7 @@ class Sweep:
         self, workload: Workload, keep: Callable[[Any], None] | None = None, *, leader: bool = True
     ) -> None:
         self.workload, self.run = workload, workload.header
-        self.cells = list(workload.cells())
+        self.cells = workload.cells()
         self._keep, self._leader = keep, leader
         self._progress: Progress | None = None
 
@@ -105,7 +127,7 @@ class Sweep:
                 self._progress.close()
         return self.run
 
-    def _measure(self, cell: Any) -> None:
+    def _measure(self, cell: Cell) -> None:
         made = self.workload.measure(cell, self)
         text = "not measured"
         if made is not None:

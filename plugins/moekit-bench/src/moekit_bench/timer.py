@@ -20,8 +20,6 @@ from torch import Tensor
 from moekit.errors import MoekitError
 from moekit.plugin import Routing
 
-from .codec import median, merged_by
-
 T = TypeVar("T")
 
 # At least what the clock of any GPU does in a microsecond.
@@ -52,12 +50,10 @@ class Timing:
     note: why there is no graph time.
     """
 
-    graph_us: float | None = merged_by(median)
-    eager_us: float = merged_by(median)
-    host_us: float | None = merged_by(median)
-    spread: tuple[float, float] = merged_by(
-        lambda spreads: (min(s[0] for s in spreads), max(s[1] for s in spreads))
-    )
+    graph_us: float | None
+    eager_us: float
+    host_us: float | None
+    spread: tuple[float, float]
     note: str = ""
 
     @property

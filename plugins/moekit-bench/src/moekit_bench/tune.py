@@ -111,8 +111,8 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     check_single([i.name for i in found])
     workload = experts_workload(args, found, "")
     able = {
-        (shape.name, problem.quant.name): _able(problem, args.dispatcher, found)
-        for shape, problem in workload.problems
+        group: _able(problem, args.dispatcher, found)
+        for group, problem in workload.problems.items()
     }
     table = TunedTable(
         table_file(args.output, workload.header.device.spec()),
@@ -125,20 +125,22 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     )
     workload.wanted = lambda cell: (
         not all(
-            table.knows(cell.problem, (args.dispatcher, name), cell.tokens)
-            for name in able[cell.shape.name, cell.problem.quant.name]
+            table.knows(
+                workload.problems[cell.shape, cell.scheme], (args.dispatcher, name), cell.tokens
+            )
+            for name in able[cell.shape, cell.scheme]
         )
     )
 
     def keep(run: ExpertsRun) -> None:
         cell = run.cells[-1]
-        results = {r.name: r for r in cell.results}
+        group, results = (cell.shape, cell.scheme), {r.name: r for r in cell.results}
         times = {}
-        for name in able[cell.shape, cell.scheme]:
+        for name in able[group]:
             r = results.get(name)
             us = r.us if r is not None and r.right else None
             times[args.dispatcher, name] = us, None if r is None else r.copied
-        table.add(workload.problem(cell.shape, cell.scheme), cell.tokens, times, now())
+        table.add(workload.problems[group], cell.tokens, times, now())
 
     sweep = Sweep(workload, keep)
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
@@ -165,8 +167,7 @@ def _choices_of_table(
     dispatcher: str,
 ) -> list[regret.Choice]:
     read, choices = table.read(), list[regret.Choice]()
-    for shape, problem in workload.problems:
-        group = shape.name, problem.quant.name
+    for group, problem in workload.problems.items():
         candidates = [n for n in able[group] if registry().expert(n).priority_for(problem) >= 0]
         choices += regret.of_table(
             " ".join(group), Key.of(problem), read, dispatcher, candidates
