@@ -1,6 +1,6 @@
 """Build pages from files outside docs/, and plots from tables of results, with mkdocs.
 
-README, CONTRIBUTING, CHANGELOG and benchmarks/results become pages. Links are written for readers
+READMEs, CONTRIBUTING, CHANGELOG and benchmarks/results become pages. Links are written for readers
 of the repository; the hooks point those that leave docs/ to these pages.
 """
 
@@ -22,6 +22,10 @@ PAGES = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    **{
+        f"packages/{path.name}.md": f"plugins/{path.name}/README.md"
+        for path in sorted((ROOT / "plugins").iterdir())
+    },
     "results/index.md": "benchmarks/results/README.md",
     **{
         f"results/{path.name}": f"benchmarks/results/{path.name}"
