@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said by name, all at once, and nothing is half loaded."""
+"""Faults of checkpoints: one error names all of them, and nothing is loaded in part."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Change = Callable[[dict[str, Tensor]], Any]
 
 @pytest.fixture
 def changed(made: dict[str, files.Layer], tmp_path: Path):
-    """A copy of a checkpoint with its tensors changed."""
+    """Return a function that copies a checkpoint with changed tensors."""
 
     def change(name: str, how: Change, **config: Any) -> Path:
         source = made[name].path
@@ -95,21 +95,21 @@ def test_every_broken_file_is_named(made: dict[str, files.Layer], tmp_path: Path
      b'\x0c\0\0\0\0\0\0\0{"a":{"b":1}}',
      b'\x3b\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[4],"data_offsets":[-16,0]}}   '],
 )  # fmt: skip
-def test_headers_that_are_none(data: bytes, tmp_path: Path) -> None:
+def test_invalid_headers(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(WeightsError, match="truncated or not a safetensors file"):
         Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{}"])
-def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+def test_invalid_indexes(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(WeightsError, match="not a safetensors index"):
         Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
-def test_a_config_that_is_none(text: str, made: dict[str, files.Layer], tmp_path: Path) -> None:
+def test_invalid_configs(text: str, made: dict[str, files.Layer], tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(made["bf16"].path, path)
     (path / "config.json").write_text(text)
@@ -141,8 +141,8 @@ def test_truncated_while_open(made: dict[str, files.Layer], tmp_path: Path) -> N
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-def test_all_at_once(changed, tmp_path: Path) -> None:
-    """Missing, misshapen, of another dtype, unexpected; and in two files."""
+def test_all_faults_of_tensors_at_once(changed, tmp_path: Path) -> None:
+    """Missing, of another shape or dtype, unexpected, and in two files."""
 
     def break_it(tensors: dict[str, Tensor]) -> None:
         del tensors[f"{STEM}.1.up_proj.weight"]
@@ -226,7 +226,7 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
         ),
     ],
 )
-def test_values_that_cannot_be(format: str, change: Change, said: str, changed) -> None:
+def test_invalid_values(format: str, change: Change, said: str, changed) -> None:
     with pytest.raises(WeightsError, match=said):
         load(changed(format, change))
 
@@ -245,7 +245,7 @@ def test_no_layer_is_read_before_all_are_checked(changed) -> None:
         with pytest.raises(WeightsError, match="layers.1.mlp.experts.0.up_proj.weight is missing"):
             next(load_layers(checkpoint, None, [0, 1], problem))
         assert checkpoint.bytes_read == 0
-    # another rank's lack is not this one's
+    # a tensor that another rank lacks does not matter
     elsewhere = problem.replace(parallel=ParallelConfig(ep_size=2, ep_rank=1))
     assert len(load_experts(path, None, 1, elsewhere).w2) == 2
 
@@ -290,7 +290,7 @@ def nothing(tensors: dict[str, Tensor]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_formats_that_are_not_read(
+def test_formats_that_are_not_supported(
     format: str, config: dict[str, Any], change: Change, said: str, changed
 ) -> None:
     with pytest.raises(WeightsError, match=said):
@@ -322,7 +322,9 @@ def test_formats_that_are_not_read(
         ),
     ],
 )
-def test_another_scheme(format: str, scheme: str, said: str, made: dict[str, files.Layer]) -> None:
+def test_schemes_that_do_not_fit(
+    format: str, scheme: str, said: str, made: dict[str, files.Layer]
+) -> None:
     path = made[format].path
     problem = problem_from_config(path, quant=scheme, device="cpu")
     with pytest.raises(WeightsError, match=said):
@@ -340,7 +342,7 @@ def test_weights_may_be_used_with_other_activations(made: dict[str, files.Layer]
 
 
 def test_a_group_cut_by_tensor_parallelism(tmp_path: Path) -> None:
-    """I = 240 in groups of 64: 120 = 64 + 56, which is no part of 64; 32 * 3 + 24 is none of 32."""
+    """I = 240: 120 = 64 + 56 cuts a group of 64 unevenly, and 32 * 3 + 24 one of 32."""
     weights = dict(num_bits=4, type="int", strategy="group", group_size=64)
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     config = dict(quant_method="compressed-tensors", config_groups=groups)
@@ -381,7 +383,7 @@ def test_an_unknown_activation(changed) -> None:
         detect(path)
 
 
-def test_experts_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_experts(tmp_path: Path) -> None:
     files.save(tmp_path, {"a": torch.zeros(2)}, {"model_type": "olmoe", "num_hidden_layers": 3})
     with pytest.raises(WeightsError, match=r"no layer has experts called model.layers.\{layer\}"):
         detect(tmp_path)

@@ -1,4 +1,4 @@
-"""Every format in use, loaded on every rank of TP x EP: the very numbers that were packed."""
+"""Every format in use, loaded on every rank of TP x EP: exactly the packed numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ct(
     format: str = "pack-quantized",
     **more: Any,
 ) -> dict[str, Any]:
-    """compressed-tensors' quantization_config."""
+    """Return compressed-tensors' quantization_config."""
     weights = dict(num_bits=bits, type=kind, strategy=strategy, group_size=group, **more)
     return {
         "quant_method": "compressed-tensors",
@@ -65,7 +65,7 @@ FP8 = dict(quant_method="fp8", fmt="e4m3")
 class Case:
     packer: files.Packer
     config: dict[str, Any] | None
-    scheme: str | None  # None: none of moekit's
+    scheme: str | None  # None: moekit has no such scheme
     activation: str = ""
 
 
@@ -89,7 +89,7 @@ CASES = {
         ct(8, "float", "tensor", inputs=STATIC),
         "fp8_tensor_static",
     ),
-    # no scheme has one scale per tensor and per token; one per channel serves
+    # no scheme has scales per tensor and per token; one per channel fits, too
     "ct-fp8-tensor-token": Case(
         files.fp8(-1, -1), ct(8, "float", "tensor", inputs=TOKEN), "fp8_channel_token"
     ),
@@ -173,7 +173,7 @@ def layer(tmp_path_factory: pytest.TempPathFactory):
 
 
 def held(problem: MoEProblem, block: int = 1) -> list[int]:
-    """The rank's neurons: a run; or whole blocks of them, and a part of one of the last."""
+    """Return the rank's neurons: one run, or whole blocks and a part of one of the last."""
     i, p = problem.local_intermediate_size, problem.parallel
     whole, rest = divmod(i, block)
     if not rest or block % rest or p.tp_size == 1:
@@ -184,7 +184,7 @@ def held(problem: MoEProblem, block: int = 1) -> list[int]:
 
 
 def shares(layer: files.Layer, problem: MoEProblem, block: int = 1) -> tuple[Tensor, Tensor]:
-    """What a rank's w13 and w2 must stand for."""
+    """Return the values that a rank's w13 and w2 must represent."""
     mine = held(problem, block)
     experts = [p % problem.num_experts for p in problem.local_experts]
     w13 = torch.cat([layer.gate[experts][:, mine], layer.up[experts][:, mine]], dim=1)
@@ -192,7 +192,7 @@ def shares(layer: files.Layer, problem: MoEProblem, block: int = 1) -> tuple[Ten
 
 
 def values(weights: ExpertWeights, problem: MoEProblem) -> tuple[Tensor, Tensor]:
-    """fp32, from each matrix and its own scale (gate and up apart where they have one each)."""
+    """Return fp32 values of each matrix (of gate and up, if each has its own scale)."""
     weights.check(problem)
     scale = weights.w13_scale
     if scale is not None and scale.dim() == 2 and scale.shape[1] == 2:
@@ -212,7 +212,7 @@ def test_detected(name: str, layer) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].scheme and "act-order" not in n])
-def test_every_rank_has_its_part_of_what_was_packed(name: str, layer) -> None:
+def test_every_rank_has_its_part_of_the_packed_numbers(name: str, layer) -> None:
     made = layer(name)
     with Checkpoint(made.path) as checkpoint:
         for parallel in RANKS:
@@ -239,7 +239,7 @@ def test_dequantized_at_load(name: str, layer) -> None:
 
 
 def neurons(w13: Tensor, w2: Tensor) -> Tensor:
-    """(I, 2 H + H): each neuron's gate row, up row and down column, in an order of their own."""
+    """Return (I, 2 H + H), each neuron's gate row, up row and down column, sorted."""
     gate, up = w13.chunk(2)
     return torch.unique(torch.cat([gate, up, w2.T], dim=1), dim=0)
 
@@ -247,7 +247,7 @@ def neurons(w13: Tensor, w2: Tensor) -> Tensor:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
 def test_act_order_is_cut_into_whole_groups(name: str, tp_size: int, layer) -> None:
-    """w2's groups are scattered over all neurons: each rank takes those of its groups."""
+    """The groups of w2 are scattered over all neurons, and each rank takes whole groups."""
     made, whole = layer(name), []
     for rank in range(tp_size):
         parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
@@ -270,7 +270,7 @@ FP8_BLOCK = FP8 | dict(activation_scheme="dynamic", weight_block_size=[128, 128]
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory):
-    """fp8 in blocks of 128 x 128, I a multiple of 128 or not."""
+    """Return a function that writes fp8 in blocks of 128 x 128, for any I."""
     made: dict[int, files.Layer] = {}
 
     def make(inner: int) -> files.Layer:
@@ -287,13 +287,15 @@ def blocks(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("inner", [128, 256, 320, 384, 448, 640, 768, 896])
 @pytest.mark.parametrize("tp_size", [2, 4, 8])
 def test_blocks_are_never_cut(inner: int, tp_size: int, blocks) -> None:
-    """Every rank has the stored numbers of whole blocks, and zeros behind them; all ranks together
-    have each neuron once, and their outputs add up to the whole layer's."""
+    """Every rank has the stored numbers of whole blocks, padded with zeros.
+
+    All ranks together have each neuron once, and their outputs add up to the whole layer's.
+    """
     made, seen = blocks(inner), []
     whole = problem_from_config(made.path, device="cpu")
     assert whole.quant.name == "fp8_block"
     gate_up, down = values(load_experts(made.path, None, 0, whole), whole)
-    stored = inner % 128 == 0  # else a block of gate meets one of up on a single rank
+    stored = inner % 128 == 0  # otherwise a block covers rows of gate and of up on a single rank
     assert torch.equal(down, made.down)
     assert torch.equal(gate_up, torch.cat([made.gate, made.up], 1)) is stored
     whole = whole.replace(dtype=torch.float32)
@@ -327,13 +329,13 @@ def test_blocks_are_never_cut(inner: int, tp_size: int, blocks) -> None:
     kernel = moekit.compose(whole)
     alone = kernel(x, kernel.pack(load_experts(made.path, None, 0, whole)), routing)
     error, before = (float((out - want).norm() / want.norm()) for out in (total, alone))
-    # Activations have the groups that they have on one rank: only the order of sums differs.
+    # The groups of activations are those of one rank, so only the order of sums differs.
     assert error < before * 1.001 + 1e-6
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_biases_and_fused_rows_of_padded_blocks(interleaved: bool, tmp_path: Path) -> None:
-    """Gate and up in one tensor, with biases: what is behind the neurons is zero there, too."""
+    """Gate and up in one tensor, with biases: their padding is zero, too."""
     experts, hidden, inner = 2, 128, 384
     stem, names = "model.layers.0.mlp.experts", moekit.checkpoint.NAMES["gpt_oss"]
     names = replace(names, transposed=False, interleaved=interleaved)
@@ -369,7 +371,7 @@ def test_biases_and_fused_rows_of_padded_blocks(interleaved: bool, tmp_path: Pat
 
 
 def test_slices_that_cut_blocks_are_refused_with_a_reason() -> None:
-    """Callers who pass slices of I / tp_size learn what a rank's weights are."""
+    """The error for slices of I / tp_size describes the expected weights."""
     problem = MoEProblem(
         num_experts=2, top_k=1, hidden_size=128, intermediate_size=384, device="cpu",
         quant="fp8_block", parallel=ParallelConfig(tp_size=2, tp_rank=1),
@@ -381,7 +383,7 @@ def test_slices_that_cut_blocks_are_refused_with_a_reason() -> None:
 
 @pytest.mark.parametrize("name", ["ct-mxfp8", "ct-mxfp4-mxfp8"])
 def test_small_groups_are_exact_or_refused(name: str, tmp_path: Path) -> None:
-    """Quarters of 160 are 32 + 8, of 224 32 + 24, which is no even part of a group."""
+    """Quarters of 160 are 32 + 8; those of 224 are 32 + 24, which cuts a group unevenly."""
     case, quarter = CASES[name], ParallelConfig(tp_size=4, tp_rank=3)
     made = files.write(tmp_path / "even", case.packer, case.config, E=2, H=64, I=160)
     problem = problem_from_config(made.path, parallel=quarter, device="cpu")
@@ -396,8 +398,10 @@ def test_small_groups_are_exact_or_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_block_of_gate_and_up(blocks) -> None:
-    """I = 320 on one rank: half a block of gate and half of up are rounded under the larger scale,
-    every element by at most half a step."""
+    """I = 320 on one rank: halves of blocks of gate and up get the larger of their scales.
+
+    Every element changes by at most half a step.
+    """
     made = blocks(320)
     problem = problem_from_config(made.path, device="cpu")
     weights = load_experts(made.path, None, 0, problem)
@@ -406,12 +410,12 @@ def test_a_block_of_gate_and_up(blocks) -> None:
     half_step = torch.maximum(want.abs() * 2**-4, each * 2**-10)
     assert ((got - want).abs() <= half_step * 1.0001).all()
     assert torch.equal(w2, made.down) and 0 < (got - want).norm() < 0.03 * want.norm()
-    assert torch.equal(got[:, :256], want[:, :256])  # under scales of their own
+    assert torch.equal(got[:, :256], want[:, :256])  # with their own scales
 
 
-def test_block_values_under_the_larger_scale_stay_bit_for_bit(tmp_path: Path) -> None:
+def test_block_values_with_the_larger_scale_keep_their_bits(tmp_path: Path) -> None:
     def pack(values: Tensor) -> files.Packed:
-        """All blocks of a matrix alike, powers of two apart: any merging is exact."""
+        """Pack blocks that differ by powers of two, so that merging them is exact."""
         scale = torch.full((-(-values.shape[0] // 128), -(-values.shape[1] // 128)), 2.0**-6)
         scale[0] *= 2
         each = files.spread(scale, *values.shape, 128, 128)
@@ -424,8 +428,8 @@ def test_block_values_under_the_larger_scale_stay_bit_for_bit(tmp_path: Path) ->
     assert all(map(torch.equal, got, shares(layer, problem)))
 
 
-def test_4_bit_groups_are_refined_not_cut(tmp_path: Path) -> None:
-    """I = 384: halves are 192 = 128 + 64 columns; quarters, 96, are no part of 128, but 64 + 32."""
+def test_4_bit_groups_are_refined(tmp_path: Path) -> None:
+    """I = 384: halves are 192 = 128 + 64 columns; quarters are 96 = 64 + 32."""
     layer = files.write(tmp_path, files.pack_quantized(128, True), ct(group=128), E=2, I=384)
     names = []
     for tp_size in (1, 2, 4):
@@ -443,7 +447,7 @@ def test_4_bit_groups_are_refined_not_cut(tmp_path: Path) -> None:
 
 
 def test_act_order_and_groups_that_are_shared(tmp_path: Path) -> None:
-    """Quarters of 6 groups of 32: one and a half each, of sorted columns."""
+    """Quarters of 6 groups of 32 are one and a half groups of sorted columns."""
     packer = files.gptq(32, zero_points=True, act_order=True)
     config = GPTQ | dict(sym=False, desc_act=True)
     layer, whole = files.write(tmp_path, packer, config, E=2, H=64, I=192), []
@@ -460,8 +464,8 @@ def test_act_order_and_groups_that_are_shared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
-def test_act_order_is_known_to_the_choice(name: str, layer) -> None:
-    """From the files to the output of what was chosen, which is that of the packed numbers."""
+def test_selection_knows_act_order(name: str, layer) -> None:
+    """The chosen backend declares the scheme, and computes with the packed numbers."""
     made = layer(name)
     problem = problem_from_config(made.path, device="cpu", dtype=torch.float32)
     kernel = moekit.compose(problem)
@@ -476,8 +480,8 @@ def test_act_order_is_known_to_the_choice(name: str, layer) -> None:
     assert_close(kernel(x, packed, routing), want, plain)
 
 
-def test_act_order_that_the_config_does_not_tell(tmp_path: Path) -> None:
-    """Columns in order under desc_act, as static groups leave them, and others under none."""
+def test_act_order_that_the_config_does_not_mention(tmp_path: Path) -> None:
+    """Columns may be in order with desc_act, as with static groups, or out of order without."""
     ordered, shuffled = tmp_path / "ordered", tmp_path / "shuffled"
     layer = files.write(ordered, files.gptq(32), GPTQ | dict(sym=True, desc_act=True), E=2)
     for quant in ("int4_w4a16_g32_act_order", "int4_w4a16_g32"):
@@ -495,7 +499,7 @@ def test_act_order_that_the_config_does_not_tell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "gptq-zp", "gptq", "ct-int4-zp", "ct-int4", "bf16"])
 def test_a_share_that_ends_within_a_word(name: str, tmp_path: Path) -> None:
-    """36 of 72 neurons: words hold eight rows or columns."""
+    """36 of 72 neurons, where words hold eight rows or columns."""
     packers = {
         "awq": files.awq(-1),
         "gptq-zp": files.gptq(-1, zero_points=True),
@@ -517,7 +521,7 @@ def test_a_share_that_ends_within_a_word(name: str, tmp_path: Path) -> None:
 
 
 def test_input_scales_are_those_of_all_ranks(tmp_path: Path) -> None:
-    """Tokens may be quantized before they travel, by any rank for any expert."""
+    """Any rank may quantize tokens for any expert, before they travel."""
     config = FP8 | dict(activation_scheme="static")
     layer = files.write(tmp_path, files.fp8(-1, -1, static=True), config, E=4, H=64, I=64)
     for expert, value in enumerate((0.5, 0.25, 0.75, 0.125)):

@@ -1,5 +1,4 @@
-"""Files from strangers: every hostile one ends in an error that names it, in bounded time and
-memory, and valid ones go on loading."""
+"""Hostile files: every one raises an error that names it, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reports(folder: Path) -> dict[str, str]:
-    """What is wrong with each case, by name, from processes that may die of one."""
+    """Return the faults of each case by name, from processes that a case may kill."""
     cases, found, at = hostile.cases(), {}, 0
     while at < len(cases):
         command = [sys.executable, hostile.__file__, str(folder), str(at)]
@@ -49,11 +48,11 @@ def test_every_hostile_file_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("base", hostile.BASES)
-def test_the_bases_are_valid(base: str, folder: Path) -> None:
+def test_the_unchanged_checkpoints_are_valid(base: str, folder: Path) -> None:
     hostile.load(folder / "bases" / base)
 
 
-def test_links_as_a_hubs_cache_has_them(folder: Path, tmp_path: Path) -> None:
+def test_links_as_in_a_hub_cache(folder: Path, tmp_path: Path) -> None:
     """snapshots/REVISION/FILE -> ../../blobs/DIGEST"""
     snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
@@ -69,8 +68,8 @@ def test_links_as_a_hubs_cache_has_them(folder: Path, tmp_path: Path) -> None:
     ["(a+)+$", "(?:.*)*(?:.*)*(?:.*)*x", r"((model|[a-z0-9._])+)+\$", ".*" * 30 + "X",
      "(?:a|a)*(?:a|a)*b"],
 )  # fmt: skip
-def test_targets_that_would_backtrack_for_ever(pattern: str, folder: Path, tmp_path: Path) -> None:
-    """They match nothing, so the only group serves, and the checkpoint loads."""
+def test_targets_that_would_backtrack_forever(pattern: str, folder: Path, tmp_path: Path) -> None:
+    """They match nothing, so the only group applies, and the checkpoint loads."""
     path = tmp_path / "model"
     shutil.copytree(folder / "bases" / "ct", path)
     where = "quantization_config.config_groups.group_0.targets"

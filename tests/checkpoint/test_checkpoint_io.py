@@ -1,4 +1,4 @@
-"""Reading: any slice of any tensor, only the bytes that are needed, little memory, progress."""
+"""Reading: any slice, only the needed bytes, little memory, progress, files that change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize(("far", "span"), [(0, 1), (64, 100), (1 << 14, 1 << 18)])
 def test_any_slice(far: int, span: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run, far runs, near ones; at odd offsets; as another shape; against the library."""
+    """One run, distant and near runs, odd offsets and other shapes, against the library."""
     monkeypatch.setattr(checkpoint_reading, "_FAR", far)
     monkeypatch.setattr(checkpoint_reading, "_SPAN", span)
     file = tmp_path / "model.safetensors"
@@ -90,13 +90,13 @@ def test_only_this_ranks_bytes_are_read(format: str, tmp_path: Path) -> None:
             before = read_calls()
             load_experts(checkpoint, None, 0, problem, threads=1)
             assert 0.97 < checkpoint.bytes_read * ep * tp / total < 1.05, (ep, tp)
-            # Short runs of w2 are read with what lies between them: never more than the experts.
+            # Short runs of w2 are read with the gaps between them, but never more than the experts.
             most = checkpoint.bytes_read if tp == 1 else total / ep
             assert read_calls() - before < most + 64 * 1024
 
 
 def read_calls() -> int:
-    """Bytes that read system calls of this process have returned."""
+    """Return the bytes that read system calls of this process have returned."""
     try:
         text = Path("/proc/self/io").read_text()
     except OSError:
@@ -114,7 +114,7 @@ def resident(field: str) -> int:
 def test_peak_memory(
     format: str, ep: int, tp: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """At most one shard and this rank's weights, on top of what was there."""
+    """The peak is at most one shard and this rank's weights, in addition to what was there."""
     path = tmp_path_factory.mktemp(format)
     E, H, I = 16, 1024, 512
     stem, tensors = "model.layers.0.feed_forward.experts", {}
@@ -134,7 +134,7 @@ def test_peak_memory(
     parallel = ParallelConfig(ep_size=ep, tp_size=tp)
     problem = problem_from_config(path, parallel=parallel, device="cpu")
     del tensors
-    load_experts(path, None, 0, problem)  # what threads and modules need is there now
+    load_experts(path, None, 0, problem)  # so that threads and modules are loaded
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -148,8 +148,8 @@ def test_peak_memory(
     assert mine * 0.5 < peak < mine + shard, (peak / MIB, mine / MIB, shard / MIB)
 
 
-def test_threads_are_as_before(tmp_path: Path) -> None:
-    """Loading threads use one core each; threads that come later are none of its business."""
+def test_the_number_of_threads_is_restored(tmp_path: Path) -> None:
+    """Loading threads use one core each, but threads that start later do not."""
     files.write(tmp_path, files.awq(32), dict(quant_method="awq", group_size=32), E=4)
     problem, seen = problem_from_config(tmp_path, device="cpu"), []
     before = torch.get_num_threads()
@@ -208,9 +208,9 @@ class TestProgress:
 
 
 class TestFilesThatChange:
-    """A file is read under the header it has now, or not at all."""
+    """A file is read only if it is still the one whose header was read."""
 
-    ROWS, COLUMNS = 512, 4096  # of 8 KB; a cut of 64 columns is short runs, 4 KB apart
+    ROWS, COLUMNS = 512, 4096  # rows of 8 KB; 64 columns of them are short runs
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
@@ -223,7 +223,7 @@ class TestFilesThatChange:
 
     @pytest.mark.parametrize("held_open", [False, True])
     def test_replaced(self, file: Path, held_open: bool) -> None:
-        """By a rename, as downloads end. An open file goes on being the old one."""
+        """A rename replaces the file, as downloads do. An open file stays the old one."""
         with Checkpoint(file) as checkpoint:
             if held_open:
                 self.cut(checkpoint)
@@ -246,7 +246,7 @@ class TestFilesThatChange:
                 self.cut(checkpoint)
 
     def test_truncated_in_the_middle_of_reading(self, file: Path) -> None:
-        """Any number of times: a mapped file would end the process with SIGBUS."""
+        """Truncated many times; with a mapped file, the process would die of SIGBUS."""
         data = file.read_bytes()
         stop = threading.Event()
 

@@ -40,7 +40,7 @@ def config(model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def stack(n: int, k: int, packer: files.Packer) -> tuple[dict[str, Tensor], Tensor]:
-    """(one tensor per suffix with the experts in dim 0, the values)."""
+    """Return one tensor per suffix with the experts in dim 0, and the values."""
     made = [packer(files.matrix(n, k)) for _ in range(E)]
     return {s: torch.stack([t[s] for t, _ in made]) for s in made[0][0]}, torch.stack(
         [back for _, back in made]
@@ -48,7 +48,7 @@ def stack(n: int, k: int, packer: files.Packer) -> tuple[dict[str, Tensor], Tens
 
 
 def check(path: Path, gate: Tensor, up: Tensor, down: Tensor, **how: Any) -> None:
-    """Every rank's share, exactly."""
+    """Check that every rank loads exactly its share."""
     with Checkpoint(path) as checkpoint:
         for parallel in RANKS:
             problem = problem_from_config(
@@ -71,7 +71,7 @@ def check(path: Path, gate: Tensor, up: Tensor, down: Tensor, **how: Any) -> Non
     "model_type", ["llama4_text", "qwen3_vl_moe_text", "granitemoe", "mixtral"]
 )
 def test_one_tensor_for_all_experts(model_type: str, prefix: str, tmp_path: Path) -> None:
-    """bf16; Llama 4 stores (in, out); Qwen3-VL is found to; Mixtral saved as it is in memory."""
+    """bf16: Llama 4 stores (in, out), Qwen3-VL does by its shapes, Mixtral as in memory."""
     transposed = model_type in ("llama4_text", "qwen3_vl_moe_text")
     names = NAMES[model_type].under(prefix)
     if model_type == "mixtral":
@@ -93,7 +93,7 @@ def test_one_tensor_for_all_experts(model_type: str, prefix: str, tmp_path: Path
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("said", [False, True])
 def test_fused_fp8_blocks(said: bool, transposed: bool, tmp_path: Path) -> None:
-    """As transformers writes 3-D parameters, x_scale_inv beside x; the block is said, or seen."""
+    """transformers writes x_scale_inv for x; the config or the shape gives the block."""
     tensors, values = {}, []
     for name, (n, k) in {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.items():
         packed, back = stack(n, k, files.fp8(64, 64, "scale_inv"))
@@ -112,7 +112,7 @@ def test_fused_fp8_blocks(said: bool, transposed: bool, tmp_path: Path) -> None:
 
 
 def test_modelopt_llama4(tmp_path: Path) -> None:
-    """fp8, (in, out), one scale and one input scale for all experts."""
+    """fp8 (in, out) with one scale and one input scale for all experts."""
     stem, tensors, back = "language_model.model.layers.0.feed_forward.experts", {}, {}
     for name, (n, k) in {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.items():
         values = torch.randn(E, n, k)
@@ -135,7 +135,7 @@ def test_modelopt_llama4(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """mxfp4 blocks as released: rows are outputs, gate and up alternate, with biases."""
+    """Return mxfp4 blocks as released: rows are outputs, gate and up alternate, with biases."""
     stem, tensors, values = "model.layers.0.mlp.experts", {}, {}
     for name, (n, k) in {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.items():
         packed, values[name] = stack(n, k, files.mxfp4(("blocks", "scales")))
@@ -150,7 +150,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, T
 
 
 def test_gpt_oss(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
-    """As it is stored: quarters of 5 groups of 32 are a group and 8 columns of the last each."""
+    """Quarters of 5 groups of 32 are a group and 8 columns of the last one each."""
     path, values = gpt_oss
     found = detect(path)
     assert (found.scheme, found.activation.name) == ("mxfp4_w4a16", "swigluoai")
@@ -216,7 +216,7 @@ def test_modelopt_fp4(tmp_path: Path, algorithm: str, scheme: str | None) -> Non
 
 
 def test_fp4_of_a_matrix_of_zeros(tmp_path: Path) -> None:
-    """A pruned expert: e4m3 holds its scales as zeros, which say what they mean."""
+    """A pruned expert has scales of zero in e4m3, which are valid."""
     config = dict(quant_method="modelopt", quant_algo="NVFP4")
     layer = files.write(tmp_path, files.nvfp4(modelopt=True), config, E=2, H=64, I=64)
     name = "model.layers.0.mlp.experts.1.down_proj.weight_scale"
@@ -282,7 +282,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> files.Layer:
 
 
 def test_replicas_and_other_placements(plain: files.Layer) -> None:
-    """Redundant slots repeat the first experts; any map of slots may be given."""
+    """Replicas repeat the first experts, and any other placement may be passed."""
     slots = []
     for rank in range(4):
         parallel = ParallelConfig(ep_size=4, ep_rank=rank)
@@ -320,7 +320,7 @@ def test_layers_one_after_the_other(plain: files.Layer) -> None:
 
 
 def test_a_checkpoint_of_two_models(tmp_path: Path) -> None:
-    """Which one is meant cannot be guessed, only said."""
+    """The caller must choose one."""
     tensors: dict[str, Tensor] = {}
     for prefix in ("thinker.model.", "talker.model."):
         stem = prefix + "layers.{layer}.mlp.experts.{expert}"
@@ -334,7 +334,7 @@ def test_a_checkpoint_of_two_models(tmp_path: Path) -> None:
     assert torch.equal(load_experts(tmp_path, names, 0, problem).w2.float(), made.down)
 
 
-def test_names_of_ones_own(tmp_path: Path) -> None:
+def test_custom_names(tmp_path: Path) -> None:
     made = files.write(
         tmp_path, files.gptq(32), dict(quant_method="gptq", group_size=32, sym=True),
         stem="net.{layer}.moe.{expert}", names=("a", "b", "c"), model_type="mystery",
@@ -387,7 +387,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
-    """The names are where transformers puts them: what is loaded is what the module holds."""
+    """The names are those of transformers: the loaded weights are the module's."""
     transformers = pytest.importorskip("transformers")
     said = transformers.AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
     model = transformers.AutoModelForCausalLM.from_config(said, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""One rank: the window of loads, routing to replicas, weights of any layout, the example."""
+"""EPLB on one rank: the window of loads, routing to replicas, weights of any layout."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_window_slides_and_skips_padding() -> None:
         LoadWindow(1, 4, 0)
 
 
-def test_recording_and_routing_read_nothing_back() -> None:
-    """On the meta device any synchronization with the host raises."""
+def test_recording_and_routing_do_not_synchronize() -> None:
+    """On the meta device, any synchronization with the host raises."""
     window = LoadWindow(1, 8, 4, device="meta")
     ids = torch.zeros(5, 2, dtype=torch.int64, device="meta")
     with pytest.raises(RuntimeError):
@@ -79,9 +79,11 @@ def test_tokens_spread_evenly_over_replicas() -> None:
 
 
 @pytest.mark.parametrize("replicas", range(2, 9))
-def test_no_period_of_tokens_favours_a_replica(replicas) -> None:
-    """A hot expert that every n-th token names, for any n, as interleaved requests make it. The
-    bound is six standard deviations of independent draws."""
+def test_no_regular_pattern_of_tokens_favours_a_replica(replicas) -> None:
+    """Every n-th token chooses a hot expert, for any n, as in interleaved requests.
+
+    The bound is six standard deviations of independent draws.
+    """
     experts, tokens = 16, 2048
     table = Placement(tuple(range(experts)) * replicas, experts, 1).logical_to_physical()
     for period in range(1, 65):
@@ -97,7 +99,7 @@ def test_no_period_of_tokens_favours_a_replica(replicas) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_replicas_depend_on_the_arguments_alone(dtype) -> None:
+def test_replicas_depend_only_on_the_arguments(dtype) -> None:
     table = Placement(tuple(range(8)) * 3, 8, 4).logical_to_physical()
     ids = torch.rand(70, 8).argsort(dim=1)[:, :3].to(dtype)
     ids[5:9] = -1
@@ -109,7 +111,7 @@ def test_replicas_depend_on_the_arguments_alone(dtype) -> None:
 
 
 def test_single_tokens_of_many_batches_spread() -> None:
-    """Decoding: a token a rank. Neither ranks nor experts may all begin with the first replica."""
+    """When every rank decodes one token, ranks and experts start with different replicas."""
     table = Placement(tuple(range(8)) * 4, 8, 8).logical_to_physical()
     ids = torch.arange(8)[None]
     counts = torch.zeros(32, dtype=torch.long)
@@ -147,7 +149,7 @@ def layouts() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", layouts())
 @pytest.mark.parametrize("staging_bytes", [1, 100, 10**6])
-def test_experts_trade_slots_in_cycles(name, staging_bytes) -> None:
+def test_experts_trade_places_in_cycles(name, staging_bytes) -> None:
     tensor = layouts()[name]
     strides, where = tensor.stride(), tensor.data_ptr()
     wanted = tensor.detach().clone()[list(NEW.physical_to_logical)]
@@ -159,7 +161,7 @@ def test_experts_trade_slots_in_cycles(name, staging_bytes) -> None:
     assert (report.received, report.copied, report.bytes_moved) == (0, 5, 0)
 
 
-def test_nothing_to_do() -> None:
+def test_an_equal_placement_moves_nothing() -> None:
     packed = PackedWeights("torch", {"w": torch.randn(5, 3)})
     before = packed["w"].clone()
     report = migrate(packed, OLD, OLD)
@@ -178,7 +180,7 @@ def test_nothing_to_do() -> None:
         (torch.randn(3, 5).T, "dense block"),
     ],
 )
-def test_layouts_that_cannot_move(tensor, error) -> None:
+def test_weights_whose_layout_cannot_move_are_refused(tensor, error) -> None:
     with pytest.raises(WeightsError, match=error):
         migrate(PackedWeights("torch", {"w": tensor}), OLD, NEW)
 
@@ -223,7 +225,7 @@ def test_one_rank_has_nothing_to_balance(inference) -> None:
     assert report.migration is None and "nothing moved" in str(report)
 
 
-def test_what_a_rebalancer_refuses() -> None:
+def test_a_rebalancer_refuses_wrong_arguments() -> None:
     kernel = moekit.compose(problem(), experts="torch")
     packed = kernel.pack(random_weights(kernel.problem))
     with pytest.raises(InvalidInput, match="packed must hold the weights of at least one"):
@@ -251,7 +253,7 @@ def test_without_a_process_group_several_ranks_cannot_rebalance() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_layer_follows_a_migration() -> None:
-    """Captured once: the graph counts, reads the new replica table and the moved weights."""
+    """A graph captured once counts, and reads the new replica table and the moved weights."""
     layer = problem(device="cuda", hidden_size=64, intermediate_size=64)
     kernel = moekit.compose(layer, experts="triton", checked=False)
     packed = kernel.pack(random_weights(layer))
@@ -298,7 +300,7 @@ def test_the_example_runs() -> None:
     assert "outputs agree" in done.stdout
 
 
-def test_half_moved_weights_serve_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_migration_leaves_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, _ = loaded_layer()
     x, logits = random_x(layer.problem, 3), logits_for(layer, 3)
     balancer = Rebalancer.of(

@@ -1,4 +1,4 @@
-"""Placements and policies: balanced where it is possible, never worse, nonsense refused."""
+"""Placements and policies: balanced if possible, never worse, and invalid ones refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def moved(old: Placement, new: Placement) -> int:
 # -- placements -------------------------------------------------------------------------------
 
 
-def test_default_is_the_problems() -> None:
+def test_the_default_placement_is_the_problems() -> None:
     problem = MoEProblem(
         num_experts=7,
         top_k=2,
@@ -73,7 +73,7 @@ def test_loads_of_ranks() -> None:
         ((9, 9, 9, 9), 2, r"\[9\], which.*4 experts have no slot"),
     ],
 )
-def test_no_placement(held, ep_size, says) -> None:
+def test_invalid_placements_are_refused(held, ep_size, says) -> None:
     with pytest.raises(InvalidInput, match=says):
         Placement(held, 4, ep_size)
 
@@ -110,7 +110,7 @@ def test_zipf_loads_are_balanced(experts, replicas, ep_size, exponent) -> None:
         assert after <= min(1.1, current.imbalance(load)), (seed, after)
 
 
-def test_close_to_the_best_placement_there_is() -> None:
+def test_close_to_the_best_placement() -> None:
     draw = random.Random(0)
     for experts, replicas, ep_size in [(4, 2, 2), (4, 2, 3), (5, 1, 2), (3, 3, 3), (5, 0, 2)]:
         current = default(experts, replicas, ep_size)
@@ -137,8 +137,8 @@ def random_case(draw: random.Random) -> tuple[Placement, Tensor]:
     return default(experts, replicas, ep_size), torch.tensor(load).double()
 
 
-def test_never_worse_and_settled() -> None:
-    """Any sizes, any loads: a valid placement, no heavier a rank, and the same again."""
+def test_never_worse_and_stable() -> None:
+    """For any sizes and loads, the placement is valid, not worse, and does not change again."""
     draw = random.Random(1)
     better = 0
     for _ in range(400):
@@ -155,11 +155,11 @@ def test_never_worse_and_settled() -> None:
 
 
 def greedy(load: list[float], slots: int, ranks: int, groups: int, nodes: int) -> list[float]:
-    """The ranks' loads by the algorithm that DeepSeek's EPLB describes and vLLM uses.
+    """Return the ranks' loads by the algorithm that DeepSeek's EPLB describes and vLLM uses.
 
     Groups of experts, the heaviest first, go to the lightest node with room. In a node, each
-    further slot goes to the expert with most load a copy. Copies, the heaviest first, go to the
-    node's lightest rank with room.
+    further physical expert is a replica of the expert with the most load per replica. Replicas,
+    the heaviest first, go to the node's lightest rank with room.
     """
 
     def pack(weights: list[float], bins: int) -> tuple[list[list[int]], list[float]]:
@@ -187,8 +187,10 @@ def greedy(load: list[float], slots: int, ranks: int, groups: int, nodes: int) -
 
 @pytest.mark.parametrize("times", [1.0, 1.125, 1.5, 2.0, 2.5, 3.0, 4.0])
 def test_never_worse_than_the_greedy_baseline(times) -> None:
-    """Random loads; E of 8 to 256, 2 to 16 ranks, 1 to 4 nodes. As with `times` = 2 and several
-    nodes, a rank may have more slots than its node has experts."""
+    """Random loads; E of 8 to 256, 2 to 16 ranks, 1 to 4 nodes.
+
+    As with `times` = 2 and several nodes, a rank may have more places than its node has experts.
+    """
     draw = random.Random(int(8 * times))
     better = 0
     for _ in range(60):
@@ -207,8 +209,8 @@ def test_never_worse_than_the_greedy_baseline(times) -> None:
     assert better or times in (1.0, 4.0)
 
 
-def test_the_last_copies_find_a_rank_without_their_expert() -> None:
-    """Only ranks that hold the lightest expert have room for its last copy: another makes room."""
+def test_the_last_replicas_go_to_a_rank_without_their_expert() -> None:
+    """If only ranks with the lightest expert have room for its replica, another makes room."""
     load, current = torch.tensor([1.0, 1.0, 1.44, 0.17, 1.0]).double(), default(5, 7, 5)
     placed = replace(current, physical_to_logical=tuple(Balanced()(load, current)))
     assert placed.imbalance(load) < 1.35
@@ -217,14 +219,14 @@ def test_the_last_copies_find_a_rank_without_their_expert() -> None:
 def test_equal_loads_move_nothing() -> None:
     for experts, replicas, ep_size in [(8, 0, 4), (12, 4, 4), (256, 32, 8)]:
         current = default(experts, replicas, ep_size)
-        # Replicated experts have more tokens, so that all slots are equal.
+        # Replicated experts have more tokens, so all physical experts have equal loads.
         load = torch.tensor([float(len(slots)) for slots in current.replicas])
         assert improve(Balanced(), load, current) == current
         assert improve(Balanced(), torch.zeros(experts), current) == current
 
 
-def test_experts_stay_where_that_costs_nothing() -> None:
-    """Ranks and slots renamed, two experts exchanged: only these two move back."""
+def test_experts_do_not_move_needlessly() -> None:
+    """Ranks and places are renamed, and two experts exchanged: only these two move back."""
     draw = random.Random(2)
     for experts, replicas, ep_size in [(64, 8, 8), (24, 8, 4), (60, 7, 8)]:
         load = zipf(experts, 1.0, experts)
@@ -251,7 +253,7 @@ def test_experts_stay_where_that_costs_nothing() -> None:
                 assert moved(worse, improve(Balanced(), load, worse)) == 2
 
 
-def test_bins_and_slots_keep_their_contents() -> None:
+def test_bins_keep_their_contents() -> None:
     assert _nearest([[4, 5], [0, 1], [2, 3]], [(0, 1), (2, 9), (5, 4)]) == [[0, 1], [2, 3], [4, 5]]
     assert _nearest([[1, 2, 3], [4, 5]], [(4, 5, 6), (1, 2)]) == [[1, 2, 3], [4, 5]]
     assert _in_place([7, 3, 5], (5, 6, 7)) == [5, 3, 7]
@@ -279,25 +281,25 @@ def test_groups_stay_on_a_node() -> None:
         assert all(len(where) == 1 for where in node_of)
         assert sorted(node for where in node_of for node in where) == [0, 0, 1, 1, 2, 2, 3, 3]
         assert placed.imbalance(load) < current.imbalance(load)
-        # A node's ranks share its load evenly, however much of it its groups have.
+        # The ranks of a node share its load evenly, however large it is.
         for node in placed.rank_loads(load).view(nodes, -1):
             assert float(node.max() / node.mean()) < 1.2
         assert tuple(Balanced(groups, nodes)(load, placed)) == placed.physical_to_logical
 
 
 @pytest.mark.parametrize(("groups", "nodes"), [(3, 1), (4, 3), (0, 1), (2, 0), (8, 8), (-2, 2)])
-def test_groups_that_do_not_fit(groups, nodes) -> None:
+def test_groups_that_do_not_divide_are_refused(groups, nodes) -> None:
     with pytest.raises(InvalidProblem, match="num_groups|num_nodes"):
         Balanced(groups, nodes)(torch.ones(16), default(16, 4, 4))
 
 
-def test_nodes_of_unequal_size() -> None:
+def test_nodes_of_unequal_size_are_refused() -> None:
     with pytest.raises(InvalidProblem, match="'global'"):
         Balanced(2, 2)(torch.ones(18), default(18, 0, 4))
     Balanced()(torch.ones(18), default(18, 0, 4))
 
 
-# -- policies of others -----------------------------------------------------------------------
+# -- custom policies -----------------------------------------------------------------------
 
 NONSENSE = {
     "too short": [0, 1, 2, 3, 0],
@@ -317,7 +319,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_is_refused(what) -> None:
+def test_what_is_no_placement_is_refused(what) -> None:
     def nonsense(load_E: Tensor, current: Placement) -> object:
         return NONSENSE[what]
 
@@ -332,7 +334,7 @@ SKEWED, BETTER = torch.tensor([2.0, 2.0, 5.0, 1.0]), (0, 2, 3, 1, 2, 0)
 
 
 @pytest.mark.parametrize("answer", [tuple, list, torch.tensor, lambda h: torch.tensor(h).int()])
-def test_any_sequence_of_integers_is_an_answer(answer) -> None:
+def test_a_policy_may_return_any_sequence_of_integers(answer) -> None:
     found = improve(lambda *_: answer(BETTER), SKEWED, default(4, 2, 2))
     assert found.physical_to_logical == BETTER
 
@@ -348,7 +350,7 @@ def test_a_policy_cannot_change_the_load() -> None:
     assert torch.equal(load, SKEWED)
 
 
-def test_an_answer_must_be_better_by_min_gain() -> None:
+def test_a_placement_must_be_better_by_min_gain() -> None:
     bad = default(4, 2, 2)
     good = replace(bad, physical_to_logical=BETTER)
     assert (float(bad.rank_loads(SKEWED).max()), float(good.rank_loads(SKEWED).max())) == (7.0, 5.5)

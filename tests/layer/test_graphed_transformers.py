@@ -1,4 +1,4 @@
-"""Replays in transformers' models: same numbers, whatever happens to weights between calls."""
+"""CUDA graph replays in transformers' models: same numbers, also when weights change."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ids_of_other_ranks(device: Device) -> None:  # noqa: F811
         ids[1:, 0] = 8
         ours, theirs = both(module, x, ids, weights.masked_fill(ids == 8, 0.0))
         assert errors(ours[None], theirs[None]).max() < 1e-5
-        del ours  # else the next call finds it in use
+        del ours  # otherwise the next call finds it in use
     assert device.replays == 2
 
 
@@ -86,7 +86,7 @@ def test_weights_that_change_are_noticed(
     assert device.captures == [1, 1]
 
 
-def test_two_layers_keep_apart(device: Device) -> None:  # noqa: F811
+def test_two_layers_do_not_mix(device: Device) -> None:  # noqa: F811
     integration.install(experts="torch")
     layers = [module_of("qwen3_moe", "Qwen3MoeExperts") for _ in range(2)]
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_gradients_and_compiled_code_run_eagerly(device: Device) -> None:  # noq
     assert device.captures == [1] and device.replays == 2
 
 
-def test_how_many_tokens_is_an_option(device: Device) -> None:  # noqa: F811
+def test_the_number_of_tokens_is_an_option(device: Device) -> None:  # noqa: F811
     module = module_of("qwen3_moe", "Qwen3MoeExperts")
     for most, captured in ((0, []), (2, [1, 2])):
         integration.install(graph_tokens=most)
@@ -124,7 +124,7 @@ def test_how_many_tokens_is_an_option(device: Device) -> None:  # noqa: F811
         integration.install(graph_tokens=-1)
 
 
-def test_where_there_are_no_graphs_calls_are_eager() -> None:
+def test_without_graphs_calls_are_eager() -> None:
     module = module_of("qwen3_moe", "Qwen3MoeExperts")
     for _ in range(3):
         check(module)

@@ -1,4 +1,4 @@
-"""The descriptions in hf_models.py, proved by a plain-torch MoE layer written from nothing else."""
+"""Check the descriptions in hf_models.py with a plain-torch MoE layer that uses nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """One model, saved, loaded again by transformers and run once."""
+    """One model that was saved, loaded again by transformers, and run once."""
 
     hf: HFModel
     path: Path
@@ -47,7 +47,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def read(case: Case, layer: int) -> dict[str, Tensor]:
-    """The layer's tensors by the described names, as they are on disk."""
+    """Return the layer's tensors by the described names, as they are on disk."""
     with safetensors.safe_open(case.path, "pt") as file:
         return {key: file.get_tensor(key) for key in case.hf.keys(layer)}
 
@@ -58,7 +58,7 @@ def rms_error(out: Tensor, expected: Tensor) -> float:
 
 
 def expert_weights(hf: HFModel, t: dict[str, Tensor], layer: int) -> tuple[Tensor, ...]:
-    """(gate_EIH, up_EIH, down_EHI, gate_bias_EI, up_bias_EI, down_bias_EH)."""
+    """Return (gate_EIH, up_EIH, down_EHI, gate_bias_EI, up_bias_EI, down_bias_EH)."""
     n, e, i = hf.names, hf.num_experts, hf.intermediate_size
     if n.gate_up is None:
         keys = [name.format(layer=layer, expert="%d") for name in (n.gate, n.up, n.down) if name]
@@ -75,7 +75,7 @@ def expert_weights(hf: HFModel, t: dict[str, Tensor], layer: int) -> tuple[Tenso
 
 
 def route(hf: HFModel, t: dict[str, Tensor], layer: int, x_TH: Tensor) -> tuple[Tensor, ...]:
-    """(logits_TE, topk_ids_TK, topk_weights_TK), each in the described dtype."""
+    """Return (logits_TE, topk_ids_TK, topk_weights_TK), each in the described dtype."""
     r, n, k = hf.routing, hf.names, hf.top_k
     dtypes = {"model": x_TH.dtype, "float32": FP32}
     bias = t[n.router_bias.format(layer=layer)] if n.router_bias else None
@@ -106,7 +106,7 @@ def route(hf: HFModel, t: dict[str, Tensor], layer: int, x_TH: Tensor) -> tuple[
 def experts(
     hf: HFModel, t: dict[str, Tensor], layer: int, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The routed experts in fp32, one (token, expert) pair at a time."""
+    """Compute the routed experts in fp32, one (token, expert) assignment at a time."""
     gate_EIH, up_EIH, down_EHI, gate_bias_EI, up_bias_EI, down_bias_EH = (
         w.float() for w in expert_weights(hf, t, layer)
     )
@@ -130,7 +130,7 @@ def experts(
 
 
 def shared(hf: HFModel, t: dict[str, Tensor], layer: int, x_TH: Tensor) -> Tensor:
-    """The shared experts' output_TH, fp32, or zeros."""
+    """Return the shared experts' output_TH, fp32, or zeros."""
     n = hf.names
     if n.shared_gate is None or n.shared_up is None or n.shared_down is None:
         return torch.zeros_like(x_TH, dtype=FP32)
@@ -141,7 +141,7 @@ def shared(hf: HFModel, t: dict[str, Tensor], layer: int, x_TH: Tensor) -> Tenso
 
 
 def moe(hf: HFModel, t: dict[str, Tensor], layer: int, x_TH: Tensor) -> Tensor:
-    """The whole MoE block from its description, out_TH fp32."""
+    """Compute the whole MoE block from its description, out_TH fp32."""
     _, ids_TK, weights_TK = route(hf, t, layer, x_TH)
     return experts(hf, t, layer, x_TH, ids_TK, weights_TK) + shared(hf, t, layer, x_TH)
 
@@ -162,7 +162,7 @@ def test_file_holds_exactly_the_described_tensors(
         assert hf.keys(layer) == {k: shape for k, shape in found.items() if k.startswith(prefix)}
         for key, tensor in read(c, layer).items():
             assert tensor.dtype == (FP32 if "correction_bias" in key else dtype), key
-            assert tensor.float().std() > 0.02, key  # nothing is left at zero or one
+            assert tensor.float().std() > 0.02, key  # no parameter is all zeros or ones
     assert c.model.dtype == dtype
     assert c.model.config._experts_implementation == "eager"
 
@@ -236,14 +236,14 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_each_described_fact_matters(case: Make, name: str) -> None:
-    """Negative control: a description wrong in one fact is far from what transformers computes."""
+    """Negative control: a description with one wrong fact gives very different numbers."""
     hf, wrong = WRONG[name]
     c = case(hf, FP32)
     for layer, seen in c.layers.items():
         assert rms_error(moe(wrong, read(c, layer), layer, seen.x_TH), seen.out_TH) > 0.02
 
 
-def test_gpt_oss_clamps_really_act(case: Make) -> None:
+def test_gpt_oss_clamps_have_an_effect(case: Make) -> None:
     c = case(GPT_OSS, FP32)
     limit = GPT_OSS.activation.limit
     assert limit is not None and limit == c.model.config.swiglu_limit

@@ -64,7 +64,7 @@ def test_records_and_keywords_make_the_same_layer() -> None:
         ({"use_grouped_topk": False, "num_expert_group": 3, "topk_group": 1}, "left out if False"),
     ],
 )
-def test_what_contradicts_is_refused(arguments, said) -> None:
+def test_contradicting_arguments_are_refused(arguments, said) -> None:
     with pytest.raises(InvalidProblem, match=said):
         make_layer(**arguments)
 

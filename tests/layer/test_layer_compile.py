@@ -28,7 +28,7 @@ def fresh():
 
 
 class Counting:
-    """A compiler that does nothing but count the graphs it is given."""
+    """A compiler that only counts the graphs it receives."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -39,7 +39,7 @@ class Counting:
 
 
 class Block(nn.Module):
-    """A transformer block's MoE half, with a gate of its own."""
+    """The MoE half of a transformer block, with its own gate."""
 
     def __init__(self, **knobs) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ def test_no_recompilation_for_another_number_of_tokens() -> None:
 
 
 @torch.inference_mode()
-def test_without_dynamic_torch_needs_two_compilations_and_no_more() -> None:
-    """The default: static at first, dynamic as soon as sizes are seen to change."""
+def test_without_dynamic_two_compilations_suffice() -> None:
+    """The default is static at first, and dynamic when sizes have changed."""
     model, counting = Block(), Counting()
     compiled = torch.compile(model, fullgraph=True, backend=counting)
     for tokens in (7, 2, 33, 64, 5, 128, 3):
@@ -99,7 +99,7 @@ def test_every_way_to_call() -> None:
 
 @torch.no_grad()
 def test_aot_autograd() -> None:
-    """Up to the code generation of inductor, which tests/test_layer_gpu.py has."""
+    """Everything before inductor's code generation, which test_layer_gpu.py covers."""
     model = Block(shared_experts=torch.tanh)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (7, 17):
@@ -118,7 +118,9 @@ def test_opcheck() -> None:
         padding = torch.arange(6) < 2
         args = (x, None, routing.topk_weights, routing.topk_ids, padding, 6, layer.prefix)
         torch.library.opcheck(operator, args)
-    with pytest.raises(Exception, match="aliasing|alias"):  # control: opcheck sees wrong operators
+    with pytest.raises(
+        Exception, match="aliasing|alias"
+    ):  # negative control: opcheck finds wrong operators
         torch.library.opcheck(_returns_its_input, (x,))
 
 
@@ -132,7 +134,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_layers_that_cannot_be_captured_say_so() -> None:
+def test_layers_that_cannot_be_captured_have_the_tag() -> None:
     layer = make_layer()  # the torch experts synchronize
     assert not layer.graph_safe
     tags = torch.ops.moekit.fused_moe_without_graphs.default.tags
@@ -140,7 +142,7 @@ def test_layers_that_cannot_be_captured_say_so() -> None:
     assert torch.Tag.cudagraph_unsafe not in torch.ops.moekit.fused_moe.default.tags
 
 
-def test_errors_come_out_of_compiled_code() -> None:
+def test_compiled_code_raises_the_layers_errors() -> None:
     layer, _ = loaded_layer()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     with (
@@ -157,11 +159,11 @@ def test_names_are_unique_while_layers_live() -> None:
     layer = make_layer(prefix="model.layers.3.mlp.experts")
     with pytest.raises(NameClash, match=r"named 'model\.layers\.3\.mlp\.experts' exists"):
         make_layer(prefix="model.layers.3.mlp.experts")
-    with pytest.raises(InvalidProblem) as failed:  # which holds the half-built layer
+    with pytest.raises(InvalidProblem) as failed:  # the traceback keeps the unfinished layer
         make_layer(prefix="second", quant="fp7")
     make_layer(prefix="second")
     assert failed.value.__traceback__ is not None
-    layer.cycle = [layer]  # only the garbage collector can tell that it is dead
+    layer.cycle = [layer]  # only the garbage collector finds that it is unused
     del layer
     again = make_layer(prefix="model.layers.3.mlp.experts")
     again.destroy()
@@ -178,7 +180,7 @@ def test_compiled_code_that_outlives_its_layer() -> None:
         ops.fused_moe(x, logits, None, None, None, None, "gone")
 
 
-def test_gradients_are_refused_not_wrong() -> None:
+def test_gradients_are_refused() -> None:
     model = Block()
     x = torch.randn(4, H, requires_grad=True)
     out = model(x)

@@ -1,4 +1,4 @@
-"""What FusedMoE refuses, and how it says so."""
+"""The errors of FusedMoE."""
 
 from __future__ import annotations
 
@@ -108,20 +108,20 @@ ROUTING = moekit.route(torch.randn(5, E), K)
         ),
     ],
 )
-def test_bad_knobs(knobs, error, said) -> None:
+def test_wrong_arguments(knobs, error, said) -> None:
     with pytest.raises(error, match=said) as caught:
         make_layer(**knobs)
     assert isinstance(caught.value, MoekitError)
 
 
-def test_a_backend_that_lacks_a_knob_is_a_reason() -> None:
+def test_a_backend_that_lacks_an_option_gives_a_reason() -> None:
     with pytest.raises(Unsupported, match="cannot do this problem") as caught:
         make_layer(experts="triton", quant="int4_w4a8_g128", params_dtype=torch.float32)
     assert caught.value.reasons
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_here() -> None:
+def test_a_device_that_this_machine_lacks() -> None:
     with pytest.raises(InvalidProblem, match="device='cuda'.*no cuda device"):
         make_layer(device="cuda")
 
@@ -174,12 +174,12 @@ def test_a_device_that_is_not_here() -> None:
         ({"max_tokens": 3}, "max_tokens=3 is less than this rank's 5 tokens"),
     ],
 )
-def test_bad_calls(change, said) -> None:
+def test_wrong_calls(change, said) -> None:
     layer, weights = loaded_layer()
     call = {"x": torch.randn(5, H), "router_logits": torch.randn(5, E), **change}
     with pytest.raises(InvalidInput, match=said):
         layer(call.pop("x"), **call)
-    check_logits(layer, weights, renormalize=True)  # and nothing was left behind
+    check_logits(layer, weights, renormalize=True)  # the next call is right
 
 
 @pytest.mark.parametrize("knobs", [{"zero_expert_num": 2}, {"num_redundant_experts": 1}], ids=str)
@@ -200,7 +200,7 @@ def test_shared_experts_of_another_shape() -> None:
             layer(torch.randn(5, H), torch.randn(5, E))
 
 
-def test_nothing_half_loaded_runs() -> None:
+def test_a_layer_does_not_run_after_loading_failed() -> None:
     layer, weights = loaded_layer()
     x, logits = random_x(layer.problem, 5), logits_for(layer, 5)
     layer(x, logits)
@@ -238,7 +238,7 @@ def test_replicas_of_another_shape() -> None:
         layer.set_replicas(torch.zeros(E, 1, dtype=torch.long, device="meta"))
 
 
-def test_it_stays_where_and_what_it_is() -> None:
+def test_a_layer_cannot_be_moved_cast_or_copied() -> None:
     layer, weights = loaded_layer(shared_experts=nn.Linear(H, H))
     assert layer.to("cpu") is layer and layer.to(torch.float32) is layer and layer.eval() is layer
     for move in (
@@ -255,7 +255,7 @@ def test_it_stays_where_and_what_it_is() -> None:
     check_logits(layer, weights, shared=linear, renormalize=True)
 
 
-def test_repr_says_what_runs_and_why() -> None:
+def test_repr() -> None:
     layer, _ = loaded_layer(prefix="mlp", zero_expert_num=2, experts="torch")
     text = repr(layer)
     assert "mlp: 6 experts, top 3, hidden 64, intermediate 96, float32" in text

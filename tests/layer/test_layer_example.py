@@ -1,4 +1,4 @@
-"""examples/ep_ranks.py under torchrun on two ranks, as its first lines say."""
+"""Run examples/ep_ranks.py with torchrun on two ranks, as its docstring says."""
 
 from __future__ import annotations
 

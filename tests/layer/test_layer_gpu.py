@@ -22,7 +22,7 @@ BF16 = {"params_dtype": torch.bfloat16, "device": "cuda"}
 
 
 class Shared(nn.Module):
-    """Shared experts that start late: whoever does not wait for them misses them."""
+    """Shared experts that start late, so a layer that does not wait for them is wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Shared(nn.Module):
 
 
 def layer_of(experts: str, quant: str, **knobs) -> FusedMoE:
-    """A loaded layer, or a skip with the reasons why these experts cannot."""
+    """Return a loaded layer, or skip with the reasons why these experts are not supported."""
     problem = MoEProblem(**SIZES, quant=quant, device="cuda")
     spec = moekit.registry().expert(experts)
     if reasons := spec.unsupported(problem):
@@ -75,14 +75,14 @@ def test_the_whole_layer_in_a_graph(experts, quant) -> None:
 
 
 @torch.inference_mode()
-def test_shared_experts_have_a_stream_of_their_own() -> None:
+def test_shared_experts_run_on_a_side_stream() -> None:
     shared = Shared()
     layer = layer_of("torch", "none", shared_experts=shared)
     weights = random_weights(layer.problem)
     x, logits = torch.empty(9, 1024, **BF16_TENSOR), logits_for(layer, 9).cuda()
     layer(torch.zeros_like(x), logits)
     for key in range(3):
-        torch.cuda._sleep(5_000_000)  # x is late: the side stream must wait for it
+        torch.cuda._sleep(5_000_000)  # x is late, so the side stream must wait for it
         fresh = random_x(layer.problem, 9, key)
         x.copy_(fresh)
         out = layer(x, logits)
@@ -131,7 +131,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("experts", EXPERTS)
 @torch.inference_mode()
 def test_inductor(experts, mode) -> None:
-    """Same numbers, with CUDA graphs where the layer allows them; nothing compiled per T."""
+    """Same numbers, with CUDA graphs if the layer allows them, and one compilation for all T."""
     torch.compiler.reset()
     layer = layer_of(experts, "none")
     layer.warmup(64)
@@ -190,8 +190,8 @@ def test_ranks_over_nccl(request, spread, variant) -> None:
     assert set(pool.run(run_case, case, "cuda")) == {""}
 
 
-def test_the_cpu_layer_still_runs_here() -> None:
-    """Where there is a GPU too, device="cpu" means the CPU."""
+def test_a_cpu_layer_runs_on_a_machine_with_a_gpu() -> None:
+    """device="cpu" means the CPU."""
     layer = make_layer()
     layer.load_weights(random_weights(layer.problem))
     assert layer(torch.randn(3, H), torch.randn(3, E)).device.type == "cpu"

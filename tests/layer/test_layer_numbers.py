@@ -1,4 +1,4 @@
-"""Every knob of FusedMoE against the oracle, on one rank."""
+"""Every option of FusedMoE against the oracle, on one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIAS = torch.randn(E)
 
 
 def custom(hidden_states, router_logits, top_k, renormalize):
-    """Every token to the experts after the one that its first element names; weights from x."""
+    """Choose the experts after the one that a token's first element names; weights from x."""
     first = (hidden_states[:, :1].abs() * 10).long() % E
     ids = (first + torch.arange(top_k)) % E
     weights = router_logits.gather(1, ids).sigmoid() * (2.0 if renormalize else 1.0)
@@ -80,7 +80,7 @@ def test_routing(knobs, options) -> None:
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_custom_routing_sees_what_the_field_gives_it(renormalize) -> None:
+def test_custom_routing_gets_the_arguments_of_vllm(renormalize) -> None:
     layer, weights = loaded_layer(custom_routing_function=custom, renormalize=renormalize)
     x, logits = random_x(layer.problem, 9), logits_for(layer, 9).bfloat16()
     routing = Routing(*custom(x, logits.float(), K, renormalize))
@@ -131,7 +131,7 @@ def test_is_act_and_mul_names_the_activation() -> None:
 @pytest.mark.parametrize("kind", ["random", "one_expert", "hot", "slots", "rows", "none"])
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_given_ids(kind, tokens) -> None:
-    """-1 slots have NaN weights; tokens without an expert are NaN and must come out zero."""
+    """Ids of -1 have NaN weights; tokens without an expert are NaN, and their outputs zero."""
     layer, weights = loaded_layer()
     x, routing = random_x(layer.problem, tokens), random_routing(layer.problem, tokens, kind)
     x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
@@ -139,7 +139,7 @@ def test_given_ids(kind, tokens) -> None:
         check_routed(layer, weights, Routing(routing.topk_weights, ids), x)
 
 
-def test_every_expert_chosen_and_no_token_at_all() -> None:
+def test_all_experts_chosen_and_no_tokens() -> None:
     layer, weights = loaded_layer(top_k=E)
     check_logits(layer, weights, renormalize=True)
     assert layer(torch.empty(0, H), torch.empty(0, E)).shape == (0, H)
@@ -179,7 +179,7 @@ def test_padding_goes_nowhere() -> None:
     assert_close(out, want, layer.problem)
 
 
-def test_inputs_stay_as_they_are_and_out_is_new() -> None:
+def test_inputs_are_not_modified_and_outputs_are_new() -> None:
     layer, _ = loaded_layer(shared_experts=nn.Identity(), zero_expert_num=2)
     x, logits = random_x(layer.problem, 7), logits_for(layer, 7)
     before = x.clone(), logits.clone()
@@ -197,7 +197,7 @@ def test_no_tokens(knobs) -> None:
     assert layer(torch.empty(0, H), torch.empty(0, layer.router.width)).shape == (0, H)
 
 
-def test_shared_experts_are_added_and_stay_their_owners() -> None:
+def test_shared_experts_are_added_and_are_no_submodule() -> None:
     module = nn.Linear(H, H, bias=False)
     layer, weights = loaded_layer(shared_experts=module)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_zero_experts_return_the_token(knobs) -> None:
     knobs = {"zero_expert_num": 3, "renormalize": False, "shared_experts": shared, **knobs}
     layer, weights = loaded_layer(**knobs)
     check_logits(layer, weights, tokens=40, shared=shared)
-    # Alone, and beside a token without any expert, which is NaN.
+    # Alone, and with another token that has no expert and is NaN.
     layer, weights = loaded_layer(zero_expert_num=3)
     ids = torch.tensor([[E, E + 1, E + 2], [E + 2, -1, 0], [-1, -1, -1]])
     topk_weights = torch.tensor([[0.5, 0.25, 2.0], [1.5, float("nan"), 0.3], [float("nan")] * 3])
@@ -220,7 +220,7 @@ def test_zero_experts_return_the_token(knobs) -> None:
     check_routed(layer, weights, Routing(topk_weights, ids), x)
 
 
-def test_bfloat16_with_everything() -> None:
+def test_bfloat16_with_all_options() -> None:
     shared = torch.tanh
     layer, weights = loaded_layer(
         params_dtype=torch.bfloat16,
@@ -264,14 +264,14 @@ def test_more_tokens_than_the_kernel_takes(monkeypatch) -> None:
         assert sizes == chunks and shared_sizes.pop() == tokens and not shared_sizes
 
 
-def test_replicas_compute_what_their_expert_does() -> None:
+def test_replicas_compute_the_same_as_their_expert() -> None:
     layer = make_layer(num_redundant_experts=3)
     weights = random_weights(make_layer().problem)
     layer.load_weights(weights.select(layer.local_experts))
     assert layer.local_experts == (0, 1, 2, 3, 4, 5, 0, 1, 2)
     check_logits(layer, weights, tokens=40, renormalize=True)
 
-    # Experts change places, and the table with them.
+    # Experts trade places, and the table changes with them.
     order = torch.randperm(9)
     held = torch.tensor(layer.local_experts)[order].tolist()
     table = torch.full((E, 4), -1)
@@ -286,8 +286,8 @@ def test_replicas_compute_what_their_expert_does() -> None:
     logits = logits_for(layer, 40)
     assert torch.equal(counted[0], moekit.route(logits, K).topk_ids)
 
-    # The table is read where it is: with every expert in slot 0, all tokens go to that one.
-    # Each token names one expert, as it may name a slot only once.
+    # Calls read the table in place: with all experts at place 0, all tokens go there.
+    # Each token has one assignment, because it may name a physical expert only once.
     table.copy_(torch.tensor([0, -1, -1, -1]))
     x = random_x(layer.problem, 5)
     routing = Routing(torch.ones(5, K), torch.tensor([[e] + [-1] * (K - 1) for e in range(5)]))
@@ -316,7 +316,7 @@ def test_round_robin_gives_the_first_ranks_the_remainder() -> None:
 
 
 def cut(weights: ExpertWeights, tp_size: int, tp_rank: int) -> ExpertWeights:
-    """A tensor-parallel rank's slice of unquantized, gated weights."""
+    """Return a tensor-parallel rank's slice of unquantized, gated weights."""
     inner = weights.w2.shape[2] // tp_size
     mine = slice(tp_rank * inner, (tp_rank + 1) * inner)
     w13 = torch.cat([half[:, mine] for half in weights.w13.chunk(2, dim=1)], dim=1)
@@ -330,7 +330,7 @@ def cut(weights: ExpertWeights, tp_size: int, tp_rank: int) -> ExpertWeights:
 @pytest.mark.parametrize("shared_partial", [False, True])
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 def test_partial_sums_add_up(ep, tp, shared_partial, placement) -> None:
-    """reduce_results=False: every rank in turn in this process, without torch.distributed."""
+    """With reduce_results=False, every rank runs in this process without torch.distributed."""
     weights = random_weights(make_layer(has_bias=True).problem)
     layer, total = None, 0
     for rank in range(ep * tp):
@@ -355,8 +355,8 @@ def test_partial_sums_add_up(ep, tp, shared_partial, placement) -> None:
     assert_close(total, want, layer.problem)
 
 
-def test_what_these_tests_would_miss() -> None:
-    """Negative control: wrong layers must fail the comparison."""
+def test_wrong_layers_fail_the_comparison() -> None:
+    """A negative control of the tests above."""
     layer, weights = loaded_layer(shared_experts=lambda x: 0.5 * x)
     x, logits = random_x(layer.problem, 16), logits_for(layer, 16)
     routing = moekit.route(logits, K, renormalize=True)

@@ -1,4 +1,4 @@
-"""When shared experts run: beside the dispatch, on a stream that waits and is waited for."""
+"""Shared experts run while tokens travel, on a side stream, in the right order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moekit.runtime.overlap import Beside
 
 
 class FakeStreams:
-    """A device module whose streams write down what they are told."""
+    """A device module whose streams record their calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -65,7 +65,7 @@ def test_the_order_of_streams(streams) -> None:
     streams.log.append("experts")
     assert beside.join().shape == (3, 4)
     assert streams.log == [
-        "1 waits for 0",  # from before the dispatch: that is what it overlaps
+        "1 waits for 0",  # forked before the dispatch, which it overlaps
         "dispatch",
         "on 1",
         "off 1",
@@ -74,10 +74,10 @@ def test_the_order_of_streams(streams) -> None:
     ]
 
 
-def test_every_stream_has_a_side_stream_of_its_own(streams) -> None:
+def test_every_stream_has_its_own_side_stream(streams) -> None:
     x = torch.randn(2, 2, device="meta")
     sides = []
-    for current in (0, 7, 0, 1, 7):  # 1 is also the number of the first that the pool gives
+    for current in (0, 7, 0, 1, 7):  # 1 is also the number of the first stream in the pool
         streams.current = FakeStream(streams, current)
         sides.append(Beside(torch.sin, x)._side.stream_id)
     assert sides[0] == sides[2] and sides[1] == sides[4]

@@ -1,4 +1,4 @@
-"""Real architectures, random weights: moekit from the safetensors file against transformers."""
+"""Real architectures with random weights: moekit from the file against transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 
 class Saved:
-    """A model on disk, and what transformers' own forward did with it."""
+    """A model on disk, and the results of transformers' own forward."""
 
     def __init__(self, hf: hfm.HFModel, directory: Path, dtype: torch.dtype) -> None:
         self.hf = hf
@@ -38,7 +38,7 @@ class Saved:
         self.logits, self.captures = hfm.forward(hf, self.model, self.ids)
 
     def routed(self, layer: int) -> Tensor:
-        """transformers' output of the layer's routed experts alone, (T, H)."""
+        """Return transformers' output of the layer's routed experts only, (T, H)."""
         capture = self.captures[layer]
         return capture.out_TH if capture.shared_TH is None else capture.out_TH - capture.shared_TH
 
@@ -71,7 +71,7 @@ def test_one_rank_hidden_states_and_logits(saved: Saved) -> None:
 
 
 def test_one_rank_bf16(saved: Saved, tmp_path: Path) -> None:
-    """Per layer from transformers' own inputs: rounding elsewhere may flip a token's experts."""
+    """Layer by layer, from transformers' inputs: rounding elsewhere may change the experts."""
     half = Saved(saved.hf, tmp_path, torch.bfloat16)
     for layer in half.hf.moe_layers:
         capture = half.captures[layer]
@@ -86,7 +86,7 @@ def test_one_rank_bf16(saved: Saved, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_expert_parallel(saved: Saved, pools: dict[int, RankPool], world: int) -> None:
-    """Uneven tokens, the second rank without any."""
+    """The second rank has no tokens."""
     hf, layer = saved.hf, saved.hf.moe_layers[-1]
     sizes = {2: [38, 0], 4: [11, 0, 26, 1]}[world]
     xs = list(saved.captures[layer].x_TH.split(sizes))
@@ -103,7 +103,7 @@ def test_tensor_parallel(saved: Saved, pools: dict[int, RankPool]) -> None:
 
 
 def test_slices_of_a_layer_make_the_layer(saved: Saved) -> None:
-    """EP x TP slices read from the file tile exactly the whole layer's tensors."""
+    """The slices of EP x TP ranks, joined, are exactly the whole layer's tensors."""
     hf, layer = saved.hf, saved.hf.moe_layers[0]
     whole_problem = problem_of(hf, torch.float32)
     whole = load_experts(saved.path, hf.name, layer, whole_problem).canonical(whole_problem)

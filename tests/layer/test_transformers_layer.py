@@ -1,4 +1,4 @@
-"""What the transformers integration keeps between calls, what it notices, and what it refuses."""
+"""The state of the transformers integration between calls: packing, changes, freeing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def installed() -> Iterator[None]:
 
 
 def make(hf: hfm.HFModel, dtype: torch.dtype = FP32, seed: int = 0, how: str = "moekit") -> Any:
-    """A tiny model with random weights."""
+    """Return a tiny model with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(vocab_size=hfm.VOCAB, hidden_size=hf.hidden_size, num_experts_per_tok=hf.top_k)
@@ -57,7 +57,7 @@ def experts_of(model: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def eager_logits(model: Any) -> Tensor:
-    """What the same weights give without moekit."""
+    """Return the logits of the same weights without moekit."""
     copied = copy.deepcopy(model)
     copied.set_experts_implementation("eager")
     return logits(copied)
@@ -120,7 +120,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("hf", [hfm.QWEN3_MOE, hfm.GPT_OSS], ids=lambda hf: hf.name)
 def test_changed_weights_are_noticed(hf: hfm.HFModel, change: Callable[[nn.Module], None]) -> None:
-    """Read in place (qwen3_moe) or copied when packed (gpt_oss)."""
+    """Weights are read in place (qwen3_moe) or copied when packed (gpt_oss)."""
     model = make(hf)
     before = logits(model)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_unchanged_weights_are_packed_once() -> None:
     assert len({id(layer.kernel) for layer in layers.values()}) == 1  # equal layers share it
 
 
-def test_repack_after_what_torch_does_not_record() -> None:
+def test_repack_after_changes_that_torch_does_not_record() -> None:
     model = make(hfm.GPT_OSS)
     before = logits(model)
     experts_of(model)[0].down_proj.data.mul_(-0.5)
@@ -176,7 +176,7 @@ def test_copies_and_pickles_have_their_own_weights() -> None:
     assert errors(logits(copied), logits(model)).max() > 1e-2
 
 
-def test_models_made_in_inference_mode_run() -> None:
+def test_models_created_in_inference_mode_run() -> None:
     with torch.inference_mode():
         model = make(hfm.GPT_OSS)
         want = logits(model)
@@ -234,7 +234,7 @@ def test_backends_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- memory ---------------------------------------------------------------------------------
 
 
-def test_memory_is_doubled_only_where_weights_are_copied() -> None:
+def test_memory_doubles_only_if_weights_are_copied() -> None:
     in_place, copied = make(hfm.QWEN3_MOE), make(hfm.GPT_OSS)
     assert integration.memory(in_place).total == 0
     for model in (in_place, copied):
@@ -272,7 +272,7 @@ def test_freed_parameters() -> None:
             lose(*args)
     with pytest.raises(WeightsError, match="load the model again"):
         logits(copy.deepcopy(model))
-    assert errors(logits(model), want).max() < 1e-4  # none of which hurt
+    assert errors(logits(model), want).max() < 1e-4  # these have no effect
     bias = model.model.layers[0].mlp.experts.down_proj_bias
     with torch.no_grad():
         bias.add_(1.0)
@@ -289,7 +289,7 @@ def test_freed_parameters() -> None:
     integration.uninstall()
 
 
-def test_nothing_is_freed_where_parameters_are_read_in_place() -> None:
+def test_parameters_that_are_read_in_place_are_not_freed() -> None:
     integration.install(free_original=True)
     model = make(hfm.QWEN3_MOE)
     check(model)
@@ -330,13 +330,13 @@ def test_backward_refuses_when_only_experts_need_gradients() -> None:
 
 
 def run_first(block: torch.nn.Module) -> None:
-    """Where torch cannot bind a module while it compiles."""
+    """Run the block once, if torch cannot bind a module while it compiles."""
     if not forward.BINDS_MODULES:
         block(torch.randn(1, 3, 96))
 
 
 def test_compiled_blocks() -> None:
-    """One graph for all token counts. A copy of the block runs on its own weights."""
+    """One graph serves all token counts, and a copy of the block runs on its own weights."""
     from torch._dynamo.testing import CompileCounter
 
     block = make(hfm.QWEN3_MOE).model.layers[0].mlp
@@ -376,7 +376,7 @@ def test_weights_are_packed_before_compiled_code_runs() -> None:
 
 
 def test_layers_compiled_one_by_one() -> None:
-    """They share one piece of code; each must run on its own weights."""
+    """They share compiled code, but each must run on its own weights."""
     model = make(hfm.LLAMA4)
     want = eager_logits(model)
     if not forward.BINDS_MODULES:

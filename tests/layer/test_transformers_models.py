@@ -1,4 +1,4 @@
-"""Whole Hugging Face models with experts_implementation="moekit", beside their eager experts."""
+"""Whole Hugging Face models with experts_implementation="moekit" against eager experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import moekit.integrations.transformers as integration  # noqa: E402
 FP32, BF16 = torch.float32, torch.bfloat16
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
-# Further models, described as far as `hfm.save` needs it.
+# Further models, with the facts that `hfm.save` needs.
 MODELS = {hf.name: hf for hf in hfm.MODELS} | {
     "qwen2_moe": replace(
         hfm.QWEN3_MOE,
@@ -68,7 +68,7 @@ Load = Callable[[str, torch.dtype, str, str], Any]
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """(name, dtype, implementation, device) -> transformers' model, from one saved checkpoint."""
+    """Return a function that loads a model by name, dtype, implementation and device."""
     from transformers import AutoModelForCausalLM
 
     @cache
@@ -91,7 +91,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def errors(got_BSV: Tensor, want_BSV: Tensor) -> Tensor:
-    """Relative RMS error of each token's logits, (B * S,)."""
+    """Return the relative RMS error of each token's logits, (B * S,)."""
     got, want = (logits.float().flatten(0, 1) for logits in (got_BSV, want_BSV))
     return (got - want).norm(dim=1) / want.norm(dim=1)
 
@@ -115,7 +115,7 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def check_that_moekit_ran(model: Any, name: str) -> None:
-    """Every MoE layer, on the problem that the model's description states."""
+    """Check that moekit ran every MoE layer, with the problem of the model's description."""
     hf, kernels = MODELS[name], integration.kernels(model)
     assert len(kernels) == len(hf.moe_layers)
     for kernel in kernels.values():
@@ -147,8 +147,10 @@ def test_fp32_logits_and_generated_tokens(load: Load, name: str, device: str) ->
 @every_device
 @every_model
 def test_bf16_logits(load: Load, name: str, device: str) -> None:
-    """A rounding elsewhere may choose other experts for a token: nearly all are close, and moekit
-    is no farther from the fp32 model than the eager experts are."""
+    """Nearly all tokens are close, and moekit is as close to the fp32 model as eager experts.
+
+    Rounding elsewhere may choose other experts for a token.
+    """
     eager, moekit = (load(name, BF16, how, device) for how in ("eager", "moekit"))
     exact = copy.deepcopy(eager).float()
     want, theirs, ours = logits(exact), logits(eager), logits(moekit)
@@ -160,7 +162,7 @@ def test_bf16_logits(load: Load, name: str, device: str) -> None:
 
 @every_model
 def test_a_broken_kernel_is_noticed(load: Load, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: each token's work done by its experts' neighbours."""
+    """Negative control: other experts than the chosen ones compute each token."""
     eager, moekit = (load(name, FP32, how, "cpu") for how in ("eager", "moekit"))
     want = logits(eager)
     assert errors(logits(moekit), want).max() < 1e-4
@@ -177,7 +179,7 @@ def test_a_broken_kernel_is_noticed(load: Load, name: str, monkeypatch: pytest.M
 
 @every_device
 def test_static_cache(load: Load, device: str) -> None:
-    """transformers compiles the decoding step where there is an accelerator."""
+    """transformers compiles the decoding step if there is an accelerator."""
     eager, moekit = (load("qwen3_moe", FP32, how, device) for how in ("eager", "moekit"))
     assert torch.equal(generated(moekit, cache_implementation="static"), generated(eager))
 

@@ -1,4 +1,4 @@
-"""Single experts modules through the transformers integration: activations, formats, refusals."""
+"""Single experts modules in the transformers integration: activations, formats, refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inputs(tokens: int = 9, dtype: torch.dtype = FP32, top_k: int = 2, experts: 
 
 
 def both(module: Any, *args: Tensor) -> tuple[Tensor, Tensor]:
-    """(moekit's, transformers' own)"""
+    """Return the outputs of moekit and of transformers."""
     ours = module(*args)
     module.config._experts_implementation = "grouped_mm"
     theirs = module(*args)
@@ -107,7 +107,7 @@ def test_activations_are_recognized(kind: str) -> None:
     assert errors(ours[None], theirs[None]).max() < 1e-5
 
 
-def test_ids_beyond_the_last_expert_belong_to_other_ranks() -> None:
+def test_ids_past_the_last_expert_belong_to_other_ranks() -> None:
     module = module_of("qwen3_moe", "Qwen3MoeExperts")
     module._is_expert_parallel = True
     x, ids, weights = inputs(tokens=12)
@@ -121,7 +121,7 @@ def test_ids_beyond_the_last_expert_belong_to_other_ranks() -> None:
 
 
 def test_autocast_inputs() -> None:
-    """The weights' dtype computes, the input's comes out."""
+    """The module computes in the weights' dtype and returns the input's."""
     module = module_of("qwen3_moe", "Qwen3MoeExperts", torch.bfloat16)
     x, ids, weights = inputs()
     ours, theirs = module(x, ids, weights), both(module, x.bfloat16(), ids, weights)[1]
@@ -176,7 +176,7 @@ def test_transformers_fp8_experts() -> None:
         module(x, routing.topk_ids, routing.topk_weights)
 
 
-# -- what is refused ------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------
 
 
 def test_options_are_checked_at_once() -> None:
@@ -209,7 +209,7 @@ def test_experts_without_the_interface() -> None:
 
 
 class Odd(nn.Module):
-    """An experts module, wrong in one way."""
+    """An experts module with one fault."""
 
     def __init__(self, **parameters: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Experts move between gloo ranks, and between GPUs where there are two."""
+"""Experts move between gloo ranks, and between GPUs if there are two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eplb_on_ranks import (
     failing_policy,
     faults,
     fused_layers,
-    half_way,
+    interrupted,
     migrations,
     rebalances,
     staging,
@@ -72,7 +72,7 @@ def test_weights_and_outputs_after_migrations(pool, name):
     for on_ranks in zip(*reports, strict=True):
         assert len({(r.received, r.copied, r.bytes_moved) for r in on_ranks}) == 1
         assert all(r.seconds > 0 for r in on_ranks)
-    # Tensor parallelism over all ranks leaves one expert-parallel rank: nothing can travel.
+    # Tensor parallelism over all ranks leaves one expert-parallel rank, so nothing can move.
     alone = pool.world_size == LAYERS[name].tp
     assert any(report.received for report in reports[0]) is not alone
 
@@ -80,7 +80,7 @@ def test_weights_and_outputs_after_migrations(pool, name):
 @pytest.mark.parametrize(
     ("experts", "within"), [("reference", False), ("torch", True), ("triton", True)]
 )
-def test_bits_stay_where_the_order_of_the_sum_does(pool, experts, within):
+def test_outputs_keep_their_bits_if_the_order_of_sums_is_kept(pool, experts, within):
     layer = Layer(
         experts=experts,
         num_experts=8,
@@ -153,9 +153,7 @@ def test_staging_is_bounded(pool):
         ("group", "GroupMismatch", "GroupMismatch", "process group of"),
     ],
 )
-def test_a_migration_that_cannot_be_is_refused_on_all_ranks(
-    pool, fault, on_culprit, elsewhere, says
-):
+def test_an_impossible_migration_is_refused_on_all_ranks(pool, fault, on_culprit, elsewhere, says):
     caught = pool.run(faults, fault)
     assert [name for name, _ in caught] == [elsewhere] * (len(caught) - 1) + [on_culprit]
     assert all(says in message for _, message in caught)
@@ -176,8 +174,8 @@ def test_a_bad_policy_moves_nothing_on_any_rank(pool, how, on_culprit, elsewhere
     assert all(says in message for _, message in caught)
 
 
-def test_a_transfer_that_breaks_off_says_so(pool):
-    for name, message in pool.run(half_way):
+def test_a_transfer_that_fails_interrupts_the_migration(pool):
+    for name, message in pool.run(interrupted):
         assert name == "MigrationInterrupted"
         assert "connection reset" in message and "load them again" in message
 

@@ -18,7 +18,7 @@ def ranks():
         yield pool
 
 
-# Who holds what: (tensor parallel, data parallel, expert parallel on), or (ep, tp, dp) sizes.
+# Arguments of Case: tp and dp sizes and ep, or (ep, tp, dp) sizes.
 SPREADS = {
     "1 rank": {},
     "1 rank, ep": {"ep": True},
@@ -122,8 +122,8 @@ def test_no_rank_waits_for_one_that_failed(ranks, spread, fault) -> None:
 
 @pytest.mark.parametrize("fault", ["no weights", "shape"])
 @pytest.mark.parametrize("spread", [{"dp": 2, "ep": True}, {"tp": 2, "dp": 2}], ids=str)
-def test_nor_where_calls_are_not_checked(ranks, spread, fault) -> None:
-    """What an unchecked rank finds before it dispatches, the dispatcher tells the others."""
+def test_no_rank_waits_in_unchecked_calls(ranks, spread, fault) -> None:
+    """If an unchecked rank fails before it dispatches, the dispatcher informs the others."""
     case = Case(**spread, knobs={"max_num_tokens": 3, "checked": False})
     for rank, outcomes in enumerate(ranks.run(one_fails, case, fault)[: case.ranks]):
         assert outcomes[0] == outcomes[2] == "ok"
@@ -132,9 +132,9 @@ def test_nor_where_calls_are_not_checked(ranks, spread, fault) -> None:
 
 
 @pytest.mark.parametrize("moving", [True, False])
-def test_only_tokens_on_their_way_spoil_a_group(moving) -> None:
+def test_only_messages_in_flight_poison_a_group(moving) -> None:
     case = Case(**({"dp": 2, "ep": True} if moving else {"tp": 2}))
-    with RankPool(2) as own:  # which is spoilt for other tests
+    with RankPool(2) as own:  # because other tests cannot use it
         own.run(begin, seed())
         for rank, (before, failed, after) in enumerate(own.run(one_fails, case, "prepare raises")):
             assert before == "ok"
@@ -142,8 +142,8 @@ def test_only_tokens_on_their_way_spoil_a_group(moving) -> None:
             assert ("left half-way" in after) if moving else (after == "ok"), after
 
 
-def test_same_tokens_that_are_not(ranks) -> None:
-    """Where nothing moves, ranks must pass as many tokens; a sum of other sizes would crash."""
+def test_different_numbers_of_the_same_tokens(ranks) -> None:
+    """If no tokens move, all ranks must pass the same number; other sums would crash."""
     for outcomes in ranks.run(one_fails, Case(tp=2), "fewer tokens")[:2]:
         assert outcomes[0] == outcomes[2] == "ok"
         assert "PeerFailed" in outcomes[1] and "with x (4, 64)" in outcomes[1]
@@ -189,7 +189,7 @@ def test_compiled_on_ranks(ranks, spread) -> None:
 
 
 def test_flattening() -> None:
-    """The field's rules: which rank holds what."""
+    """The rules of vLLM: which rank holds what."""
     for rank in range(4):
         assert parallel_config(2, 2, rank) == ParallelConfig(tp_size=4, tp_rank=rank, dp_size=2)
         assert parallel_config(2, 2, rank, True) == ParallelConfig(

@@ -1,7 +1,7 @@
-"""Small checkpoints in the formats in use, packed by arithmetic of their own (nothing of moekit's).
+"""Write small checkpoints in the formats in use, packed without any code of moekit.
 
-Each format is a function `(values (N, K) fp32) -> (tensors by suffix, the values they stand for)`;
-`write` puts a layer of such Linears into sharded safetensors files with a config.json.
+Each format is a function `(values (N, K) fp32) -> (tensors by suffix, the values they represent)`.
+`write` writes a layer of such Linears to sharded safetensors files with a config.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def words(values: np.ndarray, bits: int = 4, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """(n, c * 32 / bits) -> int32 (n, c); value order[i] of each word in its i-th bit field."""
+    """Pack (n, c * 32 / bits) to int32 (n, c), value order[i] of each word in its i-th field."""
     per = 32 // bits
     groups = values.reshape(len(values), -1, per).astype(np.uint64)
     total = np.zeros(groups.shape[:2], dtype=np.uint64)
@@ -33,7 +33,7 @@ def words(values: np.ndarray, bits: int = 4, order: tuple[int, ...] = tuple(rang
 
 
 def grouped(values: Tensor, rows: int, columns: int) -> Tensor:
-    """The largest magnitude per block, (N / rows, K / columns); -1 the whole extent."""
+    """Return the largest magnitude of each block, (N / rows, K / columns); -1 for all."""
     n, k = values.shape
     rows, columns = (n if rows < 0 else rows), (k if columns < 0 else columns)
     out = torch.zeros(-(-n // rows), -(-k // columns))
@@ -45,7 +45,7 @@ def grouped(values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def spread(scale: Tensor, n: int, k: int, rows: int, columns: int) -> Tensor:
-    """A scale per block -> one per element."""
+    """Expand a scale for each block to one for each element."""
     i = torch.arange(n) // (n if rows < 0 else rows)
     j = torch.arange(k) // (k if columns < 0 else columns)
     return scale[i][:, j]
@@ -66,7 +66,7 @@ def fp8(rows: int, columns: int, name: str = "weight_scale", static: bool = Fals
         weight = (values / each).to(FP8)
         stored = scale.reshape(()) if (rows, columns) == (-1, -1) else scale
         tensors = {"weight": weight, name: stored}
-        if static:  # the same for gate and up, and so for every matrix
+        if static:  # the same for every matrix, because gate and up share it
             tensors["input_scale"] = torch.tensor(0.03)
         return tensors, weight.float() * each
 
@@ -82,7 +82,7 @@ def int8(values: Tensor) -> Packed:
 
 
 def _int4(values: Tensor, group: int, zero_points: bool, dtype: torch.dtype) -> tuple[Any, ...]:
-    """(q 0..15 as numpy, scale (N, G) in ``dtype``, zeros (N, G), the values)."""
+    """Return (q 0..15 as numpy, scale (N, G) in ``dtype``, zeros (N, G), the values)."""
     n, k = values.shape
     scale = (grouped(values, 1, group) / 7).to(dtype)
     zeros = torch.full(scale.shape, 8.0)
@@ -94,7 +94,7 @@ def _int4(values: Tensor, group: int, zero_points: bool, dtype: torch.dtype) -> 
 
 
 def pack_quantized(group: int, zero_points: bool = False, act_order: bool = False) -> Packer:
-    """compressed-tensors."""
+    """The integer format of compressed-tensors."""
 
     def pack(values: Tensor) -> Packed:
         n, k = values.shape
@@ -130,7 +130,7 @@ _PERMUTATIONS: dict[int, np.ndarray] = {}
 
 
 def _shuffle(q: np.ndarray, back: Tensor, group: int) -> tuple[np.ndarray, Tensor, Tensor]:
-    """The same groups on shuffled columns; one shuffle for each K, as gate and up share theirs."""
+    """Shuffle the columns of groups, in the same way for each K, as gate and up share it."""
     k = q.shape[1]
     order = _PERMUTATIONS.setdefault(k, np.random.default_rng(k).permutation(k))
     return q[:, order], back[:, order], torch.from_numpy(order // group).int()
@@ -189,7 +189,7 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4,
 
 
 def _fp4(values: Tensor, scale: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(codes 0..15, the values) under a scale per group."""
+    """Return (codes 0..15, the values) with a scale for each group."""
     each = spread(scale, *values.shape, 1, group)
     codes = (values[..., None] / each[..., None] - _E2M1).abs().argmin(-1)
     return codes.to(torch.uint8), _E2M1[codes] * each
@@ -200,7 +200,7 @@ def _bytes(codes: Tensor) -> Tensor:
 
 
 def mxfp4(suffixes: tuple[str, str]) -> Packer:
-    """Exponents in bytes; ``blocks`` are (N, K / 32, 16)."""
+    """mxfp4: scales are exponents in bytes; ``blocks`` are (N, K / 32, 16)."""
 
     def pack(values: Tensor) -> Packed:
         exponent = torch.log2(grouped(values, 1, 32) / 6).ceil()
@@ -244,7 +244,7 @@ def nvfp4(modelopt: bool) -> Packer:
 
 @dataclass
 class Layer:
-    """A checkpoint on disk, and the matrices it stands for, (E, I, H), (E, I, H), (E, H, I)."""
+    """A checkpoint on disk, and its matrices (E, I, H), (E, I, H), (E, H, I)."""
 
     path: Path
     sizes: dict[str, int]
@@ -269,7 +269,7 @@ def write(
     extra: Mapping[str, Tensor] | None = None,
     shards: int = 3,
 ) -> Layer:
-    """One tensor set per expert, as a quantizer of Linears writes it."""
+    """Write a set of tensors for each expert, as a quantizer of Linears does."""
     tensors: dict[str, Tensor] = {"model.embed_tokens.weight": torch.zeros(8, H)}
     back: dict[str, list[Tensor]] = {name: [] for name in names}
     for layer in range(layers):
@@ -298,17 +298,6 @@ def write(
     return Layer(path, sizes, gate, up, down, tensors)
 
 
-def write_fused(
-    path: Path,
-    gate_up: dict[str, Tensor],
-    down: dict[str, Tensor],
-    config: Mapping[str, Any],
-    shards: int = 2,
-) -> None:
-    """Tensors that hold all experts, under whole names."""
-    save(path, {**gate_up, **down, "model.norm.weight": torch.ones(4)}, config, shards)
-
-
 def save(
     path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], shards: int = 1
 ) -> None:
@@ -328,6 +317,6 @@ def save(
 
 
 def matrix(n: int, k: int) -> Tensor:
-    """Random values whose rows and groups of columns differ in magnitude."""
+    """Return random values whose rows and groups of columns differ in magnitude."""
     values = torch.randn(n, k) * torch.exp(0.5 * torch.randn(n, 1))
     return values * torch.tensor([0.5, 1.5, 1.0])[torch.arange(k) // 16 % 3] + 0.01

@@ -1,4 +1,4 @@
-"""What runs on each rank: layers whose experts move, compared with the oracle and with `pack`."""
+"""The ranks' part of test_eplb_ranks.py: moving experts, against the oracle and `pack`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moekit.testing.calls import bits, same_bits
 from moekit.testing.cases import quantized, tp_shard, unquantized_weights, use_seed, whole
 from moekit.testing.memory import measure
 
-# The backends' own schemes are the conformance kit's business; here it is whether bytes arrive.
+# The kit tests the backends' schemes; these tests check that the bytes arrive.
 STAGING = 4096
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer on all ranks of the group, ``tp`` of them sharing each expert."""
+    """A layer on all ranks of the group, of which ``tp`` share each expert."""
 
     experts: str = "torch"
     quant: str = "none"
@@ -61,7 +61,7 @@ class Layer:
 
 
 class OnRank:
-    """One rank's kernel and weights, before anything moved."""
+    """One rank's kernel and weights before anything moved."""
 
     def __init__(self, rank: int, world_size: int, layer: Layer) -> None:
         self.rank, self.world_size, self.layer = rank, world_size, layer
@@ -74,7 +74,7 @@ class OnRank:
         self.packed = self.packed_at(self.now)
 
     def packed_at(self, placement: Placement) -> PackedWeights:
-        """This rank's weights as `pack` makes them of the experts a placement gives it."""
+        """Return what `pack` makes of this rank's experts in a placement."""
         held = self.full.select(placement.on_rank(self.problem.parallel.ep_rank))
         return self.kernel.pack(
             tp_shard(held, self.problem)
@@ -83,7 +83,7 @@ class OnRank:
         )
 
     def random_placement(self, draw: torch.Generator) -> Placement:
-        """Any valid placement, the same on all ranks."""
+        """Return a random valid placement, the same on all ranks."""
         held = torch.tensor(self.now.physical_to_logical)
         while True:
             order = torch.randperm(len(held), generator=draw)
@@ -93,7 +93,7 @@ class OnRank:
                 pass
 
     def tokens(self, count: int, key: int) -> tuple[torch.Tensor, Routing]:
-        """x (T, H) and logical routing, half of it to the last expert; some ids are -1."""
+        """Return x (T, H) and logical routing, half of it to the last expert; some ids are -1."""
         p, draw = self.problem, torch.Generator().manual_seed(1000 * key + self.source)
         x = torch.randn(count, p.hidden_size, generator=draw).to(p.dtype)
         score = torch.rand(count, p.num_experts, generator=draw)
@@ -106,7 +106,7 @@ class OnRank:
         )
 
     def call(self, x: torch.Tensor, physical: Routing) -> torch.Tensor:
-        """The kernel's output, complete: ranks that all hold the same tokens get partial sums."""
+        """Return the kernel's output, summed over ranks that hold the same tokens."""
         out = self.kernel(x, self.packed, physical)
         if not self.problem.parallel.moves_tokens:
             dist.all_reduce(out)
@@ -118,7 +118,7 @@ class OnRank:
 
     @property
     def source(self) -> int:
-        """The batch of tokens of this rank."""
+        """Return the number of this rank's token batch."""
         return self.rank * self.problem.parallel.dp_size // self.world_size
 
     def check(self, x: torch.Tensor, logical: Routing, out: torch.Tensor, what: str) -> None:
@@ -127,7 +127,7 @@ class OnRank:
 
 
 def scaled(weights: ExpertWeights) -> ExpertWeights:
-    """With static activation scales, if any, that all ranks share."""
+    """Return the weights with the same static activation scales on all ranks, if any."""
     if weights.w13_input_scale is None:
         return weights
     a1, a2 = torch.tensor(0.02), torch.tensor(0.05)
@@ -140,7 +140,7 @@ def addresses(packed: PackedWeights) -> dict[str, int]:
 
 
 def migrations(rank: int, world_size: int, layer: Layer, rounds: int = 3) -> list[MigrationReport]:
-    """Random placements one after the other: packed bits, addresses and outputs are right."""
+    """Migrate to random placements, and check packed bits, addresses and outputs."""
     r = OnRank(rank, world_size, layer)
     draw = torch.Generator().manual_seed(7)
     where, reports = addresses(r.packed), []
@@ -165,9 +165,10 @@ def migrations(rank: int, world_size: int, layer: Layer, rounds: int = 3) -> lis
 
 
 def equal_bits(rank: int, world_size: int, layer: Layer, within: bool) -> int:
-    """Outputs before and after a migration have the same bits; returns how many experts moved.
+    """Check that a migration keeps the outputs' bits; return how many experts moved.
 
-    within: experts move on their rank only (else top_k must be 1, as ranks are summed in order).
+    within: Experts move on their rank only. Otherwise top_k must be 1, because the sum over ranks
+    depends on their order.
     """
     r = OnRank(rank, world_size, layer)
     x, logical = r.tokens(9 + rank, 0)
@@ -189,7 +190,7 @@ def equal_bits(rank: int, world_size: int, layer: Layer, within: bool) -> int:
 
 
 def rebalances(rank: int, world_size: int, layer: Layer, **options: object) -> list[object]:
-    """Two layers under skewed routing: outputs right, load better, the other layer left alone."""
+    """Rebalance one of two layers with skewed routing: right outputs and a better load."""
     r = OnRank(rank, world_size, layer)
     other = r.packed_at(r.now)
     untouched = {name: bits(t).clone() for name, t in other.experts.items()}
@@ -224,7 +225,7 @@ def rebalances(rank: int, world_size: int, layer: Layer, **options: object) -> l
 
 
 def fused_layers(rank: int, world_size: int, strategy: str) -> list[object]:
-    """Two FusedMoE under a rebalancer: right before and after, and when loaded anew."""
+    """Check two rebalanced FusedMoE layers before, after, and when loaded again."""
     use_seed(0)
     draw = torch.Generator().manual_seed(3)
     full = [
@@ -298,7 +299,7 @@ def fused_layers(rank: int, world_size: int, strategy: str) -> list[object]:
 
 
 def staging(rank: int, world_size: int, limit: int) -> tuple[int, int]:
-    """(peak bytes of a migration with that staging limit, bytes of the packed weights)."""
+    """Return the peak bytes of a migration with that limit, and the packed bytes."""
     r = OnRank(rank, world_size, Layer(hidden_size=1024, intermediate_size=512))
     new = r.random_placement(torch.Generator().manual_seed(1))
     group = dist.group.WORLD
@@ -310,7 +311,7 @@ def staging(rank: int, world_size: int, limit: int) -> tuple[int, int]:
 
 
 class NoRoom(torch.Tensor):
-    """A tensor beside which nothing can be allocated."""
+    """A tensor that fails when another one is allocated like it."""
 
     def __new__(cls, tensor: torch.Tensor) -> NoRoom:
         return torch.Tensor._make_subclass(cls, tensor)
@@ -320,7 +321,7 @@ class NoRoom(torch.Tensor):
 
 
 def faults(rank: int, world_size: int, fault: str) -> tuple[str, str]:
-    """(type, message) of what a migration raises; afterwards weights are as before, and usable."""
+    """Return (type, message) of a migration's error; check that the weights are unchanged."""
     r = OnRank(rank, world_size, Layer(quant="fp8_tensor_static", experts="torch"))
     culprit = rank == world_size - 1
     group = dist.group.WORLD
@@ -364,7 +365,7 @@ def faults(rank: int, world_size: int, fault: str) -> tuple[str, str]:
 
 
 class Fails:
-    """A policy that does something else on the last rank."""
+    """A policy that behaves differently on the last rank."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -382,9 +383,9 @@ class Fails:
 
 
 def failing_policy(rank: int, world_size: int, how: str) -> tuple[str, str]:
-    """What `rebalance` raises; nothing has moved, and the next rebalance works."""
+    """Return the error of `rebalance`; check that nothing moved and that the next one works."""
     r = OnRank(rank, world_size, Layer(dtype="float32"))
-    # Any valid placement is taken, so that ranks that disagree would move if they were let.
+    # Any valid placement is accepted, so ranks that differ would move experts if allowed.
     balancer = Rebalancer(r.kernel, [r.packed], policy=Fails(how), min_gain=-float("inf"))  # type: ignore[arg-type]
     x, logical = r.tokens(20, 0)
     balancer.route(logical)
@@ -405,8 +406,8 @@ def failing_policy(rank: int, world_size: int, how: str) -> tuple[str, str]:
     return caught
 
 
-def half_way(rank: int, world_size: int) -> tuple[str, str]:
-    """What is raised when the transfer itself breaks off."""
+def interrupted(rank: int, world_size: int) -> tuple[str, str]:
+    """Return the error of a migration whose transfer fails."""
     r = OnRank(rank, world_size, Layer())
     new = r.random_placement(torch.Generator().manual_seed(1))
     true_all_to_all = dist.all_to_all_single

@@ -1,4 +1,4 @@
-"""Tiny random-weight MoE models made by transformers, and a description of what they save on disk.
+"""Tiny MoE models of transformers with random weights, and a description of their files.
 
     path = save(MIXTRAL, directory, torch.float32)      # the safetensors file
     model = load(directory)                             # transformers' own model, all eager
@@ -35,10 +35,10 @@ ExpertsFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Safetensors keys of one MoE layer, to be completed by `.format(layer=, expert=)`.
+    """Safetensors keys of one MoE layer, templates for `.format(layer=, expert=)`.
 
-    Either gate, up, down are per expert, as in nn.Linear: (I, H), (I, H), (H, I); or gate_up and
-    down are fused and transposed, for x @ w: (E, H, 2I), (E, I, H).
+    Either every expert has gate, up and down as in nn.Linear, (I, H), (I, H), (H, I); or gate_up
+    and down hold all experts and are transposed for x @ w, (E, H, 2I), (E, I, H).
     """
 
     down: str
@@ -85,7 +85,7 @@ class ActivationSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class HFModel:
-    """One tiny model: how to build it, where its parts are in memory, what it is on disk."""
+    """One tiny model: how to build it, where its parts are in memory, and its file."""
 
     name: str  # the config's model_type
     config: Mapping[str, Any] = field(hash=False)
@@ -105,7 +105,7 @@ class HFModel:
     returns_pair: bool = False  # the block's forward returns (out, something)
 
     def keys(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Every key of this MoE layer in the file, with its shape."""
+        """Return every key of this MoE layer in the file, with its shape."""
         e, h, i = self.num_experts, self.hidden_size, self.intermediate_size
         s, n = self.shared_intermediate_size, self.names
         table = [(n.router, (e, h)), (n.router_bias, (e,)), (n.correction_bias, (e,))]
@@ -117,7 +117,7 @@ class HFModel:
 
 
 def _names(block: str, shared: str = "", **roles: str) -> Names:
-    """Names of the roles under model.layers.N.<block>, with those of a shared MLP."""
+    """Return names under model.layers.N.<block>, with those of a shared MLP."""
     if shared:
         roles |= {f"shared_{p}": f"{shared}.{p}_proj.weight" for p in ("gate", "up", "down")}
     prefix = "model.layers.{layer}." + block + "."
@@ -183,7 +183,7 @@ MODELS = (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, LLAMA4)
 
 @torch.no_grad()
 def save(hf: HFModel, directory: Path, dtype: torch.dtype, seed: int = 0) -> Path:
-    """Build the model, fill every parameter and bias at random, save it; the safetensors file."""
+    """Build the model, fill all parameters at random, save it, and return the file."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(vocab_size=VOCAB, hidden_size=hf.hidden_size, num_experts_per_tok=hf.top_k)
@@ -208,7 +208,7 @@ def save(hf: HFModel, directory: Path, dtype: torch.dtype, seed: int = 0) -> Pat
 
 
 def load(directory: Path) -> PreTrainedModel:
-    """transformers' own model from `save`'s directory, in the saved dtype, all eager."""
+    """Load transformers' own model from `save`'s directory, in the saved dtype, all eager."""
     from transformers import AutoModelForCausalLM
 
     how = dict(attn_implementation="eager", experts_implementation="eager", local_files_only=True)
@@ -216,13 +216,13 @@ def load(directory: Path) -> PreTrainedModel:
 
 
 def token_ids(batch: int = 2, sequence: int = 19, seed: int = 1) -> Tensor:
-    """Random ids_BS, int64."""
+    """Return random ids_BS, int64."""
     return torch.randint(VOCAB, (batch, sequence), generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What one MoE block saw and did, in the dtypes in which transformers computes it."""
+    """Inputs and outputs of one MoE block, in the dtypes of transformers."""
 
     x_TH: Tensor
     logits_TE: Tensor
@@ -236,7 +236,7 @@ Captures = dict[int, Capture]
 
 
 def _read_router(hf: HFModel, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits_TE, topk_ids_TK, topk_weights_TK) from what the router module returned."""
+    """Return (logits_TE, topk_ids_TK, topk_weights_TK) of the router module's result."""
     if not hf.routing.weight_on_input:
         logits_TE, weights_TK, ids_TK = output
         return logits_TE, ids_TK, weights_TK
@@ -247,7 +247,7 @@ def _read_router(hf: HFModel, output: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def forward(hf: HFModel, model: PreTrainedModel, ids_BS: Tensor) -> tuple[Tensor, Captures]:
-    """transformers' own forward: (logits_BSV, {layer: what its MoE block saw and did})."""
+    """Run transformers' own forward: (logits_BSV, {layer: its MoE block's capture})."""
     seen: dict[tuple[int, str | None], list[Tensor]] = {}
 
     def hook(key: tuple[int, str], _: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
@@ -271,7 +271,7 @@ def forward(hf: HFModel, model: PreTrainedModel, ids_BS: Tensor) -> tuple[Tensor
 
 
 def after_own_router(hf: HFModel, model: PreTrainedModel, experts: ExpertsFn) -> RoutedFn:
-    """A `RoutedFn` that routes by the model's own router module and then calls `experts`."""
+    """Return a `RoutedFn` that uses the model's own router module and then `experts`."""
 
     def routed(layer: int, x_TH: Tensor) -> Tensor:
         router = model.get_submodule(f"{hf.block.format(layer=layer)}.{hf.router}")
@@ -282,7 +282,7 @@ def after_own_router(hf: HFModel, model: PreTrainedModel, experts: ExpertsFn) ->
 
 @torch.no_grad()
 def forward_with(hf: HFModel, model: PreTrainedModel, ids_BS: Tensor, routed: RoutedFn) -> Tensor:
-    """The model's logits_BSV when `routed` replaces all of every MoE block but shared experts."""
+    """Return logits_BSV when `routed` replaces every MoE block except its shared experts."""
 
     def replacement(block: nn.Module, layer: int, x: Tensor) -> Any:
         x_TH = x.reshape(-1, hf.hidden_size)

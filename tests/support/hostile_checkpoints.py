@@ -1,10 +1,10 @@
 """Checkpoints and tuned tables as an attacker, a broken disk or a bug would write them.
 
-`cases` makes them by systematic changes to small valid checkpoints of the formats in use: each is a
-folder, made wrong in one way, and the words that the error must say besides the file's name.
-As a program, it loads some of them under limits of memory and time, one after the other:
+`cases` changes small valid checkpoints of the formats in use systematically. Each case is a folder
+with one fault, and the words that the error must contain in addition to the file's name.
+As a program, this loads some of them one after the other, with limits of memory and time:
 
-    python tests/hostile_checkpoints.py FOLDER FIRST     from case FIRST on, reports as JSON lines
+    python tests/support/hostile_checkpoints.py FOLDER FIRST   # from case FIRST on, JSON lines
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LIMIT_SECONDS = 5
-LIMIT_BYTES = 4 << 30  # of address space, beyond what the interpreter and torch have mapped
+LIMIT_BYTES = 4 << 30  # address space beyond that of the interpreter and torch
 E, H, I = 2, 128, 128
 STEM = "model.layers.0.mlp.experts"
 DOWN = f"{STEM}.0.down_proj"
@@ -38,7 +38,7 @@ Change = Callable[[Path], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """words: what the message must contain; table: the folder's config.json is a tuned table."""
+    """words: Parts of the message. table: The folder's config.json is a tuned table."""
 
     name: str
     base: str
@@ -74,7 +74,7 @@ BASES = (*_PACKED, "gpt_oss")
 
 
 def write_bases(folder: Path) -> None:
-    """One valid checkpoint a folder, in one shard with an index."""
+    """Write valid checkpoints, each in its folder, in one shard with an index."""
     torch.manual_seed(0)
     for name, (packer, config) in _PACKED.items():
         files.write(folder / name, packer, config, E=E, H=H, I=I, shards=1)
@@ -114,7 +114,7 @@ def fifo(name: str) -> Change:
 
 
 def field(where: str, value: Any) -> Change:
-    """Of config.json; ``where`` has dots."""
+    """Set a field of config.json; ``where`` is its path with dots."""
 
     def change(path: Path) -> None:
         file = path / "config.json"
@@ -129,7 +129,7 @@ def field(where: str, value: Any) -> Change:
 
 
 def header(change_header: Callable[[dict[str, Any]], Any], rest: int = 0) -> Change:
-    """Of the shard; ``rest``: bytes appended to its data."""
+    """Change the shard's header; ``rest``: bytes to append to its data."""
 
     def change(path: Path) -> None:
         data = shard(path).read_bytes()
@@ -149,7 +149,7 @@ def raw_header(raw: bytes, length: int | None = None) -> Change:
 
 
 def zeros(length: int) -> Change:
-    """A header of zeros, of which the disk holds nothing."""
+    """Write a header of zeros that takes no space on disk."""
 
     def change(path: Path) -> None:
         shard(path).write_bytes(struct.pack("<Q", length))
@@ -170,7 +170,7 @@ def tensor(name: str, value: Callable[[Tensor], Tensor | None]) -> Change:
 
 
 def put(index: int, value: float) -> Callable[[Tensor], Tensor]:
-    """One element, counted through all of them, as bytes for 8-bit floats."""
+    """Set one element by its flat index, as bytes for 8-bit floats."""
 
     def change(t: Tensor) -> Tensor:
         made = t.clone()
@@ -189,13 +189,13 @@ def entry(key: str, value: Any) -> Change:
 
 
 def same_bytes(made: dict[str, Any]) -> None:
-    """A thousand more tensors that are all the largest one's bytes."""
+    """Add a thousand tensors that all share the largest one's bytes."""
     for index in range(1000):
         made[f"{STEM}.{index + 2}.down_proj.weight"] = made[f"{DOWN}.weight"]
 
 
 def sparse(path: Path) -> None:
-    """103 GB that the disk does not hold, in a file whose sizes agree with the config."""
+    """Write a sparse file of 103 GB whose sizes agree with the config."""
     hidden, inner, header, end = 1 << 17, 1 << 16, {}, 0
     shapes = {
         "gate_proj": [inner, hidden],
@@ -302,7 +302,7 @@ _OF_CONFIG: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt_oss": {"swiglu_limit": ("7", -1, [7.0], True), "swiglu_alpha": ("x", {}, 0)},
 }  # fmt: skip
 _PATTERNS = {
-    "(a+)+$": "",  # these four only keep Python's re busy for ever, and match nothing here
+    "(a+)+$": "",  # these four would occupy Python's re forever, and match nothing here
     r"(?:.*)*(?:.*)*(?:.*)*x": "",
     r"((model|layers|mlp|experts|[a-z0-9._])+)+\$": "",
     r".*.*.*.*.*.*.*.*.*.*.*.*X": "",
@@ -324,7 +324,7 @@ def _configs() -> Iterator[Case]:
         yield Case(f"config: {name}", "bf16", text("config.json", data), ("config.json",))
     for base, of in _OF_CONFIG.items():
         for where, values in of.items():
-            # The message names the field, or the one within that is wrong.
+            # The message names the field, or the wrong one inside it.
             last = where.rpartition(".")[2]
             for value in values:
                 name = f"{base}: {where} = {json.dumps(value)[:40]}"
@@ -423,7 +423,7 @@ def _headers() -> Iterator[Case]:
     )  # fmt: skip
 
 
-# What is read of one matrix in each format; of gpt-oss, which has all experts in one tensor.
+# The parts of a matrix in each format, and of gpt-oss, with all experts in one tensor.
 _ROLES = {
     "bf16": (f"{DOWN}.weight",),
     "fp8": (f"{DOWN}.weight", f"{DOWN}.weight_scale_inv"),
@@ -452,7 +452,7 @@ def _tensors() -> Iterator[Case]:
         for name in names:
             stem = name.rpartition(".")[0] if base != "gpt_oss" else f"{STEM}.down_proj"
             for what, how in _RESHAPED.items():
-                # What is looked at first decides what all others must be.
+                # The part that is examined first decides the form of all others.
                 first = (base, what) == ("fp8_static", "with 9 dims")
                 words = (STEM if first else stem,)
                 yield Case(f"{base}: {name} is {what}", base, tensor(name, how), words)
@@ -493,7 +493,7 @@ def _tensors() -> Iterator[Case]:
 
 
 def _tables() -> Iterator[Case]:
-    """The file is called config.json for the bases' sake."""
+    """Tuned tables; the file is called config.json as in the other cases."""
     key = dict(
         device="x", arch="cpu", experts=8, top_k=2, hidden=64, inner=64, gated=True, scheme="none",
         dtype="bfloat16", ranks=1,
@@ -534,7 +534,7 @@ def load(path: Path) -> None:
 
 
 def run(case: Case, bases: Path, folder: Path) -> str:
-    """What is wrong with moekit's answer to the case; empty if nothing is."""
+    """Return what is wrong with moekit's error for the case; "" if nothing is."""
     from moekit.errors import MoekitError
     from moekit.selection import tuned as tune
 
@@ -564,12 +564,12 @@ def mapped() -> int:
 
 
 def main(folder: Path, first: int) -> None:
-    load(folder / "bases" / "bf16")  # what modules and threads need is mapped now
+    load(folder / "bases" / "bf16")  # so that modules and threads are mapped
     limit = mapped() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for number, case in enumerate(cases()[first:], first):
         print(json.dumps(dict(started=number)), flush=True)
-        signal.alarm(LIMIT_SECONDS)  # ends the process, also within C code
+        signal.alarm(LIMIT_SECONDS)  # ends the process, even inside C code
         began = time.monotonic()
         wrong = run(case, folder / "bases", folder / "case")
         signal.alarm(0)

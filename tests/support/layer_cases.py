@@ -1,4 +1,4 @@
-"""What a layer must compute, said without it: route, oracle, shared and identity experts."""
+"""Layers for tests, and their expected outputs: route, oracle, shared and identity experts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ E, K, H, I = 6, 3, 64, 96
 SIZES = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}
 
 
-def make_layer(**knobs: Any) -> FusedMoE:
-    """A layer on the CPU, fp32 unless said otherwise, without weights."""
-    knobs = {**SIZES, "params_dtype": torch.float32, "device": "cpu", **knobs}
-    return FusedMoE(**knobs)
+def make_layer(**arguments: Any) -> FusedMoE:
+    """Return a layer on the CPU without weights, by default fp32."""
+    arguments = {**SIZES, "params_dtype": torch.float32, "device": "cpu", **arguments}
+    return FusedMoE(**arguments)
 
 
-def loaded_layer(**knobs: Any) -> tuple[FusedMoE, ExpertWeights]:
-    """A layer on one rank, and the weights it was given."""
-    layer = make_layer(**knobs)
+def loaded_layer(**arguments: Any) -> tuple[FusedMoE, ExpertWeights]:
+    """Return a layer on one rank, and its weights."""
+    layer = make_layer(**arguments)
     weights = random_weights(layer.problem)
     layer.load_weights(weights)
     return layer, weights
 
 
 def logits_for(layer_or_width: FusedMoE | int, tokens: int, key: object = 0) -> Tensor:
-    """Router logits (T, E + identity experts), fp32, on the CPU."""
+    """Return router logits (T, E + identity experts), fp32, on the CPU."""
     width = layer_or_width if isinstance(layer_or_width, int) else layer_or_width.router.width
     return torch.randn(tokens, width, generator=generator("logits", key)) * 2
 
@@ -45,7 +45,7 @@ def expected(
     routing: Routing,
     shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """(T, H) fp32 of the layer on one rank.
+    """Return the expected output (T, H) fp32 of the layer on one rank.
 
     ``weights`` are the E logical experts; ids from E on are identity experts.
     """
@@ -59,7 +59,7 @@ def expected(
 
 
 def check_routed(layer: FusedMoE, weights: ExpertWeights, routing: Routing, x: Tensor) -> None:
-    """The layer, told where tokens go, against `expected`."""
+    """Compare the layer, given ids and weights, with `expected`."""
     out = layer(x, topk_weights=routing.topk_weights, topk_ids=routing.topk_ids)
     assert_close(out, expected(layer.problem, weights, x, routing), layer.problem)
 
@@ -71,7 +71,7 @@ def check_logits(
     shared: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """The layer, told logits, against `moekit.route` with ``options`` and `expected`."""
+    """Compare the layer, given logits, with `moekit.route` with ``options`` and `expected`."""
     x, logits = random_x(layer.problem, tokens), logits_for(layer, tokens)
     routing = moekit.route(logits, layer.problem.top_k, **options)
     assert_close(

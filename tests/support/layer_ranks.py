@@ -1,4 +1,4 @@
-"""What each rank does in test_layer_ranks.py: a layer over some ranks, against the whole layer."""
+"""The ranks' part of test_layer_ranks.py: a layer over some ranks against the whole layer."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from moekit.testing.cases import (
 )
 from moekit.testing.compare import complain
 
-EXPERTS = E + 1  # divides by no number of ranks but one
+EXPERTS = E + 1  # not divisible by any number of ranks above one
 
 
 @dataclass(frozen=True)
 class Case:
     """A layer on the first ``tp * dp`` ranks, or on ``parallel`` = (ep_size, tp_size, dp_size).
 
-    tokens: of each batch, for each call, repeated where there are more batches. shared: None,
-    "complete" or "partial". knobs: of FusedMoE.
+    tokens: For each call, the tokens of each batch, repeated if there are more batches.
+    shared: None, "complete" or "partial". knobs: Arguments of FusedMoE.
     """
 
     tp: int = 1
@@ -59,19 +59,19 @@ _groups: dict[int, dist.ProcessGroup | None] = {}
 
 
 def group_of(ranks: int) -> dist.ProcessGroup | None:
-    """The first ``ranks`` ranks; None for one. Every rank of the pool must ask."""
+    """Return the group of the first ``ranks`` ranks, None for one. Every rank must call it."""
     if ranks not in _groups:
         _groups[ranks] = dist.new_group(list(range(ranks))) if ranks > 1 else None
     return _groups[ranks]
 
 
 def begin(rank: int, world_size: int, seed: int) -> None:
-    """Every rank must draw the same numbers."""
+    """Seed the rank, so that every rank draws the same numbers."""
     use_seed(seed)
 
 
 def my_layer(case: Case, rank: int, device: str = "cpu") -> FusedMoE | None:
-    """This rank's layer, without weights; None for ranks outside it."""
+    """Return this rank's layer without weights; None for ranks outside it."""
     group = group_of(case.ranks)
     if rank >= case.ranks:
         return None
@@ -104,12 +104,12 @@ def my_layer(case: Case, rank: int, device: str = "cpu") -> FusedMoE | None:
 
 
 def tp_slices(case: Case) -> int:
-    """Ranks whose partial shared experts add up: those that hold the same tokens."""
+    """Return the number of ranks with the same tokens, whose partial shared experts add up."""
     return case.ranks // case.batches
 
 
 def my_weights(layer: FusedMoE) -> tuple[ExpertWeights, ExpertWeights]:
-    """This rank's weights, and those of the whole layer's logical experts."""
+    """Return this rank's weights, and those of the whole layer's logical experts."""
     everything = whole(layer.problem).replace(num_redundant_experts=0, max_num_tokens=None)
     if layer.problem.parallel.tp_size == 1:
         all_experts = random_weights(everything)
@@ -120,7 +120,7 @@ def my_weights(layer: FusedMoE) -> tuple[ExpertWeights, ExpertWeights]:
 
 
 def run_case(rank: int, world_size: int, case: Case, device: str = "cpu") -> str:
-    """Runs ``case``; returns what is wrong, or nothing."""
+    """Run ``case``, and return its faults as text."""
     layer = my_layer(case, rank, device)
     if layer is None:
         return ""
@@ -147,7 +147,7 @@ def run_case(rank: int, world_size: int, case: Case, device: str = "cpu") -> str
 def chunks_of(
     rank: int, world_size: int, case: Case, tokens: tuple[int, ...], most: int | None
 ) -> Any:
-    """Kernel calls of one layer call, each batch with its ``tokens``, and how far it is off."""
+    """Return the sizes of the kernel calls of one layer call, and its fault if any."""
     layer = my_layer(replace(case, knobs={**case.knobs, "max_num_tokens": 3}), rank)
     assert layer is not None
     batch = rank * case.batches // case.ranks
@@ -160,7 +160,7 @@ def chunks_of(
         return start(x, **rest)
 
     def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("ranks asked each other although max_tokens says it")
+        raise AssertionError("ranks exchanged token counts although max_tokens was given")
 
     layer.kernel.start = counting  # type: ignore[method-assign]
     if most is not None:
@@ -175,7 +175,7 @@ def chunks_of(
 
 
 def one_fails(rank: int, world_size: int, case: Case, fault: str) -> list[str]:
-    """Rank 1 fails one call in the middle; what every rank says of three calls."""
+    """Let rank 1 fail the second of three calls, and return every rank's outcomes."""
     layer = my_layer(replace(case, shared="complete" if "shared" in fault else None), rank)
     if layer is None:
         return []
@@ -225,7 +225,7 @@ def _broken_behind(prepare: Callable[..., object], *args: object) -> object:
 
 
 def balanced(rank: int, world_size: int, case: Case) -> tuple[list[str], float, float]:
-    """A layer whose experts migrate: complaints before and after, and max/mean loads."""
+    """Return complaints before and after experts migrate, and max/mean loads."""
     layer = my_layer(case, rank)
     if layer is None:
         return [], 0.0, 0.0
@@ -246,7 +246,7 @@ def balanced(rank: int, world_size: int, case: Case) -> tuple[list[str], float, 
 
 
 def construct(rank: int, world_size: int, case: Case, different: dict[str, Any]) -> str:
-    """The error of building a layer whose rank 1 has other knobs, or "ok"."""
+    """Return the error of building a layer whose rank 1 has other arguments, or "ok"."""
     knobs = {**case.knobs, **(different if rank == 1 else {})}
     try:
         my_layer(replace(case, knobs=knobs), rank)
@@ -256,7 +256,7 @@ def construct(rank: int, world_size: int, case: Case, different: dict[str, Any])
 
 
 def compiled(rank: int, world_size: int, case: Case) -> tuple[bool, int]:
-    """Whether compiled code gives the same bits on every rank, and how often it was compiled."""
+    """Return if compiled code gives the same bits on every rank, and how often it compiled."""
     layer = my_layer(case, rank)
     if layer is None:
         return True, 1

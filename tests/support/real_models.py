@@ -1,4 +1,4 @@
-"""moekit's side of the comparison with transformers: problems, routing and layers by file name.
+"""moekit's part of the comparison with transformers: problems, routing and layers by file.
 
 Module-level functions, so that ranks of a RankPool can run them.
 """
@@ -26,7 +26,7 @@ def relative_rms(got: Tensor, want: Tensor) -> float:
 def problem_of(
     hf: hfm.HFModel, dtype: torch.dtype, parallel: ParallelConfig | None = None
 ) -> MoEProblem:
-    """The routed experts of one of the tiny models, as moekit describes them (on the CPU)."""
+    """Return the problem of a tiny model's routed experts, on the CPU."""
     activation = Activation(hf.activation.kind)
     if hf.activation.kind == "swigluoai":
         activation = Activation("swigluoai", alpha=hf.activation.alpha, limit=hf.activation.limit)
@@ -46,7 +46,7 @@ def problem_of(
 
 @dataclass(frozen=True)
 class Router:
-    """Router tensors of one layer, read from the file, and the rule that goes with them."""
+    """The router of one layer: its tensors from the file, and its rule."""
 
     hf: hfm.HFModel
     weight: Tensor
@@ -93,7 +93,7 @@ def routed_layer(
     dispatcher: str | None = None,
     experts: str | None = None,
 ) -> Tensor:
-    """The routed part of one MoE layer by moekit, from the file alone: (T, H)."""
+    """Compute the routed part of one MoE layer with moekit, from the file: (T, H)."""
     hf = MODELS[name]
     problem = problem_of(hf, x_TH.dtype, parallel)
     kernel = moekit.compose(problem, dispatcher, experts)
@@ -107,7 +107,7 @@ def routed_layer(
 def expert_parallel_rank(
     rank: int, world: int, name: str, path: str, layer: int, xs: list[Tensor], experts: str | None
 ) -> Tensor:
-    """One rank of expert parallelism: its own tokens xs[rank], its own experts."""
+    """Run one rank of expert parallelism, with its tokens xs[rank] and its experts."""
     parallel = ParallelConfig(ep_size=world, ep_rank=rank)
     return routed_layer(name, path, layer, xs[rank], parallel, "naive", experts)
 
@@ -115,7 +115,7 @@ def expert_parallel_rank(
 def tensor_parallel_rank(
     rank: int, world: int, name: str, path: str, layer: int, x_TH: Tensor
 ) -> Tensor:
-    """One rank of tensor parallelism: all tokens, a slice of every expert; all-reduced."""
+    """Run one rank of tensor parallelism: all tokens, a slice of every expert, all-reduced."""
     parallel = ParallelConfig(tp_size=world, tp_rank=rank)
     out = routed_layer(name, path, layer, x_TH, parallel, "local")
     torch.distributed.all_reduce(out)

@@ -1,9 +1,9 @@
-"""How fast experts move between GPUs, and what routing to replicas costs. Not a test.
+"""Measure how fast experts move between GPUs, and what routing to replicas costs.
 
-    python tests/eplb_device_times.py
+    python benchmarks/device/eplb_times.py
 
-on a machine with 2 to 8 GPUs: a DeepSeek-V3 layer in fp8 (256 experts and 32 replicas over 8
-ranks' worth of slots), every slot changing its expert, and the usual case of a few that do.
+This needs 2 to 8 GPUs. Each holds its part of a DeepSeek-V3 layer in fp8 (256 experts and 32
+replicas over 8 ranks). It measures migrations of all experts, and of a few, which is usual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moekit import PackedWeights, Routing, to_physical
 from moekit.eplb import LoadWindow, Placement, migrate
 from moekit.testing.distributed import RankPool
 
-EXPERTS, SLOTS = 32, 36  # of each rank
+EXPERTS, PHYSICAL = 32, 36  # on each rank
 SHAPES = {
     "w13": (4096, 7168, torch.uint8),
     "w13_scale": (32, 56, torch.float32),
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def marked(placement: Placement, rank: int) -> PackedWeights:
-    """Tensors of which each expert's elements say which expert it is."""
+    """Return tensors in which each expert's elements identify it."""
     held = torch.tensor(placement.on_rank(rank), device="cuda")
     tensors = {}
     for name, (rows, columns, dtype) in SHAPES.items():
@@ -38,18 +38,18 @@ def marked(placement: Placement, rank: int) -> PackedWeights:
 
 
 def moves(rank: int, world_size: int, staging_bytes: int, few: bool) -> tuple[int, int, float]:
-    """(experts received by all ranks, bytes moved, seconds of the third migration)."""
+    """Return experts received by all ranks, bytes moved, and seconds of the third migration."""
     experts = EXPERTS * world_size
-    slots = tuple(slot % experts for slot in range(SLOTS * world_size))
+    slots = tuple(slot % experts for slot in range(PHYSICAL * world_size))
     now = Placement(slots, experts, world_size)
     packed = marked(now, rank)
     for _ in range(3):
         held = list(now.physical_to_logical)
-        if few:  # neighbours trade an expert
+        if few:  # neighbouring ranks exchange an expert
             for r in range(world_size - 1):
                 a, b = now.slots(r).start + 10, now.slots(r + 1).start + 8
                 held[a], held[b] = held[b], held[a]
-        else:  # every rank gets what the next one holds, in the opposite order
+        else:  # every rank gets the experts of the next one, in the opposite order
             held = [e for r in range(world_size) for e in now.on_rank((r + 1) % world_size)[::-1]]
         new = Placement(tuple(held), experts, world_size)
         dist.barrier()
@@ -62,7 +62,7 @@ def moves(rank: int, world_size: int, staging_bytes: int, few: bool) -> tuple[in
 
 
 def routing_times(rank: int, world_size: int) -> dict[int, float]:
-    """Microseconds of counting and routing T tokens in a CUDA graph, by T."""
+    """Return microseconds of counting and routing T tokens in a CUDA graph, by T."""
     window = LoadWindow(1, 256, 8, "cuda")
     placement = Placement(tuple(slot % 256 for slot in range(288)), 256, 8)
     table = placement.logical_to_physical("cuda")
