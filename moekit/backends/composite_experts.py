@@ -1,4 +1,4 @@
-"""The experts of a composite: they give each call to one of several experts backends."""
+"""Run a composite: each call goes to one of several experts backends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CompositeWeights(PackedWeights):
 
     @property
     def extra_bytes(self) -> int:
-        """The bytes beyond the largest member's own."""
+        """The bytes beyond those of the largest member."""
         return self.nbytes - max(member.nbytes for member in self.members)
 
 
@@ -61,14 +61,14 @@ class CompositeExperts(PermuteExpertsUnpermute):
         self._own = _Views()
 
     def member(self, rows: int) -> PermuteExpertsUnpermute:
-        """Who serves a call of ``rows`` rows (STANDARD: R, BATCHED: C)."""
+        """Return the member that serves a call of ``rows`` rows (STANDARD: R, BATCHED: C)."""
         return self.members[self._index(rows)]
 
     def _index(self, rows: int) -> int:
         return self._serving[bisect_left(self._most, rows / self.problem.parallel.ep_size)]
 
     def pack(self, weights: ExpertWeights) -> CompositeWeights:
-        """Every member's packed weights; those that keep the tensors as they are share them."""
+        """Pack for every member; members that keep the tensors as they are share them."""
         dense = {name: t.contiguous() for name, t in weights.tensors().items()}
         weights = replace(weights, **dense)  # type: ignore[arg-type]
         packed = _merge(self.spec.name, [packed_by(m, weights) for m in self.members])
@@ -82,13 +82,16 @@ class CompositeExperts(PermuteExpertsUnpermute):
     def quantize(
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """By one of them: what a quantized row looks like is the scheme's matter."""
+        """Quantize by the member that serves as many rows.
+
+        Any member may quantize: the row format depends only on the scheme.
+        """
         assert isinstance(weights, CompositeWeights)
         index = self._index(x_RH.shape[0])
         return self.members[index].quantize(x_RH, weights.members[index], valid_rows)
 
     def largest_calls(self, num_tokens: int) -> list[int]:
-        """``num_tokens``, and below it the most tokens of a call that each member serves."""
+        """Return ``num_tokens``, and below it the largest call that each member serves."""
         parallel = self.problem.parallel
         most = [m * parallel.ep_size // parallel.dp_size for m in self._most]
         return [num_tokens, *(t for t in reversed(most) if 0 < t < num_tokens)]
@@ -101,7 +104,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         return max(member.transient_bytes(most) for member, most in self._uses(rows))
 
     def _uses(self, rows: int) -> Iterator[tuple[PermuteExpertsUnpermute, int]]:
-        """The members that serve calls of up to ``rows`` rows, and the most rows of each."""
+        """Yield the members that serve calls of up to ``rows`` rows, and the most rows of each."""
         size = self.problem.parallel.ep_size
         for bucket, index in enumerate(self._serving):
             yield self.members[index], min([rows, *(m * size for m in self._most[bucket:][:1])])
@@ -127,8 +130,11 @@ class CompositeExperts(PermuteExpertsUnpermute):
     def _scratch(
         self, member: PermuteExpertsUnpermute, rows: int, arena: Tensor
     ) -> Sequence[Tensor]:
-        """The member's buffers in ``arena``: made once for each number of rows, as that costs the
-        host time, and forgotten with the arena."""
+        """Return the member's buffers in ``arena``.
+
+        They are made once for each number of rows, which saves host time, and dropped with the
+        arena.
+        """
         own = self._own
         if arena.data_ptr() == own.arena and rows in own.by_rows:
             return own.by_rows[rows]
@@ -149,8 +155,10 @@ class CompositeExperts(PermuteExpertsUnpermute):
 
 
 class _Views(threading.local):
-    """The members' buffers in the arena that this thread used last. They keep its memory alive, so
-    that no other arena has its address."""
+    """The members' buffers in the arena that this thread used last.
+
+    They keep its memory alive, so that no other arena has its address.
+    """
 
     arena = 0
 
@@ -168,7 +176,9 @@ def _merge(name: str, packed: Sequence[PackedWeights]) -> CompositeWeights:
             if any(_same_experts(tensor, other) for other in others):
                 continue
             if any(overlap(tensor, other) for other in others):
-                own[key] = tensor.clone()  # part of another's bytes: these cannot move as one
+                own[key] = (
+                    tensor.clone()
+                )  # it overlaps another tensor in part: they cannot move as one
             kept[f"{member.backend}.{key}"] = own[key]
         for key, tensor in member.shared.items():
             if all(tensor.data_ptr() != other.data_ptr() for other in shared.values()):
@@ -178,7 +188,7 @@ def _merge(name: str, packed: Sequence[PackedWeights]) -> CompositeWeights:
 
 
 def _same_experts(a: Tensor, b: Tensor) -> bool:
-    """Whether they are views of one memory, expert by expert, in whatever shape."""
+    """Return whether both are views of the same memory, expert by expert, in any shape."""
     place_a, place_b = (
         (t.data_ptr(), t.nbytes, t.stride(0) * t.itemsize if t.shape[0] > 1 else 0) for t in (a, b)
     )

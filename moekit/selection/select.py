@@ -19,7 +19,6 @@ from moekit.problem import MoEProblem
 from moekit.problem.problem import summary
 from moekit.runtime.group import resolve, same_choice
 from moekit.runtime.workspace import Workspace
-from moekit.selection.composite import find_experts as find_experts
 from moekit.selection.explanation import Explanation, once
 from moekit.selection.judge import Selection, judge
 from moekit.selection.policy import Candidate
