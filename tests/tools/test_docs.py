@@ -131,6 +131,11 @@ def test_the_reference_has_every_name_of_plugins() -> None:
     assert set(moekit.plugin.__all__) - documented <= not_described
 
 
+def test_the_changelog_has_this_version() -> None:
+    first = re.search(r"^## \[.*", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    assert first and moekit.__version__ in first[0]
+
+
 def test_every_package_says_what_a_stranger_needs() -> None:
     tomllib = pytest.importorskip("tomllib")
     for folder in (ROOT, *sorted((ROOT / "plugins").iterdir())):
