@@ -13,7 +13,7 @@ from moekit.checkpoint.files import Checkpoint, named
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in
 from moekit.checkpoint.probe import format_of
-from moekit.checkpoint.schema import NESTED
+from moekit.checkpoint.schema import EXPERTS, INNER, NESTED, TOP_K
 from moekit.checkpoint.schemes import scheme_for
 from moekit.errors import WeightsError
 from moekit.problem import DTYPES, MoEProblem
@@ -73,7 +73,7 @@ def _detect(checkpoint: Checkpoint, names: ExpertNames | None) -> Detected:
             f"{checkpoint.path}: no layer has experts called {probe.down}; pass their names as "
             "moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
         )
-    hidden, inner = _size(config, "hidden_size"), _size(config, *_INNER)
+    hidden, inner = _size(config, "hidden_size"), _size(config, *INNER)
     format = format_of(checkpoint, probe, layers[0], 0, hidden, inner)
     return Detected(
         model_type=model_type,
@@ -81,8 +81,8 @@ def _detect(checkpoint: Checkpoint, names: ExpertNames | None) -> Detected:
         format=format,
         scheme=scheme_for(format, inner),
         layers=layers,
-        num_experts=_size(config, *_EXPERTS),
-        top_k=_size(config, *_TOP_K),
+        num_experts=_size(config, *EXPERTS),
+        top_k=_size(config, *TOP_K),
         hidden_size=hidden,
         intermediate_size=inner,
         dtype=_dtype(config, checkpoint.config),
@@ -160,9 +160,6 @@ def _no_scheme(found: Detected, tp_size: int) -> str:
 
 # -- config.json --------------------------------------------------------------------------------
 
-_INNER = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",

@@ -40,7 +40,7 @@ _MAX_READ = 1 << 30  # Linux reads at most 2 GiB in one call
 _FAR = 1 << 14
 _SPAN = 1 << 20
 _HUGE = 1 << 22  # bytes from which on a tensor lies in huge pages
-_SHOWN = 20  # faulty files or fields that one error spells out
+_SHOWN = 20  # faults that one error spells out
 
 
 class Checkpoint:
@@ -73,8 +73,7 @@ class Checkpoint:
             except WeightsError as error:
                 faults.append(str(error))
         if faults:
-            more = f"; and {len(faults) - _SHOWN} more files" if len(faults) > _SHOWN else ""
-            raise WeightsError("; ".join(faults[:_SHOWN]) + more)
+            raise WeightsError(listed(faults))
         self._sorted = sorted(self._entries)
 
     def __enter__(self) -> Checkpoint:
@@ -284,6 +283,12 @@ class Checkpoint:
             other = self._entries.setdefault(name, entry)
             if other is not entry:
                 self.duplicates.setdefault(name, [other.file]).append(file)
+
+
+def listed(faults: Sequence[str]) -> str:
+    """Join faults for an error, which spells out the first ones."""
+    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    return "; ".join(faults[:_SHOWN]) + more
 
 
 @contextmanager

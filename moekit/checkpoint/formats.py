@@ -159,6 +159,11 @@ class Format:
         return weight.float()
 
 
+def filled(template: str, layer: int, expert: int) -> str:
+    """Return the name of an expert's tensor."""
+    return template.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+
 def stored(template: str, suffix: str) -> str:
     """Return the name of a part: ``a.weight`` becomes ``a.<suffix>``, ``a`` ``a_<suffix>``."""
     if suffix == "weight":

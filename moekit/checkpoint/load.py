@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
-from moekit.checkpoint.files import Checkpoint, available_memory, empty, named
+from moekit.checkpoint.files import Checkpoint, available_memory, empty, listed, named
 from moekit.checkpoint.formats import stored
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.progress import Report
@@ -28,7 +27,6 @@ from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights, in_order
 
 THREADS = 8  # also with few cores: threads mostly wait for the disk
-_SHOWN = 20  # faults that one error spells out
 _COUNTED = 10_000  # faults after which the search ends
 _TOLERANCE = 1e-5  # relative, between the input scales of gate and up
 
@@ -309,10 +307,9 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
     return {"w13_input_scale": w13[0].max(), "w2_input_scale": scales(share.names.down).max()}
 
 
-def _raise(checkpoint: Checkpoint, faults: Sequence[Any]) -> None:
+def _raise(checkpoint: Checkpoint, faults: Sequence[str]) -> None:
+    """Raise WeightsError if there are faults."""
     if faults := list(dict.fromkeys(faults)):
-        shown = "; ".join(faults[:_SHOWN])
-        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise WeightsError(
-            f"{checkpoint.path}: {len(faults)} tensor(s) or settings do not fit: {shown}{more}"
+            f"{checkpoint.path}: {len(faults)} tensor(s) or settings do not fit: {listed(faults)}"
         )

@@ -59,7 +59,7 @@ class _Probe:
         self, checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int, H: int, I: int
     ) -> None:
         self.checkpoint = checkpoint
-        self.template = names.down.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+        self.template = formats.filled(names.down, layer, expert)
         self.stacked = "{expert}" not in names.down
         self.transposed = _transposed(checkpoint, names, layer, expert)
         self.n, self.k = H, I
@@ -304,7 +304,7 @@ def _transposed(checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: 
     if names.transposed is not None:
         return names.transposed
     templates = (names.gate_up or names.up, names.down)
-    full = [t.replace("{layer}", str(layer)).replace("{expert}", str(expert)) for t in templates]
+    full = [formats.filled(template, layer, expert) for template in templates]
     if not all(name in checkpoint for name in full):
         return False
     first, second = (checkpoint.shape(name)[-2:] for name in full)

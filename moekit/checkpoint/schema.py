@@ -18,6 +18,11 @@ from moekit.untrusted.files import (
     text,
 )
 
+# The fields of sizes, whose names differ between model types.
+INNER = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
+TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 # Far above every model in use, and small enough that loops up to them take no time.
 MAX_EXPERTS = 1 << 14
 _MAX_LAYERS = 1 << 14
@@ -80,14 +85,8 @@ _FIELDS: dict[str, Kind] = {
     "swiglu_limit": _LIMIT,
     "swiglu_alpha": _LIMIT,
     "num_hidden_layers": integer(0, _MAX_LAYERS),
-    **dict.fromkeys(
-        ("hidden_size", "moe_intermediate_size", "expert_intermediate_size", "intermediate_size"),
-        _SIZE,
-    ),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts", "num_local_experts"), _COUNT
-    ),
-    **dict.fromkeys(("n_routed_experts", "moe_num_experts"), _COUNT),
+    **dict.fromkeys(("hidden_size", *INNER), _SIZE),
+    **dict.fromkeys((*TOP_K, *EXPERTS), _COUNT),
     "quantization_config": QUANTIZATION,
     "compression_config": QUANTIZATION,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
-from moekit.checkpoint.formats import FLOATS, Part, stored
+from moekit.checkpoint.formats import FLOATS, Part, filled, stored
 from moekit.checkpoint.names import ExpertNames, names_in
 from moekit.checkpoint.probe import format_of
 from moekit.checkpoint.scales import neuron_ranges
@@ -174,8 +174,7 @@ class Share:
 
     def name(self, template: str, expert: int, suffix: str = "weight") -> str:
         """Return the name of an expert's part."""
-        named = stored(template, suffix)
-        return named.replace("{layer}", str(self.layer)).replace("{expert}", str(expert))
+        return filled(stored(template, suffix), self.layer, expert)
 
     def place(self, expert: int) -> tuple[Path, int, int]:
         """Return a key that sorts experts by their place on disk: file, offset, expert."""

@@ -195,10 +195,9 @@ class Rebalancer:
         self.packed, self.min_gain, self.staging_bytes = list(packed), min_gain, staging_bytes
         self.placements = list(placements or [Placement.default(problem)] * len(packed))
         self._layers: Sequence[FusedMoE] = ()
-        ranks = parallel.ep_size * parallel.tp_size
+        rank, ranks = parallel.rank, parallel.num_ranks
         self.group = group or kernel.dispatcher.group or (dist.group.WORLD if ranks > 1 else None)
         # Ranks that hold the same tokens must choose the same replicas; others need not.
-        rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
         self._batch = rank * parallel.dp_size // ranks
         self._counts = rank == 0 or (rank - 1) * parallel.dp_size // ranks < self._batch
         device = next(iter(packed[0].experts.values())).device

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moekit.checkpoint.schema import EXPERTS
 from moekit.discovery.registry import registry
 from moekit.errors import InvalidProblem, MoekitError, Unsupported
 from moekit.integrations.forward import experts_forward
@@ -36,9 +37,6 @@ from moekit.untrusted import arguments as validate
 from moekit.untrusted.arguments import FLAG, accept, instance, optional, size
 
 NAME = "moekit"
-
-# Config fields of models with routed experts.
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 _KINDS = {
@@ -216,7 +214,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> Any:
         if requested_experts != NAME:
             return original(self, requested_experts)
-        counts = {name: getattr(self.config, name, None) for name in _COUNTS}
+        counts = {name: getattr(self.config, name, None) for name in EXPERTS}
         routed = {n: c for n, c in counts.items() if isinstance(c, int) and c > 1}
         if routed and not self._can_set_experts_implementation():
             reason = (

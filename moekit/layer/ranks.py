@@ -41,7 +41,7 @@ class LayerRanks:
     ) -> None:
         parallel = problem.parallel
         self.size = parallel.num_ranks
-        self.rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
+        self.rank = parallel.rank
         if self.size % tokens.dp_size:
             raise InvalidProblem(
                 f"{self.size} ranks do not divide into dp_size={tokens.dp_size} batches of tokens"

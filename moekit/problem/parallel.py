@@ -70,6 +70,11 @@ class ParallelConfig:
         return self.ep_size * self.tp_size
 
     @property
+    def rank(self) -> int:
+        """The place in the layer's process group."""
+        return self.ep_rank * self.tp_size + self.tp_rank
+
+    @property
     def moves_tokens(self) -> bool:
         """True when ranks hold different tokens, so that a dispatcher must exchange them."""
         return self.dp_size > 1

@@ -140,13 +140,13 @@ def _fingerprint(problem: MoEProblem) -> dict[str, str]:
 def _fault(problem: MoEProblem, group: dist.ProcessGroup) -> str | None:
     parallel = problem.parallel
     sizes = f"ep_size={parallel.ep_size} x tp_size={parallel.tp_size}"
-    wanted = parallel.ep_size * parallel.tp_size
+    wanted = parallel.num_ranks
     if group.size() != wanted:
         return (
             f"the process group has {group.size()} ranks, {sizes} needs {wanted}; pass the group "
             "of exactly the ranks that share this layer, or correct the ParallelConfig"
         )
-    rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
+    rank = parallel.rank
     if group.rank() != rank:
         return (
             f"is rank {group.rank()} of the process group, but ep_rank={parallel.ep_rank} and "

@@ -1,6 +1,7 @@
 """Which parts of the project may import which. Ruff can ban modules, but not allow a few alone."""
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,3 +64,22 @@ def test_plugins_import_the_public_surface(plugin: Path):
 def test_the_example_imports_the_public_surface():
     example = ROOT / "examples" / "custom_backend" / "src"
     assert not (found := forbidden(example, PUBLIC)), "\n".join(found)
+
+
+def test_no_modules_of_the_core_import_each_other_in_a_circle():
+    """Imports inside functions and for type checking count, too."""
+    files = {}
+    for file in sorted((ROOT / "moekit").rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    graph: dict[str, set[str]] = {name: set() for name in files}
+    for name, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & files.keys()
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                for alias in node.names:
+                    module = f"{node.module}.{alias.name}"
+                    graph[name].add(module if module in files else str(node.module))
+        graph[name] = (graph[name] & files.keys()) - {name}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules

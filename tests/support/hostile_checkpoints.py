@@ -372,7 +372,7 @@ def _indexes() -> Iterator[Case]:
     yield Case("index: a folder", "bf16", index({"a": "."}), ("regular file",))
     yield Case("index: a FIFO", "bf16", fifo(name), (name, "no regular file"))
     many = index({str(i): f"{i}.safetensors" for i in range(5000)})
-    yield Case("index: 5000 missing files", "bf16", many, ("more files",))
+    yield Case("index: 5000 missing files", "bf16", many, ("more",))
 
 
 def _headers() -> Iterator[Case]:
