@@ -6,14 +6,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from moekit_triton import candidates, search, tables, tune
+import torch
+from moekit_triton import candidates, heuristics, search, tables, tune
 from moekit_triton.capabilities import BLOCKS_M
 from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.plans import Copied, CopiedAhead, Gathered, Joined, Sorted, TilePlan
 from test_triton_plans import problem, shared_bytes
 from triton_checks import compiled as choose_as_compiled
 
-from moekit import DeviceSpec
+from moekit import DeviceSpec, MoEProblem
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,34 @@ def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) 
         assert len(set(found)) == len(found)
     few = candidates.attempts(p, tune.token_count(p, 16.0))
     assert {type(plan) for _, plan in few} == {Gathered}
+
+
+@pytest.mark.parametrize(
+    "scheme", ["none", "fp8_block", "fp8_tensor_static", "int8_channel_token", "int4_w4a16_g32"]
+)
+def test_steps_compute_the_call(device, monkeypatch, scheme) -> None:
+    """What the tuner times is what a call launches, for every routing."""
+    sizes = dict(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
+    p = MoEProblem(**sizes, quant=scheme, device=device.type)
+    monkeypatch.setattr(heuristics, "sorting_pays", lambda *_: scheme == "none")
+    case = tune.make_case(p, 20, 2)
+    tile = GemmConfig(16, 128, 128)
+    plans: list[TilePlan] = [Gathered(tile, tile, True), Gathered(tile, tile, False)]
+    if scheme == "int8_channel_token":
+        plans.pop(0)  # a tile does not hold a row
+    plans += [Sorted(tile, tile), Copied(tile, tile)] if scheme == "none" else []
+    outs: list[list[torch.Tensor]] = []
+    for plan in plans:
+        outs.append([])
+        for launch, call in zip(case.launches(plan, "gemm_1", "gemm_2"), case.calls, strict=True):
+            launch()
+            rows = call.ids_RK.numel()
+            y_AH = call.buffers.gemm_out[: rows * 128].view(20, 2, 128).float()
+            plan.launch(call)
+            torch.testing.assert_close(y_AH.sum(1), call.y.float(), rtol=0.02, atol=0.02)
+            outs[-1].append(call.y.clone())
+        for got, want in zip(outs[-1], outs[0], strict=True):
+            assert (got - want).norm() <= 0.05 * want.norm()
 
 
 def timed(us: float, kind: type[TilePlan] = Gathered, block_m: int = 128) -> search.Timed:

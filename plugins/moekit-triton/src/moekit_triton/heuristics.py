@@ -76,13 +76,16 @@ class Planner:
             return dot_products(p, rows, top_k)
         # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
         per_expert = rows * top_k / p.num_physical_experts
-        plan = self._tiles(per_expert, not self._batched and sorting_pays(p, rows, top_k))
-        if not specializable(p):
-            plan = _without_specialized(plan)
+        plan = self.tiles(per_expert, sort=not self._batched and sorting_pays(p, rows, top_k))
         if self._batched:
             assert isinstance(plan, Gathered)
             return Batched(plan.first, plan.second, plan.fused)
         return _for_few(p, plan, rows, top_k) if isinstance(plan, Gathered) else plan
+
+    def tiles(self, per_expert: float, *, sort: bool) -> TilePlan:
+        """Return the plan by tiles for so many rows per expert. sort: expert-sorted if faster."""
+        plan = self._tiles(per_expert, sort)
+        return plan if specializable(self._problem) else _without_specialized(plan)
 
     def _tiles(self, per_expert: float, sort: bool) -> TilePlan:
         p = self._problem

@@ -47,8 +47,8 @@ class Case:
 
     @classmethod
     def make(cls, problem: MoEProblem, packed: PackedWeights, rows: int, routings: int) -> Case:
-        """Make a case on the current GPU. ``packed``: the layer's weights."""
-        p, layer, device = problem, Layer.of(problem), torch.device("cuda")
+        """Make a case on the problem's device. ``packed``: the layer's weights."""
+        p, layer, device = problem, Layer.of(problem), torch.device(problem.device.type)
         scores = torch.rand(routings, rows, p.num_experts, device=device)
         x = torch.randn(rows, p.hidden_size, dtype=p.dtype, device=device)
         a = torch.randn(rows * p.top_k, p.local_intermediate_size, dtype=p.dtype, device=device)
@@ -90,7 +90,7 @@ def _own_lists(plan: TilePlan, call: Call) -> Buffers:
     """Return the call's buffers with int32 lists of the plan's own: plans are timed in turns."""
     specs = Buffers(*plan.workspace(call.layer, *call.ids_RK.shape))  # type: ignore[arg-type]
     lists: dict[str, Any] = {
-        name: torch.empty(spec.shape, dtype=spec.dtype, device="cuda")
+        name: torch.empty(spec.shape, dtype=spec.dtype, device=call.x.device)
         for name, spec in specs._asdict().items()
         if spec.dtype == torch.int32
     }

@@ -54,7 +54,9 @@ def make_case(
 ) -> Case:
     """Make a case with random weights, or those in ``packed``."""
     if packed is None:
-        packed = pack_weights("triton", random_weights(problem, torch.device("cuda")), problem)
+        packed = pack_weights(
+            "triton", random_weights(problem, torch.device(problem.device.type)), problem
+        )
     return Case.make(problem, packed, rows, routings)
 
 

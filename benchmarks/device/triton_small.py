@@ -1,12 +1,12 @@
-"""Few tokens on a GPU: are the numbers right, and which way through the block is fastest?
+"""Check moekit-triton on a few tokens on a GPU, and time its launch plans.
 
-    python plugins/moekit-triton/tests/small_device.py [--only numbers,table,sweep] [--shapes a,b]
+    python benchmarks/device/triton_small.py [--only numbers,table,sweep] [--shapes a,b]
 
-numbers: dot products against the oracle, all schemes, dtypes and activations, and bit for bit the
-same with and without programmatic dependent launch (PDL). table: the whole block in a CUDA graph,
-microseconds, by dot products, GEMMs without and with alignment, each with PDL and without. sweep:
-the block by dot products with other configs of each kernel, one token. Kernels are compiled by a
-pool of processes first. Exit code 1 if a number is wrong.
+numbers: dot products against the oracle for all schemes, dtypes and activations; results with and
+without programmatic dependent launch (PDL) must be equal bit by bit. table: microseconds of the
+whole block in a CUDA graph by dot products, direct and gathered GEMMs, each with PDL and without.
+sweep: the block by dot products with other parameters of each kernel, one token. A pool of
+processes compiles the kernels first. Exit code 1 if a number is wrong.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from moekit_bench import (
     take_turns,
 )
 from moekit_kernels import launch
-from moekit_triton import config
-from moekit_triton.config import Plan, choose_plan, dot_configs
 from moekit_triton.experts import TritonExperts
-from moekit_triton.gemv import GemvConfig
+from moekit_triton.heuristics import Planner, choose_plan, dot_products, dots_pay
+from moekit_triton.kernels.tiles import GemvConfig
+from moekit_triton.plans import Direct, Gathered, StandardPlan
 from torch import Tensor
 
 import moekit
@@ -49,23 +49,26 @@ from moekit.testing.compare import complain
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = (1, 2, 4, 8, 16)
-PATHS = ("dots", "direct", "aligned")
+PATHS = ("dot_products", "direct", "gathered")
 _PARTS = 8  # of the numbers, each a process
 
 
-def plan_for(problem: MoEProblem, rows: int, path: str) -> Plan:
-    """What `choose_plan` chooses, by another way; `direct` needs blocks of 16 rows."""
-    plan = replace(choose_plan(problem, rows, problem.top_k), dots=None, order="pairs")
-    if path == "dots":
-        return replace(plan, dots=dot_configs(problem, rows, problem.top_k))
-    return replace(plan, direct=path == "direct" and plan.block_m <= 16)
+def plan_for(problem: MoEProblem, rows: int, path: str) -> StandardPlan:
+    """Return the best plan of a kind; "direct" needs blocks of 16 rows or fewer."""
+    if path == "dot_products":
+        return dot_products(problem, rows, problem.top_k)
+    per_expert = rows * problem.top_k / problem.num_physical_experts
+    plan = Planner(problem).tiles(per_expert, sort=False)
+    assert isinstance(plan, Gathered)
+    kind = Direct if path == "direct" and plan.block_m <= 16 else Gathered
+    return kind(plan.first, plan.second, plan.fused)
 
 
 class Variant:
-    """A call of the block with a plan and PDL of its own."""
+    """A call of the block with a given plan, with PDL or without."""
 
     def __init__(
-        self, kernel: moekit.ModularKernel, packed: PackedWeights, plan: Plan, pdl: bool
+        self, kernel: moekit.ModularKernel, packed: PackedWeights, plan: StandardPlan, pdl: bool
     ) -> None:
         self.kernel, self.packed, self.plan, self.pdl = kernel, packed, plan, pdl
 
@@ -79,24 +82,18 @@ class Variant:
 # -- compile ------------------------------------------------------------------------------------
 
 
-def sweep_plans(problem: MoEProblem) -> Iterator[tuple[str, Plan]]:
-    """Every config of one kernel beside the usual one of the other."""
-    usual = plan_for(problem, 1, "dots")
-    assert usual.dots is not None
+def sweep_plans(problem: MoEProblem) -> Iterator[tuple[str, StandardPlan]]:
+    """Yield plans with each config of one kernel and the usual one of the other."""
+    usual = dot_products(problem, 1, problem.top_k)
     for rows, warps in itertools.product((2, 4, 8, 16), (2, 4, 8)):
-        yield (
-            f"up rows {rows} warps {warps}",
-            replace(usual, dots=(GemvConfig(rows, warps), usual.dots[1])),
-        )
+        yield f"up rows {rows} warps {warps}", replace(usual, up=GemvConfig(rows, warps))
     for rows, warps, warps_k in itertools.product((1, 2, 4, 8), (2, 4, 8), (1, 2)):
-        yield (
-            f"down rows {rows} warps {warps} k {warps_k}",
-            replace(usual, dots=(usual.dots[0], GemvConfig(rows, warps, warps_k))),
-        )
+        down = GemvConfig(rows, warps, warps_k)
+        yield f"down rows {rows} warps {warps} k {warps_k}", replace(usual, down=down)
 
 
 def compile_one(job: tuple[str, str, bool, bool]) -> None:
-    """Runs every plan once on weights of no particular value, which fills Triton's cache."""
+    """Run every plan once on weights of any value, which fills Triton's cache."""
     name, scheme, pdl, sweep = job
     launch.pdl_enabled = lambda device: pdl
     problem = shape(name).problem(quant=scheme, device=DEVICE)
@@ -127,7 +124,7 @@ def cuda() -> torch.device:
 
 
 def problems() -> Iterator[MoEProblem]:
-    """Whole tiles and odd sizes of every scheme, then dtypes and activations."""
+    """Yield whole tiles and odd sizes of every scheme, then dtypes and activations."""
     odd: dict[str, Any] = dict(num_experts=9, top_k=3, hidden_size=264, intermediate_size=136)
     even: dict[str, Any] = dict(num_experts=9, top_k=2, hidden_size=1024, intermediate_size=512)
     for scheme in sorted(moekit.registry().expert("triton").schemes):
@@ -135,7 +132,7 @@ def problems() -> Iterator[MoEProblem]:
         if (
             weight is None
             or not weight.packed
-            or config.dots_pay(MoEProblem(**even, quant=scheme, device=DEVICE), 1, 2)
+            or dots_pay(MoEProblem(**even, quant=scheme, device=DEVICE), 1, 2)
         ):
             yield MoEProblem(**odd, quant=scheme, device=DEVICE, has_bias=True)
             yield MoEProblem(**even, quant=scheme, device=DEVICE)
@@ -146,7 +143,7 @@ def problems() -> Iterator[MoEProblem]:
 
 
 def numbers(part: int) -> tuple[int, list[str]]:
-    """How many cases of this part were tried, and what was wrong with some."""
+    """Return how many cases of this part ran, and a line for each wrong one."""
     wrong, count = [], 0
     for problem in list(problems())[part::_PARTS]:
         kernel = moekit.compose(problem, "local", "triton")
@@ -154,7 +151,7 @@ def numbers(part: int) -> tuple[int, list[str]]:
             case = make_case(problem, rows, "slots", key=rows)
             packed, want, got = kernel.pack(case.weights), case.reference(), []
             for pdl in (False, True, True):
-                call = Variant(kernel, packed, plan_for(problem, rows, "dots"), pdl)
+                call = Variant(kernel, packed, plan_for(problem, rows, "dot_products"), pdl)
                 scratch = kernel.workspace.take(kernel.experts.workspace(rows), cuda())
                 for buffer in scratch:
                     buffer.view(-1).view(torch.uint8).fill_(255)
@@ -172,7 +169,13 @@ def numbers(part: int) -> tuple[int, list[str]]:
 # -- times --------------------------------------------------------------------------------------
 
 
-def cell(name: str, scheme: str, tokens: int, weights: Any, plans: list[tuple[str, Plan, bool]]):
+def cell(
+    name: str,
+    scheme: str,
+    tokens: int,
+    weights: Any,
+    plans: list[tuple[str, StandardPlan, bool]],
+) -> tuple[float, dict[str, float]]:
     problem = shape(name).problem(quant=scheme, device=DEVICE)
     case = Case.make(problem, weights, tokens)
     kernel = moekit.compose(problem, "local", "triton", workspace=Workspace())
@@ -198,18 +201,17 @@ def table(name: str, scheme: str, weights: Any) -> None:
         ]
         limit, us = cell(name, scheme, tokens, weights, plans)
         chosen = choose_plan(problem, tokens, problem.top_k)
-        way = "dots" if chosen.dots else "direct" if chosen.direct else "aligned"
         cells = " | ".join(f"{us[label]:.1f}" for label in labels)
         best = limit / min(us.values())
-        print(f"| {tokens} | {limit:.1f} | {cells} | {best:.2f} | {way} |", flush=True)
+        print(f"| {tokens} | {limit:.1f} | {cells} | {best:.2f} | {chosen.kind} |", flush=True)
 
 
 def sweep(name: str, scheme: str, weights: Any) -> None:
     problem = shape(name).problem(quant=scheme, device=DEVICE)
     plans = [(label, plan, True) for label, plan in sweep_plans(problem)]
-    plans.append(("usual", plan_for(problem, 1, "dots"), True))
+    plans.append(("usual", dot_products(problem, 1, problem.top_k), True))
     _, us = cell(name, scheme, 1, weights, plans)
-    print(f"\n{name} {scheme} T=1, usual {dot_configs(problem, 1, problem.top_k)}")
+    print(f"\n{name} {scheme} T=1, usual {dot_products(problem, 1, problem.top_k).describe()}")
     for kind in ("usual", "up", "down"):
         found = sorted((t, label) for label, t in us.items() if label.startswith(kind))
         print("  " + " · ".join(f"{label} {t:.1f}" for t, label in found[:8]), flush=True)

@@ -1,12 +1,12 @@
-"""Weights of 4 bits on a GPU, in one run of about 90 s: right numbers, then times.
+"""Check moekit-triton with 4-bit weights on a GPU, then time its tiles, in about 90 s.
 
-    python plugins/moekit-triton/tests/packed_device.py [--only TEXT] [--no-times] [--shapes NAMES]
+    python benchmarks/device/triton_packed.py [--only TEXT] [--no-times] [--shapes NAMES]
 
 Numbers: every scheme, both formats, several sizes and tokens against the fp32 oracle. Times: the
-whole block for int4 in groups of 128 under a CUDA graph over several routings, with the heuristic's
-tiles and others, all in turns, `marlin` beside them where its operator loads. A fraction is that of
-the time limit (reading the active experts' weights at 4.49 TB/s, or the FLOP). The last line counts
-failures. --only: schemes with TEXT in their name (int4_w4a16_g128 is the one that is timed).
+whole block for int4 in groups of 128 in a CUDA graph over several routings, with the heuristic's
+tiles and others, in turns, and `marlin` where its operator loads. A fraction is the time limit
+(reading the active experts' weights at 4.49 TB/s, or the FLOP) over the time. The last line counts
+failures. --only: schemes with TEXT in their name (only int4_w4a16_g128 is timed).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from moekit_bench import (
     run_cell,
     shape,
 )
-from moekit_triton.config import Plan, choose_plan
-from moekit_triton.gemm import GemmConfig
-from moekit_triton.packed import CHUNK
+from moekit_triton.heuristics import choose_plan
+from moekit_triton.kernels.tiles import CHUNK, GemmConfig
+from moekit_triton.plans import Direct, Gathered
 
 import moekit
 from moekit.problem.quant import SCHEMES
@@ -54,7 +54,7 @@ def schemes() -> list[str]:
 
 
 def check(job: tuple[str, str]) -> list[str]:
-    """Lines for a scheme and sizes, failures beginning with FAIL."""
+    """Return a line for each case of a scheme and sizes; failures begin with FAIL."""
     (scheme, sizes), lines = job, []
     for name in sizes.split(","):
         for dtype in (torch.bfloat16, torch.float16):
@@ -81,12 +81,15 @@ def check(job: tuple[str, str]) -> list[str]:
     return lines
 
 
-def tiles(problem: moekit.MoEProblem, tokens: int) -> list[Plan]:
-    """Beside the heuristic's."""
+def tiles(problem: moekit.MoEProblem, tokens: int) -> list[Gathered]:
+    """Return plans to compare with the heuristic's."""
 
-    def one(bm: int, first: tuple[int, int], second: tuple[int, int], stages: int, k: int = 1):
+    def one(
+        bm: int, first: tuple[int, int], second: tuple[int, int], stages: int, k: int = 1
+    ) -> Gathered:
         n1, n2 = (GemmConfig(bm, n, CHUNK, 8, w, stages) for n, w in (first, second))
-        return Plan(n1, replace(n2, splits=k), True, direct=tokens == 1 and bm <= 16)
+        kind = Direct if tokens == 1 and bm <= 16 else Gathered
+        return kind(n1, replace(n2, splits=k), True)
 
     most = tokens * problem.top_k / problem.num_experts
     bm = 8 if most <= 4 else 16 if most <= 10 else 32 if most <= 24 else 64
@@ -104,25 +107,17 @@ def tiles(problem: moekit.MoEProblem, tokens: int) -> list[Plan]:
 
 
 class Tiled(KernelCall):
-    """A kernel whose experts use one plan."""
+    """A kernel whose experts use the given plan."""
 
-    def __init__(self, problem: moekit.MoEProblem, packed: object, plan: Plan | None) -> None:
+    def __init__(self, problem: moekit.MoEProblem, packed: object, plan: Gathered | None) -> None:
         kernel = moekit.compose(problem, "local", "triton", checked=False)
         if plan is not None:
-            kernel.experts._plan = lambda rows, slots: plan
+            kernel.experts.plan = lambda rows, slots: plan
         super().__init__(kernel, packed)
 
 
-def describe(plan: Plan) -> str:
-    def of(c: GemmConfig) -> str:
-        splits = f"k{c.splits}" if c.splits > 1 else ""
-        return f"{c.block_m}x{c.block_n}w{c.num_warps}s{c.num_stages}{splits}"
-
-    return f"{of(plan.first)} {of(plan.second)}"
-
-
-def compile_tiles(job: tuple[int, Plan | None, int]) -> None:
-    """Fills Triton's cache on small tensors of the same kind."""
+def compile_tiles(job: tuple[int, Gathered | None, int]) -> None:
+    """Fill Triton's cache with small tensors of the same kind."""
     slots, plan, tokens = job
     problem = shape(f"16:{slots}:512:512").problem(quant=TIMED, device=DEVICE)
     weights = random_weights(problem, DEVICE)
@@ -156,11 +151,11 @@ def times(names: list[str], pool: concurrent.futures.Executor) -> None:
         for tokens in TOKENS:
             calls: dict[str, KernelCall] = {"triton": Tiled(problem, packed, None), **others}
             for plan in tiles(problem, tokens):
-                calls[describe(plan)] = Tiled(problem, packed, plan)
+                calls[plan.describe()] = Tiled(problem, packed, plan)
             case = Case.make(problem, weights, tokens)
             results = run_cell(case, calls, replays=7, host=False)
             limit = limit_us(case.work, problem, ceilings)
-            chosen = describe(choose_plan(problem, tokens, problem.top_k))
+            chosen = choose_plan(problem, tokens, problem.top_k).describe()
             print(f"{name} T={tokens} heuristic {chosen}", flush=True)
             for what, r in results.items():
                 us = "" if r.us is None else f"{r.us:8.1f} us"

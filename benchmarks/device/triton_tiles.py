@@ -1,0 +1,79 @@
+"""Time moekit-triton's GEMMs of large calls tile by tile on a GPU, in turns.
+
+    python benchmarks/device/triton_tiles.py [--shapes mixtral] [--tokens 4096 16384]
+
+bf16, uniform routing, two routings in a CUDA graph each; turns of 10 ms, medians of 5, after a
+second of work, since clocks fall under load. GEMM 1's time includes copying x to expert-sorted
+rows. "both": specialized tiles of both GEMMs, with x copied before GEMM 1, ahead of its tiles, or
+before both in one launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from moekit_bench import shape
+from moekit_triton.heuristics import sorted_plan
+from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.plans import Copied, CopiedAhead, Joined, Sorted
+from moekit_triton.search import Case, Launches, Timer
+from moekit_triton.tune import make_case
+
+
+def tiles(best: GemmConfig) -> Iterator[tuple[str, GemmConfig]]:
+    """Yield the specialized tile of `sorted_plan` and others of its size."""
+    plain = replace(best, specialized=False)
+    for halves in (True, False):
+        named = " halves" if halves else ""
+        yield f"specialized{named}", replace(best, halves=halves)
+        yield f"tile for tile{named}", replace(plain, halves=halves)
+    if best.block_n == 256:  # with a gate, registers are too few
+        yield "persistent", replace(plain, halves=False, persistent=True)
+
+
+def alternatives(case: Case, plan: Sorted) -> Iterator[tuple[str, list[tuple[str, Launches]]]]:
+    """Yield a GEMM, and the launches that compute it, by name."""
+    first = [(name, Copied(tile, tile)) for name, tile in tiles(plan.first)]
+    yield "first", [(name, case.launches(one, "gemm_1")) for name, one in first]
+    second = [(name, Copied(tile, tile)) for name, tile in tiles(plan.second)]
+    yield "second", [(name, case.launches(one, "gemm_2")) for name, one in second]
+    whole = [kind(plan.first, plan.second) for kind in (Copied, CopiedAhead, Joined)]
+    yield "both", [(one.kind, case.launches(one, "gemm_1", "gemm_2")) for one in whole]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="*", default=["qwen3-30b", "dsv3-ep8", "mixtral"])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384])
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print("\n| shape | T | GEMM | us | TFLOP/s | tiles |\n|---|---|---|---|---|---|", flush=True)
+    for name in args.shapes:
+        problem = shape(name).problem(device="cuda")
+        plan, packed = sorted_plan(problem, 1024.0), None
+        for tokens in args.tokens:
+            case = make_case(problem, tokens, 2, packed)
+            packed = case.calls[0].weights
+            for gemm, found in alternatives(case, plan):
+                timer = Timer()
+                for _, launches in found:
+                    timer.add(launches)
+                end = time.monotonic() + 1
+                while time.monotonic() < end:
+                    timer.microseconds(0.0, 1)
+                flop = 2 * tokens * problem.top_k
+                flop *= problem.hidden_size * problem.local_intermediate_size
+                flop *= {"first": 2, "second": 1, "both": 3}[gemm]
+                names = [label for label, _ in found]
+                for us, label in sorted(zip(timer.microseconds(10e3, 5), names, strict=True)):
+                    each = us / len(case.calls)
+                    print(f"| {name} | {tokens} | {gemm} | {each:.0f} | {flop / each / 1e6:.0f} | "
+                          f"{label} |", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
