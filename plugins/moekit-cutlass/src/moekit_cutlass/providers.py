@@ -76,11 +76,11 @@ class QuackPlan:
 
 
 def quack_plans(problem: MoEProblem) -> tuple[tuple[int, QuackPlan], ...]:
-    """The fastest of device_check.py's whole blocks on an H200, by the rows per expert from which
-    on.
+    """Return (rows per expert from which on, plan), as measured on an H200.
 
-    Copying rows into order first pays where GEMM 1 is wide, or its rows few: then it is cheap, and
-    a plain GEMM 1 is 4 to 10 % faster than one that gathers, and may fetch its tiles.
+    `benchmarks/device/cutlass_tiles.py plans` compares whole blocks. Expert-sorted rows pay where
+    GEMM 1 is wide or has few rows: copying is cheap then, and a plain GEMM 1 is 4 to 10 % faster
+    than one that gathers, and may fetch its tiles from a counter.
     """
     few = QuackPlan(False, Tile(128, 192, True, (1, 1)), Tile(128, 160, True, (1, 1)))
     if problem.w13_rows < 4096:

@@ -16,8 +16,8 @@ two masks and a shift give pairs of 16-bit floats (Kim et al., "Who Says Elephan
     8 bits   2 words per j, by b   byte 2 * rl + rh
 
 The same tables stand, as index lists, in vllm/model_executor/layers/quantization/utils
-(marlin_utils.py, marlin_utils_test.py), and tests/device_check.py compares with that library's own
-repack operators. L experts, G scale groups along K.
+(marlin_utils.py, marlin_utils_test.py), and benchmarks/device/marlin_library.py compares with that
+library's own repack operators. L experts, G scale groups along K.
 """
 
 from __future__ import annotations

@@ -1,33 +1,49 @@
-"""device_check.py's parts about the libraries alone: what they do, and quack tile by tile."""
+"""What moekit-cutlass takes for granted of its libraries: every operator alone, checked.
+
+    MOEKIT_VLLM_PATH=<folder of vllm> python benchmarks/device/cutlass_libraries.py [probe w4a8]
+
+An illegal memory access ends the process: run each part in its own.
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
-from cutlass_device import (
-    ARGS,
-    DEVICE,
-    SHAPES,
-    bad,
-    chosen_shapes,
-    error_of,
-    microseconds,
-    part,
-    problem_of,
-    routing_of,
-    say,
-    sorted_groups,
-)
-from moekit_cutlass import library, providers, w4a8
-from moekit_cutlass.providers import Quack, QuackPlan, Scales, Tile
+from common import DEVICE, part, routings_of, run_parts, say, verdict, with_holes
+from moekit_cutlass import providers, w4a8
+from moekit_cutlass.kernels import Groups, sort_pairs
+from moekit_cutlass.library import W4A8
+from moekit_cutlass.providers import Quack, QuackPlan, Scales
+from moekit_kernels.align import align_scratch
 
 import moekit
+from moekit.plugin import apply_activation
 from moekit.problem.quant import pack_int4
+from moekit.testing import relative_error
 
 
-def probe() -> None:
-    """Does each do what this plugin takes for granted? Small, every variant by itself."""
+def problem_of(sizes: tuple[int, int, int, int], scheme: str, **changes) -> moekit.MoEProblem:
+    names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+    given = dict(zip(names, sizes, strict=True), quant=scheme, device="cuda")
+    return moekit.MoEProblem(**{**given, **changes})
+
+
+def sorted_groups(ids_RK: torch.Tensor, experts: int) -> Groups:
+    """Expert-sorted rows, with the index of each row's source."""
+    n = ids_RK.numel()
+
+    def ints(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=DEVICE)
+
+    groups = Groups(ids_RK, ints(n).view(ids_RK.shape), ints(experts + 1), ints(n))
+    sort_pairs(groups, ints(align_scratch(n, experts)))
+    return groups
+
+
+def probe(args: argparse.Namespace) -> None:
+    """Every library, dtype and fused activation on small sizes."""
     L, H, inner, R, K = 5, 320, 272, 70, 2
     for counts in ("random", "empty", "few"):
         rows = 9 if counts == "few" else R
@@ -61,7 +77,7 @@ def probe() -> None:
                     seconds = time.monotonic() - start
                     h = by_group(x.to(dtype).float()[groups.rows_S.long()], w1.float(), offsets)
                     if quack.activates:
-                        h = moekit.problem.activation.apply_activation(h, problem.activation)
+                        h = apply_activation(h, problem.activation)
                     report(what, out, h, offsets[-1], f"fused {quack.activates}, {seconds:.1f} s")
         for name in ("torch", "vllm"):
             with part(f"probe {name} fp8 {counts}"):
@@ -79,10 +95,10 @@ def probe() -> None:
                 report(f"probe {name} fp8 {counts}", out, want, offsets[-1])
 
 
-def probe_w4a8() -> None:
-    """The operator against the weights that the packed tables hold: no error but bf16's is left."""
+def probe_w4a8(args: argparse.Namespace) -> None:
+    """The operator against the weights that the packed tables hold; only bf16 rounding differs."""
     for L, H, inner in ((5, 512, 256), (3, 1024, 1280)):
-        problem = problem_of((L, 2, H, inner), library.W4A8)
+        problem = problem_of((L, 2, H, inner), W4A8)
         n = problem.w13_rows
         codes = torch.randint(16, (L, n, H), dtype=torch.uint8, device=DEVICE)
         groups_of_scales = torch.rand(L, n, H // 128, device=DEVICE) + 0.1
@@ -101,10 +117,10 @@ def probe_w4a8() -> None:
             real = torch.where(value < 0, found_there, -found_there) * (value != 0)
             real = real.view(L, n, H) * packed["w13_scale"][:, :, None]
             exact = (value * groups_of_scales[..., None]).view(L, n, H)
-            say(f"tables: error {error_of(real, exact):.2e}")
+            say(f"tables: error {relative_error(real, exact):.2e}")
             for rows in (1, 20, 40, 200, 1500):
                 for holes in (0.0, 0.5, 1.0):
-                    ids = routing_of(problem, rows, holes=holes).topk_ids
+                    ids = with_holes(routings_of(problem, rows, 1)[0], holes).topk_ids
                     groups = sorted_groups(ids, L)
                     S, offsets = ids.numel(), groups.offsets_L1.tolist()
                     a = torch.randn(S, H, device=DEVICE).mul(40).to(torch.float8_e4m3fn)
@@ -126,58 +142,11 @@ def by_group(x_SH: torch.Tensor, w_LNH: torch.Tensor, offsets: list[int]) -> tor
 
 
 def report(what: str, out: torch.Tensor, want: torch.Tensor, used: int, more: str = "") -> None:
-    error = error_of(out[:used], want[:used]) if used else 0.0
-    tail = out[used:].float().isnan().all()
-    told = f"{what}: error {error:.1e}, rows behind untouched {bool(tail)} {more}"
-    say(f"ok {told}") if error < 1e-2 else bad(f"WRONG {told}")
+    error = relative_error(out[:used], want[:used]) if used else 0.0
+    untouched = bool(out[used:].float().isnan().all())
+    say(f"{verdict(what, error, 1e-2)} {what}: error {error:.1e}, rows behind untouched "
+        f"{untouched} {more}")  # fmt: skip
 
 
-FIRST_TILES = [
-    Tile(m, n, pingpong, cluster)
-    for m, n, pingpong in (
-        (128, 192, True), (128, 160, True), (128, 128, True), (192, 128, True), (64, 256, True),
-        (256, 128, False), (256, 192, False), (128, 256, False),
-    )
-    for cluster in ((2, 1), (1, 1), (1, 2))
-]  # fmt: skip
-SECOND_TILES = [*FIRST_TILES, *(Tile(m, 208, m == 128, (2, 1)) for m in (128, 256))]
-
-
-def sweep() -> None:
-    """quack's GEMMs alone, tile by tile, with the gather fused and with rows copied before."""
-    stop = time.monotonic() + ARGS.budget
-    cells = [(name, T) for T in (16384, 4096) for name in chosen_shapes()]
-    for step in ("gather", "copied", "second"):
-        dead: set[Tile] = set()
-        for name, T in cells:
-            problem = problem_of(SHAPES[name], "none")
-            E, K, H, inner = SHAPES[name]
-            n, k = (H, inner) if step == "second" else (2 * inner, H)
-            w = torch.randn(E, n, k, device=DEVICE, dtype=torch.bfloat16) * k**-0.5
-            groups = sorted_groups(routing_of(problem, T).topk_ids, E)
-            x = torch.randn(T if step == "gather" else T * K, k, device=DEVICE).to(torch.bfloat16)
-            out = torch.empty(T * K, n if step == "second" else inner, device=DEVICE, dtype=x.dtype)
-            found_times = []
-            for tile in SECOND_TILES if step == "second" else FIRST_TILES:
-                gather = step == "gather"
-                if tile in dead or (gather and tile.cluster[1] > 1):
-                    continue
-                if time.monotonic() > stop:
-                    say("sweep: out of budget")
-                    return
-                quack = Quack(problem, QuackPlan(gather=gather, first=tile, second=tile))
-                call = quack.second if step == "second" else quack.first
-                try:
-                    call(x, w, groups, out, None)
-                    torch.cuda.synchronize()
-                    captured = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(captured):
-                        call(x, w, groups, out, None)
-                    found_times.append((microseconds(captured.replay, 1, 5), tile))
-                except Exception as error:
-                    dead.add(tile)
-                    say(f"sweep {step} {tile}: {type(error).__name__}: {str(error)[:160]}")
-            found_times.sort(key=lambda item: item[0])
-            for us, tile in found_times[:5]:
-                tflops = 2e-6 * T * K * n * k / us
-                say(f"sweep {step} {name} T={T} {us:8.0f} us {tflops:5.0f} TFLOP/s {tile}")
+if __name__ == "__main__":
+    run_parts(__doc__, {"probe": probe, "w4a8": probe_w4a8})
