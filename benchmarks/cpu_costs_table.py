@@ -1,9 +1,9 @@
-"""Writes this CPU's share of the shipped costs of the `torch` experts' ways.
+"""Write this CPU's entries of the shipped cost table of the `torch` experts.
 
     python benchmarks/cpu_costs_table.py AVX512_BF16
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/cpu_costs_table.py AVX2
 
-The name says which capability the numbers stand for; entries of that name are replaced.
+The argument is the capability that the numbers stand for. Entries of that capability are replaced.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""moekit's experts on the CPU beside transformers' own experts implementations.
+"""Time moekit's experts on the CPU and transformers' own experts implementations.
 
     python benchmarks/cpu_torch_experts.py [--threads 1] [--shapes tiny,60,8] [--compile]
         [--experts torch,ktransformers] [--quant none,int4_w4a16_g128]
 
-Whole block from (x, ids, weights) to out; moekit's time includes ModularKernel. --experts names the
-experts backends of moekit to time. Under a --quant scheme they have quantized weights, and the
-baselines, which have none, the same weights dequantized. Contestants take turns within a cell; the
-table shows medians. With one thread and `torch` alone the clock is the thread's CPU time, which
-other processes do not disturb. The last column is the rate at which weights are read, as a fraction
-of what reading them with `torch.sum` reaches on this machine.
+The whole block is timed, from (x, ids, weights) to out; moekit's time includes ModularKernel.
+--experts names the experts backends of moekit. Under a --quant scheme they have quantized weights;
+the baselines know no such scheme and have the same weights dequantized. All implementations take
+turns within a cell, and the table shows medians. With one thread and `torch` alone the clock is
+the thread's CPU time, which other processes do not disturb. The last column is the rate at which
+weights are read, as a fraction of the rate that `torch.sum` reaches on this machine.
 
-A lesser CPU is shown by ATEN_CPU_CAPABILITY=avx2|avx512 and ONEDNN_MAX_CPU_ISA=AVX2|AVX512_CORE|
-AVX512_CORE_BF16|AVX512_CORE_AMX. torch sends no 16-bit products to oneDNN where the CPU has no
-AVX-512; --no-onednn-16bit shows that: every contestant's 16-bit products then stay in torch.
+ATEN_CPU_CAPABILITY=avx2|avx512 and ONEDNN_MAX_CPU_ISA=AVX2|AVX512_CORE|AVX512_CORE_BF16|
+AVX512_CORE_AMX stand for a lesser CPU. Where a CPU has no AVX-512, torch sends no 16-bit products
+to oneDNN; --no-onednn keeps all products in torch's own kernels.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from moekit_bench import Table, Timer
+from moekit_bench.timer import rotated
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moekit
@@ -40,19 +42,19 @@ SHAPES = {  # experts, top-k, hidden, intermediate
     "qwen3-30b": (128, 8, 2048, 768),
     "qwen3-30b-32": (32, 8, 2048, 768),
 }
-ROUTINGS = 4  # that a cell uses in turn
+ROUTINGS = 4  # a cell uses them in turns
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BASELINES = ("eager", "grouped_mm", "compiled")
 
 
-def contestants(
+def implementations(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     quant: str,
     backends: Sequence[str],
     compiled: bool,
 ):
-    """name -> call(x, routing), all over the same weights; the problem and the weights."""
+    """Return name -> call(x, routing), all with the same weights, the problem and the weights."""
     experts, top_k, hidden, inner = shape
     w13 = torch.randn(experts, 2 * inner, hidden, dtype=dtype) / hidden**0.5
     w2 = torch.randn(experts, hidden, inner, dtype=dtype) / inner**0.5
@@ -91,20 +93,16 @@ def contestants(
 
 
 def read_rate() -> float:
-    """Bytes a second at which all threads together read memory (the best of several sums)."""
+    """Return the bytes/s at which all threads together read memory, the best of several sums."""
     data = torch.ones(128 << 20, dtype=torch.float32)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - start)
-    return data.nbytes / min(times)
+    timer = Timer(data.device)
+    return data.nbytes / min(timer.eager_us(data.sum) for _ in range(5)) * 1e6
 
 
 def cell(calls, x: torch.Tensor, routings, clock, budget: float) -> dict[str, float]:
-    """Median seconds of each contestant over several routings, so that weights stay cold.
+    """Return the median seconds of each call over several routings, so that weights stay cold.
 
-    They take turns, and who begins changes: the first one leaves weights in the caches.
+    The calls take turns, and another one begins each time: it leaves weights in the caches.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -114,7 +112,7 @@ def cell(calls, x: torch.Tensor, routings, clock, budget: float) -> dict[str, fl
     turn = -1
     while time.perf_counter() < deadline or turn < 5:
         turn += 1
-        for name in [*calls][turn % len(calls) :] + [*calls][: turn % len(calls)]:
+        for name in rotated(list(calls), turn):
             start = clock()
             calls[name](x, routings[turn % len(routings)])
             times[name].append(clock() - start)
@@ -130,39 +128,37 @@ def main() -> None:
     parser.add_argument("--experts", default="torch", help="experts backends of moekit")
     parser.add_argument("--quant", default="none", help="schemes")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--budget", type=float, default=0.5, help="seconds per cell and contestant")
-    parser.add_argument("--compile", action="store_true", help="torch.compile'd eager, too")
-    parser.add_argument("--no-onednn", action="store_true", help="torch's own kernels for all")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds for each call in a cell")
+    parser.add_argument("--compile", action="store_true", help="also eager, compiled")
+    parser.add_argument("--no-onednn", action="store_true", help="torch's own kernels only")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with torch.backends.mkldnn.flags(enabled=not args.no_onednn):
-        lines = table(args)
+        title, table = measure(args)
     if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+        args.out.write_text("\n".join([title, "", *table]) + "\n")
 
 
-def table(args: argparse.Namespace) -> list[str]:
-    # A backend with threads of its own works while the calling thread waits.
+def measure(args: argparse.Namespace) -> tuple[str, Table]:
+    # A backend that has its own threads works while the calling thread waits.
     alone = args.threads == 1 and args.experts == "torch"
     clock = time.thread_time if alone else time.perf_counter
     baselines = [b for b in BASELINES if b != "compiled" or args.compile]
     backends = args.experts.split(",")
     rate = read_rate()
-    lines = [
+    title = (
         f"torch {torch.__version__}, transformers {transformers.__version__}, moekit "
         f"{moekit.__version__}, {cpu_costs.cpu_name()}, {cpu_costs.capability()}, {args.threads} "
-        f"thread(s), reads {rate / 1e9:.1f} GB/s; medians in us",
-        "",
-        f"| shape | dtype | quant | T | {' | '.join((*backends, *baselines))} "
-        f"| {' | '.join(f'best baseline / {b} | error | weights read' for b in backends)} |",
-        "|---|---|---|---|" + "---|" * (4 * len(backends) + len(baselines)),
-    ]
-    print("\n".join(lines))
+        f"thread(s), reads {rate / 1e9:.1f} GB/s; medians in us"
+    )
+    ratios = (c for b in backends for c in (f"best baseline / {b}", "error", "weights read"))
+    table = Table("shape", "dtype", "quant", "T", *backends, *baselines, *ratios)
+    print("\n".join([title, "", *table]))
     for name in args.shapes.split(","):
         for dtype, quant in itertools.product(args.dtypes.split(","), args.quant.split(",")):
             dtype = getattr(torch, dtype)
-            calls, problem, weights = contestants(
+            calls, problem, weights = implementations(
                 SHAPES[name], dtype, quant, backends, args.compile
             )
             for tokens in map(int, args.tokens.split(",")):
@@ -183,11 +179,10 @@ def table(args: argparse.Namespace) -> list[str]:
                     if want is not None:
                         error = f"{relative(calls[backend], x, routing, want):.1e}"
                     row += [f"{ratio:.2f}", error, f"{nbytes / took[backend] / rate:.2f}"]
-                lines.append("| " + " | ".join(row) + " |")
-                print(lines[-1], flush=True)
+                print(table.add(*row), flush=True)
             if "torch" in backends:
                 print(f"  {name} {dtype}: {cpu_experts.choice(problem)}", flush=True)
-    return lines
+    return title, table
 
 
 def relative(call, x: torch.Tensor, routing: moekit.Routing, want: torch.Tensor) -> float:

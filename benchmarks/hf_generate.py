@@ -1,14 +1,15 @@
-r"""Hugging Face models with moekit's experts beside every experts implementation of transformers.
+r"""Time Hugging Face models with moekit's experts and with transformers' own implementations.
 
     python benchmarks/hf_generate.py [--models qwen3-30b,mixtral] [--out FILE.md]
     python benchmarks/hf_generate.py --device cpu --threads 2 --models qwen3-small --prefill 512 \
         --batches 1 --repeats 5
-    python benchmarks/hf_generate.py --tiny          # any machine, to see that it works
+    python benchmarks/hf_generate.py --tiny          # on any machine, to try the script
 
-Real shapes, few layers, random bf16 weights. Times are of whole model forwards, host included:
-prefill of one prompt, and a decoding step of B sequences, each started on an idle device. "experts"
-is one layer's experts alone in a CUDA graph (four routings), so without the host. Medians.
-Error: each token's logits against the same model in fp32 (eager), relative RMS, median of tokens.
+Models have real shapes, few layers and random bf16 weights. Times are those of whole forward
+passes, host included: the prefill of one prompt, and a decoding step of B sequences, each started
+on an idle device. "experts" is one layer's experts alone in a CUDA graph (four routings), without
+the host. All are medians. Error: the relative RMS error of each token's logits against the same
+model in fp32 (eager), median of the tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from moekit_bench import Prepared, Table, Timer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -33,7 +35,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import moekit.integrations.transformers
 from moekit.backends.cpu_costs import capability
 
-# model_type, layers, what differs from its config's defaults
+# model_type, layers, and what differs from the defaults of its config
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen3-30b": (
         "qwen3_moe", 4,
@@ -62,7 +64,7 @@ TINY = dict(
     head_dim=16,
 )  # fmt: skip
 CONTEXT = 256  # tokens in the cache before a decoding step
-PEERS = ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
+BASELINES = ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
 ROUTINGS = 4
 
 Step = Callable[[], Any]
@@ -74,9 +76,12 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of the prompt")
     parser.add_argument("--batches", default="1,16,64", help="sequences of a decoding step")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--experts", help="moekit's experts backend; default: its own choice")
+    parser.add_argument("--experts", help="moekit's experts backend; default: what it chooses")
     parser.add_argument("--quant", default="none", help="moekit quantizes its experts to this")
-    parser.add_argument("--peers", help="of transformers' implementations; default: all there are")
+    parser.add_argument(
+        "--baselines", "--peers", dest="baselines",
+        help="of transformers' implementations; default: all that it has",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", help="default: this machine's accelerator, else the CPU")
     parser.add_argument("--threads", type=int, help="of torch on the CPU; default: torch's own")
@@ -88,56 +93,53 @@ def main() -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     moekit.integrations.transformers.install(experts=args.experts, quant=args.quant)
-    table = Table(device, PEERS if args.peers is None else args.peers.split(","))
+    report = Report(device, BASELINES if args.baselines is None else args.baselines.split(","))
     for name in args.models.split(","):
         start = time.perf_counter()
-        measure(Contest(name, build(name, args.tiny, device), table, args.repeats), args, batches)
+        measure(
+            Comparison(name, build(name, args.tiny, device), report, args.repeats), args, batches
+        )
         free()
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    print("\n".join(["", *table.notes]))
+    print("\n".join(["", *report.notes]))
     if args.out:
-        args.out.write_text("\n".join([*table.lines, "", *table.notes]) + "\n")
+        lines = [report.title, "", *report.table, "", *report.notes]
+        args.out.write_text("\n".join(lines) + "\n")
 
 
-class Table:
-    """Markdown, printed as it grows; notes come last."""
+class Report:
+    """A table that is printed row by row, and notes that come last."""
 
-    def __init__(self, device: torch.device, peers: Sequence[str]) -> None:
-        self.lines: list[str] = []
+    def __init__(self, device: torch.device, baselines: Sequence[str]) -> None:
         self.notes: list[str] = []
-        self.peers = [p for p in peers if p == "eager" or p in ALL_EXPERTS_FUNCTIONS]
+        self.baselines = [b for b in baselines if b == "eager" or b in ALL_EXPERTS_FUNCTIONS]
         cpu = f"{capability()}, {torch.get_num_threads()} thread(s)"
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-        self._add(
+        self.title = (
             f"`{' '.join(['python', *sys.argv])}`: {machine}, torch {torch.__version__}, "
             f"transformers {transformers.__version__}, moekit {moekit.__version__}; ms (error)"
         )
-        self._add("")
-        self._add("| model | what | " + " | ".join(self.peers) + " | moekit | best / moekit |")
-        self._add("|---|---|" + "---|" * (len(self.peers) + 2))
+        self.table = Table("model", "what", *self.baselines, "moekit", "best / moekit")
+        print("\n".join([self.title, "", *self.table]), flush=True)
 
     def row(self, model: str, what: str, times: dict[str, float], errors: dict[str, float]) -> None:
         def cell(name: str) -> str:
             error = f" ({errors[name]:.1e})" if name in errors else ""
             return f"{times[name]:.3f}{error}" if name in times else "–"
 
-        best = min((times[p] for p in self.peers if p in times), default=float("nan"))
+        best = min((times[b] for b in self.baselines if b in times), default=float("nan"))
         ratio = f"{best / times['moekit']:.2f}" if "moekit" in times else "–"
-        cells = [model, what, *map(cell, [*self.peers, "moekit"]), ratio]
-        self._add("| " + " | ".join(cells) + " |")
-
-    def _add(self, line: str) -> None:
-        self.lines.append(line)
-        print(line, flush=True)
+        cells = map(cell, [*self.baselines, "moekit"])
+        print(self.table.add(model, what, *cells, ratio), flush=True)
 
 
-class Contest:
+class Comparison:
     """One model, run with one experts implementation after the other."""
 
-    def __init__(self, name: str, model: Any, table: Table, repeats: int) -> None:
-        self.name, self.model, self.table, self.repeats = name, model, table, repeats
-        self.device = model.device
-        self.contestants = [*table.peers, "moekit"]
+    def __init__(self, name: str, model: Any, report: Report, repeats: int) -> None:
+        self.name, self.model, self.report, self.repeats = name, model, report, repeats
+        self.timer = Timer(model.device)
+        self.implementations = [*report.baselines, "moekit"]
 
     def run(
         self,
@@ -147,11 +149,17 @@ class Contest:
         calls: int = 1,
         without: Sequence[str] = (),
     ) -> None:
-        """A row of the table. ``prepare`` gives the step, of so many ``calls``, to be timed under
-        the implementation that is set; those that fail are noted and left out."""
+        """Add a row to the table; implementations that fail are noted and left out.
+
+        Args:
+            prepare: Returns the step to time under the implementation that is set.
+            error: Returns the error of the outputs.
+            calls: How many calls a step makes.
+            without: Implementations that this row leaves out.
+        """
         steps: dict[str, Step] = {}
         errors: dict[str, float] = {}
-        for how in [c for c in self.contestants if c not in without]:
+        for how in [i for i in self.implementations if i not in without]:
             print(f"  {self.name}, {what}: {how} ...", file=sys.stderr, flush=True)
             self.model.set_experts_implementation(how)
             try:
@@ -163,7 +171,7 @@ class Contest:
                 steps[how] = step
             except ImportError as missing:
                 self._note(f"{how} is not available: {missing}", about="")
-                self.contestants.remove(how)
+                self.implementations.remove(how)
             except Exception as failure:  # whatever a vendor's kernel raises
                 self._note(f"{what}, {how}: {type(failure).__name__}: {failure}")
                 free()
@@ -171,44 +179,44 @@ class Contest:
         for _ in range(self.repeats):
             for how, step in steps.items():
                 self.model.set_experts_implementation(how)
-                times[how].append(milliseconds(step, self.device) / calls)
+                times[how].append(self.timer.queued_us(step, 0.0) / 1e3 / calls)
         medians = {how: statistics.median(taken) for how, taken in times.items()}
-        self.table.row(self.name, what, medians, errors)
+        self.report.row(self.name, what, medians, errors)
 
     def _note(self, text: str, about: str | None = None) -> None:
         about = f"{self.name}, " if about is None else about
         note = f"- {about}{text.splitlines()[0][:200]}"
-        if note not in self.table.notes:
-            self.table.notes.append(note)
+        if note not in self.report.notes:
+            self.report.notes.append(note)
 
 
 @torch.inference_mode()
-def measure(contest: Contest, args: argparse.Namespace, batches: list[int]) -> None:
-    model, device = contest.model, contest.device
+def measure(comparison: Comparison, args: argparse.Namespace, batches: list[int]) -> None:
+    model, device = comparison.model, comparison.model.device
     vocabulary = model.config.vocab_size
 
     prompt = torch.randint(vocabulary, (1, args.prefill), device=device)
     want = exact_logits(model, prompt)
-    contest.run(
+    comparison.run(
         f"prefill {args.prefill}",
         lambda: lambda: model(prompt, use_cache=False),
         error=lambda: relative(model(prompt, use_cache=False).logits, want),
-        # It gathers an expert's weights for every token: tens of GB of copies.
+        # It copies an expert's weights for every token: tens of GB.
         without=["batched_mm"] if device.type == "cpu" else [],
     )
     for batch in batches:
         prompts = torch.randint(vocabulary, (batch, CONTEXT), device=device)
-        contest.run(f"decode B={batch}", partial(decoding, model, prompts))
+        comparison.run(f"decode B={batch}", partial(decoding, model, prompts))
     if device.type == "cuda":
         for tokens in (*batches, args.prefill):
             prepare = partial(captured_experts, model, tokens)
-            contest.run(f"experts T={tokens}", prepare, calls=ROUTINGS, without=["eager"])
+            comparison.run(f"experts T={tokens}", prepare, calls=ROUTINGS, without=["eager"])
 
     kernels = moekit.integrations.transformers.kernels(model)
     chosen = {str(kernel.explanation.chosen) for kernel in kernels.values() if kernel.explanation}
     memory = moekit.integrations.transformers.memory(model)
-    contest.table.notes.append(
-        f"- {contest.name}: moekit ran {', '.join(sorted(chosen))} in {len(kernels)} layers; "
+    comparison.report.notes.append(
+        f"- {comparison.name}: moekit ran {', '.join(sorted(chosen))} in {len(kernels)} layers; "
         f"{memory.packed / 2**30:.2f} GiB packed besides {memory.parameters / 2**30:.2f} GiB"
     )
 
@@ -249,7 +257,7 @@ def decoding(model: Any, prompts: Tensor) -> Step:
 
 
 def captured_experts(model: Any, tokens: int) -> Step:
-    """The replay of a CUDA graph of one layer's experts on several routings."""
+    """Return the replay of a CUDA graph of one layer's experts on several routings."""
     experts = next(m for n, m in model.named_modules() if n.endswith(".experts"))
     count, top_k, device = (
         experts.down_proj.shape[0],
@@ -259,39 +267,14 @@ def captured_experts(model: Any, tokens: int) -> Step:
     x = torch.randn(tokens, model.config.hidden_size, dtype=torch.bfloat16, device=device)
     routings = [torch.rand(tokens, count, device=device).topk(top_k) for _ in range(ROUTINGS)]
     calls = [(x, ids, weights.bfloat16()) for weights, ids in routings]
-    for call in calls:
-        experts(*call)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            experts(*call)
-    keep = calls  # the graph reads them
-
-    def replay() -> None:
-        assert keep
-        graph.replay()
-
-    return replay
-
-
-def milliseconds(step: Step, device: torch.device) -> float:
-    """Of a step that starts on an idle device, to the end of its work there."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    prepared = Prepared(experts, calls, device)
+    if prepared.graph is None:
+        raise RuntimeError(prepared.note)
+    return lambda: prepared.graph.replay()  # keeps the inputs, too, which the graph reads
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Median over tokens of the relative RMS error of their logits (B, S, V)."""
+    """Return the median over tokens of the relative RMS error of their logits (B, S, V)."""
     return float(((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).median())
 
 

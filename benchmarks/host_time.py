@@ -1,17 +1,17 @@
-"""Host time of an eager call: what each layer of moekit costs besides the launches below it.
+"""Measure the host time of an eager call: what each layer of moekit costs above its launches.
 
     python benchmarks/host_time.py [--models qwen3-30b,mixtral,gpt-oss-20b] [--tokens 1,16]
         [--experts triton] [--out FILE.md]
 
-Microseconds until a call returns, from a drained queue (median; without CUDA, the fastest):
-launch    experts.apply on buffers that lie ready: the launches, and nothing around them
-kernel    kernel(x, weights, routing); fails when kernel / launch exceeds 1.3
+Times are microseconds until a call returns, from a drained queue (medians; the fastest on the CPU):
+launch    experts.apply on buffers that are there already: the launches, and nothing around them
+kernel    kernel(x, weights, routing); the script fails if kernel / launch exceeds 1.3
 layer     FusedMoE given ids and weights; routed: given logits
-module    transformers' experts module through moekit, router weights in bf16 as its routers give
-          them; graphed: as a CUDA graph; batched_mm: by transformers' own implementation
+module    transformers' experts module through moekit, with router weights in bf16, as its routers
+          return them; graphed: as a CUDA graph; batched_mm: by transformers' own implementation
 
-Without CUDA nothing is launched (apply returns at once, there is no batched_mm, and no verdict):
-what is left is Python and torch's operators, whose number stands in brackets.
+Without CUDA nothing is launched: apply returns at once, and there is neither batched_mm nor a
+bound. The times are then those of Python and torch's operators, whose number stands in brackets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import importlib
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from moekit_bench import inputs
+from moekit_bench import Table, Timer, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit
@@ -51,7 +50,7 @@ Step = Callable[[], object]
 
 
 class Operators(TorchDispatchMode):
-    """Counts torch's operators but views, which never reach a device."""
+    """Count torch's operators, except views, which never reach a device."""
 
     count = 0
 
@@ -63,7 +62,7 @@ class Operators(TorchDispatchMode):
 
 
 def experts_module(name: str, device: torch.device) -> Any:
-    """transformers' experts module with random bf16 weights; small ones where nothing runs."""
+    """Return transformers' experts module with random bf16 weights, small ones on the CPU."""
     model, cls, (experts, _, hidden, inner) = MODELS[name]
     if device.type == "cpu":
         hidden = inner = 64
@@ -81,8 +80,8 @@ def experts_module(name: str, device: torch.device) -> Any:
 
 
 def steps(name: str, tokens: int, module: Any) -> dict[str, Step]:
-    """What is timed: one set of weights, one input."""
-    integration.repack(module)  # so that it has its graphs back
+    """Return what is timed, all with the same weights and the same input."""
+    integration.repack(module)  # an earlier call replaced its graphs
     held = Layer.of(module)
     held.prepare(torch.bfloat16, MODELS[name][2][1], False)
     packed = held.packed
@@ -106,7 +105,7 @@ def steps(name: str, tokens: int, module: Any) -> dict[str, Step]:
     if spec.format is moekit.ActivationFormat.STANDARD and not spec.reduces:
         leading.append(p.top_k)
     y = torch.empty(*leading, hidden, dtype=p.dtype, device=device)
-    kernel(x, weights, routing)  # the arena is large enough from now on
+    kernel(x, weights, routing)  # the workspace is large enough from now on
     scratch = kernel.workspace.take(kernel.experts.workspace(arrived.x.shape[-2]), device)
     graphed = packed.graphed
 
@@ -136,28 +135,17 @@ def steps(name: str, tokens: int, module: Any) -> dict[str, Step]:
     return found
 
 
-def host_us(step: Step, cuda: bool) -> float:
-    """Of one call; a few in a row, fewer than the queue holds."""
-    calls = 8 if cuda else 200
-    if cuda:
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        step()
-    taken = time.perf_counter() - begin
-    if cuda:
-        torch.cuda.synchronize()
-    return 1e6 * taken / calls
-
-
-def measure(found: dict[str, Step], cuda: bool, repeats: int) -> dict[str, float]:
+def measure(found: dict[str, Step], device: torch.device, repeats: int) -> dict[str, float]:
+    """Return the microseconds of each step; the first three rounds are not counted."""
+    timer, cuda = Timer(device), device.type == "cuda"
+    calls = 8 if cuda else 200  # in a row; fewer than the queue holds
     taken: dict[str, list[float]] = {name: [] for name in found}
     for round in range(repeats + 3):
         for name, step in found.items():
-            us = host_us(step, cuda)
+            us = timer.host_us(lambda step=step: [step() for _ in range(calls)]) / calls
             if round >= 3:
                 taken[name].append(us)
-    typical = statistics.median if cuda else min  # nothing waits for a device there
+    typical = statistics.median if cuda else min  # without a device the fastest is undisturbed
     return {name: typical(times) for name, times in taken.items()}
 
 
@@ -173,20 +161,16 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     integration.install(experts=args.experts or (None if cuda else "torch"))
     where = torch.cuda.get_device_name() if cuda else platform.machine()
-    lines = [
-        f"{where}, torch {torch.__version__}, moekit {moekit.__version__}; us on the host",
-        "",
-        "| model: experts | T | " + " | ".join(COLUMNS) + " | kernel / launch |",
-        "|---" * (3 + len(COLUMNS)) + "|",
-    ]
-    print("\n".join(lines))
+    title = f"{where}, torch {torch.__version__}, moekit {moekit.__version__}; us on the host"
+    table = Table("model: experts", "T", *COLUMNS, "kernel / launch")
+    print("\n".join([title, "", *table]))
     worst = 0.0
     with torch.inference_mode():
         for name in args.models.split(","):
             module = experts_module(name, device)
             for tokens in map(int, args.tokens.split(",")):
                 found = steps(name, tokens, module)
-                times = measure(found, cuda, args.repeats)
+                times = measure(found, device, args.repeats)
                 row = [f"{name}: {Layer.of(module).kernel.experts.spec.name}", str(tokens)]
                 for column in COLUMNS:
                     if column not in found:
@@ -197,13 +181,12 @@ def main() -> None:
                     row.append(f"{times[column]:.1f} ({operators.count})")
                 ratio = times["kernel"] / times["launch"]
                 worst = max(worst, ratio)
-                lines.append("| " + " | ".join([*row, f"{ratio:.2f}" if cuda else "–"]) + " |")
-                print(lines[-1], flush=True)
+                print(table.add(*row, f"{ratio:.2f}" if cuda else "–"), flush=True)
                 mock.patch.stopall()
             del module, found
             gc.collect()
     if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+        args.out.write_text("\n".join([title, "", *table]) + "\n")
     if cuda and worst > BOUND:
         sys.exit(f"kernel / launch reaches {worst:.2f}, beyond {BOUND}")
 

@@ -113,7 +113,7 @@ class Timer:
     def occupy(self, us: float) -> None:
         """Keep a GPU busy, so that the work that follows is enqueued before it starts."""
         sleep: Any = getattr(torch.cuda, "_sleep", None)
-        if self.device.type == "cuda" and sleep is not None:
+        if self.device.type == "cuda" and sleep is not None and us > 0:
             sleep(int(us * _CYCLES_PER_US))
 
     def mark(self) -> Any:
