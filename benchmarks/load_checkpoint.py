@@ -1,16 +1,16 @@
-"""How fast one rank's experts are loaded, beside what merely reading their files takes.
+"""Time how fast one rank's experts are loaded, and how fast their files can be read at all.
 
     python benchmarks/load_checkpoint.py [--gigabytes 2] [--format bf16] [--tp 1] [--ep 1] [--cold]
         [--fresh] [--threads 8] [--repeats 3] [--expert-shape 2048,768] [--directory DIR]
 
-Writes a synthetic checkpoint (128 experts a layer, sharded, with an index) to --directory, if that
-holds none, else to a folder that is removed in the end. Then, in turns, with equally many threads:
-all files are read into memory; all files are read into one small buffer per thread, which leaves
-out what fresh memory costs; all layers are loaded for one rank, each into the memory of the one
-before (--fresh: into new memory). The fractions are the time for this rank's bytes at either
-reader's speed over the loading time; medians. CPU is the process's, user and system. --cold drops
-the files from the page cache before each run. A first round is not counted: it touches memory
-that a virtual machine may not have had before.
+The script writes a synthetic checkpoint (128 experts a layer, sharded, with an index) to
+--directory if that holds none, or to a folder that it removes in the end. Then it does three
+things in turns, with equally many threads: read all files into memory; read all files into one
+small buffer per thread, which leaves out what fresh memory costs; load all layers for one rank,
+each into the memory of the one before (--fresh: into new memory). The fractions are the time that
+this rank's bytes take at either reader's speed, divided by the loading time; medians. CPU is the
+process's, user and system. --cold drops the files from the page cache before each run. The first
+round is not counted: it touches memory that a virtual machine may not have had before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BUFFER = 1 << 24
 
 
 def linear(format: str, n: int, k: int) -> dict[str, Tensor]:
-    """One Linear's tensors; what is in them costs no different time."""
+    """Return one Linear's tensors; their values do not matter for the time."""
     if format == "bf16":
         return {"weight": torch.randn(n, k, dtype=torch.bfloat16)}
     if format == "fp8_block":
@@ -63,7 +63,7 @@ CONFIGS = {
 
 
 def write(folder: Path, format: str, nbytes: float, shard: float, H: int, I: int) -> None:
-    """Layers of qwen3_moe experts until the size is reached, in the order that hubs have."""
+    """Write layers of qwen3_moe experts up to a size, in the order that hubs have."""
     shapes = {"down_proj": (H, I), "gate_proj": (I, H), "up_proj": (I, H)}
     linears = {name: linear(format, *shape) for name, shape in shapes.items()}
     layer_bytes = EXPERTS * sum(t.nbytes for ts in linears.values() for t in ts.values())
@@ -92,7 +92,7 @@ def write(folder: Path, format: str, nbytes: float, shard: float, H: int, I: int
 
 
 def save(tensors: dict[str, Tensor], file: Path) -> None:
-    """The safetensors format, written here so that nothing but torch is needed."""
+    """Write a safetensors file with nothing but torch."""
     dtypes = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32",
               torch.float16: "F16", torch.int32: "I32"}  # fmt: skip
     header, offset = {}, 0
@@ -117,7 +117,7 @@ def _file(index: int) -> str:
 
 
 def _flush(folder: Path, shards: list[dict[str, Tensor]], index: int) -> None:
-    """Writes a shard and forgets its data, not its names."""
+    """Write a shard, and keep its names without their data."""
     if all(t.numel() for t in shards[index].values()):
         save(shards[index], folder / _file(index))
         shards[index] = dict.fromkeys(shards[index], torch.empty(0))
@@ -152,7 +152,7 @@ def read_all(read: Callable[[Path], None], files: list[Path], threads: int) -> N
 
 
 def seconds(function: Callable[[], None]) -> tuple[float, float]:
-    """(wall, CPU)."""
+    """Return the seconds that passed, and those of the CPU."""
     before, start = os.times(), time.perf_counter()
     function()
     wall, after = time.perf_counter() - start, os.times()
@@ -160,7 +160,7 @@ def seconds(function: Callable[[], None]) -> tuple[float, float]:
 
 
 def status(field: str) -> float:
-    """GB of one line of /proc/self/status."""
+    """Return a field of /proc/self/status in GB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024 / 1e9

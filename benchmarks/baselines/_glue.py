@@ -1,7 +1,7 @@
-"""What surrounds the peers' GEMMs where a library brings no kernel for it: sorting, quantize,
-SiLU * mul and the weighted sum; Triton on a GPU, torch elsewhere.
+"""The steps around the baselines' GEMMs for which a library brings no kernel.
 
-S rows sorted by expert; N columns; G scale groups of a row.
+These are sorting by expert, quantization, SiLU * mul and the weighted sum: in Triton on a GPU, in
+torch elsewhere. Shapes: S expert-sorted rows, N columns, G scale groups in a row.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ except ImportError:
 
 
 def vllm_version() -> str:
-    """Of the folder MOEKIT_VLLM_PATH names (its _version.py or the dist-info beside it), else of
-    the installed vllm; "vllm ?" if it does not say."""
+    """Return the version of the vllm in the folder that MOEKIT_VLLM_PATH names, or of the installed
+    one; "vllm ?" if neither its _version.py nor the dist-info next to it tells."""
     if not (named := os.environ.get("MOEKIT_VLLM_PATH")):
         try:
             return f"vllm {importlib.metadata.version('vllm')}"
@@ -40,7 +40,12 @@ def vllm_version() -> str:
 
 
 def sorted_by_expert(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order_S: the pair, t * K + k, at each place; ends_L int32; place_TK: each pair's place)."""
+    """Sort the assignments by expert.
+
+    Returns:
+        order_S: the assignment t * K + k of each row; ends_L (int32): the end of each expert's
+        rows; place_TK: the row of each assignment.
+    """
     ids, order = ids_TK.reshape(-1).sort()
     bounds = torch.arange(experts, device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ids, bounds, right=True).int()
@@ -109,10 +114,12 @@ def quantize(
     x: Tensor, group: int, source_S: Tensor | None = None, *, gated: bool = False,
     columns_first: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """fp8 (S, N) and fp32 scales (S, G) of groups of ``group`` columns.
+    """Return fp8 values (S, N) and fp32 scales (S, G) of groups of ``group`` columns.
 
-    source_S: which row of x each row is (-1: zeros). gated: x is (S, 2N), SiLU * mul comes first.
-    columns_first: the scales lie group by group.
+    Args:
+        source_S: The row of x that each row is a copy of; -1 for zeros.
+        gated: x is (S, 2N), and SiLU * mul comes first.
+        columns_first: Store the scales group by group.
     """
     S = len(x if source_S is None else source_S)
     N = x.shape[1] // (2 if gated else 1)

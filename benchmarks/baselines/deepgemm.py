@@ -1,10 +1,10 @@
 """Bare DeepGEMM, contiguous layout: fp8 128 x 128 blocks, and bf16.
 
-Timed: quantize and scatter, both GEMMs, SiLU * mul with quantize, the weighted sum. Not timed: the
-map that pads each expert's rows to the library's multiple; it is made at the first call with a
-routing. The deep_gemm folder that MOEKIT_DEEPGEMM_PATH names, or third_party/deep_gemm in the vllm
-folder that MOEKIT_VLLM_PATH names, else an installed deep_gemm. It compiles with nvcc at the first
-call of a size.
+Timed are quantization with the scatter, both GEMMs, SiLU * mul with quantization, and the weighted
+sum. Not timed is the map that pads each expert's rows to the library's multiple: the first call
+with a routing makes it. The library is the deep_gemm folder that MOEKIT_DEEPGEMM_PATH names, or
+third_party/deep_gemm in the vllm folder that MOEKIT_VLLM_PATH names, else an installed deep_gemm.
+It compiles with nvcc at the first call of a size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEEP = 64
 
 
 def folder() -> str:
-    """The folder named by the environment, or empty."""
+    """Return the folder that the environment names, or an empty string."""
     inside_vllm = os.environ.get("MOEKIT_VLLM_PATH")
     inside = str(Path(inside_vllm, "third_party", "deep_gemm")) if inside_vllm else ""
     return os.environ.get("MOEKIT_DEEPGEMM_PATH") or inside
@@ -57,7 +57,7 @@ def library():
 
 def make(problem, weights, device):
     if device.type != "cuda" or problem.device.capability != (9, 0):
-        raise Unavailable(f"this pipeline is for SM90, not {problem.device}")
+        raise Unavailable(f"needs SM90 (got {problem.device})")
     if problem.activation.name != "silu" or problem.activation.clamped or problem.has_bias:
         raise Unavailable("only plain silu without biases")
     if problem.quant.name not in ("none", "fp8_block") or problem.dtype != torch.bfloat16:
@@ -72,7 +72,7 @@ def make(problem, weights, device):
     maps = {}
 
     def padded(routing):
-        """source_M: the token of each padded row, or -1; experts_M int32; place_TK."""
+        """Return source_M (the token of each padded row, or -1), experts_M (int32) and place_TK."""
         if id(routing) in maps:
             return maps[id(routing)][1]
         order, ends, place = sorted_by_expert(routing.topk_ids, L)
@@ -85,7 +85,8 @@ def make(problem, weights, device):
         source[place.view(-1)] = (torch.arange(place.numel(), device=device) // top_k).int()
         while len(maps) >= _KEEP:
             del maps[next(iter(maps))]
-        maps[id(routing)] = routing, (source, experts, place)  # the routing too: its id stays its
+        # The routing is held, too, so that no other one gets its id.
+        maps[id(routing)] = routing, (source, experts, place)
         return source, experts, place
 
     def fp8(x, routing):

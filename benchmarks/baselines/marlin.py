@@ -1,8 +1,8 @@
-"""The bare operator `moe_wna16_marlin_gemm` of the vLLM wheel, with that library's own
-moe_align_block_size and moe_sum: int4 with groups (symmetric) and int8 weight-only.
+"""The operator `moe_wna16_marlin_gemm` of the vLLM wheel, for int4 with groups and int8 weights.
 
-The library is loaded alone from the folder that MOEKIT_VLLM_PATH names (the wheel's vllm/), else
-from an installed vllm. The layout of the packed weights is explained in moekit_marlin/layout.py.
+moe_align_block_size and moe_sum are that library's, too; weights are symmetric. The library is
+loaded alone from the folder that MOEKIT_VLLM_PATH names (the wheel's vllm/), else from an
+installed vllm. The layout of the packed weights is explained in moekit_marlin/layout.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCKS = (8, 16, 32, 48, 64)
 
 def library() -> None:
     if hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm"):
-        return  # a plugin or another peer has loaded it
+        return  # a plugin or another baseline has loaded it
     folder = os.environ.get("MOEKIT_VLLM_PATH")
     if not folder:
         spec = importlib.util.find_spec("vllm")
@@ -35,7 +35,7 @@ def library() -> None:
 
 
 def pack(q_NK, bits):
-    """uint8 (N, K) -> int32 (K / 16, N * bits / 2): tiles of 64 x 16 in mma.m16n8k16's order."""
+    """Pack uint8 (N, K) as int32 (K / 16, N * bits / 2): tiles of 64 x 16 for mma.m16n8k16."""
     N, K = q_NK.shape
     tiles = q_NK.view(N // 64, 4, 2, 8, K // 16, 2, 4, 2)
     order = (4, 0, 3, 6, 1, 7, 2, 5) if bits == 4 else (4, 0, 3, 6, 1, 2, 7, 5)
@@ -81,17 +81,17 @@ def make(problem, weights, device):
     locks = torch.zeros(4 * multiprocessors, dtype=torch.int32, device=device)
     ops = torch.ops._moe_C
 
-    def gemm(a, w, s, blocks, block, topk_weights, slots, weighted, n, k):
-        out = a.new_empty((a.shape[0] * slots, n))
+    def gemm(a, w, s, blocks, block, topk_weights, choices, weighted, n, k):
+        out = a.new_empty((a.shape[0] * choices, n))
         return ops.moe_wna16_marlin_gemm(
-            a, out, w, None, s, None, None, None, locks, *blocks, topk_weights, block, slots,
+            a, out, w, None, s, None, None, None, locks, *blocks, topk_weights, block, choices,
             weighted, type_id, a.shape[0], n, k, False, True, False, -1, -1, -1,
         )  # fmt: skip
 
     def call(x, routing):
-        pairs = routing.topk_ids.numel()
-        block = next((b for b in _BLOCKS if pairs / L / b < 0.9), _BLOCKS[-1])
-        size = min(pairs + L * (block - 1), pairs * block)
+        assignments = routing.topk_ids.numel()
+        block = next((b for b in _BLOCKS if assignments / L / b < 0.9), _BLOCKS[-1])
+        size = min(assignments + L * (block - 1), assignments * block)
         new = dict(dtype=torch.int32, device=device)
         blocks = (
             torch.empty(size, **new), torch.empty(-(-size // block), **new), torch.empty(1, **new),

@@ -1,7 +1,8 @@
 """quack-kernels (CuTe DSL): the gather inside GEMM 1, SwiGLU in its epilogue.
 
-MOEKIT_QUACK_TUNED=1 autotunes each size at its first call (minutes a cell); the default is the
-library's default configuration. It must lie in a site-packages folder (its cache asks).
+MOEKIT_QUACK_TUNED=1 autotunes each size at its first call (minutes a cell); otherwise the
+library's default configuration is used. The library must be in a site-packages folder: its cache
+requires that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def version() -> str:
 
 def make(problem, weights, device):
     if device.type != "cuda" or problem.device.capability[0] < 9:
-        raise Unavailable(f"quack wants SM90 or later, not {problem.device}")
+        raise Unavailable(f"needs SM90 or later (got {problem.device})")
     if problem.quant.name != "none" or problem.dtype not in (torch.bfloat16, torch.float16):
         raise Unavailable(f"bf16 and fp16 only, not {problem.quant.name} {problem.dtype_name}")
     if problem.activation.name != "silu" or problem.activation.clamped or problem.has_bias:

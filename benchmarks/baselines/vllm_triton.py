@@ -1,14 +1,14 @@
 """vLLM's Triton experts: `fused_experts_impl`, its kernel, its tuned tables, its host code.
 
-From an installed vllm, or without one from the folder that MOEKIT_VLLM_PATH names (the wheel's
-vllm/). Of that folder these are read, and nothing else of vllm is imported:
+They come from an installed vllm, or from the folder that MOEKIT_VLLM_PATH names (the wheel's
+vllm/). Of that folder these files are read, and nothing else of vllm is imported:
 
     model_executor/layers/fused_moe/fused_moe.py, moe_align_block_size.py, configs/*.json
     _moe_C_stable_libtorch.abi3.so      (align, sum)
-    _C_stable_libtorch.abi3.so          (SiLU * mul; if absent, _glue's kernel stands in)
+    _C_stable_libtorch.abi3.so          (SiLU * mul; without it, _glue's kernel)
 
-Quantizing activations is _glue's in both cases of a folder; the rest that fused_moe.py imports is
-replaced by the stand-ins below, none of which runs on the device.
+With a folder, _glue quantizes activations. Whatever else fused_moe.py imports is replaced by the
+stand-ins below, none of which runs on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moekit_bench import Unavailable
 name = "vllm_triton"
 version = vllm_version
 _FUSED = "vllm.model_executor.layers.fused_moe"
-_LIBRARIES = {  # file -> whether somebody has loaded it
+_LIBRARIES = {  # file -> whether it is loaded already
     "_moe_C_stable_libtorch.abi3.so": lambda: hasattr(torch.ops._moe_C, "moe_sum"),
     "_C_stable_libtorch.abi3.so": lambda: hasattr(torch.ops._C, "silu_and_mul"),
 }
@@ -50,7 +50,7 @@ def make(problem, weights, device):
         options = {"use_int4_w4a16": True, "block_shape": [0, operand.group[1]]}
         scales = [s.to(problem.dtype) for s in scales]
     elif scheme != "none":
-        raise Unavailable(f"fused_experts_impl or this adapter does not do {scheme}")
+        raise Unavailable(f"neither fused_experts_impl nor this adapter supports {scheme}")
     if operand is not None:
         options |= {"w1_scale": scales[0], "w2_scale": scales[1]}
     fused_experts = implementation()
@@ -133,7 +133,7 @@ def from_folder(folder: Path) -> ModuleType:
 
 
 def stand_in(name: str, **contents) -> None:
-    """``sys.modules[name]`` with these contents, and packages above it."""
+    """Put a module with these contents into ``sys.modules``, and the packages above it."""
     parent = None
     for end in [i for i, letter in enumerate(name + ".") if letter == "."]:
         module = sys.modules.setdefault(name[:end], ModuleType(name[:end]))
