@@ -12,8 +12,8 @@ which of their values a scheme has.
 int4 weights are uint8, two of a row's columns in a byte, the even one in the lower half, stored as
 0..15: ``value = (stored - zero) * scale``, zero being 8, or with ``zero_points`` an integer 0..15
 (uint8, unpacked) per scale. Groups are runs of columns, or in schemes in "act-order" any columns,
-as many as a run would have: ``g_idx`` (L, K) names each column's group. `moekit.problem.int4` brings the
-checkpoints' packings into this form.
+as many as a run would have: ``g_idx`` (L, K) names each column's group. `moekit.problem.int4`
+brings the checkpoints' packings into this form.
 
 fp4 is packed in the same way: codes of sign, two exponent bits and a mantissa bit (`E2M1`).
 mxfp4 and mxfp8 have scales that are powers of two, one for 32 columns (OCP Microscaling Formats

@@ -4,7 +4,8 @@ for a value that is of another kind.
     _KINDS = {"steps": size(), "name": optional(NAME), "min_gain": real(0.0, 1.0)}
     given = accept(_KINDS, {"steps": steps, "name": name, "min_gain": min_gain})
 
-Tables serve constructors and setup. Calls compare first and explain later (`moekit.runtime.checks`).
+Tables serve constructors and setup. Calls compare first and explain later
+(`moekit.runtime.checks`).
 """
 
 from __future__ import annotations
