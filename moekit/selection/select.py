@@ -207,19 +207,16 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
 
 def _require_named(selection: Selection) -> None:
     """Raise Unsupported if a backend that is insisted on cannot do the problem."""
-    faults = [
-        (f"{kind} {asked.name!r}", rejected[asked.name])
-        for kind, asked, rejected in (
-            ("dispatcher", selection.dispatcher, selection.rejected_dispatchers),
-            ("experts", selection.experts, selection.rejected_experts),
-        )
-        if asked.name is not None and asked.name in rejected
-    ]
-    if faults:
-        texts = [f"{who} cannot do this problem: {', '.join(why)}" for who, why in faults]
-        text = "; ".join(once(texts, selection.hints))
-        raise Unsupported(
-            f"{text} (chosen {selection.explanation().why}). See `python -m moekit explain` for "
-            "what can",
-            [reason for _, why in faults for reason in why],
-        )
+    explanation = selection.explanation()
+    reasons = {n: why for n, why in explanation.reasons().items() if n in explanation.named}
+    if not reasons:
+        return
+    texts = []
+    for key, why in reasons.items():
+        kind, name = key.split(" ", 1)
+        texts.append(f"{kind} {name!r} cannot do this problem: {', '.join(why)}")
+    raise Unsupported(
+        f"{'; '.join(once(texts, selection.hints))} (chosen {explanation.why}). See "
+        "`python -m moekit explain` for what can",
+        [reason for why in reasons.values() for reason in why],
+    )
