@@ -71,9 +71,10 @@ def _relink(text: str, source: str, page: str) -> str:
 
 
 def plot(file: Path, heading: str) -> str:
-    """Return an SVG of the times in the table under ``heading``: one panel per shape.
+    """Return an SVG of the times in the table under ``heading``: one panel per value of column 1.
 
-    The vertical axis is the fastest time of a cell divided by the contestant's time.
+    Without a column in front of T there is one panel. The vertical axis is the fastest time of a
+    row divided by the contestant's time.
     """
     import matplotlib
 
@@ -81,23 +82,26 @@ def plot(file: Path, heading: str) -> str:
     from matplotlib import pyplot
 
     header, *rows = _table(file.read_text(), heading)
+    if header[0] == "T":
+        header, rows = ["", *header], [["", *row] for row in rows]
     shapes = list(dict.fromkeys(row[0] for row in rows))
-    figure, panels = pyplot.subplots(1, len(shapes), figsize=(11, 3.2), sharey=True)
+    figure, grid = pyplot.subplots(1, len(shapes), figsize=(11, 3.2), sharey=True, squeeze=False)
+    panels = grid[0]
     for panel, shape in zip(panels, shapes, strict=True):
-        cells = [
-            [float(re.sub(r"\*|\(.*?\)", "", c)) for c in r[1:]] for r in rows if r[0] == shape
-        ]
+        cells = [[_number(text) for text in row[1:]] for row in rows if row[0] == shape]
+        best = [min(time for time in cell[1:] if time == time) for cell in cells]
         for column, name in enumerate(header[2:], start=1):
-            share = [min(cell[1:]) / cell[column] for cell in cells]
-            width = 2.2 if column == 1 else 1.2
-            panel.plot([c[0] for c in cells], share, marker="o", ms=3, lw=width, label=name)
+            share = [least / cell[column] for least, cell in zip(best, cells, strict=True)]
+            panel.plot([cell[0] for cell in cells], share, marker="o", ms=3, label=name)
         panel.set_xscale("log", base=2)
         panel.set_title(shape, fontsize=10)
         panel.set_xlabel("tokens")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("fastest time / time")
     panels[0].set_ylim(0, 1.05)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
+    columns = 110 // max(map(len, header))
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=columns)
     figure.set_layout_engine("constrained")
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", transparent=False)
@@ -106,6 +110,12 @@ def plot(file: Path, heading: str) -> str:
     return re.sub(
         r'<svg height="[^"]*"', "<svg", svg[svg.index("<svg") :].replace("\n", " "), count=1
     )
+
+
+def _number(cell: str) -> float:
+    """Return the first number of a cell, without its marks; NaN if it has none."""
+    found = re.search(r"\d+(?:\.\d+)?", cell)
+    return float(found[0]) if found else float("nan")
 
 
 def _table(text: str, heading: str) -> list[list[str]]:
