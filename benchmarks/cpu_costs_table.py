@@ -33,7 +33,7 @@ def main() -> None:
                 num_experts=experts, top_k=2, hidden_size=hidden, intermediate_size=inner,
                 dtype=getattr(torch, dtype), device="cpu",
             )  # fmt: skip
-            timed = cpu_experts._timed(problem, cpu_experts.ways_for(problem))
+            timed = cpu_experts._timed(problem, cpu_experts.methods_for(problem))
             tables.append({
                 "capability": args.name,
                 "measured": f"{cpu_costs.cpu_name()}, {cpu_costs.capability()}, "

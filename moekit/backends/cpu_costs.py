@@ -1,9 +1,9 @@
-"""How long each way to run an expert takes on this CPU: calibrated, or from a shipped table.
+"""The time that each method of running an expert takes on this CPU.
 
-Which way is fastest depends on the instruction set that torch and oneDNN really use, on the number
-of threads, on the dtype, on the size of an expert and on its rows. No model knows all of that, so a
-short calibration times the ways themselves and the user's cache folder keeps what it found. Where
-calibration is switched off (``MOEKIT_CALIBRATE=0``) the table of the nearest capability serves.
+The fastest method depends on the instruction sets that torch and oneDNN use, the number of threads,
+the dtype, the size of an expert and its rows. So a short calibration times the methods themselves,
+and the user's cache folder keeps the times. If calibration is switched off
+(``MOEKIT_CALIBRATE=0``), the shipped table of the nearest capability is used.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ import torch
 
 logger = logging.getLogger("moekit")
 
-# Numbers of rows that an expert is timed with; costs in between are interpolated. They are no
-# multiples of a tile, as the rows that a router gives an expert hardly ever are.
+# Numbers of rows that an expert is timed with; costs in between are interpolated. They are not
+# multiples of a tile, because the rows that a router gives an expert rarely are.
 ROWS = (1, 2, 3, 6, 13, 27, 53, 107, 213)
 CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 1
-_TURNS, _CELL_SECONDS = 6, 0.04  # timed runs of each way after its first; when two are enough
+_TURNS, _CELL_SECONDS = 6, 0.04  # most timed rounds; the seconds after which two are enough
 _BURST = 3  # calls of one expert in a row, as a layer makes them
-_HOPELESS = 3.0  # a way that takes this many times the fastest is not timed with more rows
+_HOPELESS = 3.0  # a method this many times slower than the fastest is not timed with more rows
 
 Points = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per expert and number of rows, for each way.
+    """Seconds per expert and number of rows, for each method.
 
-    seconds: way -> [(rows, seconds), ...], rows ascending. A way without an entry for the last of
-    `ROWS` is never chosen beyond its own last entry. source: where the numbers come from, for
-    `explain`.
+    seconds: method -> [(rows, seconds), ...], rows ascending. A method without an entry for the
+    last of `ROWS` is never chosen beyond its own last entry.
+    source: where the numbers come from, for `explain`.
     """
 
     seconds: Mapping[str, Points]
     source: str
 
-    def of(self, way: str, rows: int) -> float:
-        """Seconds that ``way`` takes for an expert of ``rows`` rows; infinite where unknown."""
-        points = self.seconds.get(way, ())
+    def of(self, method: str, rows: int) -> float:
+        """Return the seconds of ``method`` for an expert of ``rows`` rows, infinity if unknown."""
+        points = self.seconds.get(method, ())
         if not points or rows > points[-1][0] < ROWS[-1]:
             return math.inf
         at = bisect_left(points, (rows, 0.0))
@@ -66,22 +66,22 @@ class Costs:
 
 
 def capability() -> str:
-    """The instruction sets that torch's own kernels and oneDNN's use here, as one short text.
+    """Return the instruction sets that torch's own kernels and oneDNN's use here.
 
-    `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA` and `torch.backends.mkldnn.flags` change it.
+    `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA` and `torch.backends.mkldnn.flags` change them.
     """
     aten = torch.backends.cpu.get_cpu_capability()
     return f"{aten}, oneDNN {_onednn() if onednn_enabled() else 'off'}"
 
 
 def onednn_enabled() -> bool:
-    """Whether torch may call oneDNN now."""
+    """Return whether torch may call oneDNN now."""
     return bool(torch._C._has_mkldnn and torch._C._get_mkldnn_enabled())
 
 
 @cache
 def _onednn() -> str:
-    """The newest of the instruction sets that matter for 16-bit products, as oneDNN may use it."""
+    """Return the newest instruction set for 16-bit products that oneDNN may use."""
     flags, limit = _cpu_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     levels = [  # name in ONEDNN_MAX_CPU_ISA, the flag that shows it
         ("AVX2", "avx2"),
@@ -111,19 +111,19 @@ def _cpu_flags() -> frozenset[str]:
 
 @cache
 def cpu_name() -> str:
-    """The processor's name, family and model; enough to tell two machines' calibrations apart."""
+    """Return the processor's name, family and model, which identify a machine's calibration."""
     with contextlib.suppress(OSError):
         wanted = ("model name", "cpu family", "model", "stepping", "CPU part")
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-        pairs = [line.partition(":") for line in lines]
-        found = [value.strip() for name, _, value in pairs if name.strip() in wanted]
+        parts = [line.partition(":") for line in lines]
+        found = [value.strip() for name, _, value in parts if name.strip() in wanted]
         if found:
             return " ".join(found)
     return platform.processor() or platform.machine()
 
 
 def calibrates() -> bool:
-    """Whether this process may time products: not where ``MOEKIT_CALIBRATE=0`` says otherwise."""
+    """Return whether this process may time products; ``MOEKIT_CALIBRATE=0`` forbids it."""
     return os.environ.get(CALIBRATE, "1") not in ("", "0")
 
 
@@ -136,11 +136,15 @@ def find(
     elements: int,
     timed: Callable[[], Mapping[str, Points]] | None,
 ) -> Costs | None:
-    """The costs of one kind of expert on this machine with the current number of threads.
+    """Return the costs of one kind of expert on this machine with the current number of threads.
 
-    key: what the costs depend on besides the machine: sizes, dtype, activation. elements: of an
-    expert's weights. timed: times the ways; it runs where the cache folder has no answer yet.
-    Returns None where there is no answer and nothing to time with.
+    Args:
+        key: the sizes, dtype and activation that the costs depend on.
+        elements: the number of elements of an expert's weights.
+        timed: times the methods; it runs if the cache folder has no times yet.
+
+    Returns:
+        The costs, or None if the cache folder has none and ``timed`` is None.
     """
     where = f"{capability()}, {torch.get_num_threads()} thread(s)"
     if not calibrates():
@@ -151,10 +155,10 @@ def find(
         if timed is None:
             return None
         begin = time.perf_counter()
-        entry = {way: [[n, t] for n, t in points] for way, points in timed().items()}
-        logger.info("moekit: timed the ways to run %s in %.1f s", name, time.perf_counter() - begin)
+        entry = {method: [[n, t] for n, t in points] for method, points in timed().items()}
+        logger.info("moekit: timed the methods for %s in %.1f s", name, time.perf_counter() - begin)
         _write(path, name, entry)
-    seconds = {way: [(int(n), float(t)) for n, t in points] for way, points in entry.items()}
+    seconds = {method: [(int(n), float(t)) for n, t in points] for method, points in entry.items()}
     return Costs(seconds, f"calibrated on this machine ({where})")
 
 
@@ -166,7 +170,7 @@ def _file() -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the entries of the cache file; none where it is absent or damaged."""
+    """Return the entries of the cache file, none if it is missing or damaged."""
     try:
         found = json.loads(path.read_text())
         return {name: entry for name, entry in found.items() if _is_entry(entry)}
@@ -190,12 +194,12 @@ def _is_entry(entry: object) -> bool:
 
 
 def _write(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Adds an entry; a folder that cannot be written costs the next process a calibration."""
+    """Add an entry. If the folder cannot be written, the next process calibrates again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        together = {**_read(path), name: entry}
+        entries = {**_read(path), name: entry}
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(together, file, indent=1)
+            json.dump(entries, file, indent=1)
         os.replace(file.name, path)
     except OSError as error:
         logger.warning("moekit: the CPU's calibration was not kept in %s: %s", path, error)
@@ -209,36 +213,40 @@ def measure(
     experts: int = 1,
     against: Sequence[float] = (math.inf,) * len(ROWS),
 ) -> dict[str, list[tuple[int, float]]]:
-    """Times every way with every number of rows, the ways in turn.
+    """Time every method with every number of rows, in rounds of one call of each method.
 
-    calls: way -> (rows -> a call of ``experts`` experts of that many rows). against: the seconds of
-    the fastest way known, for each of `ROWS`. Returns way -> [(rows, least seconds an expert)].
+    Args:
+        calls: method -> (rows -> a call of ``experts`` experts of that many rows).
+        against: the seconds of the fastest method known, for each of `ROWS`.
+
+    Returns:
+        method -> [(rows, least seconds an expert)].
     """
-    # One thread's own clock does not count what other processes take meanwhile.
+    # A thread's own clock does not count the time of other processes.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     burst = 1 if experts > 1 else _BURST
-    points: dict[str, list[tuple[int, float]]] = {way: [] for way in calls}
+    points: dict[str, list[tuple[int, float]]] = {method: [] for method in calls}
     alive = dict(calls)
     for rows, known in zip(ROWS, against, strict=True):
-        ready = {way: make(rows) for way, make in alive.items()}
+        ready = {method: make(rows) for method, make in alive.items()}
         for call in ready.values():
             call()
         times, fastest, begin = dict.fromkeys(ready, math.inf), known * experts, time.perf_counter()
         for turn in range(_TURNS):
-            for way, call in ready.items():
-                if turn and times[way] > _HOPELESS * fastest:
+            for method, call in ready.items():
+                if turn and times[method] > _HOPELESS * fastest:
                     continue
                 start = clock()
                 for _ in range(burst):
                     call()
-                times[way] = min(times[way], (clock() - start) / burst)
-                fastest = min(fastest, times[way])
+                times[method] = min(times[method], (clock() - start) / burst)
+                fastest = min(fastest, times[method])
             if turn and time.perf_counter() - begin > _CELL_SECONDS:
                 break
-        for way, seconds in times.items():
-            points[way].append((rows, seconds / experts))
+        for method, seconds in times.items():
+            points[method].append((rows, seconds / experts))
             if seconds > _HOPELESS * fastest and rows > ROWS[0]:
-                del alive[way]
+                del alive[method]
     return points
 
 
@@ -246,7 +254,7 @@ def measure(
 
 
 def shipped(dtype: str, elements: int) -> Costs:
-    """The shipped costs of the nearest capability and size of expert, scaled by its elements."""
+    """Return the shipped costs of the nearest capability and size, scaled by ``elements``."""
     aten, _, onednn = capability().partition(", oneDNN ")
     if not aten.startswith("AVX512") or onednn in ("off", "AVX2", "SSE41"):
         name = "AVX2"
@@ -255,7 +263,9 @@ def shipped(dtype: str, elements: int) -> Costs:
     tables = [t for t in _shipped() if t["capability"] == name and t["dtype"] == dtype]
     nearest = min(tables, key=lambda t: abs(math.log(t["elements"] / elements)))
     scale = elements / nearest["elements"]
-    seconds = {way: [(n, t * scale) for n, t in found] for way, found in nearest["seconds"].items()}
+    seconds = {
+        method: [(n, t * scale) for n, t in found] for method, found in nearest["seconds"].items()
+    }
     return Costs(seconds, f"shipped costs for {name}, as {CALIBRATE}=0 asks")
 
 

@@ -1,4 +1,4 @@
-"""The `torch` experts on the CPU: several ways to run an expert, and the choice among them.
+"""The `torch` experts on the CPU: several methods to run an expert, and the choice of one.
 
 Shape suffixes beyond the kernel's: S expert-sorted assignments; N rows of gathered x, expert by
 expert (S, or a capacity for each expert in the batched layout); n rows of one expert; W rows
@@ -21,24 +21,25 @@ from moekit.backends.cpu_costs import Costs, Points
 from moekit.problem import MoEProblem
 from moekit.problem.activation import Activation, apply_activation
 
-# Ways to run one expert after another.
-#   right: x @ W.T in the problem's dtype.    left: W @ x.T, feature-major between the GEMMs: oneDNN
-#   onednn: fp32 products by oneDNN, where    repacks the right-hand matrix of each 16-bit product,
-#   torch.mm calls MKL.                       so a small x is repacked and not the weights.
-#   native: right with oneDNN switched off, whose 16-bit products of one row read slowly.
-#   upcast, upcast_onednn: fp32 products of 16-bit weights, converted piece by piece in the cache.
+# Methods that run one expert after another:
+#   right           x @ W.T in the problem's dtype
+#   left            W @ x.T, feature-major between the GEMMs. oneDNN repacks the right-hand matrix
+#                   of each 16-bit product, so it repacks a small x and not the weights
+#   onednn          fp32 products by oneDNN, where torch.mm calls MKL
+#   native          right with oneDNN switched off: its 16-bit products of one row are slow
+#   upcast, upcast_onednn   fp32 products of 16-bit weights, converted piece by piece in the cache
 LOOPS = ("right", "left", "native", "onednn", "upcast", "upcast_onednn")
-# Ways to run all experts at once: F.grouped_mm, and one padded bmm over the batched layout.
+# Methods that run all experts at once: F.grouped_mm, and a padded bmm over the batched layout.
 ALL_AT_ONCE = ("grouped", "batched")
 
-_PIECE_BYTES = 4 << 20  # fp32 bytes of upcast weights that stay in second-level caches, about
-_UPCAST_ROWS = 512  # rows that share one conversion, which then costs next to nothing
+_PIECE_BYTES = 4 << 20  # fp32 bytes of upcast weights that fit in second-level caches
+_UPCAST_ROWS = 512  # rows that share one conversion, whose cost is small then
 # Most rows of the batched layout per assignment, or per expert, that memory may hold.
 BATCHED_ROWS_PER_ASSIGNMENT, BATCHED_ROWS_PER_EXPERT = 4, 8
-# About what the dozen small operations that sort, gather and sum by token take.
+# Approximate time of the dozen small operations that sort, gather and sum by token.
 _SORTING_SECONDS = 100e-6
-# Calibration: most weight elements of an expert (times of larger ones are scaled), and bytes of
-# experts to cycle through, so that they exceed the caches where the layer's own experts do.
+# Calibration: the most weight elements of an expert (times of larger experts are scaled), and the
+# bytes of experts to cycle through, which exceed the caches if the layer's experts do.
 _MAX_ELEMENTS, _CYCLE_BYTES = 8 << 20, 64 << 20
 _TABLE_ROWS = 1024
 
@@ -60,14 +61,14 @@ class Experts:
 
 
 class Arena:
-    """Consecutive 64-byte aligned pieces of one byte buffer: fresh big tensors page-fault anew."""
+    """Consecutive 64-byte aligned pieces of a byte buffer: new large tensors cause page faults."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer, self.used = buffer, 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         start, nbytes = self.used, math.prod(shape) * dtype.itemsize
-        assert start + nbytes <= self.buffer.nbytes, "workspace() promised too little"
+        assert start + nbytes <= self.buffer.nbytes, "workspace() reported too few bytes"
         self.used = (start + nbytes + 63) & -64
         return self.buffer[start : start + nbytes].view(dtype).view(tuple(shape))
 
@@ -76,7 +77,7 @@ def arena_bytes(problem: MoEProblem, assignments: int) -> int:
     """Return the bytes that a call of at most ``assignments`` assignments takes from its arena."""
     p, size = problem, problem.dtype.itemsize
     rows = assignments
-    if "batched" in ways_for(p):
+    if "batched" in methods_for(p):
         fits = BATCHED_ROWS_PER_EXPERT * p.num_local_experts
         rows = max(BATCHED_ROWS_PER_ASSIGNMENT * assignments, fits)
     gathered = rows * p.hidden_size * (size + 4)
@@ -84,7 +85,7 @@ def arena_bytes(problem: MoEProblem, assignments: int) -> int:
 
 
 def _scratch_bytes(problem: MoEProblem, rows: int) -> int:
-    """Return the bytes that the ways take besides x and z, for ``rows`` rows in all."""
+    """Return the bytes that a method takes in addition to x and z, for ``rows`` rows in all."""
     p, wide = problem, problem.w13_rows + problem.hidden_size
     matrix = 4 * p.hidden_size * max(p.w13_rows, p.local_intermediate_size)
     piece = min(matrix, max(_PIECE_BYTES, 4 * wide))
@@ -95,51 +96,51 @@ def _scratch_bytes(problem: MoEProblem, rows: int) -> int:
 # -- the choice ---------------------------------------------------------------------------------
 
 
-def ways_for(problem: MoEProblem) -> tuple[str, ...]:
-    """The ways that can run this problem's experts on this machine."""
+def methods_for(problem: MoEProblem) -> tuple[str, ...]:
+    """Return the methods that can run this problem's experts on this machine."""
     p = problem
     onednn = cpu_costs.onednn_enabled() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    ways = ["right", "left"]
+    methods = ["right", "left"]
     if p.dtype == torch.float32:
-        ways += ["onednn"] if onednn else []
+        methods += ["onednn"] if onednn else []
     else:
-        ways += ["upcast", "upcast_onednn", "native"] if onednn else ["upcast"]
+        methods += ["upcast", "upcast_onednn", "native"] if onednn else ["upcast"]
     if p.quant.weight is None:
-        ways.append("batched")
+        methods.append("batched")
         sizes = (p.hidden_size, p.local_intermediate_size)
         if not p.has_bias and all(n * p.dtype.itemsize % 16 == 0 for n in sizes):
-            ways.append("grouped")
-    return tuple(ways)
+            methods.append("grouped")
+    return tuple(methods)
 
 
 class Choice:
-    """Which way runs experts of how many rows fastest."""
+    """The fastest method for each number of rows of an expert."""
 
-    def __init__(self, costs: Costs, ways: Sequence[str]) -> None:
+    def __init__(self, costs: Costs, methods: Sequence[str]) -> None:
         rows = range(1, _TABLE_ROWS + 1)
-        loops = [way for way in LOOPS if way in ways]
-        best = [min((costs.of(way, n), way) for way in loops) for n in rows]
-        self._seconds, self._ways = [t for t, _ in best], [way for _, way in best]
-        self._at_once = {w: [costs.of(w, n) for n in rows] for w in ALL_AT_ONCE if w in ways}
+        loops = [method for method in LOOPS if method in methods]
+        best = [min((costs.of(method, n), method) for method in loops) for n in rows]
+        self._seconds, self._methods = [t for t, _ in best], [method for _, method in best]
+        self._at_once = {w: [costs.of(w, n) for n in rows] for w in ALL_AT_ONCE if w in methods}
         self._source = costs.source
 
     def loop(self, rows: int, alone: bool) -> str:
-        """The fastest way for one expert of ``rows`` rows.
+        """Return the fastest method for one expert of ``rows`` rows.
 
-        alone: no other thread runs experts; else no way that switches oneDNN off is taken.
+        alone: no other thread runs experts. Otherwise no method may switch oneDNN off.
         """
-        way = self._ways[min(rows, _TABLE_ROWS) - 1]
-        return way if alone or way != "native" else "right"
+        method = self._methods[min(rows, _TABLE_ROWS) - 1]
+        return method if alone or method != "native" else "right"
 
     def one_token_at_once(self, top_k: int) -> bool:
-        """Whether one token's experts are faster all at once, sorting included."""
+        """Return whether one token's experts are faster all at once, sorting included."""
         grouped = self._at_once.get("grouped", (math.inf,))[0]
         return top_k * grouped + _SORTING_SECONDS < top_k * self._seconds[0]
 
     def at_once(self, counts: Sequence[int], batched_fits: bool) -> str | None:
-        """The way that runs all experts at once; None where one after another is faster.
+        """Return the method that runs all experts at once, or None if a loop is faster.
 
-        counts: rows of every local expert. batched_fits: the batched layout has the memory.
+        counts: rows of every local expert. batched_fits: there is memory for the batched layout.
         """
         hit = [n for n in counts if n]
         found, least = None, _total(self._seconds, hit)
@@ -156,12 +157,12 @@ class Choice:
     def __str__(self) -> str:
         parts, start = [], 1
         for n in range(2, _TABLE_ROWS + 2):
-            if n > _TABLE_ROWS or self._ways[n - 1] != self._ways[start - 1]:
+            if n > _TABLE_ROWS or self._methods[n - 1] != self._methods[start - 1]:
                 rows = f"{start}" if start == n - 1 else f"{start} to {n - 1}"
                 rows = f"{start} and more" if n > _TABLE_ROWS else rows
-                parts.append(f"'{self._ways[start - 1]}' for {rows}")
+                parts.append(f"'{self._methods[start - 1]}' for {rows}")
                 start = n
-        return f"by rows an expert {', '.join(parts)} ({self._source})"
+        return f"method by rows per expert: {', '.join(parts)} ({self._source})"
 
 
 def _total(seconds: Sequence[float], counts: Sequence[int]) -> float:
@@ -177,25 +178,25 @@ _choices: dict[tuple[object, ...], Choice] = {}
 
 
 def choice(problem: MoEProblem) -> Choice:
-    """The choice for a problem, with the current number of threads; timed where not yet known."""
-    found = _find(problem, lambda: _timed(problem, ways_for(problem)))
+    """Return the choice for a problem and the current number of threads; time it if unknown."""
+    found = _find(problem, lambda: _timed(problem, methods_for(problem)))
     assert found is not None
     return found
 
 
 def describe(problem: MoEProblem) -> str:
-    """Say which way runs experts of how many rows, if this machine is known, without timing it."""
+    """Return the choice as text for `explain`; an unknown machine is not timed."""
     if problem.device.type != "cpu":
         return ""
     found = _find(problem, None)
-    return str(found) if found else "times the ways to run an expert when weights are first packed"
+    return str(found) if found else "its methods are timed when weights are first packed"
 
 
 def _find(problem: MoEProblem, timed: Callable[[], Mapping[str, Points]] | None) -> Choice | None:
-    p, ways = problem, ways_for(problem)
+    p, methods = problem, methods_for(problem)
     key = (
         p.dtype_name, p.hidden_size, p.local_intermediate_size, p.activation.name, p.has_bias,
-        ways,
+        methods,
     )  # fmt: skip
     full = (*key, torch.get_num_threads(), cpu_costs.calibrates())
     found = _choices.get(full)
@@ -206,12 +207,12 @@ def _find(problem: MoEProblem, timed: Callable[[], Mapping[str, Points]] | None)
                 elements = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
                 costs = cpu_costs.find(key, p.dtype_name, elements, timed)
                 if costs is not None:
-                    found = _choices[full] = Choice(costs, ways)
+                    found = _choices[full] = Choice(costs, methods)
     return found
 
 
-def _timed(problem: MoEProblem, ways: Sequence[str]) -> Mapping[str, Points]:
-    """Times the ways on random experts of the problem's sizes, or a share of them."""
+def _timed(problem: MoEProblem, methods: Sequence[str]) -> Mapping[str, Points]:
+    """Time the methods on random experts of the problem's sizes, or of a share of them."""
     p, H = problem, problem.hidden_size
     halves = p.w13_rows // p.local_intermediate_size
     most = max(32, _MAX_ELEMENTS // (H * (halves + 1)) // 32 * 32)
@@ -228,24 +229,24 @@ def _timed(problem: MoEProblem, ways: Sequence[str]) -> Mapping[str, Points]:
     experts = Experts(p, random(count, halves * inner, H), random(count, H, inner), *biases)
     turn = 0
 
-    def call_of(way: str, rows: int) -> Callable[[], object]:
-        number = count if way in ALL_AT_ONCE else 1
+    def call_of(method: str, rows: int) -> Callable[[], object]:
+        number = count if method in ALL_AT_ONCE else 1
         x, z = random(number, rows, H).flatten(0, 1), torch.empty(number * rows, H, device="cpu")
         scratch = torch.empty(_scratch_bytes(p, number * rows), dtype=torch.uint8, device="cpu")
 
         def one_expert() -> None:
             nonlocal turn
             turn = (turn + 1) % count
-            run_expert(way, experts, turn, x, z, Arena(scratch))
+            run_expert(method, experts, turn, x, z, Arena(scratch))
 
         calls: dict[str, Callable[[], object]] = {
             "grouped": lambda: run_grouped(experts, x, torch.full((count,), rows, device="cpu")),
             "batched": lambda: run_batched(experts, x, z, Arena(scratch)),
         }
-        return calls.get(way, one_expert)
+        return calls.get(method, one_expert)
 
     def makers(kind: Sequence[str]) -> dict[str, Callable[[int], Callable[[], object]]]:
-        return {w: lambda rows, w=w: call_of(w, rows) for w in kind if w in ways}  # type: ignore[misc]
+        return {w: lambda rows, w=w: call_of(w, rows) for w in kind if w in methods}  # type: ignore[misc]
 
     with torch.inference_mode():
         loops = cpu_costs.measure(makers(LOOPS))
@@ -253,14 +254,16 @@ def _timed(problem: MoEProblem, ways: Sequence[str]) -> Mapping[str, Points]:
                    for n in cpu_costs.ROWS]  # fmt: skip
         at_once = cpu_costs.measure(makers(ALL_AT_ONCE), count, fastest)
     scale = p.local_intermediate_size / inner
-    return {way: [(n, t * scale) for n, t in found] for way, found in (loops | at_once).items()}
+    return {
+        method: [(n, t * scale) for n, t in found] for method, found in (loops | at_once).items()
+    }
 
 
-# -- the ways -----------------------------------------------------------------------------------
+# -- methods -----------------------------------------------------------------------------------
 
 
 def activate(h: Tensor, activation: Activation, dim: int = -1) -> Tensor:
-    """Activation along ``dim``; may overwrite h. The plain silu gate stays in h's dtype."""
+    """Apply the activation along ``dim``; may overwrite h. A plain silu stays in h's dtype."""
     if activation.name == "silu" and activation.limit is None:
         gate, up = h.chunk(2, dim=dim)
         return F.silu(gate, inplace=True).mul_(up)
@@ -268,28 +271,28 @@ def activate(h: Tensor, activation: Activation, dim: int = -1) -> Tensor:
 
 
 def run_expert(
-    way: str, experts: Experts, expert: int, x_nH: Tensor, z_nH: Tensor, arena: Arena
+    method: str, experts: Experts, expert: int, x_nH: Tensor, z_nH: Tensor, arena: Arena
 ) -> None:
-    """One expert on its rows; z is fp32, unweighted."""
+    """Run one expert on its rows and write z, fp32 and unweighted."""
     used = arena.used
-    if way == "left":
+    if method == "left":
         _left(experts, expert, x_nH, z_nH, arena)
-    elif way in ("upcast", "upcast_onednn"):
+    elif method in ("upcast", "upcast_onednn"):
         for start in range(0, len(x_nH), _UPCAST_ROWS):
             rows = slice(start, start + _UPCAST_ROWS)
-            _upcast(way == "upcast_onednn", experts, expert, x_nH[rows], z_nH[rows], arena)
+            _upcast(method == "upcast_onednn", experts, expert, x_nH[rows], z_nH[rows], arena)
             arena.used = used
-    elif way == "native":
+    elif method == "native":
         _native(experts, expert, x_nH, z_nH, arena)
     else:
-        _right(way == "onednn", experts, expert, x_nH, z_nH, arena)
+        _right(method == "onednn", experts, expert, x_nH, z_nH, arena)
     if experts.bias2 is not None:
         z_nH += experts.bias2[expert]
-    arena.used = used  # the next expert reuses it, still warm in the cache
+    arena.used = used  # the next expert reuses it while it is in the cache
 
 
 def _native(experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> None:
-    """`_right` with oneDNN switched off. The switch is one for the process, so a lock guards it."""
+    """Run `_right` with oneDNN switched off, under a lock: the switch is the whole process's."""
     if not _switch.acquire(blocking=False):
         return _right(False, experts, expert, x, z, arena)
     try:
@@ -305,7 +308,10 @@ _last_thread = 0
 
 
 def _alone() -> bool:
-    """Whether the call before was this thread's, too: what switches oneDNN off slows all others."""
+    """Return whether this thread made the last call, too.
+
+    A method that switches oneDNN off slows down the calls of all other threads.
+    """
     global _last_thread
     before, _last_thread = _last_thread, threading.get_ident()
     return before == _last_thread
@@ -358,7 +364,7 @@ def _upcast(
 
 
 def _upcast_product(onednn: bool, x: Tensor, w: Tensor, out: Tensor, arena: Arena) -> None:
-    """out = x @ w.T in fp32, with w converted a few rows at a time."""
+    """Compute out = x @ w.T in fp32, with w converted a few rows at a time."""
     used, (rows, inner) = arena.used, w.shape
     converts = w.dtype != torch.float32
     step = min(rows, max(1, _PIECE_BYTES // (4 * inner))) if converts else rows
@@ -376,7 +382,7 @@ def _upcast_product(onednn: bool, x: Tensor, w: Tensor, out: Tensor, arena: Aren
 
 
 def run_batched(experts: Experts, x_NH: Tensor, z_NH: Tensor, arena: Arena) -> None:
-    """All experts on equally many rows each, in expert order."""
+    """Run all experts on the same number of rows each, in expert order."""
     w13, w2 = experts.w13, experts.w2
     assert w13 is not None and w2 is not None
     L, used = len(w13), arena.used
@@ -394,7 +400,7 @@ def run_batched(experts: Experts, x_NH: Tensor, z_NH: Tensor, arena: Arena) -> N
 
 
 def run_grouped(experts: Experts, x_SH: Tensor, count_L: Tensor) -> Tensor:
-    """All experts on expert-sorted rows, count_L of each, looped over in C++: (S, H) fp32."""
+    """Run all experts on expert-sorted rows, count_L of each, in a C++ loop: (S, H) fp32."""
     assert experts.w13 is not None and experts.w2 is not None
     ends_L = count_L.cumsum(0, dtype=torch.int32)
     h = F.grouped_mm(x_SH, experts.w13.mT, offs=ends_L)
@@ -403,13 +409,13 @@ def run_grouped(experts: Experts, x_SH: Tensor, count_L: Tensor) -> Tensor:
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    # The transposed form: only so does torch see a one-column matrix as contiguous already.
+    # torch recognizes a one-column matrix as contiguous only in the transposed form.
     torch.mm(b.T, a.T, out=out.T)
     return out
 
 
 def _linear(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w.T by oneDNN's fp32 kernels: on AMD's AVX-512 twice as fast as MKL's."""
+    """Return x @ w.T by oneDNN's fp32 kernels: on AMD's AVX-512 twice as fast as MKL's."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
     return product
 
@@ -426,7 +432,10 @@ def run(
     weights_RK: Tensor,
     arena: Arena,
 ) -> None:
-    """y = the weighted sum of each token's experts. ids: local, -1 for none; weights: fp32."""
+    """Write the weighted sum of each token's experts to y.
+
+    ids: local, -1 for none. weights: fp32.
+    """
     (R, H), K, L = x_RH.shape, ids_RK.shape[1], experts.problem.num_local_experts
     alone = _alone()
     if R == 1 and not chosen.one_token_at_once(K):
@@ -444,14 +453,14 @@ def run(
     most = max(BATCHED_ROWS_PER_ASSIGNMENT * len(ids_S), BATCHED_ROWS_PER_EXPERT * L)
     at_once = chosen.at_once(counts, batched_fits=L * widest <= most)
 
-    # Assignment s of the sorted ones lives in row slot_S[s] of x and z.
-    slot_S = torch.arange(len(ids_S), device="cpu")
+    # Assignment s of the sorted ones is in row place_S[s] of x and z.
+    place_S = torch.arange(len(ids_S), device="cpu")
     row_N = order_S // K
     if at_once == "batched":
         first_L = count_L.cumsum(0) - count_L
-        slot_S += (torch.arange(L, device="cpu") * widest - first_L)[ids_S]
+        place_S += (torch.arange(L, device="cpu") * widest - first_L)[ids_S]
         padded = row_N.new_full((L * widest,), int(row_N[0]))
-        row_N = padded.index_copy_(0, slot_S, row_N)
+        row_N = padded.index_copy_(0, place_S, row_N)
     x_NH = torch.index_select(x_RH, 0, row_N, out=arena.take((len(row_N), H), x_RH.dtype))
     if at_once == "grouped":
         z_NH = run_grouped(experts, x_NH, count_L)
@@ -464,22 +473,22 @@ def run(
             for expert, rows in enumerate(counts):
                 if rows:
                     start, end = end, end + rows
-                    way = chosen.loop(rows, alone)
-                    run_expert(way, experts, expert, x_NH[start:end], z_NH[start:end], arena)
+                    method = chosen.loop(rows, alone)
+                    run_expert(method, experts, expert, x_NH[start:end], z_NH[start:end], arena)
 
     # embedding_bag: gather, weight and sum over K in one threaded, ordered fp32 pass.
-    slot_RK = torch.empty(R * K, dtype=torch.int64, device="cpu").index_copy_(0, order_S, slot_S)
+    place_RK = torch.empty(R * K, dtype=torch.int64, device="cpu").index_copy_(0, order_S, place_S)
     weight_RK, bag_R = weights_RK.reshape(-1), torch.arange(0, R * K, K, device="cpu")
     if skipped:
         used_RK = ids_RK >= 0
         per_row = used_RK.sum(1)
         bag_R = per_row.cumsum(0) - per_row
-        slot_RK, weight_RK = slot_RK[used_RK.view(-1)], weight_RK[used_RK.view(-1)]
-    y_RH.copy_(torch.embedding_bag(z_NH, slot_RK, bag_R, False, 0, False, weight_RK)[0])
+        place_RK, weight_RK = place_RK[used_RK.view(-1)], weight_RK[used_RK.view(-1)]
+    y_RH.copy_(torch.embedding_bag(z_NH, place_RK, bag_R, False, 0, False, weight_RK)[0])
 
 
 def _one_token(
-    way: str,
+    method: str,
     experts: Experts,
     y_1H: Tensor,
     x_1H: Tensor,
@@ -487,13 +496,13 @@ def _one_token(
     weights_1K: Tensor,
     arena: Arena,
 ) -> None:
-    """Nothing to sort or gather."""
-    used = [(slot, expert) for slot, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
+    """Run the experts of a single token, without sorting or gathering."""
+    used = [(k, expert) for k, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
     used_bytes = arena.used
     z_KH = arena.take((len(used), x_1H.shape[1]), torch.float32)
     for row, (_, expert) in enumerate(used):
-        run_expert(way, experts, expert, x_1H, z_KH[row : row + 1], arena)
+        run_expert(method, experts, expert, x_1H, z_KH[row : row + 1], arena)
     if len(used) < ids_1K.shape[1]:
-        weights_1K = weights_1K[:, [slot for slot, _ in used]]
+        weights_1K = weights_1K[:, [k for k, _ in used]]
     y_1H.copy_(torch.mm(weights_1K, z_KH))
     arena.used = used_bytes

@@ -23,16 +23,16 @@ class TorchExperts(PermuteExpertsUnpermute):
     """STANDARD, reducing: rows sorted by expert, one pair of matrix products per expert.
 
     Quantized weights are dequantized one expert at a time, and activations stay unquantized: the
-    arithmetic is that of the problem's dtype. In float16 an intermediate value above 65504 is
-    infinite, although its router weight or the sum over K may bring it back into range: rows whose
-    result is not finite are computed again in float32.
+    arithmetic is that of the problem's dtype. In float16 an intermediate value above 65504 becomes
+    infinite, although its router weight or the sum over K may bring it back into range. So rows
+    whose result is not finite are computed again in float32.
     """
 
     _chosen: tuple[object, cpu_experts.Choice] | None = None
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         if self.problem.device.type == "cpu":
-            self._choice()  # what is to be timed is timed before the first call
+            self._choice()  # methods are timed here, before the first call
         return PackedWeights(self.spec.name, *weights.by_expert())
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
@@ -45,8 +45,8 @@ class TorchExperts(PermuteExpertsUnpermute):
         p = self.problem
         half = p.dtype == torch.float16  # perhaps all rows are computed again in fp32
         size = 4 if half else p.dtype.itemsize
-        pairs = rows * p.top_k
-        activations = pairs * (p.hidden_size * (3 * size + 4) + p.w13_rows * (size + 8))
+        assignments = rows * p.top_k
+        activations = assignments * (p.hidden_size * (3 * size + 4) + p.w13_rows * (size + 8))
         weights = p.hidden_size * max(p.w13_rows, p.local_intermediate_size)
         dequantized = 4 * weights if half else 0
         if p.quant.weight is not None:
@@ -54,7 +54,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         if p.quant.weight is not None and p.quant.weight.packed:
             dequantized += weights * 14  # unpacked, zero points, g_idx's indices
         per_expert = 1 + cpu_experts.BATCHED_ROWS_PER_EXPERT
-        index = 12 * 8 * (pairs + p.num_local_experts * per_expert)
+        index = 12 * 8 * (assignments + p.num_local_experts * per_expert)
         return activations + index + 2 * 4 * rows * p.hidden_size + dequantized
 
     def apply(
@@ -130,7 +130,7 @@ def _on_any_device(
     ids_RK: Tensor,
     topk_weights_RK: Tensor,
 ) -> None:
-    """argsort, two grouped GEMMs (no host synchronization), inverse permutation, fp32 sum."""
+    """Sort, run two grouped GEMMs (no host synchronization), permute back and sum in fp32."""
     (R, H), K, L = x_RH.shape, ids_RK.shape[1], problem.num_local_experts
     ids_S, order_S = torch.sort(torch.where(ids_RK < 0, L, ids_RK).view(-1), stable=True)
     ends_L = torch.searchsorted(
@@ -158,7 +158,7 @@ def _on_any_device(
 
 
 def _has_grouped_mm(problem: MoEProblem) -> bool:
-    """torch's grouped GEMM: bf16, 16-byte rows, compute capability 8.0 or later."""
+    """Return whether torch's grouped GEMM runs: bf16, 16-byte rows, capability 8.0 or later."""
     sizes = (problem.hidden_size, problem.local_intermediate_size)
     return (
         problem.device.type == "cuda"

@@ -42,36 +42,36 @@ def rms(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Forced(cpu_experts.Choice):
-    """A choice that always takes one way."""
+    """A choice that always takes one method."""
 
-    def __init__(self, way: str) -> None:
-        self.way, self.taken = way, 0
+    def __init__(self, method: str) -> None:
+        self.method, self.taken = method, 0
 
     def loop(self, rows: int, alone: bool) -> str:
         self.taken += 1
-        return self.way
+        return self.method
 
     def one_token_at_once(self, top_k: int) -> bool:
-        return self.way in cpu_experts.ALL_AT_ONCE
+        return self.method in cpu_experts.ALL_AT_ONCE
 
     def at_once(self, counts, batched_fits: bool) -> str | None:
-        if self.way not in cpu_experts.ALL_AT_ONCE:
+        if self.method not in cpu_experts.ALL_AT_ONCE:
             return None
         self.taken += 1
-        return self.way
+        return self.method
 
 
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("way", (*cpu_experts.LOOPS, *cpu_experts.ALL_AT_ONCE))
+@pytest.mark.parametrize("method", (*cpu_experts.LOOPS, *cpu_experts.ALL_AT_ONCE))
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(4, 2, 1), (4, 2, 33), (16, 4, 7)])
 def test_every_cpu_way(
-    monkeypatch: pytest.MonkeyPatch, dtype, bias, way, experts, top_k, tokens
+    monkeypatch: pytest.MonkeyPatch, dtype, bias, method, experts, top_k, tokens
 ) -> None:
     p, w, x, routing = case(dtype, experts, top_k, tokens, has_bias=bias)
-    if way not in cpu_experts.ways_for(p):
-        pytest.skip(f"{way} cannot run {dtype}{' with biases' if bias else ''}")
-    forced = Forced(way)
+    if method not in cpu_experts.methods_for(p):
+        pytest.skip(f"{method} cannot run {dtype}{' with biases' if bias else ''}")
+    forced = Forced(method)
     monkeypatch.setattr(cpu_experts, "BATCHED_ROWS_PER_ASSIGNMENT", experts)
     monkeypatch.setattr(cpu_experts, "choice", lambda problem: forced)
     kernel = moekit.compose(p, "local", "torch")
@@ -109,7 +109,7 @@ def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
 
 def test_explain_says_how_the_cpu_runs_experts(monkeypatch, tmp_path) -> None:
     p, w, *_ = case(torch.float32, 4, 2, 1)
-    assert "torch: by rows an expert '" in moekit.explain(p, experts="torch").note
+    assert "torch: method by rows per expert: '" in moekit.explain(p, experts="torch").note
     monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_experts, "_choices", {})
@@ -136,11 +136,11 @@ def test_costs_between_and_beyond_the_timed_rows() -> None:
 
 
 def test_shipped_tables_name_every_loop_way() -> None:
-    """Where nothing may be timed, each dtype finds a way for every number of rows."""
+    """Where nothing may be timed, each dtype finds a method for every number of rows."""
     for dtype in ("bfloat16", "float16", "float32"):
         costs = cpu_costs.shipped(dtype, 3 * 2048 * 768)
         for rows in (1, 7, 500, 5000):
-            assert min(costs.of(way, rows) for way in cpu_experts.LOOPS) < 10
+            assert min(costs.of(method, rows) for method in cpu_experts.LOOPS) < 10
 
 
 def test_another_thread_keeps_onednn_on() -> None:
