@@ -1,10 +1,10 @@
-"""The contract between the kernel and its backends: what a backend author reads.
+"""The contract between the kernel and its backends, for authors of backends.
 
 A dispatcher implements `PrepareAndFinalize`, an experts backend `PermuteExpertsUnpermute`. They
 exchange `Routing`, `Dispatched` and `PackedWeights`.
 
 Shape suffixes: T tokens on this rank, K top-k, H hidden size, I intermediate size on this rank,
-L local experts, R dispatched rows, C rows that one expert of the batched layout can hold.
+L local experts, R dispatched rows, C capacity of the batched layout (rows for each expert).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go.
+    """The experts of each token, and their weights.
 
-    topk_weights: (T, K) float32, anything (even NaN) where the id is -1. topk_ids: (T, K) int32 or
-    int64, global physical expert ids, -1 for "no expert" (all of a padding token's ids are -1). A
-    token names an expert at most once.
+    topk_weights: (T, K) float32; may hold anything, NaN included, where the id is -1.
+    topk_ids: (T, K) int32 or int64, global physical expert ids, -1 for no expert (a padding token
+    has no other ids). A token names an expert at most once.
     """
 
     topk_weights: Tensor
@@ -48,16 +48,17 @@ class Routing:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The tokens that reached this rank, as `PrepareAndFinalize.prepare` hands them over.
+    """The tokens that reached this rank, from `PrepareAndFinalize.prepare`.
 
-    STANDARD: x (R, H); topk_ids (R, K') *local* expert ids in [0, L), -1 where the slot is not
-    for this rank; topk_weights (R, K') float32. Rows with no local expert are padding and may
-    hold anything, NaN included. NaN in another row spoils only its own output, or a shared scale.
+    STANDARD: x (R, H); topk_ids (R, K') *local* expert ids in [0, L), -1 for assignments of other
+    ranks; topk_weights (R, K') float32. Rows without a local expert are padding and may hold
+    anything, NaN included. NaN in another row affects only its own output, or a shared scale.
     BATCHED: x (L, C, H); expert_num_tokens (L,) int32, rows at or beyond it are padding; ids and
     weights are None.
-    x_scale: None for unquantized x; else fp32, (R or 1, groups) or (L, C, groups) or (1, 1, 1),
-    groups as in `OperandQuant.scale_shape`. A per-tensor scale may come as one scale per row.
-    handle: the dispatcher's own, for finalize.
+    x_scale: None for unquantized x; otherwise fp32, (R or 1, groups) or (L, C, groups) or
+    (1, 1, 1), groups as in `OperandQuant.scale_shape`. A per-tensor scale may come as one scale
+    per row.
+    handle: what the dispatcher's `finalize` needs; others do not look at it.
     """
 
     x: Tensor
@@ -109,12 +110,14 @@ class PackedWeights:
 class PrepareAndFinalize(Backend):
     """Moves tokens to the ranks of their experts, and the results back.
 
-    It talks only in the group it is given, which need not be WORLD, and passes
-    ``moekit.plugin.resolve(problem, group)`` to ``super().__init__``: ranks that differ
-    raise there, and checked kernels agree in ``self.group``; where that is None, no rank checks
-    another. State belongs to the call: `prepare` puts what `finalize` needs into
-    ``Dispatched.handle``. Two calls may be in flight, and finish in any order; the caller's
-    tensors are never modified.
+    A dispatcher that moves tokens communicates only in the group that it is given, which need not
+    be WORLD. It passes ``moekit.plugin.resolve(problem, group)`` to ``super().__init__``, which
+    raises on ranks that differ. Checked kernels make their collective checks in ``self.group``; if
+    it is None, they make none. Where nothing moves, `moekit.compose` uses a local dispatcher
+    instead.
+
+    State belongs to the call: `prepare` puts what `finalize` needs into ``Dispatched.handle``. Two
+    calls may be in flight, and finish in any order. The caller's tensors are never modified.
     """
 
     interface = "PrepareAndFinalize"
@@ -145,7 +148,7 @@ class PrepareAndFinalize(Backend):
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        """Quantizes with ``quantize`` (None: leave as it is) and dispatches.
+        """Quantize the tokens with ``quantize`` if it is not None, and dispatch them.
 
         x_TH is contiguous, in the problem's dtype; ids are contiguous, of ``spec.ids_dtype``.
         """
@@ -173,25 +176,27 @@ class PrepareAndFinalize(Backend):
 
     @abstractmethod
     def max_rows(self, num_tokens: int) -> int:
-        """Most rows (STANDARD: R, BATCHED: C) when every rank passes ``num_tokens`` tokens."""
+        """Return the most rows (STANDARD: R, BATCHED: C) for ``num_tokens`` on every rank."""
 
     def buffer_bytes(self) -> int:
-        """Bytes this dispatcher keeps allocated between calls."""
+        """Return the bytes that this dispatcher keeps allocated between calls."""
         return 0
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Bytes that one call allocates and frees, for ``num_tokens`` on every rank."""
+        """Return the bytes that a call allocates and frees, for ``num_tokens`` on every rank."""
         return 0
 
     def abort(self, reason: str) -> None:  # noqa: B027 (doing nothing is a valid choice)
-        """Tells the other ranks that this rank's unchecked call failed before `prepare`: they raise
-        PeerFailed, which names this rank. One that does so declares ``aborts``."""
+        """Tell the other ranks that this rank's unchecked call failed before `prepare`.
 
-    def abandon(self, dispatched: Dispatched) -> None:  # noqa: B027 (likewise)
-        """The experts failed on some rank: no rank will call `finalize` for these tokens."""
+        They raise PeerFailed, which names this rank. A dispatcher that does so declares ``aborts``.
+        """
 
-    def destroy(self) -> None:  # noqa: B027 (likewise)
-        """Frees buffers and handles; idempotent."""
+    def abandon(self, dispatched: Dispatched) -> None:  # noqa: B027 (as above)
+        """End a call whose experts failed on some rank: no rank calls `finalize` for its tokens."""
+
+    def destroy(self) -> None:  # noqa: B027 (as above)
+        """Free buffers and handles; idempotent."""
 
 
 class PermuteExpertsUnpermute(Backend):
@@ -199,7 +204,7 @@ class PermuteExpertsUnpermute(Backend):
 
     interface = "PermuteExpertsUnpermute"
 
-    # For `quantize`: a backend's own function of the same arguments may be faster.
+    # Used by `quantize`. A backend may set a faster function of the same arguments.
     quantizer: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(quant.quantize)
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
@@ -208,14 +213,14 @@ class PermuteExpertsUnpermute(Backend):
 
     @abstractmethod
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """Converts to this backend's layout, once. Pure: ``weights`` stay as they are.
+        """Convert weights to this backend's layout, without changing ``weights``.
 
         ``weights`` are checked against the problem, and w13 holds gate and up in halves.
         """
 
     @abstractmethod
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
-        """Scratch that `apply` needs for at most ``rows`` rows (STANDARD: R, BATCHED: C)."""
+        """Return the scratch that `apply` needs for ``rows`` rows (STANDARD: R, BATCHED: C)."""
 
     @abstractmethod
     def apply(
@@ -225,22 +230,27 @@ class PermuteExpertsUnpermute(Backend):
         weights: PackedWeights,
         workspace: Sequence[Tensor],
     ) -> None:
-        """Writes the experts' output to ``y`` (the problem's dtype, or `output_dtype`).
+        """Write the experts' output to ``y``.
 
-        STANDARD, ``spec.reduces``: y (R, H), weighted by ``topk_weights`` and summed over K'; rows
-        with no local expert are set to zero.
-        STANDARD otherwise: y (R, K', H), slots with id -1 left undefined.
-        BATCHED: y (L, C, H), rows at or beyond ``expert_num_tokens`` left undefined.
-        ``workspace`` is what `workspace` asked for, uninitialised.
+        Args:
+            y: in the problem's dtype, or `output_dtype`.
+                STANDARD, ``spec.reduces``: (R, H), weighted by ``topk_weights`` and summed over K';
+                rows without a local expert are set to zero.
+                STANDARD otherwise: (R, K', H); rows of assignments with id -1 stay undefined.
+                BATCHED: (L, C, H); rows at or beyond ``expert_num_tokens`` stay undefined.
+            workspace: the buffers that `workspace` asked for, uninitialized.
         """
 
     def quantize(
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Quantizes activations (..., R, H) as the problem's scheme wants: (quantized, scale).
+        """Quantize activations (..., R, H) by the problem's scheme; return (quantized, scale).
 
-        A static scale is ``weights.shared["a1_scale"]``, shape (1, 1). ``valid_rows`` (R,) bool:
-        rows outside it must not influence a scale that rows share, and come out undefined.
+        A static scale is ``weights.shared["a1_scale"]``, shape (1, 1).
+
+        Args:
+            valid_rows: (R,) bool. Other rows must not influence a scale that rows share, and come
+                out undefined. None: all rows are valid.
         """
         activation = self.problem.quant.activation
         assert activation is not None
@@ -248,7 +258,7 @@ class PermuteExpertsUnpermute(Backend):
         return self.quantizer(x_RH, activation, static, valid_rows)
 
     def transient_bytes(self, rows: int) -> int:
-        """Bytes `apply` allocates outside the workspace (a library's own buffers)."""
+        """Return the bytes that `apply` allocates outside the workspace, as libraries do."""
         return 0
 
     def largest_calls(self, num_tokens: int) -> Sequence[int]:
@@ -256,31 +266,40 @@ class PermuteExpertsUnpermute(Backend):
         return (num_tokens,)
 
     def tuning(self) -> AbstractContextManager[object]:
-        """Calls of `apply` within it may search for a library's fastest kernels: warm-up's do."""
+        """Return a context in which `apply` may search for a library's fastest kernels.
+
+        `ModularKernel.warmup` calls within it.
+        """
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A scratch buffer an experts backend asks for."""
+    """A scratch buffer that an experts backend asks for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
+        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def offers_output(dispatcher: PrepareAndFinalize) -> bool:
     """Return whether the experts write to `PrepareAndFinalize.output` of this dispatcher."""
-    return type(dispatcher).output is not PrepareAndFinalize.output
+    overridden = type(dispatcher).output is not PrepareAndFinalize.output
+    return overridden and getattr(dispatcher, "offers_output", True)  # of moekit 0.1
 
 
 def output_dtype(
     problem: MoEProblem, experts: ExpertsSpec, dispatcher: DispatcherSpec | None = None
 ) -> torch.dtype:
-    """The dtype of the experts' output ``y``; the dispatcher counts if it applies the weights."""
+    """Return the dtype of the experts' output ``y``.
+
+    It is float32 in fp16 problems if everyone who handles an unweighted y supports that. The
+    dispatcher does only if it applies the weights.
+    """
     taken = dispatcher is None or dispatcher.weights_in_fp32 or not dispatcher.applies_weights
     wide = experts.weights_in_fp32 and not experts.reduces and taken
     return torch.float32 if wide and problem.dtype == torch.float16 else problem.dtype

@@ -1,6 +1,6 @@
-"""Checks of what a backend's constructor and methods answer.
+"""Checks of what a backend's constructor and methods return.
 
-Checked where it costs no call anything: when a kernel is composed, and when weights are packed.
+They run when a kernel is composed and when weights are packed, so calls do not pay for them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BackendT = TypeVar("BackendT", bound="PrepareAndFinalize | PermuteExpertsUnpermu
 def create(backend: Callable[..., BackendT], spec: BackendSpec, *args: Any) -> BackendT:
     """Return ``backend(spec, *args)``, where ``args`` begins with the problem.
 
-    Raises BackendBroken where the constructor raises, but lets moekit's own errors through: they
-    say what to do already.
+    Raises BackendBroken if the constructor raises. moekit's own errors pass through, because they
+    already say what to do.
     """
     with _blamed(spec, "cannot be made"):
         made = backend(spec, *args)
@@ -44,35 +44,37 @@ def create(backend: Callable[..., BackendT], spec: BackendSpec, *args: Any) -> B
 
 
 def check_dispatcher(dispatcher: PrepareAndFinalize) -> int:
-    """Return ``max_rows(1)``; raises BackendBroken where a size is no size."""
+    """Return ``max_rows(1)``. Raises BackendBroken if a size is not an int of at least 0."""
     for name, args in (("buffer_bytes", ()), ("transient_bytes", (1,))):
         _size(dispatcher, name, *args)
     return _size(dispatcher, "max_rows", 1)
 
 
 def check_experts(experts: PermuteExpertsUnpermute, rows: int) -> None:
-    """Raises BackendBroken where a size for ``rows`` rows is no size."""
+    """Raise BackendBroken if a size for ``rows`` rows is not valid."""
     _size(experts, "transient_bytes", rows)
     with _blamed(experts.spec, f"workspace({rows}) failed"):
         buffers = experts.workspace(rows)
         right = isinstance(buffers, Sequence) and all(_is_buffer(each) for each in buffers)
     if not right:
-        want = "a list of BufferSpec with sizes and a torch.dtype"
-        raise _broken(experts.spec, f"workspace({rows}) returned {shown(buffers)}, want {want}")
+        expected = "a list of BufferSpec with sizes and a torch.dtype"
+        raise _broken(
+            experts.spec, f"workspace({rows}) returned {shown(buffers)}, expected {expected}"
+        )
 
 
 def packed_by(experts: PermuteExpertsUnpermute, weights: ExpertWeights) -> PackedWeights:
-    """Return ``experts.pack(weights)``; raises BackendBroken where that is no PackedWeights."""
+    """Return ``experts.pack(weights)``. Raises BackendBroken unless it is PackedWeights."""
     from moekit.contract import PackedWeights
 
     packed = experts.pack(weights)
     if not isinstance(packed, PackedWeights):
-        raise _broken(experts.spec, f"pack() returned {shown(packed)}, want PackedWeights")
+        raise _broken(experts.spec, f"pack() returned {shown(packed)}, expected PackedWeights")
     for name in ("experts", "shared"):
         held = getattr(packed, name)
         if not (isinstance(held, Mapping) and all(isinstance(t, Tensor) for t in held.values())):
             raise _broken(
-                experts.spec, f"pack() returned {name} {shown(held)}, want tensors by name"
+                experts.spec, f"pack() returned {name} {shown(held)}, expected tensors by name"
             )
     return packed
 
@@ -82,7 +84,7 @@ def _size(backend: PrepareAndFinalize | PermuteExpertsUnpermute, method: str, *a
     with _blamed(backend.spec, f"{call} failed"):
         size = getattr(backend, method)(*args)
     if not _is_size(size):
-        raise _broken(backend.spec, f"{call} returned {shown(size)}, want an int of at least 0")
+        raise _broken(backend.spec, f"{call} returned {shown(size)}, expected an int of at least 0")
     return int(size)
 
 

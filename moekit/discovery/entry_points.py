@@ -227,7 +227,9 @@ def _source(
         return broken(f"its distribution names the entry point twice, for {values}: keep one")
     ((value, point),) = points.items()
     if not _VALUE.fullmatch(value):
-        return broken(f"entry point for {shown(value)}: want 'package' or 'package.module:object'")
+        return broken(
+            f"entry point for {shown(value)}: expected 'package' or 'package.module:object'"
+        )
     return Source(name, distribution, version, point.load, value)
 
 
@@ -273,14 +275,18 @@ def probing() -> bool:
 def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
     results = hook()  # without the Nones
     if len(results) < len(hook.get_hookimpls()):
-        raise TypeError(f"{hook.name} returned None, want a list of {kind.__name__}")
+        raise TypeError(f"{hook.name} returned None, expected a list of {kind.__name__}")
     records: list[SpecT] = []
     for result in results:
         if not isinstance(result, Iterable):
-            raise TypeError(f"{hook.name} returned {shown(result)}, want a list of {kind.__name__}")
+            raise TypeError(
+                f"{hook.name} returned {shown(result)}, expected a list of {kind.__name__}"
+            )
         for record in result:
             if type(record) is not kind:
-                raise TypeError(f"{hook.name} returned {shown(record)} for a {kind.__name__}")
+                raise TypeError(
+                    f"{hook.name} returned {shown(record)}, expected {kind.__name__} records"
+                )
             if any(record.name == other.name for other in records):
                 raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
             if len(records) == _MOST_BACKENDS:

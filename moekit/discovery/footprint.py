@@ -1,4 +1,4 @@
-"""What a dispatcher takes on a rank, told without creating it."""
+"""The memory that a dispatcher needs on a rank, known without creating it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from moekit.untrusted.code import printable, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a dispatcher takes on a rank when every rank passes ``max_num_tokens``.
+    """The memory that a dispatcher needs on a rank when every rank passes ``max_num_tokens``.
 
-    rows: as `PrepareAndFinalize.max_rows`. buffers: bytes kept between calls, by what they are for.
-    transient: bytes that a call allocates and frees. source: where the buffers' bytes are from.
-    across: what changes where the ranks are on ``parallel.nodes`` hosts, a sentence each.
+    rows: as `PrepareAndFinalize.max_rows`.
+    buffers: bytes kept between calls, by purpose.
+    transient: bytes that a call allocates and frees.
+    source: where the formula for the buffers comes from.
+    across: what changes when the ranks are on several hosts, one sentence each.
     """
 
     rows: int
@@ -27,7 +29,7 @@ class Footprint:
         sizes = {"rows": self.rows, "transient": self.transient, **dict(self.buffers)}
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise ValueError(f"{shown(name)} {shown(size)}: want an int of at least 0")
+                raise ValueError(f"{shown(name)} {shown(size)}: expected an int of at least 0")
         object.__setattr__(self, "buffers", {printable(n): b for n, b in self.buffers.items()})
         object.__setattr__(self, "source", printable(self.source))
         object.__setattr__(self, "across", tuple(map(printable, self.across)))

@@ -34,9 +34,9 @@ logger = logging.getLogger("moekit")
 class Registry:
     """All known backends. ``registry()`` is the process-wide one; tests may build their own.
 
-    Environment: ``MOEKIT_PLUGINS=a,b`` loads only these plugins besides the core's own backends
-    (empty: none), ``MOEKIT_BLOCK=a`` leaves some out, ``MOEKIT_STRICT=1`` re-raises a plugin's own
-    error at discovery. Plugins go by the name of their entry point or of their distribution.
+    Environment: ``MOEKIT_PLUGINS=a,b`` loads only these plugins and the core's own backends (empty:
+    no plugins), ``MOEKIT_BLOCK=a`` excludes some, ``MOEKIT_STRICT=1`` re-raises a plugin's own
+    error at discovery. A plugin has the name of its entry point and that of its distribution.
     """
 
     plugins: tuple[PluginState, ...] = ()
@@ -57,10 +57,10 @@ class Registry:
         return made
 
     def register(self, spec: DispatcherSpec | ExpertsSpec) -> None:
-        """Adds a backend at run time; raises NameClash when its name is taken."""
+        """Add a backend at run time. Raises NameClash if its name is taken."""
         if not isinstance(spec, (DispatcherSpec, ExpertsSpec)):
             raise BackendError(
-                f"register() wants a DispatcherSpec or an ExpertsSpec, not {shown(spec)}"
+                f"register() needs a DispatcherSpec or an ExpertsSpec, but got {shown(spec)}"
             )
         if self._owners(type(spec), spec.name):
             raise NameClash(
@@ -70,7 +70,7 @@ class Registry:
         self._added.append(spec)
 
     def unregister(self, spec: DispatcherSpec | ExpertsSpec) -> None:
-        """Takes back what `register` added; raises UnknownBackend for anything else."""
+        """Remove a backend that `register` added. Raises UnknownBackend for any other."""
         if spec not in self._added:
             raise UnknownBackend(
                 f"{spec.kind} {spec.name!r} was not registered in this process; "

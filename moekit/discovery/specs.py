@@ -1,4 +1,4 @@
-"""What a backend declares: specs, validated once, when they are made.
+"""Specs: the facts that backends declare, validated when a spec is made.
 
 A spec is a frozen record that says what a backend can do and where its class is. Making one imports
 no kernel and no vendor library; the backend's module is imported when it is first created.
@@ -25,30 +25,30 @@ from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quant import SCHEMES
 from moekit.untrusted.code import Fault, contained, printable, shown, watched
 
-# What the reason begins with where a backend's `check` raises or returns no list of reasons.
+# A backend's reason begins with this if its `check` raises or returns no list of reasons.
 CHECK_FAILED = "its check failed"
 MOST_PRIORITY = 1_000_000
 
 _Rule = Callable[[Any], str]  # a field's value -> what is wrong with it, or ""
 
 
-def _want(what: str, accepts: Callable[[Any], bool]) -> _Rule:
-    return lambda value: "" if accepts(value) else f"want {what}"
+def _expect(what: str, accepts: Callable[[Any], bool]) -> _Rule:
+    return lambda value: "" if accepts(value) else f"expected {what}"
 
 
 def _some_of(known: Collection[str], least: int = 1) -> _Rule:
     def rule(value: Any) -> str:
         if type(value) not in (frozenset, set) or not all(type(each) is str for each in value):
-            return "want a frozenset of strings"
+            return "expected a frozenset of strings"
         if unknown := sorted(value.difference(known)):
             return f"unknown: {shown(unknown)}; known: {', '.join(sorted(known))}"
-        return "" if len(value) >= least else "want at least one"
+        return "" if len(value) >= least else "expected at least one"
 
     return rule
 
 
 def _tuple_of(what: str, accepts: Callable[[str], bool], least: int = 0) -> _Rule:
-    return _want(
+    return _expect(
         f"a tuple of {what}",
         lambda value: (
             type(value) is tuple
@@ -80,21 +80,21 @@ def _is_priority(value: Any) -> bool:
 def _are_scheme_priorities(value: Any) -> bool:
     return (
         type(value) is tuple
-        and all(type(pair) is tuple and len(pair) == 2 for pair in value)
+        and all(type(item) is tuple and len(item) == 2 for item in value)
         and all(type(name) is str and name in SCHEMES for name, _ in value)
         and all(_is_priority(priority) for _, priority in value)
         and len({name for name, _ in value}) == len(value)
     )
 
 
-_BOOL = _want("True or False", lambda value: type(value) is bool)
-_FUNCTION = _want("a function or None", lambda value: value is None or callable(value))
+_BOOL = _expect("True or False", lambda value: type(value) is bool)
+_FUNCTION = _expect("a function or None", lambda value: value is None or callable(value))
 
 # Every field of every kind of spec.
 _RULES: Mapping[str, _Rule] = MappingProxyType({
-    "name": _want("lower-case letters, digits and _, at most 64 with a letter first", _is_name),
-    "target": _want("'package.module:Class'", _is_target),
-    "format": _want("an ActivationFormat", lambda value: isinstance(value, ActivationFormat)),
+    "name": _expect("lower-case letters, digits and _, at most 64 with a letter first", _is_name),
+    "target": _expect("'package.module:Class'", _is_target),
+    "format": _expect("an ActivationFormat", lambda value: isinstance(value, ActivationFormat)),
     "dtypes": _some_of(DTYPES),
     "schemes": _some_of(SCHEMES),
     "wire_schemes": _some_of(SCHEMES, least=0),
@@ -105,10 +105,10 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
         least=1,
     ),
     "requires": _tuple_of("importable names", _is_dotted),
-    "install_hint": _want("a string", lambda value: type(value) is str),
-    "priority": _want(f"an int within +-{MOST_PRIORITY}", _is_priority),
-    "scheme_priority": _want("a tuple of (scheme, int), each scheme once", _are_scheme_priorities),
-    "ids_dtype": _want("'int32' or 'int64'", lambda value: value in ("int32", "int64")),
+    "install_hint": _expect("a string", lambda value: type(value) is str),
+    "priority": _expect(f"an int within +-{MOST_PRIORITY}", _is_priority),
+    "scheme_priority": _expect("a tuple of (scheme, int), each once", _are_scheme_priorities),
+    "ids_dtype": _expect("'int32' or 'int64'", lambda value: value in ("int32", "int64")),
     "check": _FUNCTION,
     "describe": _FUNCTION,
     "footprint": _FUNCTION,
@@ -124,31 +124,32 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
 
 
 class Backend(ABC):
-    """The class that a spec's target names."""
+    """Base of the classes that specs name in ``target``."""
 
     interface: ClassVar[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """What dispatchers and experts both declare. All keyword-only, so fields can be added.
+    """The facts that dispatchers and experts both declare. All are keyword-only.
 
-    name: what users type. target: ``"package.module:Class"``, imported on creation.
-    format: the layout of dispatched tokens it produces or consumes.
-    dtypes, schemes, devices: what it runs on. A device is ``"cpu"`` or another of torch's types
-    (``"cuda"``: AMD's GPUs, too), ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability),
-    ``"gfx942"`` (AMD's), or ``"any"``.
-    requires: importable names it needs; looked up with find_spec, never imported to list.
+    name: what users type.
+    target: ``"package.module:Class"``, imported on creation.
+    format: the layout of dispatched tokens that it produces or consumes.
+    dtypes, schemes, devices: what it supports. A device is ``"cpu"`` or another of torch's types
+        (``"cuda"`` includes AMD's GPUs), ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability),
+        ``"gfx942"`` (AMD's), or ``"any"``.
+    requires: importable names that it needs. They are looked up, but not imported, to list it.
     install_hint: the command that provides them.
-    priority: the higher of two possible backends is chosen when no measurement says otherwise;
-    scheme_priority: (scheme, priority) pairs where it differs by scheme.
-    check: further reasons for a problem; must be pure and must not touch a device.
-    describe: how it will run a problem, in a few words for `explain`; it may return "".
+    priority: without a measurement, the supported backend of the highest priority is chosen.
+    scheme_priority: (scheme, priority) for schemes whose priority differs.
+    check: returns further reasons against a problem; must be pure and must not touch a device.
+    describe: returns how it will run a problem, in a few words for `explain`, or "".
     graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
     deterministic: equal inputs give equal bits.
-    weights_in_fp32: in fp16, an expert's output above 65504 survives until its router weight makes
-    it smaller. Experts that reduce weight each output in fp32 before they round it. Others write a
-    float32 ``y``, and BATCHED dispatchers take one.
+    weights_in_fp32: in fp16, an expert's output above 65504 stays finite until its router weight
+        makes it smaller. Experts that reduce weight each output in fp32 before they round it.
+        Others write a float32 ``y``, and BATCHED dispatchers take one.
     """
 
     name: str
@@ -184,7 +185,7 @@ class BackendSpec:
         return dict(self.scheme_priority).get(problem.quant.name, self.priority)
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
-        """Every reason why this backend cannot do ``problem``; an empty list means it can."""
+        """Return every reason why this backend cannot do ``problem``; empty if it can."""
         reasons = [missing] if (missing := self.missing()) else []
         if not any(map(problem.device.meets, self.devices)):
             reasons.append(f"runs on {' or '.join(self.devices)}, not on {problem.device}")
@@ -204,14 +205,14 @@ class BackendSpec:
         return f"{listed} {'are' if len(names) > 1 else 'is'} not installed{hint}"
 
     def description(self, problem: MoEProblem) -> str:
-        """What `describe` says of ``problem``, or what went wrong there."""
+        """Return what `describe` returns for ``problem``, or how it failed."""
         if self.describe is None:
             return ""
         try:
             with contained():
                 found = self.describe(problem)
                 if type(found) is not str:
-                    raise TypeError(f"describe returned {shown(found)}, want a string")
+                    raise TypeError(f"describe returned {shown(found)}, expected a string")
                 return printable(found)
         except Fault as fault:
             return f"its description failed: {fault}"
@@ -223,10 +224,12 @@ class BackendSpec:
             with contained():
                 found = self.check(problem)
                 if not isinstance(found, (list, tuple)):
-                    raise TypeError(f"check returned {shown(found)}, want a list of reasons")
+                    raise TypeError(f"check returned {shown(found)}, expected a list of reasons")
                 for reason in found:
                     if not (isinstance(reason, str) and reason.strip()):
-                        raise TypeError(f"check gave the reason {shown(reason)}, want a sentence")
+                        raise TypeError(
+                            f"check gave the reason {shown(reason)}, expected a sentence"
+                        )
                 return [printable(str.__str__(reason)) for reason in found]
         except Fault as fault:
             return [f"{CHECK_FAILED}: {fault}"]
@@ -249,7 +252,7 @@ class BackendSpec:
                     raise TypeError(f"{shown(loaded)} is no {self.interface}")
                 if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
                     raise TypeError(f"{shown(loaded)} lacks {', '.join(missing)}")
-        except Fault as fault:  # vendor packages fail in every imaginable way at import
+        except Fault as fault:  # vendor packages may raise anything at import
             hint = f"; {self.install_hint}" if self.install_hint else ""
             raise BackendBroken(f"{what} does not load: {fault}{hint}") from fault.__cause__
         return loaded
@@ -257,19 +260,19 @@ class BackendSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherSpec(BackendSpec):
-    """A PrepareAndFinalize.
+    """The facts that a PrepareAndFinalize declares.
 
-    moves_tokens: exchanges tokens between ranks. One that does not can serve only ranks that all
-    hold the same tokens.
-    wire_schemes: schemes whose activations it can send quantized; others travel unquantized and
-    are quantized on arrival.
-    needs_capacity: works with buffers sized from ``problem.max_num_tokens``.
-    ids_dtype: dtype of the ids it is given: int32 or int64.
-    overlaps: `prepare` returns before tokens have arrived, and they take no room on the current
-    stream; so does `finalize` where the library can.
-    spans_hosts: its ranks may be on several hosts; without, they share one.
-    aborts: `abort` makes the other ranks raise where one rank of an unchecked kernel fails.
-    footprint: what it takes on a rank, told without creating it; None: it does not tell.
+    moves_tokens: exchanges tokens between ranks. Other dispatchers support only ranks that all
+        hold the same tokens.
+    wire_schemes: schemes whose activations it can send quantized. Tokens of other schemes are
+        quantized when they arrive.
+    needs_capacity: its buffers have a size that depends on ``problem.max_num_tokens``.
+    ids_dtype: dtype of the ids that it is given: int32 or int64.
+    overlaps: `prepare` returns before tokens have arrived, and its transfer does not occupy the
+        current stream; the same holds for `finalize` if the library supports it.
+    spans_hosts: its ranks may be on several hosts.
+    aborts: if a rank of an unchecked kernel fails, `abort` makes the other ranks raise.
+    footprint: returns the memory it needs on a rank, without creating it; None if unknown.
     """
 
     kind = "dispatcher"
@@ -287,7 +290,7 @@ class DispatcherSpec(BackendSpec):
 
     @property
     def applies_weights(self) -> bool:
-        """Combine weights and sums: slab rows come back raw, STANDARD ones weighted and summed."""
+        """Whether its combine applies the router weights and sums over K."""
         return self.format is ActivationFormat.BATCHED
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
@@ -310,17 +313,18 @@ class DispatcherSpec(BackendSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec(BackendSpec):
-    """A PermuteExpertsUnpermute.
+    """The facts that a PermuteExpertsUnpermute declares.
 
-    activations: kinds it computes (`moekit.problem.activation.ACTIVATIONS`); silu_clamp: also silu
-    with a clamp limit; bias: adds w13_bias and w2_bias.
+    activations: the kinds that it computes (`moekit.problem.activation.ACTIVATIONS`).
+    silu_clamp: it computes silu with a clamp limit, too.
+    bias: it adds w13_bias and w2_bias.
     reduces: its output rows are weighted by the router and summed over K. BATCHED experts never
-    reduce: they do not see the weights.
-    takes_quantized, takes_unquantized: which inputs it accepts for a scheme that quantizes
-    activations. When it takes both, tokens are quantized before they travel if the dispatcher can
-    send them so, and by the experts otherwise.
-    emulates: multiplies dequantized weights by activations as they arrive: finer than a scheme that
-    quantizes them, and static input scales are not used.
+        reduce, because they do not see the weights.
+    takes_quantized, takes_unquantized: the inputs that it accepts for a scheme that quantizes
+        activations. If it takes both, tokens are quantized before the transfer if the dispatcher
+        can send them quantized, and by the experts otherwise.
+    emulates: it multiplies dequantized weights by unquantized activations. This is more exact than
+        a scheme that quantizes activations, and static input scales are not used.
     movable: packed weights are expert-major, so experts can migrate between ranks.
     """
 
@@ -393,9 +397,9 @@ SpecT = TypeVar("SpecT", bound=BackendSpec)
 
 
 def importable(name: str) -> bool:
-    """Whether ``import name`` would find something; imports nothing, not even a parent package.
+    """Return whether ``import name`` would find a module, without importing anything.
 
-    Looked up once for every sys.path.
+    Results are cached for each sys.path.
     """
     return _importable(name, tuple(sys.path))
 

@@ -9,7 +9,7 @@ from moekit.untrusted.arguments import MAX_RANKS, accept_fields, size
 
 
 def partition(total: int, size: int, rank: int) -> range:
-    """Rank's contiguous share of ``total`` things; the remainder goes to the first ranks."""
+    """Return a rank's contiguous share of ``total`` items; the first ranks get the remainder."""
     share, extra = divmod(total, size)
     start = rank * share + min(rank, extra)
     return range(start, start + share + (rank < extra))
@@ -29,15 +29,16 @@ _RANKS = {
 class ParallelConfig:
     """How one MoE layer is spread over ranks, seen from one of them.
 
-    ep_size, ep_rank: experts are split, each rank holding a contiguous share (`partition`).
-    tp_size, tp_rank: every expert's intermediate size is split.
-    dp_size: how many different batches of tokens the ranks of the layer's process group hold.
-    The default is ``ep_size``: each expert-parallel rank has its own tokens, so tokens must move.
-    With ``dp_size=1`` all ranks hold the same tokens; then nothing moves and every rank's output
-    is a partial sum that the caller all-reduces. With more, every rank's output is complete, and
-    where there are fewer batches than ranks, consecutive ranks share one.
     A rank's place in the layer's process group is ``ep_rank * tp_size + tp_rank``.
-    nodes: hosts that these ranks are spread over, as many on each, in the order of their places.
+
+    ep_size, ep_rank: the experts are split; each rank holds a contiguous share (`partition`).
+    tp_size, tp_rank: the intermediate size of every expert is split.
+    dp_size: the number of different batches of tokens that the ranks of the process group hold.
+        The default is ``ep_size``: each expert-parallel rank has its own tokens, so tokens must
+        move. With ``dp_size=1`` all ranks hold the same tokens: nothing moves, and every rank's
+        output is a partial sum that the caller all-reduces. Otherwise every rank's output is
+        complete, and if there are fewer batches than ranks, consecutive ranks share one.
+    nodes: the hosts of these ranks, with equally many ranks each, in the order of their places.
 
     Raises InvalidProblem for values of another type, out of range, or that contradict each other.
     """
@@ -55,18 +56,18 @@ class ParallelConfig:
             most, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
             if rank >= most:
                 raise InvalidProblem(
-                    f"{kind}_rank={rank} with {kind}_size={most}: want a rank in [0, {most})"
+                    f"{kind}_rank={rank} with {kind}_size={most}: expected a rank in [0, {most})"
                 )
         if self.num_ranks % self.nodes:
             raise InvalidProblem(
-                f"nodes={self.nodes}: want a number of hosts that the {self.num_ranks} ranks "
-                "(ep_size x tp_size) divide by"
+                f"nodes must divide the number of ranks, ep_size x tp_size (got {self.num_ranks} "
+                f"ranks, {self.nodes} nodes)"
             )
         object.__setattr__(self, "dp_size", self.dp_size or self.ep_size)
 
     @property
     def num_ranks(self) -> int:
-        """Of the layer's process group."""
+        """The size of the layer's process group."""
         return self.ep_size * self.tp_size
 
     @property

@@ -84,7 +84,7 @@ def test_no_backend_is_left_after_a_broken_one(
     [
         ("lambda problem: 1 / 0", "its check failed: ZeroDivisionError"),
         ("lambda problem: None", "its check failed: TypeError: check returned None"),
-        ("lambda problem: 'too big'", "want a list of reasons"),
+        ("lambda problem: 'too big'", "expected a list of reasons"),
         ("lambda: []", "its check failed: TypeError"),
         ("lambda problem: ['too big', 'too slow']", "too big"),
     ],

@@ -391,5 +391,5 @@ def test_priority_may_differ_by_scheme() -> None:
         for scheme in ("none", "int8_w8a16")
     }
     assert chosen == {"none": "torch", "int8_w8a16": "picky"}
-    with pytest.raises(ValueError, match="each scheme once"):
+    with pytest.raises(ValueError, match="each once"):
         replace(torch_spec, scheme_priority=(("fp9", 1),))

@@ -85,7 +85,13 @@ def test_without_nodes_nothing_changes(capsys) -> None:
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [("--nodes 7", "nodes=7: want a number of hosts that the 64 ranks"), ("--nodes 0", "nodes=0")],
+    [
+        (
+            "--nodes 7",
+            "nodes must divide the number of ranks, ep_size x tp_size (got 64 ranks, 7 nodes)",
+        ),
+        ("--nodes 0", "nodes=0"),
+    ],
 )
 def test_nodes_must_divide_the_ranks(capsys, more: str, said: str) -> None:
     assert main(["explain", *BIG, *more.split()]) == 2
@@ -134,7 +140,7 @@ def test_nodes_are_part_of_the_problem() -> None:
     problem = small(parallel=parallel)
     assert eval(repr(problem), {**vars(moekit), "torch": torch}) == problem
     assert parallel.num_ranks == 8
-    with pytest.raises(InvalidProblem, match="nodes=3"):
+    with pytest.raises(InvalidProblem, match="3 nodes"):
         ParallelConfig(ep_size=4, nodes=3)
 
 
