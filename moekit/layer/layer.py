@@ -276,19 +276,13 @@ class FusedMoE(nn.Module):
             InvalidInput: A tensor does not fit; the other ranks then raise PeerFailed.
             WeightsError: The layer has no weights.
         """
+        tensors = (x, router_logits, topk_weights, topk_ids, is_padding)
         grad_enabled = torch.is_grad_enabled()
-        tensors = (x, router_logits, topk_weights, topk_ids, is_padding) if grad_enabled else ()
-        grads = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-        # The operator takes no other types; `run` says what is wrong with them.
-        grads = grads and all(t is None or isinstance(t, Tensor) for t in tensors)
-        grads = grads and (max_tokens is None or isinstance(max_tokens, int))
-        if torch.compiler.is_compiling() or grads:
+        if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(tensors, max_tokens)):
             operator = ops.fused_moe if self.graph_safe else ops.fused_moe_without_graphs
-            return operator(
-                x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, self.prefix
-            )
+            return operator(*tensors, max_tokens, self.prefix)
         with torch.no_grad() if grad_enabled else nullcontext():
-            return self.run(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens)
+            return self.run(*tensors, max_tokens)
 
     @property
     def partial(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -101,6 +101,18 @@ def _run(
             "compiled for; compile again"
         )
     return found.run(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens)
+
+
+def tracks(tensors: Sequence[object], max_tokens: object) -> bool:
+    """Whether a gradient is asked for, which the operator refuses.
+
+    The operator takes tensors and integers only, so arguments of other types do not count; the
+    layer itself reports them.
+    """
+    if not any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        return False
+    typed = all(t is None or isinstance(t, Tensor) for t in tensors)
+    return typed and (max_tokens is None or isinstance(max_tokens, int))
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:

@@ -140,6 +140,26 @@ def custom(*given: Any) -> Any:
 Call = Callable[[], object]
 _FLAG = (True, False)
 _NAMES = (None, "torch", "reference", "local", "torch:1|reference")
+_ROUTING: dict[str, Any] = dict(
+    renormalize=_FLAG,
+    scoring_func=("softmax", "sigmoid"),
+    e_score_correction_bias=(None, lambda: torch.ones(E)),
+    num_expert_group=(None, 2),
+    topk_group=(None, 1, 2),
+    routed_scaling_factor=(1.0, 2.0),
+    custom_routing_function=(None, lambda: custom),
+    zero_expert_num=(0, 1),
+)
+_PARALLELISM: dict[str, Any] = dict(
+    tp_size=(None, 1),
+    dp_size=(1,),
+    enable_expert_parallel=_FLAG,
+    parallel=(None, moekit.ParallelConfig()),
+    is_sequence_parallel=_FLAG,
+    expert_placement_strategy=("linear", "round_robin"),
+    num_redundant_experts=(0, 2),
+    reduce_results=_FLAG,
+)
 
 
 def _problem(d: Draw) -> Call:
@@ -298,24 +318,8 @@ def _layer(d: Draw) -> Call:
         activation=("silu", "gelu"),
         is_act_and_mul=(None, True, False),
         has_bias=_FLAG,
-        renormalize=_FLAG,
-        scoring_func=("softmax", "sigmoid"),
-        e_score_correction_bias=(None, lambda: torch.ones(E)),
-        num_expert_group=(None, 2),
-        topk_group=(None, 1, 2),
-        routed_scaling_factor=(1.0, 2.0),
-        custom_routing_function=(None, lambda: custom),
-        zero_expert_num=(0, 1),
         shared_experts=(None, lambda: torch.neg),
         shared_experts_partial=_FLAG,
-        tp_size=(None, 1),
-        dp_size=(1,),
-        enable_expert_parallel=_FLAG,
-        parallel=(None, moekit.ParallelConfig()),
-        is_sequence_parallel=_FLAG,
-        expert_placement_strategy=("linear", "round_robin"),
-        num_redundant_experts=(0, 2),
-        reduce_results=_FLAG,
         max_num_tokens=(None, 2),
         dispatcher=_NAMES,
         experts=_NAMES,
@@ -324,8 +328,15 @@ def _layer(d: Draw) -> Call:
         prefix=(None, "a"),
     )
     more["device"] = d("cpu", torch.device("cpu"))
+    routing, parallelism = d.some(**_ROUTING), d.some(**_PARALLELISM)
+    records = d.random.random() < 0.5
 
     def call() -> object:
+        if records:
+            more["routing"] = moekit.RoutingConfig(**routing)
+            more["parallelism"] = moekit.LayerParallelism(**parallelism)
+        else:
+            more.update(**routing, **parallelism)
         made = moekit.FusedMoE(*sizes, **more)
         if repr(made) and made.problem.num_physical_experts > 64:
             return None  # its weights are large, which is no fault
