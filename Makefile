@@ -1,4 +1,4 @@
-# Everything sets itself up in .venv: `make demo` and `make test` need python >= 3.10, pip, venv, make.
+# Every target sets up .venv by itself. `make demo` and `make test` need Python >= 3.10, pip, venv and make.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
