@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from .shapes import ROUTINGS, SHAPES, shape
 from .sweep import Files, Sweep
 
 R = TypeVar("R", bound=Run)
+_Command = Callable[[argparse.Namespace, str], int]
 
 _LAYER_EXPERTS = "torch,triton,triton_batched,deepgemm,deepgemm_batched"
 
@@ -47,27 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: every cell has a right result (with --dispatch and --layers: all results are right),
         1: not so, 2: the question was wrong.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
     modes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     which = modes.add_mutually_exclusive_group()
-    for name, mode in _MODES.items():
-        if name:
-            text = f"{mode.help} (`--{name} --help` has the options)"
-            which.add_argument(
-                f"--{name}", dest="mode", action="store_const", const=name, help=text
-            )
-    found, rest = modes.parse_known_args(given)
-    name = found.mode or ""
-    mode = _MODES[name]
+    for option, (*_, text) in list(_MODES.items())[1:]:
+        text = f"{text} `{option} --help` has the options."
+        which.add_argument(option, dest="mode", action="store_const", const=option, help=text)
+    found, rest = modes.parse_known_args(argv)
+    words = ["bench", *filter(None, [found.mode])]
+    add_options, run, text = _MODES[found.mode or ""]
     parser = argparse.ArgumentParser(
-        prog="python -m moekit bench" + (f" --{name}" if name else ""),
-        description=f"{mode.description} See docs/bench.md.",
-        parents=[] if name else [modes],
+        prog=" ".join(["python -m moekit", *words]),
+        description=f"{text} See docs/bench.md.",
+        parents=[] if found.mode else [modes],
     )
-    mode.add_options(parser)
+    add_options(parser)
     args = parser.parse_args(rest)
-    words = ["bench", *([f"--{name}"] if name else []), *rest]
-    return options.answered(lambda: mode.run(args, command(*words)))
+    return options.answered(lambda: run(args, command(*words, *rest)))
 
 
 def recorded(cls: type[R], file: Path) -> R:
@@ -324,33 +320,23 @@ def sweep_on_ranks(
         return run, sweep.complete
 
 
-class _Mode(NamedTuple):
-    help: str
-    description: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, str], int]
-
-
-_MODES = {
-    "": _Mode(
-        "",
-        "Times experts backends and baselines on the whole routed-experts block, each checked "
-        "against the fp32 oracle.",
+# Option -> (how it adds its options, what runs it, what it is).
+_MODES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], _Command, str]] = {
+    "": (
         _add_experts,
         _experts,
+        "Time experts backends and baselines on the whole routed-experts block, each checked "
+        "against the fp32 oracle.",
     ),
-    "dispatch": _Mode(
-        "time dispatchers instead",
-        "Times dispatchers without experts, over tokens per rank; each is checked. Starts its own "
-        "ranks, or uses torchrun's.",
+    "--dispatch": (
         _add_dispatch,
         _dispatch,
+        "Time dispatchers without experts, over tokens on each rank; each is checked.",
     ),
-    "layers": _Mode(
-        "time whole layers instead",
-        "Times whole layers over ranks: every dispatcher with every experts backend, each checked "
-        "against the fp32 oracle of one rank. Starts its own ranks, or uses torchrun's.",
+    "--layers": (
         _add_layers,
         _layers,
+        "Time whole layers over ranks, every dispatcher with every experts backend, each checked "
+        "against the fp32 oracle.",
     ),
 }

@@ -33,13 +33,8 @@ from .codec import merge
 from .environment import device_facts, versions
 from .internals import DTYPES
 from .ranks import Ranks, Task, cause, local_device
-from .records import (
-    DispatcherCell,
-    DispatcherResult,
-    DispatchRun,
-    DispatchSettings,
-    Refusal,
-)
+from .records import DispatcherCell, DispatchRun, DispatchSettings, Refusal
+from .results import DispatcherResult
 from .shapes import inputs
 from .sweep import Cell, Log, cells
 from .timer import Prepared, Timer, time_one

@@ -15,16 +15,8 @@ from .environment import device_facts, versions
 from .implementations import Implementation, KernelCall
 from .internals import DTYPES, benchmark_bound
 from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
-from .records import (
-    BASELINE,
-    ExpertsCell,
-    ExpertsResult,
-    ExpertsRun,
-    ExpertsSettings,
-    Measurement,
-    Refusal,
-    copied_share,
-)
+from .records import ExpertsCell, ExpertsRun, ExpertsSettings, Refusal
+from .results import BASELINE, ExpertsResult, Measurement, copied_share
 from .shapes import Inputs, Shape, inputs, random_weights
 from .sweep import Cell, Log, cells
 from .timer import Call, DeviceLost, Prepared, check_alive, first_line, release, take_turns

@@ -13,8 +13,9 @@ from moekit.errors import MoekitError
 
 from . import report
 from .limits import Ceilings
-from .records import BASELINE, ExpertsCell, ExpertsResult, ExpertsRun, SummaryRow
+from .records import ExpertsCell, ExpertsRun, SummaryRow
 from .report import Table, distinct, fastest
+from .results import BASELINE, ExpertsResult
 
 BEST_BASELINE = "best baseline of each cell"
 BEST_MOEKIT = "best of moekit in each cell"

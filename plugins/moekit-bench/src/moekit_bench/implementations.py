@@ -23,7 +23,7 @@ from moekit.errors import MoekitError
 from moekit.plugin import ExpertWeights, MoEProblem, PackedWeights, Routing, Workspace, registry
 
 from .internals import find_experts
-from .records import BACKEND, BASELINE
+from .results import BACKEND, BASELINE
 from .timer import Call
 
 AUTO = "auto"

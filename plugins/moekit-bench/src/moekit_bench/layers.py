@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,8 @@ from .implementations import backends
 from .internals import benchmark_bound, find_experts
 from .overlap import OverlapTimer
 from .ranks import Ranks, Task, cause, local_device
-from .records import (
-    LayerCell,
-    LayerResult,
-    LayerSettings,
-    LayerSizes,
-    LayersRun,
-    Refusal,
-    combination,
-    copied_share,
-)
+from .records import LayerCell, LayerSettings, LayersRun, Refusal
+from .results import LayerResult, combination, copied_share
 from .shapes import Inputs, Shape, inputs, random_weights
 from .sweep import Cell, Log, cells
 from .timer import (
@@ -275,13 +267,12 @@ class LayersWorkload:
         for name in self.experts:
             find_experts(name, registry())
         self.begin = time.monotonic()
-        sizes = {f.name: getattr(self.shape, f.name) for f in fields(LayerSizes)}
         self.header = LayersRun(
             command=self.command,
             versions=versions(backends(self.experts), self.dispatchers),
             device=device_facts(torch.device(self.device.type), self.device),
             ranks=self.num_ranks,
-            layer=LayerSizes(**sizes),
+            layer=self.shape,
             settings=self.settings,
         )
 

@@ -10,8 +10,9 @@ from moekit.plugin import MoEProblem
 
 from . import report
 from .internals import buckets, serving
-from .records import LayerCell, LayerResult, LayersRun, combination
+from .records import LayerCell, LayersRun
 from .report import Table, distinct, fastest
+from .results import LayerResult, combination
 
 
 def chosen_now(problem: MoEProblem) -> str:

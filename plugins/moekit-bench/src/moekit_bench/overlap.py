@@ -12,7 +12,7 @@ import moekit
 from moekit.plugin import PackedWeights
 
 from .internals import ConcurrentExperts
-from .records import Overlap
+from .results import Overlap
 from .shapes import Inputs
 from .timer import Timer, rotated
 

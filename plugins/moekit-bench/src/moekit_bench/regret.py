@@ -13,7 +13,8 @@ from . import report
 from .implementations import AUTO
 from .internals import DTYPES, Found, Key, Table, buckets, serving
 from .layers_report import chosen_now
-from .records import BACKEND, ExpertsRun, LayersRun, combination
+from .records import ExpertsRun, LayersRun
+from .results import BACKEND, combination
 from .shapes import shape
 
 

@@ -28,11 +28,11 @@ class Shape:
     ``num_experts`` are its local experts, and all ``top_k`` choices of a token are among them.
     """
 
-    name: str
     num_experts: int
     top_k: int
     hidden_size: int
     intermediate_size: int
+    name: str = ""
     source: str = "given"
     activation: str = "silu"
     has_bias: bool = False
@@ -59,18 +59,18 @@ _GPT_OSS: Mapping[str, Any] = {"activation": "swigluoai", "has_bias": True}
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("mixtral", 8, 2, 4096, 14336, "mistralai/Mixtral-8x7B-v0.1"),
-        Shape("mixtral-8x22b", 8, 2, 6144, 16384, "mistralai/Mixtral-8x22B-v0.1"),
-        Shape("qwen3-30b", 128, 8, 2048, 768, "Qwen/Qwen3-30B-A3B"),
-        Shape("qwen3-235b", 128, 8, 4096, 1536, "Qwen/Qwen3-235B-A22B"),
-        Shape("dsv3", 256, 8, 7168, 2048, "deepseek-ai/DeepSeek-V3"),
-        Shape("dsv3-ep8", 32, 8, 7168, 2048, "deepseek-ai/DeepSeek-V3, one rank of EP 8"),
-        Shape("dsv3-tp8", 256, 8, 7168, 256, "deepseek-ai/DeepSeek-V3, one rank of TP 8"),
-        Shape("gpt-oss-20b", 32, 4, 2880, 2880, "openai/gpt-oss-20b", **_GPT_OSS),
-        Shape("gpt-oss-120b", 128, 4, 2880, 2880, "openai/gpt-oss-120b", **_GPT_OSS),
-        Shape("kimi-k2-ep", 48, 8, 7168, 2048, "moonshotai/Kimi-K2-Instruct, one rank of EP 8"),
-        Shape("glm-4.5", 160, 8, 5120, 1536, "zai-org/GLM-4.5"),
-        Shape("olmoe", 64, 8, 2048, 1024, "allenai/OLMoE-1B-7B-0924"),
+        Shape(8, 2, 4096, 14336, "mixtral", "mistralai/Mixtral-8x7B-v0.1"),
+        Shape(8, 2, 6144, 16384, "mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1"),
+        Shape(128, 8, 2048, 768, "qwen3-30b", "Qwen/Qwen3-30B-A3B"),
+        Shape(128, 8, 4096, 1536, "qwen3-235b", "Qwen/Qwen3-235B-A22B"),
+        Shape(256, 8, 7168, 2048, "dsv3", "deepseek-ai/DeepSeek-V3"),
+        Shape(32, 8, 7168, 2048, "dsv3-ep8", "deepseek-ai/DeepSeek-V3, one rank of EP 8"),
+        Shape(256, 8, 7168, 256, "dsv3-tp8", "deepseek-ai/DeepSeek-V3, one rank of TP 8"),
+        Shape(32, 4, 2880, 2880, "gpt-oss-20b", "openai/gpt-oss-20b", **_GPT_OSS),
+        Shape(128, 4, 2880, 2880, "gpt-oss-120b", "openai/gpt-oss-120b", **_GPT_OSS),
+        Shape(48, 8, 7168, 2048, "kimi-k2-ep", "moonshotai/Kimi-K2-Instruct, one rank of EP 8"),
+        Shape(160, 8, 5120, 1536, "glm-4.5", "zai-org/GLM-4.5"),
+        Shape(64, 8, 2048, 1024, "olmoe", "allenai/OLMoE-1B-7B-0924"),
     )
 }
 
@@ -86,7 +86,7 @@ def shape(text: str) -> Shape:
     parts = text.split(":")
     if len(parts) == 4 and all(part.isdigit() for part in parts):
         experts, top_k, hidden, inner = map(int, parts)
-        return Shape(text, experts, top_k, hidden, inner)
+        return Shape(experts, top_k, hidden, inner, text)
     raise InvalidProblem(
         f"shape {text!r} is unknown; choose from {', '.join(SHAPES)}, or give sizes as "
         "EXPERTS:TOP_K:HIDDEN:INTERMEDIATE, for example 8:2:4096:14336"
