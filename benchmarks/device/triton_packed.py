@@ -62,7 +62,7 @@ def check(job: tuple[str, str]) -> list[str]:
             problem = shape(name).problem(quant=scheme, dtype=dtype, device=DEVICE, **more)
             weights = telling_weights(problem)
             for tokens in (1, 5, 70, 300):
-                case = make_case(problem, tokens, "slots", weights=weights)
+                case = make_case(problem, tokens, "masked", weights=weights)
                 want = case.reference()
                 for dispatcher, experts in FORMATS:
                     what = f"{scheme} {name} {problem.dtype_name} T={tokens} {experts}"

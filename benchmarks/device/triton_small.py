@@ -148,7 +148,7 @@ def numbers(part: int) -> tuple[int, list[str]]:
     for problem in list(problems())[part::_PARTS]:
         kernel = moekit.compose(problem, "local", "triton")
         for rows in (1, 2):
-            case = make_case(problem, rows, "slots", key=rows)
+            case = make_case(problem, rows, "masked", key=rows)
             packed, want, got = kernel.pack(case.weights), case.reference(), []
             for pdl in (False, True, True):
                 call = Variant(kernel, packed, plan_for(problem, rows, "dot_products"), pdl)

@@ -1,14 +1,15 @@
-"""The conformance kit: what every backend, ours or a stranger's, is judged by.
+"""The conformance kit: tests that every backend must pass.
 
-A backend's whole test file::
+This is a backend's whole test file::
 
     from moekit.testing import ExpertsConformance
 
     class TestAcme(ExpertsConformance):
         backend = "acme"
 
-Tests are keyed on what the backend's spec declares; what it does not declare is skipped with the
-spec's own reasons. Needs pytest: ``pip install 'moekit[testing]'``.
+The kit tests what the backend's spec declares, and that composition refuses the rest with the
+spec's reasons. Where the backend's device is missing, one test skips and says so. The kit needs
+pytest: ``pip install 'moekit[testing]'``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ except ImportError as error:
         "moekit.testing needs pytest, which is an optional extra: pip install 'moekit[testing]'"
     ) from error
 
-# Before their import: the kit's asserts then show the values they compared.
+# Before these modules are imported, so that failing asserts show the values they compared.
 pytest.register_assert_rewrite(
     *(
         f"moekit.testing.{name}"

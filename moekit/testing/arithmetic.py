@@ -1,4 +1,4 @@
-"""The experts kit, first part: are the numbers right, for all that the spec declares?"""
+"""The experts kit: right numbers for everything that the spec declares."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _INPUT_FORMS = [
     for name in _QUANTIZED_INPUT
     for wire in (QUANTIZED_WIRE, ROW_SCALES, _BRIDGED)
     if wire != QUANTIZED_WIRE or name in WIRE_SCHEMES
-    if wire != ROW_SCALES or name in _PER_TENSOR_INPUT  # others have them anyway
+    if wire != ROW_SCALES or name in _PER_TENSOR_INPUT  # others always have them
 ]
 _PER_TENSOR_WEIGHTS = sorted(
     n for n, s in SCHEMES.items() if s.weight is not None and s.weight.per_tensor
 )
 _ACT_ORDER = [n for n, s in SCHEMES.items() if s.weight is not None and s.weight.act_order]
-# Act-order is of columns, and rows are the same without.
+# Act-order concerns columns, so that its rows are those of the scheme without it.
 _PER_ROW_WEIGHTS = sorted(
     n
     for n, s in SCHEMES.items()
@@ -54,12 +54,12 @@ _PER_ROW_WEIGHTS = sorted(
 
 
 def _shares_scale(activation: OperandQuant) -> bool:
-    """Whether one scale is of all tokens of a call."""
+    """Return whether all tokens of a call share a scale."""
     return activation.per_tensor or activation.scale_dtype == "float8_e4m3fn"
 
 
 def _one_of_each_tolerance(schemes: Iterable[str]) -> list[str]:
-    """The first of the schemes that the kit cannot tell apart: same tolerance, same mistakes."""
+    """Return the first of the schemes that have the same tolerance and the same mistakes."""
     kinds: dict[object, str] = {}
     for name in schemes:
         weight, activation = SCHEMES[name].weight, SCHEMES[name].activation
@@ -69,7 +69,7 @@ def _one_of_each_tolerance(schemes: Iterable[str]) -> list[str]:
 
 
 class ExpertsNumbers(ExpertsBase):
-    """Right numbers in every declared case. See `ExpertsConformance`."""
+    """Numbers in every declared case. See `ExpertsConformance`."""
 
     def _declares(self, name: str, value: Any) -> bool:
         if name == "scheme,wire":
@@ -81,7 +81,7 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("scheme", SCHEMES)
     def test_scheme(self, scheme: str) -> None:
-        self._check(self._problem(quant=scheme), kind="slots")
+        self._check(self._problem(quant=scheme), kind="masked")
 
     @over("dtype", DTYPES)
     def test_dtype(self, dtype: str) -> None:
@@ -89,12 +89,12 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("name", sorted(ACTIVATIONS))
     def test_activation(self, name: str) -> None:
-        """In the most precise dtype: bfloat16 hardly tells gelu from gelu_tanh."""
+        """In the most precise dtype, because bfloat16 hardly distinguishes gelu and gelu_tanh."""
         self._check(self._precise(activation=name))
 
     @over("name", sorted(CLAMPABLE))
     def test_clamp(self, name: str) -> None:
-        """A limit that most rows exceed, and for swigluoai another alpha."""
+        """A limit that most rows exceed, and another alpha for swigluoai."""
         alpha = 1.2 if name == "swigluoai" else None
         self._check(self._precise(activation=Activation(name, alpha=alpha, limit=1.5)))
 
@@ -105,7 +105,7 @@ class ExpertsNumbers(ExpertsBase):
             self._skip(f"declares no {'gated' if gated else 'non-gated'} activation")
         main = self._main["activation"]
         name = main if main in kinds else min(kinds)
-        self._check(self._problem(activation=name, has_bias=True), kind="slots")
+        self._check(self._problem(activation=name, has_bias=True), kind="masked")
 
     # -- tokens and routing -------------------------------------------------------------------
 
@@ -115,22 +115,23 @@ class ExpertsNumbers(ExpertsBase):
 
     @pytest.mark.parametrize("kind", [*(k for k in ROUTINGS if k != "random"), SIGNED])
     def test_routing(self, kind: str) -> None:
-        """Experts without rows, all rows to one expert, slots and whole tokens without expert,
-        router weights of either sign. `test_dtype` has the random one.
+        """Experts without rows, one expert with all rows, ids of -1, signed router weights.
+
+        `test_dtype` has the random routing.
         """
         self._check(self._problem(), kind=kind)
 
     @pytest.mark.parametrize("factor", [2.0**6, 2.0**-20], ids=["large", "small"])
     def test_magnitude(self, factor: float) -> None:
-        """Tokens far from 1: the contract has no range but the dtype's."""
+        """Tokens far from 1: the contract allows the whole range of the dtype."""
         problem = self._problem()
         if problem.dtype == torch.float16:
             factor = max(factor, 2.0**-6)
-        case = cases.scaled(make_case(problem, self._T, "slots"), factor)
+        case = cases.scaled(make_case(problem, self._T, "masked"), factor)
         kernel = self._compose(problem, self._native)
         try:
             packed = pack(kernel, case.weights)
-        except WeightsError as error:  # a library's range, said before anything is computed
+        except WeightsError as error:  # the library's range is smaller, and it says so
             self._skip(str(error))
         check_call(kernel, case, packed)
 
@@ -139,13 +140,13 @@ class ExpertsNumbers(ExpertsBase):
         if not getattr(self._spec(), "weights_in_fp32", False):
             self._skip("the spec does not declare weights_in_fp32")
         problem = self._problem(dtype=torch.float16)
-        case = cases.beyond_float16(make_case(problem, self._T, "slots"))
+        case = cases.beyond_float16(make_case(problem, self._T, "masked"))
         check_call(self._compose(problem, self._native), case)
 
     def test_tokens_are_independent(self) -> None:
-        """A token that holds NaN or infinity spoils its own output and no other.
+        """A token that holds NaN or infinity changes its own output and no other.
 
-        With all schemes but those whose activations share a scale. (Sizes are multiples of 32:
+        Schemes whose tokens share a scale are left out. (Sizes are multiples of 32, because
         oneDNN's products on AMX mix rows of bfloat16 otherwise.)
         """
         shared = {n for n, s in SCHEMES.items() if s.activation and _shares_scale(s.activation)}
@@ -179,7 +180,7 @@ class ExpertsNumbers(ExpertsBase):
 
     @pytest.mark.parametrize("kind", ["random", "one_expert"])
     def test_expert_parallel_slices(self, kind: str) -> None:
-        """Partial sums of ranks with unequal shares; with one_expert most ranks get no row."""
+        """Partial sums of ranks with unequal shares. With one_expert, most ranks get no row."""
         layer = self._problem()
         ranks = 4 if layer.num_experts % 4 else 3
         problem = self._problem(parallel=ParallelConfig(ep_size=ranks, dp_size=1))
@@ -212,7 +213,7 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("scheme", [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1])
     def test_padded_tensor_parallel_slices(self, scheme: str) -> None:
-        """Blocks of weights are not cut: of three, one rank holds two, the other one and zeros."""
+        """Three blocks on two ranks: blocks are not cut, so the second rank's share is padded."""
         problem = self._at(
             *(sizes_of(4, 2, hidden, 384) for hidden in (128, 256, 512)),
             quant=scheme,
@@ -235,7 +236,7 @@ class ExpertsNumbers(ExpertsBase):
         replicas = torch.full((E, 2), -1)
         replicas[:, 0] = torch.arange(E)
         replicas[:2, 1] = torch.tensor([E, E + 1])
-        logical = make_case(problem.replace(num_redundant_experts=0), self._T, "slots")
+        logical = make_case(problem.replace(num_redundant_experts=0), self._T, "masked")
         case = Case(
             problem, random_weights(problem), logical.x, to_physical(logical.routing, replicas)
         )
@@ -246,7 +247,7 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("scheme", _PER_ROW_WEIGHTS)
     def test_interleaved_weights(self, scheme: str) -> None:
-        """Checkpoints whose w13 alternates gate and up rows, as gpt-oss's do."""
+        """Checkpoints whose w13 alternates rows of gate and up, as gpt-oss's does."""
         gated = sorted(GATED & self._spec().activations)
         if not gated:
             self._skip("declares no gated activation")
@@ -260,7 +261,7 @@ class ExpertsNumbers(ExpertsBase):
             assert same_bits(tensor, want)
 
     def test_columns_in_order(self) -> None:
-        """Schemes in act-order without g_idx for w2, as tensor parallelism cuts it, or w13."""
+        """Act-order without g_idx for w2 (as tensor parallelism cuts it), for w13, or for both."""
         declared = [name for name in _ACT_ORDER if name in self._spec().schemes]
         if not declared:
             self._skip("declares no scheme in act-order")
@@ -272,7 +273,7 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("scheme", _PER_TENSOR_WEIGHTS)
     def test_scale_each_for_gate_and_up(self, scheme: str) -> None:
-        """Per-tensor w13 scales of shape (L, 2): checkpoints quantize gate and up apart."""
+        """Per-tensor scales of w13 of shape (L, 2): checkpoints quantize gate and up separately."""
         problem = self._problem(quant=scheme)
         if not problem.activation.gated:
             self._skip(f"{problem.activation.name} has no gate")
@@ -281,7 +282,7 @@ class ExpertsNumbers(ExpertsBase):
         pair = plain.w13_scale.view(-1, 1) * torch.tensor([1.0, 0.5], device=plain.w13.device)
         weights = replace(plain, w13_scale=pair)
         case = make_case(problem, self._T, weights=weights)
-        # Half the scale on one half: the oracle must see it too.
+        # The oracle, too, must distinguish the scales.
         assert not torch.allclose(
             case.reference(), make_case(problem, self._T, weights=plain).reference()
         )
@@ -289,10 +290,10 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("scheme,wire", _INPUT_FORMS)
     def test_input_form(self, scheme: str, wire: str) -> None:
-        """Tokens quantized before they travel, or after a bridge; scales per row.
+        """Tokens quantized before the transfer, or after a bridge, and scales per row.
 
-        NaN of tokens without an expert must not reach a scale that tokens share. T = 0 too.
-        `test_scheme` has tokens that the experts, or the kernel, quantize in the native format.
+        NaN of tokens without an expert must not reach a shared scale. T = 0 is included.
+        `test_scheme` has tokens that the experts or the kernel quantize in the native format.
         """
         problem = self._problem(quant=scheme)
         kernel = self._compose(problem, self._bridged if wire == _BRIDGED else wire)
@@ -300,11 +301,11 @@ class ExpertsNumbers(ExpertsBase):
         for num_tokens in (self._T // 2, 0):
             check_call(kernel, make_case(problem, num_tokens, "rows"), packed)
 
-    # -- beyond the list ------------------------------------------------------------------------
+    # -- combinations and controls ----------------------------------------------------------------
 
     @pytest.mark.parametrize("index", range(_COMBINATIONS))
     def test_combination(self, index: int) -> None:
-        """Declared capabilities in random combination, different in every run."""
+        """Random combinations of declared capabilities, different in every run."""
         spec, draw = self._spec(), cases.generator("combination", index)
 
         def pick(options: Any) -> Any:
@@ -333,7 +334,7 @@ class ExpertsNumbers(ExpertsBase):
         self._skip(f"no supported combination in ten draws; the last: {found}")
 
     def test_negative_controls(self) -> None:
-        """The kit itself: on these very problems its tolerance rejects every known mistake."""
+        """The tolerance on these problems rejects every known mistake."""
         spec, bias = self._spec(), {"has_bias": True} if self._spec().bias else {}
         clampable = sorted(CLAMPABLE & spec.activations)
         clamps = clampable and (clampable[0] != "silu" or spec.silu_clamp)

@@ -1,5 +1,7 @@
-"""What both conformance kits share: choosing problems and devices, skipping with reasons, and the
-rule that a kit test cannot be overridden in silence.
+"""The base of both conformance kits.
+
+It chooses problems and devices, skips with reasons, and refuses subclasses that override a test of
+the kit.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from moekit.selection.select import compose
 from moekit.testing import cases, collection
 from moekit.testing.calls import kit_registry
 
-# What a subclass may set; every other name of the kit is the kit's.
+# Attributes that a subclass may set. It may redefine nothing else of the kit.
 KNOBS = frozenset({"backend", "device", "backends", "expected_failures", "world_sizes"})
 
-# Where a declared capability might be reachable, if not here.
+# Devices on which a declared capability may be reachable.
 _MISSING = re.compile(r"[\w.]+(, [\w.]+)*( and [\w.]+)? (is|are) not installed")
 _DEVICES = ("cpu", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "xpu")
 
@@ -38,9 +40,12 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def over(name: str, values: Iterable[Any]) -> Callable[[Test], Test]:
-    """Parametrize a kit test by those ``values`` that `Conformance._declares`.
+    """Parametrize a test of the kit by those ``values`` that the spec declares.
 
-    What a backend does not declare makes no test; `test_undeclared_raises` tries it.
+    Undeclared values make no test; `test_undeclared_raises` shows that they are refused.
+
+    Args:
+        name: the parameter, or several separated by commas.
     """
 
     def mark(function: Test) -> Test:
@@ -51,14 +56,16 @@ def over(name: str, values: Iterable[Any]) -> Callable[[Test], Test]:
 
 
 class Conformance(ABC):
-    """Base of the kits. A subclass names the backend; the rest follows from its spec.
+    """Base of the kits. A subclass names the backend; its spec decides what is tested.
 
-    backend: the name under which the registry knows it.
-    device: a DeviceSpec or its text; default: this machine's accelerator if the backend runs
-    there, else the CPU.
-    backends: the registry to look in; default: the process's.
-    expected_failures: kit test (``"test_bias"``, or one case, ``"test_scheme[fp8_block]"``) ->
-    why it fails. The one way to let a kit test fail; one that passes after all is an error.
+    Attributes:
+        backend: the backend's name in the registry.
+        device: a DeviceSpec or its text. Default: this machine's accelerator if the backend runs
+            there, else the CPU.
+        backends: the registry that has the backend. Default: the process's.
+        expected_failures: test (``"test_bias"``, or one case, ``"test_scheme[fp8_block]"``) -> why
+            it fails. This is the only way to let a test of the kit fail. A test that is listed and
+            passes is an error.
     """
 
     backend: ClassVar[str] = ""
@@ -75,7 +82,7 @@ class Conformance(ABC):
 
     @classmethod
     def _overrides(cls) -> list[str]:
-        """What a subclass changed that it may not change."""
+        """Return a complaint for each thing that a subclass may not change."""
         kit = [k for k in cls.__mro__ if k.__module__.startswith("moekit.testing.")]
         own = {n for k in kit for n in vars(k) if not n.startswith(("__", "_abc_"))}
         names = own - KNOBS
@@ -122,7 +129,7 @@ class Conformance(ABC):
 
     @pytest.fixture(autouse=True)
     def _kit_bookkeeping(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Marks expected failures, and says how to repeat (pytest shows it with a failure)."""
+        """Mark expected failures, and print how to repeat a failure (pytest shows it then)."""
         function = getattr(request.node, "originalname", request.node.name)
         for name in (request.node.name, function):
             if name in self.expected_failures:
@@ -145,26 +152,26 @@ class Conformance(ABC):
     def _spec(self) -> BackendSpec: ...
 
     def _declares(self, name: str, value: Any) -> bool:
-        """Whether the spec declares this value of a parameter given to `over`."""
+        """Return whether the spec declares this value of a parameter given to `over`."""
         raise NotImplementedError(name)
 
     @abstractmethod
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
-        """Problem sizes to try, the most telling first."""
+        """Return problem sizes to try, those that find most first."""
 
     @abstractmethod
     def _names(self) -> dict[str, str]:
-        """Arguments of `compose` that insist on this backend."""
+        """Return the arguments of `compose` that choose this backend."""
 
     def _registry(self) -> Registry:
         return self._known
 
-    @cached_property  # asked for some twenty times in a test
+    @cached_property  # a test asks about twenty times
     def _known(self) -> Registry:
         return kit_registry(self.backends)
 
     def _device(self) -> DeviceSpec:
-        """The asked-for device, else the accelerator if the backend runs there, else the CPU."""
+        """Return `device`, else the accelerator if the backend runs there, else the CPU."""
         asked = self.device
         if asked is not None:
             return DeviceSpec.parse(asked) if isinstance(asked, str) else asked
@@ -190,9 +197,9 @@ class Conformance(ABC):
         }
 
     def _problem(self, **changes: Any) -> MoEProblem:
-        """The first of the kit's problems with these changes that the backend does.
+        """Return the first of the kit's problems with these changes that the backend does.
 
-        If it does none of them: checks that composing raises with the spec's reasons, and skips
+        If it does none of them, check that composition raises with the spec's reasons, and skip
         the test with these.
         """
         problem = self._find_problem(**changes)
@@ -201,7 +208,7 @@ class Conformance(ABC):
         pytest.skip(problem)
 
     def _find_problem(self, **changes: Any) -> MoEProblem | str:
-        """As `_problem`, but with the reasons instead of skipping."""
+        """Do as `_problem` does, but return the reasons instead of skipping."""
         wanted = {**self._main, "device": self._device(), **changes}
         reasons: dict[str, None] = {}
         for sizes in self._sizes(wanted["quant"], wanted["device"]):
@@ -215,7 +222,7 @@ class Conformance(ABC):
         return "; ".join(reasons)
 
     def _check_refused(self, problem: MoEProblem, reasons: list[str]) -> None:
-        """What `unsupported` names raises at composition, with every reason."""
+        """Assert that composition raises with every reason of `unsupported`."""
         try:
             self._compose(problem)
         except Unsupported as error:
@@ -226,7 +233,7 @@ class Conformance(ABC):
     def _compose(
         self, problem: MoEProblem, dispatcher: str | None = None, experts: str | None = None
     ) -> ModularKernel:
-        """A kernel with this backend, with checks of its input and a workspace of its own."""
+        """Compose a checked kernel of this backend with its own workspace."""
         names = self._names()
         return compose(
             problem,
@@ -241,7 +248,7 @@ class Conformance(ABC):
         pytest.skip(reason)
 
     def _declared_but_unreachable(self, changes: Mapping[str, Any]) -> list[str]:
-        """Reasons that stand in the way of ``changes`` on every device; empty if any device does.
+        """Return why no device does ``changes``, or nothing if one does.
 
         Missing dependencies do not count: they say nothing about the declaration.
         """

@@ -1,4 +1,4 @@
-"""Calling a kernel under suspicion: poisoned memory, watched inputs, dispatcher doubles."""
+"""Call a kernel with poisoned memory and watched inputs, and through test dispatchers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from moekit.testing.cases import Case
 from moekit.testing.diagnose import assert_close
 from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocations
 
-# The kit's variants of `local`, by what their tokens look like to the experts.
-QUANTIZED_WIRE = "kit_quantized_wire"  # quantizes before "sending", where the experts take that
-ROW_SCALES = "kit_row_scales"  # a per-tensor scale arrives as one per row, different by source
+# The kit's variants of `local`, named by the form in which tokens reach the experts.
+QUANTIZED_WIRE = (
+    "kit_quantized_wire"  # quantized before the "transfer", where the experts take that
+)
+ROW_SCALES = "kit_row_scales"  # a per-tensor scale arrives as one per row, which differs by source
 
 
 class RowScales(LocalDispatcher):
-    """Quantizes two parts of the batch on their own, as two ranks would, and sends row scales.
+    """Quantizes two parts of the batch separately, as two ranks would, and sends row scales.
 
-    A dynamic scale of the second part is four times what it need be, so that taking one for the
-    other shows.
+    A dynamic scale of the second part is four times as large as necessary, so that confusing the
+    scales changes the result.
     """
 
     def prepare(
@@ -56,16 +58,16 @@ class RowScales(LocalDispatcher):
 def kit_registry(
     base: Registry | None = None, extra: Iterable[DispatcherSpec | ExpertsSpec] = ()
 ) -> Registry:
-    """``base`` (default: the process's) with the kit's doubles and ``extra`` added to a copy."""
+    """Return a copy of ``base`` (default: the process's) with the kit's and ``extra`` specs."""
     base = base or registry()
     copy = Registry(plugins=base.plugins)
     copy._added.extend(base._added)
     wire = replace(copy.dispatcher("local"), wire_schemes=WIRE_SCHEMES, priority=-1000)
-    doubles = (
+    dispatchers = (
         replace(wire, name=QUANTIZED_WIRE),
         replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales"),
     )
-    for spec in (*doubles, *extra):
+    for spec in (*dispatchers, *extra):
         known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
             copy.dispatchers if isinstance(spec, DispatcherSpec) else copy.experts
         )
@@ -75,7 +77,7 @@ def kit_registry(
 
 
 class Watch:
-    """Remembers tensors' bits, to say later which of them were modified."""
+    """Remembers the bits of tensors, to find out which were modified."""
 
     def __init__(self, **tensors: Tensor | None) -> None:
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
@@ -91,7 +93,7 @@ class Watch:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, comparable even where it holds NaN."""
+    """Return the bytes of a tensor, which compare equal even where it holds NaN."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -100,7 +102,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
-    """``kernel.pack``, checked to leave the weights alone."""
+    """Return ``kernel.pack(weights)``, and assert that the weights are unchanged."""
     watch = Watch.weights(weights)
     packed = kernel.pack(weights)
     watch.check("pack")
@@ -109,7 +111,7 @@ def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
 
 @contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Assert that torch's process-wide state is afterwards as it was, and restore it."""
+    """Assert that torch's process-wide state does not change, and restore it."""
     before = _process_state()
     yield
     after = _process_state()
@@ -125,7 +127,7 @@ def _same(a: object, b: object) -> bool:
 
 
 def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
-    """What a library may change for all others: the value, and how to set it."""
+    """Return what a library may change for the whole process: name -> (value, setter)."""
     state: dict[str, tuple[Any, Callable[[Any], object]]] = {
         "default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
         "number of threads": (torch.get_num_threads(), torch.set_num_threads),
@@ -146,11 +148,14 @@ def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
 def call(
     kernel: ModularKernel, packed: PackedWeights, case: Case, *, out: Tensor | None = None
 ) -> Tensor:
-    """One call with everything uninitialised poisoned, and every tensor of the caller watched.
+    """Call the kernel with poisoned memory, and watch every tensor of the caller.
 
-    The workspace, fresh allocations and the output are NaN beforehand; x, routing and packed
-    weights must be bit-identical afterwards, and so must torch's process-wide state; the result
-    must be ``out`` itself.
+    The workspace, new allocations and the output are NaN before the call. x, routing, packed
+    weights and torch's process-wide state must be bit-identical afterwards. The result must be
+    ``out`` itself.
+
+    Args:
+        out: (T, H); default: a new tensor.
     """
     x, routing = case.x, case.routing
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
@@ -174,9 +179,10 @@ def call(
 def check_graph(
     run: Callable[[Tensor, Routing, Tensor], object], made: Sequence[tuple[Case, Tensor]]
 ) -> None:
-    """Captures ``run(x, routing, out)`` once and replays it with every case (all of one T).
+    """Capture ``run(x, routing, out)`` once, and replay it with every case.
 
-    After each replay ``out`` must be the case's reference.
+    Args:
+        made: (case, its (T, H) fp32 reference), all with the same T.
     """
     first = made[0][0]
     x, out = torch.zeros_like(first.x), torch.empty_like(first.x)
@@ -200,7 +206,7 @@ def check_graph(
 
 
 def check_call(kernel: ModularKernel, case: Case, packed: PackedWeights | None = None) -> Tensor:
-    """`call`, compared with the oracle."""
+    """Do `call`, and compare the output with the oracle."""
     out = call(kernel, packed or pack(kernel, case.weights), case)
     assert_close(out, case.reference(), case.problem, case=case)
     return out

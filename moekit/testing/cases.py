@@ -1,8 +1,8 @@
-"""Random problems' data: weights, tokens and routings that make mistakes visible.
+"""Random weights, tokens and routings that make mistakes visible.
 
-Magnitudes are chosen so that activations leave their linear range and clamps act, experts,
-channels, groups and tokens differ in scale, and router weights do not sum to one. Padding is NaN.
-Data are drawn on the CPU, so that every device and every rank sees the same numbers.
+Activations leave their linear range, clamps take effect, experts, channels, groups and tokens
+differ in scale, and router weights do not sum to one. Padding is NaN. Data are drawn on the CPU,
+so that every device and every rank sees the same numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moekit.problem.weights import ExpertWeights
 
 SEED_VARIABLE = "MOEKIT_TEST_SEED"
 
-# Routings by name, as `random_routing` has them. A token names an expert at most once: routers
-# choose distinct experts, and `max_rows` of a batched dispatcher relies on it.
-ROUTINGS = ("random", "idle", "one_expert", "hot", "slots", "rows", "none")
-# What routers of some models give: negative weights and zeros.
+# The kinds of `random_routing`. A token names an expert at most once: routers choose distinct
+# experts, and `max_rows` of a batched dispatcher relies on it.
+ROUTINGS = ("random", "idle", "one_expert", "hot", "masked", "rows", "none")
+# Routers of some models give negative weights and zeros.
 SIGNED = "signed"
 
 _X_LIMIT = 4.0
-_WEIGHT_RANGE = (0.5, 3.0)  # neither a weight nor the sum of K is one but by chance
+_WEIGHT_RANGE = (0.5, 3.0)  # no weight and no sum over K is one, except by chance
 GATE_STD = 3.0
 
 
@@ -41,7 +41,7 @@ _drawn: int | None = None
 
 
 def seed() -> int:
-    """The run's seed: from MOEKIT_TEST_SEED, else drawn once per process."""
+    """Return the run's seed: MOEKIT_TEST_SEED, else a number drawn once in a process."""
     global _drawn
     if os.environ.get(SEED_VARIABLE):
         return int(os.environ[SEED_VARIABLE])
@@ -51,17 +51,17 @@ def seed() -> int:
 
 
 def use_seed(value: int) -> None:
-    """Makes ``value`` the process's seed (for rank processes)."""
+    """Make ``value`` the seed of this process (for rank processes)."""
     os.environ[SEED_VARIABLE] = str(value)
 
 
 def generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator for this run's seed and ``key``; equal keys give equal numbers on a device."""
+    """Return a generator for the seed and ``key``; equal keys give equal numbers on a device."""
     return torch.Generator(device).manual_seed(zlib.crc32(repr((seed(), *key)).encode()))
 
 
 def device_of(problem: MoEProblem) -> torch.device:
-    """The current device of the problem's kind."""
+    """Return the current device of the problem's type."""
     if problem.device.type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(problem.device.type).current_device()
@@ -69,18 +69,21 @@ def device_of(problem: MoEProblem) -> torch.device:
 
 
 def whole(problem: MoEProblem) -> MoEProblem:
-    """The same layer on one rank."""
+    """Return the same layer on one rank."""
     return problem.replace(parallel=ParallelConfig())
 
 
 def random_weights(
     problem: MoEProblem, key: object = 0, *, drawn_on: torch.device | None = None
 ) -> ExpertWeights:
-    """This rank's weights (L experts, its share of I), in the problem's scheme, on its device.
+    """Return this rank's weights in the problem's scheme: L experts, its share of I.
 
     Expert-parallel ranks select from one set of experts, and replicas repeat. Tensor-parallel
-    ranks would get different draws: `tp_shard` cuts one set. drawn_on: where that would take too
-    long on the CPU; the ranks' sets then differ.
+    ranks would get different draws: use `tp_shard` to cut one set.
+
+    Args:
+        drawn_on: the device that draws, where the CPU would take too long; the ranks' sets then
+            differ.
     """
     if drawn_on is not None:
         alone = problem.replace(
@@ -97,7 +100,7 @@ def random_weights(
 def unquantized_weights(
     problem: MoEProblem, key: object = 0, drawn_on: torch.device | None = None
 ) -> ExpertWeights:
-    """L experts in the problem's dtype, on the CPU or where they are drawn, whatever the scheme."""
+    """Return L experts in the problem's dtype, unquantized, on the CPU or ``drawn_on``."""
     drawn_on = drawn_on or torch.device("cpu")
     draw = generator("weights", key, device=drawn_on)
     L, H, inner = (
@@ -126,14 +129,14 @@ def unquantized_weights(
 
 
 def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
-    """Unquantized ``weights`` in the problem's scheme, with static scales, on its device.
+    """Return unquantized ``weights`` in the problem's scheme, with static scales, on its device.
 
-    In act-order the values are others: each group's scale serves columns from everywhere.
+    In act-order the values change, because the columns of a group lie anywhere.
     """
     made = weights.quantize(problem.quant)
     operand, activation = problem.quant.weight, problem.quant.activation
     if operand is not None and operand.act_order:
-        # By an expert's own values, so that its replicas, wherever they are, have the same order.
+        # The order depends on the expert's values alone, so that its replicas have the same.
         w13_g_idx, w2_g_idx = (
             w_LNK[:, 0].argsort(dim=1, stable=True).argsort(dim=1).int() // operand.group[1]
             for w_LNK in (weights.w13, weights.w2)
@@ -148,7 +151,7 @@ def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
 def _static_scales(
     weights: ExpertWeights, problem: MoEProblem, activation: OperandQuant
 ) -> tuple[Tensor, Tensor]:
-    """Scales as calibration finds them: nothing that a case holds saturates (by much)."""
+    """Return scales as calibration finds them: hardly any value of a case saturates."""
     largest = _X_LIMIT * (_WEIGHT_RANGE[1] if problem.apply_router_weight_on_input else 1.0)
     sample = random_x(problem, 32, "calibration").cpu().float() * (largest / _X_LIMIT)
     h = torch.einsum("th,lnh->ltn", sample, weights.w13.float())
@@ -162,7 +165,7 @@ def _static_scales(
 
 
 def random_x(problem: MoEProblem, num_tokens: int, key: object = 0) -> Tensor:
-    """Tokens (T, H) in the problem's dtype on its device; tokens differ in magnitude."""
+    """Return tokens (T, H) of different magnitudes, in the problem's dtype on its device."""
     draw = generator("x", key)
     x = torch.randn(num_tokens, problem.hidden_size, generator=draw)
     x *= 0.5 + torch.rand(num_tokens, 1, generator=draw)
@@ -172,14 +175,18 @@ def random_x(problem: MoEProblem, num_tokens: int, key: object = 0) -> Tensor:
 def random_routing(
     problem: MoEProblem, num_tokens: int, kind: str = "random", key: object = 0
 ) -> Routing:
-    """Logical ids (T, K) int64 and weights (T, K) fp32, on the problem's device.
+    """Return logical ids (T, K) int64 and weights (T, K) fp32, on the problem's device.
 
-    random: K distinct experts. idle: the first and the last expert get no token (where K allows).
-    one_expert: every token goes to one expert and nowhere else. hot: the same, but the other
-    K - 1 slots are random. slots: a quarter of the slots are -1. rows: every fourth token, from
-    the first, and the last have no expert at all. none: no token has one.
-    Weights of -1 slots are NaN: nothing may come of them.
+    The weights of ids -1 are NaN, so that a backend that uses them fails.
+
+    Args:
+        kind: random: K distinct experts. idle: the first and the last expert get no token (where
+            K allows). one_expert: every token has one assignment, all to the same expert. hot: the
+            same, but the other K - 1 assignments are random. masked: a quarter of the ids are -1.
+            rows: every fourth token, from the first, and the last have no expert. none: no token
+            has one. signed: random, with weights of either sign and zeros.
     """
+    assert kind in (*ROUTINGS, SIGNED), f"no kind of routing: {kind!r}"
     draw = generator("routing", kind, key)
     E, K = problem.num_experts, problem.top_k
     scores = torch.rand(num_tokens, E, generator=draw)
@@ -191,12 +198,12 @@ def random_routing(
     ids = scores.argsort(dim=1, descending=True)[:, :K]
     low, high = _WEIGHT_RANGE
     weights = low + (high - low) * torch.rand(num_tokens, K, generator=draw)
-    # The order of a token's slots must not matter, so no slot is special.
+    # The order of a token's assignments must not matter, so it is random.
     if kind == "one_expert":
         ids[:, 1:] = -1
     shuffle = torch.rand(num_tokens, K, generator=draw).argsort(dim=1)
     ids = ids.gather(1, shuffle)
-    if kind == "slots" and num_tokens:
+    if kind == "masked" and num_tokens:
         ids[torch.rand(num_tokens, K, generator=draw) < 0.25] = -1
         ids[num_tokens // 2, 0] = -1
         ids[num_tokens // 3] = -1
@@ -213,7 +220,7 @@ def random_routing(
 
 @dataclass(frozen=True)
 class Case:
-    """One call's input, and the layer's weights on this rank."""
+    """The input of one call, and the layer's weights on this rank."""
 
     problem: MoEProblem
     weights: ExpertWeights
@@ -221,7 +228,7 @@ class Case:
     routing: Routing
 
     def reference(self) -> Tensor:
-        """The oracle's (T, H) fp32."""
+        """Return the oracle's output (T, H) fp32."""
         return oracle(self.x, self.weights, self.routing, self.problem)
 
 
@@ -232,7 +239,7 @@ def make_case(
     key: object = 0,
     weights: ExpertWeights | None = None,
 ) -> Case:
-    """A random call. Tokens without any expert are NaN."""
+    """Return a random call. Tokens without any expert are NaN."""
     routing = random_routing(problem, num_tokens, kind, key)
     x = random_x(problem, num_tokens, key)
     x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
@@ -240,10 +247,10 @@ def make_case(
 
 
 def scaled(case: Case, factor: float) -> Case:
-    """The same call with x times ``factor``, a power of two.
+    """Return the same call with x times ``factor``, a power of two.
 
-    Where activations would leave the range that float16 or a static scale has, w13 is divided by
-    it, so that only x differs.
+    Where activations would leave the range of float16 or of a static scale, w13 is divided by the
+    factor, so that only x differs.
     """
     p, w = case.problem, case.weights
     activation = p.quant.activation
@@ -281,7 +288,7 @@ def output_factor(case: Case) -> float:
 
 
 def strided(weights: ExpertWeights) -> ExpertWeights:
-    """The same weights in tensors that are not contiguous, as slices of a larger checkpoint are."""
+    """Return the same weights in strided tensors, as slices of a larger checkpoint are."""
 
     def stretch(t: Tensor) -> Tensor:
         wide = torch.stack((t, torch.zeros_like(t)), dim=-1)
@@ -291,10 +298,10 @@ def strided(weights: ExpertWeights) -> ExpertWeights:
 
 
 def tp_shard(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
-    """A tensor-parallel rank's share of unquantized weights of the whole layer, in its scheme.
+    """Return a tensor-parallel rank's share of a layer's unquantized weights, in its scheme.
 
-    Gate and up are cut alike, zeros stand for what is no neuron of the model (see
-    `MoEProblem.local_neurons`); every rank gets w2's bias (only the first one's may count).
+    Gate and up are cut alike. Zeros pad the share to `MoEProblem.local_intermediate_size`. Every
+    rank gets w2's bias, and only the first rank's may count.
     """
     mine, room = problem.local_neurons, problem.local_intermediate_size
 
@@ -314,11 +321,11 @@ def tp_shard(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
 
 
 def interleaved(weights: ExpertWeights) -> ExpertWeights:
-    """The same weights with gate and up rows alternating."""
+    """Return the same weights with alternating rows of gate and up."""
 
     def mix(t: Tensor | None) -> Tensor | None:
         if t is None or t.shape[1] != weights.w13.shape[1]:
-            return t  # a per-tensor scale belongs to no row
+            return t  # a per-tensor scale has no rows
         return torch.stack(t.chunk(2, dim=1), dim=2).flatten(1, 2)
 
     changes: dict[str, Any] = {

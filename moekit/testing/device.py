@@ -1,6 +1,6 @@
-"""What tests of kernels run on: a GPU where there is one, else the CPU and Triton's interpreter.
+"""The device of kernel tests: a GPU if there is one, else the CPU and Triton's interpreter.
 
-That must be chosen before triton is imported, so this comes first in a conftest.py:
+The interpreter must be chosen before triton is imported, so this comes first in a conftest.py:
 
     from moekit.testing.device import device  # noqa: F401
 """
@@ -22,5 +22,5 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The current CUDA device, or the CPU."""
+    """Return the current CUDA device, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -75,7 +75,7 @@ def check_negative_controls(problem: MoEProblem) -> None:
 
 @cache
 def _check_negative_controls(p: MoEProblem, seed: int) -> None:
-    case = make_case(p, _CONTROL_TOKENS, "slots")
+    case = make_case(p, _CONTROL_TOKENS, "masked")
     right = case.reference()
     assert_close(right.to(p.dtype), right, p, "the rounded oracle")
     for what, out in wrong_results(case).items():

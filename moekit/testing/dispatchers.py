@@ -1,4 +1,4 @@
-"""The dispatcher kit: every token to each of its experts once, and the results back."""
+"""The dispatcher kit: each token reaches each of its experts once, and its results come back."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from moekit.testing.diagnose import check_negative_controls
 from moekit.testing.distributed import RankPool
 from moekit.testing.ranks import Call, Job, Members
 
-# Numbers of ranks to test with, up to 8, instead of the classes' own: "2,8".
+# Numbers of ranks to test with, up to 8, instead of `world_sizes`: "2,8".
 WORLD_SIZES_VARIABLE = "MOEKIT_TEST_WORLD_SIZES"
-# "1": more ranks than devices share them. Slow, and not what every library can.
+# "1": ranks share devices if there are fewer. This is slow, and some libraries cannot.
 SHARE_VARIABLE = "MOEKIT_TEST_SHARE_DEVICES"
 
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
 
-# Experts, replicas, and experts of a token: more than any model has, then as published ones have.
+# (experts, replicas, top-k): first more than published models have, then theirs.
 _MODELS = ((512, 64, 12), (512, 0, 10), (512, 0, 8), (384, 0, 8), (256, 0, 8), (128, 0, 6))
 
-# Tokens per rank, for the last ranks: two ranks take the last two numbers of four.
+# Tokens of each rank. Fewer ranks take the last numbers: two ranks take the last two of four.
 _COUNTS = {
     "even": (9, 9, 9, 9),
     "uneven": (3, 1, 9, 17),
@@ -52,7 +52,7 @@ def _pools() -> dict[tuple[int, str], RankPool]:
 
 
 def _pool(processes: int, device_type: str) -> RankPool:
-    """A pool that serves all tests of the run; a new one if a rank of the last one got lost."""
+    """Return a pool that serves all tests of the run; a new one if a rank of the last one died."""
     pools, key = _pools(), (processes, device_type)
     if key not in pools or pools[key].closed:
         pools[key] = RankPool(processes, device_type, timeout=60 if device_type == "cpu" else 180)
@@ -61,7 +61,7 @@ def _pool(processes: int, device_type: str) -> RankPool:
 
 @contextmanager
 def _quickly(device: DeviceSpec) -> Iterator[None]:
-    """Run small tests on one thread, which is faster, and collect no garbage of before."""
+    """Run small tests on one thread and without garbage collection, which is faster."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -74,12 +74,12 @@ def _quickly(device: DeviceSpec) -> Iterator[None]:
 
 
 def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
-    """The ranks of ``at_once`` groups of ``world``; the first one of two has the odd ranks."""
+    """Return the ranks of ``at_once`` groups of ``world``; the first of two has the odd ranks."""
     return [tuple(range(i, at_once * world, at_once)) for i in reversed(range(at_once))]
 
 
 def _layouts(world: int) -> list[ParallelConfig]:
-    """How ``world`` ranks may share experts and tokens, other than `_parallel` does."""
+    """Return ways in which ``world`` ranks may share experts and tokens, besides `_parallel`'s."""
     made = []
     if world > 1:
         made += [ParallelConfig(ep_size=1, tp_size=world, dp_size=world)]
@@ -109,7 +109,7 @@ def _sizes(hidden: int, tokens: int, intermediate: int = 32) -> Sizes:
 
 
 def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The smallest number of ranks, and the largest that this machine has devices for."""
+    """Return the smallest number of ranks, and the largest that this machine has devices for."""
     count = torch.cuda.device_count()
     fit = [n for n in sizes if n <= count or _shares()] if count else list(sizes)
     return tuple(sorted({min(sizes), max(fit, default=max(sizes))}))
@@ -123,26 +123,33 @@ def _asked_sizes(asked: str) -> tuple[int, ...]:
     parts = [part.strip() for part in asked.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= 8 for part in parts):
         raise pytest.UsageError(
-            f"{WORLD_SIZES_VARIABLE}={asked!r}: want numbers of ranks from 1 to 8, as in 2,8"
+            f"{WORLD_SIZES_VARIABLE}={asked!r}: expected numbers of ranks from 1 to 8, as in 2,8"
         )
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 class DispatcherConformance(Conformance):
-    """Subclass it with ``backend = "name"``; see `Conformance` for the other settings.
+    """The kit for dispatchers. Subclass it with ``backend = "name"``.
 
-    world_sizes: numbers of ranks to test with; on accelerators, those for which there are devices,
-    unless ranks may share them. MOEKIT_TEST_WORLD_SIZES and MOEKIT_TEST_SHARE_DEVICES change both.
-    Where no token moves, one rank after the other runs in this process. Elsewhere two ranks are one
+    Where no token moves, this process runs one rank after the other. Elsewhere, two ranks are one
     of two groups in four processes, and four ranks are WORLD. A dispatcher whose library needs
-    WORLD says so in `unsupported` if the default group is larger; the tests of two ranks skip then.
+    WORLD says so in `unsupported` if the default group is larger; then the tests of two ranks skip.
+
+    Attributes:
+        world_sizes: numbers of ranks to test with; on accelerators only those for which there are
+            devices, unless ranks may share them. The environment variables
+            MOEKIT_TEST_WORLD_SIZES and MOEKIT_TEST_SHARE_DEVICES change both. See `Conformance`
+            for the other settings.
     """
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """world: every number of ranks. ends: the smallest and the largest, for tests of what
-        hardly depends on it. most: the largest. several: those of 2 ranks and more."""
+        """Parametrize tests by numbers of ranks.
+
+        world: every number. ends: the smallest and the largest, for tests that hardly depend on
+        it. most: the largest. several: those of 2 ranks and more.
+        """
         super().pytest_generate_tests(metafunc)
         asked = os.environ.get(WORLD_SIZES_VARIABLE)
         sizes = _asked_sizes(asked) if asked else self.world_sizes
@@ -172,7 +179,7 @@ class DispatcherConformance(Conformance):
         return [_sizes(h, 256, 256) for h in (272, 512, 1024, 2048, 4096, 7168)]
 
     def _parallel(self, world: int) -> ParallelConfig:
-        """Ranks with tokens of their own if the dispatcher moves tokens, else with the same."""
+        """Give each rank its own tokens if the dispatcher moves tokens, else all the same."""
         dp_size = world if self._spec().moves_tokens else 1
         return ParallelConfig(ep_size=world, dp_size=dp_size)
 
@@ -184,10 +191,11 @@ class DispatcherConformance(Conformance):
     def _run(
         self, world: int, function: Callable[..., Any], *args: Any, **changes: Any
     ) -> list[Any]:
-        """``function(rank, world, job, *args)`` on every rank, for a problem with ``changes``.
+        """Run ``function(rank, world, job, *args)`` on every rank, for a problem with ``changes``.
 
-        Where tokens move, two ranks are ranks 1 and 3 of four, and ranks 0 and 2 do the same with
-        other data at the same time, so that the group is not WORLD; if there are devices for it.
+        Where tokens move, two ranks are ranks 1 and 3 of four, so that the group is not WORLD.
+        Ranks 0 and 2 run the same function with other data at the same time. This needs devices
+        for four ranks.
         """
         job = self._job(world, **changes)
         if not job.problem.parallel.moves_tokens:
@@ -202,7 +210,7 @@ class DispatcherConformance(Conformance):
         return kind == "cpu" or torch.get_device_module(kind).device_count() >= ranks or _shares()
 
     def _run_at_once(self, world: int, tasks: Sequence[ranks.Task]) -> list[Any]:
-        """Each task in a group of its own of ``world`` ranks; returns the first group's results."""
+        """Run each task in its own group of ``world`` ranks; return the first group's results."""
         processes, kind = world * len(tasks), self._device().type
         if not self._devices_for(processes):
             self._skip(f"{processes} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
@@ -212,11 +220,11 @@ class DispatcherConformance(Conformance):
         refused = [result for result in results if isinstance(result, ranks.Refused)]
         if refused and len(tasks) > 1 and len(refused) == processes:
             self._skip(f"does not support a group that is not WORLD: {refused[0].reason}")
-        assert not refused, f"ranks {refused} do not support what others do"
+        assert not refused, f"only some ranks support the problem; these refuse it: {refused}"
         return [results[rank] for rank in groups[0].ranks]
 
     def _first(self, *candidates: Mapping[str, Any]) -> dict[str, Any]:
-        """The first of these changes of the problem that the dispatcher does; else skips."""
+        """Return the first of these changes of the problem that the dispatcher does, or skip."""
         reasons: dict[str, None] = {}
         for changes in candidates:
             problem = self._find_problem(**changes)
@@ -227,7 +235,7 @@ class DispatcherConformance(Conformance):
 
     def _needs_ranks(self) -> None:
         if not self._spec().moves_tokens:
-            self._skip("moves no tokens, so its ranks have nothing to agree on")
+            self._skip("moves no tokens, so its ranks need not agree")
 
     # -- what the spec says -----------------------------------------------------------------------
 
@@ -254,7 +262,7 @@ class DispatcherConformance(Conformance):
                         assert reasons, "needs_capacity, but takes a problem without one"
 
     def test_declared_is_reachable(self) -> None:
-        """unsupported() must not refuse on all devices and sizes what the spec declares."""
+        """`unsupported` must not refuse on all devices and sizes what the spec declares."""
         spec = self._spec()
         declared: list[dict[str, Any]] = [{"dtype": DTYPES[name]} for name in spec.dtypes]
         declared += [{"quant": name} for name in sorted(spec.schemes | spec.wire_schemes)]
@@ -265,7 +273,7 @@ class DispatcherConformance(Conformance):
             assert not reasons, f"{changes} is declared, but always refused: {reasons}"
 
     def test_undeclared_raises(self) -> None:
-        """What unsupported() names raises at composition; `_find_problem` checks it."""
+        """What `unsupported` refuses raises at composition (`_find_problem` checks it)."""
         refused: list[dict[str, Any]] = [
             *({"dtype": dtype} for dtype in DTYPES.values()),
             *({"quant": name} for name in SCHEMES),
@@ -285,7 +293,7 @@ class DispatcherConformance(Conformance):
 
     @pytest.mark.parametrize("kind", cases.ROUTINGS)
     def test_routing(self, kind: str, ends: int) -> None:
-        """A hot expert, idle experts, -1 in slots and whole tokens, which are NaN."""
+        """A hot expert, idle experts, ids of -1, and tokens without experts, which are NaN."""
         self._run(ends, ranks.calls, [Call((5, 2, 9, 13), kind)])
 
     def test_router_weight_on_input(self, world: int) -> None:
@@ -297,25 +305,25 @@ class DispatcherConformance(Conformance):
 
     def test_experts_do_not_divide_by_ranks(self, world: int) -> None:
         experts = 7 if world < 7 else 2 * world - 1
-        self._run(world, ranks.calls, [Call((3, 0, 9, 13), "slots")], num_experts=experts)
+        self._run(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_experts=experts)
 
     def test_replicas(self, world: int) -> None:
-        self._run(world, ranks.calls, [Call((3, 0, 9, 13), "slots")], num_redundant_experts=2)
+        self._run(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_redundant_experts=2)
 
     def test_same_tokens_on_all_ranks(self, world: int) -> None:
-        """dp_size=1: nothing moves, and each rank returns its partial sum."""
+        """With dp_size=1 no token moves, and each rank returns its partial sum."""
         parallel = ParallelConfig(ep_size=world, dp_size=1)
         self._run(world, ranks.calls, [Call((9,)), Call((0,))], parallel=parallel)
 
     def test_slices_and_shared_tokens(self, layout: ParallelConfig) -> None:
-        """Ranks that hold slices of the same experts (tp_size), or the same tokens (dp_size)."""
-        sequence = [Call((3, 0, 9, 13), "slots"), Call((0, 0, 0, 5)), Call((6, 6, 6, 6), "rows")]
+        """Ranks hold slices of the same experts (tp_size), or the same tokens (dp_size)."""
+        sequence = [Call((3, 0, 9, 13), "masked"), Call((0, 0, 0, 5)), Call((6, 6, 6, 6), "rows")]
         self._run(layout.num_ranks, ranks.calls, sequence, parallel=layout)
 
     @pytest.mark.parametrize("counts", ["uneven", "only_first_ranks", "none"])
-    @pytest.mark.parametrize("kind", ["random", "slots", "rows"])
-    def test_each_pair_is_delivered_once(self, counts: str, kind: str, ends: int) -> None:
-        """`Dispatched` as its docstring has it; every (token, expert) pair arrives exactly once."""
+    @pytest.mark.parametrize("kind", ["random", "masked", "rows"])
+    def test_each_assignment_is_delivered_once(self, counts: str, kind: str, ends: int) -> None:
+        """`Dispatched` fits its docstring, and every (token, expert) assignment arrives once."""
         results = self._run(ends, interface.deliveries, Call(_COUNTS[counts], kind))
         batched = self._spec().format is ActivationFormat.BATCHED
         same = not self._spec().moves_tokens
@@ -325,7 +333,7 @@ class DispatcherConformance(Conformance):
         assert sorted(d[:keep] for d in arrived) == sorted(d[:keep] for d in sent)
 
     def test_many_assignments(self, most: int) -> None:
-        """As many experts and choices as models have, a long batch, and values of any size."""
+        """As many experts and assignments as models have, a long batch, values of any size."""
         parallel = self._parallel(most)
         batched = self._spec().format is ActivationFormat.BATCHED
         changes = self._first(
@@ -345,7 +353,7 @@ class DispatcherConformance(Conformance):
         self._run(most, interface.many_assignments, Call(counts), **changes)
 
     def test_wide_rows(self, most: int) -> None:
-        """Tokens as wide as DeepSeek-V3's, of 256 experts, or as the dispatcher can."""
+        """Tokens as wide as DeepSeek-V3's, or as wide as the dispatcher can, and 256 experts."""
         model: dict[str, Any] = {"num_experts": 256, "top_k": 8, "max_num_tokens": 16}
         model |= {"parallel": self._parallel(most)}
         changes = self._first(*({**model, "hidden_size": h} for h in (7168, 4096, 2048)))
@@ -355,7 +363,7 @@ class DispatcherConformance(Conformance):
 
     @pytest.mark.parametrize("experts", ["torch", "reference"])
     def test_with_experts(self, experts: str, ends: int) -> None:
-        self._run(ends, ranks.calls, [Call((3, 0, 9, 13), "slots")], experts=experts)
+        self._run(ends, ranks.calls, [Call((3, 0, 9, 13), "masked")], experts=experts)
 
     @pytest.mark.parametrize("dtype", list(DTYPES))
     def test_dtype(self, dtype: str, ends: int) -> None:
@@ -367,11 +375,11 @@ class DispatcherConformance(Conformance):
         if spec.format is ActivationFormat.BATCHED and not spec.weights_in_fp32:
             self._skip("the spec does not declare weights_in_fp32")
         changes = {"dtype": torch.float16, "experts": "reference"}  # these do not weight
-        self._run(ends, ranks.outputs_beyond_float16, Call((3, 0, 9, 13), "slots"), **changes)
+        self._run(ends, ranks.outputs_beyond_float16, Call((3, 0, 9, 13), "masked"), **changes)
 
     @pytest.mark.parametrize("scheme", sorted(WIRE_SCHEMES))
     def test_quantized_tokens(self, scheme: str, ends: int) -> None:
-        """Right for every scheme, whether or not tokens travel quantized."""
+        """Every scheme gives right results, whether or not tokens travel quantized."""
         sequence = [Call((3, 0, 9, 13), "rows"), Call((0, 0, 0, 0))]
         for experts in ("torch", "reference"):
             self._run(ends, ranks.calls, sequence, quant=scheme, experts=experts)
@@ -383,24 +391,24 @@ class DispatcherConformance(Conformance):
         self._run(ends, interface.wire, Call((3, 0, 9, 13), "rows"), quant=scheme)
 
     def test_negative_controls(self) -> None:
-        """The kit itself: on this very problem its tolerance rejects every known mistake."""
+        """The tolerance on this problem rejects every known mistake."""
         check_negative_controls(self._problem())
 
     # -- calls ------------------------------------------------------------------------------------
 
     def test_many_calls(self, world: int) -> None:
-        """One kernel, T up and down: no earlier call shows, and no output changes afterwards."""
+        """Calls with more and fewer tokens: no earlier call matters, and outputs do not change."""
         counts = [(7, 9, 3, 21), (1, 0, 2, 1), (0, 0, 0, 0), (0, 5, 30, 2), (9, 9, 9, 9)]
         counts *= 2 if self._device().type == "cpu" else 20  # 100 calls, where they are fast
-        sequence = [Call(c, ("random", "slots")[i % 2]) for i, c in enumerate(counts)]
+        sequence = [Call(c, ("random", "masked")[i % 2]) for i, c in enumerate(counts)]
         self._run(world, ranks.calls, sequence, "fresh")
 
     def test_long_run_of_one_shape(self, most: int) -> None:
-        """Call 20 or 70 of one shape is right, and calls keep no tensors."""
-        self._run(most, ranks.long_run, Call((5, 0, 3, 9), "slots"), top_k=4)
+        """72 calls of one shape are right, and keep no tensors."""
+        self._run(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
-        """Two layers in one group, of different sizes, also when one of them is destroyed."""
+        """Two layers of different sizes share a group, also after one of them is destroyed."""
         job = self._job(several)
         smaller = {"num_experts": 16, "top_k": 4, "max_num_tokens": 16}
         changes = self._first(
@@ -412,13 +420,13 @@ class DispatcherConformance(Conformance):
         self._run(world, ranks.in_flight, Call((7, 0, 3, 21)), Call((1, 8, 2, 5)))
 
     def test_strided_input(self, ends: int) -> None:
-        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "slots")], "strided")
+        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "masked")], "strided")
 
     def test_given_output(self, ends: int) -> None:
         self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out")
 
     def test_without_capacity(self, ends: int) -> None:
-        """No max_num_tokens in the problem (or the spec's reason)."""
+        """The problem has no max_num_tokens."""
         self._run(ends, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
 
     def test_full_capacity(self, world: int) -> None:
@@ -431,15 +439,15 @@ class DispatcherConformance(Conformance):
 
     @pytest.mark.parametrize("fault", ["shape", "ids", "capacity"])
     def test_bad_input_on_one_rank(self, fault: str, world: int) -> None:
-        """All ranks get an error rather than a hang, and the next call works."""
+        """All ranks raise instead of hanging, and the next call works."""
         self._run(world, ranks.one_rank_fails, fault)
 
     def test_failure_after_dispatch(self, world: int) -> None:
-        """One rank's experts raise: so do the others, naming it, and the next call works."""
+        """One rank's experts raise: all ranks raise and name it, and the next call works."""
         self._run(world, ranks.experts_fail)
 
     def test_failure_without_checks(self, several: int) -> None:
-        """One rank fails before `prepare`: `abort` makes the others raise, naming it."""
+        """One rank fails before `prepare`: `abort` makes the others raise and name it."""
         if not self._spec().aborts:
             self._skip("the spec does not declare aborts")
         self._run(several, ranks.unchecked_rank_fails)
@@ -452,18 +460,18 @@ class DispatcherConformance(Conformance):
         self._run(several, ranks.resolves)
 
     def test_groups_at_once(self) -> None:
-        """Ranks 1 and 3 of four are one group; ranks 0 and 2 serve another layer meanwhile."""
+        """Ranks 1 and 3 of four are one group, while ranks 0 and 2 run another layer."""
         self._needs_ranks()
         job = self._job(2)
         smaller = {"top_k": 1, "max_num_tokens": 16, "parallel": job.problem.parallel}
         other = replace(job, problem=self._problem(**self._first(smaller, {})))
-        many = [Call((i % 5, 6), ("random", "slots")[i % 2]) for i in range(7)]
+        many = [Call((i % 5, 6), ("random", "masked")[i % 2]) for i in range(7)]
         few = [Call((16, 3)), Call((0, 9), "rows")]
         tasks = [(ranks.calls, job, (many,)), (ranks.calls, other, (few,))]
         self._run_at_once(2, tasks)
 
     def test_group_mismatch(self, world: int) -> None:
-        """A group of another size than the problem's is refused for that, on every rank."""
+        """Every rank refuses a group whose size differs from the problem's."""
         self._needs_ranks()
         problem = self._problem(parallel=self._parallel(world))
         for size in (2 * world, world + 1, max(world // 2, 2)):

@@ -48,10 +48,12 @@ _HOST = "127.0.0.1"
 
 
 class RankError(RuntimeError):
-    """What went wrong in `RankPool.run`, on which ranks.
+    """Ranks raised, hung or died in `RankPool.run`. After a rank hung or died the pool is closed.
 
-    tracebacks: rank -> formatted traceback of what it raised. hung: ranks that neither returned
-    nor raised. died: rank -> exit code. After a rank hung or died the pool is closed.
+    Attributes:
+        tracebacks: rank -> the formatted traceback of what it raised.
+        hung: ranks that neither returned nor raised.
+        died: rank -> exit code.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a worker is started with."""
+    """The arguments of a rank's process."""
 
     rank: int
     world_size: int
@@ -81,12 +83,16 @@ class _Rank:
 
 
 class RankPool:
-    """``world_size`` processes with a common process group, kept for many calls of `run`.
+    """Processes with a common process group, kept for many calls of `run`.
 
-    device_type ``"cpu"``: gloo, one thread per rank. ``"cuda"``: rank r on GPU r modulo their
-    number, NCCL for CUDA tensors and gloo for CPU tensors. Ranks that share a GPU want NCCL 2.30
-    and NCCL_MULTI_RANK_GPU_ENABLE=1, where they use it. timeout: seconds that one `run` may take,
-    and the process group's own. Workers inherit the environment at the time of construction.
+    Ranks inherit the environment at the time of construction.
+
+    Args:
+        world_size: the number of processes.
+        device_type: ``"cpu"``: gloo, one thread in each rank. ``"cuda"``: rank r on GPU r modulo
+            their number, NCCL for CUDA tensors and gloo for CPU tensors. Ranks that share a GPU
+            and use NCCL need NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1.
+        timeout: the seconds that one `run` may take; also the timeout of the process group.
     """
 
     def __init__(self, world_size: int, device_type: str = "cpu", timeout: float = 60.0) -> None:
@@ -120,10 +126,16 @@ class RankPool:
         return self._why_closed is not None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(rank, world_size, *args)`` on every rank; the results by rank.
+        """Run ``function(rank, world_size, *args)`` on every rank, and return the results by rank.
 
-        function: at module level, importable by the workers. Tensors travel by value and arrive
-        on the CPU. Raises RankError; the pool stays usable if every rank returned or raised.
+        Tensors travel by value and arrive on the CPU.
+
+        Args:
+            function: defined at module level, so that ranks can import it.
+
+        Raises:
+            RankError: a rank raised, hung or died. The pool stays usable if every rank returned
+                or raised.
         """
         if self._why_closed is not None:
             raise RankError(f"the pool of ranks is closed: {self._why_closed}", {})
@@ -137,7 +149,7 @@ class RankPool:
         return self._collect(getattr(function, "__qualname__", str(function)), self.timeout)
 
     def close(self) -> None:
-        """Ends the processes; idempotent."""
+        """End the processes; idempotent."""
         if self._why_closed is None:
             for pipe in self._pipes:
                 try:
@@ -199,7 +211,7 @@ class RankPool:
         raise RankError("\n".join([message, *faults]), tracebacks, hung, died)
 
     def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where each hanging rank is, as it wrote on a signal."""
+        """Return the stack of each hanging rank, which it writes on a signal."""
         for rank in ranks:
             pid = self._processes[rank].pid
             if pid is not None and Path(self._stacks.name, str(rank)).exists():
@@ -293,10 +305,10 @@ def _work(settings: _Rank, pipe: Connection) -> None:
 
 
 def _attempt(pipe: Connection, call: Callable[[], Any]) -> bool:
-    """Sends what ``call`` returns, or the traceback of what it raises."""
+    """Send what ``call`` returns, or the traceback of what it raises."""
     try:
         reply = _dumps((True, call()))
-    except BaseException:  # a pytest skip, which is no Exception, is an outcome to report too
+    except BaseException:  # including a pytest skip, which is no Exception
         pipe.send_bytes(_dumps((False, traceback.format_exc())))
         return False
     pipe.send_bytes(reply)
@@ -314,12 +326,12 @@ def _join(settings: _Rank) -> None:
         if not count:
             raise RuntimeError("device_type='cuda', but torch sees no GPU here; use 'cpu'")
         torch.cuda.set_device(settings.rank % count)
-        if settings.world_size <= count:  # else NCCL must not connect before it is asked for
+        if settings.world_size <= count:  # else NCCL must not connect before its first use
             device = torch.device("cuda", settings.rank)
-    # gloo otherwise looks up the host's name, which need not resolve.
+    # Otherwise gloo looks up the host's name, which need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = TCPStore(_HOST, settings.port, is_master=False)
-    # Ranks start at different speeds: meet before the group's own, perhaps short, timeout counts.
+    # Ranks start at different speeds. They meet before the group's timeout, which may be short.
     store.set(f"started/{settings.rank}", "1")
     everyone = [f"started/{rank}" for rank in range(settings.world_size)]
     store.wait(everyone, timedelta(seconds=_STARTUP_SECONDS))

@@ -1,4 +1,4 @@
-"""The experts kit, third part: calls, memory, packing, and whether the spec tells the truth."""
+"""The experts kit: calls, memory and packing, and `ExpertsConformance`, which has all parts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from moekit.testing.memory import measure, poison, slack
 from moekit.testing.sizes import ExpertsSizes
 from moekit.testing.threads import ExpertsThreads
 
-# More than the 60 after which an engine's counters, or a library's ring of buffers, come round.
+# Counters and rings of buffers in engines and libraries wrap after up to 60 calls.
 _MANY_CALLS = 70
 
 
 def strided(case: Case) -> Case:
-    """The same call with x, ids and weights that are not contiguous."""
+    """Return the same call with x, ids and router weights that are not contiguous."""
 
     def stretch(t: torch.Tensor) -> torch.Tensor:
         wide = t.new_zeros(t.shape[0], 2 * t.shape[1] + 1)
@@ -42,7 +42,7 @@ def strided(case: Case) -> Case:
 
 
 class Inputs:
-    """One place for calls' tokens and routings, as a model's runner has it."""
+    """Buffers that hold the tokens and routings of every call, as engines have."""
 
     def __init__(self, problem: MoEProblem, most: int) -> None:
         device, shape = device_of(problem), (most, problem.top_k)
@@ -51,7 +51,7 @@ class Inputs:
         self._ids = torch.empty(shape, dtype=torch.int64, device=device)
 
     def hold(self, case: Case, packed: PackedWeights) -> tuple[Tensor, PackedWeights, Routing]:
-        """Copy ``case`` there and return a kernel's arguments."""
+        """Copy ``case`` into the buffers, and return a kernel's arguments."""
         T, r = len(case.x), case.routing
         routing = Routing(self._weights[:T].copy_(r.topk_weights), self._ids[:T].copy_(r.topk_ids))
         return self._x[:T].copy_(case.x), packed, routing
@@ -63,23 +63,23 @@ class ExpertsCalls(ExpertsThreads):
     # -- calls ----------------------------------------------------------------------------------
 
     def test_repeated_calls(self) -> None:
-        """One kernel, one workspace, T up and down: nothing of an earlier call shows.
+        """Calls with more and fewer tokens: no earlier call changes a result.
 
-        Tokens and routings lie where those of the call before lay.
+        Tokens and routings have the same addresses in every call.
         """
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         packed = pack(kernel, random_weights(problem))
         inputs = Inputs(problem, self._T + 9)
         for index, num_tokens in enumerate((self._T, 3, 0, 1, self._T + 9, 5, self._T)):
-            case = make_case(problem, num_tokens, ("random", "slots")[index % 2], key=index)
+            case = make_case(problem, num_tokens, ("random", "masked")[index % 2], key=index)
             out = kernel(*inputs.hold(case, packed))
             assert_close(
                 out, case.reference(), problem, f"call {index} with T={num_tokens}", case=case
             )
 
     def test_many_calls(self) -> None:
-        """As a decoder makes them: one shape, one place, other contents every time."""
+        """Calls as a decoder makes them: one shape, one address, other contents every time."""
         if self._interpreted:
             self._skip("takes seconds in Triton's interpreter")
         problem = self._problem()
@@ -97,9 +97,9 @@ class ExpertsCalls(ExpertsThreads):
             earlier = [out]
 
     def test_nothing_is_kept(self) -> None:
-        """Calls leave no memory behind, neither the caller's tensors nor their own.
+        """Calls keep neither the caller's tensors nor their own.
 
-        A backend may keep what its last call needed, but not more the more calls it gets.
+        A backend may keep what its last call needed, but it must not keep more after more calls.
         """
         problem = self._problem()
         kernel = self._compose(problem, self._native)
@@ -119,7 +119,7 @@ class ExpertsCalls(ExpertsThreads):
         assert many <= few, f"{few} bytes are left of one call, {many} of four"
 
     def test_weights_in_turns(self) -> None:
-        """One kernel serves layers with weights of their own."""
+        """One kernel serves several layers, each with its own weights."""
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         layers = [random_weights(problem, key) for key in (1, 2)]
@@ -130,7 +130,7 @@ class ExpertsCalls(ExpertsThreads):
             assert_close(out, case.reference(), problem, f"call {turn}, weights {layer}", case=case)
 
     def test_weights_change_in_place(self) -> None:
-        """Experts move between ranks by copies into packed weights that were used before."""
+        """Experts move between ranks by copies into packed weights that are in use."""
         if not self._spec().movable:
             self._skip("the spec declares its packed weights not movable")
         problem = self._problem()
@@ -144,7 +144,7 @@ class ExpertsCalls(ExpertsThreads):
             assert_close(out, case.reference(), problem, f"weights {turn} in place", case=case)
 
     def test_kernels_in_turns(self) -> None:
-        """Kernels for problems of the same sizes share nothing that decides their results."""
+        """Kernels for problems of the same sizes share nothing that changes their results."""
         names = sorted(self._spec().activations)
         gated = [n for n in names if n in GATED] or names
         if len(gated) < 2:
@@ -171,7 +171,7 @@ class ExpertsCalls(ExpertsThreads):
             assert_close(arriving.result(), case.reference(), problem, f"call {index}")
 
     def test_fresh_output(self) -> None:
-        """Without `out`: a new contiguous tensor every time; the earlier one stays as it was."""
+        """Without `out`: a new contiguous tensor each time, and earlier outputs do not change."""
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         packed = pack(kernel, random_weights(problem))
@@ -185,7 +185,7 @@ class ExpertsCalls(ExpertsThreads):
         assert torch.equal(bits(out), kept), "a later call changed an earlier output"
 
     def test_given_output(self) -> None:
-        """`out` is written entirely and returned, even if strided; nothing around it is touched."""
+        """A strided `out` is written entirely and returned; the memory around it is unchanged."""
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         packed = pack(kernel, random_weights(problem))
@@ -211,12 +211,12 @@ class ExpertsCalls(ExpertsThreads):
 
     def test_int32_ids(self) -> None:
         problem = self._problem()
-        case = make_case(problem, self._T, "slots")
+        case = make_case(problem, self._T, "masked")
         ids = replace(case.routing, topk_ids=case.routing.topk_ids.int())
         check_call(self._compose(problem, self._native), replace(case, routing=ids))
 
     def test_bad_input_leaves_nothing_behind(self) -> None:
-        """A refused call raises moekit's own error, and the next call is right."""
+        """A refused call raises a MoekitError, and the next call is right."""
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         case = make_case(problem, self._T)
@@ -227,7 +227,7 @@ class ExpertsCalls(ExpertsThreads):
 
     @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
     def test_memory_is_stated(self, dispatcher: str) -> None:
-        """A call's peak stays within kernel.memory(), workspace included."""
+        """The peak of a call is at most kernel.memory(), including the workspace."""
         found = self._find_problem(num_experts=8, top_k=4)
         problem = found if isinstance(found, MoEProblem) else self._problem()
         case = make_case(problem, 64 if self._device().type == "cpu" else 1000)
@@ -257,14 +257,14 @@ class ExpertsCalls(ExpertsThreads):
             assert all(same_bits(outs[0], out) for out in outs), "equal calls, different bits"
 
     def test_graph_capture(self) -> None:
-        """Captured once, replayed with other tokens and routings of the same T."""
+        """A graph is captured once, and replayed with other tokens and routings of the same T."""
         if not self._spec().graph_safe:
             self._skip("the spec does not declare graph_safe")
         if self._device().type != "cuda":
             self._skip("CUDA graphs need a CUDA device")
         problem = self._problem()
         kernel = self._compose(problem, "local")
-        kinds = ("random", "slots", "rows", "hot")
+        kinds = ("random", "masked", "rows", "hot")
         made = [make_case(problem, self._T, kind) for kind in kinds]
         packed = pack(kernel, made[0].weights)
         kernel.checked = False
@@ -277,7 +277,7 @@ class ExpertsCalls(ExpertsThreads):
 
     @over("scheme", SCHEMES)
     def test_pack_is_pure(self, scheme: str) -> None:
-        """The weights stay as they are; packing twice gives the same bits, also of strided ones."""
+        """Packing changes no weights, and gives the same bits twice and for strided weights."""
         problem = self._problem(quant=scheme, **({"has_bias": True} if self._spec().bias else {}))
         kernel = self._compose(problem, self._native)
         weights = random_weights(problem)
@@ -294,7 +294,7 @@ class ExpertsCalls(ExpertsThreads):
 
     @over("scheme", SCHEMES)
     def test_pack_is_expert_major(self, scheme: str) -> None:
-        """pack(permute(w)) == permute(pack(w)), so that experts can move between ranks."""
+        """pack(permute(w)) == permute(pack(w)), so experts can move between ranks."""
         if not self._spec().movable:
             self._skip("the spec declares its packed weights not movable")
         problem = self._problem(quant=scheme, **({"has_bias": True} if self._spec().bias else {}))

@@ -1,4 +1,4 @@
-"""The dispatcher's own interface, without a kernel in between: what prepare hands over."""
+"""Tests of a dispatcher's `prepare` and `finalize` without a kernel."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Delivery = tuple[int, int, int, float]  # source rank, token, physical expert, r
 def deliveries(
     rank: int, world_size: int, job: Job, wanted: Call
 ) -> tuple[list[Delivery], list[Delivery]]:
-    """What this rank sent and what reached it, as told by marks in the tokens.
+    """Return the assignments that this rank sent, and those that reached it.
 
-    Checks `Dispatched` against its docstring, and finalize with experts that return their input.
+    Marks in the tokens identify them. Asserts that `Dispatched` fits its docstring, and that
+    `finalize` is right for experts that return their input.
     """
     r = Rank(rank, world_size, job)
     p, dispatcher = r.problem, r.kernel.dispatcher
@@ -68,7 +69,7 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
 
     def delivery(row: Tensor, expert: int, weight: float) -> Delivery:
         assert bool(torch.isfinite(row).all()), "NaN in a row that an expert must compute"
-        assert bool((row[2:] == 1).all()), "a row's content changed on its way"
+        assert bool((row[2:] == 1).all()), "the transfer changed a row"
         return int(row[0]) - 1, int(row[1]) - 1, first + expert, round(weight, 6)
 
     if tokens.expert_num_tokens is not None:
@@ -88,12 +89,12 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
     assert ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.shape == weights.shape
     assert ids.dtype in (torch.int32, torch.int64) and weights.dtype == torch.float32
     assert bool(((ids >= -1) & (ids < L)).all()), f"ids must be local or -1: {ids.tolist()}"
-    for row, slot in (ids >= 0).nonzero().tolist():
-        yield delivery(x[row], int(ids[row, slot]), float(weights[row, slot]))
+    for row, k in (ids >= 0).nonzero().tolist():
+        yield delivery(x[row], int(ids[row, k]), float(weights[row, k]))
 
 
 def _identity(tokens: Dispatched) -> Tensor:
-    """Output of experts that return their input, as the contract lays it out; padding is NaN."""
+    """Return the output of experts that return their input; padding is NaN."""
     if tokens.expert_num_tokens is not None:
         C = tokens.x.shape[1]
         real = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
@@ -106,7 +107,7 @@ def _identity(tokens: Dispatched) -> Tensor:
 
 
 def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
-    """What a rank gets back (T, H) fp32 if every expert returns its input."""
+    """Return what a rank gets back if every expert returns its input: (T, H) fp32."""
     p = r.problem
     mine = p.local_experts if r.alone else range(p.num_physical_experts)
     used = (routing.topk_ids >= mine.start) & (routing.topk_ids < mine.stop)
@@ -115,10 +116,10 @@ def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
 
 
 def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None:
-    """Many experts and assignments, and values of any size, are dispatched and combined right.
+    """Dispatch and combine many experts, assignments, and values of any size.
 
-    Every expert multiplies a token by a number of its own. Tokens reach several hundred, router
-    weights are negative, zero and above 2, and one element of one token is NaN.
+    Each expert multiplies a token by its own number. Tokens reach several hundred, router weights
+    are negative, zero and above 2, and one element of one token is NaN.
     """
     r = Rank(rank, world_size, job)
     p, dispatcher, device = r.problem, r.kernel.dispatcher, device_of(r.problem)
@@ -163,7 +164,7 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
 
 
 def _scaled(tokens: Dispatched, numbers_L: Tensor) -> Tensor:
-    """Output of experts that multiply tokens by their number; a batched row of padding is NaN."""
+    """Return the output of experts that multiply tokens by their number; padding is NaN."""
     x = tokens.x.float()
     if tokens.expert_num_tokens is not None:
         real = torch.arange(x.shape[1], device=x.device) < tokens.expert_num_tokens[:, None]
@@ -178,7 +179,7 @@ def _scaled(tokens: Dispatched, numbers_L: Tensor) -> Tensor:
 
 
 def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
-    """prepare and finalize in a CUDA graph, with experts that return their input."""
+    """Capture prepare and finalize in a CUDA graph, with experts that return their input."""
     r = Rank(rank, world_size, job)
     dispatcher = r.kernel.dispatcher
     dtype = torch.int32 if dispatcher.spec.ids_dtype == "int32" else torch.int64
@@ -188,7 +189,7 @@ def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
         dispatcher.finalize(_identity(tokens), tokens, out).result()
 
     made = []
-    for kind in ("random", "slots", "rows", "hot"):
+    for kind in ("random", "masked", "rows", "hot"):
         case, _ = r.case(Call((num_tokens,), kind), kind)
         ids = Routing(case.routing.topk_weights, case.routing.topk_ids.to(dtype))
         made.append((replace(case, routing=ids), _identity_result(case.x, ids, r)))
@@ -197,7 +198,7 @@ def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
 
 
 def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
-    """Tokens are quantized before they travel: what arrives is that, with its scales."""
+    """Assert that tokens travel quantized: quantized values arrive with their scales."""
     r = Rank(rank, world_size, job)
     p, activation = r.problem, r.problem.quant.activation
     assert activation is not None
@@ -215,7 +216,7 @@ def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     allowed = {(*rows, groups)}
     if activation.per_tensor:
         allowed.add((1,) * len(tokens.x.shape))
-    assert tuple(scale.shape) in allowed, f"x_scale is {tuple(scale.shape)}, want {allowed}"
+    assert tuple(scale.shape) in allowed, f"x_scale is {tuple(scale.shape)}, expected {allowed}"
     y = torch.zeros(tokens.x.shape, dtype=p.dtype, device=case.x.device)
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()

@@ -1,8 +1,9 @@
-"""Triton's interpreter without what it repeats, and for several threads.
+"""Make Triton's interpreter faster, and safe for several threads.
 
-It patches the language for the whole process while a kernel runs, so one thread at a time runs one.
-For every call of a device function it replaces the functions of `triton.language` anew, which the
-kernel that calls it did already: up to a third of such tests' time (triton 3.6 to 3.9).
+While a kernel runs, the interpreter patches `triton.language` for the whole process, so only one
+thread at a time may run a kernel. For each call of a device function it patches the language
+again, although the kernel has done so already. That takes up to a third of the time of tests
+(triton 3.6 to 3.9).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 class _Running(threading.local):
-    """Kernels of this thread that have begun, and whether the language is prepared for them."""
+    """The kernels that this thread has begun, and whether the language is patched for them."""
 
     kernels = 0
     prepared = False
@@ -25,14 +26,14 @@ _running = _Running()
 
 
 def in_kernel() -> bool:
-    """Whether this thread is running an interpreted kernel."""
+    """Return whether this thread is running an interpreted kernel."""
     return _running.kernels > 0
 
 
 def prepare_once() -> None:
-    """Has the language prepared when a kernel starts, and left so to its end.
+    """Patch the language once when a kernel starts, and leave it patched until the kernel ends.
 
-    Idempotent; does nothing without triton, or with one that goes about it in another way.
+    Idempotent. Does nothing without triton, or if the interpreter works in another way.
     """
     try:
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
@@ -42,7 +43,7 @@ def prepare_once() -> None:
     if hasattr(prepare, "every_time") or list(inspect.signature(prepare).parameters) != ["fn"]:
         return
     running, lock = _running, threading.RLock()
-    # A kernel's functions may see more of the language than it does.
+    # Device functions may use more of the language than the kernel does.
     language = {"tl": interpreter.tl, "core": interpreter.tl.core}
     sees_all = FunctionType((lambda: None).__code__, language)
 

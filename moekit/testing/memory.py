@@ -1,4 +1,4 @@
-"""Watching allocations: how many bytes a call holds at its peak, and NaN in every fresh one."""
+"""Watch allocations: fill new memory with NaN, and count the bytes that a call holds."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _UNINITIALISED = {
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """Fills the whole storage behind ``tensor`` with NaN (integers: -1), and returns ``tensor``."""
+    """Fill the whole storage of ``tensor`` with NaN (integers: -1), and return ``tensor``."""
     storage = tensor.untyped_storage()
     torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).fill_(_POISON)
     return tensor
 
 
 class PoisonedWorkspace(Workspace):
-    """An arena that comes back full of NaN every time."""
+    """A workspace that is full of NaN whenever it is lent."""
 
     def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> Scratch:
         scratch = super().take(wanted, device)
@@ -51,26 +51,26 @@ class _PoisonFresh(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in _UNINITIALISED and result.numel():
             poison(result)
-            if result.is_cuda:  # whoever asked for it may write it on another stream
+            if result.is_cuda:  # the caller may write it on another stream
                 torch.cuda.current_stream(result.device).synchronize()
         return result
 
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Within it ``torch.empty`` and its kin return NaN, as real memory might."""
+    """Let ``torch.empty`` and its variants return NaN, as real memory may."""
     with _PoisonFresh():  # type: ignore[no-untyped-call]
         yield
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that come into being, until they die."""
+    """Counts the bytes of new storages until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: set[int] = set()
-        self._older: list[Any] = []  # kept, so that their addresses are not used again
+        self._older: list[Any] = []  # kept, so that no new storage gets their address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -96,7 +96,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in an operator's arguments or results (pytree's functions take much longer)."""
+    """Yield the tensors in arguments or results of an operator (much faster than pytree)."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -107,11 +107,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def measure(device: torch.device, function: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that ``function`` holds at its peak, and those still held when it has returned.
+    """Return the bytes that ``function`` holds at its peak, and those that it leaves behind.
 
-    What it returns is dropped before the second count. On an accelerator the allocator is asked;
-    on the CPU every torch operation is watched (memory that C++ frees before an operation returns
-    is not seen).
+    Its result is dropped before the second count. On an accelerator the allocator counts. On the
+    CPU every torch operation is watched; memory that an operation frees itself is not seen.
     """
     if device.type == "cpu":
         mode = _Live()
@@ -132,5 +131,5 @@ def measure(device: torch.device, function: Callable[[], Any]) -> tuple[int, int
 
 
 def slack(device: torch.device, stated: int) -> int:
-    """How far a measurement may exceed what was stated: allocator rounding and small indices."""
+    """Return by how many bytes a measurement may exceed the statement (allocator, indices)."""
     return 32 * 1024 + stated // 50 if device.type == "cpu" else 256 * 1024 + stated // 50

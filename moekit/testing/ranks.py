@@ -1,8 +1,8 @@
-"""What a rank does in the dispatcher kit's tests. Everything here is picklable, and fails loudly.
+"""The functions that ranks run in the dispatcher kit's tests. All of them are picklable.
 
-Each function takes ``(rank, world_size, job, ...)``, both counted within the job's process group.
-Where tokens move, `in_groups` runs it in rank processes; elsewhere this process runs it for one
-rank after the other.
+Each function takes ``(rank, world_size, job, ...)``, where rank and size are those of the job's
+process group. Where tokens move, `in_groups` runs it in rank processes. Elsewhere this process
+runs it for one rank after the other.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _GROUP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Call:
-    """Token counts of the batches (fewer batches take the last of them), and a routing."""
+    """The tokens of each batch (fewer batches take the last numbers), and a kind of routing."""
 
     counts: tuple[int, ...]
     kind: str = "random"
@@ -60,7 +60,9 @@ class Call:
 class Members:
     """The processes of a pool that form one process group.
 
-    generation: a failed test may leave messages in a group, so later tests make another one.
+    Attributes:
+        generation: the number of failed tests. They may leave messages in a group, so later tests
+            make another one.
     """
 
     ranks: tuple[int, ...]
@@ -94,7 +96,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Refused:
-    """A rank's result where the dispatcher does not support the group, and says why."""
+    """A rank's result if the dispatcher does not support the group, with its reason."""
 
     reason: str
 
@@ -121,7 +123,7 @@ def in_groups(
 
 @cache
 def _settle() -> None:
-    """Let collections of garbage skip what is there: libraries' modules take 0.2 s each time."""
+    """Exclude the present objects from garbage collection, which takes 0.2 s for each test."""
     gc.freeze()
 
 
@@ -141,19 +143,19 @@ class Rank:
         self._faults: list[str] = []
 
     def expect(self, right: bool, otherwise: str) -> None:
-        """Note a fault, which `finish` raises: other ranks wait for those that stop half-way."""
+        """Record a fault for `finish`. Raising at once would let the other ranks wait."""
         if not right:
             self._faults.append(otherwise)
 
     def compare(self, out: Tensor, ref: Tensor, what: str) -> None:
-        """`assert_close`, noted as by `expect`."""
+        """Do `assert_close`, and record a failure as `expect` does."""
         try:
             assert_close(out, ref, self.problem, f"rank {self.rank}, {what}")
         except AssertionError as error:
             self._faults.append(str(error))
 
     def finish(self) -> None:
-        """Destroy the kernel, and raise the first fault that was noted."""
+        """Destroy the kernel, and raise the first recorded fault."""
         self.kernel.destroy()
         if self._faults:
             raise AssertionError(self._faults[0])
@@ -173,7 +175,7 @@ class Rank:
 
     @property
     def alone(self) -> bool:
-        """No token moves: ranks hold the same tokens, and each returns its partial sum."""
+        """Whether no token moves: ranks hold the same tokens, and each returns a partial sum."""
         return not self.problem.parallel.moves_tokens
 
     def tokens(self, call: Call) -> int:
@@ -182,7 +184,7 @@ class Rank:
 
     @cached_property
     def layer(self) -> tuple[MoEProblem, ExpertWeights]:
-        """The logical experts on one rank: what the result must equal."""
+        """The logical experts on one rank, which define the right result."""
         problem = whole(self.problem).replace(num_redundant_experts=0)
         return problem, random_weights(problem)
 
@@ -227,10 +229,11 @@ class Rank:
 def calls(
     rank: int, world_size: int, job: Job, sequence: Iterable[Call], how: str = "plain"
 ) -> None:
-    """Calls on one kernel, one after the other, each compared with the oracle.
+    """Make calls on one kernel, one after the other, and compare each with the oracle.
 
-    how: plain; strided (no input is contiguous); out (given, strided, poisoned all around);
-    fresh (without out and without poison, all outputs still right at the end).
+    Args:
+        how: plain; strided (no input is contiguous); out (given, strided, with poison around it);
+            fresh (without out and without poison; all outputs must be right at the end, too).
     """
     r = Rank(rank, world_size, job)
     results = []
@@ -259,7 +262,7 @@ def outputs_beyond_float16(rank: int, world_size: int, job: Job, wanted: Call) -
     """Experts' outputs exceed 65504, and their router weights bring them back into range."""
     r = Rank(rank, world_size, job)
     problem, weights = r.layer
-    factor = output_factor(make_case(problem, 32, "slots", "calibration", weights))
+    factor = output_factor(make_case(problem, 32, "masked", "calibration", weights))
     mine, logical = (beyond_float16(case, factor) for case in r.cases(wanted))
     out = call(r.kernel, pack(r.kernel, mine.weights), mine)
     r.compare(out, r.expected(mine, logical), "outputs beyond the range of float16")
@@ -267,7 +270,7 @@ def outputs_beyond_float16(rank: int, world_size: int, job: Job, wanted: Call) -
 
 
 def in_flight(rank: int, world_size: int, job: Job, first: Call, second: Call) -> None:
-    """Two calls are started before either is run, and finished in every order that ranks share."""
+    """Start two calls before running either, and finish them in every order that ranks share."""
     r = Rank(rank, world_size, job)
     for order in ("in turn", "run ahead", "last first"):
         made = [r.case(first, (order, 1)), r.case(second, (order, 2))]
@@ -285,9 +288,9 @@ def in_flight(rank: int, world_size: int, job: Job, first: Call, second: Call) -
 
 
 def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
-    """72 calls of one shape on an unchecked kernel, on ranks that are not in step.
+    """Make 72 calls of one shape on an unchecked kernel, on ranks that are not in step.
 
-    Every call has other data than the calls 1 to 6 before it, and no call leaves memory behind.
+    The data of a call differ from those of the six calls before it. No call leaves memory behind.
     """
     r = Rank(rank, world_size, job, checked=False)
     made = [r.case(wanted, index) for index in range(7)]
@@ -309,7 +312,7 @@ def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
             r.compare(out, ref, f"call {number} of one shape")
 
     some(36)
-    # The least of three counts: a library may allocate late, and its thread may let go late.
+    # The least of three counts: a library may allocate late, and its threads may free late.
     kept = min(measure(device, lambda: some(12))[1] for _ in range(3))
     r.expect(
         kept <= _KEPT,
@@ -322,7 +325,7 @@ _KEPT = 2 * 1024
 
 
 def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
-    """Two layers of different sizes are called in turn in one group; the first one ends before."""
+    """Call two layers of different sizes alternately in one group, and destroy the first early."""
     both = [Rank(rank, world_size, job), Rank(rank, world_size, replace(job, problem=other))]
     for index, which in enumerate((0, 1, 0, 1, 1, 0, 1, 1)):
         if index == 6:
@@ -336,7 +339,7 @@ def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
 
 
 def _culprit(r: Rank, round_: int) -> int:
-    """The rank that fails in a round: the last one, then the one before it, and so on."""
+    """Return the rank that fails in a round: the last one, then the one before it, and so on."""
     return (r.world_size - 1 - round_) % r.world_size
 
 
@@ -347,7 +350,7 @@ def _check_next(r: Rank, key: object) -> None:
 
 
 def one_rank_fails(rank: int, world_size: int, job: Job, fault: str) -> None:
-    """One rank's input is bad: every rank gets a MoekitError, and the next call is right."""
+    """Give one rank bad input: every rank raises a MoekitError, and the next call is right."""
     r = Rank(rank, world_size, job)
     good = Call((5, 3))
     for round_ in range(2):
@@ -374,7 +377,7 @@ def one_rank_fails(rank: int, world_size: int, job: Job, fault: str) -> None:
 
 
 def unchecked_rank_fails(rank: int, world_size: int, job: Job) -> None:
-    """One rank of an unchecked kernel fails before `prepare`: `abort` tells every other rank."""
+    """Let one rank of an unchecked kernel fail before `prepare`: `abort` tells the others."""
     r = Rank(rank, world_size, job, checked=False)
     for round_ in range(2):
         culprit = _culprit(r, round_)
@@ -390,14 +393,14 @@ def unchecked_rank_fails(rank: int, world_size: int, job: Job) -> None:
         else:
             raise AssertionError(
                 f"rank {rank} got no error although rank {culprit} failed before prepare: abort() "
-                "told it nothing"
+                "did not tell it"
             )
         _check_next(r, (round_, "after"))
     r.finish()
 
 
 def experts_fail(rank: int, world_size: int, job: Job) -> None:
-    """One rank's experts raise: every rank gets a MoekitError, and the next call is right."""
+    """Let one rank's experts raise: every rank raises a MoekitError, and the next call is right."""
     r = Rank(rank, world_size, job)
     apply = r.kernel.experts.apply
 
@@ -422,11 +425,11 @@ def experts_fail(rank: int, world_size: int, job: Job) -> None:
 
 
 def resolves(rank: int, world_size: int, job: Job) -> None:
-    """The dispatcher keeps the group that it was given, and ranks that differ are refused."""
+    """Assert that the dispatcher keeps its group, and that ranks that differ are refused."""
     r = Rank(rank, world_size, job)
     kept = r.kernel.dispatcher.group
     assert kept is not None, (
-        "tokens move, but the dispatcher's `group` is None, so that checked calls check nothing: "
+        "tokens move, but the dispatcher's `group` is None, so checked calls check nothing: "
         "pass moekit.plugin.resolve(problem, group) to super().__init__()"
     )
     given = None if job.members is None else job.members.group
@@ -451,7 +454,7 @@ def resolves(rank: int, world_size: int, job: Job) -> None:
 
 
 def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
-    """Composing for ``other``, of more or fewer ranks than the group has, raises on every rank."""
+    """Assert that every rank refuses ``other``, whose number of ranks is not the group's."""
     r = Rank(rank, world_size, job)
     size = other.parallel.ep_size
     mine = replace(other.parallel, ep_rank=rank % size)
@@ -465,7 +468,7 @@ def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> N
 
 
 def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
-    """Peak of a call within kernel.memory(); what stays within buffer_bytes; destroy twice."""
+    """Hold a call's peak to kernel.memory(), what stays to buffer_bytes(), and destroy twice."""
     r = Rank(rank, world_size, job)
     case, _ = r.case(Call((num_tokens,)))
     out = torch.empty_like(case.x)
@@ -497,10 +500,10 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
 
 
 def repeat(rank: int, world_size: int, job: Job, wanted: Call) -> None:
-    """Equal calls give equal bits."""
+    """Assert that equal calls give equal bits."""
     r = Rank(rank, world_size, job)
     case, _ = r.case(wanted)
     outs = [call(r.kernel, r.packed, case) for _ in range(4)]
     same = all(same_bits(outs[0], out) for out in outs)
-    r.expect(same, f"rank {rank}: equal calls, other bits")
+    r.expect(same, f"rank {rank}: equal calls give different bits")
     r.finish()

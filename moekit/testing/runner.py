@@ -1,4 +1,4 @@
-"""`run`: the kit over an installed backend, without a test file."""
+"""Run the kit on an installed backend, without a test file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLE = "_MOEKIT_CHECK"
 
 
 class _Count:
-    """A pytest plugin that counts the tests in which a backend ran and passed."""
+    """A pytest plugin that counts the passed tests that needed the backend's device."""
 
     def __init__(self) -> None:
         self.passed = 0
@@ -26,11 +26,18 @@ class _Count:
 
 
 def run(name: str, extra_args: Sequence[str] = ()) -> int:
-    """Runs the conformance kit over every backend of that name; returns pytest's exit code.
+    """Run the conformance kit on every backend of that name.
 
-    extra_args go to pytest (``["-k", "scheme", "-x"]``). 5 (pytest's "no tests") also when every
-    test was skipped but those of the declaration, for then nothing was shown. Raises
-    UnknownBackend or NameClash.
+    Args:
+        extra_args: arguments for pytest (``["-k", "scheme", "-x"]``).
+
+    Returns:
+        pytest's exit code; 5 (no tests) also if only tests of the declaration ran, because these
+        do not call the backend.
+
+    Raises:
+        UnknownBackend: no backend has the name.
+        NameClash: two packages offer it.
     """
     known = registry()
     if name not in known.dispatchers:
@@ -39,7 +46,7 @@ def run(name: str, extra_args: Sequence[str] = ()) -> int:
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = name
     try:
-        # No configuration of the current folder: its addopts are not meant for this.
+        # Without the configuration of the current folder: its addopts are for other tests.
         args = ["--pyargs", "moekit.testing.suite", "-c", os.devnull, "--rootdir", os.curdir]
         code = int(pytest.main([*args, "-p", "no:cacheprovider", "-rsfE", *extra_args], [count]))
     finally:
@@ -48,6 +55,6 @@ def run(name: str, extra_args: Sequence[str] = ()) -> int:
         else:
             os.environ[VARIABLE] = before
     if code == pytest.ExitCode.OK and not count.passed:
-        print(f"every test that calls {name!r} was skipped: nothing is shown about it")
+        print(f"no test called {name!r}: all were skipped (-rs shows why)")
         return int(pytest.ExitCode.NO_TESTS_COLLECTED)
     return code

@@ -1,7 +1,7 @@
-"""The experts kit, second part: sizes, from one expert to those of published models.
+"""The experts kit: sizes, from one expert to those of published models.
 
-On the CPU sizes that cost time stand for themselves with few columns, since what they are to show
-(a limit on experts, slots, rows, assignments or columns) does not depend on the others.
+On the CPU, problems with many experts, rows or assignments have few columns to save time. A limit
+on one size does not depend on the others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from moekit.testing.experts_base import ExpertsBase, sizes_of
 
 
 class Published(NamedTuple):
-    """A model's sizes as its config.json states them, and what else is particular to its experts.
+    """The sizes in a model's config.json, and other properties of its experts.
 
-    on_cpu: it differs from the other sizes of the kit in more than the number of columns.
+    Attributes:
+        particular: arguments of `MoEProblem` that only this model needs.
+        on_cpu: whether the model is worth a test with few columns, which needs other properties
+            than those of the kit's other problems.
     """
 
     num_experts: int
@@ -57,17 +60,17 @@ PUBLISHED = {
     "llama4-maverick": Published(128, 1, 5120, 8192, _ON_INPUT),
 }
 
-# Around the rows of common tiles: one fewer, as many, one more. None of 0 and 1 is a tile.
+# Rows around common tiles: one fewer, as many, one more; and no row, and one.
 _TILES = (16, 32, 64, 128, 256)
 _ROWS = (0, 1, *(rows for tile in _TILES for rows in (tile - 1, tile, tile + 1)))
-# More than fit into int16, and into what a block of threads may count.
+# More than int16 holds, and more than a block of threads may count.
 _ASSIGNMENTS = 32768
-# The part of a GPU's free memory that fp32 weights, their 16-bit form and the packed ones may fill.
+# The part of a GPU's free memory for fp32 weights, their 16-bit form and the packed weights.
 _MEMORY = 0.6
 
 
 class ExpertsSizes(ExpertsBase):
-    """Right numbers at every size. See `ExpertsConformance`."""
+    """Numbers at every size. See `ExpertsConformance`."""
 
     def _declares(self, name: str, value: Any) -> bool:
         if name == "model":
@@ -86,7 +89,7 @@ class ExpertsSizes(ExpertsBase):
         self._check(self._problem(num_experts=1, top_k=1), kind="rows")
 
     def test_many_experts(self) -> None:
-        """More experts than any model has, and more slots than a token of most."""
+        """More experts, and more assignments of a token, than published models have."""
         inner = 16 if self._on_cpu else 128
         problem = self._at(*(sizes_of(650, 10, 2 * n, n) for n in (inner, 128, 256)))
         self._check(problem, 3 if self._interpreted else 40)
@@ -123,7 +126,7 @@ class ExpertsSizes(ExpertsBase):
 
     @over("model", PUBLISHED)
     def test_published_sizes(self, model: str) -> None:
-        """A model's experts, whole where they fit; on the CPU the same with few columns."""
+        """A model's experts, whole on a GPU; on the CPU with few columns."""
         published, spec = PUBLISHED[model], self._spec()
         particular = dict(published.particular)
         if particular.get("quant") not in spec.schemes:

@@ -1,4 +1,4 @@
-"""What `moekit.testing.run` collects: both kits, for the backend that `run` names."""
+"""The tests that `moekit.testing.run` collects: both kits, for the backend that `run` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts kit, third part: calls from two threads at one time, on one stream and on two."""
+"""The experts kit: concurrent calls of two threads, on one stream and on two."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from moekit.testing.diagnose import assert_close
 from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.interpreter import in_kernel, prepare_once
 
-# Seconds after which a thread goes on out of turn: the other one may wait for a lock that it holds.
+# Seconds after which a thread goes on out of turn, as the other one may wait for its lock.
 _PATIENCE = 0.1
-# Seconds after which two threads that still run have blocked each other.
+# Seconds after which two threads count as blocked by each other.
 _DEADLOCK = 600.0
 
 
 class _Turns:
-    """Two threads that go on by turns."""
+    """Lets two threads run alternately."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._turn, self._alone = 0, False
 
     def pass_on(self, me: int) -> None:
-        """Lets the other thread go on, and waits until it has passed on, ended, or waits too."""
+        """Let the other thread go on, and wait until it passes the turn back, ends, or blocks."""
         with self._changed:
             self._turn = 1 - me
             self._changed.notify_all()
@@ -45,7 +45,7 @@ class _Turns:
 
 
 class _TakesTurns(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """After every operator of this thread, the other thread has its turn."""
+    """Gives the turn to the other thread after every operator."""
 
     def __init__(self, turns: _Turns, me: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,8 +60,8 @@ class _TakesTurns(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def by_turns(first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run both at one time, each in a thread, which change after every torch operator.
+def alternately(first: Callable[[], None], second: Callable[[], None]) -> None:
+    """Run both concurrently, each in a thread, and switch threads after every torch operator.
 
     Raises what one of them raises.
     """
@@ -81,15 +81,15 @@ def by_turns(first: Callable[[], None], second: Callable[[], None]) -> None:
 
 
 class ExpertsThreads(ExpertsBase):
-    """Threads share a kernel. See `ExpertsConformance`."""
+    """Concurrent calls of one kernel. See `ExpertsConformance`."""
 
     def test_threads(self) -> None:
-        """Two threads call one kernel, with inputs of their own: scratch belongs to the call."""
+        """Two threads call one kernel, each with its own inputs: scratch belongs to the call."""
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         if "triton" in sys.modules:
-            prepare_once()  # Triton's interpreter then runs the kernels of one thread at a time
-        kernel.checked = False  # it would wait for the device, and so keep the threads apart
+            prepare_once()  # then Triton's interpreter runs one thread's kernels at a time
+        kernel.checked = False  # checks wait for the device, which would serialize the threads
         packed = pack(kernel, random_weights(problem))
         on_cpu = self._device().type == "cpu"
         sizes = ((self._T, 4), (3, self._T + 5))
@@ -98,7 +98,7 @@ class ExpertsThreads(ExpertsBase):
         for own in (False,) if on_cpu else (False, True):
             streams = [module.stream(module.Stream()) if own else nullcontext() for _ in made]
             if module is not None:
-                module.synchronize()  # inputs and weights are there for every stream
+                module.synchronize()  # so that every stream sees inputs and weights
             outs: list[list[torch.Tensor]] = [[], []]
 
             def calls(me: int, streams: Any = streams, outs: Any = outs) -> None:
@@ -106,7 +106,7 @@ class ExpertsThreads(ExpertsBase):
                     for case in made[me] * (1 if on_cpu else 4):
                         outs[me].append(kernel(case.x, packed, case.routing))
 
-            by_turns(lambda: calls(0), lambda: calls(1))
+            alternately(lambda: calls(0), lambda: calls(1))
             if module is not None:
                 module.synchronize()
             for me, cases in enumerate(made):

@@ -38,7 +38,7 @@ for names in (
                                     dtype=dtype, device="cpu")
         kernel = moekit.compose(problem, **names)
         for tokens in (0, 1, 33):
-            check_call(kernel, make_case(problem, tokens, "slots"))
+            check_call(kernel, make_case(problem, tokens, "masked"))
     used.append(str(kernel.explanation.chosen))
 try:
     moekit.compose(problem.replace(has_bias=True), experts="acme")

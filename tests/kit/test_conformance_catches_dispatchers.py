@@ -39,7 +39,7 @@ class TokenDropped(LocalDispatcher):
 
 
 def test_token_dropped():
-    once = "test_each_pair_is_delivered_once"
+    once = "test_each_assignment_is_delivered_once"
     caught_local(TokenDropped, "test_tokens_per_rank", "uneven", 1, says="worst row")
     caught_local(TokenDropped, once, "uneven", "random", 1, says=".")
 
@@ -88,7 +88,7 @@ class DeliveredTwice(BatchedReference):
 
 def test_pair_delivered_twice():
     args = ("uneven", "random", 1)
-    caught_batched(DeliveredTwice, "test_each_pair_is_delivered_once", *args, says=".")
+    caught_batched(DeliveredTwice, "test_each_assignment_is_delivered_once", *args, says=".")
 
 
 class DispatcherModifies(LocalDispatcher):
@@ -111,8 +111,8 @@ class NothingWrittenForIdleTokens(BatchedReference):
     def finalize(self, y, dispatched, out_TH):
         keep = out_TH.clone()
         super().finalize(y, dispatched, out_TH)
-        idle = torch.ones(len(out_TH), dtype=torch.bool)
-        idle[torch.cat([token for token, _ in dispatched.handle])] = False
+        _, ids, _ = dispatched.handle
+        idle = (ids < 0).all(dim=1)
         out_TH[idle] = keep[idle]
         return Pending.ready(out_TH)
 
@@ -152,16 +152,22 @@ class BuffersUnderstated(LocalDispatcher):
 
 def test_dispatcher_memory_understated():
     args = ("uneven", "random", 1)
-    once = "test_each_pair_is_delivered_once"
+    once = "test_each_assignment_is_delivered_once"
     caught_batched(RowsUnderstated, once, *args, says="max_rows")
     caught_local(BuffersUnderstated, "test_memory_is_stated", 1, says="stay allocated")
 
 
+class SendsUnquantized(BatchedReference):
+    def prepare(self, x_TH, routing, quantize):
+        return super().prepare(x_TH, routing, None)
+
+
 def test_dispatcher_declares_wrongly():
     wire = frozenset({"fp8_block"})
-    says = "arrived as torch.bfloat16"
-    with pytest.raises(AssertionError, match=says):
-        suite(Batched_, "batched_reference", wire_schemes=wire).test_quantized_wire("fp8_block", 1)
+    suite(Batched_, "batched_reference", wire_schemes=wire).test_quantized_wire("fp8_block", 1)
+    wrong = suite(SendsUnquantized, "batched_reference", wire_schemes=wire)
+    with pytest.raises(AssertionError, match="arrived as torch.bfloat16"):
+        wrong.test_quantized_wire("fp8_block", 1)
     # It says that it exchanges tokens: two rank processes show that it does not.
     args = ("test_tokens_per_rank", "uneven", 2)
     caught_local(Local_, *args, says="(?s)rank 0 raised.*relative error", moves_tokens=True)

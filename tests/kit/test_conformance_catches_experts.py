@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance_catches import killed_by, mutants_of, suite
-from right_experts import Pairs, Plain
+from right_experts import Plain, Unreduced
 
 from moekit.contract import PackedWeights
 
@@ -105,7 +105,7 @@ class BiasDropped(Plain):
 @killed_by("test_scheme", "fp8_channel_token")
 @killed_by("test_scheme", "int8_w8a16")
 class ScalesIgnored(Plain):
-    """Takes one scale of the block scheme for all blocks."""
+    """Uses the first scale of a weight for the whole weight."""
 
     def pack(self, weights):
         packed = super().pack(weights)
@@ -119,7 +119,7 @@ class ScalesIgnored(Plain):
 @killed_by("test_scheme", "int4_w4a16_g32_act_order")
 @killed_by("test_scheme", "int4_w4a16_g128_zp_act_order")
 class OrderIgnored(Plain):
-    """Takes groups for runs of columns."""
+    """Treats groups as runs of columns."""
 
     def pack(self, weights):
         return super().pack(replace(weights, w13_g_idx=None, w2_g_idx=None))
@@ -128,7 +128,7 @@ class OrderIgnored(Plain):
 @killed_by("test_scheme", "int4_w4a16_g32_act_order")
 @killed_by("test_scheme", "int4_w4a16_g128_zp_act_order")
 class OneOrderForAll(Plain):
-    """Takes the first expert's order for all experts'."""
+    """Uses the first expert's order for all experts."""
 
     def pack(self, weights):
         first = {
@@ -141,7 +141,7 @@ class OneOrderForAll(Plain):
 
 @killed_by("test_padded_tensor_parallel_slices", "fp8_block")
 class EqualShares(Plain):
-    """Takes I / tp_size for a rank's share, where blocks make it larger."""
+    """Uses I / tp_size of a rank's share, where whole blocks make it larger."""
 
     def pack(self, weights):
         p = self.problem
@@ -156,17 +156,17 @@ class EqualShares(Plain):
 
 @killed_by("test_columns_in_order", says="w2_g_idx is missing")
 class OrderNeeded(Plain):
-    """Takes g_idx for granted."""
+    """Fails without g_idx."""
 
     def pack(self, weights):
         assert weights.w2_g_idx is not None, "w2_g_idx is missing"
         return super().pack(weights)
 
 
-@killed_by("test_routing", "slots", says="NaN")
+@killed_by("test_routing", "masked", says="NaN")
 @killed_by("test_expert_parallel_slices", "random", says="exact zeros")
 class ForeignRows(Plain):
-    """Computes -1 as if it were expert 0."""
+    """Computes ids of -1 as expert 0."""
 
     def apply(self, y, tokens, weights, workspace):
         ids = tokens.topk_ids.clamp(min=0)
@@ -175,7 +175,7 @@ class ForeignRows(Plain):
 
 @killed_by("test_routing", "rows", says="NaN")
 class ForeignRowsOnly(Plain):
-    """Computes -1 as if it were expert 0, but weighs it with 0: NaN * 0 is not 0."""
+    """Computes ids of -1 as expert 0 with weight 0, but NaN * 0 is not 0."""
 
     def apply(self, y, tokens, weights, workspace):
         zero = tokens.topk_weights.masked_fill(tokens.topk_ids < 0, 0.0)
@@ -193,7 +193,7 @@ class InputModified(Plain):
         tokens.x.nan_to_num_().neg_()
 
 
-@killed_by("test_routing", "slots", says="modified the caller's topk_ids")
+@killed_by("test_routing", "masked", says="modified the caller's topk_ids")
 class RoutingModified(Plain):
     """Modifies the ids."""
 
@@ -223,7 +223,7 @@ class PackInPlace(Plain):
 @killed_by("test_routing", "none", says="NaN")
 @killed_by("test_expert_parallel_slices", "one_expert", says="NaN")
 class NothingWritten(Plain):
-    """Returns early when no row is for its experts, as if there were no output then."""
+    """Writes no output if no row has a local expert."""
 
     def apply(self, y, tokens, weights, workspace):
         if bool((tokens.topk_ids >= 0).any()):
@@ -232,7 +232,7 @@ class NothingWritten(Plain):
 
 @killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="got no rows")
 class FailsOnNoTokens(Plain):
-    """Fails to quantize no rows."""
+    """Fails when it quantizes an empty batch."""
 
     def quantize(self, x_RH, weights, valid_rows):
         assert x_RH.shape[0], "quantize got no rows"
@@ -241,7 +241,7 @@ class FailsOnNoTokens(Plain):
 
 @killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN")
 class PaddingInScale(Plain):
-    """Lets padding reach the tokens' common scale."""
+    """Includes padding in the scale that tokens share."""
 
     def quantize(self, x_RH, weights, valid_rows):
         return super().quantize(x_RH, weights, None)
@@ -249,7 +249,7 @@ class PaddingInScale(Plain):
 
 @killed_by("test_input_form", "fp8_tensor", "kit_row_scales", says="relative error")
 class OneScaleForAll(Plain):
-    """Takes the first token's scale for all tokens'."""
+    """Uses the first token's scale for all tokens."""
 
     def apply(self, y, tokens, weights, workspace):
         if tokens.x_scale is not None:
@@ -281,7 +281,7 @@ class StaleWorkspace(Plain):
 
 @killed_by("test_repeated_calls", says="relative error|exact zeros")
 class Accumulates(Plain):
-    """Relies on what its own last call left behind."""
+    """Adds the output of the last call."""
 
     _last: torch.Tensor | None = None
 
@@ -294,7 +294,7 @@ class Accumulates(Plain):
 
 @killed_by("test_pack_is_expert_major", "none", says="dim 0 is not L")
 class IntermediateMajor(Plain):
-    """Right numbers, but experts are in dim 1 of w13."""
+    """Packs w13 with experts in dim 1."""
 
     def pack(self, weights):
         packed = super().pack(weights)
@@ -308,7 +308,7 @@ class IntermediateMajor(Plain):
 
 @killed_by("test_pack_is_expert_major", "none", says="depends on the order")
 class SharedByOrder(Plain):
-    """Keeps w2's bias as shared, though it belongs to the experts."""
+    """Packs w2's bias as shared, although it differs between experts."""
 
     def pack(self, weights):
         packed = super().pack(weights)
@@ -318,15 +318,15 @@ class SharedByOrder(Plain):
 
 @killed_by("test_memory_is_stated", "local", says="stated are")
 class MemoryUnderstated(Plain):
-    """States no memory, and allocates some."""
+    """States no transient memory, and allocates some."""
 
     def transient_bytes(self, rows):
         return 0
 
 
 @killed_by("test_fresh_output", says="changed an earlier output")
-class AliasesInput(Plain):
-    """Keeps its result where a later call overwrites it."""
+class OverwritesEarlierOutput(Plain):
+    """Overwrites the output of an earlier call."""
 
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
@@ -337,17 +337,17 @@ class AliasesInput(Plain):
 
 
 @killed_by("test_dtype", "float32", says="shape mismatch", reduces=True)
-class PairsDeclaredReduced(Pairs):
+class DeclaredReduced(Unreduced):
     """Declares that it sums over K, and does not."""
 
 
 @killed_by("test_dtype", "float32", says="relative error|size of tensor", reduces=False)
-class ReducedDeclaredPairs(Plain):
+class DeclaredUnreduced(Plain):
     """Declares that it does not sum over K, and does."""
 
 
 def refuse(problem):
-    return ["fp8_block is for another day"] if problem.quant.name == "fp8_block" else []
+    return ["fp8_block is not implemented"] if problem.quant.name == "fp8_block" else []
 
 
 @killed_by("test_declared_is_reachable", says="always refused", check=refuse)
@@ -364,7 +364,7 @@ def fickle(problem):
 
 @killed_by("test_unsupported_answers_for_any_device", says=".", check=fickle)
 class ChangesItsMind(Plain):
-    """Gives other reasons every time."""
+    """Gives different reasons each time."""
 
 
 @killed_by("test_outputs_beyond_float16", says=".")
@@ -383,7 +383,7 @@ def careless(problem):
     "test_unsupported_answers_for_any_device", says="its check failed: TypeError", check=careless
 )
 class CannotBeAsked(Plain):
-    """Raises where it is asked about a CPU."""
+    """Raises when it is asked about a CPU."""
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

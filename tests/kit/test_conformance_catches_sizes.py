@@ -1,4 +1,4 @@
-"""Wrong experts that are right for small, tame, contiguous, single calls. See `killed_by`."""
+"""Wrong experts that are right in single calls with small, contiguous, moderate inputs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance_catches import killed_by, mutants_of
-from right_experts import Plain, Slabs
+from right_experts import Batched, Plain
 
 from moekit.problem.activation import apply_activation
 
 
 class Skips(Plain):
-    """Computes what `kept` keeps of the ids (R, K), and takes the rest for -1."""
+    """Computes the assignments that `kept` keeps, and drops the others."""
 
     def kept(self, ids, tokens):
         raise NotImplementedError
@@ -24,7 +24,7 @@ class Skips(Plain):
 
 
 def rank_in_expert(ids):
-    """Return how many assignments of the same expert precede each one, itself included."""
+    """Return the place of each assignment among those of its expert, from 1."""
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     counts = flat[order].unique_consecutive(return_counts=True)[1]
@@ -41,8 +41,8 @@ def rows_of_expert(ids):
 
 
 @killed_by("test_many_experts")
-class SlotsFromTheEighth(Skips):
-    """Drops slots from the eighth on: a warp's registers hold eight."""
+class EightAssignments(Skips):
+    """Drops a token's assignments from the ninth on."""
 
     def kept(self, ids, tokens):
         return torch.arange(ids.shape[1]) < 8
@@ -60,14 +60,14 @@ class Experts256(Skips):
 
 @killed_by("test_many_experts")
 class Experts512(Experts256):
-    """Drops experts from 512 on: a block of threads counts one each."""
+    """Drops experts from 512 on: a block of threads counts one expert in each thread."""
 
     LIMIT = 512
 
 
 @killed_by("test_many_experts")
 class ExpertsInBlocks(Skips):
-    """Drops experts beyond the last whole block of 128, where there are many blocks."""
+    """Drops experts beyond the last whole block of 128, if there are more than 512."""
 
     def kept(self, ids, tokens):
         L = self.problem.num_local_experts
@@ -177,7 +177,7 @@ class WideIntermediate(Plain):
 
 @killed_by("test_published_sizes", "gpt-oss-120b")
 class LayoutFromShape(Plain):
-    """Takes w2 for transposed where its shape does not say that it is not."""
+    """Treats a square w2 as transposed."""
 
     def pack(self, weights):
         if weights.w2.shape[1] == weights.w2.shape[2]:
@@ -187,7 +187,7 @@ class LayoutFromShape(Plain):
 
 @killed_by("test_published_sizes", "olmoe")
 class LayoutOfW13FromShape(Plain):
-    """Takes w13 for transposed where 2I = H."""
+    """Treats a square w13 (2I = H) as transposed."""
 
     def pack(self, weights):
         if weights.w13.shape[1] == weights.w13.shape[2]:
@@ -197,7 +197,7 @@ class LayoutOfW13FromShape(Plain):
 
 @killed_by("test_one_expert")
 class OneExpertSqueezed(Plain):
-    """Takes the weights of a single expert for no weights."""
+    """Treats the weights of a single expert as no weights."""
 
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
@@ -242,7 +242,7 @@ class Clamp100(Values):
 
 @killed_by("test_magnitude", 2.0**-20)
 class SmallFlushed(Values):
-    """Takes values below 1e-4 for zero, as float16 hardly holds them."""
+    """Rounds values below 1e-4 to zero."""
 
     def x(self, x):
         return torch.where(x.abs() < 1e-4, 0.0, x)
@@ -250,7 +250,7 @@ class SmallFlushed(Values):
 
 @killed_by("test_magnitude", 64.0, says="NaN or infinite|relative error")
 class InFloat16(Plain):
-    """Keeps activations of a bfloat16 problem in float16, which is finer, but ends at 65504."""
+    """Keeps activations of a bfloat16 problem in float16, whose range ends at 65504."""
 
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
@@ -273,7 +273,7 @@ class RouterClamped(Values):
 
 @killed_by("test_routing", "signed")
 class RouterMadePositive(Values):
-    """Takes router weights for probabilities."""
+    """Takes the absolute value of router weights."""
 
     def router(self, weights):
         return weights.abs()
@@ -288,8 +288,8 @@ class RouterDivides(Values):
 
 
 @killed_by("test_routing", "signed")
-class RouterZeroSkipsToken(Skips):
-    """Takes a negative weight for 'no expert'."""
+class NegativeWeightsDropped(Skips):
+    """Drops assignments with negative weights."""
 
     def kept(self, ids, tokens):
         return tokens.topk_weights >= 0
@@ -297,7 +297,7 @@ class RouterZeroSkipsToken(Skips):
 
 @killed_by("test_dtype", "float32")
 class RouterNormalized(Values):
-    """Lets the router weights of a token sum to one."""
+    """Normalizes the router weights of each token."""
 
     def router(self, weights):
         return weights / weights.nan_to_num(0.0).sum(dim=1, keepdim=True)
@@ -305,7 +305,7 @@ class RouterNormalized(Values):
 
 @killed_by("test_tokens_are_independent", says="other tokens")
 class NanSpreads(Plain):
-    """Computes tokens' common scale over all of them, NaN included."""
+    """Computes a scale that tokens share over all of them, including NaN."""
 
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
@@ -349,7 +349,7 @@ class Rounds(Plain):
 
 @killed_by("test_rows_per_expert", says="scale -0.00")
 class Truncates(Rounds):
-    """Cuts bits off instead of rounding, in bfloat16."""
+    """Truncates to bfloat16 instead of rounding."""
 
     def rounded(self, wide):
         return (wide.view(torch.int32) & -65536).view(torch.float32)
@@ -357,7 +357,7 @@ class Truncates(Rounds):
 
 @killed_by("test_rows_per_expert", says="mean 0.00")
 class Offset(Rounds):
-    """Is too large by 0.2 % of what is usual."""
+    """Is too large by 0.2 % of the RMS."""
 
     def rounded(self, wide):
         used = (wide != 0).any(dim=1, keepdim=True)
@@ -366,7 +366,7 @@ class Offset(Rounds):
 
 @killed_by("test_dtype", "float32")
 class TensorFloat32(Values):
-    """Rounds fp32 to TF32's eleven bits."""
+    """Rounds fp32 to TF32 (11 bits)."""
 
     def x(self, x):
         return ((x.float().view(torch.int32) + 4096) & -8192).view(torch.float32).to(x.dtype)
@@ -374,7 +374,7 @@ class TensorFloat32(Values):
 
 @killed_by("test_dtype", "float32")
 class RouterIn16Bits(Values):
-    """Rounds router weights to bfloat16, also where the problem is in fp32."""
+    """Rounds router weights to bfloat16, also in fp32 problems."""
 
     def router(self, weights):
         return weights.bfloat16().float()
@@ -400,7 +400,7 @@ class StridesIgnored(Plain):
 
 @killed_by("test_weights_change_in_place")
 class WeightsCachedByAddress(Plain):
-    """Converts weights at first use, and keeps the result by their address."""
+    """Caches converted weights by their address."""
 
     def apply(self, y, tokens, weights, workspace):
         kept = self.__dict__.setdefault("kept", {})
@@ -422,7 +422,7 @@ class LastExpertSwapped(Plain):
 
 @killed_by("test_clamp", "silu")
 class GateAloneClamped(Plain):
-    """Clamps the gate and not the projection up."""
+    """Clamps the gate, but not the up projection."""
 
     def apply(self, y, tokens, weights, workspace):
         asked = self.problem
@@ -465,7 +465,7 @@ class RoutingCachedByAddress(Plain):
 
 @killed_by("test_many_calls", says="call 19 of one shape")
 class Stale20(Plain):
-    """Returns what it returned before at every 20th call of a shape."""
+    """Returns the previous output at every 20th call of a shape."""
 
     EVERY = 20
 
@@ -481,7 +481,7 @@ class Stale20(Plain):
 
 @killed_by("test_many_calls", says="call 59 of one shape")
 class Stale60(Stale20):
-    """Returns what it returned before at every 60th call of a shape."""
+    """Returns the previous output at every 60th call of a shape."""
 
     EVERY = 60
 
@@ -506,7 +506,7 @@ class KeepsOutputs(Plain):
 
 @killed_by("test_kernels_in_turns")
 class SharedByClass(Plain):
-    """Keeps the first kernel's activation for all kernels of the same sizes."""
+    """Uses the first kernel's activation in all kernels of the same sizes."""
 
     COMPILED = {}
 
@@ -520,7 +520,7 @@ class SharedByClass(Plain):
 
 @killed_by("test_dtype", "float32", says="default dtype")
 class DefaultDtypeChanged(Plain):
-    """Leaves another default dtype behind."""
+    """Changes the process's default dtype."""
 
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
@@ -536,9 +536,9 @@ class Reseeded(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
-@killed_by("test_routing", "slots")
-class StopsAtTheFirstHole(Skips):
-    """Takes a token's first -1 for its end."""
+@killed_by("test_routing", "masked")
+class StopsAtTheFirstMaskedId(Skips):
+    """Drops a token's assignments behind its first id of -1."""
 
     def kept(self, ids, tokens):
         return (ids >= 0).cumprod(dim=1).bool()
@@ -546,7 +546,7 @@ class StopsAtTheFirstHole(Skips):
 
 @killed_by("test_dtype", "float32")
 class IdsAscend(Values):
-    """Takes a token's ids for sorted, and so its weights."""
+    """Sorts a token's ids, but not its weights."""
 
     def apply(self, y, tokens, weights, workspace):
         ids = tokens.topk_ids.sort(dim=1).values
@@ -554,7 +554,7 @@ class IdsAscend(Values):
 
 
 @killed_by("test_repeated_calls", says="relative error|NaN|exact zeros")
-class CountsOfTheFirstCall(Slabs):
+class CountsOfTheFirstCall(Batched):
     """Reads the experts' counts on the host once for each shape."""
 
     def counts(self, tokens):
@@ -563,8 +563,8 @@ class CountsOfTheFirstCall(Slabs):
 
 
 @killed_by("test_rows_per_expert", says="relative error|NaN|exact zeros")
-class SlabOf64(Slabs):
-    """Computes a slab's first 64 rows, or all if it has fewer than 128."""
+class First64Rows(Batched):
+    """Computes an expert's first 64 rows, if its capacity is at least 128."""
 
     def counts(self, tokens):
         counts = super().counts(tokens)

@@ -128,7 +128,7 @@ def test_is_act_and_mul_names_the_activation() -> None:
     assert make_layer(is_act_and_mul=True).problem.activation == Activation("silu")
 
 
-@pytest.mark.parametrize("kind", ["random", "one_expert", "hot", "slots", "rows", "none"])
+@pytest.mark.parametrize("kind", ["random", "one_expert", "hot", "masked", "rows", "none"])
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_given_ids(kind, tokens) -> None:
     """Ids of -1 have NaN weights; tokens without an expert are NaN, and their outputs zero."""

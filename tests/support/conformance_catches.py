@@ -1,8 +1,8 @@
-"""How tests show that the conformance kit rejects deliberately wrong backends (mutants).
+"""Show that the conformance kit rejects deliberately wrong backends (mutants).
 
-A mutant is a class under the decorator `killed_by`, or one that a test hands to `caught`: a named
+A mutant is a class with the decorator `killed_by`, or one that a test gives to `caught`. A named
 test of the kit must fail for it, and pass for the right class that it derives from.
-docs/kit_mutants.md lists the former.
+docs/kit_mutants.md lists the mutants with the decorator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moekit.testing import DispatcherConformance, ExpertsConformance
 
 
 def suite(wrong: type, base: str, **declared: Any) -> Any:
-    """Return the kit's tests for class ``wrong``, declared as ``base`` is but for ``declared``."""
+    """Return the kit's tests for class ``wrong``, with the spec of ``base`` and ``declared``."""
     experts = base in registry().experts
     kit = ExpertsConformance if experts else DispatcherConformance
     origin = registry().expert(base) if experts else registry().dispatcher(base)
@@ -33,9 +33,9 @@ def suite(wrong: type, base: str, **declared: Any) -> Any:
 def caught(
     wrong: type, base: str, test: str, *args: Any, says: str, right: type, **declared: Any
 ) -> None:
-    """Assert that ``test`` of the kit fails for ``wrong`` with a message like ``says``.
+    """Assert that ``test`` of the kit fails for ``wrong`` with a message that matches ``says``.
 
-    The same test must pass for ``right`` with the base's declaration.
+    The same test must pass for ``right`` with the spec of ``base``.
     """
     getattr(suite(right, base), test)(*args)
     with pytest.raises(Exception, match=says):  # a skip is no Exception
@@ -46,8 +46,9 @@ def caught(
 class Mutant:
     """A wrong class, the kit test that must kill it, and what the failure must say.
 
-    base: whose declaration it has, but for what the right class declares (`DECLARED`) and
-    ``declared``, which is part of the mistake.
+    Attributes:
+        declared: changes of the right class's spec that are part of the mistake. The right class
+            has the spec of its `BASE`, changed by its `DECLARED`.
     """
 
     wrong: type
@@ -84,8 +85,7 @@ def killed_by(
 ) -> Callable[[type], type]:
     """Make the class a mutant that ``test`` of the kit, called with ``args``, must kill.
 
-    The mutants of a module are in its list MUTANTS. The class, or the one it derives from, has
-    ``BASE``, the name of the backend whose declaration is its own.
+    The class, or the one it derives from, has ``BASE``, the name of the backend whose spec it has.
     """
 
     def register(wrong: type) -> type:

@@ -1,4 +1,4 @@
-"""Right experts, in a few lines each: what the wrong ones of `killed_by` derive from."""
+"""Right experts in a few lines each, from which the mutants derive."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Plain(PermuteExpertsUnpermute):
         return result * weights
 
 
-class Slabs(PermuteExpertsUnpermute):
+class Batched(PermuteExpertsUnpermute):
     """BATCHED, unquantized arithmetic in fp32."""
 
     BASE = "torch"
@@ -77,7 +77,7 @@ class Slabs(PermuteExpertsUnpermute):
         return tokens.expert_num_tokens.tolist()
 
 
-class Pairs(ReferenceExperts):
+class Unreduced(ReferenceExperts):
     """STANDARD, not reducing."""
 
     BASE = "reference"

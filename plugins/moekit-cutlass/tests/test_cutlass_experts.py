@@ -39,7 +39,7 @@ class TestBatched(ExpertsConformance):
     backends = cutlass_standins.registry()
 
 
-def check(dispatcher: str, experts: str, kinds=("slots", "none"), tokens: int = 9, **changes):
+def check(dispatcher: str, experts: str, kinds=("masked", "none"), tokens: int = 9, **changes):
     problem = moekit.MoEProblem(**{**SIZES, **changes})
     backends = cutlass_standins.registry()
     kernel = moekit.compose(problem, dispatcher, experts, backends=backends)
@@ -181,5 +181,5 @@ def test_provider_by_size():
         small, large = experts.workspace(fewer), experts.workspace(more)
         assert all(a.nbytes <= b.nbytes for a, b in zip(small, large, strict=True))
     assert experts.transient_bytes(10) > 0
-    case = make_case(problem, 1300, "slots")
+    case = make_case(problem, 1300, "masked")
     check_call(kernel, case)

@@ -144,7 +144,7 @@ def full_layers(rank, ranks, seed, name, tokens, changes):
     kernel = moekit.compose(p, name, "torch", backends=backends, workspace=Workspace())
     packed = kernel.pack(random_weights(p))
     whole = p.replace(parallel=ParallelConfig())
-    for index, kind in enumerate(("slots", "rows", "none", "random")):
+    for index, kind in enumerate(("masked", "rows", "none", "random")):
         case = make_case(whole, tokens - 3 * rank, kind, (index, rank))
         out = kernel(case.x, packed, case.routing)
         assert_close(out, case.reference(), p, f"rank {rank}, {kind}")

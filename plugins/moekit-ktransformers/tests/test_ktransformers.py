@@ -203,7 +203,7 @@ def test_more_rows_than_a_call_of_the_library_takes(backends, monkeypatch):
     p = problem()
     kernel = moekit.compose(p, "local", "ktransformers", backends=backends)
     for num_tokens in (7, 8, 9, 24, 27):
-        case = make_case(p, num_tokens, "slots")
+        case = make_case(p, num_tokens, "masked")
         out = kernel(case.x, pack(kernel, case.weights), case.routing)
         assert_close(out, case.reference(), p, f"T={num_tokens}")
 

@@ -181,7 +181,7 @@ def whole_layer(rank, world, problem, sequence):
 @pytest.mark.parametrize("quant", ["none", "fp8_block", "int8_channel_token"])
 def test_a_layer_in_rounds(pool, quant):
     problem = problem_for(2, max_num_tokens=200, hidden_size=128, quant=quant)
-    pool.run(whole_layer, problem, [Call((200, 7), "slots"), Call((0, 133), "rows")])
+    pool.run(whole_layer, problem, [Call((200, 7), "masked"), Call((0, 133), "rows")])
 
 
 def test_fewer_multiprocessors_make_more_rounds():

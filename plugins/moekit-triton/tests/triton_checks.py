@@ -77,7 +77,7 @@ def check_block(problem: MoEProblem, tokens: int) -> None:
     weights = random_weights(problem)
     kernel = moekit.compose(problem, "local", "triton")
     packed = kernel.pack(weights)
-    for kind in ("random", "hot", "slots"):
+    for kind in ("random", "hot", "masked"):
         case = make_case(problem, tokens, kind)
         out = kernel(case.x, packed, case.routing)
         assert_close(out, case.reference(), problem, kind)
