@@ -13,7 +13,7 @@ from moekit.errors import InvalidInput, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.layer.ranks import LayerRanks
 from moekit.layer.router import Router
-from moekit.layer.rows import TokenRows
+from moekit.layer.rows import LayerInputs, TokenRows
 from moekit.layer.shared import SharedExperts
 from moekit.problem import partition
 from moekit.runtime.overlap import Beside
@@ -48,21 +48,13 @@ class LayerFlow:
             raise WeightsError(f"layer {self.name!r} has no weights: call load_weights() first")
         return weights
 
-    def __call__(
-        self,
-        weights: PackedWeights | None,
-        x: Tensor,
-        router_logits: Tensor | None,
-        topk_weights: Tensor | None,
-        topk_ids: Tensor | None,
-        is_padding: Tensor | None,
-        max_tokens: int | None,
-    ) -> Tensor:
+    def __call__(self, weights: PackedWeights | None, inputs: LayerInputs) -> Tensor:
         """Compute `FusedMoE.forward`. If ranks exchange anything, all return or all raise."""
+        max_tokens = inputs.max_tokens
         try:
             weights = self.require(weights)
-            rows = TokenRows(x, self.kernel.problem.hidden_size, max_tokens, self.ranks)
-            routing, identity = self._route(rows, router_logits, topk_weights, topk_ids, is_padding)
+            rows = TokenRows(inputs.x, self.kernel.problem.hidden_size, max_tokens, self.ranks)
+            routing, identity = self._route(rows, inputs)
         except Exception as error:  # of any kind: the other ranks must not wait for this one
             if max_tokens is None:
                 self.ranks.num_chunks(0, None)
@@ -74,15 +66,9 @@ class LayerFlow:
         self._add_and_sum(out_TH, rows.x_TH, identity, shared)
         return rows.restore(out_TH)
 
-    def _route(
-        self,
-        rows: TokenRows,
-        router_logits: Tensor | None,
-        topk_weights: Tensor | None,
-        topk_ids: Tensor | None,
-        is_padding: Tensor | None,
-    ) -> tuple[Routing, Tensor | None]:
+    def _route(self, rows: TokenRows, inputs: LayerInputs) -> tuple[Routing, Tensor | None]:
         """Return physical ids with their weights, and the weights (T, 1) of identity experts."""
+        _, router_logits, topk_weights, topk_ids, is_padding, _ = inputs
         checked = self.kernel.checked
         padding = None if is_padding is None else rows.take("is_padding", is_padding)
         if router_logits is not None:

@@ -21,6 +21,7 @@ from moekit.layer.parallelism import LayerParallelism, place
 from moekit.layer.ranks import LayerRanks
 from moekit.layer.replicas import check_replicas, to_physical
 from moekit.layer.router import Router, RoutingConfig
+from moekit.layer.rows import LayerInputs
 from moekit.layer.shared import SharedExperts
 from moekit.problem import MoEProblem
 from moekit.problem.activation import Activation
@@ -276,31 +277,22 @@ class FusedMoE(nn.Module):
             InvalidInput: A tensor does not fit; the other ranks then raise PeerFailed.
             WeightsError: The layer has no weights.
         """
-        tensors = (x, router_logits, topk_weights, topk_ids, is_padding)
+        inputs = LayerInputs(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens)
         grad_enabled = torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(tensors, max_tokens)):
+        if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
             operator = ops.fused_moe if self.graph_safe else ops.fused_moe_without_graphs
-            return operator(*tensors, max_tokens, self.prefix)
+            return operator(*inputs, self.prefix)
         with torch.no_grad() if grad_enabled else nullcontext():
-            return self.run(*tensors, max_tokens)
+            return self.run(inputs)
 
     @property
     def partial(self) -> bool:
         """Whether outputs are partial sums, which the caller adds up over the ranks."""
         return self.ranks.partial
 
-    def run(
-        self,
-        x: Tensor,
-        router_logits: Tensor | None,
-        topk_weights: Tensor | None,
-        topk_ids: Tensor | None,
-        is_padding: Tensor | None,
-        max_tokens: int | None,
-    ) -> Tensor:
-        """`forward` without the operator."""
-        tensors = (x, router_logits, topk_weights, topk_ids, is_padding)
-        return self.flow(self.packed, *tensors, max_tokens)
+    def run(self, inputs: LayerInputs) -> Tensor:
+        """Compute `forward` without the operator."""
+        return self.flow(self.packed, inputs)
 
     # -- the module -------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -18,20 +18,13 @@ import torch
 from torch import Tensor
 
 from moekit.errors import MoekitError, NameClash, Unsupported
+from moekit.layer.rows import LayerInputs
 
 
 class NamedLayer(Protocol):
     """The part of `FusedMoE` that the operator calls."""
 
-    def run(
-        self,
-        x: Tensor,
-        router_logits: Tensor | None,
-        topk_weights: Tensor | None,
-        topk_ids: Tensor | None,
-        is_padding: Tensor | None,
-        max_tokens: int | None,
-    ) -> Tensor: ...
+    def run(self, inputs: LayerInputs) -> Tensor: ...
 
 
 _SCHEMA = (
@@ -100,15 +93,16 @@ def _run(
             f"no layer named {layer!r} is alive: compiled code outlived the FusedMoE it was "
             "compiled for; compile again"
         )
-    return found.run(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens)
+    return found.run(LayerInputs(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens))
 
 
-def tracks(tensors: Sequence[object], max_tokens: object) -> bool:
+def tracks(inputs: LayerInputs) -> bool:
     """Whether a gradient is asked for, which the operator refuses.
 
     The operator takes tensors and integers only, so arguments of other types do not count; the
     layer itself reports them.
     """
+    *tensors, max_tokens = inputs
     if not any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         return False
     typed = all(t is None or isinstance(t, Tensor) for t in tensors)

@@ -1,12 +1,25 @@
-"""The tokens of one layer call as rows."""
+"""The arguments of one layer call, and its tokens as rows."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from moekit.errors import InvalidInput
 from moekit.layer.ranks import LayerRanks
 from moekit.runtime.checks import check_tensor, check_tokens
+
+
+class LayerInputs(NamedTuple):
+    """The arguments of `FusedMoE.forward`."""
+
+    x: Tensor
+    router_logits: Tensor | None
+    topk_weights: Tensor | None
+    topk_ids: Tensor | None
+    is_padding: Tensor | None
+    max_tokens: int | None
 
 
 class TokenRows:
