@@ -1,4 +1,4 @@
-"""Tuned tables for tests: synthetic times, written where moekit looks for them."""
+"""Tuned tables with synthetic times, written where moekit looks for them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ def make_table(
     copied: Mapping[str, float | None] | None = None,
     **facts: str,
 ) -> Table:
-    """Times by experts, behind `local`, or by ``dispatcher+experts``; weights are shared, except as
-    ``copied`` says."""
+    """Return a table of times by experts (with `local`) or by ``dispatcher+experts``.
+
+    copied: the share of the weights that a backend copies; default: 0.
+    """
     rows = {}
     for name, given in times.items():
         dispatcher, plus, experts = name.partition("+")
-        pair = (dispatcher, experts) if plus else ("local", name)
+        combination = (dispatcher, experts) if plus else ("local", name)
         points = given
         if isinstance(given, tuple):
             points = {t: given[0] * t ** given[1] for t in TOKENS}
         share = (copied or {}).get(name, 0.0)
-        rows[pair] = {t: Record(us, share, **{**MADE, **facts}) for t, us in points.items()}
+        rows[combination] = {t: Record(us, share, **{**MADE, **facts}) for t, us in points.items()}
     return {Key.of(problem): rows}
 
 
@@ -53,7 +55,7 @@ def write_table(file: Path, *tables: Table) -> Path:
 
 
 def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Body of the tests' fixture ``tuned``: only what is written to this folder is known."""
+    """Body of the fixture ``tuned``: the folder that holds the only tables."""
     for variable in ("MOEKIT_EXPERTS", "MOEKIT_DISPATCHER"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
@@ -62,7 +64,7 @@ def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def fakes(*names: str, **facts: object) -> Registry:
-    """The core's backends and more copies of `torch` under these names."""
+    """Return a registry of the core's backends and of copies of `torch` under these names."""
     core = next(state for state in registry().plugins if state.name == "core")
     made = Registry(plugins=(core,))
     values = {
