@@ -45,7 +45,7 @@ gpu-test:
 
 $(VENV)/.core: pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check 'setuptools>=77' wheel '$(TORCH)'
+	$(BIN)/pip install -q --disable-pip-version-check 'setuptools>=68' wheel '$(TORCH)'
 	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation numpy \
 		-e . $(addprefix -e ,$(PLUGINS))
 	touch $@

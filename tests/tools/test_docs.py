@@ -141,7 +141,9 @@ def test_every_package_says_what_a_stranger_needs() -> None:
     for folder in (ROOT, *sorted((ROOT / "plugins").iterdir())):
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         assert project["version"] == moekit.__version__, folder.name
-        assert project["license"] == "Apache-2.0" and (folder / "LICENSE").is_file(), folder.name
+        assert project["license"]["text"] == "Apache-2.0" and (folder / "LICENSE").is_file(), (
+            folder.name
+        )
         assert (folder / project["readme"]).read_text().startswith("# moekit"), folder.name
         assert project["authors"] and project["classifiers"], folder.name
         packages = list(folder.glob("src/*/__init__.py")) or [ROOT / "moekit" / "__init__.py"]
