@@ -16,7 +16,7 @@ from moekit.layer.router import Router
 from moekit.layer.rows import LayerInputs, TokenRows
 from moekit.layer.shared import SharedExperts
 from moekit.problem import partition
-from moekit.runtime.overlap import Beside
+from moekit.runtime.overlap import ConcurrentExperts
 
 
 class LayerFlow:
@@ -91,13 +91,13 @@ class LayerFlow:
             routing = self.to_physical(routing)
         return routing, identity
 
-    def _fork_shared(self, x_TH: Tensor) -> Beside | None:
+    def _fork_shared(self, x_TH: Tensor) -> ConcurrentExperts | None:
         """Prepare the shared experts for the side stream, if this rank's output has them."""
         shared = self.shared
         # Every rank has the complete output of shared experts, so one partial sum includes it.
         if shared is None or (self.ranks.partial and self.ranks.rank and not shared.partial):
             return None
-        return Beside(shared, x_TH)
+        return ConcurrentExperts(shared, x_TH)
 
     def _run_kernel(
         self,
@@ -105,7 +105,7 @@ class LayerFlow:
         weights: PackedWeights,
         routing: Routing,
         chunks: int,
-        shared: Beside | None,
+        shared: ConcurrentExperts | None,
     ) -> Tensor:
         """Return the routed experts' output, from as many calls as all ranks make."""
         meanwhile = None if shared is None else shared.run
@@ -122,7 +122,11 @@ class LayerFlow:
         return out
 
     def _add_and_sum(
-        self, out_TH: Tensor, x_TH: Tensor, identity: Tensor | None, shared: Beside | None
+        self,
+        out_TH: Tensor,
+        x_TH: Tensor,
+        identity: Tensor | None,
+        shared: ConcurrentExperts | None,
     ) -> None:
         """Add shared and identity experts and sum over ranks, in place, each exactly once."""
         extra = None if shared is None else shared.join()

@@ -1,8 +1,9 @@
-"""Overlap: values that are not there yet, and shared experts that run beside a transfer."""
+"""Overlap: values that are not there yet, and shared experts concurrent with a transfer."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
@@ -81,12 +82,12 @@ class InFlight(Pending[Tensor]):
         self._combining.result()
 
 
-class Beside:
-    """Run ``function(x)`` on a side stream; on devices without streams, in place.
+class ConcurrentExperts:
+    """Run shared experts, ``function(x)``, on a side stream; on devices without streams, in place.
 
-        beside = Beside(function, x)    # the side stream waits for x
-        beside.run()                    # enqueues the function
-        beside.join()                   # returns its result, for which this stream waits
+        shared = ConcurrentExperts(function, x)    # the side stream waits for x
+        shared.run()                               # enqueues the function
+        shared.join()                              # returns its result; this stream waits for it
 
     Call the constructor and `join` on the same stream. Use the result before the last reference to
     this object goes: then another call may fork the side stream.
@@ -130,3 +131,14 @@ def _side(streams: Any, device: torch.device, current: Any, idle: list[Any]) -> 
         side = streams.Stream(device)
     # Streams come from a pool, in turn.
     return streams.Stream(device) if side == current else side
+
+
+def __getattr__(name: str) -> type[ConcurrentExperts]:
+    if name != "Beside":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "Beside is now ConcurrentExperts; the old name goes with moekit 0.3",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return ConcurrentExperts

@@ -9,7 +9,7 @@ import torch
 from layer_cases import check_logits, loaded_layer
 
 from moekit.runtime import overlap
-from moekit.runtime.overlap import Beside
+from moekit.runtime.overlap import ConcurrentExperts
 
 
 class FakeStreams:
@@ -59,11 +59,11 @@ def streams(monkeypatch):
 
 def test_the_order_of_streams(streams) -> None:
     x = torch.randn(3, 4, device="meta")
-    beside = Beside(lambda x: x * 2, x)
+    concurrent = ConcurrentExperts(lambda x: x * 2, x)
     streams.log.append("dispatch")
-    assert beside.run().shape == (3, 4)
+    assert concurrent.run().shape == (3, 4)
     streams.log.append("experts")
-    assert beside.join().shape == (3, 4)
+    assert concurrent.join().shape == (3, 4)
     assert streams.log == [
         "1 waits for 0",  # forked before the dispatch, which it overlaps
         "dispatch",
@@ -79,15 +79,15 @@ def test_every_stream_has_its_own_side_stream(streams) -> None:
     sides = []
     for current in (0, 7, 0, 1, 7):  # 1 is also the number of the first stream in the pool
         streams.current = FakeStream(streams, current)
-        sides.append(Beside(torch.sin, x)._side.stream_id)
+        sides.append(ConcurrentExperts(torch.sin, x)._side.stream_id)
     assert sides[0] == sides[2] and sides[1] == sides[4]
     assert all(side != current for side, current in zip(sides, (0, 7, 0, 1, 7), strict=True))
 
 
 def test_devices_without_streams(streams, monkeypatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: torch.nn)
-    beside = Beside(lambda x: x * 2, torch.randn(3, 4, device="meta"))
-    assert beside.run() is beside.join() and not streams.log
+    concurrent = ConcurrentExperts(lambda x: x * 2, torch.randn(3, 4, device="meta"))
+    assert concurrent.run() is concurrent.join() and not streams.log
 
 
 def test_shared_experts_run_while_tokens_travel(monkeypatch) -> None:

@@ -14,7 +14,7 @@ from moekit.discovery.registry import registry
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.kernel import ModularKernel
 from moekit.problem import ActivationFormat, MoEProblem
-from moekit.runtime.overlap import Beside
+from moekit.runtime.overlap import ConcurrentExperts
 from moekit.testing import assert_close, cases
 from moekit.testing.calls import call
 from moekit.testing.ranks import Call, Job, Rank
@@ -168,7 +168,7 @@ def micro_batches(rank: int, world_size: int, job: Job, beside: bool, ahead: boo
             case, ref = r.case(Call(counts), (round_, index))
             extra: list[Any] = []
             if beside:
-                side = Beside(shared, case.x)
+                side = ConcurrentExperts(shared, case.x)
                 extra.append(side)
                 meanwhile = side.run
             else:

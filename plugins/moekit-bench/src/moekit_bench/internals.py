@@ -7,7 +7,7 @@ The README lists these names too; a change of one of them in the core is a chang
 from moekit.backends.reference import expert_mlp
 from moekit.problem import DTYPES
 from moekit.problem.tolerance import benchmark_bound
-from moekit.runtime.overlap import Beside as ConcurrentExperts
+from moekit.runtime.overlap import ConcurrentExperts as ConcurrentExperts
 from moekit.selection.composite import find_experts
 from moekit.selection.tuned import table as tuned_tables
 from moekit.selection.tuned.choice import Found
