@@ -1,4 +1,4 @@
-"""Expert activation functions, by the field's names.
+"""Expert activation functions, by their usual names.
 
 Gated kinds take ``h_R2I`` whose first half is the gate and second half the up projection; the
 others take ``h_RI``. Everything is computed in fp32.
@@ -85,12 +85,12 @@ class Activation:
 
     @property
     def clamped(self) -> bool:
-        """True when a silu clamp is asked for (swigluoai always clamps: it is part of its name)."""
+        """Whether silu is clamped. swigluoai does not count: it always clamps."""
         return self.name == "silu" and self.limit is not None
 
 
 def apply_activation(h: Tensor, activation: Activation, dim: int = -1) -> Tensor:
-    """``h`` with 2I entries along ``dim`` if gated, else I -> I entries, in ``h``'s dtype."""
+    """Apply the activation along ``dim``: 2I entries if gated, else I -> I, in ``h``'s dtype."""
     x = h.float()
     if not activation.gated:
         y = _UNARY[activation.name.removesuffix("_no_mul")](x)

@@ -20,7 +20,7 @@ from moekit.untrusted.arguments import (
     size,
 )
 
-# What backends write to say where they run: see `DeviceSpec.meets`.
+# The devices that backends declare: see `DeviceSpec.meets`.
 DEVICE_PATTERN = re.compile(
     r"any|(?P<arch>gfx[0-9a-f]+)|(?P<type>[a-z]+)((?P<op>>=|==)(?P<major>\d+)\.(?P<minor>\d+))?"
 )
@@ -47,10 +47,10 @@ _DEVICE = {
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A kind of device: ``type`` as torch names it and, where it has one, a compute capability.
+    """A kind of device: torch's ``type`` and, if it has one, a compute capability.
 
-    AMD's GPUs, which torch calls "cuda" too, have no capability but an ``arch``, as in "gfx942".
-    Given explicitly, it lets any machine ask what would run on another one.
+    AMD's GPUs, which torch calls "cuda", too, have an ``arch`` such as "gfx942" instead of a
+    capability. An explicit spec asks about another machine's device.
 
     Raises InvalidProblem for a type that torch does not know, and for fields of other types.
     """
@@ -65,8 +65,11 @@ class DeviceSpec:
 
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:
-        """``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"gfx942"`` (AMD's),
-        ``"cuda"``, ``"cuda:1"`` (of this machine)."""
+        """Return the spec for a text.
+
+        Examples: ``"cpu"``, ``"xpu"``, ``"sm90"`` (CUDA compute capability 9.0), ``"gfx942"``
+        (AMD), ``"cuda"`` and ``"cuda:1"`` (this machine's).
+        """
         accept({"device": instance("a str, for example 'sm90'", str)}, {"device": text})
         if match := re.fullmatch(r"(gfx[0-9a-f]+)(:.*)?", text):
             return cls("cuda", arch=match[1])
@@ -82,13 +85,13 @@ class DeviceSpec:
 
     @classmethod
     def detect(cls) -> DeviceSpec:
-        """This machine's accelerator if torch sees one, else its CPU."""
+        """Return this machine's accelerator if torch sees one, else its CPU."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return cls("cpu") if accelerator is None else cls.of(accelerator)
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceSpec:
-        """Of a torch device of this machine. Raises InvalidProblem if torch does not see it."""
+        """Return the spec of a torch device of this machine. Raises InvalidProblem if absent."""
         accept({"device": instance("a torch.device", torch.device)}, {"device": device})
         if device.type == "cpu":
             return cls("cpu")
@@ -114,7 +117,10 @@ class DeviceSpec:
         return cls(device.type, pair, str(name))
 
     def meets(self, wanted: str) -> bool:
-        """``wanted``: "any", a type, ``"cuda>=9.0"``, ``"cuda==9.0"`` or ``"gfx942"``."""
+        """Return whether this device is ``wanted``.
+
+        wanted: "any", a type, ``"cuda>=9.0"``, ``"cuda==9.0"`` or ``"gfx942"``.
+        """
         match = DEVICE_PATTERN.fullmatch(wanted) if isinstance(wanted, str) else None
         if match is None:
             raise InvalidProblem(f"wanted={shown(wanted)}: it must be like 'cpu' or 'cuda>=9.0'")

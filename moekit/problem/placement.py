@@ -1,4 +1,4 @@
-"""Which expert each physical slot holds, and what that means for the ranks."""
+"""The placement of experts on physical slots, and the load of ranks that follows from it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _KINDS = {
 class Placement:
     """The logical expert (0..E-1) of each of P physical slots; rank r holds ``slots(r)``.
 
-    Every expert has a slot; a rank may hold several copies of one. Raises InvalidInput naming
-    everything that is wrong.
+    A physical slot is a place for one expert's weights. Every expert has at least one slot, and a
+    rank may hold several copies of an expert. Raises InvalidInput naming everything that is wrong.
     """
 
     physical_to_logical: tuple[int, ...]
@@ -44,7 +44,7 @@ class Placement:
 
     @classmethod
     def default(cls, problem: MoEProblem) -> Placement:
-        """Where experts are after loading: replicas repeat the first experts."""
+        """Return the placement after loading: replicas repeat the first experts."""
         held = tuple(problem.logical_expert(slot) for slot in range(problem.num_physical_experts))
         return cls(held, problem.num_experts, problem.parallel.ep_size)
 
@@ -52,18 +52,18 @@ class Placement:
         accept_fields(self, _KINDS, InvalidInput)
         E, held, faults = self.num_experts, self.physical_to_logical, []
         if outside := sorted({e for e in held if not 0 <= e < E}):
-            faults.append(f"slots hold {outside[:8]}, which are no experts of 0..{E - 1}")
+            faults.append(f"slots hold {outside[:8]}, but experts are 0..{E - 1}")
         if missing := sorted(set(range(E)) - set(held)):
             faults.append(f"{len(missing)} experts have no slot: {missing[:8]}")
         if faults:
             raise InvalidInput(f"not a placement of {E} experts: {'; '.join(faults)}")
 
     def slots(self, rank: int) -> range:
-        """Physical ids of a rank's slots: a contiguous share, as `MoEProblem.local_experts`."""
+        """Return the physical ids of a rank's slots: a contiguous share, see `partition`."""
         return partition(len(self.physical_to_logical), self.ep_size, rank)
 
     def on_rank(self, rank: int) -> tuple[int, ...]:
-        """The logical experts of a rank's slots."""
+        """Return the logical experts of a rank's slots."""
         return tuple(self.physical_to_logical[slot] for slot in self.slots(rank))
 
     @cached_property
@@ -80,7 +80,7 @@ class Placement:
         return tuple(map(tuple, slots))
 
     def logical_to_physical(self, device: torch.device | str = "cpu") -> Tensor:
-        """`replicas` as `moekit.to_physical` takes them: (E, P - E + 1) int64, -1 past the last."""
+        """Return `replicas` for `moekit.to_physical`: (E, P - E + 1) int64, -1 past the last."""
         width = len(self.physical_to_logical) - self.num_experts + 1
         if width * self.num_experts > _MOST_REPLICAS:
             raise InvalidInput(
@@ -91,17 +91,19 @@ class Placement:
         return torch.tensor(padded, dtype=torch.int64, device=device)
 
     def rank_loads(self, load_E: Tensor) -> Tensor:
-        """Tokens of each rank, (ep_size,) float64, when experts spread theirs over replicas."""
-        wanted = (self.num_experts,)
+        """Return the tokens of each rank, (ep_size,) float64, if replicas share them evenly."""
+        shape = (self.num_experts,)
         check_tensor("load_E", load_E)
-        if load_E.shape != wanted or load_E.is_complex():
-            raise InvalidInput(f"load_E is {shown(load_E)}, want a tensor {wanted} of real numbers")
+        if load_E.shape != shape or load_E.is_complex():
+            raise InvalidInput(
+                f"load_E is {shown(load_E)}, expected a tensor {shape} of real numbers"
+            )
         copies = torch.tensor([len(slots) for slots in self.replicas], device="cpu")
         load_P = (load_E.cpu().double() / copies)[list(self.physical_to_logical)]
         loads = torch.zeros(self.ep_size, dtype=torch.float64, device="cpu")
         return loads.index_add_(0, torch.tensor(self.rank_of, device="cpu"), load_P)
 
     def imbalance(self, load_E: Tensor) -> float:
-        """Heaviest rank's load over the mean: from 1, perfect, to ep_size."""
+        """Return the heaviest rank's load over the mean: from 1 (balanced) to ep_size."""
         loads = self.rank_loads(load_E)
         return float(loads.max() / loads.mean()) if float(loads.sum()) > 0 else 1.0

@@ -1,4 +1,4 @@
-"""What is to be computed, and where: pure data, comparable, and printable so that it can be re-run.
+"""The problem: what is computed, and where, as comparable data.
 
 ``eval(repr(problem))`` gives an equal problem (with ``moekit``'s names and ``torch`` in scope).
 """
@@ -85,18 +85,19 @@ _PROBLEM = {
 
 @dataclass(frozen=True, init=False)
 class MoEProblem:
-    """One routed-experts block: sizes, arithmetic, parallelism and the device it runs on.
+    """One layer of routed experts: sizes, arithmetic, parallelism and device.
 
-    num_experts: E, logical experts of the model. num_redundant_experts: extra replicas (EPLB).
+    num_experts: E, the model's logical experts.
+    num_redundant_experts: further replicas (EPLB).
     intermediate_size: the model's I; this rank's share is `local_intermediate_size`.
     dtype: of activations, output and unquantized weights: bfloat16, float16 or float32.
-    activation, quant, device: objects or their names (``"silu"``, ``"fp8_block"``, ``"sm90"``);
-    device defaults to this machine's accelerator, else its CPU.
+    activation, quant, device: objects or their names (``"silu"``, ``"fp8_block"``, ``"sm90"``).
+        The default device is this machine's accelerator, or its CPU.
     has_bias: both projections add a bias (w13_bias, w2_bias).
-    apply_router_weight_on_input: the router weight scales the token before GEMM 1 (top_k must
-    be 1) instead of the expert's output.
-    max_num_tokens: most tokens this or any other rank will pass to one call; dispatchers with
-    fixed buffers need it, and memory is stated for it.
+    apply_router_weight_on_input: the router weight scales the token before GEMM 1 instead of the
+        expert's output; top_k must be 1.
+    max_num_tokens: the most tokens that any rank passes to one call. Dispatchers with fixed buffers
+        need it, and memory is reported for it.
 
     Raises InvalidProblem when the values contradict each other.
     """
@@ -148,8 +149,9 @@ class MoEProblem:
             )
         if self.intermediate_size % self.parallel.tp_size:
             raise InvalidProblem(
-                f"intermediate_size={self.intermediate_size} does not divide by "
-                f"tp_size={self.parallel.tp_size}; pad the experts or choose another tp_size"
+                f"tp_size={self.parallel.tp_size} must divide "
+                f"intermediate_size={self.intermediate_size}; pad the experts or choose another "
+                "tp_size"
             )
         if self.parallel.ep_size > self.num_physical_experts:
             raise InvalidProblem(
@@ -169,20 +171,20 @@ class MoEProblem:
 
     @property
     def num_local_experts(self) -> int:
-        """L."""
+        """L, the number of experts that this rank holds."""
         return len(self.local_experts)
 
     def logical_expert(self, physical: int) -> int:
-        """The expert that a physical slot holds at start: replicas repeat the first experts."""
+        """Return the expert that a physical slot first holds: replicas repeat the first experts."""
         return physical % self.num_experts
 
     @property
     def local_neurons(self) -> range:
-        """Which of the model's I neurons this rank holds: the first of `local_intermediate_size`.
+        """The model's neurons (of I) that this rank holds, in front of `local_intermediate_size`.
 
-        A run of ``I / tp_size``, except where that would cut the blocks of rows and columns that
-        share a scale (fp8_block, fp8_w8a16_block): whole blocks then, of which the first ranks
-        hold one more, and some ranks may hold none.
+        They are a run of ``I / tp_size``, unless that would cut the blocks that share a scale
+        (fp8_block, fp8_w8a16_block). Then ranks hold whole blocks: the first ranks hold one more,
+        and some ranks may hold none.
         """
         tp_size, rank, block = self.parallel.tp_size, self.parallel.tp_rank, self._cut_block
         if not block:
@@ -195,15 +197,18 @@ class MoEProblem:
 
     @property
     def local_intermediate_size(self) -> int:
-        """I on this rank, the same on all ranks. Behind a rank's `local_neurons` there may be
-        zeros: rows of w13 (of gate and of up), biases and columns of w2, which add nothing."""
+        """I on this rank, the same on all ranks.
+
+        Behind a rank's `local_neurons` there may be zeros, which add nothing: rows of w13 (of gate
+        and of up), biases and columns of w2.
+        """
         if block := self._cut_block:
             return -(-self.intermediate_size // (block * self.parallel.tp_size)) * block
         return self.intermediate_size // self.parallel.tp_size
 
     @property
     def _cut_block(self) -> int:
-        """The rows of the blocks of w13 that ``I / tp_size`` would cut; 0 if it cuts none."""
+        """The block of rows of w13 that ``I / tp_size`` would cut, 0 if it cuts none."""
         weight, tp_size = self.quant.weight, self.parallel.tp_size
         if tp_size == 1 or weight is None or weight.group[0] <= 1:
             return 0
@@ -219,7 +224,7 @@ class MoEProblem:
         return str(self.dtype).removeprefix("torch.")
 
     def replace(self, **changes: Any) -> MoEProblem:
-        """A copy with some fields changed (and checked again)."""
+        """Return a copy with these fields changed, and checked again."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return MoEProblem(**{**values, **changes})
 

@@ -1,24 +1,24 @@
 """Quantization schemes and their reference arithmetic, on any device.
 
-A scheme is a pair *weights x activations*. Scales always carry one dimension per dimension they
-scale, with 1 where one scale serves the whole extent, so that they broadcast:
+A scheme says how weights and activations are quantized. Scales have one dimension for each
+dimension that they scale, of size 1 if one scale covers the whole extent, so they broadcast:
 
     weights      w_LNK      scale (L, N or N/group or 1, K/group or 1)
     activations  x_RH       scale (R or 1, H/group or 1)
 
 Scales are fp32 tensors and multiply: ``value = quantized * scale``. `OperandQuant.scale_dtype` says
-which of their values a scheme has.
+which values a scheme allows for them.
 
-int4 weights are uint8, two of a row's columns in a byte, the even one in the lower half, stored as
-0..15: ``value = (stored - zero) * scale``, zero being 8, or with ``zero_points`` an integer 0..15
-(uint8, unpacked) per scale. Groups are runs of columns, or in schemes in "act-order" any columns,
-as many as a run would have: ``g_idx`` (L, K) names each column's group. `moekit.problem.int4`
-brings the checkpoints' packings into this form.
+int4 weights are uint8: a byte holds two columns of a row, the even one in the lower half, as
+integers 0..15. ``value = (stored - zero) * scale``, where zero is 8, or with ``zero_points`` an
+integer 0..15 (uint8, unpacked) for each scale. A group is a run of columns. In act-order schemes it
+is any set of as many columns, and ``g_idx`` (L, K) names each column's group.
+`moekit.problem.int4` converts the checkpoints' packings to this form.
 
-fp4 is packed in the same way: codes of sign, two exponent bits and a mantissa bit (`E2M1`).
-mxfp4 and mxfp8 have scales that are powers of two, one for 32 columns (OCP Microscaling Formats
-1.0; those of fp8 are rounded up, as cuBLAS and DeepGEMM do, where OCP lets values saturate).
-nvfp4 has one for 16 columns, an e4m3 number times one fp32 number for the whole matrix, or for all
+fp4 is packed in the same way, as codes of a sign, two exponent bits and a mantissa bit (`E2M1`).
+mxfp4 and mxfp8 have one scale for 32 columns, a power of two (OCP Microscaling Formats 1.0; scales
+of fp8 are rounded up as in cuBLAS and DeepGEMM, where OCP lets values saturate). nvfp4 has one
+scale for 16 columns, an e4m3 number times one fp32 number for the whole matrix, or for all
 activations of a call.
 """
 
@@ -53,7 +53,7 @@ _TORCH_DTYPE = {
     "float4_e2m1": torch.uint8,
 }
 INT4_ZERO = 8
-# Values of the codes 0..7; 8 more is the negative.
+# Values of the codes 0..7; code + 8 is the negative value.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST_AMAX = 1e-12
 _SMALLEST_E4M3 = 2.0**-9
@@ -80,9 +80,9 @@ class OperandQuant:
 
     ``group`` (rows, columns) share one scale; -1 means the whole extent: (-1, -1) per tensor,
     (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
-    ``static``: the scale comes with the checkpoint instead of from the data.
-    ``zero_points``: int4 only, each group's zero is stored beside its scale.
-    ``act_order``: int4 only, which columns are a group is stored, too (``g_idx``).
+    ``static``: the checkpoint has the scale; otherwise it is computed from the data.
+    ``zero_points``: int4 only, each group has a stored zero point.
+    ``act_order``: int4 only, the columns of each group are stored (``g_idx``).
     ``scale_dtype``: float32, float8_e8m0fnu (powers of two), or float8_e4m3fn (times one fp32).
     """
 
@@ -212,7 +212,7 @@ SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
     }
 )
 
-# Those whose activations are a byte each under fp32 scales: what dispatchers carry as they are.
+# Schemes whose activations are one byte each with fp32 scales, which dispatchers can transfer.
 WIRE_SCHEMES = frozenset(
     name
     for name, scheme in SCHEMES.items()
@@ -221,7 +221,7 @@ WIRE_SCHEMES = frozenset(
 
 
 def scheme(name: str) -> QuantScheme:
-    """The named scheme; raises InvalidProblem listing the known names."""
+    """Return the named scheme. Raises InvalidProblem listing the known names."""
     if not isinstance(name, str) or name not in SCHEMES:
         known = ", ".join(SCHEMES)
         raise InvalidProblem(f"quant scheme {shown(name)} is unknown; choose one of: {known}")
@@ -229,7 +229,7 @@ def scheme(name: str) -> QuantScheme:
 
 
 def _expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """Stretches a scale (..., SR, SC) to something that broadcasts against (..., rows, columns)."""
+    """Expand a scale (..., SR, SC) so that it broadcasts against (..., rows, columns)."""
     for dim, (g, n) in ((-2, (group[0], rows)), (-1, (group[1], columns))):
         if g > 1:
             scale = scale.repeat_interleave(g, dim=dim).narrow(dim, 0, n)
@@ -237,10 +237,11 @@ def _expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> T
 
 
 def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = None) -> Tensor:
-    """Scale of ``x`` (..., rows, columns), shape (..., *quant.scale_shape(rows, columns)), fp32.
+    """Return the scale of ``x`` (..., rows, columns): (..., *quant.scale_shape(...)), fp32.
 
-    ``valid_rows`` (rows,) bool: rows outside it (padding, possibly NaN) do not count. An all-zero
-    group gets a tiny positive scale.
+    A group of zeros gets a tiny positive scale.
+
+    valid_rows: (rows,) bool; other rows (padding, possibly NaN) do not count.
     """
     rows, columns = x.shape[-2:]
     magnitude = x.abs().float()
@@ -250,14 +251,14 @@ def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = No
         if g == 1:
             continue
         if g < 0:
-            # amax has no value for an empty extent; the sum of nothing is the zero wanted.
+            # amax is undefined for an empty extent; its sum is zero, as it should be.
             magnitude = magnitude.amax(dim, keepdim=True) if n else magnitude.sum(dim, keepdim=True)
             continue
         pad = (0, -n % g) if dim == -1 else (0, 0, 0, -n % g)
         magnitude = torch.unflatten(F.pad(magnitude, pad), dim, (-1, g)).amax(dim)
     magnitude = magnitude.clamp(min=_SMALLEST_AMAX)
     if quant.microscaled:
-        fp4 = quant.dtype == _FP4  # whose largest comes to [4, 8)
+        fp4 = quant.dtype == _FP4  # its largest value comes to [4, 8)
         mantissa, exponent = torch.frexp(magnitude if fp4 else magnitude / quant.qmax)
         power = exponent - (3 if fp4 else (mantissa == 0.5).int())
         return torch.where(magnitude.isfinite(), torch.exp2(power.float()), magnitude)
@@ -275,11 +276,17 @@ def quantize(
     scale: Tensor | None = None,
     valid_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``x`` (..., rows, columns) -> (quantized, scale), rounding to nearest even and saturating.
+    """Quantize ``x`` (..., rows, columns), rounding to nearest even and saturating.
 
-    ``scale`` given (static, shape broadcastable to the scheme's) is used as it is. int4 comes
-    packed, (..., rows, columns / 2); with zero points see `quantize_with_zeros`. Groups are runs of
-    columns: such weights need no ``g_idx`` in act-order schemes.
+    Groups are runs of columns, so the result needs no ``g_idx`` in act-order schemes. For zero
+    points see `quantize_with_zeros`.
+
+    Args:
+        scale: a static scale, which broadcasts to the scheme's shape.
+        valid_rows: as in `compute_scale`.
+
+    Returns:
+        (quantized, scale); int4 is packed, (..., rows, columns / 2).
     """
     assert not quant.zero_points
     if scale is None:
@@ -296,12 +303,14 @@ def quantize(
 
 
 def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor, Tensor]:
-    """``x`` (..., rows, columns) -> (packed int4, scale, zero points), each group's range, zero
-    included, spread over 0..15."""
+    """Quantize ``x`` (..., rows, columns) to (packed int4, scale, zero points).
+
+    Each group's range, extended to include zero, is spread over 0..15.
+    """
     rows, columns = x.shape[-2:]
     group = columns if quant.group[1] < 0 else quant.group[1]
     x = x.float()
-    # Padding is zero, and zero is within every group's range.
+    # Padding with zeros does not change a group's range, which includes zero.
     grouped = torch.unflatten(F.pad(x, (0, -columns % group)), -1, (-1, group))
     low, high = grouped.amin(-1).clamp(max=0.0), grouped.amax(-1).clamp(min=0.0)
     scale = (high - low).clamp(min=_SMALLEST_AMAX) / 15
@@ -312,8 +321,8 @@ def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor,
 
 
 def _to_e2m1(x: Tensor) -> Tensor:
-    """fp32 within +-6 -> uint8 codes, rounded to nearest, ties to the even code."""
-    # Between the values lie these; a tie at 0.25, 1.25, 2.5 or 5 goes down, at the others up.
+    """Convert fp32 within +-6 to uint8 codes, rounded to nearest, ties to the even code."""
+    # The midpoints between values: a tie at 0.25, 1.25, 2.5 or 5 rounds down, at the others up.
     up = torch.tensor([0.75, 1.75, 3.5], device=x.device)
     down = torch.tensor([0.25, 1.25, 2.5, 5.0], device=x.device)
     magnitude = x.abs()
@@ -322,12 +331,12 @@ def _to_e2m1(x: Tensor) -> Tensor:
 
 
 def pack_int4(values: Tensor) -> Tensor:
-    """uint8 below 16 (..., columns), columns even -> uint8 (..., columns / 2)."""
+    """Pack uint8 values below 16 (..., columns), columns even, to uint8 (..., columns / 2)."""
     return values[..., 0::2] | (values[..., 1::2] << 4)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """The inverse of `pack_int4`."""
+    """Undo `pack_int4`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
@@ -340,9 +349,11 @@ def dequantize(
     zero_points: Tensor | None = None,
     g_idx: Tensor | None = None,
 ) -> Tensor:
-    """Inverse of `quantize`: (..., rows, columns) in ``dtype``. Multiplies in fp32.
+    """Undo `quantize`: return (..., rows, columns) in ``dtype``, multiplied in fp32.
 
-    zero_points: uint8, shaped as scale. g_idx (..., columns): the group of each column.
+    Args:
+        zero_points: uint8, shaped as scale.
+        g_idx: (..., columns), the group of each column.
     """
     values = (unpack_int4(q) if quant.packed else q).float()
     if quant.dtype == _FP4:

@@ -1,4 +1,4 @@
-"""One rank's expert weights as a checkpoint holds them, and the rules that make them uniform."""
+"""One rank's expert weights as a checkpoint holds them, and their conversion to one form."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ _DEVICE = Kind("a device that torch sees here", lambda value: torch.empty(0, dev
 class ExpertWeights:
     """The weights of this rank's L experts, expert-major.
 
-    w13: (L, 2I, H) gate rows then up rows (or alternating, ``interleaved=True``); (L, I, H) for
-    activations without a gate. w2: (L, H, I). Dtype: the problem's, or the scheme's (fp8, int8).
-    int4, mxfp4: uint8 with half as many columns, as `moekit.problem.quant` describes.
-    w13_bias (L, 2I or I), w2_bias (L, H).
+    w13: (L, 2I, H), gate rows then up rows (alternating with ``interleaved=True``); (L, I, H) for
+        activations without a gate.
+    w2: (L, H, I). Both have the problem's dtype or the scheme's (fp8, int8). int4 and mxfp4 are
+        uint8 with half as many columns, see `moekit.problem.quant`.
+    w13_bias, w2_bias: (L, 2I or I), (L, H).
     w13_scale, w2_scale: fp32, (L, N or N/group or 1, K/group or 1) for an (L, N, K) weight;
-    trailing dimensions of size 1 may be left out. Blocks count from row 0 of w13, so where I is no
-    multiple of the block one block spans gate and up; where tensor parallelism would cut blocks, a
-    rank has whole ones and zeros behind them, see `MoEProblem.local_neurons`. A per-tensor w13
-    scale may also be (L, 2), one for gate and one for up.
+        trailing dimensions of size 1 may be left out. Blocks count from row 0 of w13, so one block
+        spans gate and up if I is not a multiple of the block. If tensor parallelism would cut
+        blocks, a rank has whole blocks and zeros behind them, see `MoEProblem.local_neurons`. A
+        per-tensor w13 scale may also be (L, 2), one for gate and one for up.
     w13_input_scale, w2_input_scale: static activation scales, a scalar or one per expert; experts
-    share the largest.
+        share the largest.
     w13_zero_points, w2_zero_points: uint8 below 16, shaped as the scales (all three dimensions),
-    for int4 with zero points.
-    w13_g_idx (L, H), w2_g_idx (L, I): int, each column's scale group, for schemes in act-order; a
-    group has as many columns as a run of them would. Left out where groups are runs of columns.
+        for int4 with zero points.
+    w13_g_idx, w2_g_idx: (L, H), (L, I), int: the scale group of each column, for act-order schemes.
+        A group has as many columns as a run of columns would. None if groups are runs of columns.
 
-    Raises WeightsError when a quantized weight has no scale, or a scale no quantized weight.
+    Raises WeightsError for a quantized weight without a scale, or a scale without one.
     """
 
     w13: Tensor
@@ -64,13 +65,13 @@ class ExpertWeights:
             if name == "interleaved" or (value is None and name not in ("w13", "w2")):
                 continue
             if not isinstance(value, Tensor):
-                problems.append(f"{name} is a {type(value).__name__}, want a tensor")
+                problems.append(f"{name} is a {type(value).__name__}, expected a tensor")
             elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
-                problems.append(f"{name} is {shown(value)}, want a dense tensor")
+                problems.append(f"{name} is {shown(value)}, expected a dense tensor")
         if not isinstance(self.interleaved, bool):
-            problems.append(f"interleaved={shown(self.interleaved)}: want True or False")
+            problems.append(f"interleaved={shown(self.interleaved)}: expected True or False")
         if not problems and not self.w13.dim():
-            problems.append("w13 is a scalar, want three dimensions")
+            problems.append("w13 is a scalar, expected three dimensions")
         _raise(problems)
         for name in ("w13", "w2"):
             weight, scale = getattr(self, name), getattr(self, f"{name}_scale")
@@ -85,7 +86,7 @@ class ExpertWeights:
         return self.w13.shape[0]
 
     def select(self, experts: Sequence[int] | Tensor) -> ExpertWeights:
-        """The given experts, in the given order (for expert parallelism, replicas, permutation)."""
+        """Return these experts in this order, for expert parallelism, replicas or permutation."""
         try:
             index = torch.as_tensor(experts, device="cpu")
             if index.dim() != 1 or (index.numel() and index.dtype not in _INTEGERS):
@@ -96,16 +97,16 @@ class ExpertWeights:
             return self._map(lambda t: t[index] if t.dim() else t)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise WeightsError(
-                f"experts={shown(experts)}: want integers in 0..{self.num_experts - 1} "
+                f"experts={shown(experts)}: expected integers in 0..{self.num_experts - 1} "
                 f"({first_line(error)})"
             ) from error
 
     def detach(self) -> ExpertWeights:
-        """The same memory, without autograd: parameters may be packed."""
+        """Return the same memory without autograd, so that parameters can be packed."""
         return self._map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same weights on ``device``."""
+        """Return the weights on ``device``."""
         accept({"device": _DEVICE}, {"device": device})
         if meta := [name for name, t in self.tensors().items() if t.is_meta]:
             raise WeightsError(
@@ -114,14 +115,14 @@ class ExpertWeights:
         return self._map(lambda t: t.to(device))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are present, by name."""
+        """Return the tensors that are present, by name."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: t for name, t in named.items() if isinstance(t, Tensor)}
 
     def by_expert(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Canonical weights as PackedWeights keeps them: (per-expert tensors, shared ones).
+        """Split canonical weights for PackedWeights: (per-expert tensors, shared tensors).
 
-        All contiguous. Shared are the static activation scales, as a1_scale and a2_scale.
+        All are contiguous. Shared are the static activation scales, as a1_scale and a2_scale.
         """
         experts = {name: t.contiguous() for name, t in self.tensors().items()}
         inputs = {"w13_input_scale": "a1_scale", "w2_input_scale": "a2_scale"}
@@ -133,7 +134,7 @@ class ExpertWeights:
         return replace(self, **changes)
 
     def check(self, problem: MoEProblem) -> None:
-        """Raises WeightsError listing everything that does not fit ``problem``."""
+        """Raise WeightsError listing everything that does not fit ``problem``."""
         accept({"problem": instance("a MoEProblem", MoEProblem)}, {"problem": problem})
         if self.w13.is_meta:
             raise WeightsError("the weights are meta tensors, which hold no values: load them")
@@ -157,9 +158,9 @@ class ExpertWeights:
                     found.append(f"{name} has {want[2]} columns, and 4 bits pack two in a byte")
             found += _int4_faults(self, name, want, scheme)
             if tuple(tensor.shape) != stored:
-                found.append(f"{name} has shape {tuple(tensor.shape)}, want {stored}")
+                found.append(f"{name} has shape {tuple(tensor.shape)}, expected {stored}")
             elif tensor.dtype != dtype:
-                found.append(f"{name} is {tensor.dtype}, want {dtype} for scheme {scheme.name}")
+                found.append(f"{name} is {tensor.dtype}, expected {dtype} for scheme {scheme.name}")
             elif scheme.weight is not None:
                 gated = problem.activation.gated
                 found += _scale_faults(self, name, want, scheme.weight, gated)
@@ -176,16 +177,16 @@ class ExpertWeights:
                 state = "given" if bias is not None else "missing"
                 found.append(f"{name} is {state} but the problem has has_bias={problem.has_bias}")
             elif bias is not None and tuple(bias.shape) != shape:
-                found.append(f"{name} has shape {tuple(bias.shape)}, want {shape}")
+                found.append(f"{name} has shape {tuple(bias.shape)}, expected {shape}")
             elif bias is not None and not bias.is_floating_point():
-                found.append(f"{name} is {bias.dtype}, want {problem.dtype}")
+                found.append(f"{name} is {bias.dtype}, expected {problem.dtype}")
         static = scheme.activation is not None and scheme.activation.static
         for name in ("w13_input_scale", "w2_input_scale"):
             scale = getattr(self, name)
             if static and scale is None:
                 found.append(f"{name} is missing: scheme {scheme.name} has static activations")
             elif scale is not None and scale.numel() not in (1, L):
-                found.append(f"{name} has shape {tuple(scale.shape)}, want a scalar or ({L},)")
+                found.append(f"{name} has shape {tuple(scale.shape)}, expected a scalar or ({L},)")
             elif scale is not None and not _positive(scale):
                 found.append(f"{name} holds values that are not finite and positive")
         if self.interleaved and not problem.activation.gated:
@@ -193,12 +194,12 @@ class ExpertWeights:
         _raise(found)
 
     def canonical(self, problem: MoEProblem) -> ExpertWeights:
-        """The same weights in the one form that backends see.
+        """Return the weights in the form that backends see.
 
-        Gate and up in halves; under tensor parallelism w2_bias on rank 0 only, as ranks are
-        summed; biases in the problem's dtype; scales with all three dimensions, fp32; one
-        per-tensor scale for gate and up (the larger, the other half requantized); input scales
-        (1, 1), where static.
+        Gate and up are in halves. Under tensor parallelism only rank 0 has w2_bias, as ranks are
+        summed. Biases have the problem's dtype. Scales are fp32 with all three dimensions. Gate and
+        up share one per-tensor scale, the larger, and the other half is requantized. Static input
+        scales are (1, 1).
         """
         weights = self
         if weights.interleaved:
@@ -228,16 +229,16 @@ class ExpertWeights:
         return replace(weights, **scales)
 
     def quantize(self, scheme: QuantScheme) -> ExpertWeights:
-        """These (16-bit or fp32) weights in ``scheme``, by the reference arithmetic.
+        """Quantize these 16-bit or fp32 weights to ``scheme`` by the reference arithmetic.
 
-        A static activation scale cannot be known from weights: set it with dataclasses.replace.
-        Groups are runs of columns, for schemes in act-order, too.
+        Weights do not determine static activation scales: set those with dataclasses.replace.
+        Groups are runs of columns, for act-order schemes, too.
         """
         accept({"scheme": _SCHEME}, {"scheme": scheme})
         if scheme.weight is None:
             return self
         faults = [
-            f"{name} is {shown(weight)}, want (L, N, K) of {', '.join(DTYPES)}"
+            f"{name} is {shown(weight)}, expected (L, N, K) of {', '.join(DTYPES)}"
             for name, weight in (("w13", self.w13), ("w2", self.w2))
             if weight.dim() != 3 or weight.dtype not in DTYPES.values()
         ]
@@ -258,7 +259,7 @@ class ExpertWeights:
         return replace(self, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, **zeros)
 
     def dequantize(self, scheme: QuantScheme, dtype: torch.dtype = torch.float32) -> ExpertWeights:
-        """Canonical weights with both matrices as ``dtype`` and without scales."""
+        """Return canonical weights with both matrices in ``dtype`` and without scales."""
         if scheme.weight is None:
             return replace(self, w13=self.w13.to(dtype), w2=self.w2.to(dtype))
         assert self.w13_scale is not None and self.w2_scale is not None
@@ -273,7 +274,7 @@ class ExpertWeights:
         )
 
 
-# What only quantized weights have.
+# Fields that only quantized weights have.
 _OF_QUANTIZED = tuple(
     f"{name}_{what}" for name in ("w13", "w2") for what in ("scale", "zero_points", "g_idx")
 )
@@ -306,61 +307,61 @@ def _scale_faults(
         allowed.add((L, 2))
     if tuple(scale.shape) not in allowed:
         wanted = " or ".join(str(s) for s in sorted(allowed, key=len, reverse=True))
-        return [f"{name}_scale has shape {tuple(scale.shape)}, want {wanted}"]
+        return [f"{name}_scale has shape {tuple(scale.shape)}, expected {wanted}"]
     if scale.dtype not in DTYPES.values():
-        return [f"{name}_scale is {scale.dtype}, want the numbers in fp32"]
-    # Those of e4m3 are zero for groups of very small values.
+        return [f"{name}_scale is {scale.dtype}, expected fp32 numbers"]
+    # e4m3 scales are zero for groups of very small values.
     or_zero = operand.scale_dtype == "float8_e4m3fn"
     if not _positive(scale, or_zero=or_zero):
         wrong = "negative or not finite" if or_zero else "not finite and positive"
         return [f"{name}_scale holds values that are {wrong}"]
     if operand.microscaled and not bool((torch.frexp(scale.float()).mantissa == 0.5).all()):
-        return [f"{name}_scale holds values that are no powers of two, as the scheme has them"]
+        return [f"{name}_scale holds values that are not powers of two, which the scheme requires"]
     return []
 
 
 def _int4_faults(
     weights: ExpertWeights, name: str, shape: tuple[int, int, int], scheme: QuantScheme
 ) -> list[str]:
-    """Zero points and g_idx that are missing, superfluous, misshapen or out of range."""
+    """Return the faults of zero points and g_idx."""
     operand, found = scheme.weight, []
     L, rows, columns = shape
     zeros, g_idx = (getattr(weights, f"{name}_{what}") for what in ("zero_points", "g_idx"))
-    wants_zeros = operand is not None and operand.zero_points
-    if (zeros is not None) != wants_zeros:
+    needs_zeros = operand is not None and operand.zero_points
+    if (zeros is not None) != needs_zeros:
         state = "given" if zeros is not None else "missing"
         found.append(f"{name}_zero_points are {state} for scheme {scheme.name}")
     elif zeros is not None and operand is not None:
         full = (L, *operand.scale_shape(rows, columns))
         if tuple(zeros.shape) != full or zeros.dtype != torch.uint8:
             state = f"{tuple(zeros.shape)} {zeros.dtype}"
-            found.append(f"{name}_zero_points are {state}, want {full} torch.uint8")
+            found.append(f"{name}_zero_points are {state}, expected {full} torch.uint8")
         elif int(zeros.max()) > 15:
-            found.append(f"{name}_zero_points reach {int(zeros.max())}, want at most 15")
+            found.append(f"{name}_zero_points reach {int(zeros.max())}, expected at most 15")
     if g_idx is not None:
         if operand is None or not operand.act_order:
             ordered = f"{scheme.name}_act_order"
             other = f"use {ordered}, or " if ordered in quant.SCHEMES else ""
             found.append(
                 f"{name}_g_idx is given, but scheme {scheme.name} has no act-order: {other}leave "
-                "it out where groups are runs of columns"
+                "it out if groups are runs of columns"
             )
         elif tuple(g_idx.shape) != (L, columns) or g_idx.is_floating_point():
             state = f"{tuple(g_idx.shape)} {g_idx.dtype}"
-            found.append(f"{name}_g_idx is {state}, want {(L, columns)} torch.int32")
+            found.append(f"{name}_g_idx is {state}, expected {(L, columns)} torch.int32")
         elif not in_order(g_idx.sort(dim=1).values, operand.group[1]):
             low, high = (int(v) for v in torch.aminmax(g_idx))
             found.append(
-                f"{name}_g_idx names groups {low} to {high}, want each of "
+                f"{name}_g_idx names groups {low} to {high}, expected each of "
                 f"0..{operand.scale_shape(rows, columns)[1] - 1} for {operand.group[1]} columns "
-                "(the last for what is left); for tensor parallelism cut whole groups, as "
+                "(the last one may have fewer); tensor parallelism must cut between groups, as "
                 "load_experts does"
             )
     return found
 
 
 def in_order(g_idx: Tensor, group: int) -> bool:
-    """Whether the groups that ``g_idx`` (L, K) names are runs of ``group`` columns."""
+    """Return whether the groups that ``g_idx`` (L, K) names are runs of ``group`` columns."""
     columns = torch.arange(g_idx.shape[1], device=g_idx.device)
     return bool((g_idx == columns // group).all())
 
@@ -373,7 +374,7 @@ def _three_dims(scale: Tensor | None, weight: Tensor, operand: OperandQuant) -> 
 
 
 def _merge_gate_up(weights: ExpertWeights, operand: OperandQuant) -> tuple[Tensor, Tensor]:
-    """w13 under one scale per tensor, if gate and up came with one each."""
+    """Return w13 under one scale per tensor if gate and up have one each, else w13 as it is."""
     w13, scale = weights.w13, weights.w13_scale
     assert scale is not None
     if not (operand.per_tensor and tuple(scale.shape) == (w13.shape[0], 2)):
@@ -385,7 +386,7 @@ def _merge_gate_up(weights: ExpertWeights, operand: OperandQuant) -> tuple[Tenso
 
 
 def _deinterleave(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
-    """Rows gate0, up0, gate1, up1, ... -> all gate rows, then all up rows."""
+    """Reorder rows gate0, up0, gate1, up1, ... to all gate rows, then all up rows."""
 
     def halves(t: Tensor) -> Tensor:
         return torch.cat([t[:, 0::2], t[:, 1::2]], dim=1)

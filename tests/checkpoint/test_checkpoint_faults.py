@@ -362,7 +362,7 @@ def test_a_group_cut_by_tensor_parallelism(tmp_path: Path) -> None:
 
 def test_sizes_that_do_not_divide(made: dict[str, files.Layer]) -> None:
     path = made["gptq"].path
-    with pytest.raises(InvalidProblem, match="does not divide by tp_size=3"):
+    with pytest.raises(InvalidProblem, match="tp_size=3 must divide"):
         problem_from_config(path, parallel=ParallelConfig(tp_size=3), device="cpu")
     with pytest.raises(InvalidProblem, match="ep_size=9 exceeds the 4 experts"):
         problem_from_config(path, parallel=ParallelConfig(ep_size=9), device="cpu")

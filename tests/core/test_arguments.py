@@ -176,7 +176,7 @@ INPUTS = [
     (lambda: Placement((0, "1"), 2, 1), "physical_to_logical="),
     (lambda: Placement((0, 1), 2, 0), "ep_size=0"),
     (lambda: PLACEMENT.rank_loads([1.0] * E), "load_E is"),
-    (lambda: PLACEMENT.imbalance(torch.ones(2)), r"load_E is .*want a tensor \(6,\)"),
+    (lambda: PLACEMENT.imbalance(torch.ones(2)), r"load_E is .*expected a tensor \(6,\)"),
     (lambda: improve("global", torch.ones(E), PLACEMENT), "policy='global': .*a function"),
     (lambda: improve(Balanced(), torch.ones(E), None), "now=None"),
     (lambda: LoadWindow(1, E, "3"), "steps='3'"),
@@ -191,9 +191,9 @@ INPUTS = [
 
 WEIGHTS = [
     (lambda: loaded().load_weights(None), r"pack\(\) needs moekit.ExpertWeights, but got NoneType"),
-    (lambda: weights(w13=torch.ones(4, 4).to_sparse()), "w13 is .*sparse.*want a dense tensor"),
+    (lambda: weights(w13=torch.ones(4, 4).to_sparse()), "w13 is .*sparse.*expected a dense tensor"),
     (lambda: weights(interleaved="no"), "interleaved='no'"),
-    (lambda: weights().select("ab"), "experts='ab': want integers in 0..5"),
+    (lambda: weights().select("ab"), "experts='ab': expected integers in 0..5"),
     (lambda: weights().select([E]), r"experts=\[6\]"),
     (lambda: weights().select([0.5]), r"experts=\[0.5\]"),
     (lambda: weights(w13=torch.ones(3)).quantize(moekit.SCHEMES["int8_w8a16"]), "w13 is"),

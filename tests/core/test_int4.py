@@ -117,7 +117,7 @@ def test_torch_experts(scheme: str) -> None:
         (
             "int4_w4a16_g32_zp",
             lambda w: dict(w2_zero_points=w.w2_zero_points[:, :1]),
-            "w2_zero_points are .4, 1, 3. torch.uint8, want",
+            "w2_zero_points are .4, 1, 3. torch.uint8, expected",
         ),
         ("int4_w4a16_g32_zp", lambda w: dict(w2_zero_points=w.w2_zero_points + 99), "at most 15"),
         (
@@ -133,12 +133,12 @@ def test_torch_experts(scheme: str) -> None:
         (
             "int4_w4a16_g32_act_order",
             lambda w: dict(w2_g_idx=torch.full((4, 96), 3)),
-            r"w2_g_idx names groups 3 to 3, want each of 0\.\.2 for 32 columns",
+            r"w2_g_idx names groups 3 to 3, expected each of 0\.\.2 for 32 columns",
         ),
         (
             "int4_w4a16_g64_act_order",
             lambda w: dict(w2_g_idx=torch.arange(96).expand(4, -1) % 2),
-            r"w2_g_idx names groups 0 to 1, want each .*cut whole groups",
+            r"w2_g_idx names groups 0 to 1, expected each .*cut between groups",
         ),
         (
             "int4_w4a16_g32_act_order",

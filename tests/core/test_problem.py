@@ -49,7 +49,7 @@ def test_repr_round_trips(changes: dict) -> None:
         (dict(device="sm-90"), "examples: 'cpu', 'cuda', 'sm90'"),
         (dict(apply_router_weight_on_input=True), "needs top_k=1"),
         (dict(parallel=ParallelConfig(ep_size=9)), "a rank would hold none"),
-        (dict(parallel=ParallelConfig(tp_size=5)), "does not divide by tp_size=5"),
+        (dict(parallel=ParallelConfig(tp_size=5)), "tp_size=5 must divide"),
         (dict(num_redundant_experts=-1), "must be an integer of at least 0"),
     ],
 )

@@ -90,7 +90,7 @@ def test_scales_of_zero_are_nvfp4_alone() -> None:
         with pytest.raises(WeightsError, match="not finite and positive"):
             made.check(p)
     exponents = replace(made, w2_scale=made.w2_scale.to(torch.float8_e8m0fnu))
-    with pytest.raises(WeightsError, match="w2_scale is torch.float8_e8m0fnu, want the numbers"):
+    with pytest.raises(WeightsError, match="w2_scale is torch.float8_e8m0fnu, expected fp32"):
         exponents.check(p)
 
 
@@ -136,8 +136,8 @@ def test_check_lists_every_fault() -> None:
     with pytest.raises(WeightsError) as caught:
         weights.check(problem("none", has_bias=True))
     text = str(caught.value)
-    assert "w13 has shape (3, 161, 200), want (3, 160, 200)" in text
-    assert "w2 is torch.bfloat16, want torch.float32" in text
+    assert "w13 has shape (3, 161, 200), expected (3, 160, 200)" in text
+    assert "w2 is torch.bfloat16, expected torch.float32" in text
     assert "w13_bias is missing" in text and "w2_bias is missing" in text
 
 
@@ -239,5 +239,5 @@ def test_mxfp4_scales_are_powers_of_two():
     weights = ExpertWeights(torch.randn(2, 64, 64), torch.randn(2, 64, 32)).quantize(problem.quant)
     weights.check(problem)
     wrong = replace(weights, w2_scale=weights.w2_scale * 1.5)
-    with pytest.raises(WeightsError, match="w2_scale holds values that are no powers of two"):
+    with pytest.raises(WeightsError, match="w2_scale holds values that are not powers of two"):
         wrong.check(problem)

@@ -67,10 +67,10 @@ def test_loads_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("held", "ep_size", "says"),
     [
-        ((0, 1, 3, 2, 4), 1, r"\[4\], which are no experts of 0..3"),
+        ((0, 1, 3, 2, 4), 1, r"\[4\], but experts are 0..3"),
         ((0, 1, -1, 2, 3), 1, r"\[-1\]"),
         ((0, 1, 3, 3), 2, r"1 experts have no slot: \[2\]"),
-        ((9, 9, 9, 9), 2, r"\[9\], which.*4 experts have no slot"),
+        ((9, 9, 9, 9), 2, r"\[9\], but.*4 experts have no slot"),
     ],
 )
 def test_invalid_placements_are_refused(held, ep_size, says) -> None:

@@ -92,7 +92,7 @@ ROUTING = moekit.route(torch.randn(5, E), K)
             InvalidProblem,
             "3 ranks do not divide into dp_size=2",
         ),
-        ({"parallel": ParallelConfig(tp_size=5)}, InvalidProblem, "does not divide by tp_size=5"),
+        ({"parallel": ParallelConfig(tp_size=5)}, InvalidProblem, "tp_size=5 must divide"),
         (
             {"parallel": ParallelConfig(ep_size=2, dp_size=1)},
             GroupMismatch,

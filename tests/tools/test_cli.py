@@ -230,7 +230,7 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
         ("--activation gelu --activation-limit 7", "has no clamp"),
         ("--device nvidia!", "device 'nvidia!' is not understood; examples"),
         ("--device foo", "type='foo': it must be a type of device that torch knows"),
-        ("--tp 3", "intermediate_size=2048 does not divide by tp_size=3"),
+        ("--tp 3", "tp_size=3 must divide intermediate_size=2048"),
         ("--ep 0", "ep_size=0"),
         ("--experts tritn", "no experts backend named 'tritn'; there are: reference, torch"),
         ("--dispatcher torch", "'torch' is known as: experts backend"),
