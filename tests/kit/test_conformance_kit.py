@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from moekit.testing import (
     ExpertsConformance,
     assert_close,
     cases,
+    collection,
     memory,
     relative_error,
     run,
@@ -261,3 +263,57 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'moekit[testing]'" in done.stdout, done.stdout + done.stderr
+
+
+COLLECTED = """
+from dataclasses import replace
+from moekit import Registry, registry
+from moekit.testing import ExpertsConformance
+
+spec = registry().expert("reference")
+backends = Registry(plugins=registry().plugins)
+backends.register(replace(spec, name="on_gpu", devices=("cuda==9.0",)))
+backends.register(replace(spec, name="interpreted", requires=("triton",)))
+
+class TestOnGpu(ExpertsConformance):
+    backend, backends, device = "on_gpu", backends, "cpu"
+
+    def test_of_its_own(self):
+        pass
+
+class TestInterpreted(ExpertsConformance):
+    backend, backends, device = "interpreted", backends, "cpu"
+"""
+
+
+def test_what_is_collected(pytester, monkeypatch):
+    """One skip where the device is missing, and a mark where an interpreter repeats a path."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(moekit.__file__).parents[1]))
+    pytester.makepyfile(test_acme=COLLECTED)
+
+    def collected(owner, *more):
+        arguments = ("--collect-only", "-q", "--strict-markers", "-k", owner, *more)
+        lines = pytester.runpytest_subprocess(*arguments).outlines
+        return {line.rpartition("::")[2] for line in lines if f"::{owner}::" in line}
+
+    def functions(tests):
+        return {name.partition("[")[0] for name in tests}
+
+    assert collected("TestOnGpu") == {*collection.WITHOUT_DEVICE, "test_of_its_own"}
+    every, some = collected("TestInterpreted"), collected("TestInterpreted", "-m", "not kit_full")
+    assert {"test_scheme[int4_w4a16_g64]", "test_routing[hot]"} <= every - some
+    assert {"test_scheme[int4_w4a16_g32]", "test_routing[masked]", "test_threads"} <= some < every
+    assert functions(every) - functions(some) == {
+        "test_many_experts", "test_large", "test_wide", "test_published_sizes"
+    }  # fmt: skip
+    result = pytester.runpytest_subprocess("-k", "TestOnGpu", "-rs")
+    assert "on_gpu runs on cuda==9.0, not on cpu" in result.stdout.str()
+
+
+def test_known_paths_name_tests_of_the_kit():
+    """A renamed test or parameter must not leave its cases unmarked."""
+    for name, kind in collection._KIND_OF_CASE.items():
+        test = inspect.signature(getattr(ExpertsConformance, name))
+        wanted = inspect.signature(kind).parameters.values()
+        named = {p.name for p in wanted if p.kind is not p.VAR_KEYWORD}
+        assert named <= set(test.parameters)
