@@ -1,0 +1,9 @@
+"""moekit's conformance kit on the dispatcher; it needs GPUs that reach each other's memory."""
+
+from __future__ import annotations
+
+from moekit.testing import DispatcherConformance
+
+
+class TestNvlinkHt(DispatcherConformance):
+    backend = "nvlink_ht"
