@@ -42,6 +42,10 @@ _PROTOCOL = "moekit-nvlink 1"
 # A rank is given up after so many looks at its flag, each about a microsecond.
 _SPINS = 100_000_000
 
+# Up to so many tokens, more programs run than the budget says: each of them ends within
+# microseconds.
+_FEW, _FEW_PROGRAMS = 512, 128
+
 _dispatch = Launcher(kernels.dispatch_rows)
 _receive = Launcher(kernels.receive_rows)
 _combine = Launcher(kernels.combine_rows)
@@ -71,6 +75,34 @@ class Ranks:
         share, larger = divmod(p.num_physical_experts, parallel.ep_size)
         rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
         return cls(rank, parallel.ep_size, parallel.tp_size, share, larger)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its work: programs, and tokens and columns of a step of a program.
+
+    A step has tens of kilobytes in flight, which hide the latency of other ranks' memory. Few
+    tokens take a program each, which ends at once; more share ``most`` programs.
+    """
+
+    programs: int
+    tokens: int
+    columns: int
+    warps: int
+
+    @classmethod
+    def of_dispatch(cls, tokens: int, words: int, most: int) -> Tile:
+        return cls._of(tokens, triton.next_power_of_2(words), most, 4096, 1024)
+
+    @classmethod
+    def of_combine(cls, tokens: int, columns: int, most: int) -> Tile:
+        return cls._of(tokens, triton.next_power_of_2(columns), most, 2048, 1024)
+
+    @classmethod
+    def _of(cls, tokens: int, columns: int, most: int, few: int, many: int) -> Tile:
+        if tokens <= _FEW:
+            return cls(max(1, min(tokens, _FEW_PROGRAMS)), 1, min(few, columns), 8)
+        return cls(most, 8, min(many, columns), 16)
 
 
 class NvlinkDispatcher(PrepareAndFinalize):
@@ -175,21 +207,20 @@ def send(
 ) -> Dispatched:
     """Launch the transfer of x (T, ...) and of what belongs to it. Returns what arrives."""
     T, K = routing.topk_ids.shape
-    words = x.view(torch.uint8).view(torch.int32) if T else x
     row_words = x.shape[1] * x.itemsize // 4
     slots_TE = torch.empty((T, ranks.size), dtype=torch.int32, device=x.device)
-    tokens = 1 if T <= programs else 2 if T <= 2 * programs else 4
+    words = x.view(torch.uint8).view(torch.int32) if T else slots_TE
+    tile = Tile.of_dispatch(T, row_words, programs)
     groups = 0 if scale is None else scale.shape[1]
     _dispatch(
-        (max(1, min(programs, triton.cdiv(T, tokens))),),
+        (tile.programs,),
         words, slots_TE if scale is None else scale, routing.topk_ids, routing.topk_weights,
         slot.peers, slots_TE, slot.counters, slot.epoch, T, ranks.rank, layout.capacity,
         layout.x, layout.scale, layout.ids, layout.weights, layout.flags,
         RANKS=ranks.size, RANKS_2=triton.next_power_of_2(ranks.size), TP=ranks.tp,
         SHARE=ranks.share, LARGER=ranks.larger, K=K, K_2=triton.next_power_of_2(K),
         WORDS=row_words, GROUPS=groups, GROUPS_2=triton.next_power_of_2(max(1, groups)),
-        TOKENS=tokens, WORDS_TILE=min(1024, triton.next_power_of_2(row_words)), SCAN=256,
-        num_warps=8,
+        TOKENS=tile.tokens, WORDS_TILE=tile.columns, SCAN=512, num_warps=tile.warps,
     )  # fmt: skip
     total = layout.ranks
     _receive(
@@ -218,11 +249,14 @@ def gather(
 ) -> None:
     """Tell the other ranks that the experts are done, and launch the sum of their outputs."""
     T, H = out_TH.shape
-    tokens = 1 if T <= 2 * programs else 2
+    tile = Tile.of_combine(T, H, programs)
+    out = out_TH if out_TH.stride(1) == 1 or T == 0 else torch.empty_like(out_TH).contiguous()
     _combine(
-        (max(1, min(programs, triton.cdiv(T, tokens))),),
-        out_TH, slot.peers, slots_TE, slot.counters, slot.epoch, slot.error,
-        T, ranks.rank, layout.capacity, _SPINS, layout.y, layout.flags,
-        RANKS=ranks.size, TP=ranks.tp, H=H, TOKENS=tokens,
-        COLUMNS=min(2048, triton.next_power_of_2(H)), num_warps=8,
+        (tile.programs,),
+        out, slot.peers, slots_TE, slot.counters, slot.epoch, slot.error,
+        T, out.stride(0), ranks.rank, layout.capacity, _SPINS, layout.y, layout.flags,
+        RANKS=ranks.size, TP=ranks.tp, H=H, TOKENS=tile.tokens, COLUMNS=tile.columns,
+        num_warps=tile.warps,
     )  # fmt: skip
+    if out is not out_TH:
+        out_TH.copy_(out)

@@ -37,14 +37,18 @@ def _at(peers_ptr, rank, offset, type: tl.constexpr):
 
 @triton.jit
 def _goes_to(
-    ids_ptr, token, exists, ranks, K: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr
-):
+    ids_ptr, token, exists, ranks, RANKS: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
+    SHARE: tl.constexpr, LARGER: tl.constexpr,
+):  # fmt: skip
     """Return (tokens, ranks) int32: 1 where a token has an expert on the rank."""
+    k = tl.arange(0, K_2)
+    there = exists[:, None] & (k < K)[None, :]
+    expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=there, other=-1)
+    owner = tl.where(expert >= 0, _owner(expert, SHARE, LARGER), -1)
     found = tl.zeros([token.shape[0], ranks.shape[0]], tl.int32)
-    for k in range(K):
-        expert = tl.load(ids_ptr + token * K + k, mask=exists, other=-1)
-        owner = tl.where(expert >= 0, _owner(expert, SHARE, LARGER), -1)
-        found = found | (owner[:, None] == ranks[None, :]).to(tl.int32)
+    for r in tl.static_range(RANKS):
+        one = tl.max((owner == r).to(tl.int32), axis=1)
+        found = tl.where((ranks == r)[None, :], one[:, None], found)
     return found
 
 
@@ -78,14 +82,15 @@ def dispatch_rows(
     before = tl.zeros([RANKS_2], tl.int32)
     for at in range(0, start, SCAN):
         token = at + tl.arange(0, SCAN)
-        before += tl.sum(_goes_to(ids_ptr, token, token < start, ranks, K, SHARE, LARGER), axis=0)
+        goes = _goes_to(ids_ptr, token, token < start, ranks, RANKS, K, K_2, SHARE, LARGER)
+        before += tl.sum(goes, axis=0)
     first = before
 
     word = tl.arange(0, WORDS_TILE)
     for at in range(start, end, TOKENS):
         token = at + tl.arange(0, TOKENS)
         exists = token < end
-        goes = _goes_to(ids_ptr, token, exists, ranks, K, SHARE, LARGER)
+        goes = _goes_to(ids_ptr, token, exists, ranks, RANKS, K, K_2, SHARE, LARGER)
         slot = tl.where(goes != 0, before[None, :] + tl.cumsum(goes, axis=0) - goes, -1)
         tl.store(
             slots_ptr + token[:, None] * RANKS + ranks[None, :], slot,
@@ -182,13 +187,14 @@ def receive_rows(
 @triton.jit
 def combine_rows(
     out_ptr, peers_ptr, slots_ptr, counters_ptr, epoch_ptr, error_ptr,
-    T, rank, capacity, spins, y_at, flags_at,
+    T, out_stride, rank, capacity, spins, y_at, flags_at,
     RANKS: tl.constexpr, TP: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum each token's rows of all ranks, in rank order in fp32.
 
-    out_ptr: (T, H). Tokens of a rank that did not come become NaN. Other arguments as above.
+    out_ptr: (T, H), rows ``out_stride`` apart; NaN where a rank did not come. Other arguments as
+    above.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     number = tl.load(epoch_ptr) + 1
@@ -222,7 +228,7 @@ def combine_rows(
                     total += got.to(tl.float32)
             total = tl.where(lost != 0, float("nan"), total)
             tl.store(
-                out_ptr + token[:, None].to(tl.int64) * H + h + column[None, :],
+                out_ptr + token[:, None].to(tl.int64) * out_stride + h + column[None, :],
                 total.to(out_ptr.dtype.element_ty), mask=exists[:, None] & inside[None, :],
             )  # fmt: skip
 
