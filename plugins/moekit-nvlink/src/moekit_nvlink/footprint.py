@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moekit.plugin import Footprint, MoEProblem
 
@@ -37,11 +38,10 @@ class Layout:
             groups = p.quant.activation.scale_shape(1, p.hidden_size)[1]
         row = p.hidden_size * p.dtype.itemsize
         sizes = [row, 4 * groups, 4 * p.top_k, 4 * p.top_k, row]
-        at, offsets = 0, []
-        for size in sizes:
-            offsets.append(at)
-            at += -(-ranks * capacity * size // _ALIGN) * _ALIGN
-        return cls(ranks, capacity, groups, *offsets, at, at + 2 * 8 * ranks)
+        padded = [-(-ranks * capacity * size // _ALIGN) * _ALIGN for size in sizes]
+        x, scale, ids, weights, y, flags = accumulate(padded, initial=0)
+        nbytes = flags + 2 * 8 * ranks
+        return cls(ranks, capacity, groups, x, scale, ids, weights, y, flags, nbytes)
 
 
 def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:
