@@ -74,10 +74,47 @@ def _unsupported(module: nn.Module, reason: str) -> Unsupported:
 
 
 def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
-    """Return the detached parameters as w13 (E, 2I or I, H) and w2 (E, H, I), and if gated."""
-    found = dict(module.named_parameters(recurse=False))
-    gated = "gate_up_proj" in found
+    """Return the parameters as w13 (E, 2I or I, H) and w2 (E, H, I), and if there is a gate."""
+    gated = module._parameters.get("gate_up_proj") is not None
     first = "gate_up_proj" if gated else "up_proj"
+    found = _parameters(module, first)
+    w13, w2 = found[first], found["down_proj"]
+    if f"{first}_scale_inv" not in found and w13.dtype not in DTYPES.values():
+        raise _unsupported(
+            module,
+            f"{first} must be one of {', '.join(DTYPES)}, or fp8 with its scales (got "
+            f"{w13.dtype}); load the model dequantized",
+        )
+    if w13.dim() != 3 or w2.dim() != 3:
+        raise _unsupported(
+            module,
+            f"{first} and down_proj must have 3 dimensions (got {tuple(w13.shape)} and "
+            f"{tuple(w2.shape)})",
+        )
+    if _transposed(module, w13, w2):
+        w13, w2 = w13.mT, w2.mT
+
+    scales = (found.get(f"{name}_scale_inv") for name in (first, "down_proj"))
+    w13_scale, w2_scale = (None if scale is None else scale.float() for scale in scales)
+    weights = ExpertWeights(
+        w13,
+        w2,
+        w13_bias=found.get(f"{first}_bias"),
+        w2_bias=found.get("down_proj_bias"),
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+    )
+    return weights, gated
+
+
+def _parameters(module: nn.Module, first: str) -> dict[str, Tensor]:
+    """Return the detached parameters by name.
+
+    Raises:
+        Unsupported: They are not those of transformers' experts interface.
+        WeightsError: One has no data.
+    """
+    found = dict(module.named_parameters(recurse=False))
     known = {f"{p}{part}" for p in (first, "down_proj") for part in ("", "_bias", "_scale_inv")}
     if not {first, "down_proj"} <= set(found):
         names = ", ".join(found) or "none"
@@ -103,36 +140,7 @@ def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
                 "install(free_original=True): load the model again, or give it weights with "
                 "load_state_dict(..., assign=True)"
             )
-    w13, w2 = found[first].detach(), found["down_proj"].detach()
-    if f"{first}_scale_inv" not in found and w13.dtype not in DTYPES.values():
-        raise _unsupported(
-            module,
-            f"{first} must be one of {', '.join(DTYPES)}, or fp8 with its scales (got "
-            f"{w13.dtype}); load the model dequantized",
-        )
-    if w13.dim() != 3 or w2.dim() != 3:
-        raise _unsupported(
-            module,
-            f"{first} and down_proj must have 3 dimensions (got {tuple(w13.shape)} and "
-            f"{tuple(w2.shape)})",
-        )
-    if _transposed(module, w13, w2):
-        w13, w2 = w13.mT, w2.mT
-
-    def other(name: str) -> Tensor | None:
-        return found[name].detach() if name in found else None
-
-    scales = (other(f"{name}_scale_inv") for name in (first, "down_proj"))
-    w13_scale, w2_scale = (None if scale is None else scale.float() for scale in scales)
-    weights = ExpertWeights(
-        w13,
-        w2,
-        w13_bias=other(f"{first}_bias"),
-        w2_bias=other("down_proj_bias"),
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-    )
-    return weights, gated
+    return {name: p.detach() for name, p in found.items()}
 
 
 def _transposed(module: nn.Module, w13: Tensor, w2: Tensor) -> bool:

@@ -237,7 +237,7 @@ def _not_llama4(self: Any) -> bool:
 
 
 def _llama4_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace Llama 4's block, which runs every expert on every token, scaled by 0 or more."""
+    """Replace Llama 4's block, which computes all experts for every token."""
 
     def forward(self: Any, hidden_states: Tensor) -> Any:
         if self.shared_expert.config._experts_implementation != NAME:
