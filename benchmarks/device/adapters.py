@@ -130,19 +130,21 @@ def deepep_elastic(c: Case) -> Callable[[], None]:
 
 def flashinfer_alltoall(c: Case) -> Callable[[], None]:
     """The library's own calls, with sanitized ids; the experts' output lies where it is read."""
-    slots, p = c.dispatcher._slots, c.problem
-    lib, peers, slot = slots.library, slots.peers, slots._slots[0]
+    buffers, p = c.dispatcher._buffers, c.problem
+    lib, ranks, buffer = buffers.library, buffers.ranks, buffers._buffers[0]
     ids = c.routing.topk_ids
     parts = [part for part in (*c.sent, c.routing.topk_weights, ids) if part is not None]
-    memory = slot.memory.tensor
-    where = (memory, slot.metainfo, slots.capacity, peers.rank, peers.size, p.top_k)
-    nbytes = peers.size * slots.capacity * p.hidden_size * p.dtype.itemsize
+    memory = buffer.memory.tensor
+    where = (memory, buffer.metainfo, buffers.capacity, ranks.rank, ranks.size, p.top_k)
+    nbytes = ranks.size * buffers.capacity * p.hidden_size * p.dtype.itemsize
 
     def call() -> None:
         received, offset = lib.moe_a2a_dispatch(ids, parts, *where, p.num_physical_experts)
-        lib.moe_a2a_sanitize_expert_ids(received[-1], memory, slot.metainfo, peers.rank, -1)
-        y = memory[peers.rank, offset : offset + nbytes].view(p.dtype)
-        lib.moe_a2a_combine(y.view(peers.size, slots.capacity, -1), len(ids), *where, offset, True)
+        lib.moe_a2a_sanitize_expert_ids(received[-1], memory, buffer.metainfo, ranks.rank, -1)
+        y = memory[ranks.rank, offset : offset + nbytes].view(p.dtype)
+        lib.moe_a2a_combine(
+            y.view(ranks.size, buffers.capacity, -1), len(ids), *where, offset, True
+        )
 
     return call
 

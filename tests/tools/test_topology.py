@@ -59,7 +59,7 @@ def test_text_output(capsys) -> None:
     assert max(map(len, out.splitlines())) <= 100
     flat = " ".join(out.split())
     assert "64 ranks on 8 hosts, 8 on each, with 128 tokens each; a rank holds 176 MB of" in flat
-    assert "naive buffers: none (it keeps none) a call: 8192 rows" in flat
+    assert "naive buffers: none (it keeps no buffers) a call: 8192 rows" in flat
     assert "no NVSHMEM" in flat and "local cannot" not in flat
     assert "are on 8 hosts, and it serves one" in flat
 
@@ -227,7 +227,7 @@ def test_deepep_sizes_as_recorded() -> None:
     assert "network queues (NVSHMEM)" in over
     for hidden, want in {7168: (1820, 3640, 7280), 4096: (1040, 2080, 4160)}.items():
         for tokens, mib in zip((128, 256, 512), want, strict=True):
-            slots = sizes.low_latency_buffers(tokens, hidden, 256)["slots (NVSHMEM)"]
+            slots = sizes.low_latency_buffers(tokens, hidden, 256)["rows (NVSHMEM)"]
             assert round(slots / MiB) == mib
     recorded = {1: 2, 16: 2, 128: 8, 1024: 61, 4096: 237}
     assert {t: round(sizes.elastic_buffer(t, 7168, 8, 4) / 1e6) for t in recorded} == recorded

@@ -350,7 +350,7 @@ def test_two_hosts_are_refused(pool, name):
     pool.run(on_two_hosts, name)
 
 
-def silent_peer(rank, ranks):
+def unresponsive_rank(rank, ranks):
     """Rank 1 does not free its buffers: rank 0 leaves its own, rather than hang, and waits once."""
     before, buffers._FAREWELL_SECONDS = buffers._FAREWELL_SECONDS, 2.0
     try:
@@ -369,15 +369,15 @@ def silent_peer(rank, ranks):
     dist.barrier()
     buffers.logger.removeHandler(handler)
     left = len(deepep_standin._Base.live)
-    for state in (buffers._shared._held, buffers._connected, buffers._silent):
+    for state in (buffers._shared._held, buffers._connected, buffers._unresponsive):
         state.clear()
     deepep_standin._Base.live.clear()
     deepep_standin.Buffer._nvshmem.clear()
     return said, left, spent
 
 
-def test_a_silent_peer_does_not_keep_destroy(pool):
-    (said, left, spent), _ = pool.run(silent_peer)
+def test_an_unresponsive_rank_does_not_keep_destroy(pool):
+    (said, left, spent), _ = pool.run(unresponsive_rank)
     assert left == len(said) == 3 and spent < 4
     assert all("left to the end of the process" in line for line in said)
     assert "rank 1 did not come" in said[0] and "rank 1" not in said[1]
@@ -410,7 +410,7 @@ def pairs_and_all(rank, ranks):
     normal = dispatcher_of("deepep_ht_standin", everyone)
     pair.destroy()
     wide = dispatcher_of(name, everyone)
-    with pytest.raises(GroupMismatch, match="NVSHMEM does that only once"):
+    with pytest.raises(GroupMismatch, match="NVSHMEM connects only one set of ranks"):
         dispatcher_of(name, problem_of(rank % 2), pairs[rank // 2])
     for dispatcher in (wide, normal):
         check(finish(dispatcher, dispatcher.prepare(x, routing, None), x.clone()), x, routing)

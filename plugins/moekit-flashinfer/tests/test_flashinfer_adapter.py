@@ -57,11 +57,11 @@ def routing(p: MoEProblem, tokens: int, absent: float = 0.3) -> Routing:
 # -- one-sided --------------------------------------------------------------------------------
 
 
-def slots_are_shared_and_freed(rank, ranks):
+def buffers_are_shared_and_freed(rank, ranks):
     opened = flashinfer_standins.Memory.opened
     first, second = made(rank, ranks), made(rank, ranks)
     other = made(rank, ranks, max_num_tokens=8)
-    assert first._slots is second._slots and first._slots is not other._slots
+    assert first._buffers is second._buffers and first._buffers is not other._buffers
     assert len(opened) == 2
     first.destroy()
     first.destroy()
@@ -72,13 +72,13 @@ def slots_are_shared_and_freed(rank, ranks):
     assert first.buffer_bytes() == 0
 
 
-def test_slots_are_shared_and_freed(pool):
-    pool.run(slots_are_shared_and_freed)
+def test_buffers_are_shared_and_freed(pool):
+    pool.run(buffers_are_shared_and_freed)
 
 
 def views_outlive_the_memory(rank, ranks):
     d = made(rank, ranks)
-    tensor = d._slots._slots[0].memory.tensor
+    tensor = d._buffers._buffers[0].memory.tensor
     view, descriptor = tensor[0, :8], weakref.ref(tensor._capsule_wrapper)
     del tensor
     d.destroy()
@@ -102,7 +102,7 @@ def a_third_call_in_flight_is_refused(rank, ranks):
     for call in calls:
         d.finalize(torch.zeros_like(call.x), call, torch.empty_like(x)).result()
     d.abandon(d.prepare(x, routing(p, 3), None).result())
-    assert not any(slot.busy for slot in d._slots._slots)
+    assert not any(buffer.busy for buffer in d._buffers._buffers)
     d.destroy()
 
 
@@ -153,7 +153,7 @@ def full_layers(rank, ranks, seed, name, tokens, changes):
 
 @pytest.mark.parametrize("name", ["standin_one_sided", "standin_two_sided"])
 @pytest.mark.parametrize("tokens", [one_sided.REROUTED_FROM - 1, one_sided.REROUTED_FROM + 9])
-def test_absent_slots_below_and_above_rerouting(pool, name, tokens):
+def test_ids_without_an_expert_below_and_above_rerouting(pool, name, tokens):
     pool.run(full_layers, cases.seed(), name, tokens, {})
 
 
@@ -182,30 +182,30 @@ def reasons(name: str, **changes) -> str:
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("flashinfer_alltoall", {"top_k": 3}, "top_k=3 is not compiled in"),
+        ("flashinfer_alltoall", {"top_k": 3}, "top_k=3 has no compiled kernel"),
         ("flashinfer_alltoall", {"num_experts": 128, "ranks": 128}, "exceeds 64 ranks"),
-        ("flashinfer_alltoall", {"num_experts": 6}, "6 experts do not divide by ep_size=4"),
+        ("flashinfer_alltoall", {"num_experts": 6}, "6 experts must be a multiple of ep_size=4"),
         ("flashinfer_alltoall", {"max_num_tokens": None}, "set max_num_tokens"),
         (
             "flashinfer_alltoall",
             {"parallel": ParallelConfig(ep_size=2, tp_size=2)},
-            "sliced over tp_size=2",
+            "tensor parallelism is not supported (tp_size=2)",
         ),
         (
             "flashinfer_alltoall",
             {"parallel": ParallelConfig(ep_size=4, dp_size=2)},
-            "tokens of its own",
+            "every rank must have a batch of tokens",
         ),
         ("flashinfer_alltoall_two_sided", {"top_k": 33, "num_experts": 64}, "top_k=33 exceeds 32"),
-        ("flashinfer_alltoall_two_sided", {"num_experts": 6, "ranks": 2}, "no multiple of 4"),
-        ("flashinfer_alltoall_two_sided", {"hidden_size": 36}, "no multiple of 16 bytes"),
+        ("flashinfer_alltoall_two_sided", {"num_experts": 6, "ranks": 2}, "not a multiple of 4"),
+        ("flashinfer_alltoall_two_sided", {"hidden_size": 36}, "not a multiple of 16 bytes"),
         (
             "flashinfer_allgather",
             {"parallel": ParallelConfig(ep_size=4, dp_size=2)},
-            "tokens of its own",
+            "every rank must have a batch of tokens",
         ),
-        ("flashinfer_cutlass", {"hidden_size": 36}, "hidden_size=36 is no multiple of 8"),
-        ("flashinfer_cutlass", {"quant": "fp8_block"}, "I=32 is no multiple of 128"),
+        ("flashinfer_cutlass", {"hidden_size": 36}, "hidden_size=36 is not a multiple of 8"),
+        ("flashinfer_cutlass", {"quant": "fp8_block"}, "I=32 is not a multiple of 128"),
         ("flashinfer_cutlass", {"quant": "fp8_tensor"}, "quant scheme fp8_tensor is not supported"),
         ("flashinfer_cutlass", {"activation": "gelu"}, "activation gelu is not supported"),
         (

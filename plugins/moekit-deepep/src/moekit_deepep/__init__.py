@@ -1,22 +1,18 @@
 """moekit dispatchers over DeepEP, for the NVLink-connected GPUs of one host.
 
-    deepep_ht       STANDARD, `deep_ep.Buffer`: as many rows as arrive, and the host waits to know
-                    how many, except in CUDA graphs and where few can come
-    deepep_ll       BATCHED, `deep_ep.Buffer` in low-latency mode (NVSHMEM), for few tokens
-    deepep_elastic  STANDARD, `deep_ep.ElasticBuffer`: room for all, and the host never waits
-
-With dp_size=1 nothing moves, no group is needed, and they do what `local` does.
+deepep_ht       STANDARD, `deep_ep.Buffer`: as many rows as arrive. The host waits for their
+                number, except in CUDA graphs and where few can arrive
+deepep_ll       BATCHED, `deep_ep.Buffer` in low-latency mode (NVSHMEM), for few tokens
+deepep_elastic  STANDARD, `deep_ep.ElasticBuffer`: room for all rows, and the host never waits
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
-if TYPE_CHECKING:
-    from moekit.plugin import Footprint
+from . import footprint
 
 RANKS = (2, 4, 8)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -30,18 +26,20 @@ _INSTALL_HINT = (
 def _check_ranks(problem: MoEProblem, most_local_experts: int, most_top_k: int) -> list[str]:
     p, parallel, reasons = problem, problem.parallel, []
     if parallel.tp_size != 1:
-        reasons.append(f"it sends tokens to whole experts, not to {parallel.tp_size} slices each")
+        reasons.append(f"tensor parallelism is not supported (tp_size={parallel.tp_size})")
     if parallel.dp_size != parallel.ep_size:
         reasons.append(
-            f"each of the {parallel.ep_size} ranks must have tokens of its own, but "
-            f"dp_size={parallel.dp_size}"
+            f"every rank must have a batch of tokens: dp_size must equal ep_size "
+            f"(dp_size={parallel.dp_size}, ep_size={parallel.ep_size})"
         )
     if parallel.ep_size not in RANKS:
-        reasons.append(f"ep_size={parallel.ep_size} is not supported (has 2, 4 or 8, on one host)")
+        reasons.append(
+            f"ep_size={parallel.ep_size} is not supported: choose 2, 4 or 8 ranks of one host"
+        )
     local, rest = divmod(p.num_physical_experts, parallel.ep_size)
     if rest:
         reasons.append(
-            f"{p.num_physical_experts} experts do not divide by ep_size={parallel.ep_size}; "
+            f"{p.num_physical_experts} experts must be a multiple of ep_size={parallel.ep_size}; "
             "add redundant experts"
         )
     if local > most_local_experts:
@@ -55,10 +53,10 @@ def check_ht(problem: MoEProblem) -> list[str]:
     if not problem.parallel.moves_tokens:
         return []
     reasons = _check_ranks(problem, most_local_experts=128, most_top_k=32)
-    # Rows are sent in halves of 16-byte words, and a half has to fit a warp's shared memory.
+    # A row is sent in two halves of 16-byte words, and each half must fit a warp's shared memory.
     multiple = 16 if problem.quant.activation is None else 32
     if problem.hidden_size % multiple:
-        reasons.append(f"hidden_size {problem.hidden_size} is no multiple of {multiple}")
+        reasons.append(f"hidden_size {problem.hidden_size} is not a multiple of {multiple}")
     if problem.hidden_size > 8176:
         reasons.append(f"hidden_size {problem.hidden_size} exceeds 8176")
     return reasons
@@ -72,7 +70,9 @@ def check_ll(
     reasons = _check_ranks(problem, most_local_experts=1024, most_top_k=11)
     if problem.hidden_size not in hidden_sizes:
         known = ", ".join(map(str, hidden_sizes))
-        reasons.append(f"hidden_size {problem.hidden_size} is not compiled in (has {known})")
+        reasons.append(
+            f"hidden_size {problem.hidden_size} has no compiled kernel (available: {known})"
+        )
     depth = int(os.environ.get("NVSHMEM_QP_DEPTH", 1024))
     if (problem.max_num_tokens or 0) > depth // 2 - 1:
         reasons.append(
@@ -87,26 +87,8 @@ def check_elastic(problem: MoEProblem) -> list[str]:
         return []
     reasons = _check_ranks(problem, most_local_experts=256, most_top_k=32)
     if problem.hidden_size % 256:
-        reasons.append(f"hidden_size {problem.hidden_size} is no multiple of 256")
+        reasons.append(f"hidden_size {problem.hidden_size} is not a multiple of 256")
     return reasons
-
-
-def _footprint_ht(problem: MoEProblem) -> Footprint:
-    from .footprint import ht
-
-    return ht(problem)
-
-
-def _footprint_ll(problem: MoEProblem) -> Footprint:
-    from .footprint import ll
-
-    return ll(problem)
-
-
-def _footprint_elastic(problem: MoEProblem) -> Footprint:
-    from .footprint import elastic
-
-    return elastic(problem)
 
 
 @hookimpl
@@ -126,7 +108,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             overlaps=True,
             graph_safe=True,
             deterministic=True,
-            footprint=_footprint_ht,
+            footprint=footprint.ht,
             check=check_ht,
         ),
         DispatcherSpec(
@@ -143,7 +125,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             overlaps=True,
             graph_safe=True,
-            footprint=_footprint_ll,
+            footprint=footprint.ll,
             check=check_ll,
         ),
         DispatcherSpec(
@@ -160,7 +142,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             overlaps=True,
             graph_safe=True,
-            footprint=_footprint_elastic,
+            footprint=footprint.elastic,
             check=check_elastic,
         ),
     ]

@@ -1,4 +1,4 @@
-"""DeepEP's buffers: made once for a group and size, and used by the layers of a model in turn."""
+"""DeepEP's buffers: one per group and size, shared by the layers of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .footprint import LEGACY_WORKSPACE_BYTES, NUM_SMS
 
 logger = logging.getLogger("moekit")
 
-# How long a rank waits for the others before it leaves buffers to the end of the process.
+# How long a rank waits for the other ranks before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0
 
 
@@ -34,7 +34,12 @@ class _Held:
 
 
 class Lease:
-    """One dispatcher's use of a shared buffer. buffer: deep_ep's. nbytes: what it holds."""
+    """One dispatcher's use of a shared buffer.
+
+    Attributes:
+        buffer: The object of deep_ep.
+        nbytes: The bytes that it holds.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,11 @@ class Lease:
         kind: tuple[str | int, ...],
         make: Callable[[], tuple[Any, int]],
     ) -> None:
-        """``make`` returns a buffer and its bytes. Collective if no other lease is of this kind."""
+        """Take a buffer of a kind; collective if there is none yet.
+
+        Args:
+            make: Return a new buffer and its bytes.
+        """
 
         def hold() -> _Held:
             buffer, nbytes = make()
@@ -53,13 +62,13 @@ class Lease:
         self.buffer, self.nbytes = held.buffer, held.nbytes
 
     def release(self) -> None:
-        """Collective with the last lease."""
+        """Give the buffer back; the last lease frees it, which is collective."""
         self.buffer = None
         _shared.release(self._key)
 
 
 def _free(held: _Held) -> None:
-    """The library's own `destroy` waits for all ranks on the GPU: first see that they come."""
+    """Destroy a buffer if all ranks do, as the library waits on the GPU for every rank."""
     if why := _missing(held):
         logger.warning("DeepEP's buffers are left to the end of the process: %s", why)
         return
@@ -68,39 +77,39 @@ def _free(held: _Held) -> None:
 
 
 def _missing(held: _Held) -> str:
-    """Why some rank will not come to free its part; empty if all do."""
-    if held.group in _silent:
-        return "a rank was silent before"
+    """Return why some rank does not free its part, or an empty string."""
+    if held.group in _unresponsive:
+        return "a rank did not answer before"
     try:
         dist.get_process_group_ranks(held.group)
         held.farewell.agree("free its DeepEP buffers")
     except PeerFailed as error:
-        _silent.add(held.group)
+        _unresponsive.add(held.group)
         return str(error)
     except (KeyError, ValueError):
-        return "the process group is gone; destroy kernels before it"
+        return "the process group was destroyed first; destroy kernels before their group"
     return ""
 
 
 _shared: SharedBuffers[_Held] = SharedBuffers(_free)
-_silent: set[dist.ProcessGroup] = set()
-# The ranks that each low-latency buffer connects.
+_unresponsive: set[dist.ProcessGroup] = set()
+# The ranks that each low-latency buffer connects over NVSHMEM.
 _connected: dict[Any, list[int]] = {}
 
 
 def protocol() -> str:
-    """What all ranks must have in common, beside the problem."""
+    """Return what must be equal on all ranks, apart from the problem."""
     version = getattr(deep_ep, "__version__", "1")
     return f"deep_ep {version} on {socket.gethostname()}"
 
 
 def connected() -> list[int] | None:
-    """The ranks between which NVSHMEM is up in this process."""
+    """Return the ranks that NVSHMEM connects in this process, or None."""
     return next(iter(_connected.values()), None)
 
 
 def normal_configs(ranks: int) -> tuple[Any, Any]:
-    """The library's configurations of dispatch and combine with `NUM_SMS`."""
+    """Return the library's configurations of dispatch and combine for `NUM_SMS`."""
     before = deep_ep.Buffer.num_sms
     deep_ep.Buffer.set_num_sms(NUM_SMS)
     try:
@@ -110,7 +119,7 @@ def normal_configs(ranks: int) -> tuple[Any, Any]:
 
 
 def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease:
-    """A `deep_ep.Buffer` for bf16 rows. Its size does not depend on the number of tokens."""
+    """Take a `deep_ep.Buffer` for bf16 rows. Its size does not depend on the number of tokens."""
     ranks = group.size()
     nbytes = max(c.get_nvl_buffer_size_hint(2 * hidden_size, ranks) for c in normal_configs(ranks))
 
@@ -124,15 +133,16 @@ def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease:
 def low_latency(
     group: dist.ProcessGroup, capacity: int, hidden_size: int, num_experts: int
 ) -> Lease:
-    """A `deep_ep.Buffer` in low-latency mode, for ``capacity`` tokens of each rank.
+    """Take a `deep_ep.Buffer` in low-latency mode, for ``capacity`` tokens of each rank.
 
-    Raises GroupMismatch while other ranks are connected: NVSHMEM does that once per process.
+    Raises:
+        GroupMismatch: NVSHMEM connects other ranks already, and it can do so once per process.
     """
     ranks = dist.get_process_group_ranks(group)
     if connected() not in (None, ranks):
         raise GroupMismatch(
-            f"deepep_ll is to connect ranks {ranks}, but a kernel of this process connects "
-            f"{connected()}, and NVSHMEM does that only once: destroy that kernel first"
+            f"deepep_ll cannot connect ranks {ranks}: a kernel of this process connects ranks "
+            f"{connected()}, and NVSHMEM connects only one set of ranks; destroy that kernel first"
         )
     nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
         capacity, hidden_size, len(ranks), num_experts
@@ -155,10 +165,10 @@ def low_latency(
 def elastic(
     group: dist.ProcessGroup, capacity: int, hidden_size: int, top_k: int, device_type: str
 ) -> Lease:
-    """A `deep_ep.ElasticBuffer` for ``capacity`` bf16 tokens of each rank."""
+    """Take a `deep_ep.ElasticBuffer` for ``capacity`` bf16 tokens of each rank."""
 
     def make() -> tuple[Any, int]:
-        # The library uses the group's NCCL communicator, which torch makes when it is first used.
+        # The library uses the group's NCCL communicator, which torch creates at its first use.
         dist.all_reduce(torch.zeros(1, device=device_type), group=group)
         with _without_network():
             buffer = deep_ep.ElasticBuffer(
@@ -176,7 +186,7 @@ def elastic(
 
 @contextmanager
 def _without_network() -> Iterator[None]:
-    """All ranks are on one host, which need not have a network card for the library to set up."""
+    """Keep the library from setting up a network card, which a single host need not have."""
     name = "EP_DISABLE_GIN"
     before = os.environ.get(name)
     os.environ[name] = "1"

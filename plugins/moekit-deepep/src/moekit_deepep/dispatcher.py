@@ -1,4 +1,4 @@
-"""What the three dispatchers have in common."""
+"""The base class of the three dispatchers."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class DeepEPDispatcher(PrepareAndFinalize):
     def _dispatch(
         self, buffer: Any, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        """`prepare` over deep_ep's ``buffer``."""
+        """Implement `prepare` with deep_ep's ``buffer``."""
 
     @abstractmethod
     def _combine(
         self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
     ) -> Pending[Tensor]:
-        """`finalize` over deep_ep's ``buffer``; without ``out_TH`` into the library's tensor."""
+        """Implement `finalize` with deep_ep's ``buffer``; without ``out_TH`` return its tensor."""
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
@@ -86,7 +86,7 @@ class DeepEPDispatcher(PrepareAndFinalize):
 
     @abstractmethod
     def _tokens(self, num_tokens: int) -> int:
-        """Tokens of each rank that there is room for, when each passes ``num_tokens``."""
+        """Return the tokens of each rank that a call of ``num_tokens`` tokens has room for."""
 
     def transient_bytes(self, num_tokens: int) -> int:
         return self._transient_bytes(num_tokens, self.max_rows(num_tokens))
@@ -104,10 +104,10 @@ class DeepEPDispatcher(PrepareAndFinalize):
 
 
 class Transfer:
-    """A transfer on the library's stream, whose tensors must live until it is done.
+    """A transfer on the library's stream, whose tensors must live until it is finished.
 
-    `wait` makes the current stream wait for it. One that nobody waits for does so when it is
-    dropped, before its memory can be given away.
+    `wait` makes the current stream wait for the transfer. Deleting an object that nobody waited for
+    does the same, before the memory of its tensors can be reused.
     """
 
     def __init__(self, event: Any) -> None:
@@ -124,9 +124,9 @@ class Transfer:
 def quantized_rows(
     x_TH: Tensor, topk_ids: Tensor, quantize: Quantizer, problem: MoEProblem
 ) -> tuple[Tensor, Tensor]:
-    """x as it travels, one byte per element, and each row's scales (T, groups) fp32.
+    """Quantize x for the transfer: one byte per element, and scales (T, groups) fp32.
 
-    A scale of the whole tensor differs between ranks, so every row takes it along.
+    A scale for the whole tensor differs between ranks, so every row carries it.
     """
     activation = problem.quant.activation
     assert activation is not None

@@ -1,11 +1,11 @@
-"""`deepep_elastic`: DeepEP's kernels over NCCL's device interface, compiled when first used.
+"""`deepep_elastic`: DeepEP's kernels over NCCL's device interface, compiled at first use.
 
     dispatch  one row per (token, rank), in no particular order; ids come local
-    experts   rows weighted and summed
-    combine   each token's rows from all ranks, added
+    experts   return weighted and summed rows
+    combine   add each token's rows from all ranks
 
-Shapes are fixed and the host waits for nothing, so the library leaves the rows that no token came
-for as they are, their ids included: those are set to -1 here.
+Shapes are fixed and the host waits for nothing. The library does not write rows that no token was
+sent to, nor their ids, so this module sets those ids to -1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bytes on a rank, without the library.
+"""The bytes that the dispatchers take on a rank, computed without the library.
 
-Transient ones are what the dispatchers state of their calls. Buffers are sized by the library's own
-helpers where it runs; here by the formulas behind these (DeepEP 2.1), which tests hold to recorded
+The dispatchers state the transient bytes of their calls by these functions. The library sizes its
+buffers itself; the formulas here are those of DeepEP 2.1, and tests compare them with recorded
 sizes.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from moekit.plugin import Footprint, MoEProblem
 
-# Of an H200's 132. They fill the links, and leave the others to the experts.
+# Multiprocessors for transfers, of an H200's 132: they fill the links.
 NUM_SMS = 24
 LEGACY_WORKSPACE_BYTES = 32 << 20
-# So many rows of padding cost the experts less than it costs the host to wait for their number.
+# Up to here, padding rows cost the experts less than waiting for their number costs the host.
 FEW_ROWS = 4096
 
-# Of `Buffer`: GPUs of a host that it connects over NVLink.
-_NVLINK_PEERS = 8
-# Tokens that queues hold, by ranks (NVLink's; the network's hold 128, a multiple of what is sent at
-# a time), and of each the most slots and scales.
+# The GPUs of a host that `Buffer` connects over NVLink.
+_GPUS_PER_HOST = 8
+# Tokens in an NVLink queue, by the number of ranks. Network queues hold 128, rounded up to a
+# multiple of what is sent at a time. Metadata has room for the largest top_k and all scales.
 _QUEUE = {16: 288, 24: 288, 32: 288, 48: 288, 64: 288, 96: 480, 128: 560, 144: 720, 160: 720}
 _SENT = {16: 20, 24: 8, 32: 8, 48: 8, 64: 8}
 _META = 8 + 128 * (8 + 4) + 128 * 4
@@ -27,18 +27,18 @@ _ELASTIC_CHANNELS = 8 * 160
 _SOURCE = "the library's formula"
 
 
-# -- of a call -----------------------------------------------------------------------------------
+# -- a call -------------------------------------------------------------------------------------
 
 
 def ht_tokens(problem: MoEProblem, num_tokens: int) -> int:
-    """Tokens of each rank that a call of `deepep_ht` has room for, outside of CUDA graphs."""
+    """Return the tokens of each rank that `deepep_ht` has room for, outside of CUDA graphs."""
     most = problem.max_num_tokens
     few = problem.parallel.ep_size * (most or 0) <= FEW_ROWS
     return most if most is not None and few else num_tokens
 
 
 def even(num_tokens: int) -> int:
-    """`deepep_ll` wants C to be a multiple of 4, with 2 ranks too."""
+    """Round up to an even number, so that C is a multiple of 4 with 2 ranks too."""
     return num_tokens + num_tokens % 2
 
 
@@ -46,7 +46,7 @@ def ht_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
     p = problem
     row = 2 * p.hidden_size + 4 * _scales(p)
     received = rows * (row + p.top_k * (8 + 4) + 4)
-    # Quantized tokens and combined ones; of each token, whether and where it goes to a rank.
+    # Quantized and combined tokens; for each token and rank, whether and where it goes.
     sent = num_tokens * (row + 2 * p.hidden_size + 5 * p.parallel.ep_size)
     return received + sent
 
@@ -62,9 +62,9 @@ def ll_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
 def elastic_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
     p = problem
     row = 2 * p.hidden_size + 4 * _scales(p)
-    # ids as they came and as they are handed on; where rows come from
+    # Ids as received and as handed on, and the source of each row.
     received = rows * (row + p.top_k * (8 + 8 + 4) + 1 + 4 * (p.top_k + 2))
-    # quantized tokens and combined ones; ids and where they go to
+    # Quantized and combined tokens; ids and their destinations.
     sent = num_tokens * (row + 2 * p.hidden_size + p.top_k * (8 + 4))
     return received + sent
 
@@ -78,33 +78,36 @@ def _scales(problem: MoEProblem) -> int:
 
 
 def normal_buffers(hidden_size: int, ranks: int) -> dict[str, int]:
-    """`deep_ep.Buffer` for bf16 rows: queues to the GPUs of the host, and to other hosts."""
+    """Return the parts of a `deep_ep.Buffer` for bf16 rows: queues within and between hosts."""
     channels, row = NUM_SMS // 2, 2 * hidden_size + _META
-    near, hosts = min(ranks, _NVLINK_PEERS), max(ranks // _NVLINK_PEERS, 1)
+    near, hosts = min(ranks, _GPUS_PER_HOST), max(ranks // _GPUS_PER_HOST, 1)
     queue = next((n for most, n in _QUEUE.items() if ranks <= most), 720) if hosts > 1 else 256
     nvlink = channels * near * ((2 * hosts + 3) * 4 + queue * row)
     buffers = {"NVLink queues": _up(nvlink, 128), "workspace": LEGACY_WORKSPACE_BYTES}
     if hosts > 1:
         sent = next((n for most, n in _SENT.items() if ranks <= most), 12)
-        counters = (2 * _NVLINK_PEERS + 2) * 2 * 4
+        counters = (2 * _GPUS_PER_HOST + 2) * 2 * 4
         network = channels * hosts * (counters + 2 * _up(128, sent) * (row + 16))
         buffers["network queues (NVSHMEM)"] = _up(network, 128)
     return buffers
 
 
 def low_latency_buffers(capacity: int, hidden_size: int, num_experts: int) -> dict[str, int]:
-    """`deep_ep.Buffer` in low-latency mode: two sets, whatever the number of ranks."""
+    """Return the parts of a `deep_ep.Buffer` in low-latency mode: two sets of rows."""
     groups = hidden_size // 128
     there = 16 + max(2 * hidden_size, hidden_size + 4 * groups)
     back = 4 * groups + 2 * hidden_size
     rows = num_experts * capacity
     send, receive = max(capacity * there, rows * back), rows * max(there, back)
     nbytes = 2 * (send + receive + _up(4 * num_experts, 128))
-    return {"slots (NVSHMEM)": _up(nbytes + 1, 128), "workspace": LEGACY_WORKSPACE_BYTES}
+    return {"rows (NVSHMEM)": _up(nbytes + 1, 128), "workspace": LEGACY_WORKSPACE_BYTES}
 
 
 def elastic_buffer(capacity: int, hidden_size: int, top_k: int, ranks: int, hosts: int = 1) -> int:
-    """`deep_ep.ElasticBuffer` for bf16 tokens; in its hybrid mode if there are several hosts."""
+    """Return the bytes of a `deep_ep.ElasticBuffer` for bf16 tokens.
+
+    With several hosts its hybrid mode counts.
+    """
     near = ranks // hosts
     there = 2 * hidden_size + _up(8 * top_k + 4 * (1 + top_k), 32)
     back = 2 * hidden_size + _up(8 * top_k, 32)
@@ -122,15 +125,15 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-# -- on paper ------------------------------------------------------------------------------------
+# -- footprints ----------------------------------------------------------------------------------
 
 
 def _layout(problem: MoEProblem) -> str:
     parallel = problem.parallel
     near = parallel.num_ranks // parallel.nodes
     return (
-        f"the library wants {_NVLINK_PEERS} ranks of a host in a row (here {near}); ranks of equal "
-        "place on their hosts talk over the network, the others by way of these"
+        f"the library needs {_GPUS_PER_HOST} consecutive ranks per host (here {near}); ranks with "
+        "the same place on their hosts exchange over the network, and forward to the others"
     )
 
 
@@ -145,8 +148,8 @@ def ht(problem: MoEProblem) -> Footprint:
         across=(
             f"layout: {_layout(p)}",
             "needs NVSHMEM with IBGDA and a mlx5 network card per GPU (RDMA); the library's "
-            "internode kernels exist, this adapter does not drive them",
-            "no CUDA graphs: the library's fixed number of rows is for one host",
+            "internode kernels exist, but this adapter does not call them",
+            "no CUDA graphs: the library supports a fixed number of rows on one host only",
         ),
     )
 
@@ -158,12 +161,12 @@ def ll(problem: MoEProblem) -> Footprint:
         rows=rows,
         buffers=low_latency_buffers(even(T), p.hidden_size, p.num_physical_experts),
         transient=ll_transient(p, T, rows),
-        source=_SOURCE + "; it does not depend on the number of ranks, the slabs do",
+        source=_SOURCE + "; only the batched layout grows with the number of ranks",
         across=(
-            "layout: any order; every rank writes to every other one, over NVLink or RDMA",
-            "needs NVSHMEM with IBGDA and a mlx5 network card per GPU (RDMA), a queue pair for "
-            f"each of the {p.num_local_experts} local experts and each peer; the library's kernels "
-            "are the same as on one host, this adapter has been run there alone",
+            "layout: any order; every rank writes to every other rank, over NVLink or RDMA",
+            "needs NVSHMEM with IBGDA and a mlx5 network card per GPU (RDMA), and a queue pair for "
+            f"each of the {p.num_local_experts} local experts and each other rank; the kernels are "
+            "the same as on one host, but this adapter has only been run on one",
         ),
     )
 
@@ -174,13 +177,13 @@ def elastic(problem: MoEProblem) -> Footprint:
     buffer = elastic_buffer(T, p.hidden_size, p.top_k, ranks, p.parallel.nodes)
     return Footprint(
         rows=rows,
-        buffers={"slots (NCCL windows)": buffer},
+        buffers={"rows (NCCL windows)": buffer},
         transient=elastic_transient(p, T, rows),
         source=_SOURCE + (", hybrid mode" if p.parallel.nodes > 1 else ""),
         across=(
-            "layout: NCCL's own, NVLink domains first; hybrid mode sends a token once per host and "
-            "spreads it there",
-            "needs NCCL's GIN (a network card with RDMA); no NVSHMEM. This adapter switches GIN "
+            "layout: NCCL's, NVLink domains first; hybrid mode sends a token once per host and "
+            "distributes it there",
+            "needs NCCL's GIN (a network card with RDMA); no NVSHMEM; this adapter switches GIN "
             "and hybrid mode off",
         ),
     )

@@ -1,4 +1,4 @@
-"""A kernel for the rows that no token came for."""
+"""A kernel for rows that no token was sent to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ _BLOCK = 1024
 
 
 def clear_unused(ids_RK: Tensor, ends_G: Tensor) -> None:
-    """Sets the ids of row ends_G[-1] and all after it to -1, in place, without asking the host."""
+    """Set the ids of row ``ends_G[-1]`` and all later rows to -1, in place.
+
+    Args:
+        ids_RK: (R, K) integer.
+        ends_G: int32; its last element is the number of used rows, known on the device only.
+    """
     total = ids_RK.numel()
     if total:
         _clear_unused[(triton.cdiv(total, _BLOCK),)](

@@ -1,13 +1,12 @@
 """`deepep_ll`: DeepEP's low-latency kernels, for few tokens.
 
-    dispatch  a row per (token, expert) into a slab for each local expert; fp8 blocks are quantized
-              on the way, by the library
-    experts   raw rows
-    combine   each token's rows from all its experts, weighted and added in fp32
+    dispatch  a row per assignment into the batched layout; the library quantizes fp8 blocks
+    experts   return rows that are neither weighted nor summed
+    combine   weight each token's rows from all its experts and add them in fp32
 
-Each step is one kernel that sends and receives. The library's hooks, which put the receiving off,
-are not used: over NVLink the sender stores into the receiver's memory, so a hook hides no transfer,
-and it would forbid to start a second call before the first one's tokens are taken.
+Each step is one kernel that sends and receives. The library's hooks, which delay receiving, are not
+used: over NVLink the sender stores into the receiver's memory, so a hook hides no transfer, and a
+second call could not start before the first one's tokens were received.
 """
 
 from __future__ import annotations

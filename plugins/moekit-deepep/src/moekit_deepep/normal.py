@@ -1,11 +1,11 @@
 """`deepep_ht`: DeepEP's normal kernels, for many tokens.
 
-    layout    which tokens go to which ranks, found on the device
-    dispatch  one row per (token, rank), in the order of source ranks and tokens; ids come local
-    experts   rows weighted and summed
-    combine   each token's rows from all ranks, added in rank order in fp32
+    layout    find on the device which tokens go to which ranks
+    dispatch  one row per (token, rank), ordered by source rank and token; ids arrive local
+    experts   return weighted and summed rows
+    combine   add each token's rows from all ranks, in rank order and in fp32
 
-What it needs does not grow with the number of tokens: the buffer is a set of queues.
+The buffer is a set of queues, so its size does not grow with the number of tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
 
 
 class NormalDispatcher(DeepEPDispatcher):
-    """STANDARD. R is the number of rows that arrive, and the host waits to know it.
+    """STANDARD. R is the number of rows that arrive, and the host waits for that number.
 
-    It does not wait in a CUDA graph, nor where ``ranks * max_num_tokens`` are few: R is that then.
+    In a CUDA graph, and where ``ranks * max_num_tokens`` is small, R is that product instead and
+    the host does not wait.
     """
 
     def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease:
@@ -78,17 +79,17 @@ class NormalDispatcher(DeepEPDispatcher):
         return Pending(arrive)
 
     def _fixed_rows(self, x_TH: Tensor) -> int:
-        """R if it is to be the same for every call, else 0."""
+        """Return R if it is the same for every call, else 0."""
         capturing = x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing and not self._most_rows:
             raise InvalidInput(
-                "deepep_ht is captured in a CUDA graph, which wants room for all tokens of other "
-                "ranks: set max_num_tokens in the problem"
+                "deepep_ht in a CUDA graph needs room for all tokens of the other ranks: set "
+                "max_num_tokens in the problem"
             )
         return self._most_rows if capturing or self._most_rows <= footprint.FEW_ROWS else 0
 
     def _tokens(self, num_tokens: int) -> int:
-        """As outside of CUDA graphs."""
+        """Return the tokens as outside of CUDA graphs."""
         return footprint.ht_tokens(self.problem, num_tokens)
 
     def _transient_bytes(self, num_tokens: int, rows: int) -> int:

@@ -1,17 +1,13 @@
 """FlashInfer for moekit: three dispatchers and one experts backend.
 
-    flashinfer_alltoall            one-sided: ranks write tokens into each other's memory
-    flashinfer_alltoall_two_sided  two-sided: the same through FIFOs between ranks
-    flashinfer_allgather           collectives of fixed size, without the host's help; any device
+    flashinfer_alltoall            one-sided: ranks write tokens into other ranks' memory
+    flashinfer_alltoall_two_sided  two-sided: ranks send tokens through FIFOs
+    flashinfer_allgather           collectives of fixed size, which never wait on the host
     flashinfer_cutlass             experts: CUTLASS fused MoE (bf16, fp16, fp8)
 
-The all-to-alls map memory of the other GPUs of a host, which takes NVLink or PCIe peer access and
-the right to pass file descriptors between processes (root, or ptrace permission).
+The all-to-alls map the memory of the other GPUs of a host. This needs NVLink or PCIe peer access,
+and the right to pass file descriptors between processes (root, or ptrace permission).
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from moekit.plugin import (
     WIRE_SCHEMES,
@@ -22,17 +18,14 @@ from moekit.plugin import (
     hookimpl,
 )
 
-from . import library
-
-if TYPE_CHECKING:
-    from moekit.plugin import Footprint
+from . import footprint, library
 
 # Compiled into the library's kernels.
 _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)
 _ONE_SIDED_RANKS = 64
 _TWO_SIDED_TOP_K = 32
 
-# What a row of an operand must divide by: 16 bytes for TMA, a scale's block.
+# Row sizes are multiples of 16 bytes (TMA), or of a scale's block.
 _MULTIPLE = {"none": 8, "fp8_tensor_static": 16, "fp8_block": 128}
 
 
@@ -42,16 +35,16 @@ def _check_ranks(problem: MoEProblem) -> list[str]:
         return []
     reasons = []
     if parallel.tp_size > 1:
-        reasons.append(f"experts sliced over tp_size={parallel.tp_size} ranks are not supported")
+        reasons.append(f"tensor parallelism is not supported (tp_size={parallel.tp_size})")
     if parallel.dp_size != parallel.ep_size:
         reasons.append(
-            f"every rank must have tokens of its own (dp_size={parallel.dp_size}, "
-            f"ep_size={parallel.ep_size})"
+            f"every rank must have a batch of tokens: dp_size must equal ep_size "
+            f"(dp_size={parallel.dp_size}, ep_size={parallel.ep_size})"
         )
     if problem.num_physical_experts % parallel.ep_size:
         reasons.append(
-            f"{problem.num_physical_experts} experts do not divide by ep_size={parallel.ep_size}; "
-            "add redundant experts"
+            f"{problem.num_physical_experts} experts must be a multiple of "
+            f"ep_size={parallel.ep_size}; add redundant experts"
         )
     return reasons
 
@@ -60,7 +53,7 @@ def _check_one_sided(problem: MoEProblem) -> list[str]:
     reasons = [*library.FLASHINFER.unsupported(), *_check_ranks(problem)]
     if problem.top_k not in _ONE_SIDED_TOP_K:
         known = ", ".join(map(str, _ONE_SIDED_TOP_K))
-        reasons.append(f"top_k={problem.top_k} is not compiled in (has {known})")
+        reasons.append(f"top_k={problem.top_k} has no compiled kernel (available: {known})")
     if problem.parallel.ep_size > _ONE_SIDED_RANKS:
         reasons.append(f"ep_size={problem.parallel.ep_size} exceeds {_ONE_SIDED_RANKS} ranks")
     return reasons
@@ -71,12 +64,12 @@ def _check_two_sided(problem: MoEProblem) -> list[str]:
     if problem.top_k > _TWO_SIDED_TOP_K:
         reasons.append(f"top_k={problem.top_k} exceeds {_TWO_SIDED_TOP_K}")
     if problem.num_physical_experts % 4:
-        reasons.append(f"{problem.num_physical_experts} experts are no multiple of 4")
+        reasons.append(f"{problem.num_physical_experts} experts are not a multiple of 4")
     widths = {problem.dtype.itemsize}
     if problem.quant.activation is not None:
         widths.add(problem.quant.activation.torch_dtype.itemsize)
     if any(problem.hidden_size * width % 16 for width in widths):
-        reasons.append(f"rows of hidden_size={problem.hidden_size} are no multiple of 16 bytes")
+        reasons.append(f"rows of hidden_size={problem.hidden_size} are not a multiple of 16 bytes")
     return reasons
 
 
@@ -85,7 +78,7 @@ def _check_allgather(problem: MoEProblem) -> list[str]:
     ranks = parallel.ep_size * parallel.tp_size
     if parallel.moves_tokens and parallel.dp_size != ranks:
         return [
-            f"every rank must have tokens of its own (dp_size={parallel.dp_size}, {ranks} ranks)"
+            f"every rank must have a batch of tokens (dp_size={parallel.dp_size}, {ranks} ranks)"
         ]
     return []
 
@@ -100,26 +93,8 @@ def _check_experts(problem: MoEProblem) -> list[str]:
     sizes = {"hidden_size": problem.hidden_size, "I": problem.local_intermediate_size}
     for name, size in sizes.items():
         if size % multiple:
-            reasons.append(f"{name}={size} is no multiple of {multiple} ({scheme})")
+            reasons.append(f"{name}={size} is not a multiple of {multiple} ({scheme})")
     return reasons
-
-
-def _footprint_one_sided(problem: MoEProblem) -> Footprint:
-    from .footprint import one_sided
-
-    return one_sided(problem)
-
-
-def _footprint_two_sided(problem: MoEProblem) -> Footprint:
-    from .footprint import two_sided
-
-    return two_sided(problem)
-
-
-def _footprint_allgather(problem: MoEProblem) -> Footprint:
-    from .footprint import allgather
-
-    return allgather(problem)
 
 
 @hookimpl
@@ -138,7 +113,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
-            footprint=_footprint_one_sided,
+            footprint=footprint.one_sided,
             check=_check_one_sided,
         ),
         DispatcherSpec(
@@ -154,7 +129,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
-            footprint=_footprint_two_sided,
+            footprint=footprint.two_sided,
             check=_check_two_sided,
         ),
         DispatcherSpec(
@@ -170,7 +145,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             deterministic=True,
             overlaps=True,
             spans_hosts=True,
-            footprint=_footprint_allgather,
+            footprint=footprint.allgather,
             check=_check_allgather,
         ),
     ]
@@ -189,8 +164,8 @@ def moekit_experts() -> list[ExpertsSpec]:
             requires=(*library.REQUIRES, "moekit_kernels"),
             install_hint=library.INSTALL_HINT,
             check=_check_experts,
-            # gelu is missing: the library's kernels compute it by erf or by tanh, depending on
-            # which its tuner picks.
+            # gelu is missing: the library computes it with erf or with tanh, depending on the
+            # kernel that its tuner picks.
             activations=frozenset({"silu", "swigluoai", "silu_no_mul", "relu2"}),
             reduces=True,
             graph_safe=True,

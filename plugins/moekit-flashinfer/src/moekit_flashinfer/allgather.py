@@ -1,12 +1,12 @@
-"""`flashinfer_allgather`: what inference engines call FlashInfer's all-gather exchange.
+"""`flashinfer_allgather`: the exchange that inference engines call FlashInfer's all-gather.
 
-    gather   every rank's tokens to every rank, quantized where the experts allow it
-    experts  each rank runs its own over R = ranks * max_num_tokens rows
-    reduce   y -> every token's rows from all ranks, added in rank order in fp32
+    gather   send every rank's tokens to every rank, quantized where the experts allow it
+    experts  each rank computes its share over R = ranks * max_num_tokens rows
+    reduce   add every token's rows from all ranks, in rank order and in fp32
 
-Only collectives, all of sizes fixed by max_num_tokens: no rank's host learns how many tokens the
-others have, so nothing waits for it, and calls can be captured in CUDA graphs. The library itself
-is not needed; it runs on gloo too.
+All collectives have sizes fixed by max_num_tokens. No host needs to know how many tokens the other
+ranks have, so nothing waits for a host, and CUDA graphs can capture calls. FlashInfer itself is not
+needed, and gloo works too.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 _PROTOCOL = "moekit-flashinfer allgather 1"
 
-# Newer releases of torch renamed it, and warn about the old name.
+# Newer releases of torch renamed this function, and warn about the old name.
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 
 
 class AllGatherDispatcher(PrepareAndFinalize):
-    """STANDARD, over torch.distributed. Ranks = ep_size * tp_size, each with its own tokens.
+    """STANDARD, over torch.distributed. Each of the ep_size * tp_size ranks has its own tokens.
 
     Construction and calls are collective; x must stay unchanged until the result is taken.
     """
@@ -89,7 +89,7 @@ class AllGatherDispatcher(PrepareAndFinalize):
         return Pending(arrive)
 
     def _gather(self, mine: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Starts (T, N) -> (R, N) in rank order; rows beyond T are -1 (as float: NaN)."""
+        """Start (T, N) -> (R, N) in rank order; rows beyond T hold -1, which is NaN as a float."""
         assert self.group is not None
         (tokens, columns), dtype = mine.shape, mine.dtype
         if tokens < self._capacity:
@@ -97,11 +97,11 @@ class AllGatherDispatcher(PrepareAndFinalize):
             padded[tokens:].view(torch.uint8).fill_(0xFF)
             padded[:tokens] = mine
             mine = padded
-        mine = mine.view(torch.uint8)  # gloo knows neither fp8 nor every 16 bits
+        mine = mine.view(torch.uint8)  # gloo supports neither fp8 nor every 16-bit type
         everyone = mine.new_empty((self.group.size() * self._capacity, mine.shape[1]))
         work = _all_gather(everyone, mine, group=self.group, async_op=True)
 
-        def wait(mine: Tensor = mine) -> None:  # holds what is being sent until it is sent
+        def wait(mine: Tensor = mine) -> None:  # keeps the source alive until it is sent
             work.wait()
 
         return everyone.view(dtype), wait

@@ -1,11 +1,11 @@
-"""`flashinfer_cutlass`: the whole block, permutation to weighted sum, in one library call.
+"""`flashinfer_cutlass`: the whole block, from permutation to weighted sum, in one library call.
 
     sort by expert -> copy rows -> GEMM 1 -> bias, activation (quantized) -> GEMM 2 -> bias, sum
 
-GEMM 1 wants up rows before gate rows. Ids outside [0, L) are skipped, -1 among them. A call runs
-whichever kernels FlashInfer's tuner holds for its sizes: the first of its list if none, which is
-far from the best, so tune (`FlashInferCutlassExperts.tuning`) before measuring. Some of the kernels
-it may pick add up with atomics, in the output's dtype.
+GEMM 1 reads up rows before gate rows. The library skips ids outside [0, L), -1 included. A call
+runs the kernels that FlashInfer's tuner holds for its sizes. Untuned sizes run the first kernel of
+its list, which is far from the best, so call `FlashInferCutlassExperts.tuning` before you measure.
+Some of its kernels add with atomics, in the output's dtype.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _ACTIVATIONS = {
 }
 
 
-# The library's runner and tuner keep state between calls: one thread at a time calls it.
+# The library's runner and tuner keep state between calls, so one thread at a time calls them.
 _lock = threading.Lock()
 
 
 class FlashInferCutlassExperts(PermuteExpertsUnpermute):
     """STANDARD, reducing.
 
-    fp8_block: the library takes bf16 and quantizes itself, so tokens that travelled quantized are
-    dequantized first (to what it will quantize to the same values again). fp8_tensor_static: it
-    takes fp8, so tokens that travelled unquantized are quantized first.
+    fp8_block: the library takes bf16 and quantizes itself, so tokens that arrive quantized are
+    dequantized first; quantizing them again gives the same values. fp8_tensor_static: the library
+    takes fp8, so tokens that arrive unquantized are quantized first.
     """
 
     quantizer = staticmethod(quantize_activations)
@@ -64,8 +64,10 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
     # -- weights ----------------------------------------------------------------------------
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """w13, its bias and its block scales with up before gate; what the activation and the
-        scheme need besides, per expert."""
+        """Put up before gate in w13, its bias and its block scales.
+
+        Values that the activation and the scheme need are added, one per expert.
+        """
         experts, shared = weights.by_expert()
         for name in ("w13", "w13_bias", "w13_scale"):
             if name in experts and self.problem.activation.gated and experts[name].shape[1] > 1:
@@ -83,7 +85,7 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         return PackedWeights(self.spec.name, experts, shared)
 
     def _parameters(self) -> dict[str, float]:
-        """gate * sigmoid(alpha * gate) * (up + beta), gate and up clamped to limit."""
+        """Return the parameters of gate * sigmoid(alpha * gate) * (up + beta), clamped to limit."""
         activation = self.problem.activation
         found = {} if activation.limit is None else {"swiglu_limit": activation.limit}
         if activation.alpha is not None:
@@ -93,24 +95,28 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
     # -- memory -----------------------------------------------------------------------------
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
-        """x in the form that the library takes, where it comes in another."""
+        """Reserve room for x where it arrives in another form than the library takes."""
         operand, shape = self.problem.quant.activation, (rows, self.problem.hidden_size)
         if operand is None:
             return ()
         return (BufferSpec(shape, self.problem.dtype if self._block else operand.torch_dtype),)
 
     def transient_bytes(self, rows: int) -> int:
-        """What the library allocates, and the ids as int32. In fp8_block its largest call so far
-        counts if that was larger: it never shrinks its idea of a workspace."""
+        """Return what the library allocates, and the bytes of ids as int32.
+
+        In fp8_block the library's workspace never shrinks, so its largest call so far counts.
+        """
         return footprint.experts_transient(self.problem, rows) + rows * self.problem.top_k * 4
 
     # -- calls ------------------------------------------------------------------------------
 
     @contextmanager
     def tuning(self) -> Iterator[None]:
-        """Calls within it time the library's kernels for all sizes up to 8192 rows, once for each
-        shape and process (seconds to minutes), and later calls run the fastest."""
-        if self._block:  # one kernel for each size, not chosen by time
+        """Time the library's kernels in the calls of a ``with`` block; later calls use the fastest.
+
+        Sizes up to 8192 rows are tuned, once per shape and process, in seconds to minutes.
+        """
+        if self._block:  # the library chooses one kernel per size, not by time
             yield
             return
         with library.autotune():

@@ -1,21 +1,20 @@
-"""Bytes on a rank of the three dispatchers: for their calls, and on paper.
+"""The bytes that the dispatchers and the experts take on a rank, computed without the library.
 
-Workspaces are sized by the library's helpers where it runs; here by the formulas behind these
-(0.6.8), which tests hold to recorded sizes.
+The library sizes its buffers itself; the formulas here are those of FlashInfer 0.6.8, and tests
+compare them with recorded sizes.
 """
 
 from __future__ import annotations
 
 from moekit.plugin import Footprint, MoEProblem
 
-# What the driver hands out memory in.
+# The driver's granularity.
 PAGE = 2 << 20
-# Scales of a row are padded to what the FIFOs carry: 16 bytes.
+# The FIFOs carry words of 16 bytes, so the scales of a row are padded to 4.
 SCALES = 4
 
-# Of the library's kernels: most slots of a token; a FIFO between two ranks, and its state; what
-# `prepare` has between two ranks, with its state; ranks served by a block; and an H200's
-# multiprocessors.
+# Constants of the library's kernels: the largest top_k; a FIFO between two ranks and its state; the
+# same for `prepare`; ranks that a thread block serves. The last one is an H200's multiprocessors.
 _MOST_TOP_K = 22
 _FIFO, _FIFO_STATE = 8 * (256 << 10), 256
 _COUNTS_FIFO = (1 << 20) + 256
@@ -23,8 +22,8 @@ _RANKS_PER_BLOCK = 8
 _MULTIPROCESSORS = 132
 
 _HOSTS = (
-    "memory is mapped by file descriptors, which do not leave a host; by fabric handles only "
-    "within an NVLink domain that spans hosts (GB200 NVL72, aarch64)",
+    "file descriptors map the memory, and do not leave a host; fabric handles do, only within an "
+    "NVLink domain that spans hosts (GB200 NVL72, aarch64)",
     "no network path: neither RDMA nor NVSHMEM",
 )
 
@@ -42,7 +41,7 @@ def scales(problem: MoEProblem) -> int:
 
 
 def one_sided_row_bytes(problem: MoEProblem) -> tuple[int, int]:
-    """Most bytes of one token on its way to the experts, and back."""
+    """Return the most bytes of one token on its way to the experts, and back."""
     p = problem
     there = back = p.hidden_size * p.dtype.itemsize
     if (activation := p.quant.activation) is not None:
@@ -52,14 +51,14 @@ def one_sided_row_bytes(problem: MoEProblem) -> tuple[int, int]:
 
 
 def one_sided_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
-    """Local ids, ids to send by, scales to send, and the combined rows."""
+    """Return the bytes of local ids, ids and scales to send, and combined rows."""
     p = problem
     ids = 4 * p.top_k * (rows + num_tokens)
     return ids + num_tokens * (4 + p.hidden_size * p.dtype.itemsize)
 
 
 def one_sided_workspace(ranks: int, capacity: int, row_bytes: tuple[int, int]) -> int:
-    """Bytes for one call in flight, without rounding to pages."""
+    """Return the bytes for one in-flight call, not rounded to pages."""
     counters = _up(8 + 2 * 4 * ranks) + 2 * _up(4 * ranks) + 2 * _up(4 * capacity * _MOST_TOP_K)
     return counters + sum(_up(ranks * capacity * n) for n in row_bytes)
 
@@ -69,7 +68,7 @@ def one_sided(problem: MoEProblem) -> Footprint:
     workspace = pages(one_sided_workspace(ranks, T, one_sided_row_bytes(p)))
     return Footprint(
         rows=ranks * T,
-        buffers={"workspace, for each call in flight": workspace},
+        buffers={"workspace, for each in-flight call": workspace},
         transient=one_sided_transient(p, T, ranks * T),
         source="the library's formula",
         across=_HOSTS,
@@ -80,7 +79,7 @@ def one_sided(problem: MoEProblem) -> Footprint:
 
 
 def two_sided_transient(problem: MoEProblem, num_tokens: int, rows: int, capacity: int) -> int:
-    """What arrives, the indices of who sent what, and a row for each slot on the way back."""
+    """Return the bytes of received rows, their sources, and a returned row per assignment."""
     p = problem
     x = p.hidden_size * p.dtype.itemsize
     wide = 0 if p.quant.activation is None else 8 * (scales(p) + SCALES)
@@ -112,11 +111,11 @@ def two_sided(problem: MoEProblem) -> Footprint:
 
 
 def allgather_transient(problem: MoEProblem, num_tokens: int, rows: int, capacity: int) -> int:
-    """What arrives and what comes back, this rank's padded part of it, and the fp32 sum."""
+    """Return the bytes of gathered and returned rows, this rank's padded rows, and the fp32 sum."""
     p = problem
     x = p.hidden_size * p.dtype.itemsize
     meta = 4 * (2 * p.top_k + scales(p))
-    # as gathered; ids, weights and scales apart; ids shifted, with two masks, and selected
+    # Gathered rows; ids, weights and scales apart; ids shifted, selected, and two masks.
     arriving = rows * (x + 2 * meta + p.top_k * (3 * 4 + 2))
     sent = capacity * (x + 2 * meta)
     return arriving + sent + rows * x + num_tokens * p.hidden_size * 4
@@ -129,7 +128,7 @@ def allgather(problem: MoEProblem) -> Footprint:
         rows=ranks * T,
         buffers={},
         transient=allgather_transient(p, T, ranks * T, T),
-        source="it keeps none",
+        source="it keeps no buffers",
         across=(
             f"one NCCL communicator of {ranks} ranks, in any order over the hosts: NCCL finds the "
             "NVLink and network paths; InfiniBand, RoCE or plain TCP, no NVSHMEM",
@@ -140,13 +139,13 @@ def allgather(problem: MoEProblem) -> Footprint:
 
 # -- experts ---------------------------------------------------------------------------------------
 
-# Tensor maps for each SM, pointers and strides for each expert: known bounds, not worth a formula.
+# Bounds for the tensor maps of each SM, and for the pointers and strides of each expert.
 _GEMM_WORKSPACE = 1 << 20
 _PER_EXPERT = 1024
 
 
 def experts_transient(problem: MoEProblem, rows: int) -> int:
-    """Bytes for a call of ``rows`` rows of top_k slots each."""
+    """Return what one call of the fused MoE allocates for ``rows`` rows of top_k assignments."""
     if not rows:
         return 0
     p, L, pairs = problem, problem.num_local_experts, rows * problem.top_k
@@ -154,7 +153,7 @@ def experts_transient(problem: MoEProblem, rows: int) -> int:
     out = p.dtype.itemsize
     a = 1 if p.quant.activation is not None and not block else out
     hidden, inner = pairs * p.hidden_size, pairs * p.local_intermediate_size
-    # GEMM 1's output is apart from the activation's where there is a gate or a quantization.
+    # GEMM 1 and the activation have separate outputs where there is a gate or a quantization.
     apart = p.activation.gated or a != out or block
     first = max(hidden * a, hidden * out, inner * a if apart else 0)
     second = max(pairs * p.w13_rows * out, hidden * out) if apart else inner * a
@@ -167,7 +166,7 @@ def experts_transient(problem: MoEProblem, rows: int) -> int:
         second,
         _PER_EXPERT * L,
         _GEMM_WORKSPACE,
-        4 * L * rows,  # of another mode, allocated in this one too
+        4 * L * rows,  # for another mode, but allocated in this one too
     ]
     if block:
         parts.append(
@@ -177,7 +176,7 @@ def experts_transient(problem: MoEProblem, rows: int) -> int:
 
 
 def _blocks(rows: int, experts: int) -> int:
-    """Blocks of tokens that the counting sort works in."""
+    """Return the number of token blocks of the counting sort."""
     for size in (32, 64, 128, 256, 512, 1024):
         if -(-rows // size) * experts <= size:
             return -(-rows // size)
@@ -185,7 +184,7 @@ def _blocks(rows: int, experts: int) -> int:
 
 
 def _quantized(pairs: int, k: int, experts: int) -> int:
-    """A GEMM's input in fp8 and its scales, whose rows are padded expert by expert."""
+    """Return the bytes of a GEMM's fp8 input and its scales, padded expert by expert."""
     rows = -(-pairs // 4) * 4
     padded = (pairs + experts * 31) // 32 * 32
     return rows * k + 4 * padded * -(-k // 128)

@@ -1,6 +1,6 @@
-"""Kernels for expert ids, one launch each: what is sent where, and what that is here.
+"""Kernels for expert ids and quantized rows, one launch each.
 
-They stand between two library calls of 10 to 20 microseconds, so launches count.
+They run between two library calls of 10 to 20 microseconds, so the number of launches matters.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ _GROUP = 128
 
 
 def local_ids(ids_RK: Tensor, first: int, num_local: int, counts_G: Tensor | None = None) -> Tensor:
-    """Global ids (R, K) int32 -> local ids, -1 for experts of other ranks and for no expert.
+    """Return local ids: -1 for experts of other ranks and for no expert.
 
-    counts_G: int32, how many of the R / G rows from each source rank are real; the ids of the
-    others may be anything.
+    Args:
+        ids_RK: (R, K) int32 global ids.
+        counts_G: int32, how many of the R / G rows from each source rank are used. Ids of the other
+            rows may have any value.
     """
     out = torch.empty_like(ids_RK)
     total = ids_RK.numel()
@@ -33,7 +35,7 @@ def local_ids(ids_RK: Tensor, first: int, num_local: int, counts_G: Tensor | Non
 
 
 def reroute(ids_TK: Tensor, nowhere: int) -> Tensor:
-    """Ids (T, K) int32 without -1: such a slot repeats an expert of its token.
+    """Return ids (T, K) int32 in which an expert of the token replaces every -1.
 
     A token without any expert gets ``nowhere``.
     """
@@ -49,7 +51,10 @@ def reroute(ids_TK: Tensor, nowhere: int) -> Tensor:
 
 
 def dequantize_rows(q_RH: Tensor, scale_RG: Tensor, ids_RK: Tensor, out_RH: Tensor) -> None:
-    """q (e4m3) times its scales, one for each 128 columns; rows without any id are not written."""
+    """Multiply q (R, H) e4m3 by its scales, one per 128 columns, into ``out`` in 16 bits.
+
+    The library quantizes the result again. Rows without any expert are not written.
+    """
     rows, columns = q_RH.shape
     assert scale_RG.shape == (rows, triton.cdiv(columns, _GROUP)) and scale_RG.stride(1) == 1
     assert q_RH.is_contiguous() and out_RH.is_contiguous() and ids_RK.is_contiguous()

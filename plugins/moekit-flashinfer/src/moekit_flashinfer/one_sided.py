@@ -1,11 +1,11 @@
 """`flashinfer_alltoall`: ranks write their tokens into the memory of the ranks that need them.
 
-    dispatch  x, ids, weights (scales) of token t -> [source rank, slot] of every rank that holds
-              one of its experts, once per rank; counts say how many slots of a source are used
-    experts   R = ranks * max_num_tokens rows, unused ones without expert
-    combine   each rank reads back one row per rank it sent to, and adds
+    dispatch  write x, ids, weights and scales of each token to [source rank, row] of every rank
+              that holds one of its experts; counts tell how many rows of a source are used
+    experts   run over R = ranks * max_num_tokens rows; unused rows have no expert
+    combine   read back one row from each rank that a token was sent to, and add them
 
-Slots are handed out in any order, so which row a token gets differs between calls.
+The library assigns rows in any order, so a token's row differs between calls.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from moekit.plugin import (
 
 from . import footprint, library
 from .kernels import local_ids, reroute
-from .shared_memory import Peers, SharedMemory, protocol
+from .shared_memory import Ranks, SharedMemory, protocol
 
 if TYPE_CHECKING:
     from moekit.plugin import DispatcherSpec
 
-# The library sends a slot with id -1 to rank 0. Up to here that is cheaper than a kernel.
+# The library sends an assignment with id -1 to rank 0, which is cheaper than a kernel up to here.
 REROUTED_FROM = 256
 
 _IN_FLIGHT = 2
@@ -44,8 +44,8 @@ _COUNTS = "MOE_A2A_RECV_COUNTERS_OFFSET_INDEX"
 
 
 @dataclass
-class Slot:
-    """Memory for one call: from its dispatch to its combine nobody else may use it."""
+class CallBuffer:
+    """Memory for one call, which no other call may use from its dispatch to its combine."""
 
     memory: SharedMemory
     metainfo: Tensor
@@ -53,79 +53,84 @@ class Slot:
     busy: bool = False
 
 
-class Slots:
-    """As many slots as calls were in flight at once. All ranks take and give back in one order."""
+class CallBuffers:
+    """A buffer for each in-flight call. All ranks take and return them in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, capacity: int, row_bytes: tuple[int, int]) -> None:
-        """row_bytes: most bytes of one token on its way to the experts, and back."""
+        """Allocate the first buffer; collective.
+
+        Args:
+            row_bytes: The most bytes of one token on its way to the experts, and back.
+        """
         self.library = library.one_sided()
-        self.peers, self.capacity = Peers(group), capacity
+        self.ranks, self.capacity = Ranks(group), capacity
         self._nbytes = self.library.moe_a2a_get_workspace_size_per_rank(
-            self.peers.size, capacity, *row_bytes
+            self.ranks.size, capacity, *row_bytes
         )
         names, values = self.library.get_moe_alltoall_module().moe_a2a_get_metainfo_index_pairs()
         self._index = dict(zip(map(str, names), map(int, values), strict=True))
-        self._slots = [self._open()]
+        self._buffers = [self._open()]
 
-    def _open(self) -> Slot:
-        """Collective."""
-        memory = SharedMemory(self.peers, self._nbytes, torch.uint8)
+    def _open(self) -> CallBuffer:
+        """Allocate another buffer; collective."""
+        memory = SharedMemory(self.ranks, self._nbytes, torch.uint8)
         metainfo = self.library.moe_a2a_initialize(
-            memory.tensor, self.peers.rank, self.peers.size, self.capacity
+            memory.tensor, self.ranks.rank, self.ranks.size, self.capacity
         )
-        self.peers.barrier()  # initializing cleared this rank's own memory
+        self.ranks.barrier()  # initializing cleared this rank's own memory
         start = int(torch.utils.dlpack.from_dlpack(metainfo)[self._index[_COUNTS]])
-        mine = memory.tensor[self.peers.rank]
-        counts_G = mine[start : start + 4 * self.peers.size].view(torch.int32)
-        return Slot(memory, metainfo, counts_G)
+        mine = memory.tensor[self.ranks.rank]
+        counts_G = mine[start : start + 4 * self.ranks.size].view(torch.int32)
+        return CallBuffer(memory, metainfo, counts_G)
 
     @property
     def nbytes(self) -> int:
-        return sum(slot.memory.nbytes for slot in self._slots)
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def take(self) -> Slot:
-        slot = next((s for s in self._slots if not s.busy), None)
-        if slot is None:
-            if len(self._slots) == _IN_FLIGHT:
+    def take(self) -> CallBuffer:
+        buffer = next((s for s in self._buffers if not s.busy), None)
+        if buffer is None:
+            if len(self._buffers) == _IN_FLIGHT:
                 raise InvalidInput(
-                    f"{_IN_FLIGHT} calls are in flight, and this would be one more: take the "
-                    "result of one first"
+                    f"{_IN_FLIGHT} calls are in flight, which is the limit: take the result of one "
+                    "before you start another"
                 )
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise InvalidInput(
-                    "a second call in flight needs a second buffer, which cannot be made while a "
-                    "graph is captured: have two calls in flight once before capturing"
+                    "a second in-flight call needs a second buffer, which cannot be allocated "
+                    "while a graph is captured: run two calls in flight once before capturing"
                 )
-            slot = self._open()
-            self._slots.append(slot)
-        slot.busy = True
-        return slot
+            buffer = self._open()
+            self._buffers.append(buffer)
+        buffer.busy = True
+        return buffer
 
     def free(self) -> None:
-        for slot in self._slots:
-            del slot.counts_G
-            slot.memory.free()
+        for buffer in self._buffers:
+            del buffer.counts_G
+            buffer.memory.free()
 
 
-_shared: SharedBuffers[Slots] = SharedBuffers(Slots.free)
+_shared: SharedBuffers[CallBuffers] = SharedBuffers(CallBuffers.free)
 
 
 @dataclass(frozen=True)
 class _Call:
-    slot: Slot
+    buffer: CallBuffer
     tokens: int
-    offset: int  # of the combine payload in the slot's memory
+    offset: int  # of the experts' output in the buffer
 
 
 class OneSidedDispatcher(PrepareAndFinalize):
     """STANDARD, over FlashInfer's MoeAlltoAll kernels.
 
-    Ranks = ep_size, each with its own tokens; R = ranks * max_num_tokens whatever T is. Buffers are
-    shared by all layers of the same group and sizes, and grow when a second call is in flight.
-    Construction and that growth are collective. All calls on shared buffers belong on one stream.
+    Each of the ep_size ranks has its own tokens; R = ranks * max_num_tokens for every T. All layers
+    of the same group and sizes share buffers, and a second in-flight call allocates a second one.
+    Construction and that allocation are collective. All calls on shared buffers belong on one
+    stream.
 
-    A peer that never comes makes the library's kernels trap after minutes; ``checked`` kernels
-    find out before.
+    If a rank never calls, the library's kernels trap after minutes; the collective check of
+    ``checked`` kernels reports it earlier.
     """
 
     makes_output = True
@@ -137,12 +142,12 @@ class OneSidedDispatcher(PrepareAndFinalize):
         capacity, sizes, made_in = problem.max_num_tokens, self._row_bytes(), self.group
         assert capacity is not None and made_in is not None
         self._key = (tuple(dist.get_process_group_ranks(made_in)), capacity, sizes)
-        self._held: Slots | None = _shared.acquire(
-            self._key, lambda: Slots(made_in, capacity, sizes)
+        self._held: CallBuffers | None = _shared.acquire(
+            self._key, lambda: CallBuffers(made_in, capacity, sizes)
         )
 
     @property
-    def _slots(self) -> Slots:
+    def _buffers(self) -> CallBuffers:
         assert self._held is not None, "called after destroy()"
         return self._held
 
@@ -154,41 +159,41 @@ class OneSidedDispatcher(PrepareAndFinalize):
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        ids, p, peers = routing.topk_ids, self.problem, self._slots.peers
+        ids, p, ranks = routing.topk_ids, self.problem, self._buffers.ranks
         payloads = {"x": x_TH, "weights": routing.topk_weights, "ids": ids}
         if quantize is not None:
             payloads |= quantized_payloads(x_TH, ids, quantize, p)
         targets = ids
         if len(ids) >= REROUTED_FROM or p.num_local_experts == 1:
             targets = reroute(ids, nowhere=p.local_experts.start)
-        # The library packs payloads without gaps: widest alignment first keeps all aligned.
+        # The library packs payloads without gaps: the widest alignment first keeps all aligned.
         names = sorted(payloads, key=lambda name: -_alignment(payloads[name]))
-        slot = self._slots.take()
+        buffer = self._buffers.take()
         try:
-            received, offset = self._slots.library.moe_a2a_dispatch(
-                targets, [payloads[name] for name in names], slot.memory.tensor, slot.metainfo,
-                self._slots.capacity, peers.rank, peers.size, p.top_k, p.num_physical_experts,
+            received, offset = self._buffers.library.moe_a2a_dispatch(
+                targets, [payloads[name] for name in names], buffer.memory.tensor, buffer.metainfo,
+                self._buffers.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
             )  # fmt: skip
         except Exception:
-            slot.busy = False
+            buffer.busy = False
             raise
         got = {name: t.flatten(0, 1) for name, t in zip(names, received, strict=True)}
         tokens = Dispatched(
             x=got["x"],
             x_scale=got.get("scale"),
             topk_ids=local_ids(
-                got["ids"], p.local_experts.start, p.num_local_experts, slot.counts_G
+                got["ids"], p.local_experts.start, p.num_local_experts, buffer.counts_G
             ),
             topk_weights=got["weights"],
-            handle=_Call(slot, len(ids), offset),
+            handle=_Call(buffer, len(ids), offset),
         )
         return Pending.ready(tokens)
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return (R, H) in the buffer that other ranks read."""
-        p, call, peers = self.problem, dispatched.handle, self._slots.peers
+        p, call, ranks = self.problem, dispatched.handle, self._buffers.ranks
         nbytes = self.max_rows(0) * p.hidden_size * p.dtype.itemsize
-        mine = call.slot.memory.tensor[peers.rank]
+        mine = call.buffer.memory.tensor[ranks.rank]
         rows: Tensor = mine[call.offset : call.offset + nbytes].view(p.dtype)
         return rows.view(-1, p.hidden_size)
 
@@ -197,28 +202,30 @@ class OneSidedDispatcher(PrepareAndFinalize):
         return Pending.ready(combined if out_TH is None else out_TH.copy_(combined))
 
     def _combine(self, y_RH: Tensor, call: _Call) -> Tensor:
-        p, slots, slot = self.problem, self._slots, call.slot
-        peers = slots.peers
-        mine = slot.memory.tensor[peers.rank]
+        p, buffers, buffer = self.problem, self._buffers, call.buffer
+        ranks = buffers.ranks
+        mine = buffer.memory.tensor[ranks.rank]
         in_place = y_RH.data_ptr() == mine.data_ptr() + call.offset
-        combined: Tensor = slots.library.moe_a2a_combine(
-            y_RH.contiguous().view(peers.size, slots.capacity, p.hidden_size), call.tokens,
-            slot.memory.tensor, slot.metainfo, slots.capacity, peers.rank, peers.size, p.top_k,
-            call.offset, in_place,
+        combined: Tensor = buffers.library.moe_a2a_combine(
+            y_RH.contiguous().view(ranks.size, buffers.capacity, p.hidden_size), call.tokens,
+            buffer.memory.tensor, buffer.metainfo, buffers.capacity, ranks.rank, ranks.size,
+            p.top_k, call.offset, in_place,
         )  # fmt: skip
-        slot.busy = False
+        buffer.busy = False
         return combined
 
     def abandon(self, dispatched: Dispatched) -> None:
-        """Peers wait in combine for every rank that dispatched, so this one takes part, with NaN:
-        where they are not about to fail too, they shall see that something is missing."""
+        """Take part in combine with NaN rows, as the other ranks wait for every rank there.
+
+        A rank that does not fail itself then sees that something is missing.
+        """
         if self._held is not None:
             self._combine(self.output(dispatched).fill_(float("nan")), dispatched.handle)
 
     # -- memory -----------------------------------------------------------------------------
 
     def max_rows(self, num_tokens: int) -> int:
-        return self._slots.peers.size * self._slots.capacity
+        return self._buffers.ranks.size * self._buffers.capacity
 
     def buffer_bytes(self) -> int:
         return 0 if self._held is None else self._held.nbytes
@@ -236,17 +243,17 @@ class OneSidedDispatcher(PrepareAndFinalize):
 def quantized_payloads(
     x_TH: Tensor, ids_TK: Tensor, quantize: Quantizer, problem: MoEProblem
 ) -> dict[str, Tensor]:
-    """x as it travels, and its scales, a row per token (T, groups) fp32."""
+    """Quantize x for the transfer; scales (T, groups) fp32 travel with every token."""
     activation = problem.quant.activation
     assert activation is not None
     shared = activation.per_tensor and not activation.static
     x, scale = quantize(x_TH, (ids_TK >= 0).any(dim=1) if shared else None)
-    # A scale for the whole tensor differs between ranks: it travels with every token.
+    # A scale for the whole tensor differs between ranks.
     scale = scale.float().expand(len(x_TH), scale.shape[-1])
     return {"x": x.contiguous(), "scale": scale.contiguous()}
 
 
 def _alignment(rows: Tensor) -> int:
-    """Largest power of two that divides a row's bytes."""
+    """Return the largest power of two that divides a row's bytes."""
     nbytes = rows.shape[1] * rows.itemsize
     return nbytes & -nbytes

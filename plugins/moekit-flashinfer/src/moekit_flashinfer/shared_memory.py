@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group map, by the library's allocator."""
+"""Memory that all ranks of a group map, from the library's allocator."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from moekit.errors import BackendError
 
 from . import library
 
-# What the driver hands out memory in.
+# The driver's granularity.
 _PAGE = 2 << 20
 
-# The library makes its tensors of descriptors that only the tensor object keeps alive, but torch
-# reads a descriptor once more when the storage goes, which views of the tensor can put off.
+# Only the library's tensor object keeps its descriptor alive, but torch reads the descriptor once
+# more when the storage is freed, and views of the tensor can outlive the tensor object.
 _descriptors: list[object] = []
 
 
 def protocol(name: str) -> str:
-    """What ranks must have in common to share memory."""
-    # File descriptors do not cross hosts; the handles that aarch64 machines use do.
+    """Return what must be equal on all ranks that share memory."""
+    # File descriptors do not cross hosts; the fabric handles of aarch64 machines do.
     host = "" if platform.machine() == "aarch64" else f" on host {socket.gethostname()}"
     return f"{name} of flashinfer {library.FLASHINFER.version() or 'of unknown version'}{host}"
 
 
-class Peers:
-    """The ranks of a group, as the library's allocator wants to talk to them.
+class Ranks:
+    """The ranks of a group, with the methods that the library's allocator calls.
 
-    Its own adapter would create a new process group, which all processes of the world must do
-    together, and which a layer's group need not span.
+    The library's own adapter would create a process group, which is collective over all processes
+    of the world; a layer's group need not hold all of them.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -58,29 +58,30 @@ class Peers:
 class SharedMemory:
     """``nbytes`` on each rank of a group, mapped by all: ``tensor`` (ranks, nbytes / itemsize).
 
-    Construction is collective. The library keeps the ranks to talk to in a class attribute, which
-    is set before every use, so that layers of different groups do not get in each other's way.
+    Construction is collective. The library keeps the group in a class attribute, which is set
+    before every use, so that layers of different groups do not interfere.
     """
 
-    def __init__(self, peers: Peers, nbytes: int, dtype: torch.dtype) -> None:
-        self._peers = peers
+    def __init__(self, ranks: Ranks, nbytes: int, dtype: torch.dtype) -> None:
+        self._ranks = ranks
         self._class = library.memory()
         self._class.initialize()
-        self._class.comm = peers
+        self._class.comm = ranks
         try:
             self._memory = self._class(None, nbytes)
         except RuntimeError as error:
             raise BackendError(
-                f"{nbytes} bytes could not be shared between {peers.size} ranks: {error}"
+                f"sharing {nbytes} bytes between {ranks.size} ranks failed: {error}; all ranks "
+                "must be on one host and may pass file descriptors (root, or ptrace permission)"
             ) from error
         self.tensor: Tensor = self._memory.as_torch_strided_tensor(dtype)
         _descriptors.append(getattr(self.tensor, "_capsule_wrapper", None))
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
 
     def free(self) -> None:
-        """Peers that still map this rank's memory keep it alive; nothing of this rank may run."""
+        """Unmap the memory after this rank's kernels; ranks that still map it keep it alive."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._class.comm = self._peers
+        self._class.comm = self._ranks
         self._class.close_mnnvl_memory(self._memory.ptr)
         del self._memory.ptr, self.tensor

@@ -1,10 +1,10 @@
 """`flashinfer_alltoall_two_sided`: tokens go through FIFOs between the ranks.
 
-    prepare   counts and ids first; every rank then knows which tokens it gets from whom
-    alltoall  x (and scales) -> rows in source order, without gaps
-    combine   the same way back; a token's rows from different ranks are added
+    prepare   exchange counts and ids, so that every rank knows what it receives from which rank
+    alltoall  send x and scales; rows arrive in source order, without gaps
+    combine   send rows back and add those of a token from different ranks
 
-Nothing of a call stays in the FIFOs when it is over, so any number of calls may be in flight.
+A finished call leaves nothing in the FIFOs, so any number of calls may be in flight.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from moekit.plugin import (
 from . import footprint, library
 from .kernels import local_ids
 from .one_sided import REROUTED_FROM, quantized_payloads
-from .shared_memory import Peers, SharedMemory, protocol
+from .shared_memory import Ranks, SharedMemory, protocol
 
 if TYPE_CHECKING:
     from moekit.plugin import DispatcherSpec
 
 
 class Fifos:
-    """One group's FIFOs, for data and for counts."""
+    """The FIFOs of one group, for data and for counts."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.library = library.two_sided()
-        self.peers = Peers(group)
-        ranks = self.peers.size
+        self.ranks = Ranks(group)
+        ranks = self.ranks.size
         nbytes = self.library.get_moe_commworkspace_size_per_rank(ranks)
-        self.data = SharedMemory(self.peers, nbytes, torch.uint64)
+        self.data = SharedMemory(self.ranks, nbytes, torch.uint64)
         nbytes = self.library.get_moe_prepare_workspace_size_per_rank(ranks)
-        self.counts = SharedMemory(self.peers, nbytes, torch.uint64)
-        self.peers.barrier()
+        self.counts = SharedMemory(self.ranks, nbytes, torch.uint64)
+        self.ranks.barrier()
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +71,8 @@ class _Call:
 class TwoSidedDispatcher(PrepareAndFinalize):
     """STANDARD, over FlashInfer's MnnvlMoe kernels.
 
-    Ranks = ep_size, each with its own tokens; R = ranks * max_num_tokens whatever T is. The FIFOs
-    are shared by all layers of the same group; construction is collective. All calls on them belong
-    on one stream.
+    Each of the ep_size ranks has its own tokens; R = ranks * max_num_tokens for every T. All layers
+    of the same group share the FIFOs; construction is collective. All calls belong on one stream.
     """
 
     def __init__(
@@ -95,11 +94,11 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         p, fifos, ids = self.problem, self._fifos, routing.topk_ids
-        rank, ranks, experts = fifos.peers.rank, fifos.peers.size, p.num_physical_experts
+        rank, ranks, experts = fifos.ranks.rank, fifos.ranks.size, p.num_physical_experts
         payloads = {"x": x_TH}
         if quantize is not None:
             payloads |= quantized_payloads(x_TH, ids, quantize, p)
-        # To the library an id of -1 is on rank 0, and one too many is nowhere.
+        # The library takes id -1 for rank 0, and sends an id beyond the last expert nowhere.
         sent_ids = ids if len(ids) < REROUTED_FROM else torch.where(ids < 0, experts, ids)
         info, received_ids, weights, _ = (
             fifos.library.MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather(
@@ -139,12 +138,12 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         fifos.library.moe_comm(
             y_RH.contiguous(), info.recv_rank_count_cumsum, info.recv_rank_local_indices,
             rows, info.send_rank_count_cumsum, info.backward_recv_rank_local_indices,
-            fifos.data.tensor, fifos.peers.rank, fifos.peers.size,
+            fifos.data.tensor, fifos.ranks.rank, fifos.ranks.size,
         )  # fmt: skip
         return rows.view(shape)
 
     def abandon(self, dispatched: Dispatched) -> None:
-        """Peers may wait for this rank's rows: they get NaN."""
+        """Send NaN rows, as other ranks may wait for this rank's rows."""
         if self._held is not None:
             y_RH = dispatched.x.new_full(
                 (self.max_rows(0), self.problem.hidden_size), float("nan"), dtype=self.problem.dtype
@@ -154,7 +153,7 @@ class TwoSidedDispatcher(PrepareAndFinalize):
     # -- memory -----------------------------------------------------------------------------
 
     def max_rows(self, num_tokens: int) -> int:
-        return self._fifos.peers.size * self._capacity
+        return self._fifos.ranks.size * self._capacity
 
     def buffer_bytes(self) -> int:
         return 0 if self._held is None else self._held.nbytes

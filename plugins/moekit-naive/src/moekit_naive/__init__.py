@@ -1,13 +1,10 @@
-"""moekit dispatcher over torch.distributed: tokens are all-gathered, outputs reduce-scattered."""
+"""moekit's dispatcher over torch.distributed: all-gather tokens, then add up partial outputs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
-if TYPE_CHECKING:
-    from moekit.plugin import Footprint
+from .footprint import footprint
 
 
 def _check(problem: MoEProblem) -> list[str]:
@@ -15,16 +12,10 @@ def _check(problem: MoEProblem) -> list[str]:
     ranks = parallel.ep_size * parallel.tp_size
     if parallel.moves_tokens and ranks % parallel.dp_size:
         return [
-            f"the {ranks} ranks (ep_size={parallel.ep_size} x tp_size={parallel.tp_size}) do not "
-            f"divide into dp_size={parallel.dp_size} batches of tokens"
+            f"the number of ranks must be a multiple of dp_size (ep_size={parallel.ep_size} x "
+            f"tp_size={parallel.tp_size} = {ranks} ranks, dp_size={parallel.dp_size})"
         ]
     return []
-
-
-def _footprint(problem: MoEProblem) -> Footprint:
-    from .footprint import footprint
-
-    return footprint(problem)
 
 
 @hookimpl
@@ -40,7 +31,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             overlaps=True,
             spans_hosts=True,
             aborts=True,
-            footprint=_footprint,
+            footprint=footprint,
             deterministic=True,
             graph_safe=True,
             check=_check,

@@ -1,4 +1,4 @@
-"""What the dispatcher takes on a rank: the same for its calls and on paper."""
+"""The bytes that the dispatcher takes on a rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moekit.plugin import Footprint, MoEProblem
 
 
 def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:
-    """Bytes of a call in which every rank passes ``num_tokens``."""
+    """Return the bytes of a call in which every rank passes ``num_tokens``."""
     p, parallel = problem, problem.parallel
     rows = num_tokens * parallel.dp_size
     row_bytes = p.hidden_size * p.dtype.itemsize
@@ -30,7 +30,7 @@ def footprint(problem: MoEProblem) -> Footprint:
         rows=tokens * parallel.dp_size,
         buffers={},
         transient=transient_bytes(problem, tokens),
-        source="it keeps none",
+        source="it keeps no buffers",
         across=(
             f"one NCCL communicator of {parallel.num_ranks} ranks, in any order over the hosts: "
             "NCCL finds the NVLink and network paths; InfiniBand, RoCE or plain TCP, no NVSHMEM",
