@@ -37,7 +37,7 @@ def checked(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def adapter(folder: Path, name: str, body: str) -> Path:
-    """An adapter whose make() holds ``body``; `right` there is a right call."""
+    """Write an adapter whose make() runs ``body``, where `right` is a correct call."""
     file = folder / f"{name}.py"
     start = f"""
         from moekit_bench import Unavailable
@@ -63,7 +63,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_limits_by_hand():
-    """Measured.md's mixtral, T = 1024, all experts hit: 912 us by FLOP, T = 64: 628 by bytes."""
+    """Mixtral with all experts in use: 912 us by FLOP at T = 1024, 628 by bytes at 64."""
     h200 = bench.known_ceilings("NVIDIA H200")
     p = bench.SHAPES["mixtral"].problem(device="sm90")
     expert = 3 * 4096 * 14336 * 2
@@ -96,7 +96,7 @@ def test_scales_count_and_arithmetic_follows_the_activations():
     p = problem(quant="fp8_block")
     done = bench.work(
         p, bench.random_weights(p, CPU), bench.inputs("uniform", 64, 1, p, CPU)
-    )  # every expert is hit
+    )  # every expert gets a token
     assert done.bytes == 4 * (3 * 32 * 48 + 4 * 2) + 2 * 64 * 32 * 2
     names = [arithmetic(problem(quant=q)) for q in ("fp8_block", "int8_w8a16", "none")]
     assert names == ["fp8", "bf16", "bf16"]
@@ -109,7 +109,7 @@ def test_ceilings_are_parsed():
             parse_ceilings(wrong)
 
 
-def test_named_shapes_match_measured():
+def test_named_shapes_have_the_models_sizes():
     sizes = {n: bench.SHAPES[n] for n in ("mixtral", "qwen3-30b", "dsv3-ep8")}
     assert [
         (s.num_experts, s.top_k, s.hidden_size, s.intermediate_size) for s in sizes.values()
@@ -130,7 +130,7 @@ def routed(kind: str, index: int = 0, tokens: int = 4000) -> torch.Tensor:
     assert made.topk_weights.dtype == torch.float32
     torch.testing.assert_close(made.topk_weights.sum(1), torch.ones(tokens))
     ordered = made.topk_ids.sort(dim=1).values
-    assert bool((ordered[:, 1:] > ordered[:, :-1]).all()), "a token names an expert twice"
+    assert bool((ordered[:, 1:] > ordered[:, :-1]).all()), "a token chooses an expert twice"
     return made.topk_ids.flatten().bincount(minlength=16) / tokens
 
 
@@ -141,7 +141,7 @@ def test_uniform_routing():
 def test_zipf_routing():
     share = routed("zipf").sort(descending=True).values
     assert 0.6 < share[0] < 0.95 and share[0] > 1.2 * share[1] > 1.2 * 1.2 * share[3]
-    assert share[-1] > 0.02, "each expert is chosen at times"
+    assert share[-1] > 0.02, "every expert is chosen sometimes"
 
 
 def test_fixed_routing_is_even():
@@ -199,7 +199,7 @@ def test_measure_times_a_call():
     assert 0 < timing.spread[0] <= timing.us <= timing.spread[1]
 
 
-def test_turns_go_on_without_the_one_that_fails():
+def test_turns_continue_without_a_call_that_fails():
     class Fake:
         device, graph, note, times = CPU, None, "", 0
 
@@ -209,13 +209,13 @@ def test_turns_go_on_without_the_one_that_fails():
         def eager_us(self) -> float:
             self.times += 1
             if self.times == self.fail_at:
-                raise RuntimeError("tired")
+                raise RuntimeError("on purpose")
             return float(self.times)
 
     good, bad = Fake(-1), Fake(2)
     results = take_turns({"good": good, "bad": bad}, replays=5)
     assert results["good"].us == 3.0 and (good.times, bad.times) == (5, 2)
-    assert str(results["bad"]) == "tired"
+    assert str(results["bad"]) == "on purpose"
 
 
 def test_relative_error_sees_zeros_and_nan():
@@ -265,7 +265,7 @@ def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
     assert data["versions"]["acme"] == "1.2"
     assert len(data["cells"]) == 4
 
-    # One that fails or is wrong stops nobody, and has its reason.
+    # A baseline that fails or is wrong has its reason, and the others are measured.
     for cell in data["cells"]:
         rows = {row["name"]: row for row in cell["contestants"]}
         assert set(rows) == {"torch", "good", "doubled", "broken"}
@@ -282,7 +282,7 @@ def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
     assert "no_such_library" in refused["unloadable"]
     assert "_helper" not in refused
 
-    # The summary is over right results alone, and knows the best peer.
+    # The summary counts right results only, and knows the best baseline.
     summary = {row["name"]: row for row in data["summary"]}
     assert set(summary) == {
         "torch",
@@ -303,7 +303,7 @@ def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
     assert code == 0 and capsys.readouterr().out == text.read_text()
 
 
-def test_default_is_every_backend_that_can(capsys, tmp_path):
+def test_by_default_every_backend_that_can_is_measured(capsys, tmp_path):
     file = tmp_path / "run.json"
     code, out, _ = run(capsys, "--tokens", "3", "--quant", "none,int8_w8a16", "--json", str(file))
     data = json.loads(file.read_text())
@@ -314,7 +314,7 @@ def test_default_is_every_backend_that_can(capsys, tmp_path):
 
 
 def test_one_rank_of_several(capsys, tmp_path, baselines):
-    """The first rank's experts, and rows of which most choices are other ranks'."""
+    """The experts are the first rank's, and most choices of the tokens are other ranks'."""
     file = tmp_path / "run.json"
     options = ["--ep", "4", "--tokens", "400", "--baselines", str(baselines / "good.py")]
     code, out, _ = run(capsys, "--experts", "torch", *options, "--json", str(file))
@@ -322,7 +322,7 @@ def test_one_rank_of_several(capsys, tmp_path, baselines):
     (cell,) = data["cells"]
     assert code == 0 and "E 4 (those of one of 4 ranks)" in out and data["settings"]["ep"] == 4
     assert (cell["ep"], cell["active_experts"]) == (4, 1)
-    assert 120 < cell["rows"] < 280, "a quarter of 800 pairs"
+    assert 120 < cell["rows"] < 280, "a quarter of 800 assignments"
     assert [row["name"] for row in cell["contestants"]] == ["torch"]
     assert 0 < cell["contestants"][0]["error"] < 2e-2
     assert (
@@ -333,7 +333,7 @@ def test_one_rank_of_several(capsys, tmp_path, baselines):
     assert "| 400 | " in capsys.readouterr().out
 
 
-def test_a_cell_that_nobody_does_right_is_exit_code_1(capsys, baselines):
+def test_a_cell_without_a_right_result_is_exit_code_1(capsys, baselines):
     code, _, err = run(capsys, "--experts", "", "--baselines", str(baselines / "doubled.py"))
     assert code == 1 and "wrong" in err
 
@@ -388,10 +388,10 @@ def test_plot_is_written(capsys, tmp_path):
     assert file.name == "4x2x32x48_none.png" and file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_shipped_peers_load_and_answer(capsys, tmp_path):
-    """On a machine without GPU: torch runs, everyone else says why not."""
+def test_the_shipped_baselines_load(capsys, tmp_path):
+    """On a machine without GPU torch runs, and the others say why they cannot."""
     if torch.cuda.is_available():
-        pytest.skip("says what a machine without GPU says")
+        pytest.skip("needs a machine without GPU")
     file = tmp_path / "run.json"
     options = ["--experts", "", "--baselines", str(BASELINES), "--tokens", "5"]
     code, _, _ = run(capsys, *options, "--json", str(file))
@@ -406,7 +406,7 @@ def test_the_shipped_peers_load_and_answer(capsys, tmp_path):
 
 @pytest.mark.parametrize("text", ["# no JSON", "[1]", '{"cells": [{}]}'])
 @pytest.mark.parametrize("command", ["bench", "bench --dispatch", "tune --regret", "tune --select"])
-def test_a_recording_that_is_none(tmp_path, capsys, text, command):
+def test_a_file_that_is_no_recording(tmp_path, capsys, text, command):
     file = tmp_path / "recording.json"
     file.write_text(text)
     assert main([*command.split(), "--from", str(file)]) == 2

@@ -30,7 +30,7 @@ TIMES = ("us", "dispatch_us", "combine_us", "eager_us")
 
 
 class Doubling(naive.NaiveDispatcher):
-    """Gives twice what it should."""
+    """Returns twice the right output."""
 
     def finalize(self, y, dispatched, out_TH):
         out = super().finalize(y, dispatched, out_TH).result()
@@ -57,7 +57,7 @@ def pool():
 
 @pytest.fixture
 def bad_ones():
-    """`doubling`, `failing` and `narrow` (which refuses everything) beside the installed ones."""
+    """Register `doubling`, `failing` and `narrow`, which supports nothing."""
     spec = moekit.registry().dispatcher("naive")
     made = [
         replace(spec, name=name.lower(), target=f"{__name__}:{name}", **more)
@@ -119,7 +119,7 @@ def test_a_sweep(capsys, tmp_path):
 
 
 def test_wrong_failing_and_refused(capsys, tmp_path, bad_ones):
-    """One that is wrong is struck out, one that fails has its reason, and the others go on."""
+    """A wrong time is struck out, a failure has its reason, and the others are measured."""
     file = tmp_path / "run.json"
     names = "doubling,failing,narrow,naive"
     code, out, _ = run(capsys, "--dispatchers", names, "--tokens", "4", "--json", str(file))
@@ -166,7 +166,7 @@ def test_wrong_questions(capsys, argv, text):
 
 
 @pytest.mark.parametrize("quant", ["fp8_tensor", "fp8_tensor_static", "int8_channel_token"])
-def test_every_wire_is_checked_against_what_was_sent(pool, quant):
+def test_outputs_are_compared_with_the_tokens_that_were_sent(pool, quant):
     spec = moekit.registry().dispatcher("naive")
     task = Task(spec, problem_for(2, quant=quant), 7, inputs=1, replays=1)
     result = merge(pool.run(measure_dispatch, task))
@@ -186,7 +186,7 @@ def test_output_that_is_not_written_is_wrong(pool):
 
 
 def test_rows_by_hand(pool):
-    """K = E: every token goes to every rank once, however many experts that has."""
+    """With K = E every token goes to every rank once, however many experts the rank has."""
     spec = moekit.registry().dispatcher("naive")
     task = Task(spec, problem_for(2, top_k=8), 5, inputs=2, replays=1)
     result = merge(pool.run(measure_dispatch, task))
@@ -194,7 +194,7 @@ def test_rows_by_hand(pool):
 
 
 def test_under_torchrun(tmp_path):
-    """Ranks that somebody else started: the first one writes."""
+    """Of ranks that another program started, the first one writes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -219,8 +219,8 @@ def test_under_torchrun(tmp_path):
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert "# moekit bench --dispatch" in said[0][0] and said[1][0] == ""
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "# moekit bench --dispatch" in outputs[0][0] and outputs[1][0] == ""
     data = json.loads(file.read_text())
     assert data["ranks"] == 2 and data["cells"][0]["dispatchers"][0]["right"]

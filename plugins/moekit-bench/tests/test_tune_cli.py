@@ -29,7 +29,7 @@ tuned = pytest.fixture(no_tables, name="tuned")
 SIZES = "4:2:64:48"
 FAST = ["--device", "cpu", "--dtype", "float32", "--shapes", SIZES, "--replays", "1"]
 TOKENS = ("1", "16", "64", "256")
-# Cross at T = 100.
+# flat and steep cross at T = 100.
 CURVES: dict[str, Callable[[int], float]] = {
     "flat": lambda t: 10 * t**0.2,
     "steep": lambda t: t**0.7,
@@ -52,7 +52,7 @@ class Copying(TorchExperts):
 
 
 class Cells:
-    """Stands in for `run_cell`: remembers (tokens, names), and tells times by `CURVES`."""
+    """Replaces `run_cell`: remembers (tokens, names), and returns times from `CURVES`."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, list[str]]] = []
@@ -68,14 +68,14 @@ class Cells:
 
     def result(self, name: str, tokens: int) -> Measurement:
         if (us := {**CURVES, "auto": self.auto}.get(name)) is None:
-            return Measurement(reason="RuntimeError: tired")
+            return Measurement(reason="RuntimeError: on purpose")
         timing = Timing(None, us(tokens), None, (1.0, 1.0))
         return Measurement.of(timing, float(name in self.wrong), 0.5)
 
 
 @pytest.fixture
 def cells(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cells]:
-    """Fake timings; the backends are the core's, `flat` and `steep`."""
+    """Replace timings; the backends are the core's, `flat` and `steep`."""
     found = Cells()
     monkeypatch.setattr(experts, "run_cell", found)
     monkeypatch.setattr(plugins, "_registry", fakes("flat", "steep"))
@@ -95,7 +95,7 @@ def times(file: Path, problem: moekit.MoEProblem = PROBLEM):
 # -- tune --select -----------------------------------------------------------------------------
 
 
-def test_what_is_measured_is_what_is_chosen_from(cells: Cells, tuned: Path, capsys) -> None:
+def test_the_choice_follows_the_measurements(cells: Cells, tuned: Path, capsys) -> None:
     assert moekit.explain(PROBLEM).why == "by priority"
     code, out, err = run(capsys, "--select")
     assert code == 0 and "4 cells to measure" in err and "[4/4," in err and "left]" in err
@@ -120,7 +120,7 @@ def test_what_is_known_is_not_measured_again(cells: Cells, tuned: Path, capsys) 
     code, out, err = run(capsys, "--select")
     assert code == 0 and "2 cells to measure" in err
     assert [tokens for tokens, _ in cells.seen] == [1, 16, 64, 256]
-    assert "| 1 | " in out and "| 256 | " in out, "the summary is of all"
+    assert "| 1 | " in out and "| 256 | " in out, "the summary has all cells"
     code, _, err = run(capsys, "--select")
     assert code == 0 and "0 cells to measure" in err and len(cells.seen) == 4
     run(capsys, "--select", "--again", tokens="1")
@@ -144,7 +144,7 @@ def test_other_versions_and_new_backends_are_measured(
     assert len(cells.seen) == 3
 
 
-def test_an_interrupted_run_goes_on_where_it_was(cells: Cells, tuned: Path, capsys) -> None:
+def test_an_interrupted_run_resumes(cells: Cells, tuned: Path, capsys) -> None:
     cells.stop_after = 3
     code, _, err = run(capsys, "--select", "--quant", "none,int8_w8a16")
     assert code == 1 and "interrupted" in err
@@ -155,7 +155,7 @@ def test_an_interrupted_run_goes_on_where_it_was(cells: Cells, tuned: Path, caps
     assert [tokens for tokens, _ in cells.seen] == [1, 16, 64, 256, 1, 16, 64, 256]
 
 
-def test_who_fails_or_is_wrong_is_recorded_and_not_chosen(
+def test_failures_and_wrong_outputs_are_recorded_and_not_chosen(
     cells: Cells, tuned: Path, capsys, monkeypatch
 ) -> None:
     broken = fakes("flat", "steep", "tired")
@@ -250,7 +250,7 @@ def test_a_backends_own_tuner(cells: Cells) -> None:
 
 
 def command(*argv: str) -> tuple[list[str], dict[str, str]]:
-    """For a process of its own, where two backends are measured in truth."""
+    """Return a command and its environment: a process that really measures two backends."""
     names = "torch,reference"
     return [sys.executable, "-m", "moekit", "tune", "--select", *FAST, "--experts", names, *argv], {
         **os.environ, "MOEKIT_PLUGINS": "", "OMP_NUM_THREADS": "1",
@@ -285,7 +285,7 @@ def test_a_killed_run_leaves_a_whole_table(tuned: Path) -> None:
 
 
 def test_one_process_a_device(tuned: Path) -> None:
-    """The CPU stands in for both devices; a group that fails makes the whole run fail."""
+    """The CPU replaces both devices; a group that fails makes the whole run fail."""
     args, environ = command("--tokens", "1,4", "--quant", "none,int8_w8a16", "--gpus", "2")
     done = subprocess.run(args, env=environ, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
@@ -331,7 +331,7 @@ def test_regret_of_a_fresh_measurement(cells: Cells, tuned: Path, capsys, tmp_pa
 def test_regret_of_a_recorded_bench(
     cells: Cells, tuned: Path, capsys, tmp_path, measured_itself: bool
 ) -> None:
-    """Without a table the choice goes by name, and loses; with one it does not."""
+    """Without a table the choice follows names, and loses; with one it does not."""
     names = ["auto"] * measured_itself + ["flat", "steep"]
     cells.auto = CURVES["flat"]
     file = tmp_path / "run.json"

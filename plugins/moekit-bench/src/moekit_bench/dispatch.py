@@ -1,6 +1,6 @@
 """Dispatchers without experts, over numbers of tokens on each rank.
 
-Every rank has T tokens of its own. *Dispatch* is ``prepare(...).result()`` on tokens that were
+Every rank has its own T tokens. *Dispatch* is ``prepare(...).result()`` on tokens that were
 quantized before, *combine* is ``finalize(...).result()`` on output that is there already, and a
 round trip is one after the other.
 """

@@ -1,6 +1,6 @@
 """Whole layers over ranks: every dispatcher with every experts backend, over numbers of tokens.
 
-Every rank has T tokens of its own. Its output is compared with the fp32 oracle of one rank that
+Every rank has its own T tokens. Its output is compared with the fp32 oracle of one rank that
 holds all experts: each rank computes the oracle's sum over its own experts, and the sums are added.
 """
 
@@ -321,8 +321,8 @@ class LayersWorkload:
             self.overlap, s.seed,
         )  # fmt: skip
         try:
-            everyone = self.ranks.run(measure_layers, task)
-            return [merge(results) for results in zip(*everyone, strict=True)]
+            ranks = self.ranks.run(measure_layers, task)
+            return [merge(results) for results in zip(*ranks, strict=True)]
         except Exception as error:
             if len(names) > 1:  # which of them it was, and the others' times
                 return [r for n in names for r in self._results(spec, problem, tokens, [n])]

@@ -141,7 +141,7 @@ class LayerSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every run records besides its cells and settings."""
+    """What every run records, apart from its cells and settings."""
 
     format: int = FORMAT
     command: str = ""

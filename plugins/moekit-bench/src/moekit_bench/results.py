@@ -131,7 +131,7 @@ class Overlap:
     sequential, in_flight, run_ahead: two micro-batches; the second one is dispatched before the
     experts of the first one run, or its experts run, too, before the first result is awaited.
     shared_after, shared_within, shared_concurrent: a call with shared experts after it, within it
-    on its stream, and on a stream of their own.
+    on its stream, and on a separate stream.
     """
 
     sequential_us: float = merged_by(median, "one_after_the_other_us")

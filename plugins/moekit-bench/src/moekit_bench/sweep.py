@@ -62,11 +62,11 @@ class Workload(Protocol):
 
 
 class Progress:
-    """A line on standard error for each cell, and a bar where somebody watches."""
+    """A line on standard error for each cell, and a progress bar on a terminal."""
 
     def __init__(self, total: int) -> None:
         watched = sys.stderr.isatty()
-        tqdm.monitor_interval = 0  # no thread besides those that are measured
+        tqdm.monitor_interval = 0  # no further thread while times are taken
         self._bar: Any = tqdm(
             total=total,
             file=sys.stderr if watched else io.StringIO(),

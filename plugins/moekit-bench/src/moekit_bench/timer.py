@@ -44,7 +44,7 @@ class Timing:
     """Microseconds of one call; medians.
 
     graph_us: a replay of a graph over all inputs, divided by their number.
-    eager_us: all inputs called in a row, from a drained queue to a drained queue, divided likewise.
+    eager_us: all inputs in a row, from a drained queue to a drained queue, divided by their number.
     host_us: until a call returns, from a drained queue; None on the CPU, where it is eager_us.
     spread: the fastest and the slowest of the times that ``us`` is the median of.
     note: why there is no graph time.

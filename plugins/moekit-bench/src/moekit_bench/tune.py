@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 def _own_tuner(name: str, argv: Sequence[str]) -> int:
     loaded = registry().expert(name).load()
     if not hasattr(loaded, "tune"):
-        raise MoekitError(f"experts {name!r} have no tuner of their own; see `tune --help`")
+        raise MoekitError(f"experts {name!r} have no tuner; see `tune --help`")
     return int(loaded.tune(list(argv)))
 
 
