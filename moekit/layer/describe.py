@@ -27,9 +27,10 @@ def describe(
         experts = ", ".join(map(str, held[:_SHOWN])) + ", ..." * (len(held) > _SHOWN)
         outputs = "outputs are summed" if ranks.sums else "outputs are partial sums"
         traffic = "tokens move between ranks" if ranks.moves else outputs
+        batches = ranks.size // ranks.copies
         lines.append(
             f"parallelism: rank {ranks.rank} of {ranks.size} (ep_size={parallel.ep_size}, "
-            f"tp_size={parallel.tp_size}), {ranks.size // ranks.copies} token batches, experts "
+            f"tp_size={parallel.tp_size}), {batches} token batch{'es' * (batches > 1)}, experts "
             f"{experts}; {traffic}"
         )
     loaded = "not loaded" if packed is None else f"{packed.nbytes / 2**20:.1f} MiB"

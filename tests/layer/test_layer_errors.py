@@ -266,6 +266,6 @@ def test_repr() -> None:
     layer = make_layer(
         parallel=parallel, reduce_results=False, expert_placement_strategy="round_robin"
     )
-    assert "rank 1 of 3 (ep_size=3, tp_size=1), 1 token batches, experts 1, 4;" in repr(layer)
+    assert "rank 1 of 3 (ep_size=3, tp_size=1), 1 token batch, experts 1, 4;" in repr(layer)
     assert "outputs are partial sums" in repr(layer)
     assert layer.problem.intermediate_size == I
