@@ -179,7 +179,7 @@ def entry_points(group: str = GROUP) -> Iterator[Source]:
         try:
             with contained():
                 mentioned = group in (dist.read_text("entry_points.txt") or "")
-        except Fault:  # not text: nobody's plugin, as far as one can tell
+        except Fault:  # unreadable: it cannot be recognized as a plugin
             continue
         if not mentioned:
             continue
@@ -202,7 +202,7 @@ def entry_points(group: str = GROUP) -> Iterator[Source]:
 
 
 def _distributions() -> Iterator[importlib.metadata.Distribution]:
-    """All that can be listed: a finder of somebody's that raises ends the list."""
+    """Yield the distributions; a foreign finder that raises ends the list."""
     found = iter(importlib.metadata.distributions())
     while True:
         try:
@@ -218,7 +218,10 @@ def _distributions() -> Iterator[importlib.metadata.Distribution]:
 def _source(
     name: str, distribution: str, version: str, points: Mapping[str, importlib.metadata.EntryPoint]
 ) -> Source:
-    """``points``: the entry points of that name by their values; more than one makes no sense."""
+    """Return the source of a plugin.
+
+    points: the entry points of that name by their values; more than one is a fault.
+    """
     broken = partial(Source.broken, name, distribution, version)
     if _canonical(name) == CORE:
         return broken(f"its entry point is called {CORE!r}, as moekit's own: rename it")
@@ -238,7 +241,7 @@ def _raise(error: Exception) -> None:
 
 
 def probe(source: Source, strict: bool = False) -> PluginState:
-    """Load one plugin in a plugin manager of its own, so that its faults stay its own.
+    """Load one plugin in a separate plugin manager, so that its faults affect no other.
 
     strict: raise what the plugin raises.
     """
@@ -268,7 +271,7 @@ def probe(source: Source, strict: bool = False) -> PluginState:
 
 
 def probing() -> bool:
-    """Whether this thread is loading a plugin."""
+    """Return whether this thread is loading a plugin."""
     return getattr(_this_thread, "probing", False)
 
 
@@ -291,14 +294,14 @@ def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
                 raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
             if len(records) == _MOST_BACKENDS:
                 raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS} backends")
-            records.append(replace(record))  # which validates what was changed since it was made
+            records.append(replace(record))  # `replace` validates changes since the spec was made
     return tuple(records)
 
 
 def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
-    """``states``, the core's first, with the names that several of them offer told in the reason.
+    """Return ``states``, the core's first; those that offer the same names have a reason.
 
-    The core keeps its own names, and whoever else offers one loses that backend.
+    The core keeps its names, and a plugin that offers one of them loses that backend.
     """
     marked = []
     shared = clashes([(state.owner, state.offers) for state in states])
@@ -316,8 +319,11 @@ def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
 
 
 def clashes(owners: Sequence[tuple[str, Collection[Offer]]]) -> list[tuple[str, set[Offer]]]:
-    """Return for each owner and its offers what it shares with whom ("": nothing), and what it
-    loses to the first owner, which is the core and shares nothing."""
+    """Return a reason and the lost offers for each owner.
+
+    The reason names the offers that an owner shares with others, or is "". Offers are lost to the
+    first owner, the core, which shares nothing.
+    """
     core = set(owners[0][1])
     found: list[tuple[str, set[Offer]]] = [("", set())]
     for place, (_, offers) in enumerate(owners[1:], 1):

@@ -1,11 +1,11 @@
-"""What arguments may be: one table of kinds for each public class or function, and one sentence
-for a value that is of another kind.
+"""Checks of arguments: a table of kinds for each public class or function.
+
+A value of another kind raises an error that names the argument, the value and the kind:
 
     _KINDS = {"steps": size(), "name": optional(NAME), "min_gain": real(0.0, 1.0)}
     given = accept(_KINDS, {"steps": steps, "name": name, "min_gain": min_gain})
 
-Tables serve constructors and setup. Calls compare first and explain later
-(`moekit.runtime.checks`).
+Tables are for constructors and setup. Calls use the faster `moekit.runtime.checks`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from moekit.errors import InvalidProblem, MoekitError
 
-# Bounds of sizes: far above every model and machine, and low enough that whatever moekit computes
-# for each rank or each expert ends soon.
+# Bounds of sizes: far above every model and machine, and low enough that loops over ranks or
+# experts end soon.
 MAX_RANKS = 2**16
 MAX_EXPERTS = 2**20
 MAX_WIDTH = 2**24
@@ -37,8 +37,11 @@ _short.maxother = _short.maxstring = _short.maxlong = 60
 
 @dataclass(frozen=True)
 class Kind:
-    """A set of values. wanted: its name in an error ("must be ..."). keep: returns the value as
-    its owner stores it, and raises for a value outside the set."""
+    """A set of values.
+
+    wanted: its name in an error ("it must be ...").
+    keep: returns the value to store, and raises for a value outside the set.
+    """
 
     wanted: str
     keep: Callable[[Any], Any]
@@ -60,7 +63,7 @@ def accept(
             kept[name] = kind.keep(values[name])
         except MoekitError:
             raise
-        except Exception:  # whatever a stranger's value raises when it is looked at
+        except Exception:  # a foreign value may raise anything
             raise error(f"{name}={shown(values[name])}: it must be {kind.wanted}") from None
     return kept
 
@@ -68,13 +71,13 @@ def accept(
 def accept_fields(
     owner: object, kinds: Mapping[str, Kind], error: type[MoekitError] = InvalidProblem
 ) -> None:
-    """`accept` the fields of a frozen dataclass, and store them as they are kept."""
+    """Check the fields of a frozen dataclass with `accept`, and store what that returns."""
     for name, value in accept(kinds, vars(owner), error).items():
         object.__setattr__(owner, name, value)
 
 
 def shown(value: object) -> str:
-    """``repr(value)`` in at most about 60 characters; a tensor's form instead of its values."""
+    """Return ``repr(value)`` in about 60 characters; of a tensor its shape, dtype and device."""
     if isinstance(value, Tensor):
         layout = "" if value.layout is torch.strided else f" {value.layout}"
         shape = "nested" if value.is_nested else tuple(value.shape)
@@ -86,7 +89,7 @@ def shown(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What a foreign error says, without what its library adds below it."""
+    """Return the first line of a foreign error's text."""
     return str(error).partition("\n")[0]
 
 
@@ -96,7 +99,7 @@ def _require(condition: bool) -> None:
 
 
 def size(least: int = 1, most: int = MAX_TOKENS) -> Kind:
-    """An integer of Python or numpy within the bounds, kept as int; bools are none."""
+    """Return the kind of Python or numpy integers within the bounds, kept as int; no bools."""
 
     def keep(value: Any) -> int:
         _require(isinstance(value, Integral) and not isinstance(value, bool))
@@ -114,7 +117,7 @@ def real(
     above: float = -math.inf,
     finite: bool = True,
 ) -> Kind:
-    """A number within the bounds, kept as float; NaN and bools are none."""
+    """Return the kind of numbers within the bounds, kept as float; no NaN and no bools."""
 
     def keep(value: Any) -> float:
         _require(isinstance(value, Real) and not isinstance(value, bool))
@@ -145,7 +148,7 @@ def choice(names: Collection[str]) -> Kind:
 
 
 def converted(wanted: str, type_: type, makers: Mapping[type, Callable[[Any], Any]]) -> Kind:
-    """A ``type_``, or a value of another type from which one of ``makers`` makes it."""
+    """Return the kind of ``type_``, or of values that one of ``makers`` converts to it."""
 
     def keep(value: Any) -> Any:
         for source, make in makers.items():
@@ -158,7 +161,7 @@ def converted(wanted: str, type_: type, makers: Mapping[type, Callable[[Any], An
 
 
 def sequence(wanted: str, type_: type) -> Kind:
-    """A list or tuple of ``type_``; kept as it is."""
+    """Return the kind of lists and tuples of ``type_``, kept as they are."""
 
     def keep(value: Any) -> Any:
         _require(isinstance(value, (list, tuple)) and all(isinstance(v, type_) for v in value))

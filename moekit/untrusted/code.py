@@ -1,7 +1,7 @@
-"""Run code from strangers, and say on one printable line what came of it.
+"""Run foreign code, and describe its failure in one printable line.
 
 Plugins and the libraries that they import raise anything: SystemExit, exceptions that derive from
-BaseException alone (pyo3's PanicException, pytest's Skipped), exceptions whose text cannot be read.
+BaseException only (pyo3's PanicException, pytest's Skipped), exceptions whose text cannot be read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _repr.maxstring = _repr.maxother = 200
 
 
 class Fault(Exception):
-    """A stranger's code raised: the text describes ``__cause__``, the exception itself."""
+    """Foreign code raised an exception, which is ``__cause__``; the text describes it."""
 
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Raise `Fault` for whatever the block raises, but for the user's KeyboardInterrupt."""
+    """Turn every exception of the block into a `Fault`, except the user's KeyboardInterrupt."""
     try:
         yield
     except KeyboardInterrupt:
@@ -42,7 +42,7 @@ def watched(what: str, seconds: float = _SLOW) -> Iterator[None]:
     text = "moekit: %s has taken %g s so far; `python -m moekit doctor` ends what hangs"
     timer = threading.Timer(seconds, logger.warning, (text, what, seconds))
     timer.daemon = True
-    with suppress(RuntimeError):  # no more threads can be started: nobody is warned
+    with suppress(RuntimeError):  # no more threads can be started: skip the warning
         timer.start()
     try:
         yield
@@ -67,10 +67,10 @@ def shown(value: object) -> str:
 
 
 def printable(text: str, most: int = _LONGEST) -> str:
-    r"""Return at most ``most`` characters of ``text`` as one line that a terminal only prints.
+    r"""Return at most ``most`` characters of ``text`` as one line that is safe for a terminal.
 
-    Control characters, line breaks, marks that turn the writing direction and lone surrogates come
-    as ``\x1b``, ``\n``, ``\u202e`` and ``\ud800``.
+    Control characters, line breaks, marks that change the writing direction and lone surrogates are
+    escaped: ``\x1b``, ``\n``, ``\u202e`` and ``\ud800``.
     """
     if (left := len(text) - most) > 0:
         text = f"{text[:most]}... ({left} characters more)"

@@ -1,7 +1,7 @@
-"""Files that strangers wrote, read in bounded time and memory.
+"""Reading of foreign files in bounded time and memory.
 
 The functions raise OSError or ValueError; callers turn these into moekit's errors, which name the
-file. `Kind` checks what a parsed file says: one table of fields states every type and range.
+file. A `Kind` checks a parsed file: a table of fields states every type and range.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any
 MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
 _SHOWN = 80  # characters of a wrong value in a message
 _DIGITS = 40
-_MAX_VALUES = 4_000_000  # in one file; a header has eight or so for each tensor
+_MAX_VALUES = 4_000_000  # in one file; a header has about eight for each tensor
 
 
 def open_regular(path: Path) -> int:
-    """A file descriptor for reading. Raises OSError, also for what is no regular file: opening a
-    FIFO would wait for its writer, and a device has no end."""
+    """Return a file descriptor for reading. Raises OSError unless it is a regular file.
+
+    Opening a FIFO would wait for its writer, and a device has no end.
+    """
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -31,7 +33,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_json(path: Path, most: int = MAX_JSON) -> Any:
-    """`parse_json` of a file of at most ``most`` bytes."""
+    """Return `parse_json` of a file of at most ``most`` bytes."""
     with open(open_regular(path), "rb") as stream:
         data = stream.read(most + 1)
     if len(data) > most:
@@ -40,7 +42,7 @@ def read_json(path: Path, most: int = MAX_JSON) -> Any:
 
 
 def parse_json(data: bytes) -> Any:
-    """UTF-8 JSON as RFC 8259 has it: no name twice in an object, every number finite."""
+    """Parse UTF-8 JSON (RFC 8259) without repeated names or infinite numbers."""
     if sum(map(data.count, (b"[", b"{", b","))) > _MAX_VALUES:
         raise ValueError(f"it has more than {_MAX_VALUES} values")
     try:
@@ -81,7 +83,7 @@ def _integer(text: str) -> int:
 
 
 def shown(value: object) -> str:
-    """``repr`` in a bounded length."""
+    """Return ``repr(value)`` in a bounded length."""
     try:
         text = repr(value[:_SHOWN] if isinstance(value, (str, list)) else value)
     except RecursionError:
@@ -92,11 +94,11 @@ def shown(value: object) -> str:
 # -- kinds of values -------------------------------------------------------------------------
 
 Kind = Callable[[Any], Iterator[str]]
-"""Yields what is wrong with a value: ``": 'x', want ..."``, preceded by the field within it."""
+"""Yields each fault of a value, ``" is 'x', want ..."``, after the name of the field within it."""
 
 
 def integer(low: int, high: int, *, zero: bool = True) -> Kind:
-    """``zero``: whether 0 is right, where it lies in the range."""
+    """Return the kind of integers in a range. zero: whether 0 is allowed in it."""
 
     def faults(value: Any) -> Iterator[str]:
         if type(value) is not int or not low <= value <= high or (value == 0 and not zero):
@@ -128,7 +130,7 @@ def flag(value: Any) -> Iterator[str]:
 
 
 def either(*kinds: Kind) -> Kind:
-    """Right if any of ``kinds`` finds it right."""
+    """Return the kind of values that any of ``kinds`` allows."""
 
     def faults(value: Any) -> Iterator[str]:
         said = [list(kind(value)) for kind in kinds]
@@ -153,7 +155,7 @@ def sequence(of: Kind, low: int, high: int) -> Kind:
 
 
 def mapping(of: Mapping[str, Kind]) -> Kind:
-    """An object; fields that are null, missing, or not in ``of`` are right."""
+    """Return the kind of objects. Fields that are null, missing, or not in ``of`` are allowed."""
 
     def faults(value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
@@ -167,7 +169,7 @@ def mapping(of: Mapping[str, Kind]) -> Kind:
 
 
 def table(of: Kind, most: int) -> Kind:
-    """An object whose fields, whatever their names, are all of one kind."""
+    """Return the kind of objects whose fields, of any name, are all of one kind."""
 
     def faults(value: Any) -> Iterator[str]:
         if not isinstance(value, dict) or len(value) > most:

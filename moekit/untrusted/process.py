@@ -1,4 +1,4 @@
-"""Run a function in a process of its own, which may hang, crash, print, fork or take all memory."""
+"""Run a function in a separate process, which may hang, crash, print, fork or exhaust memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import NoReturn
 from moekit.untrusted.code import describe, printable
 
 Answer = list[str]
-Tell = Callable[..., None]  # tell("finding", "acme", "ok"): one answer
+Report = Callable[..., None]  # report("finding", "acme", "ok") sends one answer
 
 _END, _RAISED = "end", "raised"
 _MOST_ANSWERED = 1 << 20
@@ -28,30 +28,32 @@ _POLL = 0.05  # seconds
 
 @dataclass
 class Outcome:
-    """What the process told, and what became of it. fault: empty if the function returned."""
+    """The answers of the process, and its fault: empty if the function returned."""
 
     answers: list[Answer] = field(default_factory=list)
     fault: str = ""
 
 
-def run(function: Callable[[Tell], None], seconds: float, most_bytes: int | None = None) -> Outcome:
-    """Call ``function(tell)`` in a fork of this process.
+def run(
+    function: Callable[[Report], None], seconds: float, most_bytes: int | None = None
+) -> Outcome:
+    """Call ``function(report)`` in a fork of this process.
 
-    The fork and what it forks are killed after ``seconds``, or when they hold more than
-    ``most_bytes`` of memory (default: half of what the machine has available), and when the
-    function returns. Their output goes nowhere; a fault quotes its end. Call it before this process
-    initializes CUDA: a fork of one that has cannot use it.
+    The fork and its own forks are killed after ``seconds``, when they hold more than ``most_bytes``
+    of memory (default: half of the available memory), and when the function returns. Their output
+    is discarded, except that a fault quotes its end. Call it before this process initializes CUDA,
+    which a fork could not use afterwards.
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
-    answers, tell = os.pipe()
+    answers, reported = os.pipe()
     output, printed = os.pipe()
     pid = os.fork()
     if pid == 0:
         for unused in (answers, output):
             os.close(unused)
-        _child(function, tell, printed)
-    for unused in (tell, printed):
+        _child(function, reported, printed)
+    for unused in (reported, printed):
         os.close(unused)
     try:
         return _watch(pid, answers, output, seconds, most_bytes or _half_of_memory())
@@ -61,12 +63,12 @@ def run(function: Callable[[Tell], None], seconds: float, most_bytes: int | None
         os.close(output)
 
 
-def _child(function: Callable[[Tell], None], answers: int, printed: int) -> NoReturn:
-    """In the fork: nothing of the parent's may run after it, not even its exit handlers."""
+def _child(function: Callable[[Report], None], answers: int, printed: int) -> NoReturn:
+    """Run the function in the fork, and exit without running the parent's exit handlers."""
     me = os.getpid()
 
-    def tell(*answer: str) -> None:
-        if os.getpid() != me:  # a copy of this process, that the function forked
+    def report(*answer: str) -> None:
+        if os.getpid() != me:  # the function forked a copy of this process
             os._exit(0)
         line = json.dumps([printable(each) for each in answer]).encode() + b"\n"
         while line:
@@ -77,22 +79,22 @@ def _child(function: Callable[[Tell], None], answers: int, printed: int) -> NoRe
         for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(caught, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with suppress(OSError):  # where memory runs out, this process goes first
+        with suppress(OSError):  # if memory runs out, the kernel kills this process first
             Path("/proc/self/oom_score_adj").write_text("1000")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (1, 2):
             os.dup2(printed, number)
         sys.stdout = sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)
-        function(tell)
-        tell(_END)
+        function(report)
+        report(_END)
     except BaseException as error:
-        tell(_RAISED, describe(error))
+        report(_RAISED, describe(error))
     finally:
         os._exit(0)
 
 
 def _watch(pid: int, answers: int, output: int, seconds: float, most_bytes: int) -> Outcome:
-    told, tail = bytearray(), b""
+    received, tail = bytearray(), b""
     status: int | None = None
     deadline, next_look = time.monotonic() + seconds, 0.0
     fault = ""
@@ -100,20 +102,20 @@ def _watch(pid: int, answers: int, output: int, seconds: float, most_bytes: int)
     for pipe in pipes:
         os.set_blocking(pipe, False)
     while True:
-        ended = status is not None  # looked at before the last reading, or answers are lost
+        ended = status is not None  # read before the last reading of the pipes, or answers are lost
         ready, _, _ = select.select(pipes, [], [], 0 if ended else _POLL)
         for pipe in ready:
             chunk = os.read(pipe, 1 << 16)
             if not chunk:
                 pipes.remove(pipe)
             elif pipe == answers:
-                told += chunk
+                received += chunk
             else:
                 tail = (tail + chunk)[-_TAIL:]
         if ended and (answers not in ready or answers not in pipes):
             break
         now = time.monotonic()
-        if len(told) > _MOST_ANSWERED:
+        if len(received) > _MOST_ANSWERED:
             fault = "it answered more than 1 MiB"
         elif not ended and now > deadline:
             fault = f"it did not end within {seconds:g} s"
@@ -126,7 +128,7 @@ def _watch(pid: int, answers: int, output: int, seconds: float, most_bytes: int)
         if not ended:
             done, code = os.waitpid(pid, os.WNOHANG)
             status = code if done else None
-    outcome = Outcome(list(_answers(bytes(told))), fault)
+    outcome = Outcome(list(_answers(bytes(received))), fault)
     last = outcome.answers.pop() if outcome.answers else []
     if last[:1] == [_END]:
         outcome.fault = ""
@@ -141,9 +143,9 @@ def _watch(pid: int, answers: int, output: int, seconds: float, most_bytes: int)
     return outcome
 
 
-def _answers(told: bytes) -> Iterator[Answer]:
-    """Whole lines that `tell` could have written."""
-    for line in told.split(b"\n")[:-1]:
+def _answers(received: bytes) -> Iterator[Answer]:
+    """Yield the answers in whole lines that `report` can have written."""
+    for line in received.split(b"\n")[:-1]:
         with suppress(ValueError, RecursionError):
             answer = json.loads(line)
             if isinstance(answer, list) and answer and all(isinstance(t, str) for t in answer):
@@ -161,7 +163,7 @@ def _ended(status: int) -> str:
 
 
 def _kill(pid: int) -> None:
-    """End the process and those it started, and wait a little for it."""
+    """Kill the process and those that it started, and wait briefly for its end."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     for _ in range(100):
@@ -176,7 +178,7 @@ def _kill(pid: int) -> None:
 
 
 def _half_of_memory() -> int:
-    """Bytes; without a /proc, more than there can be."""
+    """Return half of the available memory in bytes; without /proc, no limit."""
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
         return int(text.partition("MemAvailable:")[2].split()[0]) * 1024 // 2
@@ -184,7 +186,7 @@ def _half_of_memory() -> int:
 
 
 def _memory_of(session: int) -> int:
-    """Bytes that the processes of a session hold; 0 where nothing tells."""
+    """Return the bytes that the processes of a session hold, or 0 if unknown."""
     pages = 0
     with suppress(OSError):
         for name in os.listdir("/proc"):

@@ -169,5 +169,5 @@ class TestBadFiles:
     def test_wrong_dtype_is_refused_by_pack(self, mixtral: Path) -> None:
         problem = problem_of(hfm.MIXTRAL, torch.bfloat16)
         weights = load_experts(mixtral, "mixtral", 0, problem)
-        with pytest.raises(WeightsError, match=r"w13 is torch.float32, want torch.bfloat16"):
+        with pytest.raises(WeightsError, match=r"w13 is torch.float32, expected torch.bfloat16"):
             moekit.compose(problem).pack(weights)

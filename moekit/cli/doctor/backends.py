@@ -61,7 +61,7 @@ def examine(environ: Mapping[str, str], seconds: float) -> _Found:
         yield state.name, "bad", f"{state.state}: {state.reason}"
 
 
-def _examine_plugin(source: discovery.Source, device: DeviceSpec, tell: isolate.Tell) -> None:
+def _examine_plugin(source: discovery.Source, device: DeviceSpec, tell: isolate.Report) -> None:
     """Tell what `examine` reads, in the plugin's process."""
     state = discovery.probe(source)
     if state.state != "ok":
@@ -86,7 +86,7 @@ def checks(environ: Mapping[str, str], seconds: float) -> _Found:
             yield source.name, "bad", f"its checks failed: {outcome.fault} ({owner})"
 
 
-def _run_checks(load: Callable[[], object], tell: isolate.Tell) -> None:
+def _run_checks(load: Callable[[], object], tell: isolate.Report) -> None:
     check: Any = load()
     for found in check():
         name, state, text = found
@@ -111,7 +111,7 @@ def _device(seconds: float) -> tuple[DeviceSpec, str]:
     return DeviceSpec("cpu"), outcome.fault
 
 
-def _tell_device(tell: isolate.Tell) -> None:
+def _tell_device(tell: isolate.Report) -> None:
     device = DeviceSpec.detect()
     capability = ".".join(map(str, device.capability or ()))
     tell(device.type, capability, device.name, device.arch)
