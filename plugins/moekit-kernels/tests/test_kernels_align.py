@@ -1,4 +1,4 @@
-"""Alignment against lists made on the CPU."""
+"""Compare `align` with lists made on the CPU."""
 
 import pytest
 import torch
@@ -30,9 +30,9 @@ def run_align(
         return torch.full((n + 32,), -77, dtype=torch.int32, device=ids.device)
 
     whole = [ints(n) for n in (capacity, blocks, 1, ids.numel(), COUNTERS + blocks)]
-    pairs, experts, num_rows, entries, counters = (x[:-32] for x in whole)
+    assignments, experts, num_rows, sorted_rows, counters = (x[:-32] for x in whole)
     given = counters if zeros is None else None
-    out = SortedAssignments(pairs, experts, num_rows, block_m, entries, counters=given)
+    out = SortedAssignments(assignments, experts, num_rows, block_m, sorted_rows, counters=given)
     scratch = ints(align_scratch(ids.numel(), num_experts))
     align(ids, num_experts, out, scratch[:-32], zeros)
     assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
@@ -40,29 +40,29 @@ def run_align(
     return out
 
 
-def pairs_by_expert(flat: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
-    """Of `flat` ids on the CPU, every expert's pairs in ascending order."""
+def assignments_by_expert(flat: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
+    """Return every expert's assignments in ascending order, of ``flat`` ids on the CPU."""
     counts = flat[flat >= 0].bincount(minlength=num_experts)
     return flat.argsort(stable=True)[(flat < 0).sum() :].split(counts.tolist())
 
 
 def check_aligned(out: SortedAssignments, ids: torch.Tensor, num_experts: int) -> None:
     flat, block_m = ids.flatten().cpu(), out.block_m
-    pairs, experts = [], []
-    for expert, mine in enumerate(pairs_by_expert(flat, num_experts)):
+    assignments, experts = [], []
+    for expert, mine in enumerate(assignments_by_expert(flat, num_experts)):
         blocks = cdiv(len(mine), block_m)
         padding = torch.full((blocks * block_m - len(mine),), len(flat))
-        pairs += [mine, padding]
+        assignments += [mine, padding]
         experts += [expert] * blocks
-    want = torch.cat(pairs).int()
+    want = torch.cat(assignments).int()
     assert out.num_rows.item() == len(want)
     assert torch.equal(out.assignments_S[: len(want)].cpu(), want)
     assert out.experts_B.tolist() == experts + [-1] * (out.experts_B.numel() - len(experts))
     if out.rows_A is not None:
-        entries = torch.full((len(flat) + 1,), -1, dtype=torch.int32)
-        entries[want.long()] = torch.arange(len(want), dtype=torch.int32)
-        entries[-1] = -1  # of padding
-        assert torch.equal(out.rows_A.cpu(), entries[:-1])
+        sorted_rows = torch.full((len(flat) + 1,), -1, dtype=torch.int32)
+        sorted_rows[want.long()] = torch.arange(len(want), dtype=torch.int32)
+        sorted_rows[-1] = -1  # of padding
+        assert torch.equal(out.rows_A.cpu(), sorted_rows[:-1])
 
 
 ALIGN_SIZES = [
@@ -92,12 +92,12 @@ def test_align(device, rows, top_k, num_experts, block_m, dtype, routing):
     "most", [FEW_ASSIGNMENTS, ONE_LAUNCH_ASSIGNMENTS, 3 * ONE_LAUNCH_ASSIGNMENTS]
 )
 def test_align_any_size(device, most):
-    """Random numbers of everything; uneven routing; more blocks than can be used; no entries."""
+    """Random sizes, uneven routing, more blocks than can be used, no ``rows_A``."""
     for block_m in (8, 16, 32, 64, 128):
-        pairs, num_experts = (int(torch.randint(1, high + 1, ())) for high in (most, 300))
-        ids = (torch.rand(pairs, 1, device=device) ** 3 * (num_experts + 1)).long() - 1
-        blocks = align_capacity(pairs, num_experts, block_m) // block_m + 70
-        sizes = (blocks * block_m, blocks, 1, align_scratch(pairs, num_experts))
+        assignments, num_experts = (int(torch.randint(1, high + 1, ())) for high in (most, 300))
+        ids = (torch.rand(assignments, 1, device=device) ** 3 * (num_experts + 1)).long() - 1
+        blocks = align_capacity(assignments, num_experts, block_m) // block_m + 70
+        sizes = (blocks * block_m, blocks, 1, align_scratch(assignments, num_experts))
         lists = [torch.full((n,), -77, dtype=torch.int32, device=device) for n in sizes]
         out = SortedAssignments(*lists[:3], block_m)
         align(ids, num_experts, out, lists[3])
@@ -106,10 +106,10 @@ def test_align_any_size(device, most):
 
 @pytest.mark.parametrize(("rows", "top_k", "num_experts", "block_m"), ALIGN_SIZES)
 @pytest.mark.parametrize("routing", ["uniform", "skipping", "none"])
-@pytest.mark.parametrize("pairs", [False, True])
-def test_align_by_ends(device, rows, top_k, num_experts, block_m, routing, pairs):
-    """Without blocks, into guarded lists; `skipping`: two of three experts have no pairs."""
-    block_m = 1 if pairs and block_m < 64 else block_m
+@pytest.mark.parametrize("assignments", [False, True])
+def test_align_by_ends(device, rows, top_k, num_experts, block_m, routing, assignments):
+    """Without blocks, into guarded lists. skipping: two of three experts have no rows."""
+    block_m = 1 if assignments and block_m < 64 else block_m
     low, high = (-1, 0) if routing == "none" else (-1, num_experts)
     ids = torch.randint(low, high, (rows, top_k), dtype=torch.int32, device=device)
     if routing == "skipping":
@@ -117,36 +117,36 @@ def test_align_by_ends(device, rows, top_k, num_experts, block_m, routing, pairs
     n, capacity = ids.numel(), align_capacity(ids.numel(), num_experts, block_m)
     sizes = (n, num_experts, capacity, align_scratch(n, num_experts))
     whole = [torch.full((size + 32,), -77, dtype=torch.int32, device=device) for size in sizes]
-    entries, ends, listed, scratch = (x[:-32] for x in whole)
-    out = SortedAssignments(listed if pairs else None, None, None, block_m, entries, ends)
+    sorted_rows, ends, listed, scratch = (x[:-32] for x in whole)
+    out = SortedAssignments(listed if assignments else None, None, None, block_m, sorted_rows, ends)
     align(ids, num_experts, out, scratch)
     assert all((x[-32:] == -77).all() for x in whole), "written beyond the end"
     want, start = torch.full((capacity,), -77, dtype=torch.int32), 0
-    found = entries.cpu()
-    mine_by_expert = pairs_by_expert(ids.flatten().cpu(), num_experts)
+    found = sorted_rows.cpu()
+    mine_by_expert = assignments_by_expert(ids.flatten().cpu(), num_experts)
     for mine, end in zip(mine_by_expert, ends.tolist(), strict=True):
         assert end == start + len(mine)
         assert found[mine].tolist() == list(range(start, end))
         want[start:end] = mine
         start += cdiv(len(mine), block_m) * block_m
-    assert (entries[ids.flatten() < 0] == -1).all()
-    assert torch.equal(listed.cpu(), want if pairs else torch.full_like(want, -77))
+    assert (sorted_rows[ids.flatten() < 0] == -1).all()
+    assert torch.equal(listed.cpu(), want if assignments else torch.full_like(want, -77))
 
 
 def test_align_scratch_suffices_for_fewer_pairs():
-    sizes = [align_scratch(pairs, 60) for pairs in range(0, 3 * TILE * PROGRAMS, 77)]
+    sizes = [align_scratch(assignments, 60) for assignments in range(0, 3 * TILE * PROGRAMS, 77)]
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize("pairs", [20, 200, 3 * ONE_LAUNCH_ASSIGNMENTS + 5])
-def test_check_aligned_sees_faults(device, pairs):
-    """An order that is not stable; wrong padding, expert, entry, number of rows."""
-    ids = torch.arange(pairs, device=device).view(-1, 1) % 3
-    first = cdiv(pairs, 3)  # of expert 0's padding
+@pytest.mark.parametrize("assignments", [20, 200, 3 * ONE_LAUNCH_ASSIGNMENTS + 5])
+def test_check_aligned_sees_faults(device, assignments):
+    """`check_aligned` finds an unstable order, wrong padding, expert, row and row count."""
+    ids = torch.arange(assignments, device=device).view(-1, 1) % 3
+    first = cdiv(assignments, 3)  # of expert 0's padding
     for name, at, wrong in [
         ("assignments_S", slice(0, 2), [3, 0]), ("assignments_S", slice(first, first + 1), 0),
         ("experts_B", slice(0, 1), 1), ("experts_B", slice(-1, None), 0),
-        ("rows_A", slice(0, 1), 1), ("num_rows", slice(0, 1), pairs),
+        ("rows_A", slice(0, 1), 1), ("num_rows", slice(0, 1), assignments),
     ]:  # fmt: skip
         out = run_align(ids, 3, 32)
         check_aligned(out, ids, 3)

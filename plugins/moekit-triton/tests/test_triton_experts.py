@@ -84,7 +84,7 @@ def check(problem, dispatcher: str, experts: str, tokens: int = 9) -> None:
 
 
 class NaNWorkspace(Workspace):
-    """Scratch filled with NaN (all ones): what is read before it is written shows."""
+    """A workspace filled with NaN (all ones), so that reading unwritten memory fails."""
 
     def take(self, specs, device):
         views = super().take(specs, device)

@@ -39,15 +39,15 @@ LARGE_SIZES = dict(num_experts=8, top_k=2, hidden_size=1024, intermediate_size=2
 
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which values overflow depends on the draw, so that it is always the same one."""
+    """Fix the seed: which values overflow depends on the draw."""
     monkeypatch.setenv("MOEKIT_TEST_SEED", "2")
 
 
 def check(
-    problem: MoEProblem, tokens: int, pair: tuple[str, str] = ("local", "triton"), limit=2e-3
+    problem: MoEProblem, tokens: int, combination: tuple[str, str] = ("local", "triton"), limit=2e-3
 ) -> None:
-    """Every token on its own: two of three are loud, under weights below 0.01. The third is quiet,
-    under weights above 1, of which one is negative."""
+    """Check every token alone: two of three are large, with router weights below 0.01; the third is
+    small, with weights above 1, one of them negative."""
     torch.manual_seed(tokens)
     weights = loud(problem)
     x = torch.randn(tokens, problem.hidden_size)
@@ -63,7 +63,7 @@ def check(
         x, weights, Routing(torch.ones_like(routing.topk_weights), routing.topk_ids), problem
     )
     assert float(raw.abs().max()) > 65504, "no output overflows: the test tells nothing"
-    kernel = moekit.compose(problem, *pair)
+    kernel = moekit.compose(problem, *combination)
     out = kernel(x, kernel.pack(weights), routing).float()
     want = oracle(x, weights, routing, problem)
     held = want.abs().amax(dim=1) < 65000  # of the others the result itself is above the range
@@ -74,7 +74,7 @@ def check(
 
 
 def loud(problem: MoEProblem) -> ExpertWeights:
-    """Weights of experts whose output has a root mean square of about 60000."""
+    """Return weights of experts whose output has a root mean square of about 60000."""
     weights = random_weights(problem.replace(quant="none"))
     weights = replace(weights, w13=4 * weights.w13)
     x = torch.randn(64, problem.hidden_size, device=weights.w2.device).half()
@@ -96,13 +96,13 @@ def test_every_plan(device, monkeypatch, name, tokens):
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 @pytest.mark.parametrize("scheme", ["none", "fp8_block", "int8_channel_token", "int4_w4a16_g32"])
 @pytest.mark.parametrize(
-    "pair",
+    "combination",
     [("local", "triton"), ("local", "triton_batched"), ("batched_reference", "triton_batched")],
 )
-def test_schemes(device, pair, scheme, tokens):
+def test_schemes(device, combination, scheme, tokens):
     problem = MoEProblem(**SMALL_SIZES, quant=scheme, dtype=torch.float16, device=device.type)
     limits = {"none": 2e-3, "int4_w4a16_g32": 4e-3}  # of others: what quantizing x costs a token
-    check(problem, tokens, pair, limits.get(scheme, 0.2))
+    check(problem, tokens, combination, limits.get(scheme, 0.2))
 
 
 def test_programs_that_share_k(device, monkeypatch):

@@ -1,4 +1,4 @@
-"""The block by dot products: the two kernels against plain fp32, and when they are chosen."""
+"""Dot products: the two kernels against plain fp32, and when the plan is chosen."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return float((out.float() - reference.float()).norm() / reference.float().norm())
 
 
-def make_ids(rows: int, slots: int, experts: int, device: torch.device) -> torch.Tensor:
-    """Different experts for each row, some slots and the whole last row without."""
-    ids = torch.stack([torch.randperm(experts)[:slots] for _ in range(rows)])
+def make_ids(rows: int, top_k: int, experts: int, device: torch.device) -> torch.Tensor:
+    """Return different experts for each row; some assignments and the last row have none."""
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)])
     ids[torch.rand(ids.shape) < 0.2] = -1
     ids[0, 0], ids[-1] = 0, -1
     return ids.to(device)
 
 
 def make_weight(scheme: str, *shape: int, device: torch.device):
-    """(as stored, scale as the experts pack it, fp32)."""
+    """Return (stored values, scale as the experts pack it, fp32 values)."""
     operand, full = SCHEMES[scheme].weight, torch.randn(shape) / shape[-1] ** 0.5
     if operand is None:
         return full.bfloat16().to(device), None, full.bfloat16().float()
@@ -78,7 +78,7 @@ if not INTERPRETED:
 
 
 def configs(n: int) -> list[GemvConfig]:
-    """The interpreter, which takes a second for each, shares them among the shapes."""
+    """Distribute the cases over the shapes in the interpreter, which takes a second for each."""
     if not INTERPRETED:
         return CONFIGS
     return CONFIGS[:1] if n == SHAPES_NK[0][0] else CONFIGS[1:]
@@ -88,13 +88,13 @@ def configs(n: int) -> list[GemvConfig]:
 @pytest.mark.parametrize(("n", "k"), SHAPES_NK)
 @pytest.mark.parametrize("quantized", [False, True])
 def test_up(device, scheme, n, k, quantized):
-    """All weight and activation scales, bias; x in 16 bits too where the scheme quantizes it."""
+    """Check all weight and activation scales, bias, and 16-bit x where the scheme quantizes it."""
     operand = SCHEMES[scheme].activation
     if quantized and operand is None:
         pytest.skip("does not quantize activations")
     torch.manual_seed(0)
-    rows, slots, experts = 3, 3, 4
-    ids = make_ids(rows, slots, experts, device)
+    rows, top_k, experts = 3, 3, 4
+    ids = make_ids(rows, top_k, experts, device)
     w, w_scale, w_fp32 = make_weight(scheme, experts, 2 * n, k, device=device)
     x, x_scale = torch.randn(rows, k).bfloat16(), None
     value = x.float()
@@ -109,12 +109,12 @@ def test_up(device, scheme, n, k, quantized):
         x[-1] = torch.full((k,), NAN).to(x.dtype)  # no expert reads it
     used = ids.flatten().cpu() >= 0
     for gemv in configs(n):
-        out = torch.full((rows * slots, n), NAN, dtype=torch.float32, device=device)
+        out = torch.full((rows * top_k, n), NAN, dtype=torch.float32, device=device)
         gemv_up(
             x.to(device), w, out, ids, Activation("silu"), gemv,
             x_scale=x_scale, w_scale=w_scale, bias_LN=bias.to(device),
         )  # fmt: skip
-        assert out[~used].isnan().all(), "a pair without expert was written"
+        assert out[~used].isnan().all(), "an assignment without expert was written"
         assert relative_error(out.cpu()[used], want[used]) < 2e-6
 
 
@@ -122,14 +122,14 @@ def test_up(device, scheme, n, k, quantized):
 @pytest.mark.parametrize(("n", "k"), SHAPES_NK)
 def test_down(device, scheme, n, k):
     torch.manual_seed(0)
-    rows, slots, experts = 3, 3, 4
-    ids = make_ids(rows, slots, experts, device)
+    rows, top_k, experts = 3, 3, 4
+    ids = make_ids(rows, top_k, experts, device)
     w, w_scale, w_fp32 = make_weight(scheme, experts, n, k, device=device)
-    x = torch.randn(rows * slots, k).bfloat16()
-    weights = torch.rand(rows, slots) + 0.5
+    x = torch.randn(rows * top_k, k).bfloat16()
+    weights = torch.rand(rows, top_k) + 0.5
     bias = torch.randn(experts, n).bfloat16()
     used = ids.cpu() >= 0
-    y = torch.einsum("rsk,rsnk->rsn", x.float().view(rows, slots, k), w_fp32[ids.cpu()])
+    y = torch.einsum("rsk,rsnk->rsn", x.float().view(rows, top_k, k), w_fp32[ids.cpu()])
     y = (y + bias.float()[ids.cpu()]) * weights[:, :, None]
     want = torch.where(used[:, :, None], y, 0.0).sum(dim=1)
     x[~used.flatten()] = NAN
@@ -162,12 +162,12 @@ def test_down(device, scheme, n, k):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_activations(device, activation, dtype):
     torch.manual_seed(0)
-    rows, slots, experts, n, k = 2, 2, 3, 40, 136
-    ids = make_ids(rows, slots, experts, device)
+    rows, top_k, experts, n, k = 2, 2, 3, 40, 136
+    ids = make_ids(rows, top_k, experts, device)
     w_rows = n * (1 + activation.gated)
     w, x = torch.randn(experts, w_rows, k).to(dtype), torch.randn(rows, k).to(dtype)
     h = torch.einsum("rk,rsnk->rsn", x.float(), w.float()[ids.cpu()])
-    out = torch.full((rows * slots, n), NAN, dtype=torch.float32, device=device)
+    out = torch.full((rows * top_k, n), NAN, dtype=torch.float32, device=device)
     gemv_up(x.to(device), w.to(device), out, ids, activation, CONFIGS[1])
     used = ids.flatten().cpu() >= 0
     want = activated(h, activation).flatten(0, 1)
@@ -175,7 +175,7 @@ def test_activations(device, activation, dtype):
 
 
 class NaNWorkspace(Workspace):
-    """Scratch filled with NaN (all ones): what is read before it is written shows."""
+    """A workspace filled with NaN (all ones), so that reading unwritten memory fails."""
 
     def take(self, specs, device):
         views = super().take(specs, device)
@@ -207,7 +207,7 @@ def weights_for(problem: moekit.MoEProblem) -> moekit.ExpertWeights:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_block(device, scheme, rows, has_bias):
-    """Through compose, with NaN wherever nothing was written, against the oracle."""
+    """Compare with the oracle through compose, with NaN in unwritten memory."""
     problem = moekit.MoEProblem(
         num_experts=9, top_k=2, hidden_size=264, intermediate_size=136, quant=scheme,
         device=device, has_bias=has_bias,
@@ -232,16 +232,16 @@ def test_block(device, scheme, rows, has_bias):
 )
 def test_when_experts_are_hardly_shared(name, tokens):
     problem = SHAPES[name].problem(device="sm90")
-    slots = problem.top_k
-    assert all(dots_pay(problem, rows, slots) for rows in range(1, tokens + 1))
-    assert not dots_pay(problem, 4 * tokens, slots)
-    assert isinstance(choose_plan(problem, 1, slots), DotProducts)
-    assert isinstance(choose_plan(problem, 1, slots, batched=True), Batched)
+    top_k = problem.top_k
+    assert all(dots_pay(problem, rows, top_k) for rows in range(1, tokens + 1))
+    assert not dots_pay(problem, 4 * tokens, top_k)
+    assert isinstance(choose_plan(problem, 1, top_k), DotProducts)
+    assert isinstance(choose_plan(problem, 1, top_k, batched=True), Batched)
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_enough_programs(name, monkeypatch):
-    """Four to a multiprocessor, unless even one column a program is not enough."""
+    """There are four programs per multiprocessor, or one column per program."""
     monkeypatch.setattr(heuristics, "INTERPRETED", False)
     problem = SHAPES[name].problem(device="sm90")
     plan = dot_products(problem, 1, problem.top_k)

@@ -1,4 +1,4 @@
-"""`moekit.testing.interpreter`: kernels of device functions, and the language after them."""
+"""`moekit.testing.interpreter` patches kernels and their device functions, and restores triton."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_the_language_is_as_it_was(device):
 
 
 def test_functions_prepare_nothing(device, monkeypatch):
-    """Once for each launch, however many functions its programs call."""
+    """Each launch patches once, however many functions its programs call."""
     calls = []
     every_time = interpreter._patch_lang_core
     monkeypatch.setattr(
@@ -79,7 +79,7 @@ def test_functions_prepare_nothing(device, monkeypatch):
 
 
 def test_a_function_without_a_kernel(device):
-    """As triton has it, and kernels afterwards are right."""
+    """Triton's own functions are restored, and later kernels are right."""
     prepare_once()
     assert _plus(1, 2) == 3
     run()

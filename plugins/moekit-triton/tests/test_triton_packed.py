@@ -1,4 +1,4 @@
-"""Weights of 4 bits: the layout, the products, checkpoints' packings, and what is refused."""
+"""4-bit weights: layout, products, packings of checkpoints, and unsupported problems."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def problem_of(device: torch.device, scheme: str, **changes) -> moekit.MoEProble
 
 
 def run(problem, dispatcher, experts, weights=None, tokens=7, kind="rows"):
-    """(output, oracle's output) of a random call."""
+    """Return (output, oracle's output) of a random call."""
     case = make_case(problem, tokens, kind, weights=weights)
     kernel = moekit.compose(problem, dispatcher, experts)
     return kernel(case.x, kernel.pack(case.weights), case.routing), case.reference()
@@ -72,17 +72,17 @@ def test_one_token_and_many(device, tokens):
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g64_zp", "int4_w4a16_channel"])
 def test_programs_share_k(device, scheme, monkeypatch):
-    """Four programs for three chunks: the last has none. Biases count once."""
+    """Four programs share three chunks, so the last has none. Biases are added once."""
     sizes = dict(hidden_size=40, intermediate_size=300, num_experts=4)
     problem = problem_of(device, scheme, has_bias=True, **sizes)
     alone, want = run(problem, *FORMATS[0], tokens=2, kind="random")
-    monkeypatch.setattr(heuristics, "_splits", lambda problem, pairs: 4)
+    monkeypatch.setattr(heuristics, "_splits", lambda problem, count: 4)
     shared, _ = run(problem, *FORMATS[0], tokens=2, kind="random")
     assert_close(shared, want, problem)
     assert not torch.equal(alone, shared)
 
 
-def test_few_pairs_share_k(monkeypatch):
+def test_few_assignments_share_k(monkeypatch):
     monkeypatch.setattr(heuristics, "INTERPRETED", False)
     sizes = dict(num_experts=8, hidden_size=4096, intermediate_size=14336)
     problem = problem_of("sm90", "int4_w4a16_g128", **sizes)
@@ -113,7 +113,7 @@ def test_a_wrong_zero_point_shows(device, scheme):
 
 
 def dequantized(name: str, weights: moekit.ExpertWeights, problem) -> torch.Tensor:
-    """What `packed` lays out, read back as its docstring says: fp32 (L, N, K)."""
+    """Return packed weights as `moekit_triton.packing` describes them: fp32 (L, N, K)."""
     tensors = packing.pack_weights("triton", weights, problem)
     codes = tensors[name].int()
     values = torch.stack([(codes >> 4 * q) & 15 for q in range(4)], dim=-2)  # L C N 4 32
@@ -145,7 +145,7 @@ def test_layout(device, scheme):
 
 
 def execute(ptx: str, dtype: torch.dtype, inputs: dict[str, int]) -> dict[str, int]:
-    """The few PTX instructions that `packed` uses, on 32-bit registers."""
+    """Execute the PTX instructions that `packed` uses, on 32-bit registers."""
     registers = dict(inputs)
 
     def value(text: str) -> int:
@@ -177,7 +177,7 @@ def execute(ptx: str, dtype: torch.dtype, inputs: dict[str, int]) -> dict[str, i
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_instructions(dtype):
-    """What only a GPU runs: every code in every place, beside every other, with every zero."""
+    """Check the PTX, which only a GPU runs: every code in every position, with every zero."""
     bf16 = dtype == torch.bfloat16
     int4 = packed._INT4_BF16 if bf16 else packed._INT4_FP16
     e2m1 = packed._E2M1_BF16 if bf16 else packed._E2M1_FP16
@@ -227,9 +227,9 @@ def test_odd_sizes_and_fp32_are_refused():
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "int4_w4a16_channel", "mxfp4_w4a16"])
 @pytest.mark.parametrize("block_n", [16, 64])
-@pytest.mark.parametrize("kind", ["aligned", "direct", "slabs"])
+@pytest.mark.parametrize("kind", ["aligned", "direct", "batched"])
 def test_grouped_gemm(device, scheme, block_n, kind):
-    """Every way of listing rows and the narrowest tile; padding and other rows' outputs are NaN."""
+    """Check every kind of `Rows` and the narrowest tile; padding and other outputs are NaN."""
     torch.manual_seed(0)
     experts, rows, top_k, n, k = 3, 5, 2, 40, 140
     problem = problem_of(device, scheme, hidden_size=k, intermediate_size=n)
@@ -241,14 +241,14 @@ def test_grouped_gemm(device, scheme, block_n, kind):
     config = GemmConfig(16, block_n, CHUNK, group_m=2, num_warps=block_n // 16)
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(device)
     ids[2, 1] = -1
-    if kind == "slabs":
+    if kind == "batched":
         counts = torch.tensor([0, 3, 20], dtype=torch.int32, device=device)
         a = torch.full((experts, 20, k), NAN, dtype=problem.dtype, device=device)
         out = torch.full((experts, 20, n), NAN, dtype=problem.dtype, device=device)
         for e, count in enumerate(counts.tolist()):
             a[e, :count] = torch.randn(count, k)
         named = Rows.batched(counts, 20, 16)
-        pairs = [(a[e, c], e, out[e, c]) for e, used in enumerate(counts) for c in range(used)]
+        multiplied = [(a[e, c], e, out[e, c]) for e, used in enumerate(counts) for c in range(used)]
     else:
         a = torch.randn(rows, k).to(problem.dtype).to(device)
         out = torch.full((rows * top_k, n), NAN, dtype=problem.dtype, device=device)
@@ -263,14 +263,14 @@ def test_grouped_gemm(device, scheme, block_n, kind):
             align(ids, experts, aligned, scratch)
             named = Rows.aligned(aligned, top_k)
         chosen = enumerate(ids.flatten().tolist())
-        pairs = [(a[pair // top_k], e, out[pair]) for pair, e in chosen if e >= 0]
-        assert len(pairs) == rows * top_k - 1
+        multiplied = [(a[n // top_k], e, out[n]) for n, e in chosen if e >= 0]
+        assert len(multiplied) == rows * top_k - 1
     grouped_gemm(
         a, tensors["w13"], out, named, config, w_scale=tensors["w13_scale"],
         w_offset=tensors.get("w13_offset"), epilogue=epilogue,
     )  # fmt: skip
-    got = torch.stack([row for *_, row in pairs]).float()
-    want = torch.stack([plain[e] @ row.float() for row, e, _ in pairs])
+    got = torch.stack([row for *_, row in multiplied]).float()
+    want = torch.stack([plain[e] @ row.float() for row, e, _ in multiplied])
     want = torch.nn.functional.silu(want)
     assert float((got - want).norm() / want.norm()) < 6e-3
     assert int(torch.isnan(out).sum()) == out.numel() - got.numel()

@@ -1,4 +1,4 @@
-"""Both GEMMs over sorted rows against plain torch in fp32; NaN wherever nothing should look."""
+"""Both GEMMs over sorted rows against plain torch in fp32, with NaN in unread memory."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from moekit_triton.kernels.gemm import Epilogue, Rows, grouped_gemm
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.plans import Copied, Sorted
-from triton_checks import check_block, real_entries, relative, run_align, use_plan
+from triton_checks import check_block, real_rows, relative, run_align, use_plan
 
 from moekit import MoEProblem
 
@@ -57,8 +57,8 @@ def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
     [(torch.bfloat16, 64, 96), (torch.bfloat16, 72, 40), (torch.float16, 72, 40)],
 )
 def test_block(device, activation, bias, tiles, dtype, hidden, inner):
-    experts, rows, slots = 3, 150, 2
-    pairs = rows * slots
+    experts, rows, top_k = 3, 150, 2
+    count = rows * top_k
     block_m = BLOCK_M if INTERPRETED else 128
     config = replace(CONFIG, block_m=block_m, **({} if tiles == "plain" else {tiles: True}))
     wide = 2 * inner if activation.gated else inner
@@ -66,36 +66,36 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape) * by).to(device, dtype)
 
-    x, ids = randn(rows, hidden), torch.randint(-1, experts, (rows, slots), device=device)
+    x, ids = randn(rows, hidden), torch.randint(-1, experts, (rows, top_k), device=device)
     ids[:, 0], ids[:, 1] = -1, torch.arange(rows, device=device) % 2 * 2
     ids[: block_m + 9, 0] = 1  # two blocks, the second less than half full; else more, or less
     w13, w2 = randn(experts, wide, hidden, by=hidden**-0.5), randn(experts, hidden, inner, by=0.2)
     b13, b2 = (randn(experts, n) if bias else None for n in (wide, hidden))
     aligned = run_align(ids, experts, block_m)
-    entries = aligned.assignments_S.numel()
+    entries = aligned.capacity
 
     x_SH = nan(entries, hidden, like=x)
     copy_rows(x, aligned, x_SH)
-    real = real_entries(aligned)
-    assert torch.equal(x_SH[real], x[aligned.assignments_S[real] // slots])
-    assert bool(x_SH[~real].isnan().all()), "copied to an entry of no pair"
+    real = real_rows(aligned)
+    assert torch.equal(x_SH[real], x[aligned.assignments_S[real] // top_k])
+    assert bool(x_SH[~real].isnan().all()), "copied to a padding row"
     a_SI, gathered_SI = (nan(entries, inner, like=x) for _ in range(2))
-    sorted_gemm(x_SH, w13, a_SI, aligned, config, pairs, SMS, bias_LN=b13, activation=activation)
+    sorted_gemm(x_SH, w13, a_SI, aligned, config, count, SMS, bias_LN=b13, activation=activation)
     if tiles != "persistent":
-        gathering = Rows.aligned(aligned, slots, in_order=True)
+        gathering = Rows.aligned(aligned, top_k, in_order=True)
         plain = replace(config, tma=config.tma and not INTERPRETED)
         grouped_gemm(x, w13, gathered_SI, gathering, plain, bias_LN=b13,
                      epilogue=Epilogue(activation))  # fmt: skip
-        assert bool(gathered_SI[~real].isnan().all()), "wrote an entry of no pair"
+        assert bool(gathered_SI[~real].isnan().all()), "wrote a padding row"
         assert relative(gathered_SI[real], a_SI[real].float()) < LIMIT[dtype]
-    y = nan(pairs, hidden, like=x)
-    sorted_gemm(a_SI, w2, y, aligned, config, pairs, SMS, bias_LN=b2, by_pair=True)
+    y = nan(count, hidden, like=x)
+    sorted_gemm(a_SI, w2, y, aligned, config, count, SMS, bias_LN=b2, by_assignment=True)
 
-    flat, pair = ids.flatten(), torch.arange(pairs, device=device)
-    assert bool(torch.isnan(y[flat < 0]).all()), "wrote where no pair is"
+    flat, assignment = ids.flatten(), torch.arange(count, device=device)
+    assert bool(torch.isnan(y[flat < 0]).all()), "wrote an assignment without expert"
     for expert in range(experts):
-        mine = pair[flat == expert]
-        h = x[mine // slots].float() @ w13[expert].float().T
+        mine = assignment[flat == expert]
+        h = x[mine // top_k].float() @ w13[expert].float().T
         a = activated(h if b13 is None else h + b13[expert].float(), activation).to(dtype).float()
         want = a @ w2[expert].float().T + (0 if b2 is None else b2[expert].float())
         error = relative(y[mine], want)
@@ -104,13 +104,13 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
 
 @pytest.mark.parametrize(("hidden", "top_k"), [(256, 2), (2320, 3)])
 def test_quantize_into_order(device, hidden, top_k):
-    """As `quantize_rows`, in order; x that is quantized already moves with its scales."""
+    """Like `quantize_rows`; x that is already quantized moves with its scales."""
     rows, groups = 70, (hidden + 127) // 128
     spread = torch.exp(2 * torch.randn(rows, groups)).repeat_interleave(128, 1)[:, :hidden]
     x = (torch.randn(rows, hidden) * spread).to(device, torch.bfloat16)
     ids = torch.randint(-1, 3, (rows, top_k), device=device)
     aligned = run_align(ids, 3, BLOCK_M)
-    real, entries = real_entries(aligned), aligned.assignments_S.numel()
+    real, entries = real_rows(aligned), aligned.capacity
     of = aligned.assignments_S[real].long() // top_k
     q = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(rows, groups, device=device)
@@ -122,28 +122,28 @@ def test_quantize_into_order(device, hidden, top_k):
         copy_rows_quantized(source, source_scale, aligned, out, out_scale)
         assert torch.equal(out[real].view(torch.uint8), q.view(torch.uint8)[of])
         assert torch.equal(out_scale[:, real], scale[of].T)
-        assert bool(out.float()[~real].isnan().all()), "written to an entry of no pair"
-        assert bool(out_scale[:, ~real].isnan().all()), "scale of no pair"
+        assert bool(out.float()[~real].isnan().all()), "wrote a padding row"
+        assert bool(out_scale[:, ~real].isnan().all()), "wrote a padding row's scale"
 
 
-def test_no_pairs(device):
+def test_no_assignments(device):
     ids = torch.full((5, 2), -1, device=device)
     aligned = run_align(ids, 3, BLOCK_M)
     x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
-    x_SH = nan(aligned.assignments_S.numel(), 64, like=x)
+    x_SH = nan(aligned.capacity, 64, like=x)
     copy_rows(x, aligned, x_SH)
     y = nan(10, 32, like=x)
     w = torch.randn(3, 32, 64, device=device).bfloat16()
     for persistent in (False, True):
         config = replace(CONFIG, persistent=persistent)
-        sorted_gemm(x_SH, w, y, aligned, config, ids.numel(), SMS, by_pair=True)
+        sorted_gemm(x_SH, w, y, aligned, config, ids.numel(), SMS, by_assignment=True)
     assert bool(torch.isnan(y).all() and torch.isnan(x_SH).all())
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [Sorted, Copied])
 def test_experts(device, monkeypatch, bias, kind):
-    """The whole block, with the workspace's buffers on top of each other as they come."""
+    """The whole block, with the buffers of the workspace, which overlap."""
     first = replace(CONFIG, tma=not INTERPRETED)
     use_plan(monkeypatch, kind(first, replace(CONFIG, persistent=True)))
     sizes = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=160)

@@ -1,4 +1,4 @@
-"""GEMMs by specialized warps against plain torch in fp32; NaN wherever nothing should look."""
+"""GEMMs by specialized warps against plain torch in fp32, with NaN in unread memory."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from moekit_triton.plans import Copied, CopiedAhead, Joined, Sorted
 from triton_checks import (
     check_block,
     compiled,
-    real_entries,
+    real_rows,
     relative,
     run_align,
     uneven_ids,
@@ -73,7 +73,7 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
 
     ids = uneven_ids(num_experts, top_k, rows)
     aligned = run_align(ids, num_experts, 128)
-    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.assignments_S.numel()
+    real, count, capacity = real_rows(aligned), ids.numel(), aligned.capacity
 
     x = randn(rows, hidden + 8)[:, :hidden]
     w13 = randn(num_experts, 2 * inner, hidden, by=hidden**-0.5)
@@ -90,11 +90,11 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
             copy_rows(x, aligned, x_SH)
         if order == "joined":
             y_SH = x_SH
-            both_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, pairs, 132)
+            both_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, count, 132)
         else:
-            sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, **options)
+            sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, **options)
             a_SI[~real] = float("nan")
-            sorted_gemm(a_SI, w2, y_SH, aligned, second, pairs, 132)
+            sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132)
         outs.append(y_SH[real])
         assert not aligned.counters.any(), "a next call would miss tiles"
     assert all(torch.equal(out, outs[0]) for out in outs), "not the same twice"
@@ -113,10 +113,10 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
 
 @pytest.mark.parametrize("order", ["copied", "ahead", "joined"])
 @pytest.mark.parametrize("halves", [False, True])
-def test_no_pairs(specialized, halves, order):
+def test_no_assignments(specialized, halves, order):
     ids = torch.full((300, 2), -1, device="cuda")
     aligned = run_align(ids, 3, 128)
-    capacity, pairs = aligned.assignments_S.numel(), ids.numel()
+    capacity, count = aligned.capacity, ids.numel()
     plan = sorted_plan(problem(), 300.0)
     first, second = (replace(c, halves=halves, specialized=True) for c in (plan.first, plan.second))
     x, w13, w2 = (
@@ -125,18 +125,18 @@ def test_no_pairs(specialized, halves, order):
     )
     x_SH, a_SI, y_SH = (x.new_full((capacity, n), torch.nan) for n in (64, 128, 64))
     if order == "joined":
-        both_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, pairs, 132)
+        both_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, count, 132)
     else:
         options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
-        sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, **options)
-        sorted_gemm(a_SI, w2, y_SH, aligned, second, pairs, 132)
+        sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, **options)
+        sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132)
     assert all(bool(buffer.isnan().all()) for buffer in (x_SH, a_SI, y_SH))
     assert not aligned.counters.any()
 
 
 @pytest.mark.parametrize("kind", [Copied, CopiedAhead, Joined])
 def test_experts(specialized, monkeypatch, kind):
-    """The whole block, with the workspace's buffers on top of each other as they come."""
+    """The whole block, with the buffers of the workspace, which overlap."""
     p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
     plan = sorted_plan(p, 300.0)
     assert plan.first.specialized and plan.second.specialized
@@ -146,10 +146,10 @@ def test_experts(specialized, monkeypatch, kind):
 
 @pytest.mark.parametrize("order", ["ahead", "joined"])
 def test_more_programs_than_run_at_once(specialized, order):
-    """Programs wait for rows and blocks, but never for those of a program that has not begun."""
+    """Programs wait for rows and blocks, but never for a program that has not started."""
     ids = uneven_ids(8, 2, 4000)
     aligned = run_align(ids, 8, 128)
-    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.assignments_S.numel()
+    real, count, capacity = real_rows(aligned), ids.numel(), aligned.capacity
     x, w13, w2 = (
         torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
         for shape in ((4000, 512), (8, 4096, 512), (8, 512, 2048))
@@ -161,10 +161,10 @@ def test_more_programs_than_run_at_once(specialized, order):
         x_SH, a_SI = x.new_full((capacity, 512), torch.nan), x.new_full((capacity, 2048), torch.nan)
         if order == "joined":
             copy_rows(x, aligned, x_SH)
-            both_gemms(x_SH, w13, a_SI, w2, x_SH, aligned, first, second, pairs, programs)
+            both_gemms(x_SH, w13, a_SI, w2, x_SH, aligned, first, second, count, programs)
             return x_SH[real]
         silu = Activation("silu")
-        sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, programs, activation=silu, x_RK=x)
+        sorted_gemm(x_SH, w13, a_SI, aligned, first, count, programs, activation=silu, x_RK=x)
         return a_SI[real]
 
     want = run(1)

@@ -1,4 +1,4 @@
-"""fp8 blocks by specialized warps against plain torch in fp32; NaN wherever nothing should look."""
+"""fp8 blocks by specialized warps against plain torch in fp32, with NaN in unread memory."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from moekit_triton.plans import Copied, Gathered, Sorted
 from triton_checks import (
     check_block,
     compiled,
-    real_entries,
+    real_rows,
     relative,
     run_align,
     uneven_ids,
@@ -46,8 +46,8 @@ def test_only_where_it_can(monkeypatch) -> None:
     assert type(choose_plan(wide, 8192, 2)) is Gathered
 
 
-def test_order_goes_before_what_was_measured_without(monkeypatch) -> None:
-    """A nearby shape's entry may be of before these tiles, which win from 56 rows an expert on."""
+def test_sorted_rows_override_older_measurements(monkeypatch) -> None:
+    """A near entry may be older than these tiles, which win from 56 rows per expert on."""
     compiled(monkeypatch)
     monkeypatch.setattr(heuristics, "specializable", lambda p: True)
     monkeypatch.setattr(heuristics, "_nearest", lambda p, _, rows: heuristics.heuristic(p, rows))
@@ -58,12 +58,12 @@ def test_order_goes_before_what_was_measured_without(monkeypatch) -> None:
 
 
 def spread(scale: torch.Tensor, columns: int, rows: int = 1) -> torch.Tensor:
-    """Scales (R, G) for each of so many columns, and of `rows` rows for one of a block."""
+    """Expand scales (R, G) to ``columns`` columns, and each row of scales to ``rows`` rows."""
     return scale.repeat_interleave(rows, 0).repeat_interleave(128, 1)[:, :columns]
 
 
 def weights(num_experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each scale four times its neighbours', or a fourth."""
+    """Return scales that are four times or a fourth of their neighbours."""
     blocks = triton.cdiv(rows, 128), triton.cdiv(columns, 128)
     w = torch.randn(num_experts, rows, columns, device="cuda").to(E4M3)
     odd = sum(torch.meshgrid(*(torch.arange(n, device="cuda") for n in blocks), indexing="ij")) % 2
@@ -92,7 +92,7 @@ def of_expert(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, expert: int
 def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
     ids = uneven_ids(num_experts, top_k, rows)
     aligned = run_align(ids, num_experts, 128)
-    real, pairs, capacity = real_entries(aligned), ids.numel(), aligned.assignments_S.numel()
+    real, count, capacity = real_rows(aligned), ids.numel(), aligned.capacity
     of = ids.flatten()[aligned.assignments_S[real].long()]
     plan = sorted_plan(problem(), 300.0)
     first, second = (replace(c, halves=halves) for c in (plan.first, plan.second))
@@ -113,10 +113,10 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
     for _ in range(3):
         a_SI, a_s = nan(E4M3, capacity, inner), nan(torch.float32, inner // 128, capacity)
         y_SH = nan(torch.bfloat16, capacity, hidden)
-        sorted_gemm(x_SH, w13, a_SI, aligned, first, pairs, 132, activation=Activation("silu"),
+        sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, activation=Activation("silu"),
                     scales=Scales(s13, xs, a_s))  # fmt: skip
         a_SI.view(torch.uint8)[~real], a_s[:, ~real] = 0x7F, float("nan")
-        sorted_gemm(a_SI, w2, y_SH, aligned, second, pairs, 132, scales=Scales(s2, a_s))
+        sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132, scales=Scales(s2, a_s))
         outs.append((a_SI[real].view(torch.uint8), a_s[:, real], y_SH[real]))
         assert not aligned.counters.any(), "a next call would miss tiles"
     for out in outs:
@@ -144,9 +144,9 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_no_pairs(specialized, halves):
+def test_no_assignments(specialized, halves):
     aligned = run_align(torch.full((300, 2), -1, device="cuda"), 3, 128)
-    capacity = aligned.assignments_S.numel()
+    capacity = aligned.capacity
     (w, scale), a_s = weights(3, 256, 128), torch.ones(1, capacity, device="cuda")
     y = torch.full((capacity, 256), float("nan"), dtype=torch.bfloat16, device="cuda")
     tile = replace(sorted_plan(problem(), 300.0).second, halves=halves)
@@ -157,7 +157,7 @@ def test_no_pairs(specialized, halves):
 
 @pytest.mark.parametrize("tokens", [1500, 257])
 def test_experts(specialized, monkeypatch, tokens):
-    """The whole block, with the workspace's buffers on top of each other as they come."""
+    """The whole block, with the buffers of the workspace, which overlap."""
     p = problem(hidden_size=1024, intermediate_size=768, device="cuda")
     use_plan(monkeypatch, sorted_plan(p, 300.0))
     check_block(p, tokens)

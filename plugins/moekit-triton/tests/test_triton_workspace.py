@@ -1,4 +1,4 @@
-"""Whole calls on tensors without memory: a workspace serves every call of at most its rows."""
+"""A workspace serves every call of at most its rows: whole calls on meta tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moekit.contract import Dispatched, PackedWeights
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """Plans as for an H200 under triton 3.6; nothing is launched."""
+    """Choose plans as for an H200 under triton 3.6, and launch nothing."""
     compiled(monkeypatch, triton_version="3.6.0")
     monkeypatch.setattr(plans, "num_sms", lambda problem: 132)
     monkeypatch.setattr(launch.Launcher, "__call__", lambda *args, **constants: None)
@@ -45,13 +45,13 @@ def packed(p: MoEProblem) -> PackedWeights:
     {}, {"quant": "fp8_block"}, {"quant": "fp8_block", "has_bias": True},
     {"intermediate_size": 256}, {"intermediate_size": 256, "quant": "fp8_block"},
     {"hidden_size": 1040, "quant": "fp8_block", "dtype": torch.float16},
-    {"hidden_size": 4100, "intermediate_size": 14336},  # near a shape that was measured in order
+    {"hidden_size": 4100, "intermediate_size": 14336},  # near a sorted plan
     {"activation": "relu2"}, {"device": DeviceSpec("cuda", (8, 9))},
     {"device": DeviceSpec("cuda", (12, 1)), "dtype": torch.float16},
 ])  # fmt: skip
 @pytest.mark.parametrize("per_expert", [32, 128, 200, 700])
 def test_fewer_rows_than_planned(changes, per_expert):
-    """Around the rows per expert from which they are sorted, and with one id each."""
+    """Check row counts around those from which rows are sorted, also with one id per row."""
     sizes = dict(num_experts=16, top_k=4, hidden_size=1024, intermediate_size=1024)
     p = MoEProblem(**{**sizes, "device": DeviceSpec("cuda", (9, 0), "NVIDIA H200"), **changes})
     triton, weights, operand = TritonExperts(registry().expert("triton"), p), packed(p), None
@@ -60,20 +60,20 @@ def test_fewer_rows_than_planned(changes, per_expert):
     for planned in (edge - 1, edge, edge + 1, 3 * edge):
         buffers = [meta(*b.shape, dtype=b.dtype) for b in triton.workspace(planned)]
         for rows in {1, edge // 4, edge // 3, edge - 1, edge, edge + 1, 2 * edge, planned}:
-            for slots in (p.top_k, 1) if rows <= planned else ():
-                ids = meta(rows, slots, dtype=torch.int64)
+            for top_k in (p.top_k, 1) if rows <= planned else ():
+                ids = meta(rows, top_k, dtype=torch.int64)
                 x, x_scale = meta(rows, p.hidden_size, dtype=p.dtype), None
                 operand = p.quant.activation
                 if operand is not None and rows % 2:  # as a dispatcher may have quantized it
                     x = meta(rows, p.hidden_size, dtype=operand.torch_dtype)
                     x_scale = meta(*reversed(operand.scale_shape(rows, p.hidden_size))).t()
-                tokens = Dispatched(x, x_scale, ids, meta(rows, slots))
+                tokens = Dispatched(x, x_scale, ids, meta(rows, top_k))
                 y = meta(rows, p.hidden_size, dtype=p.dtype)
                 triton.apply(y, tokens, weights, buffers)
-                plan = triton.plan(rows, slots)
+                plan = triton.plan(rows, top_k)
                 sorts.add(isinstance(plan, Sorted))
                 for spec, buffer in zip(
-                    plan.workspace(triton._layer, rows, slots), buffers, strict=True
+                    plan.workspace(triton._layer, rows, top_k), buffers, strict=True
                 ):
                     assert spec.nbytes <= buffer.nbytes, "the plan needs more than is there"
     assert (True in sorts) == sorting_pays(p, 3 * edge, p.top_k)

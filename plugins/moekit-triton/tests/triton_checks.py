@@ -1,4 +1,4 @@
-"""What several files of tests share: alignment into guarded lists, and the whole block's check."""
+"""What several test files share: alignment into guarded lists, and the whole block's check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def use_plan(monkeypatch: pytest.MonkeyPatch, plan: LaunchPlan) -> None:
 
 
 def uneven_ids(num_experts: int, top_k: int, rows: int) -> torch.Tensor:
-    """(rows, K) on the GPU; of 8 experts one without rows, and pairs of nobody."""
+    """Return (rows, K) on the GPU; of 8 experts one has no rows, some assignments no expert."""
     ids = torch.rand(rows, num_experts, device="cuda").topk(top_k, dim=1).indices
     if num_experts == 8:
         ids[::3, 1] = -1
@@ -42,6 +42,7 @@ def uneven_ids(num_experts: int, top_k: int, rows: int) -> torch.Tensor:
 def run_align(
     ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
 ) -> SortedAssignments:
+    """Align into guarded lists, and check that nothing is written beyond them."""
     capacity = align_capacity(ids.numel(), num_experts, block_m)
     blocks = capacity // block_m
 
@@ -49,9 +50,9 @@ def run_align(
         return torch.full((n + 32,), -77, dtype=torch.int32, device=ids.device)
 
     whole = [ints(n) for n in (capacity, blocks, 1, ids.numel(), COUNTERS + blocks)]
-    pairs, experts, num_rows, entries, counters = (x[:-32] for x in whole)
+    assignments, experts, num_rows, rows, counters = (x[:-32] for x in whole)
     given = counters if zeros is None else None
-    out = SortedAssignments(pairs, experts, num_rows, block_m, entries, counters=given)
+    out = SortedAssignments(assignments, experts, num_rows, block_m, rows, counters=given)
     scratch = ints(align_scratch(ids.numel(), num_experts))
     align(ids, num_experts, out, scratch[:-32], zeros)
     assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
@@ -59,21 +60,21 @@ def run_align(
     return out
 
 
-def real_entries(aligned: SortedAssignments) -> torch.Tensor:
-    """Which entries are pairs, not padding or unused: bool (capacity,)."""
+def real_rows(aligned: SortedAssignments) -> torch.Tensor:
+    """Return which sorted rows are neither padding nor unused: bool (capacity,)."""
     assert aligned.rows_A is not None
-    entry = torch.arange(aligned.assignments_S.numel(), device=aligned.assignments_S.device)
-    used = entry < int(aligned.num_rows)
+    row = torch.arange(aligned.capacity, device=aligned.assignments_S.device)
+    used = row < int(aligned.num_rows)
     return used & (aligned.assignments_S < aligned.rows_A.numel())
 
 
 def relative(out: torch.Tensor, want: torch.Tensor) -> float:
-    """Root mean square of the difference, relative to that of ``want`` (fp32)."""
+    """Return the norm of the difference relative to that of ``want`` (fp32)."""
     return float((out.float() - want).norm() / want.norm())
 
 
 def check_block(problem: MoEProblem, tokens: int) -> None:
-    """The composed kernel against the oracle, on three kinds of routings."""
+    """Compare the composed kernel with the oracle, on three kinds of routings."""
     weights = random_weights(problem)
     kernel = moekit.compose(problem, "local", "triton")
     packed = kernel.pack(weights)

@@ -104,8 +104,8 @@ def _stage_counts(
 
 
 def _wide_candidates(problem: MoEProblem, blocks_m: Sequence[int]) -> list[GemmConfig]:
-    """Return pairs of tiles side by side for 8 bits: the sums of a step need registers beside the
-    total, and two such tiles share them."""
+    """Return tiles of 8 bits with two weight tiles side by side: the sums of a step need registers
+    beside the total, and both tiles share them."""
     return [
         GemmConfig(m, 128, 128, 8, warps, stages, tma, halves=m == 128, wide=True)
         for (m, warps), tma, stages in itertools.product(

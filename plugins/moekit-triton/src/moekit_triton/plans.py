@@ -356,7 +356,7 @@ class Sorted(_Plan):
         sorted_gemm(
             o.a_SI, call.weights["w2"], o.y_SH, o.aligned, self.second, call.ids_RK.numel(),
             o.num_sms, bias_LN=call.weights.get("w2_bias"), weights_RK=call.early_weights,
-            by_pair=not self.second.specialized, scales=o.second,
+            by_assignment=not self.second.specialized, scales=o.second,
         )  # fmt: skip
 
 

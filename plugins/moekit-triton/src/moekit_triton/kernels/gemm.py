@@ -1,7 +1,7 @@
 """Grouped GEMM: every block of rows times the weights of its own expert.
 
 One kernel serves both formats. STANDARD: `SortedAssignments` lists the rows. BATCHED: rows of
-expert l are the first counts_L[l] of its slab of C rows.
+expert l are the first counts_L[l] of its C rows.
 """
 
 import functools
@@ -233,7 +233,8 @@ def _a_scale_layout(a_scale: torch.Tensor | None) -> tuple[str, tuple[int, int, 
 
 @triton.jit
 def tile_at(index, row_blocks, col_blocks, group_m):
-    """Row and column block of a tile: group_m row blocks next to each other per column block."""
+    """Return a tile's row and column block; group_m row blocks run next to each other per column
+    block."""
     group = index // (group_m * col_blocks)
     group_rows = tl.minimum(row_blocks - group * group_m, group_m)
     in_group = index - group * (group_m * col_blocks)
@@ -244,8 +245,8 @@ def tile_at(index, row_blocks, col_blocks, group_m):
 def _w_tile(w, expert, row0, rows, K, step, n_ok,
             TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """(BLOCK_K, BLOCK_N): weight rows row0 ... of an expert's `rows`, columns of this step."""
-    if TMA:  # rows of the next expert may fill the tile; their columns are not stored
+    """Load (BLOCK_K, BLOCK_N): an expert's weight rows from row0, columns of this step."""
+    if TMA:  # the next expert's rows may fill the tile; their columns are not stored
         tile = w.load([(expert * rows + row0).to(tl.int32), step * BLOCK_K]).T
     else:
         offs_n = row0 + tl.arange(0, BLOCK_N)
@@ -263,7 +264,7 @@ def _w_tile(w, expert, row0, rows, K, step, n_ok,
 @triton.jit
 def _zeros(DTYPE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
            BLOCK_N: tl.constexpr):  # fmt: skip
-    """Sums of a tile, (BLOCK_M, BLOCK_N) or if SWAPPED the other way round."""
+    """Return zero sums, (BLOCK_M, BLOCK_N), or (BLOCK_N, BLOCK_M) if SWAPPED."""
     if SWAPPED:
         return tl.zeros((BLOCK_N, BLOCK_M), dtype=DTYPE)
     else:
@@ -272,7 +273,7 @@ def _zeros(DTYPE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def _plus(acc, a, w, SWAPPED: tl.constexpr):
-    """acc + a @ w, or if SWAPPED its transpose."""
+    """Return acc + a @ w, transposed if SWAPPED."""
     if SWAPPED:
         return dot(tl.trans(w), tl.trans(a), acc, "ieee")
     else:
@@ -284,7 +285,7 @@ def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
                     W_SCALE: tl.constexpr, SCALE_GROUP: tl.constexpr, ONE_SCALE: tl.constexpr,
                     INT8: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
                     BLOCK_N: tl.constexpr):  # fmt: skip
-    """One step's product in fp32, times the scales of this step, which are asked for before it."""
+    """Return a step's product in fp32, times its scales, which are loaded before it."""
     if W_SCALE == "block":
         if ONE_SCALE:
             w_scale = tl.load(w_scale_ptr + row0 // SCALE_GROUP * scale_cols)
@@ -309,8 +310,8 @@ def _products(
     TMA: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sums over K (BLOCK_M, BLOCK_N) with the weights' rows from row0, and of a pair of tiles, with
-    those `up_rows` further on."""
+    """Return sums over K (BLOCK_M, BLOCK_N) with the weight rows from row0 and, of TWO tiles, with
+    those ``up_rows`` further on."""
     PER_STEP: tl.constexpr = (W_SCALE == "block") or (A_SCALE == "group")
     ACC: tl.constexpr = tl.int32 if INT8 and not PER_STEP else tl.float32
     # fp32 inputs are multiplied exactly (no tf32); 16- and 8-bit inputs ignore this.
@@ -458,14 +459,14 @@ def _tile(
 @triton.jit
 def _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, rows, row0, n_ok,
             W_SCALE: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Sums -> fp32 values: the scales that serve all of K, and the bias."""
+    """Return fp32 values of sums: apply the scales that serve all of K, and the bias."""
     offs_n = expert * rows + row0 + tl.arange(0, BLOCK_N)
     value = acc.to(tl.float32) * scale_M[:, None]
     if W_SCALE == "tensor":
         value *= tl.load(w_scale_ptr + expert)
     elif W_SCALE == "channel":
         value *= tl.load(w_scale_ptr + offs_n, mask=n_ok, other=0.0)[None, :]
-    if BIAS:  # of programs that share K the first adds it
+    if BIAS:  # the first of the programs that share K adds it
         bias_N = tl.load(bias_ptr + offs_n, mask=n_ok, other=0.0).to(tl.float32)
         value += tl.where(tl.program_id(1) == 0, bias_N, 0.0)[None, :]
     return value
@@ -488,7 +489,7 @@ def _gemm(
     HALVES: tl.constexpr, WIDE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS: see `Rows`."""
+    """Compute one tile; ROWS: `Rows.kind`."""
     if PDL:
         wait_then_launch_dependents()
     COLUMNS: tl.constexpr = BLOCK_N * (2 if WIDE else 1)

@@ -1,16 +1,16 @@
-"""The block for a handful of tokens: two kernels of dot products, each pair on its own.
+"""Both GEMMs for a few tokens: two kernels of dot products, each assignment on its own.
 
-With so few rows an expert is hardly shared, and the time is that of reading weights: no tensor
-cores, no alignment, no padding to a tile of rows. `gemv_up` is GEMM 1 with the activation,
+With so few rows, experts are hardly shared, and the time is that of reading weights: no tensor
+cores, no sorting, no padding to a tile of rows. `gemv_up` is GEMM 1 with the activation,
 `gemv_down` is GEMM 2 with the weighted sum over K, in a fixed order.
 
-What lies between them is neither quantized nor scaled: it is rounded once to the problem's dtype.
+The result of `gemv_up` is neither quantized nor scaled: it is rounded once to the problem's dtype.
 
 A program's tile has four dimensions: chunks x parts x weight rows x values. A chunk is what one
 thread loads at once, and neighbours in a warp load neighbouring chunks (the order of dimensions is
-the one in which Triton deals out threads: the last, then from the first on). Parts are gate and up,
-or a token's K slots. Products are summed within a thread first, so that a scale of a group of
-columns costs one multiplication a chunk.
+the one in which Triton assigns threads: the last, then from the first on). Parts are gate and up,
+or a token's K assignments. Products are summed within a thread first, so that the scale of a group
+of columns costs one multiplication a chunk.
 """
 
 from typing import Any
@@ -36,25 +36,35 @@ def gemv_up(
     w_scale: torch.Tensor | None = None,
     bias_LN: torch.Tensor | None = None,
 ) -> None:
-    """out[pair] = act(x[pair // K] @ w[id of pair].T + bias), pairs without expert untouched.
+    """Compute out[a] = act(x[a // K] @ w[id of a].T + bias) for the assignments a, in fp32.
 
-    x (R, H) of any dtype with the scales `grouped_gemm` takes, w (L, 2I if gated else I, H) and
-    w_scale likewise; out (R * K, I) of a float dtype. Sums and activation are fp32.
+    Assignments without expert stay untouched.
+
+    Args:
+        x: (R, H), any dtype.
+        w_LNK: (L, 2I if gated else I, H).
+        out: (R * K, I), a float dtype.
+        ids_RK: integers (R, K), contiguous.
+        activation: the activation.
+        config: launch parameters.
+        x_scale: fp32 as `grouped_gemm` takes it.
+        w_scale: fp32 as `grouped_gemm` takes it.
+        bias_LN: (L, rows of w).
     """
-    pairs, slots = ids_RK.numel(), ids_RK.shape[1]
+    count, top_k = ids_RK.numel(), ids_RK.shape[1]
     _, w_rows, k = w_LNK.shape
     n = w_rows // 2 if activation.gated else w_rows
     assert x.shape[1] == k and x.stride(1) == 1 and w_LNK.is_contiguous()
-    assert out.shape == (pairs, n) and out.stride(1) == 1 and ids_RK.is_contiguous()
-    if pairs == 0:
+    assert out.shape == (count, n) and out.stride(1) == 1 and ids_RK.is_contiguous()
+    if count == 0:
         return
     x_kind, x_row_stride, x_group_stride = _x_scale_layout(x_scale)
     _launch_up(
-        (pairs, triton.cdiv(n, config.rows)),
+        (count, triton.cdiv(n, config.rows)),
         x, w_LNK, out, ids_RK, x_scale, w_scale, bias_LN,
         x.stride(0), out.stride(0), x_row_stride, x_group_stride,
         activation.alpha, 0.0 if activation.limit is None else activation.limit,
-        SLOTS=slots, ACTIVATION=activation.name, GATED=activation.gated,
+        TOP_K=top_k, ACTIVATION=activation.name, GATED=activation.gated,
         CLAMP=activation.limit is not None,
         **_constants(x, w_LNK, n, x_kind, w_scale, bias_LN, config),
         CHUNKS=32 * config.num_warps,
@@ -73,24 +83,34 @@ def gemv_down(
     w_scale: torch.Tensor | None = None,
     bias_LN: torch.Tensor | None = None,
 ) -> None:
-    """out[r] = sum over k of weights[r, k] * (x[r * K + k] @ w[ids[r, k]].T + bias), in fp32.
+    """Compute out[r] = sum over k of weights[r, k] * (x[r * K + k] @ w[ids[r, k]].T + bias).
 
-    x (R * K, I), w (L, H, I), out (R, H). Slots with a negative id are skipped whatever x and
-    weights hold; rows without any give 0.
+    Sums are fp32. Assignments with a negative id are skipped whatever x and weights hold; rows with
+    no others become 0.
+
+    Args:
+        x: (R * K, I), a float dtype.
+        w_LNK: (L, H, I).
+        out: (R, H), a float dtype.
+        ids_RK: integers (R, K), contiguous.
+        weights_RK: fp32 (R, K), contiguous.
+        config: launch parameters.
+        w_scale: fp32 as `grouped_gemm` takes it.
+        bias_LN: (L, H).
     """
-    rows, slots = ids_RK.shape
+    rows, top_k = ids_RK.shape
     _, n, k = w_LNK.shape
-    assert x.shape == (rows * slots, k) and x.stride(1) == 1 and w_LNK.is_contiguous()
+    assert x.shape == (rows * top_k, k) and x.stride(1) == 1 and w_LNK.is_contiguous()
     assert out.shape == (rows, n) and out.stride(1) == 1
     assert ids_RK.is_contiguous() and weights_RK.is_contiguous()
     if rows == 0:
         return
-    parts = triton.next_power_of_2(slots)
+    parts = triton.next_power_of_2(top_k)
     warps_k = max(config.warps_k, config.num_warps // parts)
     _launch_down(
         (rows, triton.cdiv(n, config.rows)),
         x, w_LNK, out, ids_RK, weights_RK, w_scale, bias_LN, x.stride(0), out.stride(0),
-        SLOTS=slots, PARTS=parts, **_constants(x, w_LNK, n, "none", w_scale, bias_LN, config),
+        TOP_K=top_k, PARTS=parts, **_constants(x, w_LNK, n, "none", w_scale, bias_LN, config),
         CHUNKS=32 * warps_k,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -110,7 +130,7 @@ def _constants(
 
 
 def _x_scale_layout(scale: torch.Tensor | None) -> tuple[str, int, int]:
-    """Kind, and the strides of row and group."""
+    """Return the kind, and the strides of row and group."""
     if scale is None:
         return "none", 0, 0
     kind = "row" if scale.shape[1] == 1 else "group"
@@ -123,10 +143,10 @@ def _step(
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     MASKED: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """(chunks, parts, rows): products of x and w, summed over the values of a chunk, scaled.
+    """Return (chunks, parts, rows): products of x and w, summed over the values of a chunk, scaled.
 
-    x_rows (1, parts or 1, 1, 1), w_rows (1, parts, rows, 1): where the rows begin. x_scales,
-    w_scales: likewise, without the last dimension. WAIT: x comes from the kernel before.
+    x_rows (1, parts or 1, 1, 1), w_rows (1, parts, rows, 1): pointers to the rows. x_scales,
+    w_scales: the same without the last dimension. WAIT: the previous kernel writes x.
     """
     chunk_C = step * CHUNKS + tl.arange(0, CHUNKS)
     col = (chunk_C[:, None] * VALUES + tl.arange(0, VALUES)[None, :])[:, None, None, :]
@@ -161,7 +181,7 @@ def _dot(
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     MASKED: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """(parts, rows): the dot products over all of K."""
+    """Return (parts, rows): the dot products over all of K."""
     sums = _step(x_rows, x_ok, x_scales, x_group_stride, w_rows, w_ok, w_scales, 0,
                  X_SCALE, W_SCALE, GROUP, K, MASKED, CHUNKS, VALUES, WAIT)  # fmt: skip
     STEPS: tl.constexpr = (K + CHUNKS * VALUES - 1) // (CHUNKS * VALUES)
@@ -175,20 +195,20 @@ def _dot(
 def _up(
     x_ptr, w_ptr, out_ptr, ids_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
     x_stride, out_stride, x_scale_row_stride, x_scale_group_stride, alpha, limit,
-    SLOTS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
     N: tl.constexpr, W_ROWS: tl.constexpr, K: tl.constexpr,
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     EVEN_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # Pairs vary fastest: those that do share an expert read the same weights at the same time.
-    pair, first = tl.program_id(0), tl.program_id(1) * ROWS
+    # Assignments vary fastest: those that share an expert read its weights at the same time.
+    assignment, first = tl.program_id(0), tl.program_id(1) * ROWS
     if PDL:
         wait_then_launch_dependents()
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    expert = tl.load(ids_ptr + assignment).to(tl.int64)
     if expert < 0:
         return
-    token = (pair // SLOTS).to(tl.int64)
+    token = (assignment // TOP_K).to(tl.int64)
     PARTS: tl.constexpr = 2 if GATED else 1
     col_N = first + tl.arange(0, ROWS)
     row_PN = N * tl.arange(0, PARTS)[:, None] + col_N[None, :]
@@ -224,34 +244,34 @@ def _up(
         result = activate_gated(gate, up, alpha, limit, ACTIVATION, CLAMP)
     else:
         result = activate(tl.reshape(value, (ROWS,)), ACTIVATION)
-    out_ptrs = out_ptr + pair.to(tl.int64) * out_stride + col_N
+    out_ptrs = out_ptr + assignment.to(tl.int64) * out_stride + col_N
     tl.store(out_ptrs, convert(result, out_ptr.dtype.element_ty), mask=n_ok)
 
 
 @triton.jit
 def _down(
     x_ptr, w_ptr, out_ptr, ids_ptr, weights_ptr, w_scale_ptr, bias_ptr, x_stride, out_stride,
-    SLOTS: tl.constexpr, PARTS: tl.constexpr,
+    TOP_K: tl.constexpr, PARTS: tl.constexpr,
     N: tl.constexpr, W_ROWS: tl.constexpr, K: tl.constexpr,
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     EVEN_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Ids, router weights and w are older than the kernel before, which has waited for them: only x
-    is not read before this one waits."""
+    """The previous kernel has waited for ids, router weights and w, so only x is loaded after this
+    one's wait."""
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
-    slot_P = tl.arange(0, PARTS)
-    pair_P = token * SLOTS + slot_P
-    expert_P = tl.load(ids_ptr + pair_P, mask=slot_P < SLOTS, other=-1).to(tl.int64)
+    k_P = tl.arange(0, PARTS)
+    assignment_P = token * TOP_K + k_P
+    expert_P = tl.load(ids_ptr + assignment_P, mask=k_P < TOP_K, other=-1).to(tl.int64)
     present_P = expert_P >= 0
     expert_P = tl.maximum(expert_P, 0)
-    weight_P = tl.load(weights_ptr + pair_P, mask=present_P, other=0.0)
+    weight_P = tl.load(weights_ptr + assignment_P, mask=present_P, other=0.0)
     col_N = first + tl.arange(0, ROWS)
     n_ok = col_N < N
     ok_PN = present_P[:, None] & n_ok[None, :]
     offset_PN = expert_P[:, None] * N + col_N[None, :]
     w_rows = w_ptr + (offset_PN * K)[None, :, :, None]
-    x_rows = x_ptr + (pair_P * x_stride)[None, :, None, None]
+    x_rows = x_ptr + (assignment_P * x_stride)[None, :, None, None]
     GROUPS_N: tl.constexpr = (N + GROUP - 1) // GROUP
     GROUPS_K: tl.constexpr = (K + GROUP - 1) // GROUP
     w_scales = w_scale_ptr

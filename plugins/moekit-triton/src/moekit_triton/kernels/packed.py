@@ -24,9 +24,9 @@ _CHUNK, _PART = tl.constexpr(CHUNK), tl.constexpr(_QUARTER)
 
 
 def _int4_asm(kind: str, bias: int, one: int) -> str:
-    """$0-$3: pairs of the four quarters' values; $4: two int16 of one row; from $5, for each
-    quarter, the offsets of both, which are the same (every layout has neighbours along K in a
-    register, where K is contiguous)."""
+    """Return PTX. $0-$3: two values of each quarter; $4: two int16 of one row; from $5: the offsets
+    of both for each quarter, which are equal (every layout has neighbours along K in a register,
+    where K is contiguous)."""
     lines = [f"mov.b32 one, {one:#x}{one:04x};", "mov.b32 s, $4;"]
     for quarter in range(4):
         if quarter:
@@ -37,7 +37,8 @@ def _int4_asm(kind: str, bias: int, one: int) -> str:
 
 
 def _e2m1_asm(kind: str, mantissa: int, power: int) -> str:
-    """$0-$3: pairs of the four quarters' values; $4: two int16. mantissa: bits of the format."""
+    """Return PTX. $0-$3: two values of each quarter; $4: two int16. mantissa: bits of the
+    format."""
     low = 7 << (mantissa - 1)
     lines = [f"mov.b32 p, {power:#x}{power:04x};", "mov.b32 z, 0x80008000;"]
     for quarter in range(4):
@@ -47,7 +48,7 @@ def _e2m1_asm(kind: str, mantissa: int, power: int) -> str:
         shift = "shl.b32" if to_value >= 0 else "shr.u32"
         lines.append(f"{shift} t, $4, {abs(to_value)};")
         lines.append(f"lop3.b32 t, t, {low << 16 | low:#x}, s, 0xea;")  # (t & low) | s
-        lines.append(f"fma.rn.{kind} ${quarter}, t, p, z;")  # minus zero keeps the sign of zero
+        lines.append(f"fma.rn.{kind} ${quarter}, t, p, z;")  # adding -0 keeps the sign of zero
     return "{ .reg .b32 s, t, p, z;\n" + "\n".join(lines) + "\n}"
 
 
@@ -60,7 +61,7 @@ _E2M1_FP16 = tl.constexpr(_e2m1_asm("f16x2", 10, 0x7400))
 
 @triton.jit
 def _value(w, offset, QUARTER: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr):
-    """One quarter's values by plain arithmetic, for the interpreter."""
+    """Return one quarter's values by plain arithmetic, for the interpreter."""
     code = (w.to(tl.int32) >> (4 * QUARTER)) & 15
     if E2M1:
         bits = ((code & 7) << 22) | ((code & 8) << 28)
@@ -72,7 +73,7 @@ def _value(w, offset, QUARTER: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.const
 
 @triton.jit
 def _values(w, o0, o1, o2, o3, E2M1: tl.constexpr, DTYPE: tl.constexpr):
-    """int16 (BLOCK_N, 32), offsets (BLOCK_N, 1) -> the quarters' values, DTYPE (BLOCK_N, 32)."""
+    """Return the four quarters' values, DTYPE (BLOCK_N, 32), of int16 (BLOCK_N, 32)."""
     if _INTERPRETED:
         w0, w1 = _value(w, o0, 0, E2M1, DTYPE), _value(w, o1, 1, E2M1, DTYPE)
         w2, w3 = _value(w, o2, 2, E2M1, DTYPE), _value(w, o3, 3, E2M1, DTYPE)
@@ -96,7 +97,7 @@ def _values(w, o0, o1, o2, o3, E2M1: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _terms(ptr, step, rows, ok, GROUP: tl.constexpr):
-    """Four vectors of a step's scales or offsets, one per quarter. ptr: (BLOCK_N,), group 0."""
+    """Return four vectors of a step's scales or offsets, one per quarter. ptr: (BLOCK_N,)."""
     if GROUP == 32:
         p = ptr + (4 * step) * rows
         return (
@@ -117,7 +118,7 @@ def _terms(ptr, step, rows, ok, GROUP: tl.constexpr):
 
 @triton.jit
 def _scaled(acc, sums, scale, E2M1: tl.constexpr):
-    """scale: of e2m1 the exponent's field of an fp32."""
+    """Return acc + sums * scale; an e2m1 scale is the exponent field of an fp32."""
     if E2M1:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return acc + sums * scale.to(tl.float32)[:, None]
@@ -126,7 +127,7 @@ def _scaled(acc, sums, scale, E2M1: tl.constexpr):
 @triton.jit
 def _chunk_product(acc, w, a0, a1, a2, a3, scales, offsets, GROUP: tl.constexpr,
                    E2M1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """acc (BLOCK_N, BLOCK_M) plus a chunk of w times a0 ... a3, (32, BLOCK_M) each."""
+    """Return acc (BLOCK_N, BLOCK_M) plus a chunk of w times a0 ... a3, (32, BLOCK_M) each."""
     SHAPE: tl.constexpr = (BLOCK_N, _PART)
     w0, w1, w2, w3 = _values(
         w, tl.broadcast_to(offsets[0][:, None], SHAPE), tl.broadcast_to(offsets[1][:, None], SHAPE),
@@ -159,7 +160,7 @@ def _chunk_product(acc, w, a0, a1, a2, a3, scales, offsets, GROUP: tl.constexpr,
 
 @triton.jit
 def _quarter(a_ptrs, row_ok, left, QUARTER: tl.constexpr, EVEN_K: tl.constexpr):
-    """(32, BLOCK_M): A's columns of one quarter. left: columns from the chunk's first on."""
+    """Load A's columns of one quarter, (32, BLOCK_M). left: columns from the chunk's first on."""
     mask = row_ok[:, None]
     if not EVEN_K:
         mask = mask & (tl.arange(0, _PART) < left - QUARTER * _PART)[None, :]
@@ -168,7 +169,7 @@ def _quarter(a_ptrs, row_ok, left, QUARTER: tl.constexpr, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _group_start(ptr, expert, rows, offs_n, K, GROUP: tl.constexpr):
-    """Pointers (BLOCK_N,) to an expert's first group."""
+    """Return pointers (BLOCK_N,) to an expert's first group."""
     groups = 1 if GROUP == 0 else tl.cdiv(K, _CHUNK) * (_CHUNK // GROUP)
     return ptr + expert * groups * rows + offs_n
 
@@ -179,10 +180,10 @@ def packed_products(
     SPLITS: tl.constexpr, GROUP: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr,
     GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(acc, up), fp32 (BLOCK_M, BLOCK_N): sums over a split's share of K.
+    """Return (acc, up), fp32 (BLOCK_M, BLOCK_N): sums over a split's share of K.
 
-    a_rows: pointers (BLOCK_M,). up: with weights `up_rows` further on, if GATED. GROUP: columns
-    that share a scale; 0: no scale is applied here.
+    a_rows: pointers (BLOCK_M,). up: sums with the weights ``up_rows`` further on, if GATED. GROUP:
+    columns that share a scale; 0: no scale is applied here.
     """
     DTYPE: tl.constexpr = a_rows.dtype.scalar.element_ty
     chunks = tl.cdiv(K, _CHUNK)
@@ -228,7 +229,7 @@ def packed_products(
                 up_offsets = _terms(offset_ptrs + up_rows, step, rows, n_ok, GROUP)
             up = _chunk_product(up, w, a0, a1, a2, a3, up_scales, up_offsets, GROUP, E2M1,
                                 BLOCK_M, BLOCK_N)  # fmt: skip
-        if GROUP > 0:  # a step ahead: the compiler fetches early only what a product needs
+        if GROUP > 0:  # a step ahead: the compiler loads early only what a product needs
             following = tl.minimum(step + 1, chunks - 1)
             scales = _terms(scale_ptrs, following, rows, n_ok, GROUP)
             if GATED:

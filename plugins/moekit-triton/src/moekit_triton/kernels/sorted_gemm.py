@@ -1,14 +1,10 @@
 """Grouped GEMM for many rows per expert: both operands come through tensor descriptors.
 
-    copy_rows     x -> the order of `SortedAssignments`: a block's rows become one tile of memory;
-                  `copy_rows_quantized` for fp8 blocks, whose GEMMs are `specialized_fp8`
-    GEMM 1        sorted x -> sorted a, activated; or `grouped_gemm` gathers x and sorts a
-    GEMM 2        sorted a -> y by pair, or in order by specialized tiles
+Rows are expert-sorted (`SortedAssignments`). `specialized`, `specialized_fp8` and
+`specialized_block` do the same by specialized warps, the last one both GEMMs in one launch.
 
-`specialized_block` is both in one launch.
-
-Of 16 bits, or e4m3 by specialized tiles. Padding rows may hold anything: rows do not mix, y by pair
-is written for pairs alone, and padding rows of what lies in order become undefined.
+Operands have 16 bits, or are e4m3 with specialized tiles. Padding rows may hold anything: rows do
+not mix, output by assignment has none, and those of expert-sorted output become undefined.
 """
 
 from __future__ import annotations
@@ -36,9 +32,13 @@ from .tiles import GemmConfig
 
 @dataclass(frozen=True)
 class Scales:
-    """fp32. Of blocks of 128 x 128 weights (L, ceil(rows / 128), ceil(K / 128)), and by 128 columns
-    of a row, groups first: (ceil(K / 128), capacity) of a, and (N / 128, capacity) of what an
-    activation gives, which are written."""
+    """fp32 scales of fp8 blocks.
+
+    Args:
+        w: (L, ceil(rows / 128), ceil(K / 128)), of blocks of 128 x 128 weights.
+        a_GS: (ceil(K / 128), capacity), of groups of 128 columns of a.
+        out_GS: (N / 128, capacity), written: of the activation's result.
+    """
 
     w: torch.Tensor
     a_GS: torch.Tensor
@@ -51,36 +51,45 @@ def sorted_gemm(
     out: torch.Tensor,
     aligned: SortedAssignments,
     config: GemmConfig,
-    num_pairs: int,
+    num_assignments: int,
     num_sms: int,
     *,
     bias_LN: torch.Tensor | None = None,
     weights_RK: torch.Tensor | None = None,
     activation: Activation | None = None,
-    by_pair: bool = False,
+    by_assignment: bool = False,
     scales: Scales | None = None,
     x_RK: torch.Tensor | None = None,
 ) -> None:
-    """out[s] = activation(a[s] @ w[expert of s].T + bias) for the entries s of `aligned`.
+    """Compute out[s] = activation(a[s] @ w[expert of s].T + bias) for the sorted rows s.
 
-    a (capacity, K) and w of one 16-bit dtype, with rows of whole 16 bytes; out of any float dtype:
-    (capacity, N) in the order of `aligned`, or with ``by_pair`` (pairs, N). N is half of w's rows
-    if the activation has a gate. Rows that belong to no pair become undefined, or with ``by_pair``
-    are not there. ``num_pairs`` is what `aligned` has for padding. ``num_sms`` programs run where
-    the config is persistent. ``weights_RK``: fp32 router weights by pair; `weight_before` of each
-    multiplies its row, with ``by_pair`` or specialized, without activation. A specialized one knows
-    no bias, no activation but silu with a gate, and no ``by_pair``; it alone knows ``scales``, with
-    which a and w are e4m3, and without them x, which it copies into a on the way, as `copy_rows`
-    does.
+    Padding rows become undefined, or do not exist with ``by_assignment``. Specialized tiles support
+    no bias, no activation but silu with a gate, and no ``by_assignment``.
+
+    Args:
+        a_SK: (capacity, K), 16 bits with rows of whole 16 bytes; e4m3 with ``scales``.
+        w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
+        out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
+        aligned: the sorted assignments.
+        config: the tile.
+        num_assignments: what ``aligned.assignments_S`` holds for padding.
+        num_sms: programs of a persistent or specialized tile.
+        bias_LN: (L, rows of w).
+        weights_RK: fp32 router weights; each row is multiplied by `weight_before` of its weight.
+            Without activation, and by assignment or specialized.
+        activation: applied to the sums.
+        by_assignment: store by assignment.
+        scales: of e4m3, specialized only.
+        x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
     """
-    assert weights_RK is None or (activation is None and (by_pair or config.specialized))
+    assert weights_RK is None or (activation is None and (by_assignment or config.specialized))
     assert weights_RK is None or weights_RK.is_contiguous()
     if config.specialized:
         gated = activation is not None
-        assert bias_LN is None and not by_pair
+        assert bias_LN is None and not by_assignment
         assert activation is None or (activation.name == "silu" and activation.gated)
         assert activation is None or activation.limit is None
-        options = aligned, config, num_pairs, num_sms
+        options = aligned, config, num_assignments, num_sms
         if scales is None:
             from .specialized import specialized_gemm
 
@@ -96,30 +105,30 @@ def sorted_gemm(
                 out_scale_GS=scales.out_GS if gated else None, weights_RK=weights_RK,
             )  # fmt: skip
         return
-    assert scales is None and x_RK is None, "these are for specialized tiles"
+    assert scales is None and x_RK is None, "only specialized tiles take these"
     num_experts, w_rows, k = w_LNK.shape
     gated = activation is not None and activation.gated
     n = w_rows // 2 if gated else w_rows
-    entries = aligned.capacity
-    assert a_SK.shape == (entries, k) and out.shape[1] == n and w_LNK.is_contiguous()
+    capacity = aligned.capacity
+    assert a_SK.shape == (capacity, k) and out.shape[1] == n and w_LNK.is_contiguous()
     assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == config.block_m
-    assert len(out) == (num_pairs if by_pair else entries)
-    assert not (config.halves and config.persistent), "tiles in turn are of one size"
-    tiles = entries // config.block_m * triton.cdiv(n, config.block_n)
+    assert len(out) == (num_assignments if by_assignment else capacity)
+    assert not (config.halves and config.persistent), "persistent tiles have one size"
+    tiles = capacity // config.block_m * triton.cdiv(n, config.block_n)
     a_box, half_box, w_box = (
         [rows, config.block_k] for rows in (config.block_m, config.block_m // 2, config.block_n)
     )
     limit = None if activation is None else activation.limit
     _launch_gemm(
         (min(tiles, num_sms) if config.persistent else tiles,),
-        TensorDescriptor(a_SK, [entries, k], [k, 1], a_box),
-        TensorDescriptor(a_SK, [entries, k], [k, 1], half_box) if config.halves else None,
+        TensorDescriptor(a_SK, [capacity, k], [k, 1], a_box),
+        TensorDescriptor(a_SK, [capacity, k], [k, 1], half_box) if config.halves else None,
         TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
         out, aligned.assignments_S, aligned.experts_B, aligned.num_rows, bias_LN,
-        weights_RK, n, k, num_pairs, config.group_m, out.stride(0),
+        weights_RK, n, k, num_assignments, config.group_m, out.stride(0),
         0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
         ACTIVATION="none" if activation is None else activation.name, GATED=gated,
-        CLAMP=limit is not None, BIAS=bias_LN is not None, BY_PAIR=by_pair,
+        CLAMP=limit is not None, BIAS=bias_LN is not None, BY_ASSIGNMENT=by_assignment,
         PERSISTENT=config.persistent, HALVES=config.halves,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -128,16 +137,16 @@ def sorted_gemm(
 
 @triton.jit
 def _tile(
-    row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, weights_ptr, N, K, num_pairs,
+    row0, col0, w_row, a, w, out_ptr, sorted_ptr, bias_ptr, weights_ptr, N, K, padding,
     out_stride, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
-    BY_PAIR: tl.constexpr,
+    BY_ASSIGNMENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the output; with a gate, two tiles of weights, N rows apart."""
+    """Compute one tile of the output; with a gate, from two weight tiles N rows apart."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # Past K both tiles are zero; past N they are another expert's, and are not stored.
+    # Past K both tiles are zero; past N weights are another expert's, and sums are not stored.
     for step in range(0, tl.cdiv(K, BLOCK_K)):
         a_tile = a.load([row0, step * BLOCK_K])
         acc = dot(a_tile, w.load([w_row, step * BLOCK_K]).T, acc, "ieee")
@@ -156,11 +165,11 @@ def _tile(
     elif ACTIVATION != "none":
         acc = activate(acc, ACTIVATION)
     rows = row0 + tl.arange(0, BLOCK_M)
-    if BY_PAIR:
-        rows = tl.load(pairs_ptr + rows)
-        ok = ok & (rows < num_pairs)[:, None]
+    if BY_ASSIGNMENT:
+        rows = tl.load(sorted_ptr + rows)
+        ok = ok & (rows < padding)[:, None]
         if weights_ptr is not None:
-            weights = tl.load(weights_ptr + rows, mask=rows < num_pairs, other=0.0)
+            weights = tl.load(weights_ptr + rows, mask=rows < padding, other=0.0)
             acc *= weight_before(weights)[:, None]
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * out_stride + cols[None, :]
     tl.store(out_ptrs, convert(acc, out_ptr.dtype.element_ty), mask=ok)
@@ -169,23 +178,23 @@ def _tile(
 @triton.jit
 def _place(tile, row_blocks, experts_ptr, N, group_m, GATED: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """A tile's first row, column, and row of weights."""
+    """Return a tile's first row, column and weight row."""
     block_m, block_n = tile_at(tile, row_blocks, tl.cdiv(N, BLOCK_N), group_m)
     w_row = tl.load(experts_ptr + block_m) * (2 * N if GATED else N) + block_n * BLOCK_N
     return block_m * BLOCK_M, block_n * BLOCK_N, w_row
 
 
-@triton.jit(do_not_specialize=["num_pairs", "group_m"])
+@triton.jit(do_not_specialize=["padding", "group_m"])
 def _gemm(
-    a, a_half, w, out_ptr, pairs_ptr, experts_ptr, num_rows_ptr, bias_ptr, weights_ptr, N, K,
-    num_pairs, group_m, out_stride, alpha, limit,
+    a, a_half, w, out_ptr, sorted_ptr, experts_ptr, num_rows_ptr, bias_ptr, weights_ptr, N, K,
+    padding, group_m, out_stride, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
-    BY_PAIR: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr,
+    BY_ASSIGNMENT: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """PERSISTENT: tiles in turn, the next one's loads under way while one is stored. HALVES: a
-    block with no row in its second half comes through a_half, half as high."""
+    """PERSISTENT: a program takes tiles in turn, and loads the next while it stores one. HALVES: a
+    block whose second half has no rows is a half tile, loaded through a_half."""
     if PDL:
         wait_then_launch_dependents()
     row_blocks = tl.load(num_rows_ptr) // BLOCK_M
@@ -196,9 +205,9 @@ def _gemm(
             row0, col0, w_row = _place(tile, row_blocks, experts_ptr, N, group_m, GATED, BLOCK_M,
                                        BLOCK_N)  # fmt: skip
             _tile(
-                row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, weights_ptr, N, K, num_pairs,
-                out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, BLOCK_M, BLOCK_N,
-                BLOCK_K,
+                row0, col0, w_row, a, w, out_ptr, sorted_ptr, bias_ptr, weights_ptr, N, K, padding,
+                out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_ASSIGNMENT, BLOCK_M,
+                BLOCK_N, BLOCK_K,
             )  # fmt: skip
         return
     if tl.program_id(0) >= tiles:
@@ -206,16 +215,16 @@ def _gemm(
     row0, col0, w_row = _place(tl.program_id(0), row_blocks, experts_ptr, N, group_m, GATED,
                                BLOCK_M, BLOCK_N)  # fmt: skip
     if HALVES:
-        if tl.load(pairs_ptr + row0 + HALF) >= num_pairs:
+        if tl.load(sorted_ptr + row0 + HALF) >= padding:
             _tile(
-                row0, col0, w_row, a_half, w, out_ptr, pairs_ptr, bias_ptr, weights_ptr, N, K,
-                num_pairs, out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, HALF,
-                BLOCK_N, BLOCK_K,
+                row0, col0, w_row, a_half, w, out_ptr, sorted_ptr, bias_ptr, weights_ptr, N, K,
+                padding, out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_ASSIGNMENT,
+                HALF, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             return
     _tile(
-        row0, col0, w_row, a, w, out_ptr, pairs_ptr, bias_ptr, weights_ptr, N, K, num_pairs,
-        out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_PAIR, BLOCK_M, BLOCK_N,
+        row0, col0, w_row, a, w, out_ptr, sorted_ptr, bias_ptr, weights_ptr, N, K, padding,
+        out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_ASSIGNMENT, BLOCK_M, BLOCK_N,
         BLOCK_K,
     )  # fmt: skip
 

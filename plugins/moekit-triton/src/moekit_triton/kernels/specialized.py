@@ -1,20 +1,20 @@
-"""Grouped GEMM by specialized warps (Gluon, Hopper): rows in order in, rows in order out.
+"""Grouped GEMM over expert-sorted rows by specialized warps (Gluon, Hopper), 16 bits.
 
-One warp asks for tiles of both operands, stages ahead and into the next tile; two warp groups
-multiply, half of a block's rows each, by 256 rows of weights, and send results off through shared
-memory. So a tile's end costs no waiting: what `sorted_gemm` gains by persistent programs where
-registers allow, this has with a gate, too.
+The producer warp loads tiles of both operands, several stages ahead and across tiles. Two consumer
+warp groups each multiply half of a block's rows by 256 weight rows, and store results through
+shared memory. So the end of a tile stalls nothing; `sorted_gemm` achieves this by persistent
+programs only where registers allow, which excludes gates.
 
-Where half blocks are left out, programs fetch tiles from a counter: a half costs less only where
-nobody waits for the program that had none. The loading warp fetches, one ahead, and tells the
-others.
+Where half tiles are skipped, the tile scheduler takes tiles from a counter, since a half tile saves
+time only if no program waits for one that had none. The producer takes the next tile one ahead and
+commits it to the consumers.
 
-Rows may be copied into order by three more warps, ahead of the tiles that read them: first by
-each program a share of what the first tiles read, then a unit of rows at a time, fetched from a
-counter, so that no unit waits for a program that has not begun. What of a block has been copied is
-counted for it, and the loading warp waits for that.
+Three more warps can copy rows into expert-sorted order ahead of the tiles that read them. First,
+each program copies its share of what the first tiles read; then the copiers take units of rows from
+a counter, so no unit waits for a program that has not started. They release each block through its
+counter, which the producer acquires.
 
-Padding rows may hold anything: rows do not mix, and theirs become undefined.
+Padding rows may hold anything: rows do not mix, and their results are undefined.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from .warps import (
     ROWS,
     STAGES,
     WIDE,
-    acquired,
-    begin_weighting,
+    apply_weight_before,
     clear,
+    commit_message,
     descriptor,
-    facts,
     fence_proxies,
-    fetch,
     halves_of,
-    hear,
+    load_acquire,
     messages,
     next_slot,
     place,
-    send,
+    schedule,
     silu_mul,
-    tell,
+    store_tile,
+    tile_info,
+    wait_message,
 )
 
 STEP = gl.constexpr(64)  # of K
 _UNIT = gl.constexpr(8)  # rows copied at a time
-_UNITS = gl.constexpr(BLOCK_M // 8)  # of a block
+_UNITS = gl.constexpr(BLOCK_M // 8)  # units of a block
 _COPIERS = gl.constexpr(3)
-_COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # counted of a copied block: 128 for a unit
+_COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # count of a copied block: 128 per unit
 
 
 def specialized_gemm(
@@ -71,48 +71,55 @@ def specialized_gemm(
     out_SN: torch.Tensor,
     aligned: SortedAssignments,
     config: GemmConfig,
-    num_pairs: int,
+    num_assignments: int,
     num_sms: int,
     *,
     gated: bool = False,
     x_RK: torch.Tensor | None = None,
     weights_RK: torch.Tensor | None = None,
 ) -> None:
-    """out[s] = a[s] @ w[expert of s].T for the entries s of `aligned`; gated: silu(gate) * up.
+    """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up.
 
-    a (capacity, K), w and out (capacity, N) of one 16-bit dtype, rows of whole 16 bytes; N is half
-    of w's rows with a gate. Rows that belong to no pair become undefined. Of ``config`` group_m and
-    halves count; tiles are BLOCK_M x COLUMNS. halves, and x, want counters in `aligned`.
+    Tiles are BLOCK_M x COLUMNS; of ``config`` only group_m and halves count. Padding rows become
+    undefined.
 
-    With x (R, K), a is written on the way, as `copy_rows` does it: rows are copied ahead of the
-    tiles that read them. With weights, fp32 by pair and not gated, out[s] is multiplied by
-    `weight_before` of its pair's.
+    Args:
+        a_SK: (capacity, K), 16 bits, rows of whole 16 bytes. With ``x_RK``, written on the way.
+        w_LNK: (L, N, K), or (L, 2N, K) with a gate; a's dtype.
+        out_SN: (capacity, N), a's dtype.
+        aligned: the sorted assignments; with counters for halves or ``x_RK``.
+        config: the tile.
+        num_assignments: what ``aligned.assignments_S`` holds for padding.
+        num_sms: programs.
+        gated: whether w holds gate and up.
+        x_RK: (R, K): copied to ``a_SK`` as `copy_rows` does, ahead of the tiles that read it.
+        weights_RK: fp32 router weights; out[s] is multiplied by `weight_before`. Not gated.
     """
     num_experts, w_rows, k = w_LNK.shape
     wide = 2 if gated else 1
-    n, entries = w_rows // wide, aligned.capacity
-    assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n)
+    n, capacity = w_rows // wide, aligned.capacity
+    assert a_SK.shape == (capacity, k) and out_SN.shape == (capacity, n)
     assert aligned.block_m == BLOCK_M and w_LNK.is_contiguous()
     assert aligned.counters is not None or not config.halves and x_RK is None
     assert weights_RK is None or not gated
     assert x_RK is None or x_RK.shape[1] == k and x_RK.stride(1) == 1
-    tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
+    tiles = capacity // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
         (min(tiles, num_sms),),
         descriptor(a_SK, BLOCK_M, 64),
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 2),
         x_RK, None if x_RK is None else a_SK, aligned.experts_B, aligned.assignments_S,
-        aligned.num_rows, aligned.counters, weights_RK, n, k, num_pairs, config.group_m,
-        *((1, 0) if x_RK is None else (num_pairs // len(x_RK), x_RK.stride(0))),
+        aligned.num_rows, aligned.counters, weights_RK, n, k, num_assignments, config.group_m,
+        *((1, 0) if x_RK is None else (num_assignments // len(x_RK), x_RK.stride(0))),
         GATED=gated, HALVES=config.halves, COPY=x_RK is not None, num_warps=4,
     )  # fmt: skip
 
 
 @gluon.jit
 def stages(a, w, out):
-    """Shared memory: the ring of both operands' tiles, a buffer for each warp group's results, and
-    the ring's barriers: full for all, empty when both groups say so. To be fenced before use."""
+    """Allocate the ring of both operands' tiles, a result buffer for each consumer group, and the
+    ring's barriers: full, and empty when both groups have released a stage. Fence before use."""
     a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
@@ -126,7 +133,7 @@ def stages(a, w, out):
 
 @gluon.jit
 def multiply(WHICH: gl.constexpr, half_blocks, w_s, full, empty, slot, phase, steps):
-    """The product of a half block and a tile of weights, by all steps of K."""
+    """Multiply a half block by a weight tile, over all steps of K."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
     for step in range(steps):
@@ -134,8 +141,8 @@ def multiply(WHICH: gl.constexpr, half_blocks, w_s, full, empty, slot, phase, st
         w = w_s.index(slot).permute((1, 0))
         acc = warpgroup_mma(half_blocks.index(2 * slot + WHICH), w, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        # The product before this one has been read. (A name that keeps its slot from one step to
-        # the next is not carried by triton 3.6.)
+        # The previous product's stage has been read. (triton 3.6 does not carry a name that keeps
+        # its slot from one step to the next.)
         last = (slot + STAGES - 1) % STAGES
         mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
         slot, phase = next_slot(slot, phase)
@@ -145,8 +152,8 @@ def multiply(WHICH: gl.constexpr, half_blocks, w_s, full, empty, slot, phase, st
 
 
 @gluon.jit
-def skip(full, empty, slot, phase, steps):
-    """Gives all steps' tiles back as they come."""
+def release_stages(full, empty, slot, phase, steps):
+    """Release the stages of all steps of a tile without using them."""
     for _ in range(steps):
         mbarrier.wait(full.index(slot), phase)
         mbarrier.arrive(empty.index(slot), count=1)
@@ -156,10 +163,10 @@ def skip(full, empty, slot, phase, steps):
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s,
-    w_s, buffers, full, empty, words, told, GATED: gl.constexpr,
+    WHICH: gl.constexpr, out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s,
+    w_s, buffers, full, empty, words, valid, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Half the rows of every tile, if any of them is used."""
+    """Compute half the rows of every tile, if any of them is used (a consumer warp group)."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
@@ -168,59 +175,59 @@ def _consume(
     slot = 0
     phase = 0
     count = 0
-    tile, halves = hear(words, told, count)
+    tile, halves = wait_message(words, valid, count)
     while tile < row_blocks * col_blocks:
         block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
             acc, slot, phase = multiply(WHICH, half_blocks, w_s, full, empty, slot, phase, steps)
             if GATED:
-                send(silu_mul(acc), buffers, WHICH, out, row, col, 1)
+                store_tile(silu_mul(acc), buffers, WHICH, out, row, col, 1)
             else:
-                acc = begin_weighting(acc, weights_ptr, pairs_ptr, row, num_pairs)
+                acc = apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding)
                 left, right = halves_of(acc)
-                send(left, buffers, WHICH, out, row, col, 1)
-                send(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
+                store_tile(left, buffers, WHICH, out, row, col, 1)
+                store_tile(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
         else:
-            slot, phase = skip(full, empty, slot, phase, steps)
+            slot, phase = release_stages(full, empty, slot, phase, steps)
         count += 1
-        tile, halves = hear(words, told, count)
+        tile, halves = wait_message(words, valid, count)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _upper(out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers,
-           full, empty, words, told, GATED: gl.constexpr):  # fmt: skip
-    _consume(0, out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s,
-             buffers, full, empty, words, told, GATED)  # fmt: skip
+def _upper(out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s, buffers,
+           full, empty, words, valid, GATED: gl.constexpr):  # fmt: skip
+    _consume(0, out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s,
+             buffers, full, empty, words, valid, GATED)  # fmt: skip
 
 
 @gluon.jit
-def _lower(out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s, buffers,
-           full, empty, words, told, GATED: gl.constexpr):  # fmt: skip
-    _consume(1, out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s,
-             buffers, full, empty, words, told, GATED)  # fmt: skip
+def _lower(out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s, buffers,
+           full, empty, words, valid, GATED: gl.constexpr):  # fmt: skip
+    _consume(1, out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s,
+             buffers, full, empty, words, valid, GATED)  # fmt: skip
 
 
 @gluon.jit
 def _copy(
-    unit, x_ptr, a_ptr, pairs_ptr, copied_ptr, num_pairs, slots, K, x_stride,
+    unit, x_ptr, a_ptr, sorted_ptr, copied_ptr, padding, top_k, K, x_stride,
     AT_ONCE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A unit of rows of a, AT_ONCE of them and WIDTH columns at once."""
+    """Copy a unit of rows of a, AT_ONCE rows and WIDTH columns at a time."""
     layout: gl.constexpr = gl.BlockedLayout([AT_ONCE // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     for first in range(0, _UNIT, AT_ONCE):
-        entry = unit * _UNIT + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
-        pair = gl.load(pairs_ptr + entry)
-        row = (pair // slots).to(gl.int64)
+        sorted_row = unit * _UNIT + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
+        assignment = gl.load(sorted_ptr + sorted_row)
+        row = (assignment // top_k).to(gl.int64)
         x_ptrs = x_ptr + (row * x_stride)[:, None] + cols
-        a_ptrs = a_ptr + (entry.to(gl.int64) * K)[:, None] + cols
-        end = gl.where(pair < num_pairs, K, 0)[:, None]
+        a_ptrs = a_ptr + (sorted_row.to(gl.int64) * K)[:, None] + cols
+        end = gl.where(assignment < padding, K, 0)[:, None]
         for col in range(0, K, WIDTH):
             mask = col + cols < end
             gl.store(a_ptrs + col, gl.load(x_ptrs + col, mask=mask), mask=mask)
-    # Every thread releases what it has written.
+    # Every thread releases its writes.
     fence_proxies()
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     block = gl.full([32 * WARPS], 0, gl.int32, threads) + unit // _UNITS
@@ -230,61 +237,63 @@ def _copy(
 
 @gluon.jit
 def _copy_first(
-    blocks, x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K, x_stride,
+    blocks, x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K, x_stride,
 ):  # fmt: skip
-    """This program's share of the first blocks' units."""
+    """Copy this program's share of the first blocks' units."""
     each = gl.cdiv(blocks * _UNITS, gl.num_programs(0))
     first = gl.atomic_add(counters_ptr + 1, each, sem="relaxed")
     units = gl.load(num_rows_ptr) // _UNIT
     for unit in range(first, gl.minimum(first + each, units)):
-        _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + OF_BLOCKS, num_pairs, slots, K,
+        _copy(unit, x_ptr, a_ptr, sorted_ptr, counters_ptr + OF_BLOCKS, padding, top_k, K,
               x_stride, _UNIT, 2048, 4)  # fmt: skip
 
 
 @gluon.jit
 def _copy_ahead(
-    x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K, x_stride,
+    x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K, x_stride,
     COPY: gl.constexpr,
 ):  # fmt: skip
-    """Units, until there are no more."""
+    """Copy units until there are no more."""
     if COPY:
         units = gl.load(num_rows_ptr) // _UNIT
         next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
         while next_unit < units:
             unit = next_unit + 0
             next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
-            _copy(unit, x_ptr, a_ptr, pairs_ptr, counters_ptr + OF_BLOCKS, num_pairs, slots, K,
+            _copy(unit, x_ptr, a_ptr, sorted_ptr, counters_ptr + OF_BLOCKS, padding, top_k, K,
                   x_stride, 1, 1024, 1)  # fmt: skip
         ended = gl.atomic_add(counters_ptr + 2, 1, sem="acq_rel")
-        if ended == _COPIERS * gl.num_programs(0) - 1:  # the last: nobody will fetch a unit again
+        if ended == _COPIERS * gl.num_programs(0) - 1:  # the last copier: no unit is taken any more
             gl.store(counters_ptr + 1, 0)
             gl.store(counters_ptr + 2, 0)
 
 
 @gluon.jit
 def _load(
-    a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs, group_m, a_s,
-    w_boxes, full, empty, words, told, GATED: gl.constexpr, HALVES: gl.constexpr,
+    a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, N, K, padding, group_m, a_s,
+    w_boxes, full, empty, words, valid, GATED: gl.constexpr, HALVES: gl.constexpr,
     COPY: gl.constexpr,
 ):  # fmt: skip
-    """w_boxes: for each stage one box, or gate above up. What the next tile needs is looked up
-    behind this one's first steps, so that no product waits for it."""
+    """Load every tile's operands (the producer warp). w_boxes: per stage one box, or gate above up.
+
+    The next tile is looked up after the first steps of this one, so that no product waits for it.
+    """
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     tiles = row_blocks * col_blocks
     steps = gl.cdiv(K, STEP)
-    looks = gl.minimum(steps, STAGES) - 1
+    look_ahead = gl.minimum(steps, STAGES) - 1
     slot = 0
     phase = 1
     count = 0
     tile = gl.program_id(0)
-    block_m, col, expert, halves = facts(tile, row_blocks, col_blocks, group_m, experts_ptr,
-                                         pairs_ptr, num_pairs, OUT, HALVES)  # fmt: skip
+    block_m, col, expert, halves = tile_info(tile, row_blocks, col_blocks, group_m, experts_ptr,
+                                         sorted_ptr, padding, OUT, HALVES)  # fmt: skip
     w_row = expert * (2 * N if GATED else N) + col
     while tile < tiles:
-        tell(words, told, count, (tile, halves))
+        commit_message(words, valid, count, (tile, halves))
         count += 1
         next_tile = tile + 0
         next_m = block_m + 0
@@ -293,7 +302,7 @@ def _load(
         if COPY:
             copied = 0
             while copied < _COPIED:
-                copied = acquired(counters_ptr + OF_BLOCKS + block_m)
+                copied = load_acquire(counters_ptr + OF_BLOCKS + block_m)
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
@@ -308,32 +317,32 @@ def _load(
             else:
                 tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(slot))
             slot, phase = next_slot(slot, phase)
-            if step == looks:
-                next_tile = fetch(tile, tiles, counters_ptr, HALVES or COPY)
+            if step == look_ahead:
+                next_tile = schedule(tile, tiles, counters_ptr, HALVES or COPY)
                 if COPY and next_tile == tiles - 1 + gl.num_programs(0):
-                    clear(counters_ptr + OF_BLOCKS, row_blocks)  # nobody waits for a block any more
-                next_m, next_col, next_expert, next_halves = facts(
-                    next_tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs,
+                    clear(counters_ptr + OF_BLOCKS, row_blocks)  # no program waits any more
+                next_m, next_col, next_expert, next_halves = tile_info(
+                    next_tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding,
                     OUT, HALVES)  # fmt: skip
                 next_row = next_expert * (2 * N if GATED else N) + next_col
-        # (A name that is given another carried name's value is not carried by triton 3.6: + 0.)
+        # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
         tile = next_tile + 0
         block_m = next_m + 0
         w_row = next_row + 0
         halves = next_halves + 0
-    tell(words, told, count, (tile, halves))
+    commit_message(words, valid, count, (tile, halves))
 
 
-@gluon.jit(do_not_specialize=["num_pairs", "group_m"])
+@gluon.jit(do_not_specialize=["padding", "group_m"])
 def _gemm(
-    a, w, out, x_ptr, a_ptr, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, weights_ptr, N, K,
-    num_pairs, group_m, slots, x_stride,
+    a, w, out, x_ptr, a_ptr, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, weights_ptr, N, K,
+    padding, group_m, top_k, x_stride,
     GATED: gl.constexpr, HALVES: gl.constexpr, COPY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:  # for all warps, which begin when this one lets them
+    if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
     a_s, w_s, buffers, full, empty = stages(a, w, out)
-    words, told = messages(2)
+    words, valid = messages(2)
     fence_async_shared()
     if GATED:
         w_boxes = w_s._reinterpret(w.dtype, [2 * STAGES, WIDE // 2, STEP], w.layout)
@@ -342,26 +351,26 @@ def _gemm(
     if COPY:
         col_blocks = gl.cdiv(N, WIDE // 2 if GATED else WIDE)
         first_blocks = group_m * gl.cdiv(gl.num_programs(0), group_m * col_blocks)
-        _copy_first(first_blocks, x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs,
-                    slots, K, x_stride)  # fmt: skip
-    # (A tuple with a name would make variables of constants in triton 3.6.)
+        _copy_first(first_blocks, x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding,
+                    top_k, K, x_stride)  # fmt: skip
+    # (In triton 3.6 a named tuple would turn constants into variables.)
     gl.warp_specialize(
         [
-            (_upper, (out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s,
-                      buffers, full, empty, words, told, GATED)),
-            (_lower, (out, pairs_ptr, num_rows_ptr, weights_ptr, N, K, num_pairs, group_m, a_s, w_s,
-                      buffers, full, empty, words, told, GATED)),
-            (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
-                     group_m, a_s, w_boxes, full, empty, words, told, GATED, HALVES, COPY)),
-            (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
+            (_upper, (out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s,
+                      buffers, full, empty, words, valid, GATED)),
+            (_lower, (out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s,
+                      buffers, full, empty, words, valid, GATED)),
+            (_load, (a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, N, K, padding,
+                     group_m, a_s, w_boxes, full, empty, words, valid, GATED, HALVES, COPY)),
+            (_copy_ahead, (x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K,
                            x_stride, COPY)),
-            (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
+            (_copy_ahead, (x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K,
                            x_stride, COPY)),
-            (_copy_ahead, (x_ptr, a_ptr, pairs_ptr, num_rows_ptr, counters_ptr, num_pairs, slots, K,
+            (_copy_ahead, (x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K,
                            x_stride, COPY)),
         ],
         [4, 1, 1, 1, 1],  # warps of all but the first
-        [232, 40, 40, 40, 40],  # and registers of a thread: 232 + 232 + 40 = 3 * 168 of the launch
+        [232, 40, 40, 40, 40],  # registers per thread: 232 + 232 + 40 = 3 * 168 of the launch
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Both products of the block in one launch of specialized warps (Gluon, Hopper), 16 bits.
+"""Both GEMMs over expert-sorted rows in one launch of specialized warps (Gluon, Hopper), 16 bits.
 
-As `specialized`, with GEMM 2's tiles behind GEMM 1's: programs that find no tile of GEMM 1 left go
-on with GEMM 2 instead of waiting for the others' last. A tile of GEMM 2 wants all of its block's
-tiles of GEMM 1, which a counter for each block tells; they are long done but for the last blocks.
+Like `specialized`, with GEMM 2's tiles after GEMM 1's: programs that find no tile of GEMM 1 go on
+with GEMM 2 instead of waiting for the last tiles of others. A tile of GEMM 2 needs all of GEMM 1's
+tiles of its block, which a counter per block tracks; only those of the last blocks are ever late.
 
-A warp for each warp group sends results off, so that these need not wait until they have arrived.
+One more warp per consumer group stores results, so that the group need not wait for the writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gemm import tile_at
-from .specialized import STEP, multiply, skip, stages
+from .specialized import STEP, multiply, release_stages, stages
 from .tiles import GemmConfig
 from .warps import (
     BLOCK_M,
@@ -31,16 +31,16 @@ from .warps import (
     ROWS,
     STAGES,
     WIDE,
-    acquired,
-    begin_weighting,
+    apply_weight_before,
     clear,
+    commit_message,
     descriptor,
     halves_of,
-    hear,
+    load_acquire,
     messages,
     next_slot,
     silu_mul,
-    tell,
+    wait_message,
 )
 
 _HALF = gl.constexpr(COLUMNS // 2)
@@ -55,29 +55,39 @@ def specialized_block(
     aligned: SortedAssignments,
     first: GemmConfig,
     second: GemmConfig,
-    num_pairs: int,
+    num_assignments: int,
     num_sms: int,
     weights_RK: torch.Tensor | None = None,
 ) -> None:
-    """a[s] = silu(gate) * up of x[s] @ w13[expert of s].T, y[s] = a[s] @ w2[expert of s].T, for the
-    entries s of `aligned`, with counters.
+    """Compute a[s] = silu(gate) * up of x[s] @ w13[expert of s].T, then y[s] = a[s] @ w2[expert of
+    s].T, for the sorted rows s.
 
-    x, y (capacity, H) and a (capacity, I) of one 16-bit dtype, rows of whole 16 bytes. y may lie
-    where x does: a block of it is written when all that reads that block of x is done. Rows that
-    belong to no pair become undefined. Of the configs group_m counts; tiles are BLOCK_M x COLUMNS,
-    and half blocks without rows are left out. With weights, fp32 by pair, y[s] is multiplied by
-    `weight_before` of its pair's.
+    Tiles are BLOCK_M x COLUMNS, and half tiles without rows are skipped; of the configs only
+    group_m counts. Padding rows become undefined.
+
+    Args:
+        x_SH: (capacity, H), 16 bits, rows of whole 16 bytes.
+        w13_LNH: (L, 2I, H).
+        a_SI: (capacity, I), written.
+        w2_LHI: (L, H, I).
+        y_SH: (capacity, H), written. May be x_SH: a block is written after its last read.
+        aligned: the sorted assignments, with counters.
+        first: GEMM 1's tile.
+        second: GEMM 2's tile.
+        num_assignments: what ``aligned.assignments_S`` holds for padding.
+        num_sms: programs.
+        weights_RK: fp32 router weights; y[s] is multiplied by `weight_before`.
     """
     num_experts, w_rows, hidden = w13_LNH.shape
-    inner, entries = w_rows // 2, aligned.capacity
-    assert x_SH.shape == y_SH.shape == (entries, hidden) and a_SI.shape == (entries, inner)
+    inner, capacity = w_rows // 2, aligned.capacity
+    assert x_SH.shape == y_SH.shape == (capacity, hidden) and a_SI.shape == (capacity, inner)
     assert w2_LHI.shape == (num_experts, hidden, inner) and aligned.counters is not None
     assert first.specialized and second.specialized
     assert aligned.block_m == BLOCK_M and w13_LNH.is_contiguous() and w2_LHI.is_contiguous()
     tiles = triton.cdiv(inner, COLUMNS // 2) + triton.cdiv(hidden, COLUMNS)
     half = BLOCK_M // 2, COLUMNS // 2
     _launch_block(
-        (min(entries // BLOCK_M * tiles, num_sms),),
+        (min(capacity // BLOCK_M * tiles, num_sms),),
         descriptor(x_SH, BLOCK_M, 64),
         descriptor(w13_LNH.view(num_experts * w_rows, hidden), COLUMNS // 2, 64),
         descriptor(a_SI, *half),
@@ -85,13 +95,13 @@ def specialized_block(
         descriptor(w2_LHI.view(num_experts * hidden, inner), COLUMNS // 2, 64),
         descriptor(y_SH, *half),
         aligned.experts_B, aligned.assignments_S, aligned.num_rows, aligned.counters, weights_RK,
-        hidden, inner, num_pairs, first.group_m, second.group_m, num_warps=4,
+        hidden, inner, num_assignments, first.group_m, second.group_m, num_warps=4,
     )  # fmt: skip
 
 
 @gluon.jit
 def _tiles(num_rows_ptr, H, I):
-    """Blocks, and tiles of GEMM 1 and of both."""
+    """Return the blocks, the tiles of GEMM 1 and those of both GEMMs."""
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     first = row_blocks * gl.cdiv(I, _HALF)
     return row_blocks, first, first + row_blocks * gl.cdiv(H, WIDE)
@@ -99,7 +109,7 @@ def _tiles(num_rows_ptr, H, I):
 
 @gluon.jit
 def _place(tile, first_tiles, row_blocks, H, I, group_1, group_2):
-    """A tile's block, and which columns it is among its GEMM's."""
+    """Return a tile's block, and the index of its columns in its GEMM."""
     first = tile < first_tiles
     cols = gl.where(first, gl.cdiv(I, _HALF), gl.cdiv(H, WIDE))
     index = gl.where(first, tile, tile - first_tiles)
@@ -107,81 +117,81 @@ def _place(tile, first_tiles, row_blocks, H, I, group_1, group_2):
 
 
 @gluon.jit
-def _hand_over(x, buffer, given, taken, piece):
-    """To the warp that sends results off."""
-    mbarrier.wait(taken, piece & 1 ^ 1)
+def _commit_result(x, buffer, ready, free, piece):
+    """Commit a result to the warp that stores it."""
+    mbarrier.wait(free, piece & 1 ^ 1)
     buffer.store(x)
     fence_async_shared()
-    mbarrier.arrive(given, count=1)
+    mbarrier.arrive(ready, count=1)
     return piece + 1
 
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2,
-    a_s, w_s, buffers, full, empty, given_2, taken_2, words, told,
+    WHICH: gl.constexpr, sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2,
+    a_s, w_s, buffers, full, empty, ready_2, free_2, words, valid,
 ):  # fmt: skip
-    """Half the rows of every tile, if any of them is used."""
+    """Compute half the rows of every tile, if any of them is used (a consumer warp group)."""
     half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     buffer = buffers.index(WHICH)
-    given = given_2.index(WHICH)
-    taken = taken_2.index(WHICH)
+    ready = ready_2.index(WHICH)
+    free = free_2.index(WHICH)
     row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     slot = 0
     phase = 0
     count = 0
     piece = 0
-    tile, halves = hear(words, told, count)
+    tile, halves = wait_message(words, valid, count)
     while tile < tiles:
         steps = gl.cdiv(gl.where(tile < first_tiles, H, I), STEP)
         if halves > WHICH:
             acc, slot, phase = multiply(WHICH, half_blocks, w_s, full, empty, slot, phase, steps)
             if tile < first_tiles:
-                piece = _hand_over(silu_mul(acc).to(buffer.dtype), buffer, given, taken, piece)
+                piece = _commit_result(silu_mul(acc).to(buffer.dtype), buffer, ready, free, piece)
             else:
                 if weights_ptr is not None:
                     block_m, _ = _place(tile, first_tiles, row_blocks, H, I, group_1, group_2)
                     row = (2 * block_m + WHICH) * ROWS
-                    acc = begin_weighting(acc, weights_ptr, pairs_ptr, row, num_pairs)
+                    acc = apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding)
                 left, right = halves_of(acc)
-                piece = _hand_over(left.to(buffer.dtype), buffer, given, taken, piece)
-                piece = _hand_over(right.to(buffer.dtype), buffer, given, taken, piece)
+                piece = _commit_result(left.to(buffer.dtype), buffer, ready, free, piece)
+                piece = _commit_result(right.to(buffer.dtype), buffer, ready, free, piece)
         else:
-            slot, phase = skip(full, empty, slot, phase, steps)
-            # Nothing, so that neither warp is ahead of the other by more than a tile.
-            mbarrier.wait(taken, piece & 1 ^ 1)
-            mbarrier.arrive(given, count=1)
+            slot, phase = release_stages(full, empty, slot, phase, steps)
+            # Commit nothing, so that neither warp is ahead of the other by more than a tile.
+            mbarrier.wait(free, piece & 1 ^ 1)
+            mbarrier.arrive(ready, count=1)
             piece += 1
         count += 1
-        tile, halves = hear(words, told, count)
+        tile, halves = wait_message(words, valid, count)
 
 
 @gluon.jit
-def _upper(pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s, w_s,
-           buffers, full, empty, given, taken, words, told):  # fmt: skip
-    _consume(0, pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s, w_s,
-             buffers, full, empty, given, taken, words, told)  # fmt: skip
+def _upper(sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s, w_s,
+           buffers, full, empty, ready, free, words, valid):  # fmt: skip
+    _consume(0, sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s, w_s,
+             buffers, full, empty, ready, free, words, valid)  # fmt: skip
 
 
 @gluon.jit
-def _lower(pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s, w_s,
-           buffers, full, empty, given, taken, words, told):  # fmt: skip
-    _consume(1, pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s, w_s,
-             buffers, full, empty, given, taken, words, told)  # fmt: skip
+def _lower(sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s, w_s,
+           buffers, full, empty, ready, free, words, valid):  # fmt: skip
+    _consume(1, sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s, w_s,
+             buffers, full, empty, ready, free, words, valid)  # fmt: skip
 
 
 @gluon.jit
-def _send(out, row, col, buffer, given, taken, piece):
-    mbarrier.wait(given, piece & 1)
+def _store_piece(out, row, col, buffer, ready, free, piece):
+    mbarrier.wait(ready, piece & 1)
     tma.async_copy_shared_to_global(out, [row, col], buffer)
-    tma.store_wait(0)  # until it has been read
-    mbarrier.arrive(taken, count=1)
+    tma.store_wait(0)  # until the buffer has been read
+    mbarrier.arrive(free, count=1)
     return piece + 1
 
 
 @gluon.jit
-def _arrived():
-    """Waits until what this thread has sent is written."""
+def _wait_stored():
+    """Wait until this thread's stores are written."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -190,85 +200,85 @@ def _arrived():
 
 @gluon.jit
 def _store(
-    WHICH: gl.constexpr, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, given_2,
-    taken_2, words, told,
+    WHICH: gl.constexpr, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready_2,
+    free_2, words, valid,
 ):  # fmt: skip
-    """Sends off what a warp group hands over, and counts what has arrived of GEMM 1's."""
+    """Store a consumer group's results, and release those of GEMM 1 through counters."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     buffer = buffers.index(WHICH)
-    given = given_2.index(WHICH)
-    taken = taken_2.index(WHICH)
+    ready = ready_2.index(WHICH)
+    free = free_2.index(WHICH)
     row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     count = 0
     piece = 0
-    tile, halves = hear(words, told, count)
+    tile, halves = wait_message(words, valid, count)
     while tile < tiles:
         block_m, block_n = _place(tile, first_tiles, row_blocks, H, I, group_1, group_2)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
             if tile < first_tiles:
-                piece = _send(a, row, block_n * _HALF, buffer, given, taken, piece)
-                _arrived()
+                piece = _store_piece(a, row, block_n * _HALF, buffer, ready, free, piece)
+                _wait_stored()
             else:
-                piece = _send(y, row, block_n * WIDE, buffer, given, taken, piece)
-                piece = _send(y, row, block_n * WIDE + _HALF, buffer, given, taken, piece)
+                piece = _store_piece(y, row, block_n * WIDE, buffer, ready, free, piece)
+                piece = _store_piece(y, row, block_n * WIDE + _HALF, buffer, ready, free, piece)
         else:
-            mbarrier.wait(given, piece & 1)
-            mbarrier.arrive(taken, count=1)
+            mbarrier.wait(ready, piece & 1)
+            mbarrier.arrive(free, count=1)
             piece += 1
         if tile < first_tiles:
             pointers = done_ptr + block_m + gl.full([32], 0, gl.int32, lanes)
             gl.atomic_add(pointers, gl.full([32], 1, gl.int32, lanes), sem="release")
         count += 1
-        tile, halves = hear(words, told, count)
+        tile, halves = wait_message(words, valid, count)
 
 
 @gluon.jit
-def _store_upper(a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, given, taken, words,
-                 told):  # fmt: skip
-    _store(0, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, given, taken, words,
-           told)  # fmt: skip
+def _store_upper(a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready, free, words,
+                 valid):  # fmt: skip
+    _store(0, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready, free, words,
+           valid)  # fmt: skip
 
 
 @gluon.jit
-def _store_lower(a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, given, taken, words,
-                 told):  # fmt: skip
-    _store(1, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, given, taken, words,
-           told)  # fmt: skip
+def _store_lower(a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready, free, words,
+                 valid):  # fmt: skip
+    _store(1, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready, free, words,
+           valid)  # fmt: skip
 
 
 @gluon.jit
-def _fetch(counters_ptr, tiles, row_blocks):
-    """Even the first tile, so that nobody waits for that of a program which has not begun."""
+def _schedule(counters_ptr, tiles, row_blocks):
+    """Take a tile, even the first one: no program waits for one that has not started."""
     tile = gl.atomic_add(counters_ptr, 1, sem="relaxed")
-    if tile == tiles + gl.num_programs(0) - 1:  # the last of all: nobody waits for a block any more
+    if tile == tiles + gl.num_programs(0) - 1:  # the last: no program waits for a block any more
         gl.store(counters_ptr, 0)
         clear(counters_ptr + OF_BLOCKS, row_blocks)
     return tile
 
 
 @gluon.jit
-def _facts(tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, experts_ptr, pairs_ptr,
-           num_pairs, done_ptr):  # fmt: skip
-    """A tile's block, its row of weights, how many of its halves have rows, and how many sent-off
-    results of GEMM 1 its block has; behind the last tile, of that."""
+def _tile_info(tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, experts_ptr,
+               sorted_ptr, padding, done_ptr):  # fmt: skip
+    """Return a tile's block, its weight row, how many of its halves have rows, and its block's
+    count of stored results of GEMM 1; past the last tile, those of the last."""
     tile = gl.maximum(gl.minimum(tile, tiles - 1), 0)
     block_m, block_n = _place(tile, first_tiles, gl.maximum(row_blocks, 1), H, I, group_1, group_2)
     expert = gl.load(experts_ptr + block_m)
     first = tile < first_tiles
     w_row = gl.where(first, expert * 2 * I + block_n * _HALF, expert * H + block_n * WIDE)
-    pair = gl.load(pairs_ptr + (2 * block_m + 1) * ROWS)
-    halves = gl.where(pair < num_pairs, 2, 1)
-    return block_m, w_row, halves, acquired(done_ptr + block_m)
+    assignment = gl.load(sorted_ptr + (2 * block_m + 1) * ROWS)
+    halves = gl.where(assignment < padding, 2, 1)
+    return block_m, w_row, halves, load_acquire(done_ptr + block_m)
 
 
 @gluon.jit
 def _load(
-    x, w13, a, w2, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, H, I, num_pairs, group_1,
-    group_2, a_s, w_boxes, full, empty, words, told,
+    x, w13, a, w2, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, H, I, padding, group_1,
+    group_2, a_s, w_boxes, full, empty, words, valid,
 ):  # fmt: skip
-    """w_boxes: for each stage two of half a tile's rows of weights. What the next tile needs is
-    looked up behind this one's first steps, so that no product waits for it."""
+    """Load every tile's operands (the producer warp). w_boxes: per stage two, each half a tile's
+    weight rows. The next tile is looked up after the first steps of this one."""
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     done_ptr = counters_ptr + OF_BLOCKS
@@ -276,12 +286,12 @@ def _load(
     slot = 0
     phase = 1
     count = 0
-    tile = _fetch(counters_ptr, tiles, row_blocks)
-    block_m, w_row, halves, done = _facts(
-        tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, experts_ptr, pairs_ptr,
-        num_pairs, done_ptr)  # fmt: skip
+    tile = _schedule(counters_ptr, tiles, row_blocks)
+    block_m, w_row, halves, done = _tile_info(
+        tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, experts_ptr, sorted_ptr,
+        padding, done_ptr)  # fmt: skip
     while tile < tiles:
-        tell(words, told, count, (tile, halves))
+        commit_message(words, valid, count, (tile, halves))
         count += 1
         next_tile = tile + 0
         next_m = block_m + 0
@@ -289,12 +299,12 @@ def _load(
         next_halves = halves + 0
         next_done = done + 0
         first = tile < first_tiles
-        apart = gl.where(first, I, _HALF)  # rows of weights between the two boxes
+        apart = gl.where(first, I, _HALF)  # weight rows between the two boxes
         steps = gl.cdiv(gl.where(first, H, I), STEP)
-        looks = gl.minimum(steps, STAGES) - 1
+        look_ahead = gl.minimum(steps, STAGES) - 1
         if tile >= first_tiles:
             while done < all_done:
-                done = acquired(done_ptr + block_m)
+                done = load_acquire(done_ptr + block_m)
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
@@ -313,51 +323,51 @@ def _load(
                     w2, [w_row + apart, k], bar, w_boxes.index(2 * slot + 1)
                 )
             slot, phase = next_slot(slot, phase)
-            if step == looks:
-                next_tile = _fetch(counters_ptr, tiles, row_blocks)
-                next_m, next_row, next_halves, next_done = _facts(
+            if step == look_ahead:
+                next_tile = _schedule(counters_ptr, tiles, row_blocks)
+                next_m, next_row, next_halves, next_done = _tile_info(
                     next_tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, experts_ptr,
-                    pairs_ptr, num_pairs, done_ptr)  # fmt: skip
+                    sorted_ptr, padding, done_ptr)  # fmt: skip
         tile = next_tile + 0
         block_m = next_m + 0
         w_row = next_row + 0
         halves = next_halves + 0
         done = next_done + 0
-    tell(words, told, count, (tile, halves))
+    commit_message(words, valid, count, (tile, halves))
 
 
-@gluon.jit(do_not_specialize=["num_pairs", "group_1", "group_2"])
+@gluon.jit(do_not_specialize=["padding", "group_1", "group_2"])
 def _block(
-    x, w13, a_out, a, w2, y, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, weights_ptr, H, I,
-    num_pairs, group_1, group_2, PDL: gl.constexpr,
+    x, w13, a_out, a, w2, y, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, weights_ptr, H, I,
+    padding, group_1, group_2, PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:  # for all warps, which begin when this one lets them
+    if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
     a_s, w_s, buffers, full, empty = stages(x, w13, y)
-    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(2):
-        mbarrier.init(given.index(which), count=1)
-        mbarrier.init(taken.index(which), count=1)
-    words, told = messages(2)
+        mbarrier.init(ready.index(which), count=1)
+        mbarrier.init(free.index(which), count=1)
+    words, valid = messages(2)
     fence_async_shared()
     w_boxes = w_s._reinterpret(x.dtype, [2 * STAGES, WIDE // 2, STEP], w_s.layout)
     done_ptr = counters_ptr + OF_BLOCKS
     gl.warp_specialize(
         [
-            (_upper, (pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s,
-                      w_s, buffers, full, empty, given, taken, words, told)),
-            (_lower, (pairs_ptr, num_rows_ptr, weights_ptr, H, I, num_pairs, group_1, group_2, a_s,
-                      w_s, buffers, full, empty, given, taken, words, told)),
-            (_load, (x, w13, a, w2, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, H, I,
-                     num_pairs, group_1, group_2, a_s, w_boxes, full, empty, words, told)),
+            (_upper, (sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s,
+                      w_s, buffers, full, empty, ready, free, words, valid)),
+            (_lower, (sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s,
+                      w_s, buffers, full, empty, ready, free, words, valid)),
+            (_load, (x, w13, a, w2, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, H, I,
+                     padding, group_1, group_2, a_s, w_boxes, full, empty, words, valid)),
             (_store_upper, (a_out, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers,
-                            given, taken, words, told)),
+                            ready, free, words, valid)),
             (_store_lower, (a_out, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers,
-                            given, taken, words, told)),
+                            ready, free, words, valid)),
         ],
         [4, 1, 1, 1],  # warps of all but the first
-        [232, 40, 40, 40],  # registers of their threads: 232 + 232 + 40 = 3 * 168 of the launch
+        [232, 40, 40, 40],  # registers per thread: 232 + 232 + 40 = 3 * 168 of the launch
     )  # fmt: skip
 
 

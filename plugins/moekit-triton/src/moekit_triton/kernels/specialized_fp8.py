@@ -1,11 +1,11 @@
-"""`specialized` for fp8 with scales by blocks of 128 x 128 weights and by 128 columns of a row.
+"""`specialized` for e4m3 with scales by blocks of 128 x 128 weights and groups of 128 columns.
 
-A step of K has scales of its own, so its products are scaled and added to sums in fp32 (which
-Hopper's fp8 tensor cores, with about 14 bits, want anyhow). A warp group multiplies its 64 rows by
-128 rows of weights and then by the other 128: while it scales one product, the tensor cores have
-the other warp group's.
+Each step of K has its own scales, so its product is scaled and added to fp32 sums (which Hopper's
+fp8 tensor cores, with about 14 bits, need anyway). A consumer warp group multiplies its 64 rows by
+128 weight rows and then by the other 128: while it scales one product, the tensor cores compute the
+other group's.
 
-Padding rows and their scales may hold anything: rows do not mix, and theirs become undefined.
+Padding rows and their scales may hold anything: rows do not mix, and their results are undefined.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .warps import (
     ROWS,
     STAGES,
     WIDE,
-    begin_weighting,
+    apply_weight_before,
+    commit_message,
     descriptor,
-    facts,
-    fetch,
     halves_of,
-    hear,
     messages,
     next_slot,
     rcp,
-    send,
+    schedule,
     silu_divisor,
-    tell,
+    store_tile,
+    tile_info,
+    wait_message,
 )
 
-_BOX = gl.constexpr(COLUMNS // 2)  # rows of weights of a product
+_BOX = gl.constexpr(COLUMNS // 2)  # weight rows of a product
 _STEP = gl.constexpr(SCALE_GROUP)  # of K
 _PIECE = gl.constexpr(COLUMNS // 4)  # columns of a piece of the result
 _LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 32]))
@@ -62,51 +62,62 @@ def specialized_fp8_gemm(
     out_SN: torch.Tensor,
     aligned: SortedAssignments,
     config: GemmConfig,
-    num_pairs: int,
+    num_assignments: int,
     num_sms: int,
     *,
     out_scale_GS: torch.Tensor | None = None,
     weights_RK: torch.Tensor | None = None,
 ) -> None:
-    """out[s] = a[s] @ w[expert of s].T for the entries s of `aligned`; with ``out_scale`` their
+    """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; with ``out_scale_GS``,
     silu(gate) * up, quantized by groups of 128 columns.
 
-    a (capacity, K) and w e4m3, K a multiple of 16; fp32 scales: of a (ceil(K / 128), capacity), of
-    w (L, ceil(rows of w / 128), ceil(K / 128)). out (capacity, N): of 16 bits, N = w's rows, a
-    multiple of 8; or e4m3, N half of them, a multiple of 128, with out_scale (N / 128, capacity).
-    Rows that belong to no pair become undefined. Of ``config`` group_m and halves count, which
-    wants a counter in `aligned`; tiles are BLOCK_M x COLUMNS. With weights, fp32 by pair and
-    without out_scale, out[s] is multiplied by `weight_before` of its pair's.
+    Tiles are BLOCK_M x COLUMNS; of ``config`` only group_m and halves count. Padding rows become
+    undefined.
+
+    Args:
+        a_SK: e4m3 (capacity, K), K a multiple of 16.
+        a_scale_GS: fp32 (ceil(K / 128), capacity).
+        w_LNK: e4m3 (L, rows of w, K).
+        w_scale_LBG: fp32 (L, ceil(rows of w / 128), ceil(K / 128)).
+        out_SN: 16 bits (capacity, rows of w), a multiple of 8; or e4m3 (capacity, half of them), a
+            multiple of 128, with ``out_scale_GS``.
+        aligned: the sorted assignments; with counters for halves.
+        config: the tile.
+        num_assignments: what ``aligned.assignments_S`` holds for padding.
+        num_sms: programs.
+        out_scale_GS: fp32 (N / 128, capacity), written.
+        weights_RK: fp32 router weights, without ``out_scale_GS``; out[s] is multiplied by
+            `weight_before`.
     """
     num_experts, w_rows, k = w_LNK.shape
     gated = out_scale_GS is not None
     wide = 2 if gated else 1
-    n, entries, groups = w_rows // wide, aligned.capacity, triton.cdiv(k, SCALE_GROUP)
-    assert a_SK.shape == (entries, k) and out_SN.shape == (entries, n) and k % 16 == 0
-    assert a_scale_GS.shape == (groups, entries) and a_scale_GS.is_contiguous()
+    n, capacity, groups = w_rows // wide, aligned.capacity, triton.cdiv(k, SCALE_GROUP)
+    assert a_SK.shape == (capacity, k) and out_SN.shape == (capacity, n) and k % 16 == 0
+    assert a_scale_GS.shape == (groups, capacity) and a_scale_GS.is_contiguous()
     assert w_scale_LBG.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
     assert w_scale_LBG.is_contiguous() and w_LNK.is_contiguous() and aligned.block_m == BLOCK_M
-    assert groups * entries < 2**31 and w_scale_LBG.numel() < 2**31
+    assert groups * capacity < 2**31 and w_scale_LBG.numel() < 2**31
     assert aligned.counters is not None or not config.halves
     assert weights_RK is None or not gated
     if gated:
         assert n % SCALE_GROUP == 0 and out_scale_GS is not None
-        assert out_scale_GS.shape == (n // SCALE_GROUP, entries) and out_scale_GS.is_contiguous()
-    tiles = entries // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
+        assert out_scale_GS.shape == (n // SCALE_GROUP, capacity) and out_scale_GS.is_contiguous()
+    tiles = capacity // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
         (min(tiles, num_sms),),
         descriptor(a_SK, BLOCK_M // 2, SCALE_GROUP),
         descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
         descriptor(out_SN, BLOCK_M // 2, COLUMNS // 4),
         out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.assignments_S,
-        aligned.num_rows, aligned.counters, weights_RK, n, k, entries, num_pairs, config.group_m,
-        GATED=gated, HALVES=config.halves, num_warps=4,
+        aligned.num_rows, aligned.counters, weights_RK, n, k, capacity, num_assignments,
+        config.group_m, GATED=gated, HALVES=config.halves, num_warps=4,
     )  # fmt: skip
 
 
 @gluon.jit
 def _silu_mul(gate0, gate1, up0, up1):
-    """silu(gate) * up of two pieces."""
+    """Return silu(gate) * up of two pieces."""
     below0 = silu_divisor(gate0)
     below1 = silu_divisor(gate1)
     inverse = rcp(below0 * below1)
@@ -121,7 +132,7 @@ def _product(a, w):
 
 @gluon.jit
 def _added(acc, product, factor):
-    """acc + product * factor of the row, here and not later: LLVM would put it off past the next
+    """Return acc + product * factor of the row, computed here: LLVM would delay it past the next
     product, and double the registers of products."""
     factor = gl.expand_dims(factor, 1).broadcast_to(product.shape)
     return gl.inline_asm_elementwise(
@@ -131,7 +142,7 @@ def _added(acc, product, factor):
 
 @gluon.jit
 def _times(x, y):
-    """x * y, here and not earlier, where it would wait for what was asked for."""
+    """Return x * y, computed here: earlier, it would wait for the loads."""
     return gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.float32, is_pure=False, pack=1
     )
@@ -143,14 +154,14 @@ def _scales(a_scales, w_scales, a_at, w_at, v_at):
 
 
 @gluon.jit
-def _scales_at(WHICH: gl.constexpr, words, told, count, N, steps, GATED: gl.constexpr):
-    """Where the scales begin of a tile's rows of a, and of both halves of its weights."""
-    block_m, col, expert, _ = hear(words, told, count)
+def _scales_at(WHICH: gl.constexpr, words, valid, count, N, steps, GATED: gl.constexpr):
+    """Return where the scales of a tile's rows of a and of both halves of its weights begin."""
+    block_m, col, expert, _ = wait_message(words, valid, count)
     blocks = gl.cdiv(2 * N if GATED else N, _STEP)
     block = col // _STEP
     if GATED:
         other = block + N // _STEP
-    else:  # nothing is stored of columns past N
+    else:  # columns past N are not stored
         other = gl.minimum(block + 1, blocks - 1)
     row = (2 * block_m + WHICH) * ROWS
     return row, (expert * blocks + block) * steps, (expert * blocks + other) * steps
@@ -158,15 +169,15 @@ def _scales_at(WHICH: gl.constexpr, words, told, count, N, steps, GATED: gl.cons
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K,
-    entries, num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED: gl.constexpr,
+    WHICH: gl.constexpr, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N,
+    K, capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Half the rows of every tile, if any of them is used.
+    """Compute half the rows of every tile, if any of them is used (a consumer warp group).
 
-    Scales are asked for a step ahead, while this step's products are under way, and so in a tile's
-    last step those of the next tile. Scales of a lie (K / 128, entries), so that eight rows of a
-    warp are one sector. Those of weights are loaded as vectors of one value: what is loaded as a
-    scalar is waited for at once."""
+    Scales are loaded a step ahead, during this step's products; in a tile's last step, those of the
+    next tile. Scales of a are (K / 128, capacity), so that eight rows of a warp are one sector.
+    Weight scales are loaded as vectors of one value, since a scalar load is waited for at once.
+    """
     steps = gl.cdiv(K, _STEP)
     local = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
     a_scales = a_scale_ptr + local
@@ -174,11 +185,11 @@ def _consume(
     slot = 0
     phase = 0
     count = 0
-    a_at, w_at, v_at = _scales_at(WHICH, words, told, count, N, steps, GATED)
+    a_at, w_at, v_at = _scales_at(WHICH, words, valid, count, N, steps, GATED)
     a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
     w_factor = a_scale * w_scale
     v_factor = a_scale * v_scale
-    block_m, col, _, halves = hear(words, told, count)
+    block_m, col, _, halves = wait_message(words, valid, count)
     while halves > 0:
         row = (2 * block_m + WHICH) * ROWS
         count += 1
@@ -190,10 +201,10 @@ def _consume(
                 a = a_s.index(2 * slot + WHICH)
                 product = _product(a, w_s.index(2 * slot))
                 if step == steps - 1:
-                    a_at, w_at, v_at = _scales_at(WHICH, words, told, count, N, steps, GATED)
+                    a_at, w_at, v_at = _scales_at(WHICH, words, valid, count, N, steps, GATED)
                     a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
-                else:  # (What comes behind the branches, ptxas puts behind the wait.)
-                    a_at += entries
+                else:  # (ptxas moves what follows the branches past the wait.)
+                    a_at += capacity
                     w_at += 1
                     v_at += 1
                     a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
@@ -214,86 +225,89 @@ def _consume(
                 amax = gl.maximum(gl.max(gl.abs(y0), axis=1), gl.max(gl.abs(y1), axis=1))
                 amax = gl.maximum(amax, _TINY)
                 inverse = gl.expand_dims(gl.fdiv(gl.full_like(amax, _QMAX), amax), 1)
-                scales = out_scale_ptr + (col // _STEP) * entries + row
+                scales = out_scale_ptr + (col // _STEP) * capacity + row
                 gl.store(scales + gl.arange(0, ROWS, amax.type.layout), amax * (1 / _QMAX))
-                send(y0 * inverse, buffers, 2 * WHICH, out, row, col, 2)
-                send(y1 * inverse, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
+                store_tile(y0 * inverse, buffers, 2 * WHICH, out, row, col, 2)
+                store_tile(y1 * inverse, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
             else:
-                acc0 = begin_weighting(acc0, weights_ptr, pairs_ptr, row, num_pairs)
-                acc1 = begin_weighting(acc1, weights_ptr, pairs_ptr, row, num_pairs)
+                acc0 = apply_weight_before(acc0, weights_ptr, sorted_ptr, row, padding)
+                acc1 = apply_weight_before(acc1, weights_ptr, sorted_ptr, row, padding)
                 y0, y1 = halves_of(acc0)
-                send(y0, buffers, 2 * WHICH, out, row, col, 2)
-                send(y1, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
+                store_tile(y0, buffers, 2 * WHICH, out, row, col, 2)
+                store_tile(y1, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
                 y0, y1 = halves_of(acc1)
-                send(y0, buffers, 2 * WHICH, out, row, col + 2 * _PIECE, 2)
-                send(y1, buffers, 2 * WHICH + 1, out, row, col + 3 * _PIECE, 2)
+                store_tile(y0, buffers, 2 * WHICH, out, row, col + 2 * _PIECE, 2)
+                store_tile(y1, buffers, 2 * WHICH + 1, out, row, col + 3 * _PIECE, 2)
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(2 * slot), phase)
                 mbarrier.wait(full.index(2 * slot + 1), phase)
                 mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase)
-            a_at, w_at, v_at = _scales_at(WHICH, words, told, count, N, steps, GATED)
+            a_at, w_at, v_at = _scales_at(WHICH, words, valid, count, N, steps, GATED)
             a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
             w_factor = a_scale * w_scale
             v_factor = a_scale * v_scale
-        block_m, col, _, halves = hear(words, told, count)
+        block_m, col, _, halves = wait_message(words, valid, count)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _upper(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K, entries,
-           num_pairs, a_s, w_s, buffers, full, empty, words, told,
+def _upper(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K, capacity,
+           padding, a_s, w_s, buffers, full, empty, words, valid,
            GATED: gl.constexpr):  # fmt: skip
-    _consume(0, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K, entries,
-             num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED)  # fmt: skip
+    _consume(0, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K,
+             capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED)  # fmt: skip
 
 
 @gluon.jit
-def _lower(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K, entries,
-           num_pairs, a_s, w_s, buffers, full, empty, words, told,
+def _lower(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K, capacity,
+           padding, a_s, w_s, buffers, full, empty, words, valid,
            GATED: gl.constexpr):  # fmt: skip
-    _consume(1, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K, entries,
-             num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED)  # fmt: skip
+    _consume(1, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K,
+             capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED)  # fmt: skip
 
 
 @gluon.jit
-def _tell_facts(
-    words, told, count, tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr, num_pairs, N,
+def _commit_tile(
+    words, valid, count, tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding, N,
     GATED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Tells what consumers need of a tile, behind the last one that it has no halves. Block, row of
-    the weights, and halves."""
+    """Commit what consumers need to know of a tile, with no halves past the last one. Return its
+    block, weight row and halves."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
-    block_m, col, expert, halves = facts(tile, row_blocks, col_blocks, group_m, experts_ptr,
-                                         pairs_ptr, num_pairs, OUT, HALVES)  # fmt: skip
-    expert = gl.maximum(expert, 0)  # without any rows
+    block_m, col, expert, halves = tile_info(tile, row_blocks, col_blocks, group_m, experts_ptr,
+                                         sorted_ptr, padding, OUT, HALVES)  # fmt: skip
+    expert = gl.maximum(expert, 0)  # -1 without any rows
     halves = gl.where(tile < row_blocks * col_blocks, halves, 0)
-    tell(words, told, count, (block_m, col, expert, halves))
+    commit_message(words, valid, count, (block_m, col, expert, halves))
     return block_m, expert * (2 * N if GATED else N) + col, halves
 
 
 @gluon.jit
 def _load(
-    a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs, group_m, a_s, w_s,
-    full, empty, words, told, GATED: gl.constexpr, HALVES: gl.constexpr,
+    a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, N, K, padding, group_m, a_s, w_s,
+    full, empty, words, valid, GATED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """A stage is full in two steps: a, without its second half if that has no row, and the first
-    box of weights (gate, or left), then the second (up, or right). The next tile is told behind
-    this one's first steps, as its scales are asked for in this one's last."""
+    """Load every tile's operands (the producer warp).
+
+    A stage becomes full in two steps: a, without its second half if that has no rows, and the first
+    weight box (gate, or left); then the second (up, or right). The next tile is committed after the
+    first steps of this one, because its scales are loaded in this one's last step.
+    """
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     tiles = row_blocks * col_blocks
     steps = gl.cdiv(K, _STEP)
-    looks = gl.minimum(steps, STAGES) - 1
+    look_ahead = gl.minimum(steps, STAGES) - 1
     slot = 0
     phase = 1
     count = 0
     tile = gl.program_id(0)
-    block_m, w_row, halves = _tell_facts(
-        words, told, count, tile, row_blocks, col_blocks, group_m, experts_ptr, pairs_ptr,
-        num_pairs, N, GATED, HALVES)  # fmt: skip
+    block_m, w_row, halves = _commit_tile(
+        words, valid, count, tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr,
+        padding, N, GATED, HALVES)  # fmt: skip
     while tile < tiles:
         count += 1
         next_tile = tile + 0
@@ -317,25 +331,25 @@ def _load(
             v_row = w_row + (N if GATED else _BOX)
             tma.async_copy_global_to_shared(w, [v_row, k], second, w_s.index(2 * slot + 1))
             slot, phase = next_slot(slot, phase)
-            if step == looks:
-                next_tile = fetch(tile, tiles, counters_ptr, HALVES)
-                next_m, next_row, next_halves = _tell_facts(
-                    words, told, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
-                    pairs_ptr, num_pairs, N, GATED, HALVES)  # fmt: skip
-        # (A name that is given another carried name's value is not carried by triton 3.6: + 0.)
+            if step == look_ahead:
+                next_tile = schedule(tile, tiles, counters_ptr, HALVES)
+                next_m, next_row, next_halves = _commit_tile(
+                    words, valid, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
+                    sorted_ptr, padding, N, GATED, HALVES)  # fmt: skip
+        # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
         tile = next_tile + 0
         block_m = next_m + 0
         w_row = next_row + 0
         halves = next_halves + 0
 
 
-@gluon.jit(do_not_specialize=["entries", "num_pairs", "group_m"])
+@gluon.jit(do_not_specialize=["capacity", "padding", "group_m"])
 def _gemm(
-    a, w, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, pairs_ptr, num_rows_ptr,
-    counters_ptr, weights_ptr, N, K, entries, num_pairs, group_m, GATED: gl.constexpr,
+    a, w, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, experts_ptr, sorted_ptr, num_rows_ptr,
+    counters_ptr, weights_ptr, N, K, capacity, padding, group_m, GATED: gl.constexpr,
     HALVES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:  # for all warps, which begin when this one lets them
+    if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, _STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [2 * STAGES, _BOX, _STEP], w.layout)
@@ -346,19 +360,19 @@ def _gemm(
         mbarrier.init(full.index(2 * slot), count=1)
         mbarrier.init(full.index(2 * slot + 1), count=1)
         mbarrier.init(empty.index(slot), count=2)
-    words, told = messages(4)
+    words, valid = messages(4)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_upper, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K,
-                      entries, num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED)),
-            (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, pairs_ptr, weights_ptr, N, K,
-                      entries, num_pairs, a_s, w_s, buffers, full, empty, words, told, GATED)),
-            (_load, (a, w, experts_ptr, pairs_ptr, num_rows_ptr, counters_ptr, N, K, num_pairs,
-                     group_m, a_s, w_s, full, empty, words, told, GATED, HALVES)),
+            (_upper, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K,
+                      capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED)),
+            (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K,
+                      capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED)),
+            (_load, (a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, N, K, padding,
+                     group_m, a_s, w_s, full, empty, words, valid, GATED, HALVES)),
         ],
-        [4, 1],  # warps of the second and third
-        [240, 24],  # and registers of their threads: with the first's, 3 * 168 as at the launch
+        [4, 1],  # warps of the second and third partition
+        [240, 24],  # registers per thread: with the first's 3 * 168 of the launch
     )  # fmt: skip
 
 
