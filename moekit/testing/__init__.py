@@ -26,7 +26,7 @@ pytest.register_assert_rewrite(
     *(
         f"moekit.testing.{name}"
         for name in (
-            *("calls", "diagnose", "dispatchers", "experts", "experts_base", "interface"),
+            *("base", "calls", "diagnose", "dispatchers", "experts", "experts_base", "interface"),
             *("arithmetic", "sizes", "threads", "ranks"),
         )
     )

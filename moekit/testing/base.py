@@ -11,12 +11,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import pytest
 
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import BackendSpec
+from moekit.discovery.specs import CHECK_FAILED, BackendSpec
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem
@@ -37,6 +37,20 @@ _DEVICES = ("cpu", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm
 Sizes = Mapping[str, int]
 
 Test = TypeVar("Test", bound=Callable[..., None])
+
+
+class Capability(NamedTuple):
+    """Something that a spec may declare.
+
+    Attributes:
+        name: what `test_undeclared` calls it.
+        changes: arguments of `MoEProblem` that need it.
+        declared: whether the spec declares it. None: the spec need neither have it nor refuse it.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    declared: bool | None
 
 
 def over(name: str, values: Iterable[Any]) -> Callable[[Test], Test]:
@@ -146,10 +160,57 @@ class Conformance(ABC):
             none = (collection.UNDECLARED,) * len(name.split(","))
             metafunc.parametrize(name, kept or [pytest.param(*none)])
 
+    # -- what the spec says ---------------------------------------------------------------------
+
+    def test_class_fits_the_spec(self) -> None:
+        loaded = self._spec().load()
+        assert issubclass(loaded, self._interface), f"{loaded} is no {self._interface.__name__}"
+        abstract = getattr(loaded, "__abstractmethods__", ())
+        assert not abstract, f"abstract: {sorted(abstract)}"
+
+    def test_unsupported_answers_for_any_device(self) -> None:
+        """Reasons are texts and the same twice, also for devices that this machine lacks."""
+        spec = self._spec()
+        for device in ("cpu", "sm80", "sm90", "sm100", "xpu"):
+            for _, changes, declared in self._capabilities():
+                wanted = {**self._main, **changes, "device": device}
+                sizes = self._sizes(wanted["quant"], DeviceSpec.parse(device))[0]
+                problem = MoEProblem(**{**sizes, **wanted})
+                reasons = spec.unsupported(problem)
+                assert not any(r.startswith(CHECK_FAILED) for r in reasons), reasons
+                again = spec.unsupported(problem)
+                assert reasons == again, f"asked twice, answers differ: {reasons}, {again}"
+                refused = bool(reasons) or declared is not False
+                assert refused, f"undeclared, but not refused: {problem!r}"
+
+    def test_declared_is_reachable(self) -> None:
+        """`unsupported` must not refuse on all devices and sizes what the spec declares."""
+        for name, changes, declared in self._capabilities():
+            reasons = self._declared_but_unreachable(changes) if declared else []
+            assert not reasons, f"{name} is declared, but always refused: {reasons}"
+
+    def test_undeclared_raises(self) -> None:
+        """What `unsupported` refuses raises at composition (`_find_problem` checks it)."""
+        for _, changes, _ in self._capabilities():
+            self._find_problem(**changes)
+
+    def test_undeclared(self) -> None:
+        """Lists what the kit does not test; `test_undeclared_raises` shows that it is refused."""
+        undeclared = [name for name, _, declared in self._capabilities() if declared is False]
+        if undeclared:
+            self._skip(f"not declared, so refused: {', '.join(undeclared)}")
+
     # -- for the kits -------------------------------------------------------------------------
+
+    _interface: ClassVar[type]
 
     @abstractmethod
     def _spec(self) -> BackendSpec: ...
+
+    def _capabilities(self) -> list[Capability]:
+        """Return what the spec may declare, and whether it does."""
+        declared = self._spec().dtypes
+        return [Capability(f"dtype {n}", {"dtype": d}, n in declared) for n, d in DTYPES.items()]
 
     def _declares(self, name: str, value: Any) -> bool:
         """Return whether the spec declares this value of a parameter given to `over`."""

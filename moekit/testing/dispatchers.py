@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,11 @@ import pytest
 import torch
 
 from moekit.contract import PrepareAndFinalize
-from moekit.discovery.specs import CHECK_FAILED, DispatcherSpec
+from moekit.discovery.specs import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases, interface, ranks
-from moekit.testing.base import Conformance, Sizes
+from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.diagnose import check_negative_controls
 from moekit.testing.distributed import RankPool
 from moekit.testing.ranks import Call, Job, Members
@@ -143,6 +142,7 @@ class DispatcherConformance(Conformance):
     """
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
+    _interface = PrepareAndFinalize
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize tests by numbers of ranks.
@@ -172,6 +172,20 @@ class DispatcherConformance(Conformance):
 
     def _names(self) -> dict[str, str]:
         return {"dispatcher": self.backend}
+
+    def _capabilities(self) -> list[Capability]:
+        spec = self._spec()
+        schemes = spec.schemes | spec.wire_schemes
+        found = super()._capabilities()
+        found += [Capability(f"scheme {n}", {"quant": n}, n in schemes or None) for n in SCHEMES]
+        two_ranks = {"parallel": ParallelConfig(ep_size=2)}
+        found.append(Capability("moves_tokens", two_ranks, spec.moves_tokens or None))
+        alone = [ParallelConfig(ep_size=size) for size in (1, 3, 8)]
+        for parallel in (*alone, ParallelConfig(ep_size=3, dp_size=1), *_layouts(4)):
+            found.append(Capability(_layout_name(parallel), {"parallel": parallel}, None))
+        without = False if spec.needs_capacity else None
+        found.append(Capability("max_num_tokens=None", {"max_num_tokens": None}, without))
+        return found
 
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
         if device.type == "cpu":
@@ -236,54 +250,6 @@ class DispatcherConformance(Conformance):
     def _needs_ranks(self) -> None:
         if not self._spec().moves_tokens:
             self._skip("moves no tokens, so its ranks need not agree")
-
-    # -- what the spec says -----------------------------------------------------------------------
-
-    def test_class_fits_the_spec(self) -> None:
-        loaded = self._spec().load()
-        assert issubclass(loaded, PrepareAndFinalize), f"{loaded} is no dispatcher"
-        assert not inspect.isabstract(loaded), f"abstract: {sorted(loaded.__abstractmethods__)}"
-
-    def test_unsupported_answers_for_any_device(self) -> None:
-        spec = self._spec()
-        for device in ("cpu", "sm80", "sm90", "sm100", "xpu"):
-            for world in (1, 3, 8):
-                for capacity in (None, 64):
-                    sizes = self._sizes("none", DeviceSpec.parse(device))[0]
-                    changes = {
-                        "max_num_tokens": capacity,
-                        "parallel": ParallelConfig(ep_size=world),
-                    }
-                    problem = MoEProblem(**{**sizes, **self._main, **changes, "device": device})
-                    reasons = spec.unsupported(problem)
-                    assert not any(r.startswith(CHECK_FAILED) for r in reasons), reasons
-                    assert reasons == spec.unsupported(problem)
-                    if spec.needs_capacity and capacity is None:
-                        assert reasons, "needs_capacity, but takes a problem without one"
-
-    def test_declared_is_reachable(self) -> None:
-        """`unsupported` must not refuse on all devices and sizes what the spec declares."""
-        spec = self._spec()
-        declared: list[dict[str, Any]] = [{"dtype": DTYPES[name]} for name in spec.dtypes]
-        declared += [{"quant": name} for name in sorted(spec.schemes | spec.wire_schemes)]
-        if spec.moves_tokens:
-            declared.append({"parallel": ParallelConfig(ep_size=2)})
-        for changes in declared:
-            reasons = self._declared_but_unreachable(changes)
-            assert not reasons, f"{changes} is declared, but always refused: {reasons}"
-
-    def test_undeclared_raises(self) -> None:
-        """What `unsupported` refuses raises at composition (`_find_problem` checks it)."""
-        refused: list[dict[str, Any]] = [
-            *({"dtype": dtype} for dtype in DTYPES.values()),
-            *({"quant": name} for name in SCHEMES),
-            {"max_num_tokens": None},
-            {"parallel": ParallelConfig(ep_size=2)},
-            {"parallel": ParallelConfig(ep_size=3, dp_size=1)},
-            *({"parallel": parallel} for parallel in _layouts(4)),
-        ]
-        for changes in refused:
-            self._find_problem(**changes)
 
     # -- tokens and routing -----------------------------------------------------------------------
 

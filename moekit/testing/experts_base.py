@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from moekit.contract import PermuteExpertsUnpermute
-from moekit.discovery.specs import CHECK_FAILED, ExpertsSpec
+from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.quant import SCHEMES
-from moekit.testing.base import Conformance, Sizes
+from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
 
@@ -31,33 +30,30 @@ def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Si
     }
 
 
-def capabilities(spec: ExpertsSpec) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return every capability that experts can declare.
-
-    Returns:
-        (name, changes to a problem that need it, whether ``spec`` declares it) of each.
-    """
-    found: list[tuple[str, dict[str, Any], bool]] = []
-    for name, dtype in DTYPES.items():
-        found.append((f"dtype {name}", {"dtype": dtype}, name in spec.dtypes))
-    for name in SCHEMES:
-        found.append((f"scheme {name}", {"quant": name}, name in spec.schemes))
-    for name in sorted(ACTIVATIONS):
-        found.append((f"activation {name}", {"activation": name}, name in spec.activations))
-    clamp = spec.silu_clamp and "silu" in spec.activations
-    found.append(("silu_clamp", {"activation": Activation("silu", limit=2.0)}, clamp))
-    found.append(("bias", {"has_bias": True}, spec.bias))
-    return found
-
-
 class ExpertsBase(Conformance):
-    """The experts under test, and whether their spec is true. See `ExpertsConformance`."""
+    """The experts under test. See `ExpertsConformance`."""
+
+    _interface = PermuteExpertsUnpermute
 
     def _spec(self) -> ExpertsSpec:
         return self._registry().expert(self.backend)
 
     def _names(self) -> dict[str, str]:
         return {"experts": self.backend}
+
+    def _capabilities(self) -> list[Capability]:
+        spec = self._spec()
+        activations = [
+            Capability(f"activation {name}", {"activation": name}, name in spec.activations)
+            for name in sorted(ACTIVATIONS)
+        ]
+        schemes = [
+            Capability(f"scheme {name}", {"quant": name}, name in spec.schemes) for name in SCHEMES
+        ]
+        clamped = {"activation": Activation("silu", limit=2.0)}
+        clamp = Capability("silu_clamp", clamped, spec.silu_clamp and "silu" in spec.activations)
+        bias = Capability("bias", {"has_bias": True}, spec.bias)
+        return [*super()._capabilities(), *schemes, *activations, clamp, bias]
 
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
         """No multiples of any tile first; then rounder ones, for backends that need those.
@@ -145,45 +141,10 @@ class ExpertsBase(Conformance):
             self._skip("; ".join(reasons))
         return mine
 
-    # -- what the spec says ---------------------------------------------------------------------
-
-    def test_class_fits_the_spec(self) -> None:
-        loaded = self._spec().load()
-        assert issubclass(loaded, PermuteExpertsUnpermute), f"{loaded} is no experts backend"
-        assert not inspect.isabstract(loaded), f"abstract: {sorted(loaded.__abstractmethods__)}"
+    def test_constructor_keeps_spec_and_problem(self) -> None:
         problem = self._problem()
-        made = loaded(self._spec(), problem)
+        made = self._spec().load()(self._spec(), problem)
         assert made.problem == problem and made.spec == self._spec()
         for rows in (0, 1, self._T):
             for buffer in made.workspace(rows):
                 assert buffer.nbytes >= 0
-
-    def test_unsupported_answers_for_any_device(self) -> None:
-        """Reasons are texts and the same twice, also for devices that this machine lacks."""
-        spec = self._spec()
-        for device in ("cpu", "sm80", "sm90", "sm100", "xpu"):
-            for _, changes, declared in capabilities(spec):
-                wanted = {**self._main, **changes, "device": device}
-                sizes = self._sizes(wanted["quant"], DeviceSpec.parse(device))[0]
-                problem = MoEProblem(**{**sizes, **wanted})
-                reasons = spec.unsupported(problem)
-                assert not any(r.startswith(CHECK_FAILED) for r in reasons), reasons
-                assert reasons == spec.unsupported(problem)
-                assert declared or reasons, f"undeclared, but not refused: {problem!r}"
-
-    def test_declared_is_reachable(self) -> None:
-        """`unsupported` must not refuse on all devices and sizes what the spec declares."""
-        for name, changes, declared in capabilities(self._spec()):
-            reasons = self._declared_but_unreachable(changes) if declared else []
-            assert not reasons, f"{name} is declared, but always refused: {reasons}"
-
-    def test_undeclared_raises(self) -> None:
-        """What `unsupported` refuses raises at composition (`_find_problem` checks it)."""
-        for _, changes, _ in capabilities(self._spec()):
-            self._find_problem(**changes)
-
-    def test_undeclared(self) -> None:
-        """Lists what the kit does not test; `test_undeclared_raises` shows that it is refused."""
-        undeclared = [name for name, _, declared in capabilities(self._spec()) if not declared]
-        if undeclared:
-            self._skip(f"not declared, so refused: {', '.join(undeclared)}")
