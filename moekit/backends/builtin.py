@@ -1,4 +1,4 @@
-"""The core's own backends, announced through the same hooks as a stranger's."""
+"""The core's own backends, announced through the same hooks as those of plugins."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Discovery that no plugin can break: entry points, what each offers, and whose name is whose.
+"""Discovery of plugins through entry points. A broken plugin affects no other.
 
 A plugin is a package named by an entry point of group ``moekit``. Its hooks return specs
-(`moekit.discovery.specs`). Whatever its code raises becomes the plugin's own state, with the
-reason.
+(`moekit.discovery.specs`). An exception of its code becomes the plugin's state, with the reason.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ class MoekitSpecs:
 
 @dataclass(frozen=True)
 class PluginState:
-    """What became of one entry point: state is ok, blocked, broken or clash.
+    """The result of loading one entry point: its state is ok, blocked, broken or clash.
 
-    dispatchers, experts: what it offers, without names that are the core's own.
+    dispatchers, experts: the specs that it offers, without names of the core's own backends.
     """
 
     name: str
@@ -106,12 +105,12 @@ class Source:
 
     @classmethod
     def broken(cls, name: str, distribution: str, version: str, why: str) -> Source:
-        """A plugin that raises BackendError when it is loaded."""
+        """Return a source that raises BackendError when it is loaded."""
         return cls(name, distribution, version, partial(_raise, BackendError(why)))
 
     @property
     def names(self) -> set[str]:
-        """What the environment variables may call it."""
+        """The names that the environment variables may use for it."""
         return {_canonical(self.name), _canonical(self.distribution)}
 
     def state(self, state: str, reason: str) -> PluginState:
@@ -119,8 +118,11 @@ class Source:
 
 
 def sources(environ: Mapping[str, str]) -> tuple[list[tuple[Source, str]], list[PluginState]]:
-    """Return every plugin with the reason why it is blocked ("": it is not), the core first, and
-    a state for every name in ``MOEKIT_PLUGINS`` or ``MOEKIT_BLOCK`` that no plugin has."""
+    """Return all plugins, the core first, and a state for each unknown name in the environment.
+
+    A plugin comes with the reason why it is blocked, or "". The environment variables are
+    ``MOEKIT_PLUGINS`` and ``MOEKIT_BLOCK``.
+    """
     allow, block = _allowed(environ)
     found = [(source := _builtin(), _blocked(source, None, block)), *listed(environ)]
     present = {name for source, _ in found for name in source.names}

@@ -176,7 +176,7 @@ class _Sequence:
         return step
 
     def _leave(self, mine: bytes, why: str) -> None:
-        """Tell the others now if the store answers; otherwise the next step tells them."""
+        """Report to the others now if the store answers; otherwise in the next step."""
         self._left, step = (mine, why), self.step
         with suppress(StoreLost, RuntimeError):
             self.step = access(self._store, lambda c, _: self._settle(c, step, why), _SLACK)

@@ -1,10 +1,10 @@
-"""Small calls as CUDA graphs: what a few tokens need takes the host longer than the device.
+"""Small calls as CUDA graphs, because a call of few tokens takes the host longer than the device.
 
     graphed = moekit.runtime.graphs.GraphedKernel(kernel, weights, max_tokens=16)
     out = graphed(x, routing)
 
-A size's first call runs eagerly, the second captures, all later ones copy the inputs in one launch
-and replay in another.
+The first call of a size runs eagerly and the second captures a graph. All later calls copy the
+inputs in one launch and replay the graph in another.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from moekit.runtime.workspace import is_capturing
 
 logger = logging.getLogger("moekit")
 
-# Graphs share memory and the stream that they are captured on: one thread at a time launches them.
+# Graphs share memory and the stream they are captured on, so one thread at a time launches them.
 _lock = threading.RLock()
 
 
 def unsupported(kernel: ModularKernel) -> list[str]:
-    """Why calls of ``kernel`` cannot be captured one by one; an empty list means they can."""
+    """Return why calls of ``kernel`` cannot be captured one by one; empty if they can."""
     reasons = [
         f"{spec.name} does not declare graph_safe"
         for spec in (kernel.dispatcher.spec, kernel.experts.spec)
@@ -50,21 +50,23 @@ def unsupported(kernel: ModularKernel) -> list[str]:
 
 
 class Graphed:
-    """A function of tensors with T rows, replayed: one graph for each T up to max_rows.
+    """A function of tensors with T rows, replayed as one graph for each T up to max_rows.
 
-    function: it also takes ``out``, such a tensor as it returns, to write its result to; a capture
-    calls it on another stream. Calls are not replayed, but go to it, with more rows, or with other
-    dtypes than the graph's; while the current stream is being captured; while the last output of
-    that T is in use. That output belongs to the graph, and is handed out again once no tensor
-    refers to it: so whoever reads it on another stream must join that stream before dropping it
-    (``record_stream`` does not protect it).
+    The output belongs to the graph, which returns it again once no tensor refers to it. So code
+    that reads it on another stream must join that stream before it drops the output
+    (``record_stream`` does not protect it). The function is called eagerly with more rows or other
+    dtypes than the graph has, while the current stream is being captured, and while the last
+    output of that T is in use.
 
     Any thread may call it, on any stream; replays on different streams wait for each other.
+
+    function: also takes ``out``, a tensor like its result, to write to. A capture calls it on
+        another stream.
     """
 
     def __init__(self, function: Callable[..., Tensor], max_rows: int) -> None:
         if max_rows < 1:
-            raise InvalidInput(f"graphs of at most {max_rows} tokens: want at least 1")
+            raise InvalidInput(f"graphs need at least 1 token (got max_tokens={max_rows})")
         self._function, self._max_rows = function, max_rows
         self._called: set[int] = set()
         self._graphs: dict[int, _Graph] = {}
@@ -82,19 +84,19 @@ class Graphed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of inputs and outputs that the graphs hold; all graphs share one pool besides."""
+        """Bytes of the graphs' inputs and outputs, without the memory pool that graphs share."""
         with _lock:
             return sum(t.nbytes for g in self._graphs.values() for t in (*g.inputs, g.out))
 
     def _new(self, rows: int, inputs: Sequence[Tensor]) -> _Graph | None:
         if is_capturing(inputs[0].device):
             return None
-        if rows not in self._called:  # sizes that never come again need no graph
+        if rows not in self._called:  # a size that is called once needs no graph
             self._called.add(rows)
             return None
         try:
             made = self._graphs[rows] = _Graph(self._function, inputs)
-        except RuntimeError as error:  # what a library does that its spec did not say
+        except RuntimeError as error:  # a library that is not graph_safe, against its spec
             self._max_rows = 0
             logger.warning("moekit: calls stay eager, as capturing a CUDA graph failed: %s", error)
             return None
@@ -102,10 +104,10 @@ class Graphed:
 
 
 class GraphedKernel(Graphed):
-    """``kernel`` on ``weights``, as `Graphed`: x (T, H), routing -> (T, H).
+    """A kernel with packed weights as `Graphed`: x (T, H), routing -> (T, H).
 
-    Weights may change in place; for others, make another one. Raises Unsupported with the reasons
-    of `unsupported`.
+    The weights may change in place; other weights need another object. Raises Unsupported with the
+    reasons of `unsupported`.
     """
 
     def __init__(self, kernel: ModularKernel, weights: PackedWeights, max_tokens: int = 16) -> None:
@@ -135,7 +137,7 @@ class _Graph:
         self._device = self.out.device
         self._storage = self.out.untyped_storage()
         self._own_uses = _uses(self._storage)
-        self._stream: Any = None  # the one that it last ran on
+        self._stream: Any = None  # the stream that it last ran on
 
     def takes(self, inputs: Sequence[Tensor]) -> bool:
         for t, (shape, dtype, device) in zip(inputs, self._kinds, strict=True):
@@ -156,7 +158,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and other things, refer to ``storage``."""
+    """Return the number of tensors and other objects that refer to ``storage``."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
@@ -167,8 +169,9 @@ _last: dict[torch.device, Any] = {}
 
 
 def follow(device: torch.device, reader: Any = None) -> Any:
-    """Graphs share memory: what follows on the current stream, which is returned, waits for them on
-    any other one. reader: a stream that may still read the output; the current one waits for it.
+    """Make the current stream wait for graphs on other streams, as they share memory; return it.
+
+    reader: a stream that may still read the output; the current stream waits for it, too.
     """
     current = torch.cuda.current_stream(device)
     last = _last.get(device)
@@ -181,8 +184,10 @@ def follow(device: torch.device, reader: Any = None) -> Any:
 
 @cache
 def _pool(device: torch.device) -> tuple[Any, Any, Any]:
-    """A memory pool for all graphs of a device, a stream to capture on, and a graph without which
-    the pool would end with the last of the others."""
+    """Return a memory pool for all graphs of a device, a stream to capture on, and a graph.
+
+    The graph keeps the pool alive when all other graphs are gone.
+    """
     cuda: Any = torch.cuda  # in part untyped
     pool, stream, first = cuda.graph_pool_handle(), cuda.Stream(device), cuda.CUDAGraph()
     with cuda.stream(stream), _capturing(first, pool):
@@ -193,10 +198,9 @@ def _pool(device: torch.device) -> tuple[Any, Any, Any]:
 def capture(
     function: Callable[..., Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Callable[[], None], Tensor]:
-    """``function(*inputs)`` as a graph: what replays it, and its output.
+    """Capture ``function(*inputs)``; return a function that replays it, and its output.
 
-    The output lies outside the pool: there, later graphs could use its memory, or it could lie in
-    memory that earlier ones use.
+    The output is allocated outside the pool, where other graphs could use the same memory.
     """
     device = inputs[0].device
     with torch.cuda.device(device):
@@ -207,7 +211,7 @@ def capture(
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(stream):
-                # This compiles, and allocates, what these very inputs need.
+                # An eager call compiles and allocates what these inputs need.
                 out = torch.empty_like(function(*inputs))
                 with _capturing(graph, pool):
                     function(*inputs, out=out)
@@ -218,9 +222,9 @@ def capture(
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """`torch.cuda.graph` also collects garbage and empties the cache, which is too slow here."""
+    """Capture without the garbage collection of `torch.cuda.graph`, which is too slow here."""
     collects = gc.isenabled()
-    gc.disable()  # a graph that is freed during the capture would spoil it
+    gc.disable()  # a graph that is freed during the capture would make it fail
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:

@@ -1,8 +1,8 @@
 """The key-value store of the process group, accessed in bounded time.
 
-The process that hosts the store may be stopped or gone. torch's client then blocks without a limit,
-and it holds a lock while it waits, so that one thread's wait blocks another thread's write. Every
-access therefore goes through a `_Line`: a client and a thread for each caller at a time.
+The process that hosts the store may be stopped or dead. torch's client then blocks without a limit
+and holds a lock meanwhile, so one thread's wait blocks another thread's write. Every access
+therefore goes through a `_Line`, a client and a thread that serve one caller at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoreLost(Exception):
 
 
 class Job:
-    """Work on the store that somebody waits for."""
+    """Work on the store, and the reply to its caller."""
 
     def __init__(
         self, work: Callable[[Any, Job], Any], tidy: Callable[[Any, Any], None] | None
@@ -42,8 +42,8 @@ class Job:
         self.shared = False
 
     def read(self, client: Any, keys: list[str], seconds: float) -> list[bytes]:
-        """Return the values of keys that others may still have to write."""
-        limit = timedelta(seconds=max(seconds, 0.001))  # none would be no limit
+        """Return the values of keys, waiting for other ranks to write them."""
+        limit = timedelta(seconds=max(seconds, 0.001))  # zero would mean no limit
         if self.shared:
             client.wait(keys, limit)
         else:
@@ -52,7 +52,7 @@ class Job:
         return values
 
     def go_on(self) -> None:
-        """Raises StoreLost if nobody waits for this work any longer."""
+        """Raise StoreLost if the caller does not wait for this work any longer."""
         if self.abandoned:
             raise StoreLost("answered too late")
 
@@ -62,7 +62,7 @@ class _Line:
 
     def __init__(self, store: Store) -> None:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # A daemon: a thread that the store holds must not keep the process from its end.
+        # A daemon thread: one that waits for the store must not keep the process alive.
         thread = threading.Thread(
             target=_serve, args=(store, self.jobs), name="moekit-store", daemon=True
         )
@@ -83,7 +83,7 @@ _open_lines: WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Job | None]] 
 
 @atexit.register
 def _close() -> None:
-    """Python must not end while a thread returns from the store: that would abort the process."""
+    """End the threads: Python aborts if one returns from the store while it shuts down."""
     lines = list(_open_lines.items())
     for _, jobs in lines:
         jobs.put(None)
@@ -165,7 +165,7 @@ def _open(store: Any) -> Any:
         client = store.clone()
     except dist.DistError:
         raise
-    except (AttributeError, RuntimeError):  # a store that cannot: its client is shared
+    except (AttributeError, RuntimeError):  # a store without clone(): share its client
         client = store
     bare = _bare(store)
     if isinstance(bare, TCPStore) and _listens(bare.port):
@@ -180,7 +180,7 @@ def _bare(store: Any) -> Any:
 
 
 def _listens(port: int) -> bool:
-    """Whether this process listens on the TCP port."""
+    """Return whether this process listens on the TCP port."""
     for name in os.listdir("/dev/fd"):
         with suppress(OSError, LookupError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):

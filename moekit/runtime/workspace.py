@@ -1,4 +1,4 @@
-"""Scratch memory: the arenas that serve what experts ask for."""
+"""Scratch memory: arenas that lend experts the buffers that they ask for."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MAX_LAYOUTS = 4096
 
 
 class Layout:
-    """Where buffers lie in an arena: what a backend asks for again and again, computed once."""
+    """The places of a backend's buffers in an arena, computed once."""
 
     def __init__(self, specs: Sequence[BufferSpec]) -> None:
         self._specs = tuple(specs)
         self.nbytes = Workspace.nbytes_for(specs)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The buffers, as disjoint parts of ``buffer`` (uint8)."""
+        """Return the buffers as disjoint parts of ``buffer`` (uint8)."""
         views, offset = [], 0
         for spec in self._specs:
             views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
@@ -32,17 +32,17 @@ class Layout:
 
 
 class Scratch(list[Tensor]):
-    """Disjoint uninitialised tensors. They belong to whoever took them until `give_back`."""
+    """Disjoint uninitialized tensors. They belong to the call that took them until `give_back`."""
 
     __slots__ = ("lent",)
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
         super().__init__(buffers)
-        # The arena, and the list of idle ones that it returns to.
+        # The arena, and the list of idle arenas that it returns to.
         self.lent: tuple[_Arena, list[_Arena]] | None = None
 
     def give_back(self) -> None:
-        """Lets the next call on this stream have the memory; idempotent."""
+        """Return the memory for the next call on this stream; idempotent."""
         lent, self.lent = self.lent, None
         if lent is not None:
             arena, idle = lent
@@ -50,7 +50,7 @@ class Scratch(list[Tensor]):
 
 
 class _Arena:
-    """A buffer, and how calls laid it out."""
+    """A buffer, and the layouts that calls used on it."""
 
     __slots__ = ("_buffer", "laid_out", "nbytes")
 
@@ -66,14 +66,14 @@ class _Arena:
 
 
 class Workspace:
-    """Lends scratch memory to calls: one growing arena for a device's default stream, and one more
-    for each further call that runs there at the same time, in another thread.
+    """Lends scratch memory to calls, from any thread and any stream, for any number of layers.
 
-    Every layer may share it, from any thread and any stream. A call keeps its arena until it has
-    launched its work; the next call on the default stream takes the same one, whichever thread
-    makes it. On other streams a call takes its scratch from torch's allocator, which reuses memory
-    by stream: nothing stays behind in the pool of a CUDA graph that is being captured, or that
-    torch.compile warms up, and none of it is lost when a stream ends.
+    A device's default stream has one growing arena, and one more for each further call that runs
+    there at the same time in another thread. A call keeps its arena until it has launched its
+    work; the next call on the default stream takes the same one, in any thread. On other streams
+    calls take scratch from torch's allocator, which reuses memory by stream. So no scratch stays
+    in the pool of a CUDA graph that is captured or that torch.compile warms up, and none is lost
+    when a stream ends.
     """
 
     _ALIGN = 256
@@ -84,7 +84,7 @@ class Workspace:
 
     @classmethod
     def default(cls) -> Workspace:
-        """The process-wide workspace."""
+        """Return the process-wide workspace."""
         return cls._default
 
     @classmethod
@@ -97,7 +97,7 @@ class Workspace:
         return sum(arena.nbytes for idle in self._idle.values() for arena in idle)
 
     def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> Scratch:
-        """Scratch for work on the current stream of ``device``; end with `Scratch.give_back`."""
+        """Return scratch for the current stream of ``device``; end with `Scratch.give_back`."""
         layout = wanted if isinstance(wanted, Layout) else Layout(wanted)
         capturing, stream = _probe(device)
         if stream() or capturing():
@@ -108,7 +108,7 @@ class Workspace:
         arena: _Arena | None
         try:
             arena = idle.pop()
-        except IndexError:  # all are in use, if there are any
+        except IndexError:  # none is idle
             arena = None
         if arena is None or arena.nbytes < layout.nbytes:
             arena = None  # frees the outgrown buffer first
@@ -124,7 +124,7 @@ Workspace._default = Workspace()
 
 
 def _allocate(nbytes: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # or calls outside that mode could not write to it
+    with torch.inference_mode(False):  # calls outside of inference mode must be able to write to it
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
@@ -136,7 +136,7 @@ def _probe(device: torch.device) -> tuple[Callable[[], bool], Callable[[], int]]
     module: Any = torch.get_device_module(device)
     capturing = getattr(module, "is_current_stream_capturing", bool)
     if device.type == "cuda":
-        # Of this thread's current device, if ``device`` has no index.
+        # Index -1 means this thread's current device.
         index = -1 if device.index is None else device.index
         return capturing, partial(torch._C._cuda_getCurrentRawStream, index)
     if hasattr(module, "current_stream"):
@@ -149,7 +149,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def settle(device: torch.device) -> None:
-    """Waits for the current stream's work, so that any stream and thread may use what it made."""
+    """Wait for the current stream, so that any stream and thread may use its results."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if hasattr(module, "current_stream") and not is_capturing(device):
         module.current_stream(device).synchronize()
