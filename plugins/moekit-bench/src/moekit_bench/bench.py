@@ -13,7 +13,7 @@ import torch
 from moekit.errors import MoekitError
 from moekit.plugin import SCHEMES, DeviceSpec, registry
 
-from . import dispatch, dispatch_report, experts, experts_report, layers, layers_report, options
+from . import dispatch_report, experts, experts_report, layers_report, options
 from .codec import from_json, read_recording
 from .dispatch import DispatchWorkload
 from .environment import command
@@ -31,6 +31,7 @@ from .records import (
     LayerSettings,
     LayersRun,
     Run,
+    all_right,
 )
 from .shapes import ROUTINGS, SHAPES, shape
 from .sweep import Files, Sweep
@@ -81,8 +82,8 @@ def add_experts_sweep(parser: argparse.ArgumentParser) -> None:
         "--shapes", default="mixtral,qwen3-30b,dsv3-ep8", metavar="LIST",
         help="names (`bench --list-shapes`) or sizes E:K:H:I; default: %(default)s",
     )  # fmt: skip
-    options.add_lists(parser, tokens="1,16,64,256,1024,4096,16384", quant="none")
-    options.add_measurement(parser, inputs=3, replays=10)
+    tokens = "1,16,64,256,1024,4096,16384"
+    options.add_sweep(parser, tokens=tokens, quant="none", inputs=3, replays=10)
     add(
         "--experts", metavar="LIST",
         help="backends; default: every installed one that supports the problem; none: ''",
@@ -92,7 +93,7 @@ def add_experts_sweep(parser: argparse.ArgumentParser) -> None:
 
 def _add_experts(parser: argparse.ArgumentParser) -> None:
     add_experts_sweep(parser)
-    options.add_routing(parser)
+    options.add_run(parser)
     add = parser.add_argument
     add(
         "--ep", type=whole(1), default=1, metavar="N",
@@ -112,7 +113,6 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
         help="bf16=791,fp8=1424,read=4490 (TFLOP/s, GB/s), or `measure`; default: what is known "
         "for the device",
     )  # fmt: skip
-    options.add_files(parser)
     add("--plot", type=Path, metavar="DIR", help="a PNG per shape and scheme (needs matplotlib)")
     add("--list-shapes", action="store_true", help="print the named shapes, and stop")
 
@@ -192,16 +192,15 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dispatchers", metavar="LIST", help="default: every installed one that moves tokens")
     add("--ranks", type=whole(1), metavar="N", help="default: one per GPU; without GPUs 2")
-    options.add_routing(parser)
-    options.add_files(parser)
+    options.add_run(parser)
 
 
 def _add_dispatch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default="256:8:7168", metavar="E:K:H", help="default: %(default)s"
     )
-    options.add_lists(parser, tokens="1,4,16,64,128,256,512,1024,2048,4096,8192", quant="none")
-    options.add_measurement(parser, inputs=3, replays=10)
+    tokens = "1,4,16,64,128,256,512,1024,2048,4096,8192"
+    options.add_sweep(parser, tokens=tokens, quant="none", inputs=3, replays=10)
     _add_ranks(parser)
 
 
@@ -228,7 +227,7 @@ def _dispatch(args: argparse.Namespace, command: str) -> int:
         command,
     )
     run, complete = sweep_on_ranks(workload, args.ranks, files)
-    return int(not (complete and dispatch.succeeded(run)))
+    return int(not (complete and all_right(run)))
 
 
 def _add_layers(parser: argparse.ArgumentParser) -> None:
@@ -238,8 +237,8 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
         help="all experts of a layer: a name (`bench --list-shapes`) or sizes E:K:H:I",
     )  # fmt: skip
     add("--experts", metavar="LIST", help=f"default: those installed of {_LAYER_EXPERTS}")
-    options.add_lists(parser, tokens="1,16,128,1024,4096", quant="none,fp8_block")
-    options.add_measurement(parser, inputs=2, replays=5)
+    tokens = "1,16,128,1024,4096"
+    options.add_sweep(parser, tokens=tokens, quant="none,fp8_block", inputs=2, replays=5)
     add("--share-devices", action="store_true", help="more ranks than GPUs: for the errors alone")
     add("--overlap", action="store_true", help="also what calls in flight and shared experts save")
     add("--seconds", type=float, metavar="S", help="begin nothing after so many")
@@ -263,7 +262,7 @@ def _layers(args: argparse.Namespace, command: str) -> int:
         seconds=args.seconds,
     )
     run, complete = sweep_on_ranks(workload, args.ranks, files)
-    return int(not (complete and layers.succeeded(run)))
+    return int(not (complete and all_right(run)))
 
 
 def layers_workload(

@@ -270,9 +270,3 @@ class DispatchWorkload:
             return merge(results).with_rates()
         except Exception as error:
             return DispatcherResult(name=spec.name, reason=cause(error))
-
-
-def succeeded(run: DispatchRun) -> bool:
-    """Whether something was measured, and all of it is right."""
-    results = [r for cell in run.cells for r in cell.results]
-    return bool(results) and all(r.right for r in results)

@@ -340,9 +340,3 @@ class LayersWorkload:
 
 def _first(rank: int, world_size: int, value: bool) -> bool:
     return value
-
-
-def succeeded(run: LayersRun) -> bool:
-    """Whether something was measured, and all of it ran and is right."""
-    results = [r for cell in run.cells for r in cell.results]
-    return any(r.us is not None for r in results) and all(r.right and not r.reason for r in results)

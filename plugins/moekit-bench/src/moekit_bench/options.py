@@ -29,9 +29,14 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
-def add_measurement(parser: argparse.ArgumentParser, *, inputs: int, replays: int) -> None:
-    """Add the options that say how every command measures."""
+def add_sweep(
+    parser: argparse.ArgumentParser, *, tokens: str, quant: str, inputs: int, replays: int
+) -> None:
+    """Add the options of every command: over what it sweeps, and how it measures."""
     add = parser.add_argument
+    schemes = f"of {', '.join(SCHEMES)}; default: %(default)s"
+    add("--tokens", default=tokens, metavar="LIST", help="in a call; default: %(default)s")
+    add("--quant", default=quant, metavar="LIST", help=schemes)
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", help="a torch device; default: this machine's accelerator, else its CPU")
     add(
@@ -39,37 +44,21 @@ def add_measurement(parser: argparse.ArgumentParser, *, inputs: int, replays: in
         help="different inputs and routings that a graph covers; more where their weights fit the "
         "L2 cache; default: %(default)s",
     )  # fmt: skip
-    add(
-        "--replays", type=whole(1), default=replays, metavar="N", help="turns; default: %(default)s"
-    )
+    turns = "turns; default: %(default)s"
+    add("--replays", type=whole(1), default=replays, metavar="N", help=turns)
     add("--seed", type=int, default=0, metavar="N")
 
 
-def add_lists(parser: argparse.ArgumentParser, *, tokens: str, quant: str) -> None:
-    """Add the options that say over what every command sweeps."""
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all modes of `bench` have: routings, and where a run goes."""
     add = parser.add_argument
-    add("--tokens", default=tokens, metavar="LIST", help="in a call; default: %(default)s")
-    add(
-        "--quant", default=quant, metavar="LIST",
-        help=f"of {', '.join(SCHEMES)}; default: %(default)s",
-    )  # fmt: skip
-
-
-def add_routing(parser: argparse.ArgumentParser) -> None:
-    help = f"of {', '.join(ROUTINGS)}; default: %(default)s"
-    parser.add_argument("--routing", default="uniform", metavar="LIST", help=help)
-    parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs: eager times only")
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where a run goes, and where a recorded one comes from."""
-    add = parser.add_argument
+    routings = f"of {', '.join(ROUTINGS)}; default: %(default)s"
+    add("--routing", default="uniform", metavar="LIST", help=routings)
+    add("--no-graph", action="store_true", help="no CUDA graphs: eager times only")
     add("--markdown", type=Path, metavar="FILE", help="the report; default: standard output")
     add("--json", type=Path, metavar="FILE", help="everything, rewritten after every cell")
-    add(
-        "--from", dest="recorded", type=Path, metavar="FILE",
-        help="measure nothing: render a recorded --json again",
-    )  # fmt: skip
+    again = "measure nothing: render a recorded --json again"
+    add("--from", dest="recorded", type=Path, metavar="FILE", help=again)
 
 
 def answered(question: Callable[[], int]) -> int:

@@ -211,3 +211,9 @@ class LayersRun(Run):
                 f"{self.ranks} ranks took turns on fewer devices (--share-devices), so their times "
                 "mean nothing; measure with a device for each rank"
             )
+
+
+def all_right(run: DispatchRun | LayersRun) -> bool:
+    """Whether something was measured, and all of it ran and is right."""
+    results = [r for cell in run.cells for r in cell.results]
+    return bool(results) and all(r.right for r in results)

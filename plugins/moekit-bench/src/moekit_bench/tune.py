@@ -25,7 +25,7 @@ from .implementations import AUTO, Implementation, backends
 from .internals import Key, tuned_tables
 from .options import names, whole
 from .processes import on_devices
-from .records import ExpertsRun, LayersRun, now
+from .records import ExpertsRun, LayersRun, all_right, now
 from .sweep import Files, Sweep
 from .tables import TunedTable, add_to, check_single, rounded, table_file
 
@@ -220,7 +220,7 @@ def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if args.regret:
             files = Files(_no_report, args.json)
             run, whole = sweep_on_ranks(workload, args.ranks, keep=files.keep)
-            complete &= whole and layers.succeeded(run)
+            complete &= whole and all_right(run)
             choices += regret.of_layers(run)
             title = f"The choice on {run.ranks} x {run.device.name}"
         else:
