@@ -37,6 +37,12 @@ _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)"
 _PLOT = re.compile(r"<!-- plot: (\S+) (.+?) -->")
 
 
+def on_config(config: Any) -> None:
+    for section in config.nav:
+        if isinstance(section, dict) and "Packages" in section:
+            section["Packages"] = [page for page in PAGES if page.startswith("packages/")]
+
+
 def on_files(files: Files, config: Any) -> Files:
     for page, source in PAGES.items():
         text = (ROOT / source).read_text()
