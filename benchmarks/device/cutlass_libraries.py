@@ -13,7 +13,7 @@ import time
 import torch
 from common import DEVICE, part, routings_of, run_parts, say, verdict, with_holes
 from moekit_cutlass import providers, w4a8
-from moekit_cutlass.kernels import Groups, sort_pairs
+from moekit_cutlass.kernels import Groups, sort_assignments
 from moekit_cutlass.library import W4A8
 from moekit_cutlass.providers import Quack, QuackPlan, Scales
 from moekit_kernels.align import align_scratch
@@ -38,7 +38,7 @@ def sorted_groups(ids_RK: torch.Tensor, experts: int) -> Groups:
         return torch.zeros(size, dtype=torch.int32, device=DEVICE)
 
     groups = Groups(ids_RK, ints(n).view(ids_RK.shape), ints(experts + 1), ints(n))
-    sort_pairs(groups, ints(align_scratch(n, experts)))
+    sort_assignments(groups, ints(align_scratch(n, experts)))
     return groups
 
 

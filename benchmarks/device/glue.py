@@ -49,10 +49,10 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
 
     scratch = empty(align_scratch(S, E))
     groups = cutlass.Groups(ids, empty(tokens, K), empty(E + 1))
-    cutlass.sort_pairs(groups, scratch)
-    yield "cutlass sort", S * 12, lambda: cutlass.sort_pairs(groups, scratch)
+    cutlass.sort_assignments(groups, scratch)
+    yield "cutlass sort", S * 12, lambda: cutlass.sort_assignments(groups, scratch)
     indexed = replace(groups, slots_RK=empty(tokens, K), rows_S=empty(S))
-    yield "cutlass sort, rows", S * 20, lambda: cutlass.sort_pairs(indexed, scratch)
+    yield "cutlass sort, rows", S * 20, lambda: cutlass.sort_assignments(indexed, scratch)
     x, x_SH, out = normal(tokens, H), normal(S, H), normal(tokens, H)
     scale_S = empty(S, dtype=torch.float32)
     yield ("cutlass spread bf16", (tokens + S) * H * 2,

@@ -112,8 +112,8 @@ def test_w4a8_refuses():
     assert spec.unsupported(moekit.MoEProblem(**sizes)) == []
     for change, words in (
         ({"dtype": torch.float16}, "returns bfloat16, not float16"),
-        ({"hidden_size": 384}, "hidden_size=384 is no multiple of 256"),
-        ({"intermediate_size": 128}, "I=128 is no multiple of 256"),
+        ({"hidden_size": 384}, "hidden_size=384 is not a multiple of 256"),
+        ({"intermediate_size": 128}, "I=128 is not a multiple of 256"),
         ({"quant": "int4_w4a16_g128_act_order"}, "int4_w4a16_g128_act_order is not supported"),
     ):
         (reason,) = spec.unsupported(moekit.MoEProblem(**{**sizes, **change}))

@@ -5,10 +5,10 @@ import torch
 from moekit_cutlass.kernels import (
     Groups,
     add_bias,
-    group_slab,
+    group_batched,
     problem_sizes,
     return_rows,
-    sort_pairs,
+    sort_assignments,
     spread_rows,
 )
 from moekit_kernels.align import align_scratch
@@ -37,14 +37,14 @@ def make_groups(ids: torch.Tensor, num_experts: int) -> Groups:
 def sorted_groups(ids: torch.Tensor, num_experts: int) -> Groups:
     groups = make_groups(ids, num_experts)
     scratch = ints(align_scratch(ids.numel(), num_experts), device=ids.device)
-    sort_pairs(groups, scratch)
+    sort_assignments(groups, scratch)
     check_guards(groups.slots_RK, groups.offsets_L1, groups.rows_S, scratch)
     return groups
 
 
 def slab_groups(counts: list[int], slab: int, device: torch.device) -> Groups:
     groups = make_groups(ints(len(counts) * slab, 1, device=device), len(counts))
-    group_slab(torch.tensor(counts, dtype=torch.int32, device=device), slab, groups)
+    group_batched(torch.tensor(counts, dtype=torch.int32, device=device), slab, groups)
     check_guards(groups.ids_RK, groups.slots_RK, groups.offsets_L1, groups.rows_S)
     return groups
 
@@ -66,7 +66,7 @@ def random_ids(rows: int, top_k: int, num_experts: int) -> torch.Tensor:
         ("none", torch.int32),
     ],
 )
-def test_sort_pairs(device, rows, top_k, num_experts, dtype, routing):
+def test_sort_assignments(device, rows, top_k, num_experts, dtype, routing):
     torch.manual_seed(0)
     ids = random_ids(rows, top_k, num_experts).to(dtype)
     if routing != "uniform":
@@ -86,7 +86,7 @@ def test_sort_pairs(device, rows, top_k, num_experts, dtype, routing):
 @pytest.mark.parametrize(
     ("counts", "slab"), [([3], 4), ([0, 5, 2, 0], 5), ([0, 0], 3), ([70, 1, 60], 90)]
 )
-def test_group_slab(device, counts, slab):
+def test_group_batched(device, counts, slab):
     L = len(counts)
     groups = slab_groups(counts, slab, device)
     rows = [expert * slab + c for expert, count in enumerate(counts) for c in range(count)]

@@ -51,7 +51,7 @@ def test_listing_and_reasons_without_libraries_import_nothing():
         assert "multiple of 16" in " ".join(reasons(hidden_size=264, quant="fp8_tensor"))
         assert "not supported" in " ".join(reasons(quant="fp8_block"))
         four_bits = " ".join(reasons(quant="int4_w4a8_g128"))
-        assert "set MOEKIT_VLLM_PATH" in four_bits and "I=128 is no multiple" in four_bits
+        assert "set MOEKIT_VLLM_PATH" in four_bits and "I=128 is not a multiple" in four_bits
         vendors = {"triton", "quack", "cutlass", "vllm", "moekit_kernels", "tvm_ffi"}
         assert not vendors & set(sys.modules), vendors & set(sys.modules)
     """

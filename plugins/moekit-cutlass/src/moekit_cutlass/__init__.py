@@ -1,14 +1,14 @@
 """CUTLASS expert GEMMs for moekit: `cutlass` (STANDARD) and `cutlass_batched` (BATCHED).
 
-Three libraries provide the grouped GEMMs; `moekit_cutlass.providers` chooses per scheme and size:
+Three libraries provide the grouped GEMMs. `moekit_cutlass.providers` chooses by scheme and size:
 
     quack   quack-kernels (CuTe DSL): bf16, fp16; gather and activation fused into GEMM 1
     torch   the CUTLASS kernels inside torch: bf16, fp8
     vllm    `cutlass_moe_mm` and `cutlass_w4a8_moe_mm` of vLLM's library, loaded alone: fp8, and
             int4 weights x fp8
 
-MOEKIT_CUTLASS_PROVIDER=<name> insists on one. MOEKIT_VLLM_PATH names the folder of an unpacked
-`vllm` package; without it an installed vllm is used.
+MOEKIT_CUTLASS_PROVIDER=<name> restricts the plugin to one library. MOEKIT_VLLM_PATH names the
+folder of an unpacked `vllm` package; without it an installed vllm is used.
 """
 
 from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
@@ -26,18 +26,18 @@ def _check(problem: MoEProblem) -> list[str]:
         if not usable:
             reasons.append(f"no library for {scheme} in {problem.dtype_name}: {'; '.join(why_not)}")
     if scheme == W4A8:
-        multiple, why = 256, "what cutlass_w4a8_moe_mm's layout of weights needs"
-    else:  # for the libraries' tensor maps
+        multiple, why = 256, "the weight layout of cutlass_w4a8_moe_mm"
+    else:  # the libraries' tensor maps
         multiple, why = 8 if problem.quant.activation is None else 16, "rows of 16 bytes"
     sizes = {"hidden_size": problem.hidden_size, "I": problem.local_intermediate_size}
     for name, size in sizes.items():
         if size % multiple:
-            reasons.append(f"{name}={size} is no multiple of {multiple} ({why})")
+            reasons.append(f"{name}={size} is not a multiple of {multiple} ({why})")
     return reasons
 
 
 def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
-    # Only one library has fp16, and only one has int4: without it these cannot be declared.
+    # Only quack has fp16 without quantization, and only vLLM has int4.
     dtypes = {"bfloat16"} if missing("quack") else {"bfloat16", "float16"}
     schemes = _SCHEMES if missing("vllm") else (*_SCHEMES, W4A8)
     return ExpertsSpec(

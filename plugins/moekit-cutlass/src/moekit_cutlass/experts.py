@@ -1,10 +1,10 @@
-"""The two experts backends: which buffers they need, and what runs in which order.
+"""The two experts backends: their buffers, and the order of their steps.
 
-    sort pairs by expert -> rows into order (quantized) -> GEMM 1 -> activation (quantized)
-    -> GEMM 2 -> weighted sum (STANDARD) or rows back to the slab (BATCHED)
+    sort assignments by expert -> expert-sorted rows (quantized) -> GEMM 1 -> activation (quantized)
+    -> GEMM 2 -> weighted sum (STANDARD) or rows back to the batched layout (BATCHED)
 
-Biases are added by moekit's own kernels. Shape suffixes: R rows, K slots of a row, S = R * K pairs,
-L local experts, C rows of a slab, H hidden size, I intermediate size, N = 2I (I without gate).
+moekit's kernels add biases. Shape suffixes: R rows, K experts of a row, S = R * K assignments, L
+local experts, C capacity, H hidden size, I intermediate size, N = 2I (I without gate).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from moekit.plugin import (
 )
 
 from . import w4a8
-from .kernels import Groups, add_bias, group_slab, return_rows, sort_pairs, spread_rows
+from .kernels import Groups, add_bias, group_batched, return_rows, sort_assignments, spread_rows
 from .library import W4A8
 from .providers import Band, Provider, Scales, bands
 
 
 class _CutlassExperts(PermuteExpertsUnpermute):
-    """What both formats share.
+    """The base class of both formats.
 
-    Quantized schemes: GEMMs scale per row and per output channel; a per-tensor scale is one of
-    equal values. Activations with dynamic per-tensor scales that this class quantizes itself get a
-    scale per row: finer, and no second pass.
+    In quantized schemes the GEMMs scale by row and by output channel, and a per-tensor scale is
+    repeated. Where this class quantizes activations with dynamic per-tensor scales, it uses a scale
+    per row, which is more exact and needs no second pass.
     """
 
     quantizer = staticmethod(quantize_activations)
@@ -62,7 +62,7 @@ class _CutlassExperts(PermuteExpertsUnpermute):
     # -- weights ----------------------------------------------------------------------------
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """Weights as they are (gate and up in halves; int4: `w4a8.pack`); scales (L, N) fp32."""
+        """Return the canonical weights with scales (L, N) fp32; `w4a8.pack` packs int4 weights."""
         if self.problem.quant.name == W4A8:
             return w4a8.pack(weights, self.problem, self.spec.name)
         experts, shared = weights.by_expert()
@@ -76,10 +76,10 @@ class _CutlassExperts(PermuteExpertsUnpermute):
 
     @abstractmethod
     def _pairs(self, rows: int) -> int:
-        """S for ``rows`` rows (STANDARD: R, BATCHED: C)."""
+        """Return S for ``rows`` rows (STANDARD: R, BATCHED: C)."""
 
     def _rows_per_expert(self, rows: int, slots: int) -> float:
-        """Tokens spread over all physical experts, so a local one expects rows * slots / P."""
+        """Return the expected rows of a local expert: assignments / physical experts."""
         return rows * slots / self.problem.num_physical_experts
 
     def _provider(self, rows: int, slots: int) -> Provider:
@@ -87,7 +87,7 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         return next(b.provider for b in reversed(self.bands) if b.low <= expected)
 
     def _reachable(self, rows: int) -> list[tuple[Provider, int]]:
-        """Providers that calls of at most ``rows`` rows may use, each with its most rows."""
+        """Return the providers that calls of at most ``rows`` rows may use, and their most rows."""
         per_row = self._rows_per_expert(1, self.problem.top_k)
         return [
             (band.provider, math.ceil(min(rows, band.high / per_row)))
@@ -96,10 +96,10 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         ]
 
     def _regions(self, provider: Provider, pairs: int) -> tuple[int, int]:
-        """Bytes of the two buffers that the steps write in turn.
+        """Return the bytes of the two buffers that the steps write alternately.
 
-        Rows in order -> first; GEMM 1 -> second; activation -> first; GEMM 2 -> second. With a
-        fused activation GEMM 1 writes to the first, and so rows in order go to the second.
+        Expert-sorted rows -> first; GEMM 1 -> second; activation -> first; GEMM 2 -> second. With a
+        fused activation GEMM 1 writes the first, and expert-sorted rows go to the second.
         """
         p = self.problem
         size = self._a_dtype.itemsize
@@ -119,13 +119,13 @@ class _CutlassExperts(PermuteExpertsUnpermute):
             BufferSpec((pairs,), torch.int32),
             BufferSpec((pairs,), torch.int32),
             BufferSpec((L + 1,), torch.int32),
-            BufferSpec((max(pairs, align_scratch(pairs, L)),), torch.int32),  # or a slab's ids
+            BufferSpec((max(pairs, align_scratch(pairs, L)),), torch.int32),  # BATCHED: ids
             BufferSpec((pairs if self._quantized else 0,), torch.float32),
             *(BufferSpec((max(column),), torch.uint8) for column in zip(*regions, strict=True)),
         )
 
     def transient_bytes(self, rows: int) -> int:
-        """Results that a library allocates itself: GEMM 1's is gone before GEMM 2's is made."""
+        """Return the bytes that a library allocates; GEMM 1's result is freed before GEMM 2's."""
         most = 0
         for provider, provider_rows in self._reachable(rows):
             widest = max(self.problem.w13_rows, self.problem.hidden_size)
@@ -150,7 +150,7 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         groups: Groups,
         workspace: Sequence[Tensor],
     ) -> Tensor:
-        """x (R, H) -> GEMM 2's rows (S, H) in sorted order, without w2's bias."""
+        """Return GEMM 2's rows (S, H), expert-sorted and without w2's bias, for x (R, H)."""
         p, S = self.problem, groups.slots_RK.numel()
         H, inner, N = p.hidden_size, p.local_intermediate_size, p.w13_rows
         scale_S, first, second = workspace[4][: S if self._quantized else 0], *workspace[5:7]
@@ -224,14 +224,14 @@ class CutlassExperts(_CutlassExperts):
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         provider = self._provider(*ids_RK.shape)
         groups = self._groups(provider, ids_RK, workspace)
-        sort_pairs(groups, workspace[3])
+        sort_assignments(groups, workspace[3])
         z = self._run(provider, tokens.x, tokens.x_scale, weights, groups, workspace)
         slots_S = groups.slots_RK.view(-1)
         weighted_sum(z, topk_weights_RK, ids_RK, y, slots_S, weights.get("w2_bias"))
 
 
 class BatchedCutlassExperts(_CutlassExperts):
-    """BATCHED: used rows of all slabs form one sorted list, so padding costs no arithmetic."""
+    """BATCHED: the used rows of all experts form one sorted list, so padding is not computed."""
 
     def _pairs(self, rows: int) -> int:
         return self.problem.num_local_experts * rows
@@ -248,7 +248,7 @@ class BatchedCutlassExperts(_CutlassExperts):
         provider = self._provider(C, self.problem.top_k)
         ids_SK = workspace[3][: L * C].view(L * C, 1)
         groups = self._groups(provider, ids_SK, workspace)
-        group_slab(tokens.expert_num_tokens, C, groups)
+        group_batched(tokens.expert_num_tokens, C, groups)
         x_scale = tokens.x_scale
         if x_scale is not None and x_scale.numel() > 1:
             x_scale = x_scale.expand(L, C, 1).reshape(L * C, 1)

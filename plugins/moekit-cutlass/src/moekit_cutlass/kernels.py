@@ -1,8 +1,11 @@
-"""Which sorted row each (row, expert) pair has, and where an expert's rows lie: what grouped GEMMs
-read. On the device; sizes are static (worst case), so a CUDA graph may capture it.
+"""Kernels around the grouped GEMMs: sorting assignments, copying rows into order, biases.
 
-Shape suffixes: R rows, K slots of a row, S = R * K pairs, L local experts, C rows of a slab. A slab
-is L * C rows with one slot each.
+Everything runs on the device with sizes fixed by the worst case, so a CUDA graph may capture it.
+Rows without an expert, and sorted rows from the last offset on, are neither read nor written:
+whatever they hold (NaN, old values) has no effect.
+
+Shape suffixes: R rows, K experts of a row, S = R * K assignments, L local experts, C capacity. The
+batched layout is L * C rows with one assignment each.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs in order of their expert. int32; ids may be int64, too.
+    """Assignments sorted by expert. Tensors are int32; ids may also be int64.
 
-    ids_RK: the expert of each pair, negative without one. slots_RK: where the pair went, -1 without
-    an expert. offsets_L1: (L + 1,), expert l has the sorted pairs offsets[l] to offsets[l + 1].
-    rows_S: the source row of each sorted pair, undefined from `total` on; None: not asked for.
+    Attributes:
+        ids_RK: The expert of each assignment, negative for none.
+        slots_RK: The sorted row of each assignment, -1 without an expert.
+        offsets_L1: (L + 1,), expert l has the sorted rows offsets[l] to offsets[l + 1].
+        rows_S: The source row of each sorted row, undefined from `total` on; None where unused.
     """
 
     ids_RK: Tensor
@@ -39,14 +44,15 @@ class Groups:
 
     @property
     def total(self) -> Tensor:
-        """(1,): the number of pairs with an expert."""
+        """Return the number of assignments with an expert, as a tensor (1,)."""
         return self.offsets_L1[self.num_experts :]
 
 
-def sort_pairs(groups: Groups, scratch: Tensor) -> None:
-    """Fills the rest of ``groups`` from its ids (contiguous; in [0, L), -1 = no expert).
+def sort_assignments(groups: Groups, scratch: Tensor) -> None:
+    """Fill the rest of ``groups`` from its ids (contiguous; in [0, L), or -1).
 
-    scratch: int32, `moekit_kernels.align.align_scratch` entries.
+    Args:
+        scratch: int32, `moekit_kernels.align.align_scratch` entries.
     """
     slots_S, offsets_L1 = groups.slots_RK.view(-1), groups.offsets_L1
     pairs = SortedAssignments(groups.rows_S, None, None, 1, slots_S, offsets_L1[1:])
@@ -56,28 +62,30 @@ def sort_pairs(groups: Groups, scratch: Tensor) -> None:
         groups.rows_S.div_(groups.ids_RK.shape[1], rounding_mode="floor")
 
 
-def group_slab(counts_L: Tensor, slab: int, groups: Groups) -> None:
-    """Fills ``groups``, its int32 ids too, from a slab: expert l has rows l * C + c, c < counts[l].
+def group_batched(counts_L: Tensor, slab: int, groups: Groups) -> None:
+    """Fill ``groups`` and its int32 ids from the batched layout.
 
-    counts_L int32; groups.slots_RK is (L * C, 1).
+    Args:
+        counts_L: int32; expert l has the rows l * C + c for c < counts[l].
+        slab: The capacity C; groups.slots_RK is (L * C, 1).
     """
     n = groups.num_experts * slab
     assert counts_L.dtype == torch.int32 and groups.slots_RK.shape == (n, 1)
-    _group_slab[(triton.cdiv(n, CHUNK),)](
+    _group_batched[(triton.cdiv(n, CHUNK),)](
         counts_L.contiguous(), groups.ids_RK, groups.slots_RK, groups.offsets_L1, groups.rows_S,
         n, slab, groups.num_experts,
         CHUNK=CHUNK, BINS=max(32, triton.next_power_of_2(groups.num_experts + 1)), num_warps=4,
     )  # fmt: skip
     if groups.rows_S is not None:
-        groups.rows_S.div_(1, rounding_mode="floor")  # a launch between, as in `sort_pairs`
+        groups.rows_S.div_(1, rounding_mode="floor")  # a launch between, as in `sort_assignments`
 
 
 def problem_sizes(
     groups: Groups, starts_L: Tensor, sizes_L3: Tensor, n: int, k: int, swap: bool
 ) -> None:
-    """Fills starts_L (int64), each expert's first row, and sizes_L3 (int32): rows, n, k.
+    """Fill starts_L (int64) with each expert's first row, and sizes_L3 (int32) with (rows, n, k).
 
-    swap: n, rows, k.
+    ``swap`` stores (n, rows, k), for swap-AB GEMMs.
     """
     num_experts = groups.num_experts
     _problem_sizes[(1,)](
@@ -95,11 +103,13 @@ def spread_rows(
     out_scale_S: Tensor | None = None,
     static: bool = False,
 ) -> None:
-    """Copies each row to its slots; every row is read once.
+    """Copy each row to its sorted rows; every row is read once.
 
-    out of x's dtype: a copy, with x_scale (fp32; one value, or one a row) spread to out_scale_S.
-    out e4m3, x of a float dtype: quantized, with one scale per row, or with the one value of
-    x_scale (``static``); the scale used goes to out_scale_S.
+    Args:
+        out_SH: In x's dtype: rows are copied. In e4m3: rows are quantized, with one scale per row,
+            or with the value of x_scale (``static``).
+        x_scale: fp32, one value or one per row.
+        out_scale_S: Receives the scale of each sorted row.
     """
     rows, cols = x_RH.shape
     assert out_SH.shape[1] == cols and x_RH.stride(1) == 1 and slots_RK.is_contiguous()
@@ -119,12 +129,12 @@ def spread_rows(
 
 
 def add_bias(h_SN: Tensor, bias_LN: Tensor, groups: Groups) -> None:
-    """``h[slot] += bias[expert]`` for the slot of each pair, in place, rounded to h's dtype."""
+    """Add the expert's bias to each sorted row, in place; rounds to h's dtype."""
     _launch_take(h_SN, bias_LN, groups, h_SN, to_slots=True)
 
 
 def return_rows(z_SH: Tensor, bias_LH: Tensor | None, groups: Groups, out_RH: Tensor) -> None:
-    """``out[r] = z[slot] + bias[expert]``, K = 1; rows without a slot stay as they were."""
+    """Write ``out[r] = z[sorted row] + bias[expert]`` for K = 1; other rows stay unchanged."""
     assert groups.slots_RK.shape[1] == 1
     _launch_take(z_SH, bias_LH, groups, out_RH, to_slots=False)
 
@@ -142,12 +152,12 @@ def _launch_take(
 
 
 def _warps(cols: int) -> int:
-    """About 16 elements a thread."""
+    """Return the warps for about 16 elements per thread."""
     return max(1, min(16, int(triton.next_power_of_2(cols)) // 512))
 
 
 @triton.jit(do_not_specialize=["n", "slab"])
-def _group_slab(
+def _group_batched(
     counts_ptr, ids_ptr, slots_ptr, offsets_ptr, rows_ptr, n, slab, num_experts,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip

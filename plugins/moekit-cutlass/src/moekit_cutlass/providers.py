@@ -1,8 +1,8 @@
-"""The libraries behind one interface: a grouped GEMM over rows sorted by expert.
+"""One interface to the libraries: a grouped GEMM over expert-sorted rows.
 
-What compiles when: quack's kernels (CuTe DSL, seconds each, kept on disk) are keyed on dtypes,
-tile, cluster, fused activation, gather and w13's halves, not on sizes, so one warm-up call per
-provider and config compiles all that later calls need. torch's and vLLM's come compiled.
+quack compiles a kernel (CuTe DSL, in seconds, kept on disk) for each set of dtypes, tile, cluster,
+fused activation, gather and w13 layout, but not for sizes: one warm-up call per provider and tile
+compiles everything that later calls need. torch's and vLLM's kernels come compiled.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from moekit.errors import BackendBroken
 from moekit.plugin import MoEProblem
 
 from .kernels import Groups, problem_sizes
-from .library import W4A8, providers_for, vllm_library
+from .library import VLLM, W4A8, providers_for, vllm_library
 
 logger = logging.getLogger("moekit")
 
 T = TypeVar("T")
 
-# Which library runs a call, by the expected rows per expert: from each bound on, the first usable.
-# H200, benchmarks/results: vLLM's operator swaps the operands of small calls, and torch's kernels
-# are ahead of it from 512 rows per expert on; for bf16 quack is ahead of torch's from 128 on.
+# The libraries in order of preference, from each number of expected rows per expert on. H200,
+# benchmarks/results: vLLM's operator uses swap-AB for small calls, and torch's kernels are faster
+# from 512 rows per expert on; for bf16, quack is faster than torch from 128 rows on.
 PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
     "none": ((0, ("torch", "quack")), (128, ("quack", "torch"))),
     "fp8_tensor": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
@@ -41,8 +41,8 @@ PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
     W4A8: ((0, ("vllm",)),),
 }
 
-# Gated, plain: what quack's epilogue computes like moekit's definition. Not: gelu with a gate (its
-# geglu is the tanh form), swigluoai (no clamp), any clamp or bias.
+# The activations that quack's epilogue computes as moekit defines them, with and without a gate.
+# Missing: gelu with a gate (quack's geglu is the tanh form), swigluoai, clamps and biases.
 FUSED = {
     "silu": "swiglu",
     "gelu_tanh": "geglu",
@@ -55,8 +55,12 @@ FUSED = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A quack GEMM config for SM90. cluster (M, N); a fused gather needs cluster N = 1. dynamic:
-    programs fetch their tiles from a counter, which a fused gather cannot."""
+    """A quack GEMM config for SM90.
+
+    Attributes:
+        cluster: (M, N); a fused gather needs N = 1.
+        dynamic: Programs fetch tiles from a counter, which a fused gather does not support.
+    """
 
     m: int = 128
     n: int = 192
@@ -68,7 +72,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class QuackPlan:
-    """gather: GEMM 1 reads its rows through an index, instead of their being copied into order."""
+    """quack's tiles; ``gather``: GEMM 1 reads rows through an index instead of sorted copies."""
 
     gather: bool = True
     first: Tile = Tile()
@@ -95,7 +99,7 @@ def quack_plans(problem: MoEProblem) -> tuple[tuple[int, QuackPlan], ...]:
 
 
 class Scales(NamedTuple):
-    """a (S, 1) and w (L, N), fp32, contiguous. table, layout: of int4 weights (`w4a8.pack`)."""
+    """Scales a (S, 1) and w (L, N), fp32, contiguous; table and layout of int4 weights."""
 
     a: Tensor
     w: Tensor
@@ -106,8 +110,11 @@ class Scales(NamedTuple):
 class Provider(ABC):
     """A library's grouped GEMM.
 
-    gathers: GEMM 1 takes source rows and an index. allocates: results are the library's tensors,
-    not the caller's. scratch: bytes it allocates besides.
+    Attributes:
+        gathers: GEMM 1 takes source rows and an index.
+        allocates: Results are the library's tensors, not the caller's.
+        activates: GEMM 1 applies the activation.
+        scratch: Other bytes that the library allocates.
     """
 
     name: ClassVar[str]
@@ -121,17 +128,22 @@ class Provider(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the results."""
+        """The dtype of the results."""
         return self.problem.dtype
 
     @abstractmethod
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        """GEMM 1. x (S, H) in sorted order, or if `gathers` (R, H) with groups.rows_S as index.
+        """Run GEMM 1.
 
-        Returns (S, N), or if `activates` (S, I), in ``out`` unless `allocates`. Rows at or past
-        the last offset are undefined. scales: for e4m3 operands.
+        Args:
+            x: (S, H), expert-sorted; if `gathers`, (R, H) with groups.rows_S as the index.
+            out: The result's tensor, unless the provider `allocates`.
+            scales: For e4m3 operands.
+
+        Returns:
+            (S, N), or (S, I) if `activates`. Rows from the last offset on are undefined.
         """
 
     def second(
@@ -168,10 +180,9 @@ class Torch(Provider):
 class Vllm(Provider):
     """`cutlass_moe_mm` of vLLM's library.
 
-    It checks dtypes alone: a and b e4m3, scales fp32, out bf16 or fp16, and expert_offsets int64
-    with L entries (`get_cutlass_moe_mm_data` writes int32 and L + 1: convert and cut). Problem
-    sizes are int32 (L, 3) and swapped to (N, M, K) for calls of at most 64 rows, since the operator
-    chooses its transposed kernels by that bound itself. Pointers and workspace are its own.
+    The operator checks only dtypes: a and b e4m3, scales fp32, out bf16 or fp16, and expert_offsets
+    int64 with L entries. Problem sizes are int32 (L, 3). They are (N, M, K) for calls of at most 64
+    rows, for which the operator uses swap-AB kernels. It allocates pointers and workspace itself.
     """
 
     name = "vllm"
@@ -199,10 +210,10 @@ class Vllm(Provider):
 
 
 class VllmW4A8(Provider):
-    """`cutlass_w4a8_moe_mm` of vLLM's library: e4m3 rows x int4 weights as `w4a8.pack` leaves them.
+    """`cutlass_w4a8_moe_mm` of vLLM's library: e4m3 rows by int4 weights from `w4a8.pack`.
 
-    Out is bf16. The operator always transposes, so problem sizes are (N, M, K); the rest is as
-    for `Vllm`. Weights' scales lie (groups, N), which is the stride it wants, and a zero beside.
+    Results are bf16. The operator always uses swap-AB, so problem sizes are (N, M, K); the rest is
+    as for `Vllm`. Weight scales are stored (groups, N); their strides are N and 0.
     """
 
     name = "vllm"
@@ -231,10 +242,10 @@ class VllmW4A8(Provider):
 
 @functools.cache
 def _stride(num_experts: int, value: int, device: torch.device, *more: int) -> Tensor:
-    """int64 (L,), or with ``more`` values (L, 1 + more).
+    """Return strides as int64 (L,), or with ``more`` values (L, 1 + more).
 
-    Made at the first call (not while capturing a graph) and kept, for graphs use it. It is copied
-    from the host, which waits for the copy, so that any other stream may read it.
+    They are created at the first call, not while a graph is captured, and kept, since graphs use
+    them. The host waits for the copy, so any stream may read them.
     """
     rows = torch.tensor([[value, *more]] * num_experts, dtype=torch.int64, device="cpu")
     return rows.squeeze(1).to(device)
@@ -252,7 +263,11 @@ _ARGUMENTS = {
 
 @functools.cache
 def vllm_operator(name: str) -> Callable[..., Any]:
-    """An operator of vLLM's library, which is loaded if it is not yet. Raises BackendBroken."""
+    """Return an operator of vLLM's library; the first call loads it.
+
+    Raises:
+        BackendBroken: The library does not load, or the operator takes other arguments.
+    """
     library = vllm_library()
     assert library is not None
     try:
@@ -262,17 +277,21 @@ def vllm_operator(name: str) -> Callable[..., Any]:
         arguments = [a.name for a in getattr(torch.ops._C, name).default._schema.arguments]
     except (OSError, AttributeError, RuntimeError) as error:
         raise BackendBroken(
-            f"{library} does not load: {error}; set MOEKIT_CUTLASS_PROVIDER=torch to do without"
+            f"{library} does not load: {error}; set MOEKIT_CUTLASS_PROVIDER=torch"
+            " to use torch instead"
         ) from error
     if arguments != _ARGUMENTS[name].split():
-        raise BackendBroken(f"{name} of {library} takes {arguments}: another version")
+        raise BackendBroken(
+            f"{name} of {library} takes {arguments}, expected {_ARGUMENTS[name].split()}: "
+            f"{VLLM.install_hint}"
+        )
     return op
 
 
 class Quack(Provider):
     """quack-kernels: variable-M GEMM over int32 offsets, gather and activation fused into GEMM 1.
 
-    w13 stays in halves; the library reads gate and up rows interleaved through its tensor map.
+    w13 keeps gate and up in halves; the library interleaves them through its tensor map.
     """
 
     name = "quack"
@@ -280,7 +299,7 @@ class Quack(Provider):
     def __init__(self, problem: MoEProblem, plan: QuackPlan | None = None) -> None:
         super().__init__(problem)
         self.plan = plan or QuackPlan()
-        assert not (self.plan.gather and self.plan.first.dynamic), "a gather fetches no tiles"
+        assert not (self.plan.gather and self.plan.first.dynamic), "no gather with fetched tiles"
         self.gathers = self.plan.gather
         activation = problem.activation
         fusable = activation.limit is None and not problem.has_bias
@@ -319,23 +338,23 @@ class Quack(Provider):
             return out
         with _compiling:
             started = time.perf_counter()
-            logger.info("moekit-cutlass: first use of quack with %s %s", activation, tile)
+            logger.info("moekit-cutlass: compiling quack for %s %s", activation, tile)
             call()
             _compiled.add(key)
-            logger.info("moekit-cutlass: took %.1f s", time.perf_counter() - started)
+            logger.info("moekit-cutlass: compiled in %.1f s", time.perf_counter() - started)
         return out
 
 
 _compiled: set[object] = set()
-_compiling = threading.Lock()  # of threads that use a kernel for the first time, one compiles it
-_LEAST_ALLOCATION = 512  # of torch's allocator, in bytes
+_compiling = threading.Lock()  # one thread at a time compiles a kernel at its first use
+_LEAST_ALLOCATION = 512  # the granularity of torch's allocator, in bytes
 
 
 @functools.cache
 def _quack_gemm() -> Any:
     try:
         from quack.gemm_interface import gemm_act
-    except Exception as error:  # CuTe DSL fails in many ways when its parts do not match
+    except Exception as error:  # CuTe DSL fails in many ways if its parts do not match
         raise BackendBroken(
             f"quack does not import: {type(error).__name__}: {error}; "
             "pip install 'moekit-cutlass[quack]', or set MOEKIT_CUTLASS_PROVIDER=torch"
@@ -345,7 +364,7 @@ def _quack_gemm() -> Any:
 
 @functools.cache
 def _quack_config(tile: Tile) -> Any:
-    """One object per tile: quack keys on its identity."""
+    """Return one object per tile, as quack caches by identity."""
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(
@@ -369,7 +388,7 @@ def _class_of(name: str, problem: MoEProblem) -> type[Provider]:
 
 @dataclass(frozen=True)
 class Band:
-    """``provider`` serves calls that expect from ``low`` to (not with) ``high`` rows an expert."""
+    """A provider, and the expected rows per expert, ``low <= rows < high``, that it serves."""
 
     low: int
     high: float
@@ -377,7 +396,7 @@ class Band:
 
 
 def bands(problem: MoEProblem) -> tuple[Band, ...]:
-    """Who serves which sizes, from `PREFERRED` and what is usable here."""
+    """Return the providers by size, from `PREFERRED` and the libraries that are usable here."""
     scheme = problem.quant.name
     usable, why_not = providers_for(scheme, problem.dtype_name)
     if not usable:
@@ -395,7 +414,7 @@ def bands(problem: MoEProblem) -> tuple[Band, ...]:
 
 
 def _between(table: Sequence[tuple[int, T]]) -> Iterator[tuple[int, float, T]]:
-    """(from, up to but without, what) of a table of what holds from where on."""
+    """Yield (low, high, value) for each row of a table of (low, value), with low <= x < high."""
     ends = [*(low for low, _ in table[1:]), float("inf")]
     for (low, what), end in zip(table, ends, strict=True):
         yield low, end, what

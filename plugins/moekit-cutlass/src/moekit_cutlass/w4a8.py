@@ -1,15 +1,16 @@
-"""int4 weights as `cutlass_w4a8_moe_mm` of vLLM's library reads them.
+"""Pack int4 weights for `cutlass_w4a8_moe_mm` of vLLM's library.
 
-The operator multiplies e4m3 by e4m3: it looks every weight up in a table of its group's eight
-values, those of -8 to -1 (a positive weight is the negative one with its sign flipped, 0 needs
-none), and multiplies the sums by a scale per channel. The library's own way to tables
-(`cutlass_pack_scale_fp8`) starts from e4m3 scales, and so rounds twice. Here entries are rounded
-from the true scale, once, and of `PHASES` channel scales within a factor of two the one is taken
-whose tables are nearest.
+The operator multiplies e4m3 by e4m3. It looks up every weight in a table of its group's eight
+values, those of -8 to -1 (positive weights flip the sign, and 0 needs no entry), and multiplies the
+sums by a scale per channel. The library's `cutlass_pack_scale_fp8` makes tables from e4m3 scales
+and so rounds twice. Here entries are rounded once, from the true scale, and of `PHASES` channel
+scales within a factor of two the one with the most exact tables is used.
 
-Relative RMS, Gaussian weights with 4 and 32 groups a channel: 1.8e-2 and 2.4e-2 (the library's
-way: 3.1e-2 and 3.4e-2). Whole block against the oracle, H 512 and 2048: 5.0e-2 and 5.9e-2, of
-which e4m3 activations alone cost 4.2e-2 and 4.5e-2 (the library's way: 7.0e-2 and 7.2e-2).
+| relative RMS | this module | the library |
+|---|---|---|
+| Gaussian weights, 4 and 32 groups per channel | 1.8e-2, 2.4e-2 | 3.1e-2, 3.4e-2 |
+| whole block, H 512 and 2048 | 5.0e-2, 5.9e-2 | 7.0e-2, 7.2e-2 |
+| of which e4m3 activations | 4.2e-2, 4.5e-2 | |
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ _ZEROS = 0x88  # two columns' zero point: offset binary to two's complement, and
 
 
 def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWeights:
-    """Per GEMM: ``w13`` int32 (L, N, K / 8), ``_table`` e4m3 (L, K / 128, N, 8), ``_scale`` fp32
-    (L, N), ``_layout`` int32 (L, few); biases as they are.
+    """Return, per GEMM, weights int32 (L, N, K / 8) in the library's order, ``_table`` e4m3
+    (L, K / 128, N, 8), ``_scale`` fp32 (L, N), ``_layout`` int32 (L, few), and the biases.
 
-    The weights' order is known to a GPU operator of the library alone, so they must be there.
-    Raises WeightsError if they are not.
+    Raises:
+        WeightsError: The weights are not on the GPU. Only an operator of the library, which runs
+            there, can bring them into its order.
     """
     experts: dict[str, Tensor] = {}
     for name in ("w13", "w2"):
         values: Tensor = getattr(weights, name)
         if values.device.type != problem.device.type:
             raise WeightsError(
-                f"{name} is on {values.device}, and only a GPU operator can bring int4 weights "
-                f"into order: pack weights.to({problem.device.type!r})"
+                f"{name} is on {values.device}, but int4 weights are packed by an operator on "
+                f"{problem.device.type}: pack weights.to({problem.device.type!r})"
             )
         experts[name], experts[f"{name}_layout"] = _reorder(values)
         scale_LNG: Tensor = getattr(weights, f"{name}_scale")
@@ -58,8 +60,12 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
 
 
 def tables(scale_NG: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 (N, G) -> e4m3 (N, G, 8), the values of -8 to -1 in units of the channel's scale, and
-    fp32 (N,), that scale."""
+    """Return tables for scales (N, G) fp32.
+
+    Returns:
+        e4m3 (N, G, 8), the values of -8 to -1 in units of the channel's scale, and that scale,
+        fp32 (N,).
+    """
     exact = scale_NG[:, :, None] * torch.arange(-8.0, 0.0, device=scale_NG.device)
     smallest_N = exact.abs().amax(dim=(1, 2)) / torch.finfo(_E4M3).max
 
@@ -77,14 +83,14 @@ def tables(scale_NG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reorder(values: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 (L, N, K / 2) -> what the operator calls b_tensors and b_strides."""
+    """Return the operator's b_tensors and b_strides for uint8 (L, N, K / 2)."""
     reorder = providers.vllm_operator("cutlass_encode_and_reorder_int4b_grouped")
     words = (values ^ _ZEROS).view(torch.int32)
     if not words.is_cuda:
         ordered, layout = reorder(words)
         return ordered, layout
     with torch.cuda.device(words.device):
-        torch.cuda.synchronize()  # the library works on the default stream, whatever ours is
+        torch.cuda.synchronize()  # the library uses the default stream
         ordered, layout = reorder(words)
         torch.cuda.synchronize()
     return ordered, layout

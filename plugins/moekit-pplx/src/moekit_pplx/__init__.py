@@ -1,4 +1,4 @@
-"""moekit dispatcher over pplx-kernels' intranode all-to-all (the GPUs of one host, NVLink)."""
+"""moekit's dispatcher over pplx-kernels' intranode all-to-all, for the GPUs of one host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEPro
 from .footprint import footprint
 from .layout import MAX_TOKENS
 
-# The library sends a token by way of one block's shared memory.
+# The library sends a token through the shared memory of one thread block.
 _LARGEST_ROW = 48 * 1024 - 1024
 
 
@@ -16,21 +16,21 @@ def _check(problem: MoEProblem) -> list[str]:
     if not parallel.moves_tokens:
         return []
     if parallel.tp_size != 1:
-        reasons.append(f"it sends tokens to whole experts, not to {parallel.tp_size} slices each")
+        reasons.append(f"tensor parallelism is not supported (tp_size={parallel.tp_size})")
     elif parallel.dp_size != parallel.ep_size:
         reasons.append(
-            f"each of the {parallel.ep_size} ranks must have tokens of its own, but "
-            f"dp_size={parallel.dp_size}"
+            f"every rank must have a batch of tokens: dp_size must equal ep_size "
+            f"(dp_size={parallel.dp_size}, ep_size={parallel.ep_size})"
         )
     row = problem.hidden_size * problem.dtype.itemsize
     multiple = 8 if problem.quant.activation is None else 16
     if problem.hidden_size % multiple:
-        reasons.append(f"hidden_size {problem.hidden_size} is no multiple of {multiple}")
+        reasons.append(f"hidden_size {problem.hidden_size} is not a multiple of {multiple}")
     if row > _LARGEST_ROW:
-        reasons.append(f"a token of {row} bytes is above the {_LARGEST_ROW} that it can send")
+        reasons.append(f"a token has {row} bytes; the library sends at most {_LARGEST_ROW}")
     if (problem.max_num_tokens or 0) > MAX_TOKENS:
         reasons.append(
-            f"max_num_tokens={problem.max_num_tokens} is above {MAX_TOKENS}: every 128 tokens of a "
+            f"max_num_tokens={problem.max_num_tokens} exceeds {MAX_TOKENS}: every 128 tokens of a "
             "rank take another round and another set of buffers"
         )
     return reasons
@@ -47,7 +47,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             devices=("cuda>=9.0",),
             requires=("pplx_kernels", "triton"),
             install_hint="build it from github.com/perplexityai/pplx-kernels",
-            # Measured on 4 x H200: slower than FlashInfer's all-to-all at every T.
+            # 4 x H200: slower than FlashInfer's all-to-all at every T.
             priority=-10,
             check=_check,
             footprint=footprint,

@@ -1,8 +1,7 @@
-"""The library's objects. One serves one call at a time, so calls in flight take one *lane* each.
+"""The library's objects. Each serves one call at a time, so every in-flight call takes a *lane*.
 
-Lanes are made when first needed, and shared by all layers of one shape; in the usual case of one
-call after the other there is one. Making them is collective, which holds because all ranks start
-their calls in one order.
+All layers of one shape share lanes, which are created when first needed; calls that run one after
+another need one lane. Creation is collective: all ranks start their calls in the same order.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from .layout import Layout, Wire
 
 logger = logging.getLogger("moekit")
 
-# How long to wait for the other ranks before memory is freed that they may still write to. Only
-# the end of their last kernel is missing then, so whoever is later than this will not come.
+# How long to wait for other ranks before freeing memory that they may still write to. Only the end
+# of their last kernel is missing then, so a rank that takes longer has failed.
 _PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What one call needs. objects: pplx_kernels.AllToAll, one a round.
+    """The objects of one call.
 
-    y_SCH: where the experts' output is taken from, a slab for each library expert of this rank.
-    Those of the spare experts stay zero.
+    Attributes:
+        objects: pplx_kernels.AllToAll, one per round.
+        y_SCH: The experts' output, for each library expert of this rank; zero for spare experts.
     """
 
     objects: tuple[Any, ...]
@@ -52,7 +52,7 @@ class Lanes:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """library: the class AllToAll."""
+        """Create no lane yet; ``library`` is the class AllToAll."""
         self._library, self._group, self._layout, self._wire = library, group, layout, wire
         self._dtype, self._device = dtype, device
         self._agreement = Agreement(group, _PATIENCE)
@@ -69,7 +69,11 @@ class Lanes:
         return len(self._all) * self.lane_bytes
 
     def take(self) -> Lane:
-        """An idle lane, or a new one. Raises BackendError if the memory of a rank is too small."""
+        """Return an idle lane or a new one.
+
+        Raises:
+            BackendError: The free memory of a rank is too small.
+        """
         if self._idle:
             return self._idle.pop()
         lane = self._make()
@@ -77,14 +81,14 @@ class Lanes:
         return lane
 
     def give_back(self, lane: Lane) -> None:
-        """The call's last kernel has been launched."""
+        """Return a lane after the launch of its call's last kernel."""
         self._idle.append(lane)
 
     def keep_order(self) -> None:
-        """Before launches: they run in the order of their launch, whatever the streams.
+        """Make later launches run after earlier ones, on whichever streams they are.
 
-        The library's kernels fill the GPU and wait for their peers, so ranks that ran two of them
-        in different orders would wait for each other forever.
+        The library's kernels fill the GPU and wait for other ranks, so two ranks that run two
+        kernels in different orders would wait for each other forever.
         """
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
@@ -94,7 +98,7 @@ class Lanes:
         self._stream = stream
 
     def free(self) -> None:
-        """Collective; but a rank that does not come is not waited for long."""
+        """Free all lanes. Collective, with a short timeout for ranks that failed."""
         if not self._all:
             return
         finished = self._finished()
@@ -105,13 +109,13 @@ class Lanes:
         for each in (each for lane in self._all for each in lane.objects):
             if finished:
                 each.destroy()
-            else:  # freeing would wait for the GPU: the end of the process frees
+            else:  # freeing would wait for the GPU; the end of the process frees
                 each.destroy = _nothing
         self._all.clear()
         self._idle.clear()
 
     def _finished(self) -> bool:
-        """Waits for the GPU, but not forever: a kernel may wait for a rank that is gone."""
+        """Return whether the GPU finishes in time; a kernel may wait for a rank that has ended."""
         if self._device.type != "cuda":
             return True
         streams = [torch.cuda.current_stream(), self._stream or torch.cuda.current_stream()]
@@ -145,18 +149,18 @@ class Lanes:
             y_SCH = torch.zeros(shape, dtype=self._dtype, device=self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        # Nobody writes to memory that its rank is still clearing.
+        # No rank may write to memory that its owner is still clearing.
         dist.all_reduce(torch.zeros(1), group=self._group)
         return Lane(objects, y_SCH)
 
     def _check_room(self) -> None:
-        """The library ends the process when it gets no memory, so that is found out before."""
+        """Check the free memory of all ranks, as the library ends the process when it gets none."""
         if self._device.type != "cuda":
             return
         if torch.cuda.is_current_stream_capturing():
             raise BackendError(
-                f"pplx has {len(self._all)} sets of buffers, all in use, and can make none while "
-                "a CUDA graph is captured: run the same calls once before (kernel.warmup)"
+                f"all {len(self._all)} sets of pplx buffers are in use, and none can be created "
+                "while a CUDA graph is captured: run the same calls once before (kernel.warmup)"
             )
         needed, (free, _) = self.lane_bytes, torch.cuda.mem_get_info()
         if free < needed:
@@ -165,13 +169,13 @@ class Lanes:
         everyone = map(int, exchange("make pplx's buffers", str(free), self._group))
         if small := {rank: room for rank, room in enumerate(everyone) if room < needed}:
             raise BackendError(
-                f"pplx needs {needed:,} bytes for buffers, the GPUs have free (by rank): {small}; "
-                "lower max_num_tokens, which they grow with"
+                f"pplx needs {needed:,} bytes for buffers, but these ranks have less free: "
+                f"{small}; lower max_num_tokens"
             )
 
 
 def _nothing() -> None: ...
 
 
-# One for the process: layers of one shape find each other here.
+# All layers of the process share this.
 shared: SharedBuffers[Lanes] = SharedBuffers(Lanes.free)

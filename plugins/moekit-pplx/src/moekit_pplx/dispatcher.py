@@ -1,9 +1,9 @@
-"""The `pplx` dispatcher: each token goes straight into the slab of each of its experts.
+"""The `pplx` dispatcher: each token goes straight into the batched layout of its experts.
 
-    prepare   ids to library experts; every round's send            returns while tokens travel
-    arrive    every round's receive: x_LCH and the rows of each expert
-    experts   write their output, in `output` if they can
-    finalize  every round's combine: rows go back, are weighted and summed
+    prepare   translate ids to library experts; send every round and return
+    arrive    receive every round: x_LCH and the rows of each expert
+    experts   write their output to `output`
+    finalize  combine every round: send rows back, weight and sum them
 
 Rounds, library experts and spare ones: layout.py. Buffers: buffers.py.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Call:
-    """What finalize needs of a call: its lane and the routing in the library's terms."""
+    """An in-flight call: its lane, and the routing in the library's terms."""
 
     lanes: Lanes
     lane: Lane
@@ -149,7 +149,7 @@ class PplxDispatcher(PrepareAndFinalize):
         return Pending.ready(out_TH if out is out_TH else out_TH.copy_(out))
 
     def abandon(self, dispatched: Dispatched) -> None:
-        """Ends the call with NaN rows: the library wants a combine after every dispatch."""
+        """End the call with NaN rows, as the library needs a combine after every dispatch."""
         call: _Call = dispatched.handle
         self.output(dispatched).fill_(float("nan"))
         tokens = call.ids_TK.shape[0]
@@ -177,7 +177,7 @@ class PplxDispatcher(PrepareAndFinalize):
     # -- the library's terms ------------------------------------------------------------------
 
     def _combine(self, call: _Call, out: Tensor) -> None:
-        # Rounds overlap if all send before any waits; a single one takes one launch.
+        # Rounds overlap if all send before any waits; a single round takes one launch.
         steps = ((True, True),) if self._layout.rounds == 1 else ((True, False), (False, True))
         parts = self._layout.parts(out.shape[0])
         call.lanes.keep_order()
@@ -208,7 +208,7 @@ class PplxDispatcher(PrepareAndFinalize):
         )
 
     def _valid(self, routing: Routing) -> Tensor | None:
-        """(T,) tokens with an expert, where a scale is shared with those without."""
+        """Return which tokens have an expert (T,), where all tokens share one dynamic scale."""
         activation = self.problem.quant.activation
         assert activation is not None
         shared_scale = activation.group[0] < 0 and not activation.static
@@ -222,7 +222,7 @@ def _device(problem: MoEProblem) -> torch.device:
 
 
 def _for_library(scale: Tensor, tokens: int) -> Tensor:
-    """(T or 1, groups) -> (T, S) fp32, S a multiple of 4; what is repeated is not copied."""
+    """Return scales (T, S) fp32 with S a multiple of 4; repeated values are not copied."""
     scale = scale.float().expand(tokens, -1)
     if scale.shape[1] == 1:
         return scale.expand(-1, 4)

@@ -1,4 +1,4 @@
-"""Tell what the dispatcher takes on a rank, without creating it."""
+"""The bytes that the dispatcher takes on a rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def footprint(problem: MoEProblem) -> Footprint:
     lane = at.lane_bytes(Wire(problem.hidden_size * problem.dtype.itemsize, 0), problem.dtype)
     return Footprint(
         rows=at.slab_rows,
-        buffers={"objects and slabs, for each call in flight": lane},
+        buffers={"library objects and output, for each in-flight call": lane},
         transient=at.transient_bytes(problem, tokens),
-        source="the dispatcher's own function, over the library's intranode sizes",
+        source="the dispatcher's function, from the library's intranode sizes",
         across=(
             "needs the library's internode kernels, over NVSHMEM with IBGDA and a network card per "
-            "GPU (RDMA); this adapter drives the intranode ones, which map memory of one host",
-            "layout: any order; every rank writes to every other one",
+            "GPU (RDMA); this adapter calls the intranode ones, which map memory of one host",
+            "layout: any order; every rank writes to every other rank",
         ),
     )

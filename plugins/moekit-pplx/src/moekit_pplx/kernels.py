@@ -1,4 +1,4 @@
-"""Routing as the library wants it: every slot a library expert, every weight a number."""
+"""Translate routing for the library, which needs an expert and a finite weight everywhere."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ _BLOCK = 512
 
 
 def translate(routing: Routing, destinations: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """ids (T, K) physical or -1 -> (T, K) uint32 library experts, and weights (T, K) fp32.
+    """Return library experts (T, K) uint32 and weights (T, K) fp32.
 
-    destinations: `Layout.destinations`. Slots of -1 get weight 0. An id that no expert has (checked
-    calls refuse it) goes where -1 does, with weight NaN: nothing is written out of bounds, and the
-    token shows it.
+    An id of -1 gets weight 0. An id beyond the last expert, which checked calls refuse, is treated
+    like -1 but gets weight NaN: nothing is written out of bounds, and the token shows the mistake.
+
+    Args:
+        routing: ids (T, K), physical or -1.
+        destinations: `Layout.destinations`.
     """
     ids, weights = routing.topk_ids, routing.topk_weights
     if ids.is_cuda:
@@ -32,7 +35,7 @@ def translate(routing: Routing, destinations: Tensor, num_experts: int) -> tuple
 def launch(
     ids: Tensor, weights: Tensor, destinations: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """`translate` in one kernel."""
+    """Run `translate` as one kernel."""
     sent = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     sent_weights = torch.empty_like(weights)
     if n := ids.numel():

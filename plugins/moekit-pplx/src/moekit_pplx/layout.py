@@ -1,16 +1,16 @@
-"""A problem in the library's terms: rounds, library experts, and where each id goes.
+"""Translate a problem to the library's terms: rounds, library experts, and destinations of ids.
 
-Three things differ between the two:
+The library differs from moekit in three ways:
 
-- The library corrupts rows without a word when a rank sends more tokens than its GPU has
-  multiprocessors (its send loop reuses shared memory without a barrier). So a call is cut into
-  *rounds* of at most 128 tokens, each through an object of its own. The library counts on from what
-  an expert already has, so the rounds' rows follow each other in one slab.
-- Each rank has the same number of experts there: a rank that holds fewer has a few unused ones.
-- Each of a token's K slots must name an expert, and no expert twice. So each rank gets *spare*
-  experts behind its own. Slot k's -1 goes to a spare expert that no other slot of this rank uses,
-  hence no spare ever gets more than one row a token. Experts never see these slabs; on the way
-  back they are zeros.
+- It silently corrupts rows when a rank sends more tokens than its GPU has multiprocessors, since
+  its send loop reuses shared memory without a barrier. A call is therefore divided into *rounds* of
+  at most 128 tokens, each with its own object. The library continues an expert's count, so the rows
+  of all rounds follow each other in the batched layout.
+- Each rank has the same number of experts; a rank that holds fewer has unused ones.
+- Each of a token's K assignments must name a different expert. So each rank gets *spare* experts
+  behind its own. The k-th assignment's -1 goes to a spare expert that no other assignment of this
+  rank uses, so a spare gets at most one row per token. Experts never see rows of spares, and
+  `finalize` reads zeros for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Wire:
-    """What travels of a token: bytes of values, and fp32 scales (0: none, else a multiple of 4)."""
+    """The bytes of a sent token's values, and its fp32 scales (0, or a multiple of 4)."""
 
     row_bytes: int
     scales: int
@@ -36,8 +36,14 @@ class Wire:
 
 @dataclass(frozen=True)
 class Layout:
-    """ranks, rank: of the group. experts: most that a rank holds. spares: behind them, per rank.
-    rounds of ``tokens`` tokens each; ``slab_rows``: C.
+    """The library's sizes.
+
+    Attributes:
+        ranks, rank: Of the group.
+        experts: The most experts of a rank.
+        spares: Spare experts of each rank, behind its experts.
+        rounds, tokens: Rounds of a call, and the tokens of each.
+        slab_rows: The capacity C.
     """
 
     ranks: int
@@ -69,16 +75,16 @@ class Layout:
 
     @property
     def slabs(self) -> int:
-        """Library experts on a rank."""
+        """The library experts of a rank."""
         return self.experts + self.spares
 
     def parts(self, num_tokens: int) -> list[slice]:
-        """Each round's tokens; a round without any is a round still, for the other ranks' sake."""
+        """Return each round's tokens; a round without tokens still runs, for the other ranks."""
         ends = [min(num_tokens, (i + 1) * self.tokens) for i in range(self.rounds)]
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def destinations(self, problem: MoEProblem) -> Tensor:
-        """(P + K,) int32: library expert of each physical id, then of -1 in each slot."""
+        """Return (P + K,) int32: the library expert of each physical id, then of each -1."""
         table = []
         for rank in range(self.ranks):
             held = partition(problem.num_physical_experts, self.ranks, rank)
@@ -89,7 +95,7 @@ class Layout:
         return torch.tensor(table, dtype=torch.int32)
 
     def library_bytes(self, wire: Wire) -> int:
-        """Device memory of the library's objects for one call (`AllToAllIntraNode`)."""
+        """Return the device memory of the library's objects (`AllToAllIntraNode`) for one call."""
         per_peer = 16 + _up(4 * self.slabs)
         sent = _up(wire.row_bytes + 4 * wire.scales + 4)
         rows = self.tokens * self.slabs
@@ -98,12 +104,12 @@ class Layout:
         return self.rounds * (self.ranks * peer + indices)
 
     def lane_bytes(self, wire: Wire, dtype: torch.dtype) -> int:
-        """Device memory that one call in flight keeps."""
+        """Return the device memory of one in-flight call."""
         y = self.slabs * self.slab_rows * self.hidden_size * dtype.itemsize
         return self.library_bytes(wire) + y
 
     def transient_bytes(self, problem: MoEProblem, num_tokens: int) -> int:
-        """Bytes that a call allocates and frees."""
+        """Return the bytes that a call allocates and frees."""
         p, rows, groups = problem, self.slabs * self.slab_rows, 0
         if p.quant.activation is not None:
             groups = p.quant.activation.scale_shape(1, p.hidden_size)[1]
@@ -113,7 +119,7 @@ class Layout:
 
 
 def scale_columns(groups: int) -> int:
-    """fp32 scales of a row as they lie in the slab: one, or a multiple of 16 bytes."""
+    """Return the fp32 scales of a stored row: one, or a multiple of 16 bytes."""
     return groups if groups < 2 else -(-groups // 4) * 4
 
 

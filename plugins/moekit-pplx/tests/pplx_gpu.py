@@ -1,0 +1,189 @@
+"""What the ranks of the GPU tests do, over the true library."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch.distributed as dist
+
+import moekit
+from moekit import MoEProblem, ParallelConfig, Routing
+from moekit.testing.ranks import Call, Job, calls
+
+HIDDEN, EXPERTS, TOP_K = 7168, 256, 8
+
+
+def problem_for(world, tokens, **changes):
+    values = {
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "max_num_tokens": tokens,
+        "device": "cuda",
+        "parallel": ParallelConfig(ep_size=world),
+    }
+    return MoEProblem(**{**values, **changes})
+
+
+CHECKS = {
+    "bf16, uneven": ({}, [Call((128, 0, 3, 77)), Call((0, 0, 0, 1)), Call((128,), "slots")]),
+    "bf16, padding and a hot expert": ({}, [Call((100, 128, 9, 64), "rows"), Call((128,), "hot")]),
+    "fp16": ({"dtype": torch.float16}, [Call((128, 1, 30, 77), "slots")]),
+    "fp8 blocks": ({"quant": "fp8_block"}, [Call((128, 0, 3, 77), "rows")]),
+    "fp8 per token": ({"quant": "fp8_channel_token"}, [Call((128, 0, 3, 77), "slots")]),
+    "int8 per token": ({"quant": "int8_channel_token"}, [Call((128, 0, 3, 77))]),
+    "fp8 per tensor": ({"quant": "fp8_tensor"}, [Call((128, 0, 3, 77), "rows")]),
+    "three rounds": ({"max_num_tokens": 300}, [Call((300, 131, 0, 200), "slots")]),
+    "100 calls": ({}, [Call((i % 129, i * i % 77, 3, (7 * i) % 120)) for i in range(100)]),
+    "uneven experts": ({"num_experts": 255}, [Call((128, 0, 3, 77), "slots")]),
+}
+
+
+def right(rank, world, name, seed):
+    changes, sequence = CHECKS[name]
+    # The kit compares with all experts on one rank: few and narrow ones keep that quick.
+    small = {"num_experts": 32, "hidden_size": 2048, **changes}
+    if name == "uneven experts":
+        small["num_experts"] = 31
+    problem = problem_for(world, changes.get("max_num_tokens", 128), **small)
+    calls(rank, world, Job(moekit.registry().dispatcher("pplx"), problem, seed), sequence)
+
+
+def bare(
+    rank, world, tokens, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, row_bytes=None, scales=0
+):
+    from pplx_kernels import AllToAll
+
+    return AllToAll.intranode(
+        max_num_tokens=tokens,
+        num_experts=experts,
+        experts_per_token=top_k,
+        rank=rank,
+        world_size=world,
+        dp_size=1,
+        hidden_dim=hidden,
+        hidden_dim_bytes=row_bytes or 2 * hidden,
+        hidden_dim_scale_bytes=4 * scales,
+        group_name=dist.group.WORLD.group_name,
+    )
+
+
+def close(*objects):
+    torch.cuda.synchronize()
+    dist.barrier()
+    for each in objects:
+        each.destroy()
+    dist.barrier()
+
+
+def lost_rows(rank, world, tokens, rounds=10):
+    """Return (wrong rows, all rows) where each rank sends ``tokens`` tokens at once."""
+    each = bare(rank, world, tokens)
+    local = EXPERTS // world
+    x = (torch.arange(tokens, device="cuda") + 4096 * rank).to(torch.int16)
+    x = x[:, None].expand(tokens, HIDDEN).contiguous()
+    slab = torch.zeros(local, world * tokens, HIDDEN, dtype=torch.int16, device="cuda")
+    counts = torch.empty(local, dtype=torch.int32, device="cuda")
+    y = torch.zeros(local, world * tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    generator = torch.Generator().manual_seed(0)
+    wrong = total = 0
+    for _ in range(rounds):
+        ids = torch.rand(world, tokens, EXPERTS, generator=generator).argsort(-1)[:, :, :TOP_K]
+        mine = ids[rank].int().cuda().contiguous().view(torch.uint32)
+        each.dispatch(counts, slab, None, x, None, mine, None)
+        each.combine(out, mine, torch.ones(tokens, TOP_K, device="cuda"), y, None)
+        torch.cuda.synchronize()
+        for expert in range(local):
+            source, token, _ = (ids == rank * local + expert).nonzero(as_tuple=True)
+            want = (4096 * source + token).to(torch.int16).sort().values
+            rows = slab[expert, : int(counts[expert])].cpu()
+            assert len(rows) == len(want), "a count is wrong"
+            whole = rows[(rows == rows[:, :1]).all(dim=1), 0]
+            found = torch.isin(want, whole)
+            wrong += int((~found).sum())
+            total += len(want)
+    close(each)
+    return wrong, total
+
+
+def random_call(rank, tokens):
+    """Return x (T, H) bf16, ids (T, K) int64, weights (T, K), and an output."""
+    torch.manual_seed(rank)
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].contiguous()
+    return x, ids, torch.rand(tokens, TOP_K, device="cuda"), torch.empty_like(x)
+
+
+def memory_of_buffers(rank, world, tokens):
+    """Return the bytes that the dispatcher states for its buffers, and those that it takes."""
+    x, ids, weights, out = random_call(rank, tokens)
+    gc.collect()  # no earlier call may free memory in between
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    dispatcher = dispatcher_for(rank, world, tokens)
+    arrived = dispatcher.prepare(x, Routing(weights, ids), None).result()
+    dispatcher.finalize(dispatcher.output(arrived), arrived, out).result()
+    del arrived
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    stated, taken = dispatcher.buffer_bytes(), free - torch.cuda.mem_get_info()[0]
+    dispatcher.destroy()
+    return stated, taken
+
+
+def dispatcher_for(rank, world, tokens, **changes):
+    spec = moekit.registry().dispatcher("pplx")
+    problem = problem_for(
+        world, tokens, parallel=ParallelConfig(ep_size=world, ep_rank=rank), **changes
+    )
+    return spec.load()(spec, problem)
+
+
+def replays(rank, world):
+    """Return the worst relative error of a graph replayed with other tokens and routings."""
+    dispatcher = dispatcher_for(rank, world, 128)
+    x, ids, weights, out = random_call(rank, 128)
+
+    def call():
+        tokens = dispatcher.prepare(x, Routing(weights, ids), None).result()
+        dispatcher.finalize(tokens.x, tokens, out).result()
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    worst = 0.0
+    for step in range(50):
+        x.normal_()
+        ids.copy_(torch.rand(128, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K])
+        ids[torch.rand(128, TOP_K, device="cuda") < 0.1 * (step % 3)] = -1
+        if step % 2:
+            ids[100:] = -1
+            x[100:] = float("nan")
+        graph.replay()
+        total = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True)
+        want = torch.where(total > 0, x.float() * total, 0.0)
+        worst = max(worst, float((out.float() - want).norm() / want.norm()))
+    torch.cuda.synchronize()
+    dispatcher.destroy()
+    return worst
+
+
+def streams(rank, world):
+    """Run calls on two streams, launched in one order, while GPUs are busy at other times."""
+    dispatcher = dispatcher_for(rank, world, 64)
+    x, ids, weights, _ = random_call(rank, 64)
+    pair = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for step in range(20):
+        for stream in pair:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(int(2e6) * ((rank + step) % 2))
+                tokens = dispatcher.prepare(x, Routing(weights, ids), None).result()
+                dispatcher.finalize(dispatcher.output(tokens), tokens, torch.empty_like(x))
+    torch.cuda.synchronize()
+    dispatcher.destroy()
