@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
+from moekit.discovery.specs import DispatcherSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.overlap import Pending
 from moekit.runtime.rows import batched_places, from_batched, to_batched
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from moekit.discovery.specs import DispatcherSpec
 
 
 def local_ids(topk_ids: Tensor, problem: MoEProblem) -> Tensor:

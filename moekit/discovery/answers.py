@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from moekit.contract import BufferSpec
+from moekit.contract import (
+    BufferSpec,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+    PrepareAndFinalize,
+)
 from moekit.discovery.specs import BackendSpec
 from moekit.errors import BackendBroken, MoekitError
+from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.code import describe, shown
 
-if TYPE_CHECKING:
-    from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize
-    from moekit.problem.weights import ExpertWeights
-
-BackendT = TypeVar("BackendT", bound="PrepareAndFinalize | PermuteExpertsUnpermute")
+BackendT = TypeVar("BackendT", bound=PrepareAndFinalize | PermuteExpertsUnpermute)
 
 
 def create(backend: Callable[..., BackendT], spec: BackendSpec, *args: Any) -> BackendT:
@@ -65,8 +67,6 @@ def check_experts(experts: PermuteExpertsUnpermute, rows: int) -> None:
 
 def packed_by(experts: PermuteExpertsUnpermute, weights: ExpertWeights) -> PackedWeights:
     """Return ``experts.pack(weights)``. Raises BackendBroken unless it is PackedWeights."""
-    from moekit.contract import PackedWeights
-
     packed = experts.pack(weights)
     if not isinstance(packed, PackedWeights):
         raise _broken(experts.spec, f"pack() returned {shown(packed)}, expected PackedWeights")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
 from moekit.errors import CapacityExceeded, InvalidInput, InvalidProblem, WeightsError
 from moekit.problem import MoEProblem
+from moekit.problem.weights import ExpertWeights
+from moekit.runtime.workspace import Workspace
 from moekit.untrusted.arguments import FLAG, MAX_TOKENS, TIMEOUT, accept, instance, optional, shown
 from moekit.untrusted.arguments import size as size_kind
-
-if TYPE_CHECKING:
-    from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
-    from moekit.problem.weights import ExpertWeights
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -120,8 +119,6 @@ def check_call(
 
 def _check_types(x: object, weights: object, routing: object, out: object) -> None:
     """Raise an error that names the argument of another type, if there is one."""
-    from moekit.contract import Routing
-
     if not isinstance(routing, Routing):
         raise InvalidInput(
             f"routing is {type(routing).__name__}, expected moekit.Routing(topk_weights, topk_ids)"
@@ -136,8 +133,6 @@ def _check_types(x: object, weights: object, routing: object, out: object) -> No
 
 def device_of(weights: object) -> torch.device:
     """Return the device of packed weights. Raises WeightsError for anything else."""
-    from moekit.contract import PackedWeights
-
     if not isinstance(weights, PackedWeights):
         raise WeightsError(
             f"the weights are {type(weights).__name__}, expected moekit.PackedWeights: {_PACK}"
@@ -240,9 +235,6 @@ def check_parts(
     peer_timeout: object,
 ) -> None:
     """Raise InvalidProblem for parts that do not make a kernel."""
-    from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize
-    from moekit.runtime.workspace import Workspace
-
     kinds = {
         "dispatcher": instance("a PrepareAndFinalize", PrepareAndFinalize),
         "experts": instance("a PermuteExpertsUnpermute", PermuteExpertsUnpermute),

@@ -134,7 +134,7 @@ def test_weights_of_another_problem() -> None:
     assert torch.isfinite(small(x, packed, routing)).all()
 
 
-def test_what_was_forgotten_is_named() -> None:
+def test_forgotten_steps_are_named() -> None:
     kernel, w = moekit.compose(PROBLEM, experts="torch"), weights()
     x, routing = tokens()
     with pytest.raises(WeightsError, match="are ExpertWeights.*pack them with this kernel"):
@@ -178,7 +178,7 @@ def test_capacity() -> None:
         kernel(tokens()[0], packed, tokens()[1])
 
 
-def test_names_that_cannot_be() -> None:
+def test_impossible_names_are_refused() -> None:
     with pytest.raises(UnknownBackend, match="no experts backend named 'tritn'; there are: .*to"):
         moekit.compose(PROBLEM, experts="tritn")
     moving = PROBLEM.replace(parallel=moekit.ParallelConfig(ep_size=2))
@@ -198,7 +198,7 @@ def test_environment_names_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moekit.explain(PROBLEM, experts="torch").chosen.experts == "torch"
 
 
-def test_a_token_cannot_name_an_expert_twice_in_a_slab() -> None:
+def test_a_token_cannot_name_an_expert_twice() -> None:
     kernel = moekit.compose(PROBLEM, "batched_reference", "torch")
     packed = kernel.pack(weights())
     x, routing = tokens()

@@ -42,7 +42,7 @@ def go_on(rank, world_size):
     return outcomes, sum(dist.distributed_c10d._get_default_store().check([key]) for key in keys)
 
 
-def test_one_failure_is_everybodys(pool):
+def test_one_failure_ends_the_step_on_all_ranks(pool):
     results = pool.run(go_on)
     for rank, (outcomes, kept) in enumerate(results):
         for step, outcome in enumerate(outcomes):
@@ -128,7 +128,7 @@ def leave_half_way(rank, world_size, moving, silent):
     return outcomes, entered
 
 
-def test_tokens_left_on_their_way_spoil_what_follows(pool):
+def test_tokens_left_in_flight_poison_the_group(pool):
     (others, entered), (culprit, _), _ = pool.run(leave_half_way, True, False)
     assert entered == [0], "a step that waits for the device would hang"
     assert culprit[0] == "planted" and others[0].startswith("rank 1 failed: ValueError: planted")
@@ -137,20 +137,20 @@ def test_tokens_left_on_their_way_spoil_what_follows(pool):
         assert "rank 0 failed: an earlier call was left half-way" in culprit[step]
 
 
-def test_a_late_rank_does_not_go_on_alone(pool):
+def test_a_late_rank_does_not_continue_alone(pool):
     (others, _), (late, _), _ = pool.run(leave_half_way, True, True)
     assert others[0].startswith("rank 1 did not come to 'step 0' within 1 s")
     assert "gave up at 'step 0', where it waited 1 s for this rank (1)" in late[0]
     assert "an earlier call was left half-way" in late[1] and "half-way" in others[1]
 
 
-def test_a_failure_with_nothing_on_its_way_is_over(pool):
+def test_a_failure_without_tokens_in_flight_is_over(pool):
     for rank, (outcomes, entered) in enumerate(pool.run(leave_half_way, False, False)):
         assert outcomes[0] == "planted" if rank == 1 else "then all can call again" in outcomes[0]
         assert outcomes[1:] == ["ok", "ok"] and entered == [0, 1, 2]
 
 
-def test_without_agreement_a_failure_is_told_otherwise():
+def test_without_agreement_a_failure_is_reported_otherwise():
     told: list[str] = []
     with pytest.raises(ValueError, match="planted"), CollectiveCheck(None, "start", told.append):
         raise ValueError("planted")
@@ -214,7 +214,7 @@ def test_a_store_that_stops_is_not_waited_for():
     assert time.monotonic() - start < 5
     table.going_on.set()
     access(table, lambda client, job: client.set("c", b"3"), 5.0)
-    assert table.values == {"a": b"1", "c": b"3"}, "what nobody waits for is not gone on with"
+    assert table.values == {"a": b"1", "c": b"3"}, "work without a waiting caller must stop"
 
 
 def test_buffers_live_as_long_as_their_users():
