@@ -7,7 +7,6 @@ runs it for one rank after the other.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +107,6 @@ def in_groups(
     rank: int, world_size: int, groups: Sequence[Members], tasks: Sequence[Task]
 ) -> object:
     """Run each task in its group of processes, all groups at the same time."""
-    _settle()
     for members in groups:  # every process takes part in making every group
         _ = members.group
     for members, (function, job, args) in zip(groups, tasks, strict=True):
@@ -119,12 +117,6 @@ def in_groups(
             except Unsupported as error:
                 return Refused(str(error))
     return None
-
-
-@cache
-def _settle() -> None:
-    """Exclude the present objects from garbage collection, which takes 0.2 s for each test."""
-    gc.freeze()
 
 
 class Rank:
