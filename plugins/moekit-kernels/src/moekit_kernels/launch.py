@@ -47,20 +47,22 @@ class Launcher:
         num_stages: int = 3,
         **constants: Any,
     ) -> None:
-        options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
         if INTERPRETED:
             if self._pdl:
                 constants["PDL"] = False
+            options = {"num_warps": num_warps, "num_stages": num_stages}
             self._kernel[grid](*args, **constants, **options)
             return
         device = torch.cuda.current_device()
+        pdl = self._pdl and pdl_enabled(device)
         if self._pdl:
-            constants["PDL"] = pdl_enabled(device)
-            if constants["PDL"]:
-                options["launch_pdl"] = True
+            constants["PDL"] = pdl
         key = (device, num_warps, num_stages, *constants.values(), *map(_kind, args))
         found = self._compiled.get(key)
         if found is None:
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            if pdl:
+                options["launch_pdl"] = True
             with _compiling:
                 compiled = self._kernel[grid](*args, **constants, **options)
             names = self._kernel.arg_names[len(args) :]

@@ -5,6 +5,7 @@ Shape suffixes: see `plans`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,6 +56,10 @@ class Layer:
         """Return the scales that are computed for a row of ``columns``."""
         operand = self.problem.quant.activation
         return 0 if operand is None or operand.static else operand.scale_shape(1, columns)[1]
+
+
+GEMM_OUT = 6
+"""Index of ``gemm_out`` in `Buffers`."""
 
 
 class Buffers(NamedTuple):
@@ -132,7 +137,12 @@ class Call(NamedTuple):
     weights_RK: Tensor
     weights: PackedWeights
     y: Tensor
-    buffers: Buffers
+    workspace: Sequence[Tensor]
+
+    @property
+    def buffers(self) -> Buffers:
+        """The workspace by name."""
+        return Buffers(*self.workspace)
 
     @property
     def early_weights(self) -> Tensor | None:
@@ -172,8 +182,8 @@ def sort_assignments(
 
 def quantize_input(call: Call) -> tuple[Tensor, Tensor]:
     """Quantize x, each row by itself, so that padding rows do not matter."""
-    rows = len(call.x)
-    q, scale = call.buffers.x[:rows], call.buffers.x_scale[:rows]
+    rows, buffers = len(call.x), call.buffers
+    q, scale = buffers.x[:rows], buffers.x_scale[:rows]
     if call.layer.static:
         static: Tensor = call.weights.shared["a1_scale"]
         quantize_rows_per_tensor(call.x, q, static, scratch=None)

@@ -18,7 +18,7 @@ from moekit.plugin import (
     PermuteExpertsUnpermute,
 )
 
-from .calls import BatchedCall, Buffers, Call, Layer
+from .calls import BatchedCall, Call, Layer
 from .heuristics import Planner, workspace
 from .packing import pack_weights
 from .plans import Batched, StandardPlan
@@ -82,12 +82,10 @@ class TritonExperts(_TritonExperts):
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
-        plan = self.plan(*ids_RK.shape)
-        assert not isinstance(plan, Batched)
+        plan: StandardPlan = self.plan(*ids_RK.shape)  # type: ignore[assignment]
         plan.launch(
             Call(
-                self._layer, tokens.x, tokens.x_scale, ids_RK, weights_RK, weights, y,
-                Buffers(*workspace),
+                self._layer, tokens.x, tokens.x_scale, ids_RK, weights_RK, weights, y, workspace
             )
         )  # fmt: skip
 

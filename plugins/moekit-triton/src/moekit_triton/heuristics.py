@@ -14,7 +14,7 @@ from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
 
 from moekit.plugin import BufferSpec, MoEProblem
 
-from .calls import Layer
+from .calls import GEMM_OUT, Layer
 from .capabilities import (
     BLOCKS_M,
     HOPPER_SHARED,
@@ -122,8 +122,7 @@ def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
     found = [plan.workspace(layer, rows, p.top_k) for plan in plans]
     specs = [max(specs, key=lambda spec: spec.shape[0]) for specs in zip(*found, strict=True)]
     addends = BufferSpec((_most_addends(p, count) * p.hidden_size,), p.dtype)
-    gemm_out = 6
-    specs[gemm_out] = max(specs[gemm_out], addends, key=lambda spec: spec.shape[0])
+    specs[GEMM_OUT] = max(specs[GEMM_OUT], addends, key=lambda spec: spec.shape[0])
     return tuple(specs)
 
 

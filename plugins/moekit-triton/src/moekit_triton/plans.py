@@ -35,6 +35,7 @@ from torch import Tensor
 from moekit.plugin import BufferSpec
 
 from .calls import (
+    GEMM_OUT,
     BatchedCall,
     Call,
     Layer,
@@ -85,7 +86,7 @@ class DotProducts(_Plan):
         """Write ``call.y``."""
         layer, weights, ids = call.layer, call.weights, call.ids_RK
         count, inner = ids.numel(), layer.problem.local_intermediate_size
-        a_AI = call.buffers.gemm_out[: count * inner].view(count, inner)
+        a_AI = call.workspace[GEMM_OUT][: count * inner].view(count, inner)
         gemv_up(
             call.x, weights["w13"], a_AI, ids, layer.activation, self.up, x_scale=call.x_scale,
             w_scale=weights.get("w13_scale"), bias_LN=weights.get("w13_bias"),

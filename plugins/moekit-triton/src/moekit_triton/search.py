@@ -74,7 +74,7 @@ class Case:
         """Prepare ``plan`` for every routing, and return the launches of ``steps``."""
         found: list[Callable[[], None]] = []
         for call in self.calls:
-            own = call._replace(buffers=_own_lists(plan, call))
+            own = call._replace(workspace=_own_lists(plan, call))
             operands = plan.prepare(own)
             found.append(partial(_run, [getattr(plan, step) for step in steps], own, operands))
         return found
