@@ -78,7 +78,7 @@ def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
 
 
 def _layouts(world: int) -> list[ParallelConfig]:
-    """Return ways in which ``world`` ranks may share experts and tokens, besides `_parallel`'s."""
+    """Return ways for ``world`` ranks to share experts and tokens, other than `_parallel`'s."""
     made = []
     if world > 1:
         made += [ParallelConfig(ep_size=1, tp_size=world, dp_size=world)]

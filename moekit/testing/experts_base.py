@@ -1,4 +1,4 @@
-"""What the parts of the experts kit share: sizes of problems, and a checked call."""
+"""The base of the experts kit's parts: sizes of problems, capabilities, and a checked call."""
 
 from __future__ import annotations
 

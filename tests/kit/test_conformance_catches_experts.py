@@ -53,7 +53,7 @@ class FirstExperts(Plain):
 
 @killed_by("test_rows_per_expert")
 class FirstRows(Plain):
-    """Skips what an expert has besides its first 128 rows."""
+    """Skips an expert's rows from the 129th on."""
 
     def apply(self, y, tokens, weights, workspace):
         ids = tokens.topk_ids.flatten()

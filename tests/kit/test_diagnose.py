@@ -52,7 +52,7 @@ def rank_in_expert():
 
 
 IDS, SCALES = CASE.routing.topk_ids, CASE.routing.topk_weights
-SLOT = torch.arange(3).expand_as(IDS)
+PLACE = torch.arange(3).expand_as(IDS)
 
 KNOWN = {
     "expert 3 of 6 wrong: gate and up swapped": lambda: swap_gate_and_up([3]),
@@ -83,8 +83,8 @@ KNOWN = {
     "looks like: the activation is gelu": lambda: result(
         problem=PROBLEM.replace(activation="gelu")
     ),
-    "those of top-k positions from 2 on": lambda: without(SLOT == 2),
-    "those of top-k positions 0": lambda: without(SLOT == 0),
+    "those of top-k positions from 2 on": lambda: without(PLACE == 2),
+    "those of top-k positions 0": lambda: without(PLACE == 0),
     "those of experts from 4 on": lambda: without(IDS >= 4),
     "those of experts 1, 3": lambda: without((IDS == 1) | (IDS == 3)),
     "those of rows of an expert from 5 on": lambda: without(rank_in_expert() > 5),
@@ -120,11 +120,11 @@ def test_rows_that_are_not_finite_are_explained():
     out = masked.reference()
     out[(masked.routing.topk_ids < 0).any(dim=1)] = float("nan")
     assert "an id of -1" in diagnose(out, masked)
-    spoilt = replace(CASE, x=CASE.x.clone())
-    spoilt.x[4] = float("nan")
+    not_finite = replace(CASE, x=CASE.x.clone())
+    not_finite.x[4] = float("nan")
     out = RIGHT.clone()
     out[[4, 5]] = float("nan")
-    assert "changes the output of other tokens" in diagnose(out, spoilt)
+    assert "changes the output of other tokens" in diagnose(out, not_finite)
     assert "every row is NaN" in diagnose(torch.full_like(RIGHT, float("inf")), CASE)
 
 

@@ -1,4 +1,4 @@
-"""What each rank does in test_faults_gpu.py and test_overlap_gpu.py."""
+"""The functions that ranks run in test_faults_gpu.py and test_overlap_gpu.py."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ def _fail(how: str, *_: Any, **__: Any) -> Any:
 
 
 def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
-    """The culprit raises or dies in its second call. The others must raise, not hang, in that very
-    call, or in the next one if it dies before it: what they raise is what the test looks at."""
+    """Let the culprit raise or die in its second call, and raise what the other ranks raise.
+
+    They must raise in that call, or in the next one if the culprit dies before it.
+    """
     r = Rank(rank, world_size, job)
-    made = [r.case(Call((5, 9)), index) for index in range(3)]  # no copies to a GPU that hangs
+    made = [
+        r.case(Call((5, 9)), index) for index in range(3)
+    ]  # before the fault: no copies to a GPU that hangs
     for index, (case, ref) in enumerate(made):
-        if index == 1:  # what had to be compiled is
+        if index == 1:  # everything is compiled by now
             agreement = r.kernel._calls.agreement
             assert agreement is not None, "checked kernels agree"
             agreement._timeout = TIMEOUT
@@ -50,7 +54,7 @@ def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
                 "combine": (r.kernel.dispatcher, "finalize"),
             }[where]
             setattr(owner, name, lambda *a, **k: _fail(how, *a, **k))
-        # No poison: it would look at results, and a GPU that waits for a dead peer has none.
+        # No poison: it would read results, and a GPU that waits for a dead rank has none.
         out = torch.empty_like(case.x)
         start = time.monotonic()
         try:
@@ -64,7 +68,7 @@ def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
 
 
 def after_a_fault(rank: int, world_size: int, job: Job) -> list[str]:
-    """The culprit raises in the combine of its first call. What this and the next call raise."""
+    """Let the culprit raise in the combine of its first call; return the errors of two calls."""
     r, said = Rank(rank, world_size, job), []
     finalize = r.kernel.dispatcher.finalize
     if rank == CULPRIT:

@@ -39,9 +39,9 @@ class Plain(PermuteExpertsUnpermute):
         for expert in tokens.topk_ids.unique().tolist():
             if expert < 0:
                 continue
-            row, slot = (tokens.topk_ids == expert).nonzero(as_tuple=True)
+            row, k = (tokens.topk_ids == expert).nonzero(as_tuple=True)
             result = expert_mlp(x[row], matrices, expert, p)
-            weighted = self.weighted(result, tokens.topk_weights[row, slot, None])
+            weighted = self.weighted(result, tokens.topk_weights[row, k, None])
             total.index_add_(0, row, weighted)
         y.copy_(total)
 
