@@ -86,12 +86,15 @@ def dispatch_rows(
         before += tl.sum(goes, axis=0)
     first = before
 
-    word = tl.arange(0, WORDS_TILE)
+    word, step = tl.arange(0, WORDS_TILE), tl.arange(0, TOKENS)
+    lower = (step[None, :] < step[:, None]).to(tl.int32)
     for at in range(start, end, TOKENS):
         token = at + tl.arange(0, TOKENS)
         exists = token < end
         goes = _goes_to(ids_ptr, token, exists, ranks, RANKS, K, K_2, SHARE, LARGER)
-        slot = tl.where(goes != 0, before[None, :] + tl.cumsum(goes, axis=0) - goes, -1)
+        # Not tl.cumsum, which Triton 3.6 does not compile for fewer rows than warps.
+        earlier = tl.sum(lower[:, :, None] * goes[None, :, :], axis=1)
+        slot = tl.where(goes != 0, before[None, :] + earlier, -1)
         tl.store(
             slots_ptr + token[:, None] * RANKS + ranks[None, :], slot,
             mask=exists[:, None] & (ranks < RANKS)[None, :],
