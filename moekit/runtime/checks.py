@@ -300,15 +300,15 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     """Return whether the address ranges of two tensors meet."""
     if not (a.numel() and b.numel()):
         return False
-    (a0, a1), (b0, b1) = (
-        (
-            t.data_ptr(),
-            t.data_ptr()
-            + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))),
-        )
-        for t in (a, b)
-    )
-    return a0 < b1 and b0 < a1
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the address after the last element."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + tensor.itemsize * (1 + reach)
 
 
 def check_shared(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
