@@ -1,7 +1,7 @@
-"""The two experts backends: which buffers they need, and what they launch in which order.
+"""The two experts backends: their buffers, and the order of their steps.
 
-Shape suffixes: R rows, K slots of a row, S = R * K pairs, L local experts, M rows of the padded
-layout, C rows of a slab, H hidden size, I intermediate size, N = 2I (I without gate), G groups of
+Shape suffixes: R rows, K experts of a row, S = R * K assignments, L local experts, M rows of the
+padded layout, C capacity, H hidden size, I intermediate size, N = 2I (I without gate), G groups of
 128 columns that share a scale.
 """
 
@@ -40,15 +40,16 @@ _Gemm = tuple[Tensor, "Tensor | None", str, Tensor]
 
 
 class _DeepGemmExperts(PermuteExpertsUnpermute):
-    """What both formats share.
+    """The base class of both formats.
 
-    The library compiles a GEMM with nvcc when it first meets its sizes (N, K, L) and tiles; tiles
-    follow from the expected rows per expert, which are handed over rounded to a power of two. So
-    the first call of a size, `ModularKernel.warmup` say, compiles whatever that size and all
-    smaller ones need (some 10 s a kernel, a handful of them, kept on disk in DG_JIT_CACHE_DIR), and
-    none compiles later. A size that was never met is refused while a graph is being captured.
+    The library compiles a GEMM with nvcc at the first use of its sizes (N, K, L) and tiles. It
+    chooses tiles by the expected rows per expert, which this class rounds to a power of two. So the
+    first call of a size, for example in `ModularKernel.warmup`, compiles what that size and all
+    smaller ones need: a few kernels, some 10 s each, which DG_JIT_CACHE_DIR keeps on disk. While a
+    CUDA graph is captured, a size that was never run is an error.
 
-    block_m: overrides the rows of a block that plan.py chooses (STANDARD only), for tuning.
+    Attributes:
+        block_m: Overrides the rows of a block that plan.py chooses (STANDARD only), for tuning.
     """
 
     quantizer = staticmethod(quantize_activations)
@@ -65,17 +66,15 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
         self.block_m: int | None = None
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """Weights as they are; scales (L, N / 128, K / 128) fp32, which is what Hopper reads."""
+        """Return the canonical weights, with scales (L, N / 128, K / 128) fp32 as Hopper reads."""
         return PackedWeights(self.spec.name, *weights.by_expert())
 
     def transient_bytes(self, rows: int) -> int:
-        """Everything comes from the workspace, except what the library may keep from its first
-        call on (2.6 does: cuBLASLt's workspace, once per process)."""
+        """Return what the library keeps from its first call on: 2.6 keeps cuBLASLt's workspace."""
         return 32 << 20
 
     def _operand(self, rows: int) -> list[BufferSpec]:
-        """Room for the input of either GEMM, and its scales. The first is dead when the activation
-        writes the second."""
+        """Reserve room for the input of either GEMM and its scales; they are not used together."""
         p = self.problem
         widest = max(p.hidden_size, p.local_intermediate_size)
         groups = widest // GROUP if self._quantized else 0
@@ -85,7 +84,7 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
         ]
 
     def _first_use(self, key: tuple[object, ...], device: torch.device) -> bool:
-        """Whether this kind of call was not met before. Raises if it is being captured."""
+        """Return whether no such call ran before; raise InvalidInput while a graph is captured."""
         p = self.problem
         sizes = (p.quant.name, p.num_local_experts, p.w13_rows, p.hidden_size)
         key = (self.spec.format, *sizes, p.local_intermediate_size, device.index, *key)
@@ -103,8 +102,8 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
 class DeepGemmExperts(_DeepGemmExperts):
     """STANDARD, reducing: align, scatter (and quantize), GEMM 1, activation, GEMM 2, weighted sum.
 
-    The GEMMs are the contiguous ones in the layout of group ends ("psum"), which do no work on the
-    unused rows that a static worst case leaves.
+    The GEMMs are the contiguous ones with group ends ("psum"), which skip the unused rows of the
+    static worst case.
     """
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
@@ -156,7 +155,7 @@ class DeepGemmExperts(_DeepGemmExperts):
         return make_plan(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
 
     def _first(self, plan: Plan, buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
-        """GEMM 1's input, its scales, its output."""
+        """Return GEMM 1's input, its scales and its output."""
         return self._views(plan.rows, self.problem.hidden_size, self.problem.w13_rows, buffers)
 
     def _second(
@@ -183,7 +182,7 @@ class DeepGemmExperts(_DeepGemmExperts):
     def _compile(
         self, pairs: int, weights: PackedWeights, ends_L: Tensor, buffers: Sequence[Tensor]
     ) -> None:
-        """Runs both GEMMs without rows, for every kind of plan up to this one."""
+        """Run both GEMMs without rows, for every kind of plan up to this one."""
         p, start = self.problem, time.monotonic()
         ends_L.zero_()
         plans = plans_up_to(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
@@ -199,8 +198,8 @@ class DeepGemmExperts(_DeepGemmExperts):
 class BatchedDeepGemmExperts(_DeepGemmExperts):
     """BATCHED: (quantize,) GEMM 1, activation, GEMM 2 over every expert's used rows.
 
-    The masked GEMM stores whole blocks of rows, so slabs whose rows are no multiple of 128 are
-    copied to wider ones, and back.
+    The masked GEMM stores whole blocks of rows, so a capacity that is not a multiple of 128 is
+    rounded up, with a copy of the rows in and out.
     """
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
@@ -248,7 +247,7 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
     def _stage(
         self, tokens: Dispatched, counts_L: Tensor, a_LCH: Tensor, scale_LGC: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """GEMM 1's input: what arrived, as far as the GEMM can read it, else a copy."""
+        """Return GEMM 1's input: the received rows if the GEMM can read them, else a copy."""
         x = tokens.x if tokens.x.stride(2) == 1 else tokens.x.contiguous()
         usable = x.dtype == a_LCH.dtype and x.shape == a_LCH.shape and x.is_contiguous()
         usable = usable and x.data_ptr() % 16 == 0
@@ -264,7 +263,7 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
         return x, scale_LGC
 
     def _input(self, slab: int, k: int, buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Room for a GEMM's input and its scales."""
+        """Return the views for a GEMM's input and its scales."""
         L, groups = self.problem.num_local_experts, k // GROUP
         a_LCK = buffers[0][: L * slab * k].view(L, slab, k)
         if not self._quantized:
@@ -285,11 +284,11 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
     def _compile(
         self, expected_m: int, weights: PackedWeights, none_L: Tensor, gemms: Sequence[_Gemm]
     ) -> None:
-        """Runs both GEMMs without rows, for every expected_m up to this one."""
+        """Run both GEMMs without rows, for every expected_m up to this one."""
         start, smaller = time.monotonic(), 1
         none_L.zero_()
         while True:
-            logger.info("%s: compiling for %d rows an expert", self.spec.name, smaller)
+            logger.info("%s: compiling for %d rows per expert", self.spec.name, smaller)
             for a, scale, name, out in gemms:
                 self._gemm(a, scale, weights, name, out, none_L, smaller)
             self._first_use((smaller,), none_L.device)

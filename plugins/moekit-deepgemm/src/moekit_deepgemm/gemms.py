@@ -12,16 +12,16 @@ from moekit.errors import BackendBroken
 
 from . import library
 
-# The library keeps a setting and the kernels that it compiled for the whole process, unprotected.
+# The library keeps a setting and its compiled kernels per process, without a lock.
 _lock = threading.Lock()
 
 
 class Gemms:
-    """DeepGEMM, loaded. out = a @ w.T, group by group.
+    """The loaded library: ``out = a @ w.T`` for each expert.
 
-    a: (M, K) or (L, C, K), bf16, or fp8 with scale (G, M) or (L, G, C) fp32, contiguous.
-    w: (L, N, K), with w_scale (L, N / 128, K / 128) when fp8. out: bf16, contiguous.
-    Scales have the layout that the library reads on Hopper, so it converts and allocates nothing.
+    a is (M, K) or (L, C, K), bf16, or fp8 with scale (G, M) or (L, G, C) fp32, contiguous. w is
+    (L, N, K), with w_scale (L, N / 128, K / 128) for fp8. out is bf16, contiguous. Scales have the
+    layout that the library reads on Hopper, so it converts and allocates nothing.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Gemms:
         block_m: int,
         expected_m: int | None,
     ) -> None:
-        """Rows of expert l: from ends_L[l - 1], rounded up to block_m, to ends_L[l] (int32)."""
+        """Multiply rows from ends_L[l - 1], rounded up to block_m, to ends_L[l] by expert l."""
         options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected_m}
         with self._errors(), self._alignment(block_m):
             if scale is None:
@@ -64,7 +64,7 @@ class Gemms:
         counts_L: Tensor,
         expected_m: int,
     ) -> None:
-        """Rows of expert l: the first counts_L[l] (int32) of slab l, C a multiple of 128."""
+        """Multiply the first counts_L[l] (int32) rows of expert l; C is a multiple of 128."""
         with self._errors():
             if scale is None:
                 self._module.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_L, expected_m)
@@ -75,7 +75,7 @@ class Gemms:
 
     @contextmanager
     def _alignment(self, block_m: int) -> Iterator[None]:
-        """The library takes the rows of a block from a setting of the process."""
+        """Set the rows of a block, which is a setting of the process, and restore it."""
         before = self._module.get_mk_alignment_for_contiguous_layout()
         if before == block_m:
             yield
@@ -88,7 +88,7 @@ class Gemms:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """One thread at a time is in the library."""
+        """Let one thread at a time call the library, and turn its errors into BackendBroken."""
         try:
             with _lock:
                 yield

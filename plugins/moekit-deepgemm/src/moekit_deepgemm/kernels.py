@@ -1,12 +1,12 @@
-"""What happens to rows around DeepGEMM's GEMMs and is this plugin's own.
+"""The kernels around DeepGEMM's GEMMs that only this plugin needs.
 
-Two layouts. STANDARD: pairs (row, slot) own a row of the padded layout each, `rows_S` says which
-(-1: none). BATCHED: slab l holds rows l * slab + c, c < counts_L[l]. Rows that no pair owns are
-neither read nor written here; the GEMMs compute on whatever lies there, but a row of a GEMM's
-input reaches the same row of its output alone, so nothing of it is ever seen.
+STANDARD: every assignment has a row of the padded layout, given by `rows_S` (-1 for none). BATCHED:
+expert l has the rows l * C + c for c < counts_L[l]. Other rows are neither read nor written here.
+The GEMMs compute on whatever those hold, but a row of a GEMM's input affects only the same row of
+its output, so it has no effect.
 
-fp8 rows come with a scale per 128 columns, written as the GEMM reads it on Hopper: fp32, rows
-innermost, (cols / 128, rows) of contiguous memory.
+fp8 rows have a scale per 128 columns, written as the GEMM reads it on Hopper: fp32, rows innermost,
+(cols / 128, rows) of contiguous memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUP = 128
 
 @dataclass(frozen=True)
 class Tiling:
-    """How many programs share a row: each takes `groups` groups of 128 columns."""
+    """The programs that share a row; each takes ``groups`` groups of 128 columns."""
 
     groups: int
     programs: int
@@ -54,10 +54,12 @@ def stage_slabs(
     *,
     scales_only: bool = False,
 ) -> None:
-    """The used rows of each slab of x to a slab of at least as many rows.
+    """Copy the used rows of x to a batched layout of at least the same capacity.
 
-    x: bf16, or fp8 with x_scale (L, C, H / 128) fp32 of any strides. a: fp8 with scale_LGC
-    (L, H / 128, C'), or x's dtype without. scales_only: a is x, only the scales are moved.
+    Args:
+        x_LCH: bf16, or fp8 with x_scale (L, C, H / 128) fp32 of any strides.
+        a_LCH: fp8 with scale_LGC (L, H / 128, C'), or x's dtype without.
+        scales_only: a is x, and only scales are copied.
     """
     L, slab, cols = x_LCH.shape
     assert x_LCH.stride(2) == 1 and a_LCH.is_contiguous()
@@ -81,8 +83,10 @@ def activate_pairs(
     a_MI: torch.Tensor,
     scale_GM: torch.Tensor | None,
 ) -> None:
-    """h (M, 2I if gated else I) bf16, plus the bias of the pair's expert -> a (M, I), in fp32 in
-    between. a: fp8 with scale_GM (I / 128, M), or bf16 without."""
+    """Add the expert's bias to h (M, 2I if gated, else I) bf16, activate, and write a (M, I).
+
+    Arithmetic is in fp32. a is fp8 with scale_GM (I / 128, M), or bf16 without.
+    """
     pairs, inner = rows_S.numel(), a_MI.shape[1]
     tiling = Tiling.of(pairs, inner)
     _activate_pairs[(pairs, tiling.programs)](
@@ -101,8 +105,7 @@ def activate_slabs(
     a_LCI: torch.Tensor,
     scale_LGC: torch.Tensor | None,
 ) -> None:
-    """`activate_pairs` for the used rows of slabs: h (L, C, N) -> a (L, C, I), scale (L, I / 128,
-    C), all contiguous."""
+    """Do the same for the batched layout: h (L, C, N) -> a (L, C, I), scale (L, I / 128, C)."""
     L, slab, inner = a_LCI.shape
     tiling = Tiling.of(slab, inner)
     _activate_slabs[(L, _programs_per_slab(slab, L), tiling.programs)](
@@ -117,7 +120,7 @@ def activate_slabs(
 def finish_slabs(
     y_LCH: torch.Tensor, counts_L: torch.Tensor, bias_LH: torch.Tensor | None, out_LCH: torch.Tensor
 ) -> None:
-    """Used rows of y plus their expert's bias -> out, which may be y itself."""
+    """Write the used rows of y plus their expert's bias to out, which may be y."""
     L, slab, cols = out_LCH.shape
     block = min(triton.next_power_of_2(cols), 1024)
     _finish_slabs[(L, _programs_per_slab(slab, L), triton.cdiv(cols, block))](
@@ -130,7 +133,7 @@ def finish_slabs(
 def _mode(
     x: torch.Tensor, x_scale: torch.Tensor | None, a: torch.Tensor, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """What becomes of x; quantized values are moved as bytes."""
+    """Return x, a and what the kernel does; quantized values are copied as bytes."""
     assert x.stride(-1) == 1 and a.stride(-1) == 1 and x.shape[-1] == a.shape[-1]
     if x_scale is not None:
         assert scale is not None and x.dtype == a.dtype
@@ -142,7 +145,7 @@ def _mode(
 
 
 def _lead(scale: torch.Tensor | None) -> int:
-    """Entries between two groups' scales."""
+    """Return the distance between two groups' scales."""
     return 0 if scale is None else scale.stride(-2)
 
 
@@ -152,7 +155,7 @@ def _flags(activation: Activation) -> dict[str, str | bool]:
 
 
 def _programs_per_slab(slab: int, num_experts: int) -> int:
-    """Programs that share a slab's rows: enough to fill the device, fewer than rows nobody uses."""
+    """Return the programs for an expert's rows: enough to fill the device, few for unused rows."""
     return min(slab, 2 if INTERPRETED else max(8, 2048 // num_experts))
 
 
@@ -161,8 +164,7 @@ _QMAX = tl.constexpr(448.0)
 
 @triton.jit
 def _columns(program, cols, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """(groups, columns, whether they exist) of one program's tile, each of shape (GROUPS, 1 or
-    GROUP)."""
+    """Return groups (GROUPS, 1), columns and whether they exist (GROUPS, GROUP) of a program."""
     group = program * GROUPS + tl.arange(0, GROUPS)[:, None]
     col = group * GROUP + tl.arange(0, GROUP)[None, :]
     return group, col, col < cols
@@ -170,7 +172,7 @@ def _columns(program, cols, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _quantize(value, DTYPE: tl.constexpr):
-    """fp32 tile (GROUPS, GROUP) -> (DTYPE, scale (GROUPS, 1))."""
+    """Quantize an fp32 tile (GROUPS, GROUP); scales are (GROUPS, 1)."""
     scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), _QMAX)
     return convert(tl.clamp(value * (1.0 / scale), -_QMAX, _QMAX), DTYPE), scale
 
@@ -205,7 +207,7 @@ def _activate_row(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, HAS_BIAS: tl.constexpr,
     QUANTIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program's part of one row; the pointers are the row's own (scale_ptr: its first)."""
+    """Compute one program's part of a row, to whose start the pointers point."""
     group, col, ok = _columns(program, inner, GROUPS, GROUP)
     value = tl.load(h_ptr + col, mask=ok, other=0.0).to(tl.float32)
     if HAS_BIAS:

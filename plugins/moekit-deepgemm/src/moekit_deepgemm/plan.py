@@ -1,4 +1,4 @@
-"""Block sizes and the other decisions that follow from sizes alone."""
+"""Choose launch plans from sizes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 SLAB_MULTIPLE = 128
-"""Rows of a slab divide by this: the masked GEMM stores whole blocks of 64 or 128 rows."""
+"""The capacity is a multiple of this: the masked GEMM stores whole blocks of 64 or 128 rows."""
 
 _FEW_PAIRS = (8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call of the contiguous GEMM is laid out.
+    """The layout of a contiguous GEMM.
 
-    block_m: rows of a block; every expert's rows start at a multiple of it. rows: M, rows of the
-    padded layout in the worst case. expected_m: rows per expert the library should tune for, None:
-    as many blocks as fit in M.
+    Attributes:
+        block_m: Rows of a block; every expert's rows start at a multiple of it.
+        rows: M, the rows of the padded layout in the worst case.
+        expected_m: The rows per expert for which the library chooses tiles; None: as many blocks
+            as fit in M.
     """
 
     block_m: int
@@ -26,27 +28,29 @@ class Plan:
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """What the library's choice of tiles, and so of compiled kernels, depends on."""
+        """What determines the library's tiles, and so its compiled kernels."""
         return (self.block_m, self.expected_m or 0, 0 if self.expected_m else self.rows)
 
 
 def choose_block_m(rows_per_expert: float) -> int:
-    """Rows of a block. 64 while weights bound the time, since a half-empty block costs as much as
-    a full one. Never shrinks as rows_per_expert grows, so workspaces for more rows fit fewer."""
+    """Return the rows of a block: 64 while reading weights bounds the time, else 128.
+
+    The result never decreases with rows_per_expert, so a workspace for more rows fits fewer.
+    """
     return 64 if rows_per_expert <= 96 else 128
 
 
 @lru_cache(maxsize=4096)
 def make_plan(pairs: int, local: int, physical: int, block_m: int | None = None) -> Plan:
-    """pairs: (row, slot) pairs of the call, which spread over `physical` experts; `local` are here.
+    """Return the plan for assignments spread over ``physical`` experts, ``local`` of them here.
 
-    Plans come in few kinds, whatever the number of pairs: the library compiles another kernel
-    where its heuristics, which see expected_m (or M) and block_m, choose other tiles.
+    There are few kinds of plans, as the library compiles another kernel where its heuristics, which
+    see expected_m (or M) and block_m, choose other tiles.
     """
     per_expert = pairs / physical
     block_m = block_m or choose_block_m(per_expert)
     for few in _FEW_PAIRS:
-        if pairs <= few and 2 * few <= local:  # a block for each pair, and most experts idle
+        if pairs <= few and 2 * few <= local:  # a block per assignment, most experts idle
             return Plan(block_m, few * block_m, None)
     worst = pairs + min(pairs, local) * (block_m - 1)
     expected = next_power_of_2(-(-int(per_expert + 1) // block_m)) * block_m
@@ -54,11 +58,11 @@ def make_plan(pairs: int, local: int, physical: int, block_m: int | None = None)
 
 
 def plans_up_to(pairs: int, local: int, physical: int, block_m: int | None = None) -> list[Plan]:
-    """One plan of every kind that calls of at most ``pairs`` pairs meet, this one's included."""
+    """Return one plan of every kind that calls of at most ``pairs`` assignments use."""
     sizes = {1, pairs, *_FEW_PAIRS, *(few + 1 for few in _FEW_PAIRS)}
     per_expert = 1
     while per_expert * physical < pairs:
-        # Kinds change at powers of two and where choose_block_m does: four samples see them all.
+        # Kinds change at powers of two and with choose_block_m; four samples cover all of them.
         sizes.update(per_expert * physical * quarters // 4 for quarters in (4, 5, 6, 7))
         per_expert *= 2
     kinds: dict[tuple[int, int, int], Plan] = {}
@@ -69,7 +73,7 @@ def plans_up_to(pairs: int, local: int, physical: int, block_m: int | None = Non
 
 
 def expected_slab_rows(slab: int, top_k: int, physical: int) -> int:
-    """Rows an expert can expect of a slab with room for every token, rounded to a power of two."""
+    """Return the expected rows of an expert at a capacity, rounded to a power of two."""
     return next_power_of_2(-(-slab * top_k // physical))
 
 

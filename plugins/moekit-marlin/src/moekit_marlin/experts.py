@@ -1,6 +1,6 @@
 """The two experts backends: blocks, GEMM 1, activation, GEMM 2 and, for STANDARD, the weighted sum.
 
-Shape suffixes: R rows, K slots of a row, S = R * K pairs, L local experts, C rows of a slab, H
+Shape suffixes: R rows, K experts of a row, S = R * K assignments, L local experts, C capacity, H
 hidden size, I intermediate size (padded), N = 2I (I without gate).
 """
 
@@ -38,11 +38,11 @@ from .kernels import (
 from .pack import pack, stored
 from .sizes import BLOCKS, BLOCKS_PER_SM, LOCKS, MAX_TILE_N, choose_block, padded_intermediate
 
-library.operator()  # here, so that a library that does not load is a backend that does not load
+library.operator()  # a library that does not load makes the backend fail to load
 
 
 class _MarlinExperts(PermuteExpertsUnpermute):
-    """What both formats share. The operator never sees a router weight."""
+    """The base class of both formats. The operator never sees a router weight."""
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
@@ -54,14 +54,14 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         self._scale_dtype = torch.float8_e8m0fnu if kind.e8m0 else problem.dtype
         self._inner = padded_intermediate(problem)
         self._w13_rows = self._inner * (2 if problem.activation.gated else 1)
-        # Whether any are is known with the weights, after the workspace is asked for.
+        # The workspace is reserved before the weights tell whether columns are sorted.
         self._may_sort_columns = operand.act_order
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return pack(weights, self.problem, self.spec.name)
 
     def transient_bytes(self, rows: int) -> int:
-        """The operator's fp32 buffer for sums over thread blocks that share an output tile."""
+        """Return the operator's fp32 buffer for sums over thread blocks that share a tile."""
         block = self._block(rows, self.problem.top_k)
         per_sm = BLOCKS_PER_SM * block * MAX_TILE_N
         widest = max(self._w13_rows, self.problem.hidden_size)
@@ -70,16 +70,18 @@ class _MarlinExperts(PermuteExpertsUnpermute):
 
     @abstractmethod
     def _capacity(self, rows: int, block: int) -> int:
-        """Most entries of the blocks' lists."""
+        """Return the most entries of the lists of blocks."""
 
     def _block(self, rows: int, slots: int) -> int:
-        """Tokens spread over all physical experts, so a local one expects rows * slots / P."""
+        """Return the block size for the expected rows of an expert: assignments / experts."""
         return choose_block(rows * slots / self.problem.num_physical_experts)
 
     def _buffers(self, rows: int, outputs: int, activated: int) -> tuple[BufferSpec, ...]:
-        """entries, experts, num_rows, locks, unused router weights, GEMM outputs, GEMM 2's input.
+        """Reserve entries, experts, num_rows, locks, unused router weights, outputs, activations.
 
-        outputs: elements for GEMM 1's output (and what may lie over it); activated: rows.
+        Args:
+            outputs: Elements of GEMM 1's output, and of what may share its memory.
+            activated: Rows of GEMM 2's input.
         """
         p, block = self.problem, self._block(rows, self.problem.top_k)
         # Smaller calls use smaller blocks: fewer entries, but maybe more blocks.
@@ -106,7 +108,7 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         unused: Tensor,
         top_k: int = 1,
     ) -> None:
-        """out[pair] = a[pair // top_k] @ w[expert of pair].T (+ bias) for the pairs in blocks."""
+        """Compute ``out[s] = a[s // top_k] @ w[expert of s].T (+ bias)`` for assignments s."""
         library.operator()(
             a, out, weights[name], weights.get(f"{name}_bias"),
             weights[f"{name}_scale"].view(self._scale_dtype), None, None,
@@ -126,7 +128,7 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         scratch: Sequence[Tensor],
         top_k: int,
     ) -> None:
-        """scratch: the unused router weights and room for rows with their columns sorted."""
+        """Run GEMM 1; ``scratch`` holds unused router weights and room for sorted columns."""
         unused, gathered = scratch
         columns_LH = weights.get("w13_columns")
         if columns_LH is not None:
@@ -181,7 +183,7 @@ class MarlinExperts(_MarlinExperts):
 
 
 class BatchedMarlinExperts(_MarlinExperts):
-    """BATCHED: the used rows of each slab are the blocks; GEMM 2 writes y."""
+    """BATCHED: blocks hold the used rows of each expert; GEMM 2 writes y."""
 
     def _capacity(self, rows: int, block: int) -> int:
         return slab_capacity(self.problem.num_local_experts, rows, block)
@@ -217,7 +219,7 @@ class BatchedMarlinExperts(_MarlinExperts):
 
 
 def _num_sms() -> int:
-    """Of this machine's GPU; without one, more than any has."""
+    """Return the multiprocessors of this GPU; without a GPU, more than any has."""
     if not torch.cuda.is_available():
         return LOCKS // BLOCKS_PER_SM
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

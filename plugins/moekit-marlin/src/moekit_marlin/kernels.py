@@ -1,7 +1,7 @@
 """Triton kernels around the operator: lists of blocks, activation, sorted columns.
 
-The operator works on blocks of `block` rows of one expert. It reads, per block, the expert and
-`block` entries: real ones first, then padding, any number from the number of pairs on.
+The operator works on blocks of `block` rows of one expert. For each block it reads the expert and
+`block` entries: assignments first, then padding, which is any number from their number on.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,13 @@ from moekit_kernels.numerics import Activation, activate, activate_gated, conver
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows grouped by expert.
+    """Assignments grouped by expert, in blocks.
 
-    entries: int32 (capacity,), pair numbers, from num_rows[0] on undefined. experts: int32
-    (capacity / block,). num_rows: int32 (1,). locks: int32, zeros (the operator leaves them so).
+    Attributes:
+        entries: int32 (capacity,), numbers of assignments, undefined from num_rows[0] on.
+        experts: int32 (capacity / block,), the expert of each block.
+        num_rows: int32 (1,).
+        locks: int32, zeros; the operator leaves them zero.
     """
 
     entries: torch.Tensor
@@ -33,28 +36,28 @@ class Blocks:
 
 
 def pairs_capacity(pairs: int, num_experts: int, block: int) -> int:
-    """Entries that `list_pairs` needs."""
+    """Return the entries that `list_pairs` needs."""
     return align_capacity(pairs, num_experts, block)
 
 
 def pairs_scratch(pairs: int, num_experts: int) -> int:
-    """int32 scratch that `list_pairs` needs."""
+    """Return the int32 scratch that `list_pairs` needs."""
     return align_scratch(pairs, num_experts)
 
 
 def list_pairs(ids_RK: torch.Tensor, num_experts: int, out: Blocks, scratch: torch.Tensor) -> None:
-    """Fills ``out``, locks included, from ids_RK (contiguous; -1 = no expert)."""
+    """Fill ``out`` and clear its locks, from ids_RK (contiguous; -1 for no expert)."""
     pairs = SortedAssignments(out.entries, out.experts, out.num_rows, out.block)
     align(ids_RK, num_experts, pairs, scratch, zeros=out.locks)
 
 
 def slab_capacity(num_experts: int, slab: int, block: int) -> int:
-    """Entries that `list_slabs` needs."""
+    """Return the entries that `list_slabs` needs."""
     return num_experts * -(-slab // block) * block
 
 
 def list_slabs(counts_L: torch.Tensor, slab: int, out: Blocks) -> None:
-    """Fills ``out``, locks included: rows l * slab + c, c < counts_L[l] (int32)."""
+    """Fill ``out`` and clear its locks: rows l * slab + c for c < counts_L[l] (int32)."""
     num_experts = counts_L.numel()
     assert out.capacity >= slab_capacity(num_experts, slab, out.block)
     _list_slabs[(num_experts,)](
@@ -73,9 +76,10 @@ def activate_columns(
     counts_L: torch.Tensor | None = None,
     slab: int = 1,
 ) -> None:
-    """h (rows, 2I if gated else I) -> out (rows, I), in fp32; several programs a row.
+    """Activate h (rows, 2I if gated, else I) to out (rows, I), in fp32; several programs per row.
 
-    Rows with a negative id (ids: one per row), or at or beyond counts_L of their slab, are left.
+    Rows with a negative id (``ids``, one per row), or from counts_L of their expert on, stay
+    unchanged.
     """
     rows, cols = out.shape
     assert h.is_contiguous() and out.is_contiguous()
@@ -93,7 +97,7 @@ def activate_columns(
 def gather_columns(
     x_RH: torch.Tensor, columns_LH: torch.Tensor, out_SH: torch.Tensor, blocks: Blocks, top_k: int
 ) -> None:
-    """out[pair, i] = x[pair // top_k, columns[expert of pair, i]] for the pairs in ``blocks``."""
+    """Write ``out[s, i] = x[s // top_k, columns[expert of s, i]]`` for assignments s."""
     pairs, cols = out_SH.shape
     block = min(1024, triton.next_power_of_2(cols))
     _gather_columns[(blocks.capacity, triton.cdiv(cols, block))](

@@ -21,7 +21,7 @@ from .sizes import group_of, padded_intermediate
 
 
 def _type_id(exponent: int, mantissa: int, signed: bool, bias: int, finite: bool, nan: int) -> int:
-    """A number format as the library numbers it (vllm/scalar_type.py: ScalarType.id)."""
+    """Return the library's number of a format (vllm/scalar_type.py: ScalarType.id)."""
     id, offset = 0, 0
     for field, width in ((exponent, 8), (mantissa, 8), (signed, 1), (bias, 32), (finite, 1)):
         id |= int(field) << offset
@@ -31,10 +31,12 @@ def _type_id(exponent: int, mantissa: int, signed: bool, bias: int, finite: bool
 
 @dataclass(frozen=True)
 class Stored:
-    """How the operator sees weights. value = (stored - offset) * scale, for floats offset 0.
+    """A weight format of the operator: value = (stored - offset) * scale.
 
-    scale_exponent: the operator drops fp8's exponent bias of 7 in favour of that of the 16-bit
-    dtype, and wants the power of two that is missing in the scale.
+    Attributes:
+        offset: 0 for floats.
+        scale_exponent: The operator reads fp8 with the exponent bias of the 16-bit dtype, so the
+            scale includes the missing power of two.
     """
 
     type_id: int
@@ -60,7 +62,7 @@ def stored(operand: OperandQuant, dtype: torch.dtype) -> Stored:
 
 
 def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWeights:
-    """Canonical ``weights`` (gate and up in halves, 3-D scales) in the operator's layout."""
+    """Return canonical ``weights`` (gate and up in halves, 3-D scales) in the operator's layout."""
     operand = problem.quant.weight
     assert operand is not None
     kind = stored(operand, problem.dtype)
@@ -70,7 +72,7 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
         "w13": _column_order(weights.w13_g_idx),
         "w2": _column_order(weights.w2_g_idx),
     }
-    # w2's columns are w13's rows, of gate and of up: sorting these sorts the activations for free.
+    # w2's columns are w13's rows of gate and of up; sorting those rows sorts the activations.
     rows = {"w13": columns["w2"], "w2": None}
     experts: dict[str, Tensor] = {}
     for name, split, n, k in (
@@ -112,14 +114,14 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
 
 @dataclass(frozen=True)
 class _RowOrder:
-    """Sorts the rows of each of ``split`` parts by ``order_LR`` and pads the parts to n rows."""
+    """Sort the rows of each of ``split`` parts by ``order_LR``, and pad all to n rows."""
 
     order_LR: Tensor | None
     split: int
     n: int
 
     def apply(self, x: Tensor, fill: float, expert: int | None = None) -> Tensor:
-        """(L, N, C) -> (L, n, C). With ``expert`` given, x (1, N, C) is that expert's alone."""
+        """Return (L, n, C) for x (L, N, C); with ``expert`` x is (1, N, C) of that expert."""
         parts = x.unflatten(1, (self.split, -1))
         if self.order_LR is not None:
             order = self.order_LR if expert is None else self.order_LR[expert : expert + 1]
@@ -130,7 +132,7 @@ class _RowOrder:
 
 
 def _stored_values(w: Tensor, kind: Stored) -> Tensor:
-    """One expert's weight (N, K or K / 2) -> uint8 (N, K) as the operator stores it."""
+    """Return one expert's weight (N, K or K / 2) as uint8 (N, K), as the operator stores it."""
     if kind.bits == 4:  # two a byte, the even column in the lower half
         return torch.stack((w & 15, w >> 4), dim=-1).flatten(-2)
     return w.view(torch.uint8) ^ kind.offset
@@ -150,20 +152,20 @@ def _pad_groups(x_LNG: Tensor, groups: int) -> Tensor:
 
 
 def _scale_in(scale: Tensor, kind: Stored, problem: MoEProblem, name: str) -> Tensor:
-    """fp32 -> the problem's dtype, as the operator multiplies 16-bit weights with it."""
+    """Return scales in the problem's dtype, in which the operator multiplies weights."""
     result = (scale.float() * 2.0**kind.scale_exponent).to(problem.dtype)
     if not bool(torch.isfinite(result).all()):
         most = torch.finfo(problem.dtype).max * 2.0**-kind.scale_exponent
         other = "" if problem.dtype == torch.bfloat16 else "bfloat16, or "
         raise WeightsError(
-            f"{name}_scale reaches {float(scale.max()):g}, and Marlin holds scales up to {most:g} "
+            f"{name}_scale reaches {float(scale.max()):g}, but Marlin supports {most:g} at most "
             f"in {problem.dtype_name}: use {other}another backend"
         )
     return result
 
 
 def _column_order(g_idx: Tensor | None) -> Tensor | None:
-    """Act-order: the columns (L, K) int64 sorted by group; None if they are sorted already."""
+    """Return the columns (L, K) int64 sorted by act-order group; None if already sorted."""
     if g_idx is None:
         return None
     order = g_idx.argsort(dim=1, stable=True)

@@ -1,4 +1,4 @@
-"""Which problems the operator has kernels for, and how far I is padded for its tiles; no torch.
+"""Which problems the operator has kernels for, and how I is padded for its tiles.
 
 The operator's tiles are (K, N) = (128, 128), (64, 128), (64, 256) and (128, 64), of which one must
 divide the weight matrix; its scale groups along K are 32, 64 or 128 (fp8: 128; mxfp4: 32), or all
@@ -12,35 +12,35 @@ import math
 from moekit.plugin import MoEProblem
 
 BLOCKS = (8, 16, 32, 64)
-"""Rows of a block that is multiplied with one expert's weights. (The operator also has 48.)"""
+"""Rows of a block, which one expert's weights multiply. The operator also supports 48."""
 
 LOCKS = 1024
-"""int32 entries that thread blocks of one call wait on: the operator wants 4 per SM."""
+"""int32 entries that the thread blocks of a call wait on: the operator needs 4 per SM."""
 
 MAX_TILE_N = 256
 BLOCKS_PER_SM = 4
 
 
 def choose_block(rows_per_expert: float) -> int:
-    """The smallest block that an expert with the expected rows mostly fits; never shrinks."""
+    """Return the smallest block that mostly fits an expert's rows; never decreases with rows."""
     return next((b for b in BLOCKS if rows_per_expert < 0.9 * b), BLOCKS[-1])
 
 
 def group_of(problem: MoEProblem) -> int:
-    """Columns (along K) that share a scale; -1: all of them."""
+    """Return the columns (along K) that share a scale; -1 for all of them."""
     weight = problem.quant.weight
     return -1 if weight is None else weight.group[1]
 
 
 def fits(n: int, k: int) -> bool:
-    """Whether some tile divides an (N, K) weight."""
+    """Return whether some tile divides an (N, K) weight."""
     return (n % 128 == 0 and k % 64 == 0) or (n % 64 == 0 and k % 128 == 0)
 
 
 def padded_intermediate(problem: MoEProblem) -> int:
-    """I of this rank, enlarged so that both GEMMs fit; the padding's weights are zero.
+    """Return this rank's I, padded with zero weights so that tiles divide both GEMMs.
 
-    0 if H prevents it.
+    The result is 0 if H prevents it.
     """
     hidden, group = problem.hidden_size, max(1, group_of(problem))
     halves = 2 if problem.activation.gated else 1
@@ -53,14 +53,14 @@ def padded_intermediate(problem: MoEProblem) -> int:
 
 
 def unsupported(problem: MoEProblem) -> list[str]:
-    """Why the operator cannot take the problem's sizes, or its dtype."""
+    """Return why the operator does not support the problem's sizes or dtype."""
     hidden, group, weight = problem.hidden_size, group_of(problem), problem.quant.weight
     if weight is not None and weight.microscaled and problem.dtype_name == "float16":
         return ["the operator multiplies power-of-two (e8m0) scales in bfloat16 only, not float16"]
     if hidden % 64:
-        return [f"hidden_size={hidden} is no multiple of 64"]
+        return [f"hidden_size={hidden} is not a multiple of 64"]
     if group > 1 and hidden % group:
-        return [f"hidden_size={hidden} is no multiple of the scales' group of {group}"]
+        return [f"hidden_size={hidden} is not a multiple of the scales' group of {group}"]
     if not padded_intermediate(problem):
         return [f"no tile of the operator divides hidden_size={hidden}, padded intermediate_size"]
     return []
