@@ -117,7 +117,7 @@ class NvlinkDispatcher(PrepareAndFinalize):
     raises PeerFailed, which names that rank; checked kernels find out before.
     """
 
-    num_sms = 32
+    num_sms = 64
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
