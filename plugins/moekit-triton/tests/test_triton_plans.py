@@ -148,7 +148,7 @@ def test_nearest_entry(table) -> None:
     assert choose_plan(problem(hidden_size=2560), 16, 2).first.block_n == 64
     far = problem(hidden_size=512)
     assert choose_plan(far, 16, 2) == heuristic(far, 4.0)
-    other = problem(device=DeviceSpec("cuda", (9, 0), "another"))
+    other = problem(device=DeviceSpec("cuda", (8, 0), "another"))
     assert choose_plan(other, 16, 2) == heuristic(other, 4.0)
 
 
@@ -269,3 +269,16 @@ def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
     buffers = TritonExperts(registry().expert("triton"), p).workspace(rows)
     x_SH = align_capacity(rows * p.top_k, 8, 128) * p.hidden_size
     assert max(math.prod(b.shape) for b in buffers) >= x_SH
+
+
+def test_devices_without_a_near_shape_take_the_h200s_plans() -> None:
+    def plans(name: str, capability=(9, 0), experts: int = 128, inner: int = 768):
+        problem = MoEProblem(
+            num_experts=experts, top_k=8, hidden_size=2048, intermediate_size=inner,
+            device=DeviceSpec("cuda", capability, name),
+        )  # fmt: skip
+        return tables.measured_plans(problem)
+
+    assert plans("NVIDIA H20") == plans("NVIDIA H200") != ()
+    assert plans("NVIDIA H100 80GB HBM3") != plans("NVIDIA H200")  # it has a table of its own
+    assert plans("NVIDIA A100", (8, 0)) == () == plans("")

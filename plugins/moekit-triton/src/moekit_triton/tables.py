@@ -20,6 +20,10 @@ _SIZES = ("experts", "hidden", "intermediate")
 # quantized after GEMM 1 (fp8_tensor_static quantizes them in GEMM 1).
 _TILES_OF = {"fp8_tensor": "fp8_channel_token"}
 
+# The device whose tables serve other devices of its compute capability: its plans beat the rules,
+# which were fitted on few shapes (docs/measured.md).
+_SERVES = {(9, 0): "NVIDIA H200"}
+
 Measured = tuple[float, TilePlan]
 """Rows per expert, and the plan that was fastest for so many."""
 
@@ -93,13 +97,21 @@ def measured_plans(problem: MoEProblem) -> Sequence[Measured]:
 
     An entry of the problem's own scheme comes before one of a scheme with the same tiles. With a
     bias fewer kinds of tiles are possible (`capabilities.specializable`): an entry measured with a
-    bias serves only problems with one; these fall back to entries without.
+    bias serves only problems with one; these fall back to entries without. A device without a near
+    shape takes the plans of another device of its compute capability (`_SERVES`).
     """
     if not problem.device.name:
         return ()
+    for device in (problem.device.name, _SERVES.get(problem.device.capability)):
+        if device is not None and (plans := _plans_on(device, problem)):
+            return plans
+    return ()
+
+
+def _plans_on(device: str, problem: MoEProblem) -> Sequence[Measured]:
     wanted = table_key(problem)
     sizes = [wanted[name] for name in _SIZES]
-    entries = FILES.known(problem.device.name)
+    entries = FILES.known(device)
     for scheme in (wanted["scheme"], _TILES_OF.get(wanted["scheme"])):
         for bias in (True, False) if wanted["bias"] else (False,):
             same = wanted | {"scheme": scheme, "bias": bias}
