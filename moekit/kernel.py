@@ -210,13 +210,24 @@ class ModularKernel:
         quantize = partial(_quantize, self.experts, weights) if self._sends_quantized else None
         arriving = self.dispatcher.prepare(x, routing, quantize)
         yield None  # tokens are in flight
-        tokens = arriving.result() if meanwhile is None else self._receive(arriving, meanwhile)
+        fault = None
+        if meanwhile is not None:
+            try:
+                check_function("meanwhile", meanwhile)()
+            except BaseException as error:  # the tokens must arrive all the same
+                fault = error
+        tokens = arriving.result()
         try:
-            if self._quantizes_arrivals and tokens.x_scale is None:
-                tokens = quantize_dispatched(self.experts, tokens, weights)
-            y = self._run_experts(tokens, weights, out)
-            yield None
-        except BaseException:  # of this rank's experts, or of another rank's
+            if fault is None:
+                try:
+                    if self._quantizes_arrivals and tokens.x_scale is None:
+                        tokens = quantize_dispatched(self.experts, tokens, weights)
+                    y = self._run_experts(tokens, weights, out)
+                except BaseException as error:
+                    fault = error
+            # Other ranks must hear of a fault before `abandon`, where they may wait for this rank.
+            yield fault
+        except BaseException:  # this rank's fault, or another rank's
             self.dispatcher.abandon(tokens)
             raise
         if out is None and not self.dispatcher.makes_output:
@@ -243,19 +254,6 @@ class ModularKernel:
         if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
             routing = Routing(topk_weights, topk_ids)
         return x, routing, out
-
-    def _receive(
-        self, arriving: Pending[Dispatched], meanwhile: Callable[[], object]
-    ) -> Dispatched:
-        """Call ``meanwhile``, then wait for the tokens: they must arrive even if it raises."""
-        try:
-            if not callable(meanwhile):
-                check_function("meanwhile", meanwhile)
-            meanwhile()
-        except BaseException:
-            self.dispatcher.abandon(arriving.result())
-            raise
-        return arriving.result()
 
     def _run_experts(
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None

@@ -2,8 +2,9 @@
 
 `ModularKernel` writes the flow of a call as a generator. It pauses four times: when the arguments
 are checked, when the dispatch is launched, when the experts are launched, and when the combine is
-launched. The last pause yields the pending output. `SoloCalls` runs from pause to pause without a
-check; `GroupCalls` makes a collective check at each pause.
+launched. The last pause yields the pending output, and the one before may yield a fault of this
+rank's experts: the driver raises it where other ranks hear of it, then closes the flow. `SoloCalls`
+runs from pause to pause without a check; `GroupCalls` makes a collective check at each pause.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moekit.runtime.agreement import Agreement, CollectiveCheck, turn_in
 from moekit.runtime.group import join
 from moekit.runtime.overlap import Pending
 
-Flow = Generator["Pending[Tensor] | None", None, None]
+Flow = Generator["Pending[Tensor] | BaseException | None", None, None]
 
 
 def calls_of(
@@ -45,9 +46,9 @@ class SoloCalls:
 
     def call(self, flow: Flow, x: Tensor) -> Tensor:
         """Run the whole flow."""
-        for combining in flow:
-            if combining is not None:
-                out = combining.result()
+        for found in flow:
+            if found is not None:
+                out = _raised_or_pending(found, flow).result()
         return out
 
     def start(self, flow: Flow, x: Tensor) -> str:
@@ -58,7 +59,8 @@ class SoloCalls:
 
     def run(self, flow: Flow, started: str) -> Pending[Tensor]:
         """Run the experts and launch the combine."""
-        next(flow)
+        if (fault := next(flow)) is not None:
+            _raised_or_pending(fault, flow)
         return _combining(flow)
 
     def abort(self, error: Exception) -> None:
@@ -100,9 +102,10 @@ class GroupCalls:
     def run(self, flow: Flow, started: str) -> Pending[Tensor]:
         try:
             with self._check("run the experts of", started):
-                next(flow)
+                if isinstance(fault := next(flow), BaseException):
+                    raise fault
         except BaseException:
-            flow.close()  # another rank's experts may have failed, so this rank's flow is paused
+            flow.close()  # this rank's experts failed, or another rank's did
             raise
         with self._check("combine", started, moving=self._moves):
             return _combining(flow)
@@ -127,7 +130,14 @@ class GroupCalls:
         return CollectiveCheck(self.agreement, what, otherwise, moving=moving)
 
 
+def _raised_or_pending(found: Pending[Tensor] | BaseException, flow: Flow) -> Pending[Tensor]:
+    if isinstance(found, BaseException):
+        flow.close()
+        raise found
+    return found
+
+
 def _combining(flow: Flow) -> Pending[Tensor]:
     combining = next(flow)
-    assert combining is not None
+    assert isinstance(combining, Pending)
     return combining

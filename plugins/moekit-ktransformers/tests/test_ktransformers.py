@@ -237,3 +237,15 @@ def test_the_readme_names_every_variable():
     text = (Path(__file__).parents[1] / "README.md").read_text()
     for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE, library.NODES_VARIABLE):
         assert name in text
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_loading_leaves_denormals_as_they_were(before) -> None:
+    """kt-kernel's start-up code flushes denormals, which made mxfp4 wrong elsewhere."""
+    torch.set_flush_denormal(before)
+    try:
+        with library._denormals_kept():
+            torch.set_flush_denormal(True)
+        assert bool(torch.tensor(1e-39) * 1.0 == 0) is before
+    finally:
+        torch.set_flush_denormal(False)

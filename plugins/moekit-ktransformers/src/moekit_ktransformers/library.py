@@ -12,8 +12,12 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moekit.plugin import VendorLibrary
 
@@ -65,11 +69,23 @@ def load() -> Any:
         if loaded is None:
             spec = importlib.util.spec_from_file_location(_MODULE, path)
             assert spec is not None and spec.loader is not None
-            loaded = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(loaded)
+            with _denormals_kept():
+                loaded = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(loaded)
             sys.modules[_MODULE] = loaded
         _extension = loaded
     return _extension
+
+
+@contextmanager
+def _denormals_kept() -> Iterator[None]:
+    """Undo what the library's start-up code does to the loading thread: it flushes denormals."""
+    tiny = torch.tensor(1e-39, device="cpu")
+    flushed = not tiny * 1.0
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushed)
 
 
 def unsupported() -> list[str]:
