@@ -119,9 +119,8 @@ def on_rank(rank: int, ranks: int, args: argparse.Namespace) -> None:
                 if args.tiles and name == "nvlink_ht" and scheme == "none":
                     for part in ("dispatch", "combine"):
                         for tile in TILES.get(tokens, ()):
-                            say(
-                                f"| {part} {tile} | | {tokens} | {other_tile(pair, part, tile):.1f} | |"
-                            )
+                            us = other_tile(pair, part, tile)
+                            say(f"| {part} {tile} | | {tokens} | {us:.1f} | |")
                 pair.dispatcher.destroy()
     dist.barrier()
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ _TILES_OF = {"fp8_tensor": "fp8_channel_token"}
 
 # The device whose tables serve other devices of its compute capability: its plans beat the rules,
 # which were fitted on few shapes (docs/measured.md).
-_SERVES = {(9, 0): "NVIDIA H200"}
+_SERVES: Mapping[object, str] = {(9, 0): "NVIDIA H200"}
 
 Measured = tuple[float, TilePlan]
 """Rows per expert, and the plan that was fastest for so many."""
