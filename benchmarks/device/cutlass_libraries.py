@@ -1,4 +1,4 @@
-"""What moekit-cutlass takes for granted of its libraries: every operator alone, checked.
+"""Check each operator of the libraries that moekit-cutlass calls, alone, against fp32.
 
     MOEKIT_VLLM_PATH=<folder of vllm> python benchmarks/device/cutlass_libraries.py [probe w4a8]
 

@@ -39,7 +39,7 @@ _MAX_FILES = 10_000
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies."""
+    """The place of a tensor in a checkpoint: its file, bytes, shape and dtype."""
 
     file: Path
     dtype: str

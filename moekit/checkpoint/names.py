@@ -16,7 +16,7 @@ _SHOWN = 10  # prefixes in an error
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What a checkpoint calls the expert tensors of one MoE layer.
+    """The names of the expert tensors of one MoE layer in a checkpoint.
 
     The names are templates with ``{layer}`` and, where every expert has its own tensor,
     ``{expert}``. Tensors without ``{expert}`` have the experts in dim 0. All names are those of

@@ -31,7 +31,7 @@ from moekit.untrusted.arguments import size as size_kind
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """What a migration did, on all ranks together.
+    """The result of a migration, summed over all ranks.
 
     Attributes:
         received: Experts that came from another rank.

@@ -25,7 +25,7 @@ _NAME, _WIDTH = 30, 100
 
 @dataclass(frozen=True)
 class Finding:
-    """What one attempt found.
+    """The result of one check.
 
     state: ok; no: not here or not for this machine, which is no fault; bad: a fault.
     """

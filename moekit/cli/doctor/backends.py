@@ -1,4 +1,4 @@
-"""What the doctor finds out about plugins: their backends, and the checks that packages offer.
+"""The doctor's checks of plugins: their backends, and the checks that packages offer.
 
 A package offers checks by an entry point of group ``moekit.checks``: the value names a function
 ``() -> Iterable[tuple[str, str, str]]`` as ``"package.module:function"``. Each item is a finding:

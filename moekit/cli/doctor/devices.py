@@ -1,4 +1,4 @@
-"""What the doctor finds out about devices and the links between them."""
+"""The doctor's checks of devices and of the links between them."""
 
 from __future__ import annotations
 

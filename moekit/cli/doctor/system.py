@@ -1,4 +1,4 @@
-"""What the doctor finds out about versions, the network and caches."""
+"""The doctor's checks of versions, the network and caches."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moekit_nvlink import dispatcher
-from moekit_nvlink.buffers import Slot
+from moekit_nvlink.buffers import Buffer
 from moekit_nvlink.dispatcher import Ranks, gather, output_of, send
 from moekit_nvlink.footprint import Layout
 
@@ -40,7 +40,7 @@ class Host:
             buffer[self.layout.flags :] = 0
             buffer[self.layout.ids : self.layout.weights] = 0xFF
         addresses = [buffer.data_ptr() for buffer in buffers]
-        self.slots = [Slot.of(buffer, addresses, len(layer)) for buffer in buffers]
+        self.buffers = [Buffer.of(buffer, addresses, len(layer)) for buffer in buffers]
 
     def call(self, xs, routings, work, scales=None, programs: int = 3):
         """Dispatch, let ``work(rank, tokens)`` make y, combine. Returns each rank's output."""
@@ -49,7 +49,7 @@ class Host:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dispatcher, "_receive", lambda *a, **k: waits.append((a, k)))
             arrived = [
-                send(p, ranks[i], self.layout, self.slots[i], xs[i], scales and scales[i],
+                send(p, ranks[i], self.layout, self.buffers[i], xs[i], scales and scales[i],
                      routings[i], programs)
                 for i, p in enumerate(self.layer)
             ]  # fmt: skip
@@ -57,24 +57,25 @@ class Host:
             dispatcher._receive(*args, **constants)
         outs = []
         for i, p in enumerate(self.layer):
-            y = output_of(p, self.layout, self.slots[i])
+            y = output_of(p, self.layout, self.buffers[i])
             y.fill_(float("nan"))
             work(i, arrived[i], y)
         # A rank that combines first would wait for the flags of the others for ever.
         flags = [
-            slot.region(self.layout.flags, (2, len(ranks)), torch.int64) for slot in self.slots
+            buffer.region(self.layout.flags, (2, len(ranks)), torch.int64)
+            for buffer in self.buffers
         ]
-        number = int(self.slots[0].epoch) + 1
+        number = int(self.buffers[0].epoch) + 1
         for mine in flags:
             mine[1] = number << 32
         for i, p in enumerate(self.layer):
             out = torch.full((len(xs[i]), p.hidden_size), float("nan"), dtype=p.dtype)
             call = arrived[i].handle
-            gather(ranks[i], self.layout, self.slots[i], call.slots_TE, out, programs)
+            gather(ranks[i], self.layout, self.buffers[i], call.slots_TE, out, programs)
             outs.append(out)
         for i, mine in enumerate(flags):
             assert mine[1].tolist() == [number << 32] * len(ranks), f"rank {i}: a flag is missing"
-            assert int(self.slots[i].epoch) == number and not self.slots[i].counters.any()
+            assert int(self.buffers[i].epoch) == number and not self.buffers[i].counters.any()
         return outs
 
 
@@ -154,10 +155,10 @@ def test_a_rank_that_does_not_come_makes_nan_and_is_named(monkeypatch) -> None:
     layer = problems(2, 1, 4, 2, 16, 8)
     host, generator = Host(layer), torch.Generator().manual_seed(0)
     x, routing = torch.randn(4, 16).bfloat16(), routing_of(4, 4, 2, generator, False)
-    tokens = send(layer[0], Ranks.of(layer[0]), host.layout, host.slots[0], x, None, routing, 2)
-    assert host.slots[0].error.tolist() == [0, 1]
+    tokens = send(layer[0], Ranks.of(layer[0]), host.layout, host.buffers[0], x, None, routing, 2)
+    assert host.buffers[0].error.tolist() == [0, 1]
     out = torch.zeros(4, 16, dtype=torch.bfloat16)
-    gather(Ranks.of(layer[0]), host.layout, host.slots[0], tokens.handle.slots_TE, out, 2)
+    gather(Ranks.of(layer[0]), host.layout, host.buffers[0], tokens.handle.slots_TE, out, 2)
     assert out.isnan().all()
 
 

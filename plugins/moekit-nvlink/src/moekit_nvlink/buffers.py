@@ -17,7 +17,7 @@ _IN_FLIGHT = 2
 
 
 @dataclass
-class Slot:
+class Buffer:
     """The memory of one call: no other call may use it from its dispatch to its combine.
 
     bytes: this rank's buffer, uint8. peers: int64 addresses of all ranks' buffers. used: int32, the
@@ -35,7 +35,7 @@ class Slot:
     busy: bool = False
 
     @classmethod
-    def of(cls, memory: Tensor, addresses: list[int], ranks: int, handle: Any = None) -> Slot:
+    def of(cls, memory: Tensor, addresses: list[int], ranks: int, handle: Any = None) -> Buffer:
         device = memory.device
 
         def ints(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -57,14 +57,14 @@ class Slot:
         return self.bytes[offset : offset + nbytes].view(dtype).view(shape)
 
 
-class Slots:
-    """As many slots as calls were in flight at once. All ranks take them in one order."""
+class Buffers:
+    """One buffer for each in-flight call. All ranks take them in one order."""
 
     def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
         self.group, self.layout, self._device = group, layout, device
-        self._slots = [self._open()]
+        self._buffers = [self._open()]
 
-    def _open(self) -> Slot:
+    def _open(self) -> Buffer:
         """Collective."""
         import torch.distributed._symmetric_memory as symmetric
 
@@ -77,17 +77,17 @@ class Slots:
         handle = symmetric.rendezvous(memory, self.group)
         torch.cuda.synchronize(self._device)
         dist.barrier(self.group, device_ids=[self._device.index or 0])
-        return Slot.of(memory, list(handle.buffer_ptrs), layout.ranks, handle)
+        return Buffer.of(memory, list(handle.buffer_ptrs), layout.ranks, handle)
 
     @property
     def nbytes(self) -> int:
-        return self.layout.nbytes * len(self._slots)
+        return self.layout.nbytes * len(self._buffers)
 
-    def take(self) -> Slot:
-        """Return a slot that no call uses. Collective where it must be made."""
-        slot = next((s for s in self._slots if not s.busy), None)
-        if slot is None:
-            if len(self._slots) == _IN_FLIGHT:
+    def take(self) -> Buffer:
+        """Return a buffer that no call uses. Collective where it must be made."""
+        buffer = next((s for s in self._buffers if not s.busy), None)
+        if buffer is None:
+            if len(self._buffers) == _IN_FLIGHT:
                 raise InvalidInput(
                     f"{_IN_FLIGHT} calls are in flight, and this would be one more: take the "
                     "result of one first"
@@ -97,16 +97,16 @@ class Slots:
                     "a second call in flight needs a second buffer, which cannot be made while a "
                     "graph is captured: have two calls in flight once before capturing"
                 )
-            slot = self._open()
-            self._slots.append(slot)
-        if any(lost := slot.error.tolist()):
+            buffer = self._open()
+            self._buffers.append(buffer)
+        if any(lost := buffer.error.tolist()):
             ranks = [rank for rank, each in enumerate(lost) if each]
             raise PeerFailed(
                 f"rank {', '.join(map(str, ranks))} did not come to an earlier call in time: it "
                 "died, hangs, or makes its calls in another order. Start the ranks again"
             )
-        slot.busy = True
-        return slot
+        buffer.busy = True
+        return buffer
 
     def free(self) -> None:
-        self._slots.clear()
+        self._buffers.clear()

@@ -31,7 +31,7 @@ from moekit.plugin import (
 )
 
 from . import kernels
-from .buffers import Slot, Slots
+from .buffers import Buffer, Buffers
 from .footprint import Layout, transient_bytes
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ _dispatch = Launcher(kernels.dispatch_rows)
 _receive = Launcher(kernels.receive_rows)
 _combine = Launcher(kernels.combine_rows)
 
-_shared: SharedBuffers[Slots] = SharedBuffers(Slots.free)
+_shared: SharedBuffers[Buffers] = SharedBuffers(Buffers.free)
 
 
 @dataclass(frozen=True)
 class _Call:
-    slot: Slot
+    buffer: Buffer
     slots_TE: Tensor
 
 
@@ -128,8 +128,8 @@ class NvlinkDispatcher(PrepareAndFinalize):
         self._layout, self._ranks = Layout.of(problem), Ranks.of(problem)
         device = torch.device("cuda", torch.cuda.current_device())
         self._key = (tuple(dist.get_process_group_ranks(made_in)), self._layout, device.index)
-        self._held: Slots | None = _shared.acquire(
-            self._key, lambda: Slots(made_in, self._layout, device)
+        self._held: Buffers | None = _shared.acquire(
+            self._key, lambda: Buffers(made_in, self._layout, device)
         )
 
     # -- calls ------------------------------------------------------------------------------
@@ -146,25 +146,25 @@ class NvlinkDispatcher(PrepareAndFinalize):
             # A scale of the whole tensor differs between ranks: it travels with every token.
             scale = scale.float().expand(len(x_TH), scale.shape[-1]).contiguous()
         assert self._held is not None, "called after destroy()"
-        slot = self._held.take()
+        buffer = self._held.take()
         try:
-            return Pending.ready(send(self.problem, self._ranks, self._layout, slot, x, scale,
+            return Pending.ready(send(self.problem, self._ranks, self._layout, buffer, x, scale,
                                       routing, self.num_sms))  # fmt: skip
         except BaseException:
-            slot.busy = False
+            buffer.busy = False
             raise
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return (R, H) in the buffer that other ranks read."""
-        return output_of(self.problem, self._layout, dispatched.handle.slot)
+        return output_of(self.problem, self._layout, dispatched.handle.buffer)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         mine = self.output(dispatched)
         if y.data_ptr() != mine.data_ptr():
             mine.copy_(y)
         call: _Call = dispatched.handle
-        gather(self._ranks, self._layout, call.slot, call.slots_TE, out_TH, self.num_sms)
-        call.slot.busy = False
+        gather(self._ranks, self._layout, call.buffer, call.slots_TE, out_TH, self.num_sms)
+        call.buffer.busy = False
         return Pending.ready(out_TH)
 
     def abandon(self, dispatched: Dispatched) -> None:
@@ -175,8 +175,8 @@ class NvlinkDispatcher(PrepareAndFinalize):
         self.output(dispatched).fill_(float("nan"))
         nothing = torch.empty((0, self.problem.hidden_size), dtype=self.problem.dtype,
                               device=call.slots_TE.device)  # fmt: skip
-        gather(self._ranks, self._layout, call.slot, call.slots_TE[:0], nothing, self.num_sms)
-        call.slot.busy = False
+        gather(self._ranks, self._layout, call.buffer, call.slots_TE[:0], nothing, self.num_sms)
+        call.buffer.busy = False
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ def send(
     problem: MoEProblem,
     ranks: Ranks,
     layout: Layout,
-    slot: Slot,
+    buffer: Buffer,
     x: Tensor,
     scale: Tensor | None,
     routing: Routing,
@@ -215,7 +215,7 @@ def send(
     _dispatch(
         (tile.programs,),
         words, slots_TE if scale is None else scale, routing.topk_ids, routing.topk_weights,
-        slot.peers, slots_TE, slot.counters, slot.epoch, T, ranks.rank, layout.capacity,
+        buffer.peers, slots_TE, buffer.counters, buffer.epoch, T, ranks.rank, layout.capacity,
         layout.x, layout.scale, layout.ids, layout.weights, layout.flags,
         RANKS=ranks.size, RANKS_2=triton.next_power_of_2(ranks.size), TP=ranks.tp,
         SHARE=ranks.share, LARGER=ranks.larger, K=K, K_2=triton.next_power_of_2(K),
@@ -224,28 +224,31 @@ def send(
     )  # fmt: skip
     total = layout.ranks
     _receive(
-        (total,), slot.bytes.data_ptr(), slot.used, slot.epoch, slot.error, layout.capacity, _SPINS,
-        layout.ids, layout.flags, K=K, K_2=triton.next_power_of_2(K), ROWS=256, num_warps=4,
+        (total,), buffer.bytes.data_ptr(), buffer.used, buffer.epoch, buffer.error,
+        layout.capacity, _SPINS, layout.ids, layout.flags,
+        K=K, K_2=triton.next_power_of_2(K), ROWS=256, num_warps=4,
     )  # fmt: skip
     rows = total * layout.capacity
     return Dispatched(
-        x=slot.region(layout.x, (rows, x.shape[1]), x.dtype),
-        x_scale=None if scale is None else slot.region(layout.scale, (rows, groups), torch.float32),
-        topk_ids=slot.region(layout.ids, (rows, K), torch.int32),
-        topk_weights=slot.region(layout.weights, (rows, K), torch.float32),
-        handle=_Call(slot, slots_TE),
+        x=buffer.region(layout.x, (rows, x.shape[1]), x.dtype),
+        x_scale=None
+        if scale is None
+        else buffer.region(layout.scale, (rows, groups), torch.float32),
+        topk_ids=buffer.region(layout.ids, (rows, K), torch.int32),
+        topk_weights=buffer.region(layout.weights, (rows, K), torch.float32),
+        handle=_Call(buffer, slots_TE),
     )
 
 
-def output_of(problem: MoEProblem, layout: Layout, slot: Slot) -> Tensor:
+def output_of(problem: MoEProblem, layout: Layout, buffer: Buffer) -> Tensor:
     """Return (R, H), the experts' output as other ranks read it."""
-    return slot.region(
+    return buffer.region(
         layout.y, (layout.ranks * layout.capacity, problem.hidden_size), problem.dtype
     )
 
 
 def gather(
-    ranks: Ranks, layout: Layout, slot: Slot, slots_TE: Tensor, out_TH: Tensor, programs: int
+    ranks: Ranks, layout: Layout, buffer: Buffer, slots_TE: Tensor, out_TH: Tensor, programs: int
 ) -> None:
     """Tell the other ranks that the experts are done, and launch the sum of their outputs."""
     T, H = out_TH.shape
@@ -253,7 +256,7 @@ def gather(
     out = out_TH if out_TH.stride(1) == 1 or T == 0 else torch.empty_like(out_TH).contiguous()
     _combine(
         (tile.programs,),
-        out, slot.peers, slots_TE, slot.counters, slot.epoch, slot.error,
+        out, buffer.peers, slots_TE, buffer.counters, buffer.epoch, buffer.error,
         T, out.stride(0), ranks.rank, layout.capacity, _SPINS, layout.y, layout.flags,
         RANKS=ranks.size, TP=ranks.tp, H=H, TOKENS=tile.tokens, COLUMNS=tile.columns,
         num_warps=tile.warps,

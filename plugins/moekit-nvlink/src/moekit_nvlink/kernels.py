@@ -114,14 +114,14 @@ def dispatch_rows(
                              mask=inside & (mine >= 0)[:, None])  # fmt: skip
 
         k = tl.arange(0, K_2)
-        pairs = exists[:, None] & (k < K)[None, :]
-        expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=pairs, other=-1)
-        weight = tl.load(weights_ptr + token[:, None] * K + k[None, :], mask=pairs, other=0.0)
+        assigned = exists[:, None] & (k < K)[None, :]
+        expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=assigned, other=-1)
+        weight = tl.load(weights_ptr + token[:, None] * K + k[None, :], mask=assigned, other=0.0)
         owner = tl.where(expert >= 0, _owner(expert, SHARE, LARGER), -1)
         for r in tl.static_range(RANKS):
             mine = tl.sum(tl.where((ranks == r)[None, :], slot, 0), axis=1)
             row = (rank * capacity + mine).to(tl.int64)
-            sent = pairs & (mine >= 0)[:, None]
+            sent = assigned & (mine >= 0)[:, None]
             local = tl.where(owner == r, expert - r * SHARE - tl.minimum(r, LARGER), -1)
             for t in tl.static_range(TP):
                 to = _at(peers_ptr, r * TP + t, ids_at, tl.int32)
