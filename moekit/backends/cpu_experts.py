@@ -222,7 +222,8 @@ def _timed(problem: MoEProblem, methods: Sequence[str]) -> Mapping[str, Points]:
     draw = torch.Generator().manual_seed(0)
 
     def random(lead: int, *shape: int) -> Tensor:
-        one = torch.rand(shape, generator=draw, device="cpu").sub_(0.5).to(p.dtype)
+        one = torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu")
+        one = one.sub_(0.5).to(p.dtype)
         return one.expand(lead, *shape).clone()
 
     biases = (random(count, halves * inner), random(count, H)) if p.has_bias else (None, None)
@@ -231,7 +232,8 @@ def _timed(problem: MoEProblem, methods: Sequence[str]) -> Mapping[str, Points]:
 
     def call_of(method: str, rows: int) -> Callable[[], object]:
         number = count if method in ALL_AT_ONCE else 1
-        x, z = random(number, rows, H).flatten(0, 1), torch.empty(number * rows, H, device="cpu")
+        x = random(number, rows, H).flatten(0, 1)
+        z = torch.empty(number * rows, H, dtype=torch.float32, device="cpu")
         scratch = torch.empty(_scratch_bytes(p, number * rows), dtype=torch.uint8, device="cpu")
 
         def one_expert() -> None:

@@ -182,7 +182,7 @@ def scale_values(stored: Tensor) -> Tensor:
 
 def _fp4_pairs(device: torch.device) -> Tensor:
     """Return the two numbers of each byte, (256, 2), that of the lower half first."""
-    nibble = torch.tensor([*E2M1, *(-v for v in E2M1)], device=device)
+    nibble = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack((nibble[byte & 15], nibble[byte >> 4]), dim=1)
 

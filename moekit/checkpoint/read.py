@@ -233,13 +233,13 @@ class Reader:
         if not piece.neurons:
             extents = zip((rows, columns), self.format.group, strict=True)
             entries = [len(torch.unique(sources(extent, group))) for extent, group in extents]
-            return _Scales(torch.ones([max(n, 1) for n in entries]), None)
+            return _Scales(torch.ones([max(n, 1) for n in entries], dtype=torch.float32), None)
         picked = None
         if order is not None and piece in self.share.w13:
             picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
             rows = range(piece.n)
         stored = self._entries(piece, "scale", expert, rows, columns)
-        scale, factor = scale_values(stored), torch.ones(1)
+        scale, factor = scale_values(stored), torch.ones(1, dtype=torch.float32)
         if "global_scale" in self.format.parts:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
             scale = scale / factor if self.format.divides else scale * factor

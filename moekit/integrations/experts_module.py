@@ -176,7 +176,7 @@ def _activation(module: nn.Module, gated: bool) -> tuple[Activation, bool]:
     limits = sorted({v for n, v in numbers.items() if "limit" in n and 0 < v < math.inf})
     alphas = sorted({v for name, v in numbers.items() if "alpha" in name})
     generator = torch.Generator().manual_seed(0)
-    h = torch.randn(96, 64, generator=generator, device="cpu")
+    h = torch.randn(96, 64, generator=generator, dtype=torch.float32, device="cpu")
     h[32:64] *= 4 * max(limits, default=8.0)
     h[64:] *= 1000.0
     h = h.to(next(module.parameters(recurse=False)).device)

@@ -323,8 +323,8 @@ def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor,
 def _to_e2m1(x: Tensor) -> Tensor:
     """Convert fp32 within +-6 to uint8 codes, rounded to nearest, ties to the even code."""
     # The midpoints between values: a tie at 0.25, 1.25, 2.5 or 5 rounds down, at the others up.
-    up = torch.tensor([0.75, 1.75, 3.5], device=x.device)
-    down = torch.tensor([0.25, 1.25, 2.5, 5.0], device=x.device)
+    up = torch.tensor([0.75, 1.75, 3.5], dtype=x.dtype, device=x.device)
+    down = torch.tensor([0.25, 1.25, 2.5, 5.0], dtype=x.dtype, device=x.device)
     magnitude = x.abs()
     code = torch.bucketize(magnitude, up, right=True) + torch.bucketize(magnitude, down)
     return (code + 8 * (x < 0)).to(torch.uint8)
@@ -357,7 +357,7 @@ def dequantize(
     """
     values = (unpack_int4(q) if quant.packed else q).float()
     if quant.dtype == _FP4:
-        codes = torch.tensor([*E2M1, *(-v for v in E2M1)], device=q.device)
+        codes = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=q.device)
         return (codes[values.long()] * _expand(scale.float(), quant.group, *values.shape[-2:])).to(
             dtype
         )

@@ -209,6 +209,21 @@ class ExpertsCalls(ExpertsThreads):
         case = replace(case, weights=cases.strided(case.weights))
         check_call(self._compose(problem, self._native), case)
 
+    @pytest.mark.parametrize("default", ["bfloat16", "float64"])
+    def test_default_dtype(self, default: str) -> None:
+        """An engine may set torch's default dtype, so every tensor needs a dtype of its own."""
+        problem = self._problem()
+        case = make_case(problem, self._T)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, default))
+        try:
+            kernel = self._compose(problem, self._native)
+            packed = pack(kernel, case.weights)
+            out = call(kernel, packed, case)
+        finally:
+            torch.set_default_dtype(before)
+        assert_close(out, case.reference(), problem, case=case)
+
     def test_int32_ids(self) -> None:
         problem = self._problem()
         case = make_case(problem, self._T, "masked")

@@ -393,6 +393,14 @@ def test_everything_allocated_names_its_device(scheme) -> None:
     finally:
         torch.set_default_device(None)
     assert torch.equal(got, want)
+    for default in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            got = run()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert got.dtype == torch.float32
+        assert torch.equal(got, want), f"default dtype {default}"
 
 
 def test_a_layer_and_its_replicas_name_their_device() -> None:

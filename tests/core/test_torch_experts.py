@@ -107,6 +107,20 @@ def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
         assert cpu_costs._read(kept) == {}
 
 
+def test_calibration_names_its_dtypes(monkeypatch, tmp_path) -> None:
+    """vLLM sets torch's default dtype to the model's while it loads weights."""
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_experts, "_choices", {})
+    monkeypatch.setattr(cpu_costs, "_TURNS", 1)
+    p, *_ = case(torch.bfloat16, 4, 2, 1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert "calibrated on this machine" in str(cpu_experts.choice(p))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_explain_says_how_the_cpu_runs_experts(monkeypatch, tmp_path) -> None:
     p, w, *_ = case(torch.float32, 4, 2, 1)
     assert "torch: method by rows per expert: '" in moekit.explain(p, experts="torch").note
