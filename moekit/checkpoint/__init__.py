@@ -1,4 +1,4 @@
-"""Load expert weights from safetensors files, as models and quantizers write them.
+"""Load expert weights from safetensors and GGUF files, as models and quantizers write them.
 
     with moekit.checkpoint.Checkpoint(path) as checkpoint:
         problem = moekit.checkpoint.problem_from_config(checkpoint, parallel=parallel)
@@ -9,6 +9,8 @@
 The modules, from the files up:
 
     headers, files   the safetensors format: which tensors a file holds, and reading them
+    gguf_header, gguf_config, gguf_blocks
+                     the GGUF format: its tensors, its metadata as config.json, and its blocks
     schema, config   the fields of config.json: their types and bounds, and what they mean
     names            what checkpoints call the tensors of their experts
     formats, probe   how an expert matrix may be stored, and how this checkpoint stores it

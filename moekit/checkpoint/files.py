@@ -1,4 +1,4 @@
-"""Read tensors by name from safetensors files, and only the bytes that are needed.
+"""Read tensors by name from safetensors and GGUF files, and only the bytes that are needed.
 
 moekit reads the format itself instead of using the safetensors library:
 
@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moekit.checkpoint import gguf_header
+from moekit.checkpoint.gguf_config import config_of
 from moekit.checkpoint.headers import DTYPES, Entry, Version, read_header, shards
 from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
 from moekit.errors import InvalidProblem, WeightsError
@@ -44,17 +46,20 @@ _SHOWN = 20  # faults that one error spells out
 
 
 class Checkpoint:
-    """The tensors of one safetensors file, or of the shards of a directory, by name.
+    """The tensors of one safetensors or GGUF file, or of the shards of a model, by name.
 
     Opening reads the headers only. Several threads may read at the same time. ``bytes_read``
     counts the bytes of tensors that were read.
 
     Args:
         path: A file, or a directory, whose ``*.safetensors.index.json`` names the files if there
-            is one.
+            is one. Of a split GGUF model, any of its files, or the directory.
+
+    Attributes:
+        metadata: The fields of a GGUF model's first file that have them; otherwise empty.
 
     Raises:
-        WeightsError: Lists all files that are missing, truncated or not safetensors. Reading
+        WeightsError: Lists all files that are missing, truncated or of another format. Reading
             raises it for a file that was replaced or written to after it was opened.
     """
 
@@ -62,12 +67,13 @@ class Checkpoint:
         self.path = Path(path)
         self.bytes_read = 0
         self.duplicates: dict[str, list[Path]] = {}
+        self.metadata: dict[str, Any] = {}
         self._entries: dict[str, Entry] = {}
         self._versions: dict[Path, Version] = {}
         self._files: dict[Path, Any] = {}
         self._lock = threading.Lock()
         faults = []
-        for file in shards(self.path):
+        for file in _files_of(self.path):
             try:
                 self._add(file)
             except WeightsError as error:
@@ -114,6 +120,10 @@ class Checkpoint:
         stored = self._entries[name].dtype
         return DTYPES.get(stored, stored)
 
+    def block(self, name: str) -> str:
+        """Return ggml's type of a tensor that consists of its blocks, such as "Q4_K"; else ""."""
+        return self._entries[name].block
+
     def place(self, name: str) -> tuple[Path, int]:
         """Return the tensor's file and its offset there."""
         entry = self._entries[name]
@@ -121,8 +131,13 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The checked fields of config.json in the same directory; empty if there is none."""
-        return self._json("config.json", CONFIG)
+        """The checked fields of config.json in the same directory; empty if there is none.
+
+        Those of a GGUF model come from its metadata.
+        """
+        if not self.metadata:
+            return self._json("config.json", CONFIG)
+        return self._checked(self.path, config_of(self.metadata, self._entries), CONFIG)
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
@@ -146,6 +161,10 @@ class Checkpoint:
             ) from error
         if not isinstance(found, dict):
             raise WeightsError(f"{file}: must hold an object (got {type(found).__name__})")
+        return self._checked(file, found, kind)
+
+    @staticmethod
+    def _checked(file: Path, found: dict[str, Any], kind: Kind) -> dict[str, Any]:
         if wrong := list(itertools.islice(kind(found), _SHOWN)):
             raise WeightsError(f"{file}: {'; '.join(fault.lstrip('.') for fault in wrong)}")
         return found
@@ -278,11 +297,24 @@ class Checkpoint:
     # -- opening ----------------------------------------------------------------------------
 
     def _add(self, file: Path) -> None:
-        entries, self._versions[file] = read_header(file)
+        if gguf_header.is_gguf(file):
+            entries, self._versions[file], metadata = gguf_header.read_header(file)
+            self.metadata = self.metadata or metadata
+        else:
+            entries, self._versions[file] = read_header(file)
         for name, entry in entries.items():
             other = self._entries.setdefault(name, entry)
             if other is not entry:
                 self.duplicates.setdefault(name, [other.file]).append(file)
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return the files of a model. A directory with both formats is one of safetensors."""
+    if not path.is_dir():
+        return gguf_header.shards_of(path) if gguf_header.is_gguf(path) else shards(path)
+    if any(path.glob("*.safetensors*")):
+        return shards(path)
+    return gguf_header.model_in(path) or shards(path)
 
 
 def listed(faults: Sequence[str]) -> str:

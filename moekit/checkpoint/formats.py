@@ -144,6 +144,10 @@ class Format:
             return stored.view(torch.int8 if self.dtype == "int8" else torch.uint8)
         return stored.flatten(1)
 
+    def core_scale(self, stored: Tensor) -> Tensor:
+        """Return fp32 scales of stored ones."""
+        return scale_values(stored)
+
     def core_zeros(self, stored: Tensor) -> Tensor:
         """Return zero points (N, groups) uint8 of stored words (N / 8, groups)."""
         return (unpack_rows(stored, self.order) + self.zero_offset) & 15
@@ -151,7 +155,7 @@ class Format:
     def values(self, weight: Tensor, zeros: Tensor | None) -> Tensor:
         """Return the core's ``weight`` (n, k) as fp32, before scaling. zeros: (n, k) or None."""
         if self.dtype == "float4_e2m1":
-            pairs = _fp4_pairs(weight.device)
+            pairs = fp4_pairs(weight.device)
             return pairs.index_select(0, weight.flatten().int()).view(len(weight), -1)
         if self.dtype == "int4":
             q = unpack_int4(weight).float()
@@ -180,7 +184,7 @@ def scale_values(stored: Tensor) -> Tensor:
     return stored.float()
 
 
-def _fp4_pairs(device: torch.device) -> Tensor:
+def fp4_pairs(device: torch.device) -> Tensor:
     """Return the two numbers of each byte, (256, 2), that of the lower half first."""
     nibble = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=device)
     byte = torch.arange(256, device=device)

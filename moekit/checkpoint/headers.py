@@ -46,6 +46,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     offset: int  # in the file
     nbytes: int
+    block: str = ""  # ggml's type of the blocks that a tensor of bytes holds
 
 
 class Version(NamedTuple):
@@ -129,12 +130,7 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
                 raise ValueError("its header is no JSON object")
             header = parse_json(b"{" + stream.read(length - 1))
     except FileNotFoundError as error:
-        why = (
-            "the checkpoint is incomplete"
-            if file.parent.is_dir() and file.suffix
-            else "there is no such folder either: download the model and pass its folder"
-        )
-        raise WeightsError(f"{file}: no such file; {why}") from error
+        raise missing(file) from error
     except (OSError, ValueError) as error:
         raise _not_safetensors(file, error) from error
     try:
@@ -143,6 +139,16 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
         return _entries(file, header, 8 + length, version.size), version
     except ValueError as error:
         raise _not_safetensors(file, error) from error
+
+
+def missing(file: Path) -> WeightsError:
+    """Return the error for a file of a checkpoint that is not there."""
+    why = (
+        "the checkpoint is incomplete"
+        if file.parent.is_dir() and file.suffix
+        else "there is no such folder either: download the model and pass its folder"
+    )
+    return WeightsError(f"{file}: no such file; {why}")
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:

@@ -159,6 +159,8 @@ def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int | None
     Raises:
         WeightsError: The model type is unknown, or several models are in the checkpoint.
     """
+    if checkpoint.metadata and not isinstance(names, ExpertNames):
+        return _of_gguf(checkpoint, layer)
     candidates = [names] if isinstance(names, ExpertNames) else _of_type(names)
     if layer is None:
         first = [_first_layer(checkpoint, candidate) for candidate in candidates]
@@ -242,3 +244,43 @@ def _has(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> bool:
     if not per:
         return bool(checkpoint.names(stem))
     return any(after in name for name in checkpoint.names(before))
+
+
+def _of_gguf(checkpoint: Checkpoint, layer: int | None) -> ExpertNames:
+    """Return what a GGUF model calls the experts' tensors in ``layer``; None: in the first one.
+
+    They are one tensor for all experts, with gate and up in halves or apart, or in old files one
+    tensor for each expert (llama.cpp's gguf-py/gguf/constants.py, TENSOR_NAMES).
+    """
+    at = _first_gguf_layer(checkpoint) if layer is None else layer
+    each = not checkpoint.names(f"blk.{at}.ffn_down_exps.")
+    if each and not checkpoint.names(f"blk.{at}.ffn_down.0."):
+        raise WeightsError(
+            f"{checkpoint.path}: layer {at} has no experts called blk.{at}.ffn_down_exps.weight or "
+            f"blk.{at}.ffn_down.0.weight"
+        )
+
+    def called(which: str, kind: str) -> str:
+        middle = f"ffn_{which}.{{expert}}" if each else f"ffn_{which}_exps"
+        template = f"blk.{{layer}}.{middle}.{kind}"
+        name = template.replace("{layer}", str(at)).replace("{expert}", "0")
+        return template if name in checkpoint or (kind, which) == ("weight", "down") else ""
+
+    fused = bool(called("gate_up", "weight"))
+    roles = ("gate_up", "down") if fused else ("gate", "up", "down")
+    found = {role: called(role, "weight") for role in roles}
+    if not fused and not found["up"]:
+        found["up"] = called("down", "weight").replace("ffn_down", "ffn_up")  # reported as missing
+    found |= {f"{role}_bias": called(role, "bias") for role in roles}
+    return ExpertNames(**found)  # type: ignore[arg-type]
+
+
+def _first_gguf_layer(checkpoint: Checkpoint) -> int:
+    """Return the first layer with experts, whichever way they are called; 0 if there is none."""
+    layers = []
+    for name in checkpoint.names("blk."):
+        _, layer, what, *rest = [*name.split("."), ""]
+        each = what == "ffn_down" and len(rest) == 3
+        if layer.isdecimal() and (each or what == "ffn_down_exps"):
+            layers.append(int(layer[:9]))
+    return min(layers, default=0)

@@ -16,6 +16,7 @@ import torch
 from moekit.checkpoint import formats
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import Format, Grid
+from moekit.checkpoint.gguf_blocks import block_format
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.targets import MAX_STEPS, matches
 from moekit.errors import WeightsError
@@ -48,8 +49,20 @@ def format_of(
     Raises:
         WeightsError: moekit does not support the format.
     """
+    if blocks := _of_blocks(checkpoint, names, layer, expert):
+        return blocks
     probe = _Probe(checkpoint, names, layer, expert, hidden_size, intermediate_size)
     return probe.format().flipped() if probe.transposed else probe.format()
+
+
+def _of_blocks(
+    checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int
+) -> Format | None:
+    """Return the format of GGUF blocks; None if no matrix consists of blocks."""
+    templates = (names.gate_up, names.gate, names.up, names.down)
+    held = [formats.filled(template, layer, expert) for template in templates if template]
+    types = tuple(checkpoint.block(name) for name in held if name in checkpoint)
+    return block_format(types) if any(types) else None
 
 
 class _Probe:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import empty
-from moekit.checkpoint.formats import Grid, Part, scale_values
+from moekit.checkpoint.formats import Grid, Part
+from moekit.checkpoint.gguf_blocks import BlockFormat, dequantize
 from moekit.checkpoint.scales import Regrid, requantize, sources
 from moekit.checkpoint.schemes import scheme_for
 from moekit.checkpoint.share import Piece, Share
@@ -110,7 +111,7 @@ class Reader:
 
     def _stored(self, piece: Piece, role: str, expert: int) -> _Stored:
         """Return which tensor holds a part of the piece's matrix."""
-        part = self.format.parts[role]
+        part = self.share.part(piece.template, expert, role)
         name = self.share.name(piece.template, expert, part.suffix)
         shape = part.shape(piece.n, piece.k)
         if "{expert}" in piece.template:
@@ -239,7 +240,7 @@ class Reader:
             picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
             rows = range(piece.n)
         stored = self._entries(piece, "scale", expert, rows, columns)
-        scale, factor = scale_values(stored), torch.ones(1, dtype=torch.float32)
+        scale, factor = self.format.core_scale(stored), torch.ones(1, dtype=torch.float32)
         if "global_scale" in self.format.parts:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
             scale = scale / factor if self.format.divides else scale * factor
@@ -326,6 +327,8 @@ class Reader:
     def _dequantize(self, piece: Piece, expert: int, out: Tensor) -> None:
         """Dequantize the piece in fp32, rounded once to ``out``'s dtype."""
         format = self.format
+        if isinstance(format, BlockFormat):
+            return self._dequantize_blocks(piece, expert, out)
         dtype = self.checkpoint.dtype(self._stored(piece, "weight", expert).name)
         assert isinstance(dtype, torch.dtype)
         core = {"int8": torch.int8}.get(format.dtype, torch.uint8 if format.packed else dtype)
@@ -349,6 +352,23 @@ class Reader:
             values = format.values(q[part], zeros)
             values *= scales.scale[rows[part]][:, entries]
             out[part].copy_(values)
+
+    def _dequantize_blocks(self, piece: Piece, expert: int, out: Tensor) -> None:
+        """Dequantize whole GGUF blocks of each row, and cut the piece's columns out of them."""
+        part, name, _, _ = self._stored(piece, "weight", expert)
+        block, finite = self.checkpoint.block(name), True
+        left = piece.columns.start - part.cells("K", piece.columns).start * part.grid[1]
+        step = max(1, _CHUNK // max(len(piece.columns), 1))
+        for start in range(0, len(out), step):
+            rows = piece.rows[start : start + step]
+            values = self._entries(piece, "weight", expert, rows, piece.columns)
+            if block:
+                values = dequantize(values, block)
+            values = values[:, left : left + len(piece.columns)]
+            finite = finite and is_finite(values)
+            out[start : start + step].copy_(values)
+        if not finite:
+            self.faults.append(f"{name} holds values that are not finite")
 
 
 def is_finite(tensor: Tensor) -> bool:

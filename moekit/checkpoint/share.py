@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import FLOATS, Part, filled, stored
+from moekit.checkpoint.gguf_blocks import BlockFormat, part_of
 from moekit.checkpoint.names import ExpertNames, names_in
 from moekit.checkpoint.probe import format_of
 from moekit.checkpoint.scales import neuron_ranges
@@ -172,6 +173,14 @@ class Share:
         )
         return [(template, size) for template, size in sizes if template]
 
+    def part(self, template: str, expert: int, role: str = "weight") -> Part:
+        """Return the stored tensor of a matrix; blocks that are dequantized may differ in type."""
+        if self.dequantize and isinstance(self.format, BlockFormat):
+            name = self.name(template, expert)
+            if name in self.checkpoint:
+                return part_of(self.checkpoint.block(name))
+        return self.format.parts[role]
+
     def name(self, template: str, expert: int, suffix: str = "weight") -> str:
         """Return the name of an expert's part."""
         return filled(stored(template, suffix), self.layer, expert)
@@ -184,8 +193,9 @@ class Share:
     @property
     def expert_nbytes(self) -> int:
         """Bytes of this rank's share of one expert's weights, without scales."""
-        part, total = self.format.weight, 0.0
+        total = 0.0
         for piece in self.pieces:
+            part = self.part(piece.template, self.experts[0])
             name = self.name(piece.template, self.experts[0], part.suffix)
             dtype = self.checkpoint.dtype(name)
             assert isinstance(dtype, torch.dtype)
@@ -260,12 +270,13 @@ class Share:
         matrices = dict.fromkeys((piece.template, piece.n, piece.k) for piece in self.pieces)
         for template, n, k in matrices:
             per_expert = "{expert}" in template
-            for role, part in self.format.parts.items():
+            for role in self.format.parts:
                 if role == "input_scale" and not self.static:
                     continue
-                shape = part.shape(n, k) if per_expert else (E, *part.shape(n, k))
                 of = range(E) if role == "input_scale" else experts
                 for expert in of if per_expert else (0,):
+                    part = self.part(template, expert, role)
+                    shape = part.shape(n, k) if per_expert else (E, *part.shape(n, k))
                     yield self.name(template, expert, part.suffix), part, shape
         for template, size in self.biases:
             per_expert = "{expert}" in template

@@ -70,7 +70,7 @@ _PACKED: dict[str, tuple[files.Packer, dict[str, Any] | None]] = {
     "ct": (files.pack_quantized(32), _CT),
     "modelopt": (files.nvfp4(modelopt=True), dict(quant_method="modelopt", quant_algo="NVFP4")),
 }  # fmt: skip
-BASES = (*_PACKED, "gpt_oss")
+BASES = (*_PACKED, "gpt_oss", "gguf")
 
 
 def write_bases(folder: Path) -> None:
@@ -90,6 +90,13 @@ def write_bases(folder: Path) -> None:
         quantization_config=dict(quant_method="mxfp4"),
     )  # fmt: skip
     files.save(folder / "gpt_oss", tensors, said)
+    hostile_gguf().write_base(folder / "gguf")
+
+
+def hostile_gguf() -> Any:
+    import hostile_gguf  # which imports this module
+
+    return hostile_gguf
 
 
 # -- changes -----------------------------------------------------------------------------------
@@ -521,7 +528,9 @@ def _tables() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    return [*_configs(), *_indexes(), *_headers(), *_tensors(), *_tables()]
+    return [
+        *_configs(), *_indexes(), *_headers(), *_tensors(), *_tables(), *hostile_gguf().cases()
+    ]  # fmt: skip
 
 
 # -- running them ------------------------------------------------------------------------------

@@ -1,0 +1,235 @@
+"""The block formats of GGUF: their numbers in torch, and those that a scheme of moekit holds.
+
+A block is a run of columns with its own scales: 32 of them, or 256 in the "K" types, whose scales
+are quantized again. The layouts are those of ggml-common.h and ggml-quants.c in
+https://github.com/ggml-org/ggml. `dequantize` computes in fp32 in the order of the gguf library, so
+that the results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from moekit.checkpoint.formats import FLOATS, Format, Part, fp4_pairs, scale_values
+from moekit.checkpoint.gguf_header import TYPES
+from moekit.errors import WeightsError
+from moekit.problem.quant import INT4_ZERO, pack_int4
+
+_SIZES = {name: (elements, nbytes) for name, elements, nbytes in TYPES.values()}
+
+
+def dequantize(blocks: Tensor, name: str) -> Tensor:
+    """Return the numbers of GGUF blocks as fp32, on the blocks' device.
+
+    Args:
+        blocks: uint8 (..., number of blocks, bytes of a block).
+        name: ggml's name of the type, such as "Q4_K". Types that moekit does not compute itself
+            need the gguf library, which computes on the CPU.
+
+    Returns:
+        (..., number of blocks x elements of a block).
+
+    Raises:
+        WeightsError: The type is unknown, or needs the gguf library, which is not installed.
+    """
+    elements, nbytes = _SIZES.get(name, (0, 0))
+    if not elements or elements == 1:
+        raise WeightsError(f"{name!r} is no type of blocks; {_known()}")
+    if blocks.dtype != torch.uint8 or blocks.shape[-1:] != (nbytes,):
+        raise WeightsError(
+            f"blocks of {name} must be torch.uint8 (..., {nbytes}), got {blocks.dtype} "
+            f"{tuple(blocks.shape)}"
+        )
+    flat = blocks.reshape(-1, nbytes)
+    decode = _DECODERS.get(name)
+    values = _by_library(flat, name) if decode is None else decode(flat)
+    return values.reshape(*blocks.shape[:-2], -1)
+
+
+def _known() -> str:
+    return f"moekit reads {', '.join(_DECODERS)}, and others with the gguf library"
+
+
+def _by_library(blocks: Tensor, name: str) -> Tensor:
+    try:
+        import gguf
+    except ImportError as error:
+        raise WeightsError(
+            f"{_known()}: pip install moekit[gguf] to read {name} (the import failed: {error})"
+        ) from error
+    try:
+        kind = gguf.GGMLQuantizationType[name]
+        made = gguf.dequantize(blocks.cpu().contiguous().numpy(), kind)
+    except (KeyError, NotImplementedError) as error:
+        raise WeightsError(f"this version of the gguf library cannot read {name}") from error
+    return torch.from_numpy(made).to(blocks.device)
+
+
+# -- decoders: (blocks, bytes) uint8 -> (blocks, elements) fp32 --------------------------------
+
+
+def _fp16(two_bytes: Tensor) -> Tensor:
+    """Return (blocks, 1) fp32 of a little-endian fp16 in each row."""
+    return two_bytes.contiguous().view(torch.float16).float()
+
+
+def _nibbles(q: Tensor, run: int) -> Tensor:
+    """Return (blocks, 2 x bytes): of each ``run`` of bytes the lower halves, then the upper."""
+    runs = q.reshape(len(q), -1, 1, run)
+    return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1)
+
+
+def _bits(q: Tensor, width: int, run: int) -> Tensor:
+    """Return fields of ``width`` bits: of each ``run`` of bytes first their lowest fields."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=q.device).view(1, 1, -1, 1)
+    return ((q.reshape(len(q), -1, 1, run) >> shifts) & ((1 << width) - 1)).flatten(1)
+
+
+def _q4_0(b: Tensor) -> Tensor:
+    return _fp16(b[:, :2]) * (_nibbles(b[:, 2:], 16).float() - 8)
+
+
+def _q4_1(b: Tensor) -> Tensor:
+    return _fp16(b[:, :2]) * _nibbles(b[:, 4:], 16).float() + _fp16(b[:, 2:4])
+
+
+def _five_bits(low: Tensor, high: Tensor) -> Tensor:
+    """Join nibbles with fifth bits, whose bytes hold those of 8 adjacent elements."""
+    return (_nibbles(low, 16) | (_bits(high, 1, 1) << 4)).float()
+
+
+def _q5_0(b: Tensor) -> Tensor:
+    return _fp16(b[:, :2]) * (_five_bits(b[:, 6:], b[:, 2:6]) - 16)
+
+
+def _q5_1(b: Tensor) -> Tensor:
+    return _fp16(b[:, :2]) * _five_bits(b[:, 8:], b[:, 4:8]) + _fp16(b[:, 2:4])
+
+
+def _q8_0(b: Tensor) -> Tensor:
+    return b[:, 2:].view(torch.int8).float() * _fp16(b[:, :2])
+
+
+def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and minima (blocks, 8, 1) of the eight runs of 32 in Q4_K and Q5_K.
+
+    Twelve bytes hold eight 6-bit scales and minima. The first four of each lie in the lower bits of
+    bytes 0..7; the other four have their lower halves in bytes 8..11 and two bits above the first.
+    """
+    low, mid, high = b[:, 4:16].reshape(-1, 3, 4).unbind(1)
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), 1)
+    minima = torch.cat((mid & 63, (high >> 4) | ((mid >> 2) & 48)), 1)
+    d, d_min = _fp16(b[:, :2]) * scales.float(), _fp16(b[:, 2:4]) * minima.float()
+    return d.unsqueeze(-1), d_min.unsqueeze(-1)
+
+
+def _q4_k(b: Tensor) -> Tensor:
+    d, minimum = _k_scales(b)
+    return (d * _nibbles(b[:, 16:], 32).view(-1, 8, 32).float() - minimum).flatten(1)
+
+
+def _q5_k(b: Tensor) -> Tensor:
+    d, minimum = _k_scales(b)
+    q = _nibbles(b[:, 48:], 32) | (_bits(b[:, 16:48], 1, 32) << 4)
+    return (d * q.view(-1, 8, 32).float() - minimum).flatten(1)
+
+
+def _q6_k(b: Tensor) -> Tensor:
+    q = _nibbles(b[:, :128], 64) | (_bits(b[:, 128:192], 2, 32) << 4)
+    scales = _fp16(b[:, 208:]) * b[:, 192:208].view(torch.int8).float()
+    return (scales.unsqueeze(-1) * (q.view(-1, 16, 16).float() - 32)).flatten(1)
+
+
+def _mxfp4(b: Tensor) -> Tensor:
+    pairs = fp4_pairs(b.device)[_pairs_in_order(b[:, 1:]).int()]
+    return pairs.flatten(1) * scale_values(b[:, :1])
+
+
+_DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
+}
+
+
+def _pairs_in_order(q: Tensor) -> Tensor:
+    """Return bytes of adjacent elements; those of GGUF hold elements j and j + 16."""
+    return pack_int4(_nibbles(q, 16))
+
+
+# -- the formats of a layer ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFormat(Format):
+    """GGUF blocks, which hold weights and scales in one tensor.
+
+    A layer's matrices may be of different types, because llama.cpp quantizes some more finely.
+    ``dtype`` and ``group`` describe blocks that a scheme of moekit holds: Q4_0, as int4 with zero
+    points, and MXFP4. Other blocks can only be dequantized.
+    """
+
+    types: tuple[str, ...] = field(default=())
+
+    @property
+    def packs_rows(self) -> bool:
+        return True  # the stored form is never the core's
+
+    def __str__(self) -> str:
+        return self.name
+
+    def core_weight(self, stored: Tensor) -> Tensor:
+        """Return bytes (n, K / 2) of blocks (n, k', bytes)."""
+        blocks = stored.reshape(-1, stored.shape[-1])
+        q = _pairs_in_order(blocks[:, 1 if self.dtype == "float4_e2m1" else 2 :])
+        if self.dtype == "int4":
+            # moekit's scales are positive: (q - 8) * d = ((15 - q) - 7) * -d.
+            scale = _fp16(blocks[:, :2])
+            q = torch.where(scale < 0, 255 - q, q)
+            q = torch.where(scale == 0, 0x88, q)
+        return q.reshape(len(stored), -1)
+
+    def core_scale(self, stored: Tensor) -> Tensor:
+        """Return positive fp32 scales (n, k') of blocks."""
+        if self.dtype == "float4_e2m1":
+            return scale_values(stored[..., 0])
+        scale = _fp16(stored[..., :2].flatten(0, 1)).view(stored.shape[:2]).abs()
+        return torch.where(scale == 0, 1.0, scale)  # all values are zero, see `core_weight`
+
+    def core_zeros(self, stored: Tensor) -> Tensor:
+        """Return zero points (n, k') uint8 of blocks."""
+        negative = (stored[..., 1] > 0x80) | ((stored[..., 1] == 0x80) & (stored[..., 0] > 0))
+        return INT4_ZERO - negative.to(torch.uint8)
+
+
+def block_format(types: tuple[str, ...]) -> Format:
+    """Return the format of a layer whose matrices have these types; "" for unquantized ones."""
+    names = sorted({name or "unquantized" for name in types})
+    parts = {"weight": part_of(types[-1])}
+    found = BlockFormat(name=f"GGUF {', '.join(names)}", dtype="blocks", parts=parts, types=types)
+    if names == ["MXFP4"]:
+        parts["scale"] = parts["weight"]
+        kind = "float8_e8m0fnu"
+        return replace(found, dtype="float4_e2m1", group=(1, 32), scale_dtype=kind)
+    if names == ["Q4_0"]:
+        parts["scale"] = parts["zeros"] = parts["weight"]
+        return replace(found, dtype="int4", group=(1, 32), zero_points=True)
+    return found
+
+
+def part_of(name: str) -> Part:
+    """Return the part that holds a matrix of ggml's type ``name``; "" for an unquantized one."""
+    if not name:
+        return Part(suffix="weight", dtypes=FLOATS)
+    elements, nbytes = _SIZES[name]
+    return Part(suffix="weight", dtypes=(torch.uint8,), grid=(1, elements), tail=(nbytes,))
