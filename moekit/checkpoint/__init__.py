@@ -17,13 +17,17 @@ The modules, from the files up:
     schemes          which quantization scheme of moekit computes with a stored format
     share, scales    which part of a layer one rank loads, and its scales where blocks are cut
     read, load       reading that part, expert by expert
+    pushed           the same from tensors that a caller passes one by one
+    declared         the format that a quantization config declares
 """
 
 from moekit.checkpoint.config import Detected, detect, problem_from_config
+from moekit.checkpoint.declared import declared_format
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.load import load_experts, load_layers
 from moekit.checkpoint.names import NAMES, ExpertNames
+from moekit.checkpoint.pushed import PushedExperts
 
 __all__ = [
     "NAMES",
@@ -31,6 +35,8 @@ __all__ = [
     "Detected",
     "ExpertNames",
     "Format",
+    "PushedExperts",
+    "declared_format",
     "detect",
     "load_experts",
     "load_layers",

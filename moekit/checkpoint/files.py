@@ -204,8 +204,8 @@ class Checkpoint:
     def _cut(
         self, name: str, parts: Sequence[slice], shape: Sequence[int] | None
     ) -> tuple[list[int], list[range]]:
-        full = list(self._entries[name].shape if shape is None else shape)
-        assert math.prod(full) == math.prod(self._entries[name].shape)
+        full = list(self.shape(name) if shape is None else shape)
+        assert math.prod(full) == math.prod(self.shape(name))
         ranges = [range(n) for n in full]
         for dim, part in enumerate(parts):
             ranges[dim] = range(full[dim])[part]

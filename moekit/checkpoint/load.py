@@ -132,7 +132,7 @@ def load_layers(
                     f"num_experts must be at most {MAX_EXPERTS} (got {problem.num_experts}); "
                     "correct config.json"
                 )
-            local = _local_experts(problem, experts)
+            local = local_experts(problem, experts)
             shares = [
                 Share(checkpoint, called, layer, problem, local, dequantize) for layer in layers
             ]
@@ -161,12 +161,8 @@ def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
 
 def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
     """Allocate w13 and w2 of a layer. Raises WeightsError if memory does not suffice."""
-    p, L, dtype = share.problem, len(share.experts), _dtype(share)
-    halved = 1 if p.quant.weight is None or not p.quant.weight.packed else 2
-    shapes = {
-        "w13": (L, p.w13_rows, p.hidden_size // halved),
-        "w2": (L, p.hidden_size, p.local_intermediate_size // halved),
-    }
+    p, dtype = share.problem, _dtype(share)
+    shapes = loaded_shapes(p)
     nbytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     if nbytes > (free := available_memory()):
         raise WeightsError(
@@ -180,6 +176,16 @@ def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
         for tensor in out.values():
             tensor.zero_()
     return out
+
+
+def loaded_shapes(problem: MoEProblem) -> dict[str, tuple[int, int, int]]:
+    """Return the shapes of w13 and w2 of this rank's experts."""
+    L, H, weight = problem.num_local_experts, problem.hidden_size, problem.quant.weight
+    halved = 1 if weight is None or not weight.packed else 2
+    return {
+        "w13": (L, problem.w13_rows, H // halved),
+        "w2": (L, H, problem.local_intermediate_size // halved),
+    }
 
 
 def _load(
@@ -197,12 +203,22 @@ def _load(
     except BaseException:
         pool.shutdown(cancel_futures=True)
         raise
+    return collect(reader)
+
+
+def collect(reader: Reader) -> ExpertWeights:
+    """Return the experts that ``reader`` has read, with their biases and input scales.
+
+    Raises:
+        WeightsError: Lists the reader's faults.
+    """
+    share = reader.share
     input_scales = _input_scales(share, reader.faults) if share.static else {}
     biases = _biases(share, reader.faults)
     _raise(share.checkpoint, reader.faults)
     extras = {name: torch.stack([e[name] for e in reader.extras]) for name in reader.extras[0]}
     return ExpertWeights(
-        **out,
+        **reader.out,
         **_without_runs(share, extras),
         **biases,
         **input_scales,
@@ -210,7 +226,12 @@ def _load(
     )
 
 
-def _local_experts(problem: MoEProblem, experts: Sequence[int] | None) -> list[int]:
+def local_experts(problem: MoEProblem, experts: Sequence[int] | None) -> list[int]:
+    """Return the logical expert of each of this rank's physical experts.
+
+    Raises:
+        WeightsError: ``experts`` does not fit the problem.
+    """
     if experts is None:
         return [problem.logical_expert(p) for p in problem.local_experts]
     if len(experts) != problem.num_local_experts:

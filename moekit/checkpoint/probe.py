@@ -274,25 +274,39 @@ class _Probe:
 
     def _compressed_tensors(self) -> tuple[Mapping[str, Any], OperandQuant | None]:
         """Return (weights, activation) of the config group whose target is this module."""
-        groups = self.config.get("config_groups")
-        if not groups:
-            return {}, None
-        module = self.template.removesuffix(".weight")
-
-        def nearness(group: Mapping[str, Any]) -> int:
-            return max((self._nearness(t, module) for t in group.get("targets") or ()), default=0)
-
-        group = max(groups.values(), key=nearness)
+        group = config_group(self.config, self.template.removesuffix(".weight"), self.steps)
         return group.get("weights") or {}, _operand(group.get("input_activations"))
 
-    def _nearness(self, target: str, module: str) -> int:
-        """Return how closely a config group's target names the module; 0 if it does not."""
-        if not target.startswith("re:"):
-            return 2 if module.endswith(target) else int(target == "Linear")
-        try:
-            return 2 if matches(target[3:], module, self.steps) else 0
-        except ValueError as error:
-            raise WeightsError(f"config_groups targets {shown(target)}: {error}") from error
+
+def config_group(
+    config: Mapping[str, Any], module: str, steps: list[int] | None = None
+) -> Mapping[str, Any]:
+    """Return compressed-tensors' config group whose target is ``module``; {} if there is none.
+
+    Args:
+        config: The quantization config.
+        module: The name of a Linear.
+        steps: As in `matches`.
+
+    Raises:
+        WeightsError: A target is no regular expression that moekit supports.
+    """
+    groups, left = config.get("config_groups"), [MAX_STEPS] if steps is None else steps
+
+    def nearness(group: Mapping[str, Any]) -> int:
+        return max((_nearness(t, module, left) for t in group.get("targets") or ()), default=0)
+
+    return max(groups.values(), key=nearness) if groups else {}
+
+
+def _nearness(target: str, module: str, steps: list[int]) -> int:
+    """Return how closely a config group's target names the module; 0 if it does not."""
+    if not target.startswith("re:"):
+        return 2 if module.endswith(target) else int(target == "Linear")
+    try:
+        return 2 if matches(target[3:], module, steps) else 0
+    except ValueError as error:
+        raise WeightsError(f"config_groups targets {shown(target)}: {error}") from error
 
 
 def _operand(args: Mapping[str, Any] | None) -> OperandQuant | None:

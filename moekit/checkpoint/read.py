@@ -76,28 +76,41 @@ class Reader:
 
     def expert(self, slot: int) -> None:
         """Read everything of the physical expert ``slot`` of this rank."""
-        share, expert = self.share, self.share.experts[slot]
-        self._check_shapes(expert)
-        # In act-order the groups of w2 are scattered over all neurons; a rank takes whole groups.
-        order = None
-        if share.problem.parallel.tp_size > 1 and not share.dequantize:
-            order = self._order(share.w2[0], expert)
-        for which, pieces in (("w13", share.w13), ("w2", share.w2)):
-            matrix = self.out[which][slot]
-            for piece in pieces:
-                self._place(piece, expert, matrix, order)
-            if self.format.dtype and not share.dequantize:
-                self._scale(slot, which, pieces, matrix, order)
+        order = self.order(slot)
+        for which in ("w13", "w2"):
+            for piece in self.share.of(which):
+                self.place(slot, which, piece, order)
+            self.finish(slot, which, order)
 
-    def _place(self, piece: Piece, expert: int, matrix: Tensor, order: Tensor | None) -> None:
-        """Read a piece into its rows and columns of w13 or w2."""
+    def order(self, slot: int) -> Tensor | None:
+        """Return the order in which a rank of tensor parallelism takes the expert's neurons.
+
+        In act-order the groups of w2 are scattered over all neurons, and a rank takes whole groups.
+        None: the neurons are in order.
+        """
+        share = self.share
+        if share.problem.parallel.tp_size == 1 or share.dequantize:
+            return None
+        return self._order(share.w2[0], share.experts[slot])
+
+    def finish(self, slot: int, which: str, order: Tensor | None) -> None:
+        """Read what belongs to w13 or w2 of a physical expert after its pieces are placed."""
+        self._check_shapes(self.share.of(which), self.share.experts[slot])
+        if self.format.dtype and not self.share.dequantize:
+            self._scale(slot, which, self.share.of(which), self.out[which][slot], order)
+
+    def place(self, slot: int, which: str, piece: Piece, order: Tensor | None) -> None:
+        """Read a piece into its rows and columns of w13 or w2 of a physical expert."""
         if not piece.neurons:
             return
+        expert, matrix = self.share.experts[slot], self.out[which][slot]
         halved = 2 if matrix.dtype == torch.uint8 else 1
         left, width = piece.left // halved, len(piece.columns) // halved
         target = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
         # Reading needs contiguous memory, which a part of each row is not.
-        out = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+        out = target
+        if not target.is_contiguous():
+            out = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         if self.share.dequantize:
             self._dequantize(piece, expert, out)
         elif order is None:
@@ -129,11 +142,11 @@ class Reader:
         read = self.checkpoint.read(name, *which, *cuts, shape=shape).flatten(0, len(which))
         return read.mT if part.axes == "KN" else read
 
-    def _check_shapes(self, expert: int) -> None:
+    def _check_shapes(self, pieces: Sequence[Piece], expert: int) -> None:
         """Compare the shapes that compressed-tensors stores with the expected ones."""
         if "shape" not in self.format.parts:
             return
-        for piece in self.share.pieces:
+        for piece in pieces:
             said = self._entries(piece, "shape", expert, piece.rows, piece.columns).tolist()
             if said != [piece.n, piece.k]:
                 name = self._stored(piece, "shape", expert).name

@@ -116,5 +116,5 @@ def requantize(
         new = new_scale[new_rows[part]][:, new_columns]
         if torch.equal(old, new):
             continue
-        values = (q[part].float() * (old / new)).clamp_(-quant.qmax, quant.qmax)
+        values = (q[part].float() * (old / new).to(q.device)).clamp_(-quant.qmax, quant.qmax)
         q[part] = (values.round_() if quant.dtype == "int8" else values).to(q.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
-from moekit.checkpoint.formats import FLOATS, Part, filled, stored
+from moekit.checkpoint.formats import FLOATS, Format, Part, filled, stored
 from moekit.checkpoint.gguf_blocks import BlockFormat, part_of
 from moekit.checkpoint.names import ExpertNames, names_in
 from moekit.checkpoint.probe import format_of
@@ -56,6 +56,9 @@ class Piece:
 class Share:
     """The part of one layer that a rank loads: names, cuts and format of its matrices.
 
+    Args:
+        format: How the matrices are stored. None: as the checkpoint's tensors show.
+
     Attributes:
         neurons: The rank's neurons; see `neuron_ranges`.
         w13: The pieces of gate, then those of up; or pieces of both if their rows alternate.
@@ -71,12 +74,13 @@ class Share:
         problem: MoEProblem,
         experts: Sequence[int],
         dequantize: bool,
+        format: Format | None = None,
     ) -> None:
         self.checkpoint, self.layer, self.problem = checkpoint, layer, problem
         self.experts, self.dequantize = list(experts), dequantize
         self.names = names_in(checkpoint, names, layer)
         H, I = problem.hidden_size, problem.intermediate_size
-        self.format = format_of(checkpoint, self.names, layer, self.experts[0], H, I)
+        self.format = format or format_of(checkpoint, self.names, layer, self.experts[0], H, I)
         self.neurons = self._neurons()
         self.w13, self.w2 = self._w13(), self._w2()
 
@@ -154,6 +158,10 @@ class Share:
         """The pieces of w13, then those of w2."""
         return (*self.w13, *self.w2)
 
+    def of(self, which: str) -> tuple[Piece, ...]:
+        """Return the pieces of "w13" or "w2"."""
+        return self.w13 if which == "w13" else self.w2
+
     @property
     def static(self) -> bool:
         """Whether the scheme needs the checkpoint's activation scales."""
@@ -207,11 +215,11 @@ class Share:
 
     def faults(self) -> list[str]:
         """Return everything that prevents this layer from being loaded, by name."""
-        if wrong := self._setting_fault():
+        if wrong := self.setting_fault():
             return [f"layer {self.layer}: {wrong}"]
         return [*self._tensor_faults(), *self._name_faults()]
 
-    def _setting_fault(self) -> str:
+    def setting_fault(self) -> str:
         """Return why the problem does not fit the stored format; "" if it does."""
         p, format, scheme = self.problem, self.format, self.problem.quant
         tp, inner = p.parallel.tp_size, p.intermediate_size
@@ -244,7 +252,7 @@ class Share:
         """List tensors of this rank's experts that are missing, or of another shape or dtype."""
         checkpoint, found = self.checkpoint, []
         dtypes: dict[str, str] = {}
-        for name, part, shape in self._wanted(sorted(set(self.experts))):
+        for name, part, shape in self.wanted(sorted(set(self.experts))):
             if name not in checkpoint:
                 found.append(f"{name} is missing")
                 continue
@@ -261,7 +269,7 @@ class Share:
             found.append(f"weights have different dtypes: {mixed}")
         return found
 
-    def _wanted(self, experts: Sequence[int]) -> Iterator[tuple[str, Part | None, tuple[int, ...]]]:
+    def wanted(self, experts: Sequence[int]) -> Iterator[tuple[str, Part | None, tuple[int, ...]]]:
         """Yield (name, part, shape) of every tensor to read; part is None for a bias.
 
         These are the tensors of ``experts``, and the input scales of all experts.
@@ -286,7 +294,7 @@ class Share:
     def _name_faults(self) -> list[str]:
         """List unknown names under the experts' prefixes, and names that several files have."""
         E, checkpoint = range(self.problem.num_experts), self.checkpoint
-        known = {name for name, _, _ in self._wanted(E)}
+        known = {name for name, _, _ in self.wanted(E)}
         prefixes = set()
         for template in {piece.template for piece in self.pieces}:
             known |= {self.name(template, e, suffix) for e in E for suffix in self.format.ignored}

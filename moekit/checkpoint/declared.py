@@ -1,0 +1,241 @@
+"""The format that a quantization config declares, before any tensor is there.
+
+An engine constructs a layer from a model's ``quantization_config`` and loads weights later. Here
+the config is turned into the names, shapes and dtypes of one matrix's tensors as quantizers write
+them, and `format_of` examines those as it examines a checkpoint's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+import torch
+
+from moekit.checkpoint import formats
+from moekit.checkpoint.formats import Format, Grid
+from moekit.checkpoint.names import per_expert
+from moekit.checkpoint.probe import config_group, format_of
+from moekit.checkpoint.pushed import HeldTensors
+from moekit.checkpoint.schema import QUANTIZATION
+from moekit.checkpoint.targets import MAX_STEPS, matches
+from moekit.errors import WeightsError
+from moekit.problem.quant import OperandQuant, QuantScheme
+from moekit.untrusted.files import shown
+
+_FP8, _F32, _BYTES, _WORDS = torch.float8_e4m3fn, torch.float32, torch.uint8, torch.int32
+_METHODS = ("fp8", "fbgemm_fp8", "modelopt", "gptq", "awq", "compressed-tensors", "mxfp4")
+_NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def declared_format(
+    config: Mapping[str, Any] | None,
+    hidden_size: int,
+    intermediate_size: int,
+    module: str = "experts",
+) -> Format:
+    """Return the format of experts that ``config`` describes.
+
+    Args:
+        config: A model's ``quantization_config``. None, or one that leaves the module out, stands
+            for unquantized experts.
+        hidden_size: H.
+        intermediate_size: I.
+        module: The name of the experts' module, for configs that name modules.
+
+    Raises:
+        WeightsError: moekit does not know the method, or the config contradicts itself.
+    """
+    if config is None or _left_out(config, module):
+        return formats.plain()
+    if faults := list(itertools.islice(QUANTIZATION(dict(config)), 5)):
+        raise WeightsError(f"quantization_config: {'; '.join(f.lstrip('.') for f in faults)}")
+    method = (config.get("quant_method") or "").lower()
+    if method not in _METHODS:
+        raise WeightsError(
+            f"quantization_config names the method {shown(method)}, expected one of "
+            f"{', '.join(_METHODS)}"
+        )
+    if method == "mxfp4":
+        return formats.fp4_bytes("mxfp4", "weight", 32)
+    held, names = HeldTensors(module), per_expert(f"{module}.0", "", "up_proj", "down_proj")
+    held.quantization = dict(config)
+    down, n, k = names.down.replace("{expert}", "0"), hidden_size, intermediate_size
+    make = {"gptq": _gptq, "awq": _awq, "modelopt": _modelopt, "compressed-tensors": _compressed}
+    tensors = make.get(method, _fp8)(held.quantization, down, n, k)
+    for suffix, (shape, dtype) in tensors.items():
+        held.hold(formats.stored(down, suffix), torch.empty(shape, dtype=dtype, device="meta"))
+    return format_of(held, names, 0, 0, n, k)
+
+
+def config_of(scheme: QuantScheme) -> dict[str, Any] | None:
+    """Return a quantization config whose format ``scheme`` computes with; None for "none".
+
+    fp8 per tensor and in blocks is named as in DeepSeek's and Mixtral's fp8 checkpoints, all else
+    as compressed-tensors does.
+    """
+    weight, activation = scheme.weight, scheme.activation
+    if weight is None:
+        return None
+    if weight.dtype == "float8_e4m3fn" and weight.group[0] != 1 and activation is not None:
+        blocks = {} if weight.per_tensor else {"weight_block_size": list(weight.group)}
+        static = "static" if activation.static else "dynamic"
+        return {"quant_method": "fp8", "activation_scheme": static, **blocks}
+    inputs = None if activation is None else {**_arguments(activation), "dynamic": True}
+    group = {"targets": ["Linear"], "weights": _arguments(weight), "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if weight.dtype == "int8" else "pack-quantized",
+        "config_groups": {"group_0": group},
+    }
+
+
+def _arguments(operand: OperandQuant) -> dict[str, Any]:
+    """Return compressed-tensors' QuantizationArgs."""
+    bits = 4 if operand.packed else 8
+    kind = "int" if operand.dtype.startswith("int") else "float"
+    rows, columns = operand.group
+    said: dict[str, Any] = {"num_bits": bits, "type": kind, "symmetric": not operand.zero_points}
+    if rows > 1:
+        return {**said, "strategy": "block", "block_structure": [rows, columns]}
+    if columns > 0:
+        order = {"actorder": "group"} if operand.act_order else {}
+        return {**said, "strategy": "group", "group_size": columns, **order}
+    return {**said, "strategy": "channel" if rows == 1 else "tensor"}
+
+
+def _left_out(config: Mapping[str, Any], module: str) -> bool:
+    """Whether the config leaves the module, or one of its experts, unquantized."""
+    entries = [config.get(key) for key in _NOT_CONVERTED]
+    steps = [MAX_STEPS]
+    for entry in itertools.chain.from_iterable(e for e in entries if isinstance(e, list)):
+        if not isinstance(entry, str):
+            continue
+        if entry == module or entry.startswith(f"{module}."):
+            return True
+        if entry.startswith("re:"):
+            try:
+                if matches(entry[3:], module, steps):
+                    return True
+            except ValueError as error:
+                raise WeightsError(
+                    f"quantization_config leaves out {shown(entry)}: {error}"
+                ) from error
+    return False
+
+
+# -- the tensors of one matrix (n, k) in each method ------------------------------------------
+
+
+def _scale(grid: Grid, n: int, k: int) -> tuple[int, int]:
+    rows, columns = grid
+    return (1 if rows < 0 else ceil(n / rows), 1 if columns < 0 else ceil(k / columns))
+
+
+def _fp8(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
+    weight: _Tensors = {"weight": ((n, k), _FP8)}
+    if config["quant_method"].lower() == "fbgemm_fp8":
+        return weight | {"weight_scale": ((n, 1), _F32)}
+    if blocks := config.get("weight_block_size"):
+        return weight | {"weight_scale_inv": (_scale(tuple(blocks), n, k), _F32)}
+    static = config.get("activation_scheme") == "static"
+    return weight | {"weight_scale": ((), _F32)} | _input_scale(static)
+
+
+def _input_scale(static: bool) -> _Tensors:
+    return {"input_scale": ((), _F32)} if static else {}
+
+
+def _modelopt(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
+    algorithm = (config.get("quant_algo") or "FP8").upper()
+    if algorithm == "FP8":
+        return {"weight": ((n, k), _FP8), "weight_scale": ((), _F32)} | _input_scale(True)
+    if "NVFP4" in algorithm:
+        return {
+            "weight": ((n, k // 2), _BYTES),
+            "weight_scale": (_scale((1, 16), n, k), _FP8),
+            "weight_scale_2": ((), _F32),
+        }
+    raise WeightsError(
+        f"quantization_config names ModelOpt's algorithm {shown(algorithm)}, expected FP8 or NVFP4"
+    )
+
+
+def _integer(config: Mapping[str, Any], key: str, allowed: tuple[int, ...]) -> int:
+    value = config.get(key)
+    if type(value) is not int or value not in allowed:
+        choices = " or ".join(map(str, allowed))
+        raise WeightsError(f"quantization_config.{key} is {shown(value)}, expected {choices}")
+    return value
+
+
+def _gptq(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
+    bits = _integer(config, "bits", (4, 8))
+    groups = _scale((1, config.get("group_size") or -1), n, k)[1]
+    return {
+        "qweight": ((k * bits // 32, n), _WORDS),
+        "qzeros": ((groups, n * bits // 32), _WORDS),
+        "scales": ((groups, n), torch.float16),
+        "g_idx": ((k,), _WORDS),
+    }
+
+
+def _awq(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
+    _integer({"bits": config.get("bits", config.get("w_bit"))}, "bits", (4,))
+    groups = _scale((1, config.get("group_size") or -1), n, k)[1]
+    return {
+        "qweight": ((k, n // 8), _WORDS),
+        "qzeros": ((groups, n // 8), _WORDS),
+        "scales": ((groups, n), torch.float16),
+    }
+
+
+def _compressed(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
+    group = config_group(config, down.removesuffix(".weight"))
+    said, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    bits, kind = said.get("num_bits"), said.get("type") or "int"
+    columns = said.get("group_size") or -1
+    grid = _grid(said)
+    if kind == "float" and bits == 8:
+        dtype = _BYTES if grid == (1, 32) else _F32
+        scale = () if grid == (-1, -1) else _scale(grid, n, k)
+        static = bool(inputs) and not inputs.get("dynamic")
+        return {"weight": ((n, k), _FP8), "weight_scale": (scale, dtype)} | _input_scale(static)
+    if kind == "float" and bits == 4:
+        packed: _Tensors = {"weight_packed": ((n, k // 2), _BYTES)}
+        if columns == 16:
+            scales = {"weight_scale": (_scale(grid, n, k), _FP8)}
+            return packed | scales | {"weight_global_scale": ((1,), _F32)}
+        return packed | {"weight_scale": (_scale((1, 32), n, k), _BYTES)}
+    if kind == "int" and bits in (4, 8):
+        how = str(group.get("format") or config.get("format") or "")
+        if bits == 8 and not how.startswith("pack"):
+            return {"weight": ((n, k), torch.int8), "weight_scale": (_scale(grid, n, k), _F32)}
+        groups = _scale(grid, n, k)
+        words: _Tensors = {
+            "weight_packed": ((n, ceil(k * bits / 32)), _WORDS),
+            "weight_scale": (groups, torch.bfloat16),
+            "weight_shape": ((2,), torch.int64),
+        }
+        if said.get("symmetric") is False:
+            words["weight_zero_point"] = ((ceil(n / 8), groups[1]), _WORDS)
+        if said.get("actorder") in ("group", "GROUP", True):
+            words["weight_g_idx"] = ((k,), _WORDS)
+        return words
+    raise WeightsError(
+        f"quantization_config describes weights of {shown(bits)} bits of type {shown(kind)}, "
+        "expected 4 or 8 bits of type int or float"
+    )
+
+
+def _grid(said: Mapping[str, Any]) -> Grid:
+    """Return the rows and columns of a scale by compressed-tensors' QuantizationArgs."""
+    strategy, columns = said.get("strategy") or "tensor", said.get("group_size") or -1
+    if strategy == "block":
+        return (128, 128)  # `format_of` reads block_structure itself
+    if strategy == "tensor":
+        return (-1, -1)
+    return (1, -1) if strategy == "channel" else (1, columns)

@@ -1,0 +1,458 @@
+"""Load one rank's experts from tensors that a caller passes one by one, as engines' loaders do.
+
+The tensors are those of a checkpoint, whole, in any order. `PushedExperts` takes this rank's part
+of each and converts it as `load_experts` does, so that both give the same bits. Weights go straight
+into their final place. Scales and the like are kept until their matrix is complete; so are weights
+that cannot be converted without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moekit.checkpoint.files import Checkpoint, listed
+from moekit.checkpoint.formats import FLOATS, Format, Part
+from moekit.checkpoint.load import collect, loaded_shapes, local_experts
+from moekit.checkpoint.names import ExpertNames
+from moekit.checkpoint.read import Reader
+from moekit.checkpoint.share import Share, fits
+from moekit.errors import WeightsError
+from moekit.problem import MoEProblem
+from moekit.problem.weights import ExpertWeights
+from moekit.untrusted.arguments import shown
+
+SHARDS = ("w1", "w2", "w3", "w13")
+_Unit = tuple[int, str]  # an expert, and "w13", "w2", or "" for both
+
+
+class HeldTensors(Checkpoint):
+    """Tensors in memory in place of files.
+
+    Args:
+        name: Stands for the path in errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.path = Path(name)
+        self.bytes_read = 0
+        self.duplicates = {}
+        self.metadata = {}
+        self.quantization = {}
+        self._held: dict[str, Tensor] = {}
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor under a name."""
+        self._held[name] = tensor
+
+    def drop(self, name: str) -> None:
+        """Forget a tensor, if it is held."""
+        self._held.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(name for name in self._held if name.startswith(prefix))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._held[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._held[name].dtype
+
+    def block(self, name: str) -> str:
+        return ""
+
+    def place(self, name: str) -> tuple[Path, int]:
+        return self.path, 0
+
+    def _read(self, out: Tensor, name: str, full: Sequence[int], ranges: Sequence[range]) -> None:
+        cuts = tuple(slice(r.start, r.stop) for r in ranges)
+        out.copy_(self._held[name].reshape(tuple(full))[cuts])
+        self.bytes_read += out.nbytes
+
+
+class PushedExperts:
+    """The experts of one layer on one rank, from tensors that are pushed.
+
+    A round of loading begins with the first `push` after construction or after `finish`, and needs
+    every tensor of this rank exactly once.
+
+    Args:
+        problem: The problem to load for.
+        format: How the pushed tensors are stored; see `declared_format`.
+        experts: The logical expert of each of this rank's L physical experts. Default: as the
+            problem places them.
+        dequantize: Convert weights to the problem's dtype, whose scheme must be "none".
+        interleaved: Rows of pushed gate_up matrices ("w13") alternate between gate and up.
+        transposed: Pushed stacks of all experts hold matrices as (in, out).
+        device: Where the weights are put together.
+        name: The layer's name, for errors.
+
+    Attributes:
+        out: w13 (L, 2I, H or H / 2) and w2 (L, H, I or I / 2), which pushing fills. Empty after
+            `release`.
+
+    Raises:
+        WeightsError: The problem does not fit the format.
+    """
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        format: Format,
+        *,
+        experts: Sequence[int] | None = None,
+        dequantize: bool = False,
+        interleaved: bool = False,
+        transposed: bool = False,
+        device: torch.device | str = "cpu",
+        name: str = "experts",
+    ) -> None:
+        self.problem, self.format, self.name = problem, format, name
+        self.interleaved, self.transposed = interleaved, transposed
+        self.device = torch.device(device)
+        self._held = HeldTensors(name)
+        local = local_experts(problem, experts)
+        self._share = Share(self._held, _names(problem), 0, problem, local, dequantize, format)
+        if wrong := self._share.setting_fault():
+            raise WeightsError(f"{name}: {wrong}")
+        if not format.dtype:  # convert to the problem's dtype, as engines do
+            self._share.dequantize = True
+        self._wanted = {
+            tensor: (part, shape)
+            for tensor, part, shape in self._share.wanted(sorted(set(self._share.experts)))
+        }
+        self._in_order = not (problem.parallel.tp_size > 1 and "g_idx" in format.parts)
+        self._direct = not format.dtype or (self._in_order and not dequantize)
+        self._units = self._make_units()
+        self._unit_of = {tensor: unit for unit, of in self._units.items() for tensor in of}
+        self._reader: Reader | None = None
+        self._pushed: dict[str, int] = {}  # each name, and the physical expert it was pushed for
+        self._left: dict[_Unit, set[str]] = {}
+        self.out: dict[str, Tensor] = {}
+        self.allocate()
+
+    # -- names ------------------------------------------------------------------------------
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """What tensors of a matrix may be called: "weight", "weight_scale", "bias" and so on."""
+        parts = [part.suffix for part in self.format.parts.values()]
+        biases = ["bias"] * self.problem.has_bias
+        return tuple(dict.fromkeys([*parts, *self.format.ignored, *biases]))
+
+    @property
+    def weight_suffix(self) -> str:
+        """The suffix of the tensor whose values are in `out`."""
+        return self.format.weight.suffix
+
+    def shards(self, which: str) -> tuple[str, ...]:
+        """Return the shards that are pushed into "w13" or "w2"."""
+        if which == "w2":
+            return ("w2",)
+        return ("w1", "w3", "w13") if self.problem.activation.gated else ("w1",)
+
+    def _make_units(self) -> dict[_Unit, set[str]]:
+        """Return the tensors that are converted together."""
+        share, units = self._share, dict[_Unit, set[str]]()
+        for which in ("w13", "w2"):
+            for template in dict.fromkeys(piece.template for piece in share.of(which)):
+                for role, part in self.format.parts.items():
+                    if role == "input_scale":
+                        continue  # all experts share the largest one
+                    for expert in share.experts:
+                        unit = (expert, which if self._in_order else "")
+                        name = share.name(template, expert, part.suffix)
+                        units.setdefault(unit, set()).add(name)
+        return units
+
+    # -- storage ----------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        """Allocate `out`, unless it is allocated."""
+        if not self.out:
+            shapes, dtype = loaded_shapes(self.problem), self._dtype()
+            make = torch.zeros if self._share.padded else torch.empty
+            self.out = {
+                which: make(shape, dtype=dtype, device=self.device)
+                for which, shape in shapes.items()
+            }
+
+    def release(self) -> None:
+        """Free `out`; the next round of loading allocates it again."""
+        self.out, self._reader = {}, None
+
+    def _dtype(self) -> torch.dtype:
+        weight = self.problem.quant.weight
+        return self.problem.dtype if weight is None else weight.torch_dtype
+
+    # -- a round of loading -----------------------------------------------------------------
+
+    @property
+    def loading(self) -> bool:
+        """Whether a round of loading has begun and is not finished."""
+        return self._reader is not None
+
+    def missing(self) -> list[str]:
+        """Return the tensors of this rank that this round still needs."""
+        return [tensor for tensor in self._wanted if tensor not in self._pushed]
+
+    def _begin(self) -> Reader:
+        if self._reader is None:
+            self.allocate()
+            if self._share.padded:
+                for tensor in self.out.values():
+                    tensor.zero_()
+            self._pushed = {}
+            self._left = {unit: set(of) for unit, of in self._units.items()}
+            self._reader = Reader(self._share, self.out)
+        return self._reader
+
+    @torch.no_grad()
+    def push(self, suffix: str, shard: str, expert: int, tensor: Tensor) -> bool:
+        """Load one tensor, or one of all experts.
+
+        Args:
+            suffix: Which tensor of the matrix, one of `suffixes`.
+            shard: "w1" (gate), "w3" (up), "w2" (down) or "w13" (gate and up in one tensor).
+                Experts without a gate have "w1" and "w2".
+            expert: The physical expert. It has no effect for a stack.
+            tensor: The whole tensor as a checkpoint stores it, on any device, for one expert; or a
+                stack of those of all experts or of all experts of this rank. It is not kept.
+
+        Returns:
+            Whether this rank needs it.
+
+        Raises:
+            WeightsError: The tensor does not fit, was pushed before in this round, or holds values
+                that cannot be right. The round may go on with the right tensor.
+        """
+        self._check(suffix, shard, expert, tensor)
+        part = next((p for p in self.format.parts.values() if p.suffix == suffix), None)
+        if part is None and suffix != "bias":
+            return expert % self.problem.num_experts in self._share.experts
+        if shard == "w13":
+            halves = self._halves(suffix, part, tensor)
+            needed = [
+                self._push(suffix, part, s, expert, half)
+                for s, half in zip(("w1", "w3"), halves, strict=True)
+            ]
+            return any(needed)
+        return self._push(suffix, part, shard, expert, tensor)
+
+    def finish(self) -> ExpertWeights:
+        """End the round: return the experts, on `device`, with w13 and w2 in `out`.
+
+        Raises:
+            WeightsError: Lists tensors that were not pushed, and the round goes on; or values that
+                do not fit, and the layer must be loaded again.
+        """
+        if missing := self.missing():
+            raise WeightsError(
+                f"{self.name}: {len(missing)} of {len(self._wanted)} tensors of this rank were not "
+                f"loaded: {listed(missing)}; load them, then call this again"
+            )
+        reader = self._begin()
+        self._reader = None
+        try:
+            return collect(reader).to(self.device)
+        finally:
+            for name in self._held.names():
+                self._held.drop(name)
+
+    def _check(self, suffix: str, shard: str, expert: int, tensor: Tensor) -> None:
+        known = [s for which in ("w13", "w2") for s in self.shards(which)]
+        if shard not in known:
+            gate = "" if self.problem.activation.gated else " (its experts have no gate)"
+            raise WeightsError(
+                f"{self.name}: shard_id={shown(shard)}: expected one of {', '.join(known)}{gate}"
+            )
+        if suffix not in self.suffixes:
+            raise WeightsError(
+                f"{self.name} has no tensors {suffix!r}: experts stored as {self.format} have "
+                f"{', '.join(self.suffixes)}"
+            )
+        P = self.problem.num_physical_experts
+        if not isinstance(expert, int) or not 0 <= expert < P:
+            raise WeightsError(f"{self.name}: expert_id={shown(expert)}: expected 0..{P - 1}")
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise WeightsError(
+                f"{self.name}: expert {expert}'s {shard}.{suffix} is {shown(tensor)}, expected a "
+                "dense tensor with values"
+            )
+
+    def _halves(self, suffix: str, part: Part | None, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a tensor of gate and up, of one expert or all, into those of each."""
+        axes, unit, tail = ("N", 1, ()) if part is None else (part.axes, part.grid[0], part.tail)
+        if unit < 0 or axes == "K":  # gate and up have the same
+            return tensor, tensor
+        I = self.problem.intermediate_size
+        after = len(axes) + len(tail) - axes.find("N")
+        if self._flips(part, tensor):
+            after = 1
+        fitting = [d for d, n in enumerate(tensor.shape) if n * unit == 2 * I]
+        # Dimensions of 1 may be left out, so the dimension may not be where the format has it.
+        axis = tensor.dim() - after
+        if axis not in fitting and len(fitting) == 1:
+            axis = fitting[0]
+        if axis not in fitting or I % unit or "N" not in axes or (self.interleaved and unit > 1):
+            raise WeightsError(
+                f"{self.name}: w13.{suffix} is {tuple(tensor.shape)}, expected gate and up of {I} "
+                "neurons each; load them as w1 and w3 if an entry covers rows of both"
+            )
+        if self.interleaved:
+            gate, up = torch.unflatten(tensor, axis, (-1, 2)).unbind(axis + 1)
+        else:
+            gate, up = tensor.chunk(2, dim=axis)
+        return gate, up
+
+    def _flips(self, part: Part | None, tensor: Tensor) -> bool:
+        """Whether a tensor is a stack of matrices (in, out)."""
+        return self.transposed and tensor.dim() == 3 and part is not None and not part.fixed
+
+    def _push(
+        self, suffix: str, part: Part | None, shard: str, expert: int, tensor: Tensor
+    ) -> bool:
+        template, E, needed = self._template(shard), self.problem.num_experts, False
+        for physical, each in self._experts_of(suffix, part, shard, expert, tensor):
+            name = self._share.name(template, physical % E, suffix)
+            if name not in self._wanted:
+                continue
+            needed = True
+            self._begin()
+            before = self._pushed.get(name, -1)
+            if before not in (-1, physical):
+                continue  # another replica of the same expert
+            if before == physical:
+                raise WeightsError(
+                    f"{self.name}: {name} was already loaded; finish this round of loading with "
+                    "process_weights_after_loading() before updating weights"
+                )
+            self._pushed[name] = physical
+            try:
+                self._take(name, part, each)
+            except WeightsError:
+                self._pushed.pop(name, None)
+                raise
+        return needed
+
+    def _template(self, shard: str) -> str:
+        names = self._share.names
+        return {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}[shard]
+
+    def _experts_of(
+        self, suffix: str, part: Part | None, shard: str, expert: int, tensor: Tensor
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (physical expert, its tensor).
+
+        Raises:
+            WeightsError: The shape is neither that of one expert nor that of a stack.
+        """
+        p = self.problem
+        n, k = (p.hidden_size, p.intermediate_size)[:: 1 if shard == "w2" else -1]
+        shape = (n,) if part is None else part.shape(n, k)
+        dtypes = FLOATS if part is None else part.dtypes
+        what = f"{self.name}: {shard}.{suffix}"
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(map(str, dtypes))
+            raise WeightsError(f"{what} of expert {expert} is {tensor.dtype}, expected {allowed}")
+        if fits(tensor.shape, shape, part):
+            yield expert, tensor
+            return
+        stacks = {count: range(count) for count in (p.num_experts, p.num_physical_experts)}
+        stacks.setdefault(p.num_local_experts, p.local_experts)
+        for stack in (tensor.mT, tensor) if self._flips(part, tensor) else (tensor,):
+            if stack.dim() and len(stack) in stacks and fits(stack.shape[1:], shape, part):
+                yield from zip(stacks[len(stack)], stack.unbind(), strict=True)
+                return
+        hint = ""
+        if tuple(tensor.shape[-2:]) == shape[::-1]:
+            hint = "; transpose it"
+            if tensor.dim() == 3:
+                hint += ", or construct the layer with is_fused_checkpoint_transposed=True"
+        elif p.parallel.tp_size > 1:
+            hint = "; load the whole tensor, and each rank takes its part"
+        raise WeightsError(
+            f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {shape} for one expert "
+            f"or {(p.num_experts, *shape)} for all{hint}"
+        )
+
+    def _take(self, name: str, part: Part | None, tensor: Tensor) -> None:
+        """Place a tensor at once, or keep a copy of it until its unit is complete."""
+        assert self._reader is not None
+        reader, unit = self._reader, self._unit_of.get(name)
+        if part is not self.format.weight or not self._direct:
+            self._held.hold(name, tensor.detach().to("cpu", copy=True))
+        else:
+            assert unit is not None
+            self._held.hold(name, tensor.detach())
+            try:
+                self._place(reader, unit, name)
+            finally:
+                self._held.drop(name)
+        if unit is None:
+            return
+        self._left[unit].discard(name)
+        if not self._left[unit]:
+            self._complete(reader, unit)
+
+    def _place(self, reader: Reader, unit: _Unit, name: str | None = None) -> None:
+        """Place the weights of a unit, or those of one tensor."""
+        expert, which = unit
+        share = self._share
+        for slot in self._slots(expert):
+            order = None if self._in_order else reader.order(slot)
+            for matrix in (which,) if which else ("w13", "w2"):
+                for piece in share.of(matrix):
+                    suffix = self.weight_suffix
+                    if name in (None, share.name(piece.template, expert, suffix)):
+                        reader.place(slot, matrix, piece, order)
+        self._raise(reader)
+
+    def _complete(self, reader: Reader, unit: _Unit) -> None:
+        """Convert a unit whose tensors are all here. If that fails, all must be loaded again."""
+        expert, which = unit
+        try:
+            if not self._direct:
+                self._place(reader, unit)
+            for slot in self._slots(expert):
+                order = None if self._in_order else reader.order(slot)
+                for matrix in (which,) if which else ("w13", "w2"):
+                    reader.finish(slot, matrix, order)
+            self._raise(reader)
+        except WeightsError as error:
+            self._left[unit] = set(self._units[unit])
+            for name in self._units[unit]:
+                self._pushed.pop(name, None)
+            again = f"load all {which or 'w13 and w2'} tensors of the expert again"
+            raise WeightsError(f"{error}; {again}") from error
+        finally:
+            for name in self._units[unit]:
+                self._held.drop(name)
+
+    def _slots(self, expert: int) -> list[int]:
+        return [slot for slot, held in enumerate(self._share.experts) if held == expert]
+
+    def _raise(self, reader: Reader) -> None:
+        if faults := list(dict.fromkeys(reader.faults)):
+            reader.faults.clear()
+            raise WeightsError(f"{self.name}: {listed(faults)}")
+
+
+def _names(problem: MoEProblem) -> ExpertNames:
+    """Return the names of pushed tensors: those of the shards."""
+    stem, gated, biased = "experts.{expert}", problem.activation.gated, problem.has_bias
+    up = "w3" if gated else "w1"
+    return ExpertNames(
+        gate=f"{stem}.w1.weight" if gated else "",
+        up=f"{stem}.{up}.weight",
+        down=f"{stem}.w2.weight",
+        gate_bias=f"{stem}.w1.bias" if gated and biased else "",
+        up_bias=f"{stem}.{up}.bias" if biased else "",
+        down_bias=f"{stem}.w2.bias" if biased else "",
+    )

@@ -1,0 +1,365 @@
+"""Tensors that are pushed one by one give the same bits as `load_experts` on the same files."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+from checkpoint_cases import CASES, FP8, RANKS, ct
+from torch import Tensor
+
+from moekit import ExpertWeights, MoEProblem, ParallelConfig
+from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_config
+from moekit.checkpoint.declared import config_of, declared_format
+from moekit.checkpoint.pushed import PushedExperts
+from moekit.checkpoint.schemes import scheme_for
+from moekit.errors import WeightsError
+from moekit.problem.quant import SCHEMES
+
+pytest.importorskip("safetensors")
+
+SHARDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, files.Layer] = {}
+
+    def make(name: str) -> files.Layer:
+        if name not in made:
+            torch.manual_seed(len(name))
+            path = tmp_path_factory.mktemp(name)
+            made[name] = files.write(path, CASES[name].packer, config(name), E=4)
+        return made[name]
+
+    return make
+
+
+def config(name: str) -> dict[str, Any] | None:
+    """Return the config of a case; int8 that is not packed must be said to be so."""
+    said = CASES[name].config
+    unpacked = CASES[name].packer is files.int8
+    return said | {"format": "int-quantized"} if said and unpacked else said
+
+
+def push_all(pushed: PushedExperts, made: files.Layer, physical: int, seed: int = 0) -> None:
+    """Push each tensor for each physical expert, in any order, in memory that is overwritten."""
+    todo = [
+        (expert, name) for expert in range(physical) for name in made.tensors if "experts" in name
+    ]
+    random.Random(seed).shuffle(todo)
+    E = made.sizes["num_experts"]
+    for expert, name in todo:
+        _, number, module, suffix = name.rsplit(".", 3)
+        if int(number) == expert % E:
+            tensor = made.tensors[name].clone(memory_format=torch.contiguous_format)
+            pushed.push(suffix, SHARDS[module], expert, tensor)
+            tensor.view(torch.uint8 if tensor.dim() else tensor.dtype).zero_()
+
+
+def assert_equal(have: ExpertWeights, want: ExpertWeights) -> None:
+    for field in fields(ExpertWeights):
+        a, b = getattr(have, field.name), getattr(want, field.name)
+        if not isinstance(b, Tensor):
+            assert a == b or (a is None and b is None), field.name
+            continue
+        assert a.dtype == b.dtype and a.shape == b.shape, field.name
+        a, b = (t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b))
+        assert torch.equal(a, b), field.name
+
+
+@pytest.mark.parametrize("redundant", [0, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_as_from_files(name: str, redundant: int, layer) -> None:
+    made = layer(name)
+    dequantize = CASES[name].scheme is None
+    ranks = RANKS[redundant::4] if redundant else RANKS
+    with Checkpoint(made.path) as checkpoint:
+        for seed, parallel in enumerate(ranks):
+            problem = problem_from_config(
+                checkpoint,
+                parallel=parallel,
+                device="cpu",
+                dequantize=dequantize,
+                num_redundant_experts=redundant,
+            )
+            want = load_experts(checkpoint, None, 0, problem, dequantize=dequantize, threads=1)
+            found = declared_format(config(name), 128, 256, "model.layers.0.mlp.experts")
+            pushed = PushedExperts(problem, found, dequantize=dequantize)
+            push_all(pushed, made, problem.num_physical_experts, seed)
+            assert_equal(pushed.finish(), want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dequantized(name: str, layer) -> None:
+    made = layer(name)
+    with Checkpoint(made.path) as checkpoint:
+        for parallel in RANKS[1::5]:
+            problem = problem_from_config(
+                checkpoint, parallel=parallel, device="cpu", dequantize=True
+            )
+            want = load_experts(checkpoint, None, 0, problem, dequantize=True, threads=1)
+            pushed = PushedExperts(
+                problem, declared_format(config(name), 128, 256), dequantize=True
+            )
+            push_all(pushed, made, problem.num_physical_experts)
+            assert_equal(pushed.finish(), want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_declared_format_is_the_stored_one(name: str, layer) -> None:
+    stored, declared = detect(layer(name).path).format, declared_format(config(name), 128, 256)
+    assert str(declared) == str(stored) and declared.activation == stored.activation
+    assert {part.suffix for part in stored.parts.values()} <= {
+        part.suffix for part in declared.parts.values()
+    }
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_has_a_config(name: str) -> None:
+    found = declared_format(config_of(SCHEMES[name]), 256, 512)
+    if name != "int8_w8a16":  # its activations are not quantized
+        assert scheme_for(found, 512) == name
+
+
+# -- stacks, halves and biases ----------------------------------------------------------------
+
+
+def problem_for(quant: str = "none", tp: int = 1, rank: int = 0, **more: Any) -> MoEProblem:
+    sizes = dict(num_experts=4, top_k=2, hidden_size=128, intermediate_size=256)
+    parallel = ParallelConfig(tp_size=tp, tp_rank=rank)
+    return MoEProblem(**{**sizes, "quant": quant, "parallel": parallel, "device": "cpu", **more})
+
+
+def loader(problem: MoEProblem, **options: Any) -> PushedExperts:
+    format = declared_format(
+        config_of(problem.quant), problem.hidden_size, problem.intermediate_size
+    )
+    return PushedExperts(problem, format, **options)
+
+
+def random_stacks(E: int = 4, H: int = 128, I: int = 256) -> dict[str, Tensor]:
+    shapes = {"w1": (E, I, H), "w3": (E, I, H), "w2": (E, H, I)}
+    return {shard: torch.randn(shape).bfloat16() for shard, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("how", ["stack", "transposed", "w13", "interleaved", "w13-transposed"])
+def test_stacks_of_experts(how: str, rank: int) -> None:
+    """A stack, of (in, out) matrices or with gate and up in one, gives each expert its matrix."""
+    stacks, problem = random_stacks(), problem_for(tp=4, rank=rank)
+    singly = loader(problem)
+    for shard, stack in stacks.items():
+        for expert in range(4):
+            assert singly.push("weight", shard, expert, stack[expert])
+    pushed = loader(problem, transposed="transposed" in how, interleaved=how == "interleaved")
+    if how != "stack" and how != "transposed":
+        gate, up = stacks.pop("w1"), stacks.pop("w3")
+        stacks["w13"] = torch.cat([gate, up], 1)
+        if how == "interleaved":
+            stacks["w13"] = torch.stack([gate, up], 2).flatten(1, 2)
+    for shard, stack in stacks.items():
+        given = stack.mT.contiguous() if "transposed" in how else stack
+        assert pushed.push("weight", shard, 0, given)
+    assert_equal(pushed.finish(), singly.finish())
+
+
+def test_a_stack_of_this_ranks_experts() -> None:
+    stacks = random_stacks()
+    problem = problem_for(parallel=ParallelConfig(ep_size=2, ep_rank=1))
+    pushed = loader(problem)
+    for shard, stack in stacks.items():
+        assert pushed.push("weight", shard, 2, stack[2:])
+    weights = pushed.finish()
+    assert torch.equal(weights.w2, stacks["w2"][2:])
+    assert torch.equal(weights.w13, torch.cat([stacks["w1"], stacks["w3"]], 1)[2:])
+
+
+def test_experts_of_other_ranks_are_not_needed() -> None:
+    problem = problem_for(parallel=ParallelConfig(ep_size=2, ep_rank=1), num_redundant_experts=2)
+    pushed = loader(problem)  # physical 3, 4, 5: experts 3, 0, 1
+    needed = [pushed.push("weight", "w2", e, torch.zeros(128, 256).bfloat16()) for e in range(6)]
+    assert needed == [True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_biases_and_experts_without_a_gate(tp: int) -> None:
+    w1, w2 = torch.randn(4, 256, 128), torch.randn(4, 128, 256)
+    b1, b2 = torch.randn(4, 256), torch.randn(4, 128)
+    for rank in range(tp):
+        problem = problem_for(tp=tp, rank=rank, activation="relu2", has_bias=True)
+        pushed, mine = loader(problem), slice(rank * 256 // tp, (rank + 1) * 256 // tp)
+        for expert in range(4):
+            for shard, tensors in (("w1", (w1, b1)), ("w2", (w2, b2))):
+                for suffix, tensor in zip(("weight", "bias"), tensors, strict=True):
+                    assert pushed.push(suffix, shard, expert, tensor[expert])
+        weights = pushed.finish()
+        assert torch.equal(weights.w13, w1[:, mine].bfloat16())  # as engines convert them
+        assert torch.equal(weights.w13_bias, b1[:, mine].bfloat16())
+        assert torch.equal(weights.w2_bias, b2.bfloat16())
+
+
+# -- blocks that tensor parallelism would cut -------------------------------------------------
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("inner", [640, 896])
+def test_ranks_together_hold_the_blocks_of_a_checkpoint(inner: int, tp: int, stacked: bool) -> None:
+    """Ranks hold whole blocks, some ranks none, and zeros behind them; also when loaded again."""
+    shapes = {"w1": (2, inner, 256), "w3": (2, inner, 256), "w2": (2, 256, inner)}
+    weights = {s: torch.randn(shape).to(torch.float8_e4m3fn) for s, shape in shapes.items()}
+    scales = {s: torch.rand(e, n // 128, k // 128) + 0.1 for s, (e, n, k) in shapes.items()}
+    parts: dict[str, list[Tensor]] = {s: [] for s in shapes}
+    for rank in range(tp):
+        problem = problem_for("fp8_block", tp, rank, num_experts=2).replace(
+            hidden_size=256, intermediate_size=inner
+        )
+        pushed = loader(problem)
+        width, mine = problem.local_intermediate_size, problem.local_neurons
+        assert width == -(-inner // 128 // tp) * 128 or width == -(-(inner // 128) // tp) * 128
+        for _ in range(2):
+            for tensor in pushed.out.values():
+                tensor.view(torch.uint8).fill_(7)
+            for suffix, tensors in (("weight", weights), ("weight_scale_inv", scales)):
+                for shard, tensor in tensors.items():
+                    for expert in range(1 if stacked else 2):
+                        given = tensor if stacked else tensor[expert]
+                        assert pushed.push(suffix, shard, expert, given)
+            held = pushed.finish()
+        held.check(problem)
+        assert held.w13_scale is not None and held.w2_scale is not None
+        for shard in shapes:
+            w, s = (held.w2, held.w2_scale) if shard == "w2" else (held.w13, held.w13_scale)
+            dim = 2 if shard == "w2" else 1
+            if shard != "w2":
+                w, s = (t.chunk(2, 1)[("w1", "w3").index(shard)] for t in (w, s))
+            w = w.float()
+            assert not w.narrow(dim, len(mine), width - len(mine)).any()
+            real = w * s.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            parts[shard].append(real.narrow(dim, 0, len(mine)))
+    for shard, of in parts.items():
+        scale = scales[shard].repeat_interleave(128, 1).repeat_interleave(128, 2)
+        whole = torch.cat(of, 2 if shard == "w2" else 1)
+        assert torch.equal(whole, weights[shard].float() * scale)
+
+
+# -- wrong input ------------------------------------------------------------------------------
+
+
+def test_input_scales_of_gate_and_up_must_agree(layer) -> None:
+    made = layer("fp8-tensor-static")
+    problem = problem_from_config(made.path, device="cpu")
+    pushed = PushedExperts(problem, declared_format(config("fp8-tensor-static"), 128, 256))
+    name = "model.layers.0.mlp.experts.2.up_proj.input_scale"
+    good = made.tensors[name]
+    made.tensors[name] = torch.tensor(0.04)
+    try:
+        push_all(pushed, made, 4)
+    finally:
+        made.tensors[name] = good
+    with pytest.raises(WeightsError, match=r"experts.2.w1.input_scale is 0.03 and experts.2.w3.*"):
+        pushed.finish()
+    push_all(pushed, made, 4)  # nothing of the failed round is left
+    pushed.finish()
+
+
+def push_one(**changes: Any) -> None:
+    pushed = loader(problem_for(changes.pop("quant", "none"), tp=changes.pop("tp", 1)))
+    tensor = torch.zeros(256, 128).bfloat16()
+    pushed.push(**{"suffix": "weight", "shard": "w1", "expert": 0, "tensor": tensor, **changes})
+
+
+WRONG = {
+    "shard": (dict(shard="gate"), r"shard_id='gate': expected one of w1, w3, w13, w2"),
+    "no shard": (dict(shard=None), "shard_id=None: expected one of w1"),
+    "expert": (dict(expert=4), r"expert_id=4: expected 0\.\.3"),
+    "suffix": (dict(suffix="qweight"), "no tensors 'qweight': .* unquantized have weight"),
+    "shape": (
+        dict(tensor=torch.zeros(256, 64).bfloat16()),
+        r"w1.weight of expert 0 is \(256, 64\), expected \(256, 128\) for one expert or \(4, 256",
+    ),
+    "sliced already": (
+        dict(tensor=torch.zeros(64, 128).bfloat16(), tp=4),
+        "expected .* load the whole tensor, and each rank takes its part",
+    ),
+    "transposed": (
+        dict(tensor=torch.zeros(4, 128, 256).bfloat16()),
+        "transpose it, or construct the layer with is_fused_checkpoint_transposed=True",
+    ),
+    "dtype": (dict(tensor=torch.zeros(256, 128).int()), "is torch.int32, expected torch.bfloat16"),
+    "quantized": (dict(quant="fp8_block"), "is torch.bfloat16, expected torch.float8_e4m3fn"),
+    "not finite": (
+        dict(tensor=torch.full((256, 128), torch.nan).bfloat16()),
+        "experts.0.w1.weight holds values that are not finite",
+    ),
+    "meta": (dict(tensor=torch.zeros(256, 128, device="meta")), "expected a dense tensor with"),
+    "halves": (dict(shard="w13"), r"w13.weight is \(256, 128\), expected gate and up of 256"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tensors_are_refused(case: str) -> None:
+    arguments, message = WRONG[case]
+    with pytest.raises(WeightsError, match=message):
+        push_one(**arguments)
+
+
+def test_a_round_goes_on_after_a_wrong_tensor() -> None:
+    stacks, pushed = random_stacks(), loader(problem_for())
+    bad = stacks["w1"].clone()
+    bad[2, 5, 7] = torch.nan
+    for expert in range(4):
+        if expert == 2:
+            with pytest.raises(WeightsError, match="experts.2.w1.weight holds values that are not"):
+                pushed.push("weight", "w1", expert, bad[expert])
+        pushed.push("weight", "w1", expert, stacks["w1"][expert])
+    with pytest.raises(WeightsError, match="experts.1.w1.weight was already loaded; finish this"):
+        pushed.push("weight", "w1", 1, stacks["w1"][1])
+    assert pushed.push("weight", "w3", 0, stacks["w3"])
+    with pytest.raises(WeightsError, match="4 of 12 tensors of this rank were not loaded: .*2.w2"):
+        pushed.finish()
+    assert pushed.loading and pushed.push("weight", "w2", 0, stacks["w2"])
+    assert torch.equal(pushed.finish().w13, torch.cat([stacks["w1"], stacks["w3"]], 1))
+    assert not pushed.loading
+
+
+def test_a_wrong_scale_makes_its_matrix_load_again(layer) -> None:
+    made = layer("fbgemm-fp8")
+    pushed = PushedExperts(
+        problem_from_config(made.path, device="cpu"),
+        declared_format(config("fbgemm-fp8"), 128, 256),
+    )
+    stem = "model.layers.0.mlp.experts.1.down_proj"
+    weight, scale = made.tensors[f"{stem}.weight"], made.tensors[f"{stem}.weight_scale"]
+    pushed.push("weight_scale", "w2", 1, -scale)
+    with pytest.raises(WeightsError, match="not finite and positive; load all w2 tensors of the"):
+        pushed.push("weight", "w2", 1, weight)
+    push_all(pushed, made, 4)
+    assert_equal(pushed.finish(), load_experts(made.path, None, 0, pushed.problem))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(quant_method="bitsandbytes"), "method 'bitsandbytes', expected one of fp8"),
+        (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
+        (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
+        (ct(3), "weights of 3 bits of type 'int'"),
+        (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), "'W4A8_AWQ', expected FP8 or"),
+    ],
+)
+def test_configs_that_moekit_does_not_know(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
+        declared_format(config, 128, 256)
+
+
+@pytest.mark.parametrize("ignore", ["layers.3.mlp.experts", "layers.3.mlp.experts.0.w1", "re:.*3"])
+def test_modules_that_a_config_leaves_out(ignore: str) -> None:
+    said = FP8 | dict(modules_to_not_convert=["lm_head", ignore])
+    assert not declared_format(said, 128, 256, "layers.3.mlp.experts").dtype
+    assert declared_format(said, 128, 256, "layers.4.mlp.experts").dtype
