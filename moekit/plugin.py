@@ -33,7 +33,7 @@ from moekit.problem import (
     partition,
     quant,
 )
-from moekit.problem.activation import apply_activation
+from moekit.problem.activation import ACTIVATIONS, apply_activation
 from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange, reason_of
 from moekit.runtime.group import has_backend, resolve
@@ -43,6 +43,7 @@ from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
 
 __all__ = [
+    "ACTIVATIONS",
     "INT4_ZERO",
     "SCHEMES",
     "WIRE_SCHEMES",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moekit.discovery.entry_points import hookimpl
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
+from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quant import SCHEMES
 
 
@@ -49,6 +50,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             format=ActivationFormat.STANDARD,
             devices=("any",),
             schemes=frozenset(SCHEMES),
+            activations=ACTIVATIONS,
             emulates=True,
             describe=_describe_torch,
             reduces=True,
@@ -61,6 +63,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             format=ActivationFormat.STANDARD,
             devices=("any",),
             schemes=frozenset(SCHEMES),
+            activations=ACTIVATIONS,
             emulates=True,
             reduces=False,
             priority=-100,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 from moekit.discovery.footprint import Footprint
 from moekit.errors import BackendBroken
 from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
-from moekit.problem.activation import ACTIVATIONS
+from moekit.problem.activation import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from moekit.problem.quant import SCHEMES
 from moekit.untrusted.code import Fault, contained, printable, shown, watched
 
@@ -315,7 +315,8 @@ class DispatcherSpec(BackendSpec):
 class ExpertsSpec(BackendSpec):
     """The facts that a PermuteExpertsUnpermute declares.
 
-    activations: the kinds that it computes (`moekit.problem.activation.ACTIVATIONS`).
+    activations: the kinds that it computes, of `moekit.plugin.ACTIVATIONS`. The default leaves out
+        situ, swiglustep and relu2_and_mul, which were added later.
     silu_clamp: it computes silu with a clamp limit, too.
     bias: it adds w13_bias and w2_bias.
     reduces: its output rows are weighted by the router and summed over K. BATCHED experts never
@@ -331,7 +332,7 @@ class ExpertsSpec(BackendSpec):
     kind = "experts backend"
     interface = "PermuteExpertsUnpermute"
 
-    activations: frozenset[str] = ACTIVATIONS
+    activations: frozenset[str] = DEFAULT_ACTIVATIONS
     silu_clamp: bool = True
     bias: bool = True
     reduces: bool

@@ -215,6 +215,8 @@ def _candidates(gated: bool, limits: list[float], alphas: list[float]) -> Iterat
         return
     for limit in (None, *limits):
         yield Activation("silu", limit=limit)
-    yield from map(Activation, ("gelu", "gelu_tanh"))
+    yield from map(Activation, ("gelu", "gelu_tanh", "relu2_and_mul"))
+    for limit in limits:
+        yield Activation("swiglustep", limit=limit)
     for alpha, limit in product(alphas, limits):
         yield Activation("swigluoai", alpha=alpha, limit=limit)

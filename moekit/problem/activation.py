@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,15 +25,27 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 
-GATED = frozenset({"silu", "gelu", "gelu_tanh", "swigluoai"})
+# Kinds that backends compute unless they declare otherwise.
+_GATED_BY_DEFAULT = frozenset({"silu", "gelu", "gelu_tanh", "swigluoai"})
 NON_GATED = frozenset({"silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2"})
+DEFAULT_ACTIVATIONS = _GATED_BY_DEFAULT | NON_GATED
+
+GATED = _GATED_BY_DEFAULT | {"relu2_and_mul", "situ", "swiglustep"}
 ACTIVATIONS = GATED | NON_GATED
 
-# Kinds that accept ``limit`` (gate <= limit, |up| <= limit).
-CLAMPABLE = frozenset({"silu", "swigluoai"})
+# Kinds that accept ``limit``.
+CLAMPABLE = frozenset({"silu", "swigluoai", "situ", "swiglustep"})
+# Kinds that have an ``alpha``, and its default.
+ALPHAS = MappingProxyType({"swigluoai": 1.702, "situ": 1.0})
+# Kinds that always have a ``limit``, and its default.
+_LIMITS = {"swigluoai": 7.0, "swiglustep": 7.0}
+# Other names of kinds, in models' configs and in vLLM. (vLLM's "relu2" has a gate.)
+_ALIASES = {"gelu_pytorch_tanh": "gelu_tanh", "relu2_no_mul": "relu2"}
 
 
 def _name(value: Any) -> str:
+    if isinstance(value, str):
+        value = _ALIASES.get(value, value)
     if not isinstance(value, str) or value not in ACTIVATIONS:
         known = ", ".join(sorted(ACTIVATIONS))
         raise InvalidProblem(f"activation {shown(value)} is unknown; choose one of: {known}")
@@ -54,7 +67,14 @@ class Activation:
     gate to at most ``limit`` and up to ``[-limit, limit]`` ("swiglu with clamp").
     ``swigluoai`` (gpt-oss): the same clamp, then ``gate * sigmoid(alpha * gate) * (up + 1)``;
     alpha defaults to 1.702 and limit to 7.0.
+    ``swiglustep`` (Step): ``min(silu(gate), limit) * clamp(up, -limit, limit)``; limit defaults to
+    7.0. ``situ`` (Kimi): ``alpha * tanh(gate / alpha) * sigmoid(gate) * up``, and with a ``limit``
+    up becomes ``limit * tanh(up / limit)``; alpha defaults to 1.0. vLLM calls these two numbers
+    beta and linear_beta. ``relu2_and_mul``: ``relu(gate) ** 2 * up``, vLLM's relu2. (The
+    definitions are those of vLLM 0.33, model_executor/layers/activation.py and
+    layers/fused_moe/activation.py.)
     ``silu_no_mul``, ``gelu_no_mul``, ``gelu_tanh_no_mul``, ``relu2``: without a gate.
+    ``gelu_pytorch_tanh`` is another name of gelu_tanh, and ``relu2_no_mul`` of relu2.
 
     Raises InvalidProblem for an unknown name or a parameter that the kind does not have.
     """
@@ -65,13 +85,18 @@ class Activation:
 
     def __post_init__(self) -> None:
         accept_fields(self, _KINDS)
-        if self.name == "swigluoai":
-            object.__setattr__(self, "alpha", 1.702 if self.alpha is None else self.alpha)
-            object.__setattr__(self, "limit", 7.0 if self.limit is None else self.limit)
+        if self.name in ALPHAS:
+            alpha = ALPHAS[self.name] if self.alpha is None else self.alpha
+            if self.name == "situ" and alpha <= 0:
+                raise InvalidProblem(f"alpha of activation 'situ' must be above 0 (got {alpha})")
+            object.__setattr__(self, "alpha", alpha)
         elif self.alpha is not None:
             raise InvalidProblem(
-                f"activation {self.name!r} has no alpha (got {self.alpha}); only swigluoai has"
+                f"activation {self.name!r} has no alpha (got {self.alpha}); kinds with one: "
+                f"{', '.join(ALPHAS)}"
             )
+        if self.limit is None:
+            object.__setattr__(self, "limit", _LIMITS.get(self.name))
         if self.limit is not None:
             if self.name not in CLAMPABLE:
                 raise InvalidProblem(
@@ -85,7 +110,7 @@ class Activation:
 
     @property
     def clamped(self) -> bool:
-        """Whether silu is clamped. swigluoai does not count: it always clamps."""
+        """Whether silu is clamped. Other kinds do not count: a limit is a part of them."""
         return self.name == "silu" and self.limit is not None
 
 
@@ -96,12 +121,22 @@ def apply_activation(h: Tensor, activation: Activation, dim: int = -1) -> Tensor
         y = _UNARY[activation.name.removesuffix("_no_mul")](x)
     else:
         gate, up = x.chunk(2, dim=dim)
-        if activation.limit is not None:
-            gate = gate.clamp(max=activation.limit)
-            up = up.clamp(-activation.limit, activation.limit)
-        if activation.name == "swigluoai":
-            assert activation.alpha is not None
-            y = gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
-        else:
-            y = _UNARY[activation.name](gate) * up
+        y = _gated(gate, up, activation)
     return y.to(h.dtype)
+
+
+def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    name, alpha, limit = activation.name, activation.alpha, activation.limit
+    if name == "situ":
+        assert alpha is not None
+        up = up if limit is None else limit * torch.tanh(up / limit)
+        return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * up
+    if name == "swiglustep":
+        assert limit is not None
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if name == "swigluoai":
+        assert alpha is not None
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    return _UNARY[name.removesuffix("_and_mul")](gate) * up

@@ -13,7 +13,7 @@ from moekit.contract import Routing
 from moekit.errors import WeightsError
 from moekit.layer.replicas import to_physical
 from moekit.problem import DTYPES, MoEProblem, ParallelConfig
-from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, GATED, NON_GATED, Activation
+from moekit.problem.activation import ACTIVATIONS, ALPHAS, CLAMPABLE, GATED, NON_GATED, Activation
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES, OperandQuant
 from moekit.testing import cases
 from moekit.testing.base import over
@@ -94,8 +94,8 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("name", sorted(CLAMPABLE))
     def test_clamp(self, name: str) -> None:
-        """A limit that most rows exceed, and another alpha for swigluoai."""
-        alpha = 1.2 if name == "swigluoai" else None
+        """A limit that most rows exceed, and another alpha for kinds that have one."""
+        alpha = 1.2 if name in ALPHAS else None
         self._check(self._precise(activation=Activation(name, alpha=alpha, limit=1.5)))
 
     @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])

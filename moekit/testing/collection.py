@@ -49,7 +49,8 @@ def _path(scheme: str) -> object:
 
 
 def _activation(name: str) -> str:
-    return name if name == "swigluoai" else "gated" if name in GATED else "plain"
+    own = ("situ", "swigluoai", "swiglustep")  # kernels branch for them
+    return name if name in own else "gated" if name in GATED else "plain"
 
 
 # Of the cases of a test that are of one kind, CI runs the first in Triton's interpreter.

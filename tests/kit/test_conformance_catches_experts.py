@@ -85,6 +85,47 @@ class ClampDropped(OtherActivation):
         return replace(activation, limit=None if activation.name == "silu" else 1e6)
 
 
+@killed_by("test_clamp", "swiglustep")
+class ClampBeforeSilu(OtherActivation):
+    """Clamps the gate before silu instead of after it."""
+
+    def _instead(self, activation):
+        return replace(activation, name="silu")
+
+
+@killed_by("test_clamp", "swiglustep")
+@killed_by("test_clamp", "situ")
+class LimitOfSeven(OtherActivation):
+    """Uses the usual limit whatever the problem's is."""
+
+    def _instead(self, activation):
+        return replace(activation, limit=7.0)
+
+
+@killed_by("test_activation", "situ")
+class SituWithoutTanh(OtherActivation):
+    """Leaves the gate unbounded."""
+
+    def _instead(self, activation):
+        return replace(activation, name="silu", alpha=None)
+
+
+@killed_by("test_clamp", "situ")
+class AlphaOfOne(OtherActivation):
+    """Ignores alpha."""
+
+    def _instead(self, activation):
+        return replace(activation, alpha=1.0)
+
+
+@killed_by("test_activation", "relu2_and_mul")
+class SiluForRelu2(OtherActivation):
+    """Computes another gate."""
+
+    def _instead(self, activation):
+        return replace(activation, name="silu")
+
+
 @killed_by("test_activation", "gelu")
 class TanhForErf(OtherActivation):
     """Computes gelu by tanh."""

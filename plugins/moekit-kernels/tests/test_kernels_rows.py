@@ -46,6 +46,11 @@ def activation_reference(x: torch.Tensor, act: Activation) -> torch.Tensor:
     if not act.gated:
         return functions[act.name](x.float())
     gate, up = x.float().chunk(2, dim=1)
+    if act.name == "situ":
+        up = up if act.limit is None else act.limit * torch.tanh(up / act.limit)
+        return act.alpha * torch.tanh(gate / act.alpha) * torch.sigmoid(gate) * up
+    if act.name == "swiglustep":
+        return F.silu(gate).clamp(max=act.limit) * up.clamp(-act.limit, act.limit)
     if act.limit is not None:
         gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
     if act.name == "swigluoai":
@@ -59,6 +64,10 @@ ACTIVATIONS = [
     Activation("gelu_tanh"),
     Activation("swigluoai", limit=2.0),
     Activation("silu", limit=1.0),
+    Activation("swiglustep", limit=1.5),
+    Activation("situ", alpha=2.5),
+    Activation("situ", alpha=1.3, limit=0.7),
+    Activation("relu2"),
     Activation("silu", gated=False),
     Activation("gelu", gated=False),
     Activation("gelu_tanh", gated=False),

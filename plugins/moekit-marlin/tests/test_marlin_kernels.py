@@ -93,6 +93,9 @@ def test_list_slabs(device, experts, slab, block):
         CoreActivation("gelu"),
         CoreActivation("gelu_tanh"),
         CoreActivation("swigluoai", alpha=1.2, limit=1.0),
+        CoreActivation("swiglustep", limit=0.5),
+        CoreActivation("situ", alpha=1.2, limit=0.5),
+        CoreActivation("relu2_and_mul"),
         CoreActivation("silu_no_mul"),
         CoreActivation("relu2"),
     ],
@@ -107,12 +110,7 @@ def test_activate_columns(device, activation, batched):
     valid = valid if batched else ids >= 0
     h[~valid] = float("nan")
     out = torch.full((rows, cols), 7.0, dtype=torch.bfloat16, device=device)
-    ours = Activation(
-        activation.name.removesuffix("_no_mul"),
-        activation.gated,
-        activation.alpha or 0.0,
-        activation.limit,
-    )
+    ours = Activation.of(activation)
     if batched:
         activate_columns(h, out, ours, counts_L=counts, slab=3)
     else:

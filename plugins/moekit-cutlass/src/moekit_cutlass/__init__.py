@@ -11,7 +11,7 @@ MOEKIT_CUTLASS_PROVIDER=<name> restricts the plugin to one library. MOEKIT_VLLM_
 folder of an unpacked `vllm` package; without it an installed vllm is used.
 """
 
-from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
 from .library import W4A8, missing, providers_for
 
@@ -44,6 +44,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         name=name,
         target=f"moekit_cutlass.experts:{target}",
         format=format,
+        activations=ACTIVATIONS,
         dtypes=frozenset(dtypes),
         schemes=frozenset(schemes),
         devices=("cuda==9.0",),

@@ -5,7 +5,7 @@ the activation is this plugin's (kernels.py). The library is an installed `deep_
 inside vLLM's wheel, which is loaded without importing vLLM (library.py).
 """
 
-from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
 from . import library
 
@@ -39,6 +39,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         name=name,
         target=f"moekit_deepgemm.experts:{target}",
         format=format,
+        activations=ACTIVATIONS,
         dtypes=frozenset({"bfloat16"}),
         schemes=frozenset(_MULTIPLE),
         devices=("cuda==9.0",),

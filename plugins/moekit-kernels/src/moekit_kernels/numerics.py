@@ -51,10 +51,12 @@ class Activation:
     """An activation as the kernels take it.
 
     Args:
-        name: "silu", "gelu", "gelu_tanh", "swigluoai" (gated only) or "relu2".
+        name: "silu", "gelu", "gelu_tanh" or "relu2"; only with a gate also "swigluoai", "situ" or
+            "swiglustep".
         gated: whether the input is the two halves [gate; up].
-        alpha: parameter of swigluoai.
-        limit: clamp of gate and up before the activation; None = no clamp.
+        alpha: parameter of swigluoai and situ.
+        limit: clamp of gate and up before the activation; None = no clamp. In swiglustep the clamp
+            of gate follows silu, and in situ the limit bounds up smoothly.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Activation:
     @classmethod
     def of(cls, activation: ProblemActivation) -> "Activation":
         """Convert a problem's activation."""
-        name = activation.name.removesuffix("_no_mul")
+        name = activation.name.removesuffix("_no_mul").removesuffix("_and_mul")
         return cls(name, activation.gated, activation.alpha or 0.0, activation.limit)
 
 
@@ -175,14 +177,34 @@ def times_sigmoid(x, z):
 
 @triton.jit
 def activate_gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr):
-    """Return activation(gate) * up in fp32. CLAMP: clamp to gate <= limit, |up| <= limit first."""
-    if CLAMP:
-        gate = tl.minimum(gate, limit)
-        up = tl.clamp(up, -limit, limit)
-    if ACTIVATION == "swigluoai":
-        return (up + 1.0) * times_sigmoid(gate, alpha * gate)
+    """Return activation(gate) * up in fp32.
+
+    CLAMP: apply the limit: gate <= limit, |up| <= limit before the activation; see `Activation` for
+    the kinds in which it means something else.
+    """
+    if ACTIVATION == "situ":
+        if CLAMP:
+            up = limit * _tanh(up / limit)
+        return up * times_sigmoid(alpha * _tanh(gate / alpha), gate)
+    elif ACTIVATION == "swiglustep":
+        return tl.minimum(times_sigmoid(gate, gate), limit) * tl.clamp(up, -limit, limit)
     else:
-        return activate(gate, ACTIVATION) * up
+        if CLAMP:
+            gate = tl.minimum(gate, limit)
+            up = tl.clamp(up, -limit, limit)
+        if ACTIVATION == "swigluoai":
+            return (up + 1.0) * times_sigmoid(gate, alpha * gate)
+        else:
+            return activate(gate, ACTIVATION) * up
+
+
+@triton.jit
+def _tanh(x):
+    """Return tanh(x). The series serves small |x|, where 2 * sigmoid(2 * x) - 1 cancels."""
+    square = x * x
+    series = x * (1.0 - square * (0.333333333 - square * (0.133333333 - square * 0.0539682540)))
+    two = tl.full(x.shape, 2.0, tl.float32)
+    return tl.where(square < 0.01, series, times_sigmoid(two, 2.0 * x) - 1.0)
 
 
 @triton.jit

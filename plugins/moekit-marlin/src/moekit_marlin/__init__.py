@@ -4,7 +4,7 @@ The GEMM is the operator `moe_wna16_marlin_gemm` of vLLM's wheel. Its library is
 package vllm is never imported. MOEKIT_VLLM_PATH may name the folder of an unpacked wheel.
 """
 
-from moekit.plugin import SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ACTIVATIONS, SCHEMES, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 from moekit_marlin import library, sizes
 
 _EIGHT_BITS = ("fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block", "int8_w8a16")
@@ -26,6 +26,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         name=name,
         target=f"moekit_marlin.experts:{target}",
         format=format,
+        activations=ACTIVATIONS,
         dtypes=frozenset({"bfloat16", "float16"}),
         schemes=frozenset(_EIGHT_BITS + _FOUR_BITS) & frozenset(SCHEMES),
         devices=("cuda>=8.0",),

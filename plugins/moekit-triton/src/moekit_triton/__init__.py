@@ -6,7 +6,7 @@ On the CPU they run in Triton's interpreter, for tests, when TRITON_INTERPRET=1.
 import os
 import sys
 
-from moekit.plugin import ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
 _SCHEMES = frozenset(
     {
@@ -68,6 +68,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         name=name,
         target=f"moekit_triton.experts:{target}",
         format=format,
+        activations=ACTIVATIONS,
         schemes=_SCHEMES,
         devices=("cpu", "cuda>=8.0"),
         requires=("triton", "moekit_kernels"),
