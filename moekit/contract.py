@@ -162,7 +162,8 @@ class PrepareAndFinalize(Backend):
 
         Args:
             y: in the problem's dtype, or `output_dtype`. STANDARD: (R, H), weighted and summed over
-                K. BATCHED: (L, C, H), raw expert rows, padding undefined.
+                K. BATCHED: (L, C, H), raw expert rows, padding undefined. STANDARD in
+                batch-invariant problems: (R, K', H), raw expert rows, undefined where the id is -1.
             out_TH: (T, H). None only if `makes_output`: then return a tensor of the library's.
         """
 
@@ -300,6 +301,7 @@ def output_dtype(
     It is float32 in fp16 problems if everyone who handles an unweighted y supports that. The
     dispatcher does only if it applies the weights.
     """
-    taken = dispatcher is None or dispatcher.weights_in_fp32 or not dispatcher.applies_weights
+    applies = dispatcher is not None and (dispatcher.applies_weights or problem.batch_invariant)
+    taken = dispatcher is None or dispatcher.weights_in_fp32 or not applies
     wide = experts.weights_in_fp32 and not experts.reduces and taken
     return torch.float32 if wide and problem.dtype == torch.float16 else problem.dtype

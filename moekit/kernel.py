@@ -58,7 +58,8 @@ class ModularKernel:
     """One dispatcher and one experts backend, composed.
 
     Exactly one party applies the router weights and sums over K: the dispatcher if it
-    ``applies_weights``, else the experts if they ``reduces``, else this class. Experts never see
+    ``applies_weights`` or the problem is batch-invariant, else the experts if they ``reduces``,
+    else this class. Experts never see
     apply_router_weight_on_input: this class scales the tokens and passes weights of one.
 
     Args:
@@ -102,6 +103,8 @@ class ModularKernel:
         self._offers_output = offers_output(dispatcher)
         # Whether experts return (R, H) or (L, C, H), which the dispatcher takes as it is.
         self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
+        # Whether the dispatcher takes (R, K', H) from STANDARD experts, unweighted.
+        self._by_assignment = self.problem.batch_invariant and not self._reduced
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
         # Quantize before the transfer if both sides can, else after it, else in the experts.
         activation = self.problem.quant.activation
@@ -109,6 +112,8 @@ class ModularKernel:
             activation is not None
             and experts.spec.takes_quantized
             and self.problem.quant.name in dispatcher.spec.wire_schemes
+            # Experts must get tokens in one form, however many ranks there are.
+            and not (self.problem.batch_invariant and experts.spec.takes_unquantized)
         )
         self._quantizes_arrivals = activation is not None and not experts.spec.takes_unquantized
 
@@ -259,6 +264,8 @@ class ModularKernel:
         self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
     ) -> Tensor:
         """Return the experts' output as the dispatcher takes it, weighted and summed if needed."""
+        if self._by_assignment:
+            return self._apply_by_assignment(tokens, weights)
         dtype, device = self._output_dtype, tokens.x.device
         shape = torch.Size((*tokens.x.shape[:-1], self.problem.hidden_size))  # x may be packed
         reduced = self.dispatcher.output(tokens) if self._offers_output else None
@@ -270,20 +277,32 @@ class ModularKernel:
             reduced = torch.empty(shape, dtype=kept, device=device)
         if 0 in shape[:-1]:
             return reduced
-        rows = shape[-2]
         y, ids = reduced, tokens.topk_ids
         if not self._reduced:
             assert ids is not None
-            y = torch.empty((rows, ids.shape[1], shape[-1]), dtype=dtype, device=device)
-        scratch = self.workspace.take(self._layouts.get(rows) or self._layout(rows), device)
-        try:
-            self.experts.apply(y, tokens, weights, scratch)
-        finally:
-            scratch.give_back()
+            y = torch.empty((shape[-2], ids.shape[1], shape[-1]), dtype=dtype, device=device)
+        self._apply(y, tokens, weights)
         if self._reduced:
             return reduced
         assert ids is not None and tokens.topk_weights is not None
         return weight_and_reduce(lambda k: y[:, k], ids, tokens.topk_weights, reduced)
+
+    def _apply_by_assignment(self, tokens: Dispatched, weights: PackedWeights) -> Tensor:
+        assert tokens.topk_ids is not None
+        shape = (*tokens.topk_ids.shape, self.problem.hidden_size)
+        y = torch.empty(shape, dtype=self._output_dtype, device=tokens.x.device)
+        if y.numel():
+            self._apply(y, tokens, weights)
+        return y
+
+    def _apply(self, y: Tensor, tokens: Dispatched, weights: PackedWeights) -> None:
+        rows = tokens.x.shape[-2]
+        layout = self._layouts.get(rows) or self._layout(rows)
+        scratch = self.workspace.take(layout, tokens.x.device)
+        try:
+            self.experts.apply(y, tokens, weights, scratch)
+        finally:
+            scratch.give_back()
 
     def _layout(self, rows: int) -> Layout:
         if len(self._layouts) >= _MAX_LAYOUTS:

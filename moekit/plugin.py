@@ -38,6 +38,7 @@ from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange, reason_of
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.overlap import Pending
+from moekit.runtime.rows import weight_and_reduce
 from moekit.runtime.shared_buffers import SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
@@ -87,4 +88,5 @@ __all__ = [
     "resolve",
     "size_distance",
     "unpack_int4",
+    "weight_and_reduce",
 ]

@@ -46,7 +46,7 @@ class _Bridge(PermuteExpertsUnpermute):
     def __init__(self, inner: PermuteExpertsUnpermute, problem: MoEProblem) -> None:
         standard = inner.spec.format is ActivationFormat.BATCHED
         to = ActivationFormat.STANDARD if standard else ActivationFormat.BATCHED
-        super().__init__(inner.spec.bridged_to(to), problem)
+        super().__init__(inner.spec.bridged_to(to).made_for(problem), problem)
         self.inner = inner
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
@@ -149,4 +149,9 @@ class BatchedAsStandard(_Bridge):
             scale = to_batched(scale, places_RK, (L, C), scale_memory)
         batched = Dispatched(x=x_LCH, x_scale=scale, expert_num_tokens=counts_L)
         self.inner.apply(y_LCH, batched, weights, inner_workspace)
-        from_batched(y_LCH, places_RK, ids, topk_weights, y)
+        if self.spec.reduces:
+            from_batched(y_LCH, places_RK, ids, topk_weights, y)
+        else:  # rows of assignments without an expert may hold anything
+            y_SH = y_LCH.view(-1, y_LCH.shape[2])
+            for k in range(y.shape[1]):
+                y[:, k] = y_SH[places_RK[:, k].clamp(max=len(y_SH) - 1)]

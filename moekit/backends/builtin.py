@@ -12,7 +12,7 @@ from moekit.problem.quant import SCHEMES
 def _describe_torch(problem: MoEProblem) -> str:
     from moekit.backends.cpu_experts import describe
 
-    return describe(problem)
+    return "" if problem.batch_invariant else describe(problem)
 
 
 @hookimpl
@@ -27,6 +27,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             priority=100,
             graph_safe=True,
             deterministic=True,
+            batch_invariant=True,
+            weights_in_fp32=True,
         ),
         DispatcherSpec(
             name="batched_reference",
@@ -36,6 +38,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             moves_tokens=False,
             priority=-100,
             deterministic=True,
+            batch_invariant=True,
             weights_in_fp32=True,
         ),
     ]
@@ -55,6 +58,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             describe=_describe_torch,
             reduces=True,
             deterministic=True,
+            batch_invariant=True,
             weights_in_fp32=True,
         ),
         ExpertsSpec(
@@ -68,6 +72,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             reduces=False,
             priority=-100,
             deterministic=True,
+            batch_invariant=True,
             weights_in_fp32=True,
         ),
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,17 @@ class Experts:
     bias13: Tensor | None
     bias2: Tensor | None
     matrix: Callable[[str, int, torch.dtype], Tensor] | None = None
+
+    def in_fp32(self) -> Experts:
+        """Return the same experts for a problem in float32; matrices are converted when used."""
+
+        def converted(name: str, expert: int, dtype: torch.dtype) -> Tensor:
+            stored: Tensor | None = getattr(self, name)
+            assert stored is not None
+            return stored[expert].to(dtype)
+
+        wide = self.problem.replace(dtype=torch.float32)
+        return replace(self, problem=wide, w13=None, w2=None, matrix=self.matrix or converted)
 
 
 class Arena:

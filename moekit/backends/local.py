@@ -13,7 +13,7 @@ from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
 from moekit.discovery.specs import DispatcherSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.overlap import Pending
-from moekit.runtime.rows import batched_places, from_batched, to_batched
+from moekit.runtime.rows import batched_places, from_batched, to_batched, weight_and_reduce
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,12 +41,15 @@ def local_spec(spec: DispatcherSpec) -> DispatcherSpec:
     return replace(
         spec, target=f"{__name__}:{dispatcher.__name__}", moves_tokens=False, requires=(),
         check=None, footprint=None, overlaps=False, aborts=False, graph_safe=True,
-        deterministic=True,
+        deterministic=True, batch_invariant=True,
     )  # fmt: skip
 
 
 class LocalDispatcher(PrepareAndFinalize):
-    """STANDARD. The experts write the caller's output; `finalize` has nothing left to do."""
+    """STANDARD. The experts write the caller's output; `finalize` has nothing left to do.
+
+    In batch-invariant problems it weights and sums their rows.
+    """
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
@@ -64,6 +67,10 @@ class LocalDispatcher(PrepareAndFinalize):
         return Pending.ready(Dispatched(x, scale, ids, routing.topk_weights))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        if self.problem.batch_invariant:
+            ids, weights = dispatched.topk_ids, dispatched.topk_weights
+            assert ids is not None and weights is not None
+            return Pending.ready(weight_and_reduce(lambda k: y[:, k], ids, weights, out_TH))
         if y is not out_TH and y.data_ptr() != out_TH.data_ptr():
             out_TH.copy_(y)
         return Pending.ready(out_TH)

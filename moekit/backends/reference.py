@@ -75,8 +75,18 @@ class ReferenceExperts(PermuteExpertsUnpermute):
         x_RH = dequantized_input(tokens, self.problem)
         for expert in range(self.problem.num_local_experts):
             row, slot = (tokens.topk_ids == expert).nonzero(as_tuple=True)
-            result = expert_mlp(x_RH[row], fp32, expert, self.problem)
+            if self.problem.batch_invariant:
+                result = self._one_by_one(x_RH[row], fp32, expert)
+            else:
+                result = expert_mlp(x_RH[row], fp32, expert, self.problem)
             y[row, slot] = result.to(y.dtype)
+
+    def _one_by_one(self, x_NH: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+        """Run one expert on aligned copies of each row by itself: only values differ."""
+        own, out = weights.select([expert]), torch.empty_like(x_NH)
+        for row, x_H in enumerate(x_NH):
+            out[row] = expert_mlp(x_H.clone()[None], own, 0, self.problem)[0]
+        return out
 
     def transient_bytes(self, rows: int) -> int:
         p = self.problem

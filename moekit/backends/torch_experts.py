@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moekit.backends import cpu_costs, cpu_experts
+from moekit.backends import cpu_costs, cpu_experts, row_blocks
 from moekit.backends.cpu_experts import activate
 from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
 from moekit.problem import MoEProblem, quant
@@ -25,18 +25,21 @@ class TorchExperts(PermuteExpertsUnpermute):
     Quantized weights are dequantized one expert at a time, and activations stay unquantized: the
     arithmetic is that of the problem's dtype. In float16 an intermediate value above 65504 becomes
     infinite, although its router weight or the sum over K may bring it back into range. So rows
-    whose result is not finite are computed again in float32.
+    whose result is not finite are computed again in float32. Batch-invariant problems run in
+    `row_blocks`.
     """
 
     _chosen: tuple[object, cpu_experts.Choice] | None = None
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        if self.problem.device.type == "cpu":
+        if self.problem.batch_invariant:
+            row_blocks.sizes_for(self.problem, weights.w13.device)
+        elif self.problem.device.type == "cpu":
             self._choice()  # methods are timed here, before the first call
         return PackedWeights(self.spec.name, *weights.by_expert())
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
-        if self.problem.device.type != "cpu":
+        if self.problem.device.type != "cpu" or self.problem.batch_invariant:
             return ()
         nbytes = cpu_experts.arena_bytes(self.problem, rows * self.problem.top_k)
         return (BufferSpec((nbytes,), torch.uint8),)
@@ -55,6 +58,8 @@ class TorchExperts(PermuteExpertsUnpermute):
             dequantized += weights * 14  # unpacked, zero points, g_idx's indices
         per_expert = 1 + cpu_experts.BATCHED_ROWS_PER_EXPERT
         index = 12 * 8 * (assignments + p.num_local_experts * per_expert)
+        if p.batch_invariant:
+            return row_blocks.transient_bytes(p, rows) + dequantized + 8 * weights
         return activations + index + 2 * 4 * rows * p.hidden_size + dequantized
 
     def apply(
@@ -72,6 +77,10 @@ class TorchExperts(PermuteExpertsUnpermute):
                 x, tokens.x_scale, self.problem.quant.activation, self.problem.dtype
             )
         ids, topk_weights = tokens.topk_ids, tokens.topk_weights
+        if self.problem.batch_invariant:
+            sizes = row_blocks.sizes_for(self.problem, x.device)
+            row_blocks.run(self._experts(weights), sizes, y, x, ids)
+            return
         if x.device.type == "cpu":
             experts, chosen = self._experts(weights), self._choice()
             arena = cpu_experts.Arena(workspace[0])

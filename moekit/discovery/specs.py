@@ -116,7 +116,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
         (
             "graph_safe", "deterministic", "moves_tokens", "needs_capacity", "overlaps",
             "spans_hosts", "silu_clamp", "bias", "reduces", "takes_quantized", "takes_unquantized",
-            "emulates", "movable", "weights_in_fp32", "aborts",
+            "emulates", "movable", "weights_in_fp32", "aborts", "batch_invariant",
         ),
         _BOOL,
     ),
@@ -147,9 +147,13 @@ class BackendSpec:
     describe: returns how it will run a problem, in a few words for `explain`, or "".
     graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
     deterministic: equal inputs give equal bits.
+    batch_invariant: does problems with ``batch_invariant``, whose docstring says what is promised.
+        In these, experts do not weight or sum over K, and every dispatcher does: STANDARD experts
+        get a spec with ``reduces=False`` and write (R, K', H), which `finalize` weights and sums
+        in fp32 in the order of K (`moekit.plugin.weight_and_reduce`).
     weights_in_fp32: in fp16, an expert's output above 65504 stays finite until its router weight
         makes it smaller. Experts that reduce weight each output in fp32 before they round it.
-        Others write a float32 ``y``, and BATCHED dispatchers take one.
+        Others write a float32 ``y``, and dispatchers that apply the weights take one.
     """
 
     name: str
@@ -166,6 +170,7 @@ class BackendSpec:
     describe: Callable[[MoEProblem], str] | None = None
     graph_safe: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     weights_in_fp32: bool = False
 
     kind: ClassVar[str]
@@ -192,6 +197,11 @@ class BackendSpec:
         if problem.dtype_name not in self.dtypes:
             known = ", ".join(sorted(self.dtypes))
             reasons.append(f"dtype {problem.dtype_name} is not supported (has {known})")
+        if problem.batch_invariant and not self.batch_invariant:
+            reasons.append(
+                "is not batch-invariant: the bits of a token's result may depend on other tokens "
+                "or on the number of ranks"
+            )
         reasons += self._unsupported_features(problem)
         return reasons + self._reasons_of_check(problem)
 
@@ -290,7 +300,7 @@ class DispatcherSpec(BackendSpec):
 
     @property
     def applies_weights(self) -> bool:
-        """Whether its combine applies the router weights and sums over K."""
+        """Whether its combine applies the router weights and sums over K, in every problem."""
         return self.format is ActivationFormat.BATCHED
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
@@ -348,6 +358,11 @@ class ExpertsSpec(BackendSpec):
         if not (self.takes_quantized or self.takes_unquantized):
             raise ValueError(f"{self.name}: takes neither quantized nor unquantized input")
 
+    def made_for(self, problem: MoEProblem) -> ExpertsSpec:
+        """Return the spec as it holds for ``problem``: batch-invariant experts do not reduce."""
+        reduces = self.reduces and not problem.batch_invariant
+        return self if reduces == self.reduces else replace(self, reduces=reduces)
+
     def needs_bridge(self, format: ActivationFormat) -> bool:
         """Return whether moekit converts between dispatched tokens of ``format`` and this one's."""
         return self.format is not format
@@ -391,6 +406,11 @@ class ExpertsSpec(BackendSpec):
             reasons.append(f"does not clamp silu (limit={problem.activation.limit})")
         if problem.has_bias and not self.bias:
             reasons.append("has no bias support")
+        if problem.batch_invariant and problem.quant.shared_scale and not self.takes_unquantized:
+            reasons.append(
+                f"takes quantized tokens only, and {problem.quant.name} has one scale for all "
+                "tokens of a call, so results are not batch-invariant"
+            )
         return reasons
 
 

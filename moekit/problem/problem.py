@@ -74,6 +74,7 @@ _PROBLEM = {
     "apply_router_weight_on_input": FLAG,
     "num_redundant_experts": size(0, MAX_EXPERTS),
     "max_num_tokens": optional(size()),
+    "batch_invariant": FLAG,
     "parallel": instance("a ParallelConfig", ParallelConfig),
     "device": converted(
         "a DeviceSpec, a torch.device or the name of a device",
@@ -98,6 +99,12 @@ class MoEProblem:
         expert's output; top_k must be 1.
     max_num_tokens: the most tokens that any rank passes to one call. Dispatchers with fixed buffers
         need it, and memory is reported for it.
+    batch_invariant: a token's output has the same bits in every call: at every T and position,
+        whatever the other tokens of all ranks are and wherever they are routed, for every
+        ``ep_size`` (one rank included), and on whichever rank or replica an expert is. This holds
+        between kernels that chose the same experts backend, on equal devices with equal libraries,
+        variables and numbers of CPU threads. Backends that do not declare it are refused, and so
+        are ranks that add up partial sums: ``tp_size > 1``, and several ranks with ``dp_size=1``.
 
     Raises InvalidProblem when the values contradict each other.
     """
@@ -113,6 +120,7 @@ class MoEProblem:
     apply_router_weight_on_input: bool
     num_redundant_experts: int
     max_num_tokens: int | None
+    batch_invariant: bool
     parallel: ParallelConfig
     device: DeviceSpec
 
@@ -130,6 +138,7 @@ class MoEProblem:
         apply_router_weight_on_input: bool = False,
         num_redundant_experts: int = 0,
         max_num_tokens: int | None = None,
+        batch_invariant: bool = False,
         parallel: ParallelConfig | None = None,
         device: DeviceSpec | torch.device | str | None = None,
     ) -> None:
@@ -158,6 +167,8 @@ class MoEProblem:
                 f"ep_size={self.parallel.ep_size} exceeds the {self.num_physical_experts} "
                 "experts: a rank would hold none; use fewer ranks or redundant experts"
             )
+        if self.batch_invariant:
+            _check_batch_invariant(self.parallel)
 
     @property
     def num_physical_experts(self) -> int:
@@ -229,6 +240,23 @@ class MoEProblem:
         return MoEProblem(**{**values, **changes})
 
 
+def _check_batch_invariant(parallel: ParallelConfig) -> None:
+    """Raise InvalidProblem for ranks whose partial sums are added up."""
+    if parallel.tp_size > 1:
+        raise InvalidProblem(
+            f"batch_invariant=True needs tp_size=1 (got tp_size={parallel.tp_size}): slices of an "
+            "expert are summed over ranks, so bits would depend on their number; split the "
+            "experts with ep_size instead"
+        )
+    if parallel.num_ranks > 1 and not parallel.moves_tokens:
+        raise InvalidProblem(
+            f"batch_invariant=True needs ranks that exchange tokens (got dp_size=1 with "
+            f"{parallel.num_ranks} ranks): partial sums that the ranks add up depend on their "
+            f"number; give each rank its own tokens (dp_size={parallel.num_ranks}, in a layer "
+            "is_sequence_parallel=True)"
+        )
+
+
 def summary(problem: MoEProblem) -> str:
     """Return ``problem`` in one line for people; its ``repr`` is a Python expression."""
     p, parallel = problem, problem.parallel
@@ -246,6 +274,7 @@ def summary(problem: MoEProblem) -> str:
     words += ["weight on input"] if p.apply_router_weight_on_input else []
     words += [f"{p.num_redundant_experts} redundant"] if p.num_redundant_experts else []
     words += [] if p.max_num_tokens is None else [f"at most {p.max_num_tokens} tokens"]
+    words += ["batch-invariant"] if p.batch_invariant else []
     for kind in ("ep", "tp", "dp"):
         if (size := getattr(parallel, f"{kind}_size")) > 1:
             words.append(f"{kind} {size}")

@@ -141,6 +141,14 @@ class QuantScheme:
     def __post_init__(self) -> None:
         accept_fields(self, _SCHEME)
 
+    @property
+    def shared_scale(self) -> bool:
+        """Whether the tokens of a call share a scale that is computed from all of them."""
+        operand = self.activation
+        if operand is None or operand.static:
+            return False
+        return operand.per_tensor or operand.scale_dtype == "float8_e4m3fn"
+
 
 def _scheme(
     name: str,

@@ -253,7 +253,9 @@ def check_parts(
             f"the dispatcher gives {dispatcher.spec.format.value} tokens, but the experts take "
             f"{experts.spec.format.value} ones: call moekit.compose, which converts between them"
         )
-    if dispatcher.spec.applies_weights and experts.spec.reduces:
+    if experts.spec.reduces and (
+        dispatcher.spec.applies_weights or dispatcher.problem.batch_invariant
+    ):
         raise InvalidProblem("the dispatcher and the experts both apply the router weights")
 
 

@@ -41,7 +41,10 @@ class MemoryReport:
         # where nothing moves and rows are tokens.
         stays = not dispatcher.spec.moves_tokens and not batched and rows == num_tokens
         row_bytes = output_bytes if batched else p.hidden_size * p.dtype.itemsize
-        intermediate = 0 if offers_output(dispatcher) or stays else all_rows * row_bytes
+        by_assignment = p.batch_invariant and not batched
+        intermediate = all_rows * row_bytes
+        if offers_output(dispatcher) or stays or by_assignment:
+            intermediate = 0
         if not batched and not experts.spec.reduces:
             # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries
             intermediate += rows * p.top_k * output_bytes + 3 * rows * p.hidden_size * 4

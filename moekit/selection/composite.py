@@ -39,6 +39,9 @@ class CompositeSpec(ExpertsSpec):
     def needs_bridge(self, format: ActivationFormat) -> bool:
         return any(member.needs_bridge(format) for member in self.members)
 
+    def made_for(self, problem: MoEProblem) -> CompositeSpec:
+        return self  # refused where experts must not reduce
+
     def bridged_to(self, format: ActivationFormat) -> CompositeSpec:
         seen = [member.bridged_to(format) for member in self.members]
         return replace(
@@ -64,6 +67,11 @@ class CompositeSpec(ExpertsSpec):
         return () if made is None else made.buckets
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
+        if problem.batch_invariant:
+            return [
+                "is not batch-invariant: its members share the calls by their size, so a token's "
+                f"bits depend on it; name one of {', '.join(m.name for m in self.members)}"
+            ]
         reasons = [f"{why} ({m.name})" for m in self.members for why in m.unsupported(problem)]
         reasons += self.unsupported_behind(self.format)
         if not reasons and not self.divide(problem):

@@ -114,7 +114,7 @@ def judge(
     asked = Asked.of(dispatcher, "MOEKIT_DISPATCHER"), Asked.of(experts, "MOEKIT_EXPERTS")
     find = partial(find_experts, backends=backends)
     dispatchers = asked[0].specs(backends.dispatchers, backends.dispatcher)
-    every = asked[1].specs(backends.experts, find)
+    every = [spec.made_for(problem) for spec in asked[1].specs(backends.experts, find)]
     able, rejected_dispatchers = _divide(dispatchers, problem)
     able_experts, rejected_experts = _divide(every, problem)
     candidates = []

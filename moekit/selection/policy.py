@@ -44,7 +44,8 @@ class Candidate:
         """Return what users should know of this combination's numbers."""
         notes = self.experts.notes(problem)
         dispatcher, seen = self.dispatcher, self.experts.bridged_to(self.dispatcher.format)
-        taken = dispatcher.weights_in_fp32 or not dispatcher.applies_weights
+        applies = dispatcher.applies_weights or problem.batch_invariant
+        taken = dispatcher.weights_in_fp32 or not applies
         if problem.dtype_name == "float16" and not (taken and seen.weights_in_fp32):
             notes.append(
                 "an expert's output above 65504 becomes infinite in float16, whatever its router "
@@ -85,9 +86,10 @@ def by_measurement(problem: MoEProblem, candidates: Sequence[Candidate]) -> Rank
     shows it. Times of experts that were measured on one rank order the experts behind STANDARD
     dispatchers, as they were measured; they do not order dispatchers. A single measured
     combination is no comparison. Experts of negative priority are chosen by name only, however
-    fast they are.
+    fast they are. Tables say nothing of batch-invariant problems: no backend was measured in that
+    mode, and the choice must not depend on sizes.
     """
-    found = tune.lookup(problem)
+    found = None if problem.batch_invariant else tune.lookup(problem)
     if found is None:
         return None
     groups: dict[str, list[Candidate]] = {}

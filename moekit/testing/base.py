@@ -209,8 +209,14 @@ class Conformance(ABC):
 
     def _capabilities(self) -> list[Capability]:
         """Return what the spec may declare, and whether it does."""
-        declared = self._spec().dtypes
-        return [Capability(f"dtype {n}", {"dtype": d}, n in declared) for n, d in DTYPES.items()]
+        spec = self._spec()
+        found = [
+            Capability(f"dtype {n}", {"dtype": d}, n in spec.dtypes) for n, d in DTYPES.items()
+        ]
+        return [
+            *found,
+            Capability("batch_invariant", {"batch_invariant": True}, spec.batch_invariant),
+        ]
 
     def _declares(self, name: str, value: Any) -> bool:
         """Return whether the spec declares this value of a parameter given to `over`."""

@@ -65,7 +65,7 @@ def kit_registry(
     wire = replace(copy.dispatcher("local"), wire_schemes=WIRE_SCHEMES, priority=-1000)
     dispatchers = (
         replace(wire, name=QUANTIZED_WIRE),
-        replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales"),
+        replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales", batch_invariant=False),
     )
     for spec in (*dispatchers, *extra):
         known: Mapping[str, DispatcherSpec | ExpertsSpec] = (

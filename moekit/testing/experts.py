@@ -20,6 +20,7 @@ from moekit.testing.base import over
 from moekit.testing.calls import bits, call, check_call, check_graph, pack, same_bits
 from moekit.testing.cases import Case, device_of, make_case, random_weights
 from moekit.testing.diagnose import assert_close
+from moekit.testing.invariance import ExpertsInvariance
 from moekit.testing.memory import measure, poison, slack
 from moekit.testing.sizes import ExpertsSizes
 from moekit.testing.threads import ExpertsThreads
@@ -328,7 +329,7 @@ class ExpertsCalls(ExpertsThreads):
             assert same_bits(tensor, permuted.shared[name]), f"shared {name} depends on the order"
 
 
-class ExpertsConformance(ExpertsCalls, ExpertsNumbers, ExpertsSizes):
+class ExpertsConformance(ExpertsCalls, ExpertsNumbers, ExpertsSizes, ExpertsInvariance):
     """Subclass it with ``backend = "name"``; see `Conformance` for the few other settings.
 
     Every test composes the named experts with dispatchers of the core, on this machine's

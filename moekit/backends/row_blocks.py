@@ -1,0 +1,167 @@
+"""Experts whose rows have the same bits in every call: products of fixed blocks of rows.
+
+A library chooses the kernel of a product by the number of its rows, so a row's bits may depend on
+the others. Here an expert's rows run in blocks of `_BLOCK` rows, the last one filled with zeros.
+Blocks of other sizes are used only if a check on this machine, with the sizes of this problem,
+gave every row the bits that it has in a block of `_BLOCK`: so sizes change the time, and no bits.
+
+Shape suffixes beyond the kernel's: B rows of a block; W rows of w13.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from moekit.backends import cpu_costs
+from moekit.backends.cpu_experts import Experts, activate
+from moekit.problem import MoEProblem
+
+_BLOCK = 16
+_OTHERS = (256, 64, 4, 1)
+_ALIGNED = 64  # bytes; libraries may choose kernels by the alignment of their operands
+
+Sizes = tuple[int, ...]  # descending
+_Rows = Callable[[Tensor], Tensor]  # (B, H) -> (B, H)
+
+
+def cover(rows: int, sizes: Sizes) -> Iterator[int]:
+    """Yield sizes of blocks that hold ``rows`` rows together; the last may be too large."""
+    while rows > 0:
+        fits = next((size for size in sizes if size <= rows), 0)
+        larger = min((size for size in sizes if size >= rows), default=0)
+        size = larger if 0 < larger <= _BLOCK or not fits else fits
+        yield size
+        rows -= size
+
+
+def run(experts: Experts, sizes: Sizes, y_RKH: Tensor, x_RH: Tensor, ids_RK: Tensor) -> None:
+    """Write the unweighted output of each assignment with an expert to y.
+
+    Args:
+        experts: the local experts.
+        sizes: of blocks, from `sizes_for`.
+        y_RKH: in any float dtype.
+        x_RH: in the problem's dtype.
+        ids_RK: local ids, -1 for none.
+    """
+    K, L = ids_RK.shape[1], experts.problem.num_local_experts
+    ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
+    end, *counts = torch.bincount(ids_S + 1, minlength=L + 1).tolist()
+    y_AH = y_RKH.view(-1, y_RKH.shape[2])
+    for expert, rows in enumerate(counts):
+        if not rows:
+            continue
+        w13, w2 = (_aligned(w) for w in _matrices(experts, expert))
+        for size in cover(rows, sizes):
+            mine = order_S[end : end + min(size, rows)]
+            x_BH = x_RH.new_zeros((size, x_RH.shape[1]))
+            x_BH[: len(mine)] = x_RH[mine // K]
+            z_BH = _mlp(experts, expert, w13, w2, x_BH)[: len(mine)]
+            y_AH[mine] = _in_range(experts, expert, x_BH, z_BH).to(y_AH.dtype)
+            end, rows = end + len(mine), rows - len(mine)
+
+
+def transient_bytes(problem: MoEProblem, rows: int) -> int:
+    """Return the bytes that `run` allocates for calls of ``rows`` rows, without the weights."""
+    p = problem
+    wide = 2 * p.hidden_size + 2 * p.w13_rows + p.local_intermediate_size
+    return 4 * max(_OTHERS) * wide * 2 + 8 * 8 * rows * p.top_k + 64 * p.num_local_experts
+
+
+def _matrices(experts: Experts, expert: int) -> tuple[Tensor, Tensor]:
+    if experts.matrix is not None:
+        dtype = experts.problem.dtype
+        return experts.matrix("w13", expert, dtype), experts.matrix("w2", expert, dtype)
+    assert experts.w13 is not None and experts.w2 is not None
+    return experts.w13[expert], experts.w2[expert]
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """Return the matrix, or a copy: an expert's alignment depends on its place on the rank."""
+    return matrix.clone() if matrix.data_ptr() % _ALIGNED else matrix
+
+
+def _mlp(experts: Experts, expert: int, w13: Tensor, w2: Tensor, x_BH: Tensor) -> Tensor:
+    h_BW = torch.mm(x_BH, w13.T)
+    if experts.bias13 is not None:
+        h_BW += experts.bias13[expert]
+    z_BH = torch.mm(activate(h_BW, experts.problem.activation), w2.T)
+    return z_BH if experts.bias2 is None else z_BH.float() + experts.bias2[expert]
+
+
+def _in_range(experts: Experts, expert: int, x_BH: Tensor, z_BH: Tensor) -> Tensor:
+    """Compute rows again in fp32, each by itself, if float16 made them infinite on the way."""
+    finite_B = z_BH.isfinite().all(dim=1)
+    if experts.problem.dtype != torch.float16 or bool(finite_B.all()):
+        return z_BH
+    wide = experts.in_fp32()
+    w13, w2 = (_aligned(w) for w in _matrices(wide, expert))
+    z_BH = z_BH.float()
+    for row in (~finite_B).nonzero()[:, 0].tolist():
+        z_BH[row] = _mlp(wide, expert, w13, w2, x_BH[row : row + 1].float().clone())[0]
+    return z_BH
+
+
+# -- which sizes give the same bits -------------------------------------------------------------
+
+_lock = threading.Lock()
+_known: dict[tuple[object, ...], Sizes] = {}
+
+
+def sizes_for(problem: MoEProblem, device: torch.device) -> Sizes:
+    """Return the sizes of blocks that give a row the same bits; check them if they are unknown."""
+    p = problem
+    key = (
+        p.dtype_name, p.hidden_size, p.local_intermediate_size, p.activation, p.has_bias,
+        str(device), torch.get_num_threads(), cpu_costs.capability(),
+        torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+    with _lock:
+        if key not in _known:
+            with torch.inference_mode():
+                x, rows = _sample(p, device)
+                _known[key] = same_bits_sizes(rows, x)
+        return _known[key]
+
+
+def _sample(problem: MoEProblem, device: torch.device) -> tuple[Tensor, _Rows]:
+    """Return random rows, and the function that runs them through a random expert."""
+    p, draw = problem, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        drawn = torch.rand(shape, generator=draw, device="cpu").sub_(0.5)
+        return drawn.to(device=device, dtype=p.dtype)
+
+    w13, w2 = random(p.w13_rows, p.hidden_size), random(p.hidden_size, p.local_intermediate_size)
+    biases = (random(1, p.w13_rows), random(1, p.hidden_size)) if p.has_bias else (None, None)
+    one = Experts(p, w13[None], w2[None], *biases)
+    return random(max(_OTHERS), p.hidden_size), lambda x_BH: _mlp(one, 0, w13, w2, x_BH)
+
+
+def same_bits_sizes(rows: _Rows, x_NH: Tensor) -> Sizes:
+    """Return the sizes of blocks in which a row has the bits that it has in `_BLOCK` rows.
+
+    If the place in a block of `_BLOCK` rows changes the bits, rows run one by one.
+
+    Args:
+        rows: what runs, (B, H) -> (B, H).
+        x_NH: random rows, as many as the largest block has.
+    """
+    first = x_NH[:_BLOCK]
+    wanted = rows(first.clone())
+    for shift in range(1, _BLOCK):
+        if not torch.equal(rows(first.roll(shift, 0)).roll(-shift, 0), wanted):
+            return (1,)
+
+    def in_blocks(size: int, count: int) -> Tensor:
+        return torch.cat([rows(x_NH[at : at + size].clone()) for at in range(0, count, size)])
+
+    # 64 rows are enough to put a row into every place of a small block.
+    wanted = in_blocks(_BLOCK, len(x_NH))
+    counts = {size: len(x_NH) if size > _BLOCK else 4 * _BLOCK for size in _OTHERS}
+    same = [size for size, n in counts.items() if torch.equal(in_blocks(size, n), wanted[:n])]
+    return tuple(sorted((*same, _BLOCK), reverse=True))

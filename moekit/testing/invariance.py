@@ -1,0 +1,156 @@
+"""The experts kit: batch-invariant problems, where a token has the same bits in every call.
+
+Every comparison is of bits. The numbers of tokens straddle common tiles, so that a backend that
+chooses kernels, tiles or orders of sums by them is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.contract import Routing
+from moekit.problem import DTYPES, MoEProblem
+from moekit.problem.quant import SCHEMES
+from moekit.testing import cases
+from moekit.testing.base import over
+from moekit.testing.calls import call, pack
+from moekit.testing.cases import Case, make_case
+from moekit.testing.diagnose import assert_close
+from moekit.testing.experts_base import ExpertsBase
+
+_TILES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+_TOKENS = (1, 2, *(t for tile in _TILES for t in (tile - 1, tile, tile + 1)), 4096)
+# Triton's interpreter runs one program after the other.
+_TOKENS_INTERPRETED = (1, 2, 17, 33, 64, 65, 130)
+# Calls of at most so many tokens also start in the middle of the longest one.
+_MOST_ELSEWHERE = 257
+
+
+def check_bits(got_NH: Tensor, wanted_NH: Tensor, what: str) -> None:
+    """Assert that tokens have the same bits in two calls."""
+    if got_NH.dtype != wanted_NH.dtype or got_NH.shape != wanted_NH.shape:
+        raise AssertionError(f"{what}: {got_NH.dtype} {tuple(got_NH.shape)} is no such output")
+    integers = torch.int32 if got_NH.dtype.itemsize == 4 else torch.int16
+    apart_NH = got_NH.contiguous().view(integers) != wanted_NH.contiguous().view(integers)
+    if bool(apart_NH.any()):
+        apart_N = apart_NH.any(dim=1)
+        token, largest = int(apart_N.nonzero()[0]), (got_NH - wanted_NH).float().abs().max()
+        raise AssertionError(
+            f"not batch-invariant: {what}, {int(apart_N.sum())} of {len(apart_N)} tokens have "
+            f"other bits, first token {token} ({int(apart_NH[token].sum())} of "
+            f"{got_NH.shape[1]} values; the largest difference is {float(largest):.3g})"
+        )
+
+
+def rows_of(case: Case, rows: Sequence[int] | slice | Tensor) -> Case:
+    """Return the call of these tokens alone, in this order."""
+    r = case.routing
+    return replace(case, x=case.x[rows], routing=Routing(r.topk_weights[rows], r.topk_ids[rows]))
+
+
+class ExpertsInvariance(ExpertsBase):
+    """Equality of bits in batch-invariant problems. See `ExpertsConformance`."""
+
+    @over("dtype", DTYPES)
+    def test_batch_invariant_tokens(self, dtype: str) -> None:
+        """A token has the same bits in calls of 1 to 4096 tokens, wherever it is in them."""
+        problem = self._invariant(dtype=DTYPES[dtype])
+        sizes = _TOKENS_INTERPRETED if self._interpreted else _TOKENS
+        self._check_sizes(make_case(problem, max(sizes)), sizes)
+
+    @over("scheme", SCHEMES)
+    def test_batch_invariant_scheme(self, scheme: str) -> None:
+        self._check_sizes(make_case(self._invariant(quant=scheme), 65), (1, 2, 17, 33))
+
+    def test_batch_invariant_position(self) -> None:
+        """Tokens in another order have the same bits."""
+        case = make_case(self._invariant(), self._many, "masked")
+        run = self._runner(case)
+        wanted = run(case)
+        for turn in range(2 if self._interpreted else 6):
+            order = torch.randperm(self._many, generator=cases.generator("order", turn))
+            order = order.to(case.x.device)
+            check_bits(run(rows_of(case, order)), wanted[order], "in another order")
+
+    def test_batch_invariant_neighbours(self) -> None:
+        """A token has the same bits whatever the others hold, and wherever they are routed."""
+        case = make_case(self._invariant(), self._many)
+        run, r = self._runner(case), case.routing
+        wanted = run(case)
+        draw = cases.generator("mine")
+        mine = (torch.rand(self._many, generator=draw) < 0.1).to(case.x.device)
+        mine[[0, -1]] = True
+        others, E = ~mine, case.problem.num_experts
+        hot = (r.topk_ids[:, :1] * 0 + int(r.topk_ids[0, 0]) + _steps(r.topk_ids)) % E
+        for what, x, ids in (
+            ("16 times as large", case.x * 16, r.topk_ids),
+            ("all routed to the same experts", case.x, hot),
+            ("routed to no expert", case.x * float("nan"), torch.full_like(r.topk_ids, -1)),
+        ):
+            changed = replace(
+                case,
+                x=torch.where(others[:, None], x, case.x),
+                routing=Routing(r.topk_weights, torch.where(others[:, None], ids, r.topk_ids)),
+            )
+            check_bits(run(changed)[mine], wanted[mine], f"with the other tokens {what}")
+
+    def test_batch_invariant_experts(self) -> None:
+        """An expert's rows have the same bits wherever it is held, with however many others."""
+        problem = self._invariant(top_k=1, apply_router_weight_on_input=False)
+        case = make_case(problem, self._many, weights=cases.random_weights(problem))
+        held = torch.tensor([problem.num_experts - 1, 1], device=case.x.device)
+        ids = held[torch.arange(self._many, device=case.x.device) % 2][:, None]
+        case = replace(case, routing=Routing(case.routing.topk_weights, ids))
+        wanted = self._runner(case)(case)
+        fewer = problem.replace(num_experts=2)
+        if reasons := self._spec().unsupported(fewer):
+            self._skip("; ".join(reasons))
+        moved = (ids == held[1]).to(ids.dtype)
+        routing = Routing(case.routing.topk_weights, moved)
+        alone = Case(fewer, case.weights.select(held.tolist()), case.x, routing)
+        check_bits(self._runner(alone)(alone), wanted, "on a rank with fewer experts")
+
+    def test_batch_invariant_format(self) -> None:
+        """The bits are the same behind dispatchers of both formats."""
+        case = make_case(self._invariant(), 33, "hot")
+        wanted = self._runner(case)(case)
+        bridged = self._runner(case, self._bridged)(case)
+        check_bits(bridged, wanted, f"behind {self._bridged} instead of {self._native}")
+
+    # -- for these tests ------------------------------------------------------------------------
+
+    @property
+    def _many(self) -> int:
+        return 65 if self._interpreted else 300
+
+    def _invariant(self, **changes: Any) -> MoEProblem:
+        if not self._spec().batch_invariant:
+            self._skip("the spec does not declare batch_invariant")
+        return self._problem(batch_invariant=True, **changes)
+
+    def _runner(self, case: Case, dispatcher: str | None = None) -> Any:
+        """Return a function that calls a kernel with a case's tokens, under poison."""
+        kernel = self._compose(case.problem, dispatcher or self._native)
+        packed = pack(kernel, case.weights)
+        return lambda some: call(kernel, packed, some)
+
+    def _check_sizes(self, case: Case, sizes: Sequence[int]) -> None:
+        """Compare calls of ``sizes`` tokens with the call of all."""
+        run, most = self._runner(case), len(case.x)
+        wanted = run(case)
+        assert_close(wanted, case.reference(), case.problem, case=case)
+        for tokens in sizes:
+            starts = {0, (most - tokens) // 2 if tokens <= _MOST_ELSEWHERE else 0}
+            for start in sorted(starts):
+                rows = slice(start, start + tokens)
+                what = f"tokens {start} to {start + tokens - 1} alone, instead of all {most}"
+                check_bits(run(rows_of(case, rows)), wanted[rows], what)
+
+
+def _steps(ids_TK: Tensor) -> Tensor:
+    return torch.arange(ids_TK.shape[1], device=ids_TK.device)
