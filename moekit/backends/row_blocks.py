@@ -11,21 +11,24 @@ Shape suffixes beyond the kernel's: B rows of a block; W rows of w13.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moekit.backends import cpu_costs
 from moekit.backends.cpu_experts import Experts, activate
-from moekit.problem import MoEProblem
+from moekit.problem import Activation, MoEProblem
 
 _BLOCK = 16
 _OTHERS = (256, 64, 4, 1)
+_MOST = max(_OTHERS)
+# torch runs elementwise operations of fewer elements in one loop, row by row if rows are strided.
+_GRAIN = 32768
 _ALIGNED = 64  # bytes; libraries may choose kernels by the alignment of their operands
 
 Sizes = tuple[int, ...]  # descending
-_Rows = Callable[[Tensor], Tensor]  # (B, H) -> (B, H)
+_Product = Callable[[Tensor, Tensor], Tensor]  # (B, K), (N, K) -> (B, N)
 
 
 def cover(rows: int, sizes: Sizes) -> Iterator[int]:
@@ -69,7 +72,7 @@ def transient_bytes(problem: MoEProblem, rows: int) -> int:
     """Return the bytes that `run` allocates for calls of ``rows`` rows, without the weights."""
     p = problem
     wide = 2 * p.hidden_size + 2 * p.w13_rows + p.local_intermediate_size
-    return 4 * max(_OTHERS) * wide * 2 + 8 * 8 * rows * p.top_k + 64 * p.num_local_experts
+    return 4 * _MOST * wide * 2 + 8 * 8 * rows * p.top_k + 64 * p.num_local_experts
 
 
 def _matrices(experts: Experts, expert: int) -> tuple[Tensor, Tensor]:
@@ -86,11 +89,30 @@ def _aligned(matrix: Tensor) -> Tensor:
 
 
 def _mlp(experts: Experts, expert: int, w13: Tensor, w2: Tensor, x_BH: Tensor) -> Tensor:
-    h_BW = torch.mm(x_BH, w13.T)
+    h_BW = _product(x_BH, w13)
     if experts.bias13 is not None:
         h_BW += experts.bias13[expert]
-    z_BH = torch.mm(activate(h_BW, experts.problem.activation), w2.T)
+    z_BH = _product(_activated(h_BW, experts.problem.activation), w2)
     return z_BH if experts.bias2 is None else z_BH.float() + experts.bias2[expert]
+
+
+def _product(x_BK: Tensor, w_NK: Tensor) -> Tensor:
+    return torch.mm(x_BK, w_NK.T)
+
+
+def _activated(h_BW: Tensor, activation: Activation) -> Tensor:
+    """Return the activation of contiguous rows, each computed in the same way.
+
+    On the CPU, the last elements of a loop have other bits than those that fill a vector, and
+    threads divide large loops anywhere. So a loop is a row, or at most `_GRAIN` elements of strided
+    rows.
+    """
+    if h_BW.device.type != "cpu":
+        return activate(h_BW, activation).contiguous()
+    plain = activation.name == "silu" and activation.limit is None
+    rows = max(1, _GRAIN // h_BW.shape[1]) if plain else 1
+    parts: Sequence[Tensor] = torch.split(h_BW, rows)
+    return torch.cat([activate(part, activation) for part in parts])
 
 
 def _in_range(experts: Experts, expert: int, x_BH: Tensor, z_BH: Tensor) -> Tensor:
@@ -116,52 +138,56 @@ def sizes_for(problem: MoEProblem, device: torch.device) -> Sizes:
     """Return the sizes of blocks that give a row the same bits; check them if they are unknown."""
     p = problem
     key = (
-        p.dtype_name, p.hidden_size, p.local_intermediate_size, p.activation, p.has_bias,
-        str(device), torch.get_num_threads(), cpu_costs.capability(),
-        torch.get_float32_matmul_precision(),
+        p.dtype_name, p.hidden_size, p.w13_rows, p.local_intermediate_size, str(device),
+        torch.get_num_threads(), cpu_costs.capability(), torch.get_float32_matmul_precision(),
     )  # fmt: skip
     with _lock:
         if key not in _known:
+            like = torch.empty(0, dtype=p.dtype, device=device)
             with torch.inference_mode():
-                x, rows = _sample(p, device)
-                _known[key] = same_bits_sizes(rows, x)
+                first = same_bits_sizes(_product, p.hidden_size, p.w13_rows, like)
+                second = same_bits_sizes(_product, p.local_intermediate_size, p.hidden_size, like)
+            both = {1} if {1} in (first, second) else first & second
+            _known[key] = tuple(sorted(both, reverse=True))
         return _known[key]
 
 
-def _sample(problem: MoEProblem, device: torch.device) -> tuple[Tensor, _Rows]:
-    """Return random rows, and the function that runs them through a random expert."""
-    p, draw = problem, torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        drawn = torch.rand(shape, generator=draw, device="cpu").sub_(0.5)
-        return drawn.to(device=device, dtype=p.dtype)
-
-    w13, w2 = random(p.w13_rows, p.hidden_size), random(p.hidden_size, p.local_intermediate_size)
-    biases = (random(1, p.w13_rows), random(1, p.hidden_size)) if p.has_bias else (None, None)
-    one = Experts(p, w13[None], w2[None], *biases)
-    return random(max(_OTHERS), p.hidden_size), lambda x_BH: _mlp(one, 0, w13, w2, x_BH)
-
-
-def same_bits_sizes(rows: _Rows, x_NH: Tensor) -> Sizes:
+def same_bits_sizes(product: _Product, inner: int, columns: int, like: Tensor) -> set[int]:
     """Return the sizes of blocks in which a row has the bits that it has in `_BLOCK` rows.
 
-    If the place in a block of `_BLOCK` rows changes the bits, rows run one by one.
+    If the place in a block of `_BLOCK` rows changes the bits, rows run one by one. The sums cancel
+    exactly, so that a result is what its order rounds off, and orders differ in any dtype.
 
     Args:
-        rows: what runs, (B, H) -> (B, H).
-        x_NH: random rows, as many as the largest block has.
+        product: (B, inner) @ (columns, inner).T -> (B, columns), which is checked.
+        like: has the dtype and the device.
     """
-    first = x_NH[:_BLOCK]
-    wanted = rows(first.clone())
+    draw = torch.Generator().manual_seed(0)
+    order = torch.randperm(inner, generator=draw)
+    w, x = (_cancelling(n, order, sign, draw).to(like) for n, sign in ((columns, -1), (_MOST, 1)))
+    first = x[:_BLOCK]
+    wanted = product(first.clone(), w)
     for shift in range(1, _BLOCK):
-        if not torch.equal(rows(first.roll(shift, 0)).roll(-shift, 0), wanted):
-            return (1,)
+        if not torch.equal(product(first.roll(shift, 0), w).roll(-shift, 0), wanted):
+            return {1}
 
     def in_blocks(size: int, count: int) -> Tensor:
-        return torch.cat([rows(x_NH[at : at + size].clone()) for at in range(0, count, size)])
+        return torch.cat([product(x[at : at + size].clone(), w) for at in range(0, count, size)])
 
     # 64 rows are enough to put a row into every place of a small block.
-    wanted = in_blocks(_BLOCK, len(x_NH))
-    counts = {size: len(x_NH) if size > _BLOCK else 4 * _BLOCK for size in _OTHERS}
-    same = [size for size, n in counts.items() if torch.equal(in_blocks(size, n), wanted[:n])]
-    return tuple(sorted((*same, _BLOCK), reverse=True))
+    wanted = in_blocks(_BLOCK, _MOST)
+    counts = {size: _MOST if size > _BLOCK else 4 * _BLOCK for size in _OTHERS}
+    same = {size for size, n in counts.items() if torch.equal(in_blocks(size, n), wanted[:n])}
+    return same | {_BLOCK}
+
+
+def _cancelling(rows: int, order: Tensor, sign: int, draw: torch.Generator) -> Tensor:
+    """Return rows whose second half of columns, in ``order``, is ``sign`` times the first."""
+    half = len(order) // 2
+    powers = torch.randint(-4, 5, (rows, half), generator=draw, device="cpu")
+    values = torch.rand(rows, half, generator=draw, device="cpu").add_(1).sub_(
+        3 * torch.randint(0, 2, (rows, half), generator=draw, device="cpu")
+    ).mul_(torch.exp2(powers.float())).bfloat16().float()  # fmt: skip
+    out = torch.zeros(rows, len(order), device="cpu")
+    out[:, order[:half]], out[:, order[half : 2 * half]] = values, sign * values
+    return out

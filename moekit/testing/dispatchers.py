@@ -458,6 +458,26 @@ class DispatcherConformance(Conformance):
             self._skip("the spec does not declare deterministic")
         self._run(ends, ranks.repeat, Call((7, 0, 3, 21), "hot"))
 
+    @pytest.mark.parametrize(
+        ("dtype", "scheme"),
+        [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "fp8_block")],
+    )
+    def test_batch_invariant(self, dtype: str, scheme: str, world: int) -> None:
+        """A token has the bits of a call by itself on one rank, whatever ranks it shares."""
+        spec = self._spec()
+        if not spec.batch_invariant:
+            self._skip("the spec does not declare batch_invariant")
+        if world > 1 and not spec.moves_tokens:
+            self._skip("moves no tokens, and batch-invariant ranks must not return partial sums")
+        # Sums of two are the same in any order; float32 shows orders, and bfloat16 roundings.
+        base = {"batch_invariant": True, "dtype": DTYPES[dtype], "quant": scheme, "top_k": 4}
+        base["num_redundant_experts"] = 2
+        sequence = [Call((7, 0, 3, 13)), Call((1, 9, 5, 2), "hot"), Call((0, 0, 0, 1), "masked")]
+        layouts = [self._parallel(world)]
+        layouts += [ParallelConfig(ep_size=world, dp_size=world // 2)] * (world % 4 == 0)
+        for parallel in layouts:
+            self._run(world, ranks.batch_invariant, sequence, **base, parallel=parallel)
+
     def test_graph_capture(self, world: int) -> None:
         if not self._spec().graph_safe:
             self._skip("the spec does not declare graph_safe")

@@ -23,7 +23,7 @@ from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import GroupMismatch, InvalidInput, MoekitError, Unsupported
 from moekit.kernel import ModularKernel
 from moekit.layer.replicas import to_physical
-from moekit.problem import MoEProblem
+from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
@@ -41,6 +41,7 @@ from moekit.testing.cases import (
 )
 from moekit.testing.diagnose import assert_close
 from moekit.testing.experts import strided
+from moekit.testing.invariance import check_bits, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
 
 # Seconds that a collective of the kit's own groups may take before it raises.
@@ -488,6 +489,31 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     )
     kept[0].destroy()
     kept[0].destroy()
+    r.finish()
+
+
+def batch_invariant(rank: int, world_size: int, job: Job, sequence: Iterable[Call]) -> None:
+    """Assert that tokens have the bits that each gets as the only token of one rank."""
+    r = Rank(rank, world_size, job)
+    problem, weights = r.layer
+    alone = "local" if job.spec.format is ActivationFormat.STANDARD else "batched_reference"
+    single = compose(problem, alone, job.experts, workspace=Workspace(), backends=kit_registry())
+    packed = pack(single, weights)
+    for index, wanted in enumerate(sequence):
+        mine, logical = r.cases(wanted, index)
+        out = call(r.kernel, r.packed, mine)
+        r.compare(out, r.expected(mine, logical), f"call {index} ({wanted})")
+        for token in range(len(out)):
+            one = rows_of(logical, slice(token, token + 1))
+            try:
+                check_bits(
+                    out[token : token + 1],
+                    single(one.x, packed, one.routing),
+                    f"call {index} ({wanted}), token {token} of rank {rank} of {world_size}, "
+                    "compared with a call of this token on one rank",
+                )
+            except AssertionError as error:
+                r.expect(False, str(error))
     r.finish()
 
 

@@ -73,6 +73,44 @@ def test_dispatcher_weighs_twice():
     caught_batched(BatchedWeightsTwice, "test_dtype", "float32", 1, says="relative error")
 
 
+class SumOrderByPosition(LocalDispatcher):
+    """Sums K backwards in every second token, as tiles with other orders would."""
+
+    def finalize(self, y, dispatched, out_TH):
+        odd = torch.arange(len(y))[:, None] % 2 == 1
+        ids, weights = dispatched.topk_ids, dispatched.topk_weights
+        turned = replace(
+            dispatched,
+            topk_ids=torch.where(odd, ids.flip(1), ids),
+            topk_weights=torch.where(odd, weights.flip(1), weights),
+        )
+        y = torch.where(odd[..., None], y.flip(1), y) if y.dim() == 3 else y
+        return super().finalize(y, turned, out_TH)
+
+
+class BatchedSumsByExpert(BatchedReference):
+    """Sums in the order of ids, and not of K."""
+
+    def prepare(self, x_TH, routing, quantize):
+        ids, order = routing.topk_ids.sort(dim=1)
+        ascending = Routing(routing.topk_weights.gather(1, order), ids)
+        return super().prepare(x_TH, ascending, quantize)
+
+
+def test_order_of_sums():
+    caught_local(
+        SumOrderByPosition, "test_batch_invariant", "float32", "none", 1, says="not batch-invariant"
+    )
+    caught_batched(
+        BatchedSumsByExpert,
+        "test_batch_invariant",
+        "float32",
+        "none",
+        1,
+        says="not batch-invariant",
+    )
+
+
 class DeliveredTwice(BatchedReference):
     """An expert computes its first row twice; the second result is never used."""
 

@@ -17,6 +17,7 @@ from moekit_naive.dispatcher import NaiveDispatcher
 
 from moekit import ParallelConfig, Routing
 from moekit.errors import MoekitError, PeerFailed
+from moekit.plugin import weight_and_reduce
 from moekit.runtime.overlap import Pending
 
 
@@ -189,7 +190,7 @@ class LeadersOnly(NaiveDispatcher):
 
     def finalize(self, y, dispatched, out_TH):
         pending = super().finalize(y, dispatched, out_TH)
-        if self.group is None or dispatched.handle.sent[self.group.rank()]:
+        if self.group is None or dispatched.handle.sizes.sent[self.group.rank()]:
             return pending
         return Pending(lambda: pending.result().zero_())
 
@@ -508,6 +509,40 @@ class NaNSpreads(OtherTokens):
 )
 def test_numbers_and_values_out_of_the_ordinary(wrong):
     caught_naive(wrong, "test_many_assignments", 4, says="tokens are wrong")
+
+
+class PartialSums(NaiveDispatcher):
+    """Each rank sums its own rows, and rounded sums are added: K in the order of ranks."""
+
+    def finalize(self, y, dispatched, out_TH):
+        if not self.problem.batch_invariant:
+            return super().finalize(y, dispatched, out_TH)
+        rows = y.new_empty((len(y), y.shape[2]))
+        ids, weights = dispatched.topk_ids, dispatched.topk_weights
+        weight_and_reduce(lambda k: y[:, k], ids, weights, rows)
+        asked, self.problem = self.problem, self.problem.replace(batch_invariant=False)
+        pending = super().finalize(rows, dispatched, out_TH)
+        self.problem = asked
+        return pending
+
+
+class OrderOfRanks(NaiveDispatcher):
+    """It sums K in the order of the ranks that hold the experts."""
+
+    def _in_order_of_k(self, rows_GTN, routing, out_TH):
+        ids, order = routing.topk_ids.sort(dim=1)
+        rows = rows_GTN.unflatten(2, (ids.shape[1], out_TH.shape[1]))
+        rows = rows.gather(2, order[None, :, :, None].expand_as(rows)).flatten(2)
+        ascending = Routing(routing.topk_weights.gather(1, order), ids)
+        return super()._in_order_of_k(rows, ascending, out_TH)
+
+
+@pytest.mark.parametrize("wrong", [PartialSums, OrderOfRanks])
+def test_sums_that_depend_on_the_ranks(wrong):
+    for world in (2, 4):
+        caught_naive(
+            wrong, "test_batch_invariant", "float32", "none", world, says="not batch-invariant"
+        )
 
 
 class Columns4096(OtherTokens):

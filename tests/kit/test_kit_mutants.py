@@ -7,10 +7,15 @@ from pathlib import Path
 
 import conformance_catches
 import test_conformance_catches_experts
+import test_conformance_catches_invariance
 import test_conformance_catches_sizes
 
 PAGE = Path(__file__).parents[2] / "docs" / "kit_mutants.md"
-MODULES = (test_conformance_catches_experts, test_conformance_catches_sizes)
+MODULES = (
+    test_conformance_catches_experts,
+    test_conformance_catches_sizes,
+    test_conformance_catches_invariance,
+)
 
 
 def table() -> str:

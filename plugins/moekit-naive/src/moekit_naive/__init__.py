@@ -33,6 +33,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             aborts=True,
             footprint=footprint,
             deterministic=True,
+            batch_invariant=True,
+            weights_in_fp32=True,
             graph_safe=True,
             check=_check,
         )

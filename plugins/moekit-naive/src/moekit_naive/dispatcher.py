@@ -7,6 +7,9 @@
     experts  each rank runs its own: a share of the experts, or a slice of all
     reduce   y_RH -> out_TH: rank q's rows go to rank q, which sums what it got in rank order
 
+In batch-invariant problems the experts' rows return unweighted, K for each token, and their owner
+weights and sums them in the order of K: so the number of ranks changes no bits.
+
 Both ways, 16- and 32-bit values travel as they are (quantized activations as 8 bits); the sum is
 in fp32 and rounded once, so a result has at most one rounding per rank more than one rank's. The
 order of the sum is fixed, so equal inputs give equal bits.
@@ -38,8 +41,10 @@ from moekit.plugin import (
     exchange,
     has_backend,
     local_ids,
+    partition,
     reason_of,
     resolve,
+    weight_and_reduce,
 )
 
 from .board import board_of
@@ -65,6 +70,14 @@ _all_gather: Callable[..., Any] = (
 
 
 _coalescing = getattr(dist.distributed_c10d, "_coalescing_manager", None)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """What `finalize` needs of a call: its sizes, and this rank's routing with global ids."""
+
+    sizes: _Sizes
+    routing: Routing
 
 
 @dataclass(frozen=True)
@@ -124,19 +137,21 @@ class NaiveDispatcher(PrepareAndFinalize):
             with self._transfers:
                 for work in works:
                     work.wait()
-            return self._arrived(x_RH, meta_RM, sizes)
+            return self._arrived(x_RH, meta_RM, _Handle(sizes, routing))
 
         return Pending(arrive)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         assert self.group is not None
-        sizes: _Sizes = dispatched.handle
-        tokens, hidden = out_TH.shape
+        handle: _Handle = dispatched.handle
+        sizes = handle.sizes
         if not sizes.rows:
             return Pending.ready(out_TH)
+        by_assignment = self.problem.batch_invariant
+        y = y.flatten(1)  # (R, H), or (R, K * H)
         if sizes.out != sizes.sent:
             y = torch.cat(self._shares(y, sizes))
-        ranks = self.group.size()
+        ranks, tokens, hidden = self.group.size(), len(out_TH), y.shape[1]
         partial_GTH = torch.empty((ranks, tokens, hidden), dtype=y.dtype, device=y.device)
         with self._transfers:
             work = dist.all_to_all_single(
@@ -151,6 +166,8 @@ class NaiveDispatcher(PrepareAndFinalize):
         def combine() -> Tensor:
             with self._transfers:
                 work.wait()
+            if by_assignment:
+                return self._in_order_of_k(partial_GTH, handle.routing, out_TH)
             if ranks == 2:  # computed in fp32 and rounded once
                 return torch.add(partial_GTH[0], partial_GTH[1], out=out_TH)
             if out_TH.dtype is torch.float32:
@@ -162,6 +179,23 @@ class NaiveDispatcher(PrepareAndFinalize):
             return total if total is out_TH else out_TH.copy_(total)
 
         return Pending(combine)
+
+    def _in_order_of_k(self, rows_GTN: Tensor, routing: Routing, out_TH: Tensor) -> Tensor:
+        """Weight and sum the rows (ranks, T, K * H) that the ranks of the experts sent."""
+        ids_TK = routing.topk_ids
+        T, K = ids_TK.shape
+        rows_GTKH = rows_GTN.view(len(rows_GTN), T, K, out_TH.shape[1])
+        ends = [self._local_end(rank) for rank in range(len(rows_GTN))]
+        rank_TK = torch.bucketize(ids_TK, torch.tensor(ends, device=ids_TK.device), right=True)
+        token_T = torch.arange(T, device=ids_TK.device)
+        return weight_and_reduce(
+            lambda k: rows_GTKH[rank_TK[:, k], token_T, k], ids_TK, routing.topk_weights, out_TH
+        )
+
+    def _local_end(self, rank: int) -> int:
+        """Return the first physical expert behind those of a rank."""
+        p = self.problem
+        return partition(p.num_physical_experts, p.parallel.ep_size, rank).stop
 
     def max_rows(self, num_tokens: int) -> int:
         return num_tokens * self.problem.parallel.dp_size
@@ -194,7 +228,7 @@ class NaiveDispatcher(PrepareAndFinalize):
             columns.append(scale.view(torch.int32))
         return x.contiguous(), torch.cat(columns, dim=1)
 
-    def _arrived(self, x_RH: Tensor, meta_RM: Tensor, sizes: _Sizes) -> Dispatched:
+    def _arrived(self, x_RH: Tensor, meta_RM: Tensor, handle: _Handle) -> Dispatched:
         k = self.problem.top_k
         scale = meta_RM[:, 2 * k :].contiguous().view(torch.float32)
         return Dispatched(
@@ -202,7 +236,7 @@ class NaiveDispatcher(PrepareAndFinalize):
             x_scale=scale if scale.shape[1] else None,
             topk_ids=local_ids(meta_RM[:, :k].long(), self.problem),
             topk_weights=meta_RM[:, k : 2 * k].contiguous().view(torch.float32),
-            handle=sizes,
+            handle=handle,
         )
 
     # -- sizes and failures ------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""Wrong batch-invariant experts: each must fail a named kit test that a right one passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conformance_catches import killed_by, mutants_of
+
+from moekit.backends.torch_experts import TorchExperts
+from moekit.contract import PackedWeights
+
+OTHER = "not batch-invariant"
+
+
+class Blocks(TorchExperts):
+    """Right: fixed blocks of rows."""
+
+    BASE = "torch"
+
+    def also(self, y, tokens, weights, rows_RK):
+        """Compute the assignments in ``rows_RK`` again, with sums over K in reverse order.
+
+        Exact arithmetic would give the same result.
+        """
+        tokens = replace(tokens, topk_ids=torch.where(rows_RK, tokens.topk_ids, -1))
+        flipped = {"w13": weights["w13"].flip(2), "w2": weights["w2"]}
+        packed = PackedWeights(weights.backend, flipped)
+        super().apply(y, replace(tokens, x=tokens.x.flip(1)), packed, ())
+
+    def rows_in_reverse(self, tokens):
+        """Return a bool (R, K): the assignments that another kernel computes."""
+        return torch.zeros_like(tokens.topk_ids, dtype=torch.bool)
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if self.problem.batch_invariant and bool((rows := self.rows_in_reverse(tokens)).any()):
+            self.also(y, tokens, weights, rows)
+
+
+def all_if(condition, tokens):
+    return torch.full_like(tokens.topk_ids, condition, dtype=torch.bool)
+
+
+@killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
+@killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER)
+class KernelByTokens(Blocks):
+    """Computes calls of at most two tokens by another kernel."""
+
+    def rows_in_reverse(self, tokens):
+        return all_if(len(tokens.x) <= 2, tokens)
+
+
+@killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
+class TileByRows(Blocks):
+    """Computes experts with more than 256 rows in larger tiles, which sum in another order."""
+
+    def rows_in_reverse(self, tokens):
+        ids = tokens.topk_ids
+        counts = torch.bincount(ids.flatten() + 1, minlength=self.problem.num_local_experts + 1)
+        return (counts[1:] > 85)[ids.clamp(min=0)]
+
+
+@killed_by("test_batch_invariant_position", 1, says=OTHER)
+@killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
+class OrderByPosition(Blocks):
+    """Sums odd rows in another order than even ones."""
+
+    def rows_in_reverse(self, tokens):
+        return torch.arange(len(tokens.x))[:, None].expand_as(tokens.topk_ids) % 2 == 1
+
+
+@killed_by("test_batch_invariant_neighbours", 1, says="all routed to the same experts")
+class HotExpertElsewhere(Blocks):
+    """Computes an expert by another kernel if most tokens go there."""
+
+    def rows_in_reverse(self, tokens):
+        ids = tokens.topk_ids
+        counts = torch.bincount(ids.flatten() + 1, minlength=self.problem.num_local_experts + 1)
+        return (counts[1:] > len(ids) // 2)[ids.clamp(min=0)]
+
+
+@killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
+@killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER)
+class OrderOfAtomics(Blocks):
+    """Adds up two parts of K in the order in which they finish."""
+
+    def apply(self, y, tokens, weights, workspace):
+        self.turn = not getattr(self, "turn", False)
+        super().apply(y, tokens, weights, workspace)
+
+    def rows_in_reverse(self, tokens):
+        return all_if(self.turn, tokens)
+
+
+@killed_by("test_batch_invariant_experts", 1, says=OTHER)
+class SplitByExperts(Blocks):
+    """Divides K among programs if a rank holds few experts."""
+
+    def rows_in_reverse(self, tokens):
+        return all_if(self.problem.num_local_experts < 4, tokens)
+
+
+@killed_by("test_batch_invariant_format", 1, says=OTHER)
+class OtherOrderWhenBatched(Blocks):
+    """Computes rows of one expert by another kernel than rows of several."""
+
+    def rows_in_reverse(self, tokens):
+        return all_if(tokens.topk_ids.shape[1] == 1, tokens)
+
+
+@killed_by("test_batch_invariant_neighbours", 1, says="16 times as large")
+class ScaleOfAllTokens(Blocks):
+    """Rounds x to 8 bits by one scale for all tokens."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.batch_invariant:
+            scale = tokens.x.nan_to_num().abs().amax().float() / 127
+            x = ((tokens.x.float() / scale).round() * scale).to(tokens.x.dtype)
+            tokens = replace(tokens, x=x)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_batch_invariant_neighbours", 2, says="all routed to the same experts")
+class SecondGemmByRows(Blocks):
+    """Sums GEMM 2 of experts with many rows in another order."""
+
+    def also(self, y, tokens, weights, rows_RK):
+        inner = self.problem.local_intermediate_size
+        w13 = weights["w13"].unflatten(1, (-1, inner)).flip(2).flatten(1, 2)
+        packed = PackedWeights(weights.backend, {"w13": w13, "w2": weights["w2"].flip(2)})
+        tokens = replace(tokens, topk_ids=torch.where(rows_RK, tokens.topk_ids, -1))
+        TorchExperts.apply(self, y, tokens, packed, ())
+
+    def rows_in_reverse(self, tokens):
+        return HotExpertElsewhere.rows_in_reverse(self, tokens)
+
+
+@killed_by("test_batch_invariant_scheme", "fp8_block", says=OTHER)
+class QuantizedByTokens(Blocks):
+    """Rounds the results of quantized schemes otherwise in calls of more than 64 tokens."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if self.problem.quant.weight is not None and len(tokens.x) > 64:
+            y.mul_(1 + 2**-7)
+
+
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()
