@@ -14,7 +14,7 @@ from moekit.checkpoint.formats import Format
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in
 from moekit.checkpoint.probe import format_of
 from moekit.checkpoint.schema import EXPERTS, INNER, NESTED, TOP_K
-from moekit.checkpoint.schemes import scheme_for
+from moekit.checkpoint.schemes import no_scheme, scheme_for
 from moekit.errors import WeightsError
 from moekit.problem import DTYPES, MoEProblem
 from moekit.problem.activation import Activation
@@ -123,7 +123,8 @@ def problem_from_config(
             return problem
         scheme = scheme_for(found.format, found.intermediate_size, problem.parallel.tp_size)
         if scheme is None:
-            raise WeightsError(_no_scheme(found, problem.parallel.tp_size))
+            tp_size = problem.parallel.tp_size
+            raise WeightsError(no_scheme(found.format, found.intermediate_size, tp_size))
         return problem.replace(quant=scheme)
 
 
@@ -138,24 +139,6 @@ _FIELDS = (
     "has_bias",
     "apply_router_weight_on_input",
 )
-
-
-def _no_scheme(found: Detected, tp_size: int) -> str:
-    """Say why no scheme computes with the stored weights, and what to do."""
-    format, instead = found.format, "load them with dequantize=True"
-    if found.scheme is not None:
-        why = f"tp_size={tp_size} cuts its groups of {format.group[1]} columns of w2"
-        instead = f"use expert parallelism, or {instead}"
-    elif (operand := format.activation) is not None:
-        when = "static" if operand.static else "dynamic"
-        why = (
-            f"moekit has no scheme for them with {operand.dtype} activations, a {when} "
-            f"{operand.scale_dtype} scale per {operand.group}"
-        )
-        instead = f"choose another scheme for these weights with quant=..., or {instead}"
-    else:
-        why = "moekit has no scheme for them"
-    return f"the experts are stored as {format}: {why}; {instead}"
 
 
 # -- config.json --------------------------------------------------------------------------------

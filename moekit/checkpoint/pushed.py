@@ -174,22 +174,18 @@ class PushedExperts:
     # -- storage ----------------------------------------------------------------------------
 
     def allocate(self) -> None:
-        """Allocate `out`, unless it is allocated."""
-        if not self.out:
-            shapes, dtype = loaded_shapes(self.problem), self._dtype()
-            make = torch.zeros if self._share.padded else torch.empty
-            self.out = {
-                which: make(shape, dtype=dtype, device=self.device)
-                for which, shape in shapes.items()
-            }
-
-    def release(self) -> None:
-        """Free `out`; the next round of loading allocates it again."""
-        self.out, self._reader = {}, None
-
-    def _dtype(self) -> torch.dtype:
+        """Allocate what `release` freed of `out`."""
         weight = self.problem.quant.weight
-        return self.problem.dtype if weight is None else weight.torch_dtype
+        dtype = self.problem.dtype if weight is None else weight.torch_dtype
+        for which, shape in loaded_shapes(self.problem).items():
+            if which not in self.out:
+                self.out[which] = torch.empty(shape, dtype=dtype, device=self.device)
+
+    def release(self, *names: str) -> None:
+        """Free "w13" or "w2" of `out`, and end the round; the next one allocates it again."""
+        for which in names:
+            self.out.pop(which, None)
+        self._reader = None
 
     # -- a round of loading -----------------------------------------------------------------
 
@@ -200,7 +196,8 @@ class PushedExperts:
 
     def missing(self) -> list[str]:
         """Return the tensors of this rank that this round still needs."""
-        return [tensor for tensor in self._wanted if tensor not in self._pushed]
+        pushed = self._pushed if self.loading else {}
+        return [tensor for tensor in self._wanted if tensor not in pushed]
 
     def _begin(self) -> Reader:
         if self._reader is None:

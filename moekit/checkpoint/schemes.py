@@ -72,3 +72,21 @@ def cuts_groups(
         )
         for rank in range(tp_size)
     )
+
+
+def no_scheme(format: Format, intermediate_size: int, tp_size: int) -> str:
+    """Say why no scheme computes with the stored weights, and what to do."""
+    instead = "load them with dequantize=True"
+    if scheme_for(format, intermediate_size) is not None:
+        why = f"tp_size={tp_size} cuts its groups of {format.group[1]} columns of w2"
+        instead = f"use expert parallelism, or {instead}"
+    elif (operand := format.activation) is not None:
+        when = "static" if operand.static else "dynamic"
+        why = (
+            f"moekit has no scheme for them with {operand.dtype} activations, a {when} "
+            f"{operand.scale_dtype} scale per {operand.group}"
+        )
+        instead = f"choose another scheme for these weights with quant=..., or {instead}"
+    else:
+        why = "moekit has no scheme for them"
+    return f"the experts are stored as {format}: {why}; {instead}"

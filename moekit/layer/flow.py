@@ -41,11 +41,13 @@ class LayerFlow:
         self.name, self.router, self.ranks = name, router, ranks
         self.kernel, self.shared = kernel, shared
         self.to_physical: Callable[[Routing], Routing] | None = None
+        # Says what to do for a call without weights.
+        self.advice: Callable[[], str] = lambda: "call load_weights() first"
 
     def require(self, weights: PackedWeights | None) -> PackedWeights:
         """Return ``weights``; raise WeightsError for None."""
         if weights is None:
-            raise WeightsError(f"layer {self.name!r} has no weights: call load_weights() first")
+            raise WeightsError(f"layer {self.name!r} has no weights: {self.advice()}")
         return weights
 
     def __call__(self, weights: PackedWeights | None, inputs: LayerInputs) -> Tensor:

@@ -1,0 +1,180 @@
+"""vLLM's keywords of `FusedMoE`, as the records of moekit's layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor
+
+from moekit.errors import InvalidProblem
+from moekit.layer.parallelism import LayerParallelism
+from moekit.layer.router import RoutingConfig, RoutingFunction
+from moekit.untrusted.arguments import MAX_RANKS, accept, optional, shown, size
+
+# Arguments of moekit's layer that vLLM's does not have.
+OF_MOEKIT = frozenset(
+    (
+        "checked",
+        "device",
+        "dispatcher",
+        "expert_placement_strategy",
+        "experts",
+        "group",
+        "max_num_tokens",
+        "parallelism",
+        "peer_timeout",
+        "quant",
+    )
+)
+_IN_THE_MODEL = "compute it in the model, outside the layer"
+# What to do instead, for keywords of some versions that this layer does not have.
+_INSTEAD = {
+    "gate": "call the gate in the model, and pass router_logits",
+    "shared_experts": "call the shared experts in the model, and add their output",
+    "shared_expert_gate": _IN_THE_MODEL,
+    "n_shared_experts": "call the shared experts in the model, and add their output",
+    "routed_input_transform": _IN_THE_MODEL,
+    "routed_output_transform": _IN_THE_MODEL,
+    "router": "pass its options, or a custom_routing_function",
+    "hash_indices_table": "pass a custom_routing_function",
+    "swiglu_limit": "pass activation=moekit.Activation(name, limit=...)",
+    "swiglu_alpha": "pass activation=moekit.Activation(name, alpha=...)",
+    "pcp_size": "use tensor, data or expert parallelism",
+    "ckpt_names": "pass expert_mapping=FusedMoE.make_expert_params_mapping(...)",
+    "runner_cls": "moekit has no runners: choose dispatcher=... and experts=... by name",
+}
+_HARMLESS = frozenset(("router_logits_dtype",))  # moekit routes in fp32, whatever the dtype
+_SIZES = dict.fromkeys(("tp_size", "ep_size", "dp_size"), optional(size(1, MAX_RANKS)))
+
+
+def take_rest(keywords: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of moekit's layer among ``keywords``.
+
+    Raises:
+        InvalidProblem: A keyword is none of this layer's, and its value is not the default.
+    """
+    kept = {name: value for name, value in keywords.items() if name in OF_MOEKIT}
+    for name, value in keywords.items():
+        unset = value is None or value is False or (name == "pcp_size" and value == 1)
+        if name in kept or name in _HARMLESS or (unset and name in _INSTEAD):
+            continue
+        if name in _INSTEAD:
+            raise InvalidProblem(f"FusedMoE has no {name} (got {shown(value)}): {_INSTEAD[name]}")
+        near = get_close_matches(name, [*known, *OF_MOEKIT], 1)
+        raise InvalidProblem(
+            f"FusedMoE has no {name} (got {shown(value)}): expected the keywords of vLLM's layer "
+            "in versions 0.9 to 0.14, or of moekit.FusedMoE"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+    return kept
+
+
+def routing(
+    *,
+    renormalize: bool,
+    use_grouped_topk: bool,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    custom_routing_function: Callable[..., Any] | None,
+    scoring_func: str,
+    routed_scaling_factor: float,
+    e_score_correction_bias: Tensor | None,
+    zero_expert_num: int,
+    zero_expert_type: str | None,
+) -> RoutingConfig:
+    """Return the routing. Without ``use_grouped_topk`` groups are ignored, as in vLLM."""
+    if use_grouped_topk and (num_expert_group is None or topk_group is None):
+        raise InvalidProblem(
+            f"use_grouped_topk=True needs num_expert_group and topk_group (got "
+            f"num_expert_group={shown(num_expert_group)}, topk_group={shown(topk_group)})"
+        )
+    if zero_expert_type not in (None, "identity"):
+        raise InvalidProblem(
+            f"zero_expert_type={shown(zero_expert_type)}: it must be 'identity' or None"
+        )
+    if custom_routing_function is not None:
+        return RoutingConfig(
+            renormalize=renormalize,
+            custom_routing_function=_with_vllm_names(custom_routing_function),
+            zero_expert_num=zero_expert_num or 0,
+        )
+    return RoutingConfig(
+        renormalize=renormalize,
+        scoring_func=scoring_func,
+        e_score_correction_bias=e_score_correction_bias,
+        num_expert_group=num_expert_group if use_grouped_topk else None,
+        topk_group=topk_group if use_grouped_topk else None,
+        routed_scaling_factor=routed_scaling_factor,
+        zero_expert_num=zero_expert_num or 0,
+    )
+
+
+def _with_vllm_names(function: Callable[..., Any]) -> RoutingFunction:
+    if not callable(function):
+        raise InvalidProblem(f"custom_routing_function={shown(function)}: it must be a function")
+
+    def custom(x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = function(
+            hidden_states=x, gating_output=logits, topk=top_k, renormalize=renormalize
+        )
+        return found
+
+    custom.__name__ = getattr(function, "__name__", "custom function")
+    return custom
+
+
+def parallelism(
+    given: LayerParallelism | None,
+    *,
+    tp_size: int | None,
+    ep_size: int | None,
+    dp_size: int | None,
+    is_sequence_parallel: bool,
+    enable_eplb: bool,
+    num_redundant_experts: int,
+    reduce_results: bool,
+    **more: Any,
+) -> LayerParallelism:
+    """Return the parallelism of vLLM's sizes, or the one that is given instead.
+
+    Args:
+        more: Further fields of LayerParallelism.
+
+    Raises:
+        InvalidProblem: The sizes contradict each other or the record.
+    """
+    accept(_SIZES, locals())
+    if num_redundant_experts and not enable_eplb:
+        raise InvalidProblem(
+            f"num_redundant_experts={shown(num_redundant_experts)} needs enable_eplb=True"
+        )
+    if given is not None:
+        sizes = {"tp_size": tp_size, "ep_size": ep_size, "dp_size": dp_size}
+        flags = {"is_sequence_parallel": is_sequence_parallel, "reduce_results": reduce_results}
+        said = {**sizes, **flags, "num_redundant_experts": num_redundant_experts, **more}
+        if named := [name for name, value in said.items() if value]:
+            raise InvalidProblem(
+                f"parallelism and {', '.join(named)} are both given: set them in the "
+                "LayerParallelism, or leave it out"
+            )
+        return given
+    tp, dp = tp_size or 1, dp_size or 1
+    if ep_size and tp_size is None and dp_size is None:
+        tp = ep_size  # the ranks hold the same tokens
+    spread = ep_size not in (None, 1)
+    if spread and ep_size != tp * dp:
+        raise InvalidProblem(
+            f"ep_size={ep_size} must be tp_size * dp_size, because expert parallelism spreads "
+            f"whole experts over all ranks (got tp_size={tp}, dp_size={dp})"
+        )
+    return LayerParallelism(
+        tp_size=tp,
+        dp_size=dp,
+        enable_expert_parallel=spread,
+        is_sequence_parallel=is_sequence_parallel,
+        num_redundant_experts=num_redundant_experts,
+        reduce_results=reduce_results,
+        **more,
+    )

@@ -1,0 +1,177 @@
+"""Quantization configs in the forms in which engines and models hand them to a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moekit.checkpoint.declared import config_of, declared_format
+from moekit.checkpoint.formats import Format
+from moekit.checkpoint.schemes import no_scheme, scheme_for
+from moekit.errors import InvalidProblem, WeightsError
+from moekit.problem.quant import QuantScheme, scheme
+from moekit.untrusted.arguments import shown
+
+# Lists of modules that are not quantized, by the names in configs and in vLLM's objects.
+_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_ARGUMENTS = (
+    "num_bits", "type", "strategy", "group_size", "symmetric", "actorder", "dynamic",
+    "block_structure",
+)  # fmt: skip
+
+
+def resolve(
+    given: object,
+    quant: QuantScheme | str | None,
+    dequantize: bool,
+    sizes: tuple[int, int, int],
+    module: str,
+) -> tuple[Format, QuantScheme]:
+    """Return how a checkpoint stores the experts, and the scheme that computes with them.
+
+    Args:
+        given: ``quant_config``: None, a scheme or its name, a model's ``quantization_config`` as a
+            mapping or an object with ``to_dict``, or an object of vLLM's QuantizationConfig.
+        quant: The scheme, if not the one that fits the stored weights best.
+        dequantize: The scheme is "none".
+        sizes: H, I and the tensor-parallel size.
+        module: The layer's name.
+
+    Raises:
+        InvalidProblem: moekit does not know the config, or has no scheme for it.
+    """
+    chosen = scheme(quant) if isinstance(quant, str) else quant
+    if isinstance(given, str | QuantScheme):
+        found = scheme(given) if isinstance(given, str) else given
+        config, chosen = config_of(found), chosen or found
+    else:
+        config = _config(given)
+    H, I, tp_size = sizes
+    try:
+        format = declared_format(config, H, I, module)
+    except WeightsError as error:
+        raise InvalidProblem(f"quant_config: {error}") from error
+    if dequantize or chosen is not None:
+        return format, scheme("none") if dequantize or chosen is None else chosen
+    name = scheme_for(format, I, tp_size)
+    if name is None:
+        raise InvalidProblem(f"quant_config: {no_scheme(format, I, tp_size)}")
+    return format, scheme(name)
+
+
+def _config(given: object) -> dict[str, Any] | None:
+    """Return a quantization config as it is in config.json."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        config = dict(given)
+    elif callable(getattr(given, "get_name", None)):
+        return _of_vllm(given)
+    elif callable(convert := getattr(given, "to_dict", None)):
+        config = dict(convert())
+    else:
+        raise InvalidProblem(
+            f"quant_config={shown(given)}: it must be a scheme of moekit.SCHEMES, a model's "
+            "quantization_config, an object of vLLM's QuantizationConfig, or None"
+        )
+    if isinstance(inner := config.get("quantization"), Mapping):  # ModelOpt's hf_quant_config.json
+        config = {"quant_method": "modelopt", **inner}
+    return config | {"quant_method": _method(config.get("quant_method"))}
+
+
+def _method(name: object) -> str:
+    """Return the method as checkpoints call it; vLLM's kernels have names of their own."""
+    text = str(getattr(name, "value", name) or "").lower()
+    return text.removeprefix("auto_").removesuffix("_marlin").removeprefix("gpt_oss_")
+
+
+def _of_vllm(given: Any) -> dict[str, Any]:
+    """Convert an object with the public fields of one of vLLM's QuantizationConfig classes."""
+    name = str(given.get_name())
+    method = _method(name)
+    lists = {key: getattr(given, key) for key in _LISTS if isinstance(_get(given, key), list)}
+    for field in ("full_config", "config"):  # the model's own config
+        raw = _get(given, field)
+        if isinstance(raw, Mapping) and raw.get("quant_method"):
+            return {**raw, **lists, "quant_method": method}
+    make = _FIELDS.get(method)
+    if make is None:
+        raise InvalidProblem(
+            f"quant_config of vLLM's method {name!r}: expected one of {', '.join(_FIELDS)}"
+        )
+    return {**lists, **make(given)}
+
+
+def _get(given: object, field: str, default: object = None) -> Any:
+    return getattr(given, field, default)
+
+
+def _fp8(given: object) -> dict[str, Any]:
+    if not _get(given, "is_checkpoint_fp8_serialized", True):
+        raise InvalidProblem(
+            "quant_config says that the checkpoint is not fp8 yet: quantize it before loading, or "
+            "leave quant_config out"
+        )
+    scheme, block = _get(given, "activation_scheme", "dynamic"), _get(given, "weight_block_size")
+    return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}
+
+
+def _fbgemm(given: object) -> dict[str, Any]:
+    return {"quant_method": "fbgemm_fp8", "ignore": list(_get(given, "ignore_list") or ())}
+
+
+def _gptq(given: object) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq",
+        "bits": _get(given, "weight_bits"),
+        "group_size": _get(given, "group_size"),
+        "desc_act": bool(_get(given, "desc_act")),
+        "sym": bool(_get(given, "is_sym", True)),
+        "checkpoint_format": _get(given, "checkpoint_format") or None,
+    }
+
+
+def _awq(given: object) -> dict[str, Any]:
+    bits, group = _get(given, "weight_bits"), _get(given, "group_size")
+    return {"quant_method": "awq", "bits": bits, "group_size": group}
+
+
+def _modelopt(given: object) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": _get(given, "quant_method") or "FP8"}
+
+
+def _modelopt_fp4(given: object) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": _get(given, "quant_method") or "NVFP4"}
+
+
+def _compressed(given: object) -> dict[str, Any]:
+    groups = {}
+    for number, (target, said) in enumerate((_get(given, "target_scheme_map") or {}).items()):
+        groups[f"group_{number}"] = {
+            "targets": [target],
+            "weights": _arguments(said.get("weights")),
+            "input_activations": _arguments(said.get("input_activations")),
+        }
+    form = _get(given, "quant_format")
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+def _arguments(said: object) -> dict[str, Any] | None:
+    """Convert compressed-tensors' QuantizationArgs, a mapping or an object."""
+    if said is None:
+        return None
+    read = said.get if isinstance(said, Mapping) else lambda field: _get(said, field)
+    values = {field: read(field) for field in _ARGUMENTS}
+    return {field: getattr(value, "value", value) for field, value in values.items()}
+
+
+_FIELDS: Mapping[str, Callable[[object], dict[str, Any]]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "gptq": _gptq,
+    "awq": _awq,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt_fp4,
+    "compressed-tensors": _compressed,
+    "mxfp4": lambda given: {"quant_method": "mxfp4"},
+}

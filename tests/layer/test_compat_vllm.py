@@ -1,0 +1,423 @@
+"""FusedMoE with vLLM's interface: its keywords, configs, parameters and errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+from checkpoint_cases import CASES
+from layer_cases import E, H, I, K, logits_for
+from torch import Tensor, nn
+
+import moekit
+from moekit import LayerParallelism, ParallelConfig
+from moekit.compat.vllm import FusedMoE
+from moekit.errors import InvalidProblem, WeightsError
+from moekit.problem.quant import SCHEMES
+from moekit.testing.cases import random_weights, random_x
+
+SIZES = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}
+NAMES = dict(ckpt_gate_proj_name="gate", ckpt_down_proj_name="down", ckpt_up_proj_name="up")
+SHARDS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def make(**arguments: Any) -> FusedMoE:
+    return FusedMoE(**{**SIZES, "params_dtype": torch.float32, "device": "cpu", **arguments})
+
+
+def stacks(E: int = E, H: int = H, I: int = I) -> dict[str, Tensor]:
+    shapes = {"w1": (E, I, H), "w3": (E, I, H), "w2": (E, H, I)}
+    return {shard: torch.randn(shape) / shape[2] ** 0.5 for shard, shape in shapes.items()}
+
+
+def push(layer: FusedMoE, tensors: dict[str, Tensor], suffix: str = "weight") -> None:
+    for shard, stack in tensors.items():
+        name = f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"
+        param = layer.get_parameter(name)
+        for expert, tensor in enumerate(stack):
+            assert layer.weight_loader(param, tensor, f"a.b.{name}", shard, expert) is None
+
+
+def loaded(**arguments: Any) -> tuple[FusedMoE, dict[str, Tensor]]:
+    layer, tensors = make(**arguments), stacks()
+    push(layer, tensors)
+    layer.process_weights_after_loading()
+    return layer, tensors
+
+
+# -- the keywords -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {}),
+        ({"renormalize": False}, {"renormalize": False}),
+        ({"num_expert_group": 3, "topk_group": 2}, {}),  # ignored without use_grouped_topk
+        (
+            {"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 2},
+            {"num_expert_group": 3, "topk_group": 2},
+        ),
+        (
+            {
+                "scoring_func": "sigmoid",
+                "routed_scaling_factor": 2.5,
+                "e_score_correction_bias": torch.linspace(0, 1, E),
+            },
+            {
+                "scoring_func": "sigmoid",
+                "routed_scaling_factor": 2.5,
+                "e_score_correction_bias": torch.linspace(0, 1, E),
+            },
+        ),
+        ({"zero_expert_num": 2, "zero_expert_type": "identity"}, {"zero_expert_num": 2}),
+        ({"activation": "gelu", "router_logits_dtype": torch.float32}, {"activation": "gelu"}),
+        ({"gate": None, "pcp_size": 1, "enable_eplb": True}, {}),
+    ],
+)
+def test_keywords_are_those_of_moekits_layer(theirs: dict, ours: dict) -> None:
+    layer, tensors = loaded(**theirs)
+    other = moekit.FusedMoE(**SIZES, params_dtype=torch.float32, device="cpu", **ours)
+    w13 = torch.cat([tensors["w1"], tensors["w3"]], 1)
+    other.load_weights(moekit.ExpertWeights(w13, tensors["w2"]))
+    x, logits = random_x(other.problem, 9), logits_for(other, 9)
+    assert torch.equal(layer(hidden_states=x, router_logits=logits), other(x, logits))
+
+
+def test_a_custom_routing_function_gets_vllms_keywords() -> None:
+    def first(*, hidden_states, gating_output, topk, renormalize):
+        assert hidden_states.shape == (5, H) and gating_output.shape == (5, E) and not renormalize
+        return torch.ones(5, topk), torch.arange(topk).expand(5, -1).int()
+
+    layer, tensors = loaded(custom_routing_function=first, renormalize=False)
+    x = torch.randn(5, H)
+    gate, up, down = (tensors[shard][:K].double() for shard in ("w1", "w3", "w2"))
+    h = nn.functional.silu(gate @ x.T.double()) * (up @ x.T.double())
+    want = (down @ h).sum(0).T
+    assert (layer(x, torch.randn(5, E)) - want).norm() < 1e-5 * want.norm()
+
+
+def test_experts_without_a_gate() -> None:
+    tensors = stacks()
+    del tensors["w3"]
+    layer = make(activation="relu2", is_act_and_mul=False)
+    mapping = FusedMoE.make_expert_params_mapping(
+        ckpt_gate_proj_name="up", ckpt_down_proj_name="down", ckpt_up_proj_name="", num_experts=E
+    )
+    assert len(mapping) == 2 * E and {shard for *_, shard in mapping} == {"w1", "w2"}
+    push(layer, tensors)
+    layer.process_weights_after_loading()
+    assert torch.equal(layer.packed["w13"], tensors["w1"])
+
+
+def test_sizes_of_ranks() -> None:
+    """Without torch.distributed, sizes above one need the rank, as with moekit's layer."""
+    from moekit.compat.arguments import parallelism
+
+    common = dict(
+        is_sequence_parallel=False, enable_eplb=True, num_redundant_experts=0, reduce_results=False
+    )
+    for sizes, want in (
+        ((None, None, None), (1, 1, False)),
+        ((4, None, None), (4, 1, False)),
+        ((2, 1, 2), (2, 2, False)),
+        ((2, 4, 2), (2, 2, True)),
+        ((None, 8, None), (8, 1, True)),
+    ):
+        tp_size, ep_size, dp_size = sizes
+        made = parallelism(None, tp_size=tp_size, ep_size=ep_size, dp_size=dp_size, **common)
+        assert (made.tp_size, made.dp_size, made.enable_expert_parallel) == want
+    with pytest.raises(InvalidProblem, match="the rank comes from torch.distributed"):
+        make(tp_size=2)
+
+
+def test_the_view_of_one_rank() -> None:
+    parallel = ParallelConfig(ep_size=4, ep_rank=1, dp_size=1)
+    layer = make(
+        parallelism=LayerParallelism(
+            parallel=parallel, num_redundant_experts=2, reduce_results=False
+        )
+    )
+    assert layer.expert_map.tolist() == [-1, -1, 0, 1, -1, -1, -1, -1]
+    assert (layer.global_num_experts, layer.local_num_experts) == (8, 2)
+    assert (layer.ep_size, layer.tp_size, layer.partial) == (4, 1, True)
+    assert not layer.must_reduce_shared_expert_outputs()
+    robin = LayerParallelism(
+        parallel=parallel, expert_placement_strategy="round_robin", reduce_results=False
+    )
+    assert make(parallelism=robin).expert_map.tolist() == [-1, 0, -1, -1, -1, 1]
+    assert make().expert_map is None
+
+
+WRONG = {
+    "unknown": (dict(renormalise=True), "FusedMoE has no renormalise .got True.: .* did you mean "
+                "renormalize"),
+    "gate": (dict(gate=nn.Linear(2, 2)), "has no gate .*: call the gate in the model, and pass"),
+    "shared": (dict(n_shared_experts=2), "call the shared experts in the model, and add their out"),
+    "groups": (dict(use_grouped_topk=True), "use_grouped_topk=True needs num_expert_group and"),
+    "replicas": (dict(num_redundant_experts=1), "num_redundant_experts=1 needs enable_eplb=True"),
+    "ep": (dict(ep_size=3, tp_size=2), "ep_size=3 must be tp_size . dp_size"),
+    "both": (dict(parallelism=LayerParallelism(), dp_size=2), "parallelism and dp_size are both"),
+    "zero": (dict(zero_expert_type="copy"), "zero_expert_type='copy': it must be 'identity' or"),
+    "flag": (dict(renormalize="yes"), "renormalize='yes': it must be True or False"),
+    "config": (dict(quant_config=3), "quant_config=3: it must be a scheme of moekit.SCHEMES, a"),
+    "scheme": (dict(quant_config="fp9"), "quant scheme 'fp9' is unknown; choose one of: none, fp8"),
+    "method": (dict(quant_config={"quant_method": "bnb"}), "quant_config: .* the method 'bnb'"),
+    "no scheme": (
+        dict(quant_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
+        "quant_config: the experts are stored as fp8 .*: moekit has no scheme for them .* dequant",
+    ),
+    "activation": (dict(activation="swish"), "activation 'swish' is unknown; choose one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    arguments, message = WRONG[case]
+    with pytest.raises(InvalidProblem, match=message):
+        make(**arguments)
+
+
+# -- quantization configs ---------------------------------------------------------------------
+
+
+def vllm_config(name: str, **fields: Any) -> SimpleNamespace:
+    """Return an object with the public fields of a QuantizationConfig of vLLM."""
+    return SimpleNamespace(get_name=lambda: name, **fields)
+
+
+@dataclass
+class Arguments:
+    """Stands for compressed-tensors' QuantizationArgs, whose strings are enums."""
+
+    num_bits: int = 8
+    type: Any = field(default_factory=lambda: SimpleNamespace(value="float"))
+    strategy: Any = field(default_factory=lambda: SimpleNamespace(value="channel"))
+    group_size: int | None = None
+    symmetric: bool = True
+    dynamic: bool = False
+
+
+TOKEN = Arguments(strategy=SimpleNamespace(value="token"), dynamic=True)
+CONFIGS = [
+    (vllm_config("fp8", is_checkpoint_fp8_serialized=True, activation_scheme="dynamic",
+                 weight_block_size=[128, 128], ignored_layers=[]), "fp8_block"),
+    (vllm_config("fp8", is_checkpoint_fp8_serialized=True, activation_scheme="static",
+                 weight_block_size=None, ignored_layers=["b"]), "fp8_tensor_static"),
+    (vllm_config("fp8", is_checkpoint_fp8_serialized=True, activation_scheme="static",
+                 weight_block_size=None, ignored_layers=["a.experts"]), "none"),
+    (vllm_config("fbgemm_fp8", ignore_list=[]), "fp8_channel_token"),
+    (vllm_config("gptq_marlin", weight_bits=4, group_size=32, desc_act=False, is_sym=True,
+                 full_config={}), "int4_w4a16_g32"),
+    (vllm_config("auto_gptq", full_config=dict(quant_method="gptq", bits=4, group_size=32,
+                                               sym=False, desc_act=True)),
+     "int4_w4a16_g32_zp_act_order"),
+    (vllm_config("gptq", weight_bits=8, group_size=-1, desc_act=False), "int8_w8a16"),
+    (vllm_config("awq_marlin", weight_bits=4, group_size=32, zero_point=True, full_config={},
+                 modules_to_not_convert=[]), "int4_w4a16_g32_zp"),
+    (vllm_config("compressed-tensors", ignore=["lm_head"], quant_format="float-quantized",
+                 target_scheme_map={"Linear": dict(weights=Arguments(), input_activations=TOKEN)}),
+     "fp8_channel_token"),
+    (vllm_config("modelopt", quant_method="FP8", exclude_modules=[]), "fp8_tensor_static"),
+    (vllm_config("modelopt_fp4", exclude_modules=[]), "nvfp4"),
+    (vllm_config("mxfp4", ignored_layers=None), "mxfp4_w4a16"),
+    ({"quantization": {"quant_algo": "FP8"}}, "fp8_tensor_static"),
+    (SimpleNamespace(to_dict=lambda: dict(quant_method="awq", bits=4, group_size=64)),
+     "int4_w4a16_g64_zp"),
+    (SCHEMES["mxfp8"], "mxfp8"),
+    ("int4_w4a16_g128", "int4_w4a16_g128"),
+    (None, "none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "scheme"), CONFIGS, ids=lambda v: v if type(v) is str else "")
+def test_quantization_configs(given: Any, scheme: str) -> None:
+    from moekit.compat.quantization import resolve
+
+    assert resolve(given, None, False, (256, 512, 1), "a.experts")[1].name == scheme
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (vllm_config("bitsandbytes"), "vLLM's method 'bitsandbytes': expected one of fp8, fbgemm"),
+        (
+            vllm_config("fp8", is_checkpoint_fp8_serialized=False),
+            "the checkpoint is not fp8 yet: quantize it before loading",
+        ),
+    ],
+)
+def test_configs_of_vllm_that_moekit_does_not_know(given: Any, message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        make(quant_config=given)
+
+
+# -- loading ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp8-tensor-static", "ct-fp8-channel", "awq", "gptq", "ct-mxfp4", "ct-int8"]
+)
+@pytest.mark.parametrize("parallel", [(1, 1), (1, 2), (2, 1)], ids=["whole", "tp", "ep"])
+def test_the_same_output_as_with_load_checkpoint(
+    name: str, parallel: tuple[int, int], tmp_path: Path
+) -> None:
+    """Packed from pushed tensors or from files: the same layer, to the last bit."""
+    ep, tp = parallel
+    case = CASES[name]
+    config = case.config and case.config | dict(
+        format="int-quantized" if name == "ct-int8" else "pack-quantized"
+    )
+    made = files.write(tmp_path, case.packer, config, E=4)
+    arguments = dict(
+        num_experts=4, top_k=2, hidden_size=128, intermediate_size=256,
+        params_dtype=torch.bfloat16, device="cpu", experts="torch",
+    )  # fmt: skip
+    x, logits = torch.randn(7, 128).bfloat16(), torch.randn(7, 4)
+    for rank in range(ep * tp):
+        config_of_rank = ParallelConfig(
+            ep_size=ep, ep_rank=rank % ep, tp_size=tp, tp_rank=rank % tp, dp_size=1
+        )
+        spread = LayerParallelism(parallel=config_of_rank, reduce_results=False)
+        layer = FusedMoE(**arguments, quant_config=config, parallelism=spread)
+        other = moekit.FusedMoE(**arguments, quant=layer.problem.quant, parallelism=spread)
+        other.load_checkpoint(tmp_path, None, 0)
+        params = dict(layer.named_parameters())
+        mapping = FusedMoE.make_expert_params_mapping(
+            ckpt_gate_proj_name="gate_proj",
+            ckpt_down_proj_name="down_proj",
+            ckpt_up_proj_name="up_proj",
+            num_experts=4,
+        )
+        for name_in_file, tensor in made.tensors.items():
+            for param_name, weight_name, expert, shard in mapping:
+                if weight_name in name_in_file:
+                    mapped = name_in_file.replace(weight_name, param_name)
+                    param = params[mapped.rpartition(".")[2]]
+                    param.weight_loader(param, tensor, mapped, shard, expert, return_success=True)
+        layer.process_weights_after_loading()
+        assert torch.equal(layer(x, logits), other(x, logits))
+
+
+def test_loading_by_names() -> None:
+    tensors = stacks()
+    mapping = FusedMoE.make_expert_params_mapping(nn.Module(), num_experts=E, **NAMES)
+    layer = make(expert_mapping=mapping)
+    named = [(f"{e}.{p}.weight", tensors[s][e]) for e in range(E) for p, s in SHARDS.items()]
+    assert set(layer.load_weights(named)) == {"w13_weight", "w2_weight"}
+    layer.process_weights_after_loading()
+    assert torch.equal(layer.packed["w2"], tensors["w2"])
+    with pytest.raises(WeightsError, match="expert_mapping has no entry for 0.gate_proj.weight"):
+        list(layer.load_weights([("0.gate_proj.weight", tensors["w1"][0])]))
+    with pytest.raises(WeightsError, match="belongs into the parameter w13_qweight, but .* check"):
+        list(layer.load_weights([("0.gate.qweight", tensors["w1"][0])]))
+    with pytest.raises(WeightsError, match="needs expert_mapping: construct the layer with"):
+        list(make().load_weights(named))
+    layer.load_weights(random_weights(layer.problem))  # as with moekit's own layer
+    assert not torch.equal(layer.packed["w2"], tensors["w2"])
+
+
+def test_weights_that_a_backend_copies_are_freed() -> None:
+    """fp8 per tensor: gate and up get one scale in a copy of w13. w2 is packed as it is."""
+    layer = make(quant_config="fp8_tensor", params_dtype=torch.bfloat16, experts="torch")
+    places = []
+    for _ in range(2):
+        for suffix in ("weight", "weight_scale"):
+            tensors = {s: t.to(torch.float8_e4m3fn) for s, t in stacks().items()}
+            if suffix == "weight_scale":
+                tensors = {shard: torch.rand(E) + 0.5 for shard in tensors}
+            push(layer, tensors, suffix)
+        assert layer.w13_weight.shape == (E, 2 * I, H) and layer.packed is None
+        layer.process_weights_after_loading()
+        assert layer.w13_weight.numel() == 0
+        assert layer.w2_weight.data_ptr() == layer.packed["w2"].data_ptr()
+        places.append(layer.packed["w13"].data_ptr())
+    assert places[0] == places[1]  # a CUDA graph that reads it remains valid
+    layer.destroy()
+    assert all(not parameter.numel() for parameter in layer.parameters())
+
+
+def test_casts_and_state_dicts_leave_the_weights_alone() -> None:
+    layer = make(quant_config="fp8_tensor", params_dtype=torch.bfloat16)
+    layer.to(torch.bfloat16)
+    assert layer.w13_weight.dtype == torch.float8_e4m3fn
+    assert not layer.state_dict()
+    layer.load_state_dict({})
+
+
+def call_without_weights(layer: FusedMoE) -> None:
+    layer(torch.zeros(2, H), torch.zeros(2, E))
+
+
+def test_calls_need_processed_weights() -> None:
+    layer, tensors = make(), stacks()
+    with pytest.raises(
+        WeightsError, match=f"no weights: {3 * E} tensors are not loaded, experts.0"
+    ):
+        call_without_weights(layer)
+    with pytest.raises(
+        WeightsError, match=f"{3 * E} of {3 * E} tensors of this rank were not load"
+    ):
+        layer.process_weights_after_loading()
+    push(layer, tensors)
+    with pytest.raises(
+        WeightsError, match="call process_weights_after_loading.., which packs what"
+    ):
+        call_without_weights(layer)
+    layer.process_weights_after_loading()
+    call_without_weights(layer)
+    packed = layer.packed
+    layer.process_weights_after_loading()  # nothing new
+    assert layer.packed is packed
+    layer.w2_weight.weight_loader(layer.w2_weight, tensors["w2"][1], "w2_weight", "w2", 1)
+    with pytest.raises(WeightsError, match=f"no weights: {3 * E - 1} tensors are not loaded, exp"):
+        call_without_weights(layer)  # an update has begun
+
+
+def wrong_call(layer: FusedMoE, tensors: dict[str, Tensor], **changes: Any) -> None:
+    given = dict(
+        param=layer.w13_weight,
+        loaded_weight=tensors["w1"][0],
+        weight_name="model.layers.0.mlp.experts.w13_weight",
+        shard_id="w1",
+        expert_id=0,
+    )
+    layer.weight_loader(**{**given, **changes})
+
+
+CALLS = {
+    "shard": (dict(shard_id="w4"), "shard_id='w4' for w13_weight: expected w1 or w3 or w13"),
+    "shard of the other": (dict(shard_id="w2"), "shard_id='w2' for w13_weight: expected w1 or w3"),
+    "no shard": (dict(shard_id=None), "shard_id=None for w13_weight: expected"),
+    "expert": (dict(expert_id=E), f"expert_id={E}: expected 0..{E - 1}"),
+    "no expert": (dict(expert_id=-1), f"expert_id=-1: expected 0..{E - 1}"),
+    "shape": (dict(loaded_weight=torch.zeros(I, H + 1)), rf"is \({I}, {H + 1}\), expected \({I}, "),
+    "transposed": (dict(loaded_weight=torch.zeros(H, I)), "transpose it"),
+    "param": (
+        dict(param=nn.Parameter(torch.zeros(2))),
+        "is no parameter of this layer: pass one of",
+    ),
+    "name": (dict(weight_name="w2_weight"), "'w2_weight' does not fit the parameter w13_weight"),
+    "tensor": (dict(loaded_weight=[[1.0]]), "expected a dense tensor with values"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_wrong_calls_of_the_weight_loader(case: str) -> None:
+    changes, message = CALLS[case]
+    layer, tensors = loaded()
+    with pytest.raises(WeightsError, match=message):
+        wrong_call(layer, tensors, **changes)
+    call_without_weights(layer)  # nothing was replaced
+
+
+def test_loading_twice() -> None:
+    layer, tensors = make(), stacks()
+    wrong_call(layer, tensors)
+    with pytest.raises(WeightsError, match="experts.0.w1.weight was already loaded; finish this"):
+        wrong_call(layer, tensors)
