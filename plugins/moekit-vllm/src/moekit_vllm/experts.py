@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -36,11 +36,14 @@ class LayerExperts:
             weights as it does for its own.
         to_physical: (P,) int64, the place of each of vLLM's physical experts in moekit's order,
             or None if both have the same order.
+        names: What the layer calls the packed tensors. vLLM restores them by name after it has
+            loaded weights into parameters made anew.
     """
 
     kernel: ModularKernel
     packed: PackedWeights
     to_physical: Tensor | None
+    names: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
@@ -60,14 +63,14 @@ class LayerExperts:
             raise Unsupported(reason, [reason])
         with torch.inference_mode(False), torch.no_grad():
             quant, loaded = weights.read(layer, method)
-            kernel = kernel_for(problem_of(layer, quant))
+            kernel = kernel_for(problem_of(layer, quant, loaded))
             packed = kernel.pack(loaded)
             del loaded
             made = cls(kernel, packed, _order(layer, kernel.problem))
             if before is not None and _alike(before.packed, packed):
                 _copy(packed, into=before.packed)
                 made = before
-            _hold(layer, made.packed)
+            _hold(layer, made)
         _by_name[layer.layer_name] = made
         return made
 
@@ -148,23 +151,21 @@ def _copy(packed: PackedWeights, into: PackedWeights) -> None:
             held[name].copy_(new)
 
 
-def _hold(layer: Any, packed: PackedWeights) -> None:
+def _hold(layer: Any, made: LayerExperts) -> None:
     """Make the packed tensors the layer's, and drop its parameters that they do not share."""
-    parameters = {name: p for name, p in layer.named_parameters(recurse=False)}
-    shared = {p.data_ptr(): name for name, p in parameters.items()}
-    kept = set()
-    for name, tensor in packed.experts.items():
-        held = shared.get(tensor.data_ptr())
-        if held is not None and parameters[held].shape == tensor.shape:
-            kept.add(held)
-        else:
-            kept.add(f"moekit_{name}")
-            setattr(layer, f"moekit_{name}", nn.Parameter(tensor, requires_grad=False))
-    for name, tensor in packed.shared.items():
+    parameters = dict(layer.named_parameters(recurse=False))
+    shared = {(p.data_ptr(), p.shape): name for name, p in parameters.items()}
+    for name, tensor in made.packed.experts.items():
+        held = made.names.setdefault(
+            name, shared.get((tensor.data_ptr(), tensor.shape), f"moekit_{name}")
+        )
+        old = parameters.pop(held, None)
+        if old is None or old.data_ptr() != tensor.data_ptr() or old.dtype != tensor.dtype:
+            setattr(layer, held, nn.Parameter(tensor, requires_grad=False))
+    for name, tensor in made.packed.shared.items():
         layer.register_buffer(f"moekit_{name}", tensor, persistent=False)
     for name in parameters:
-        if name not in kept:
-            delattr(layer, name)
+        delattr(layer, name)
 
 
 # -- torch.compile -----------------------------------------------------------------------

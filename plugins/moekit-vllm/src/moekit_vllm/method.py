@@ -19,10 +19,14 @@ from moekit_vllm.experts import LayerExperts
 from moekit_vllm.problem import shape
 from moekit_vllm.settings import Mode
 
+# vLLM's mark on layers whose 16-bit weights it has quantized; it removes the mark to load anew.
+_QUANTIZED = "_already_called_process_weights_after_loading"
+
 
 def extend(method: Any, mode: Mode) -> None:
     """Make ``method``, a FusedMoEMethodBase of vLLM, an object of `_extended` its class."""
-    method.__class__ = _extended(type(method))
+    stock: Any = type(method)
+    method.__class__ = _extended(stock)
     method.moekit_mode = mode
 
 
@@ -43,8 +47,12 @@ def _extended(stock: Any) -> Any:
         def process_weights_after_loading(self, layer: Any) -> None:
             """Pack the layer's parameters for moekit, or let vLLM prepare them for its kernel.
 
-            vLLM calls it again after each update of the weights in place.
+            vLLM calls it again after each update of the weights in place. If it has quantized the
+            weights itself, it calls it once more, when the layer has nothing left to quantize.
             """
+            online = bool(getattr(self, "uses_meta_device", False))
+            if online and self.moekit_experts is not None and getattr(layer, _QUANTIZED, False):
+                return
             try:
                 self.moekit_experts = LayerExperts.of(layer, self, before=self.moekit_experts)
             except Exception as error:  # whatever it is, vLLM has a kernel of its own
@@ -54,6 +62,8 @@ def _extended(stock: Any) -> Any:
             else:
                 # vLLM would read scales from parameters that the layer no longer has.
                 self.moe_quant_config = versions.no_quant_config()
+                if online:
+                    setattr(layer, _QUANTIZED, True)
 
         def apply(
             self,
@@ -76,6 +86,16 @@ def _extended(stock: Any) -> Any:
         def is_monolithic(self) -> bool:
             """Whether the method chooses experts itself; moekit leaves that to vLLM's router."""
             return self.moekit_experts is None and bool(super().is_monolithic)
+
+        @property
+        def skip_forward_padding(self) -> bool:
+            """Whether the method takes rows as narrow as the model's hidden size."""
+            return self.moekit_experts is None and bool(super().skip_forward_padding)
+
+        @property
+        def has_unpadded_output(self) -> bool:
+            """Whether the method returns rows as narrow as the model's hidden size."""
+            return self.moekit_experts is None and bool(super().has_unpadded_output)
 
         def maybe_make_prepare_finalize(self, *args: Any, **more: Any) -> Any:
             """Return vLLM's dispatcher (0.26 asks for one), or None where moekit's kernel runs."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moekit import MoEProblem, ParallelConfig
+from moekit import SCHEMES, ExpertWeights, MoEProblem, ParallelConfig
 from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
 
@@ -27,7 +27,7 @@ _ACTIVATIONS = {
 _INTERLEAVED = frozenset({"swigluoai"})
 
 
-def problem_of(layer: Any, quant: str) -> MoEProblem:
+def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
     """Return the problem that a `RoutedExperts` layer of vLLM computes on this rank.
 
     vLLM's runner gathers tokens before the layer and sums ranks after it, so every rank passes the
@@ -36,6 +36,7 @@ def problem_of(layer: Any, quant: str) -> MoEProblem:
     Args:
         layer: The layer, after its weights were created.
         quant: The name of the scheme of its weights.
+        weights: Its weights; they say this rank's intermediate size, and whether there are biases.
 
     Raises:
         Unsupported: The layer needs something that moekit, or this way of calling it, has not.
@@ -43,18 +44,19 @@ def problem_of(layer: Any, quant: str) -> MoEProblem:
     config = layer.moe_config
     if reasons := _refusals(layer):
         raise Unsupported("; ".join(reasons), reasons)
-    logical = config.num_logical_experts
+    logical, scheme = config.num_logical_experts, SCHEMES[quant].weight
+    inner = weights.w2.shape[2] * (2 if scheme is not None and scheme.packed else 1)
     split = config.moe_parallel_config
     return MoEProblem(
         num_experts=logical,
         num_redundant_experts=layer.global_num_experts - logical,
         top_k=config.experts_per_token,
         hidden_size=config.hidden_dim,
-        intermediate_size=config.intermediate_size_per_partition,
+        intermediate_size=inner,
         dtype=config.in_dtype,
         activation=activation_of(layer),
         quant=quant,
-        has_bias=config.has_bias,
+        has_bias=weights.w13_bias is not None,
         apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
         parallel=ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=1),
         device=torch.device(config.device),

@@ -1,0 +1,174 @@
+"""int8 with scales per channel, and the packings of int4 and int8 in 32-bit words.
+
+moekit's int4 is uint8 (L, N, K / 2), the even column in the lower half of a byte; words of eight
+columns are the same bytes. Method, parameters, and what an entry of the weights covers:
+
+    CompressedTensorsWNA16MoEMethod   weight_packed (L, N, K / 8): columns in order. 0.26 and its
+                                      ...MarlinMoEMethod have (L, K / 8, N), scales (L, G, N)
+    AutoGPTQMoEMethod                 qweight (L, K / 8, N): columns in order; scales (L, G, N)
+    AutoAWQMoEMethod                  qweight (L, K, N / 8): rows in AWQ's order; scales (L, G, N)
+    MoeWNA16Method                    qweight (L, N, K / 2): columns in order; scales (L, N, G)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit import ExpertWeights
+from moekit.problem.int4 import AWQ_ORDER, repack_rows, unpack_rows
+from moekit.problem.weights import in_order
+from moekit_vllm.weights.parameters import (
+    expert_weights,
+    pair,
+    parameter,
+    refusal,
+    require_unpadded,
+)
+
+_GROUPS = (128, 64, 32)
+
+Pair = tuple[Tensor, Tensor]
+
+
+def int8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
+    """Read CompressedTensorsW8A8Int8MoEMethod: int8 (L, N, K) and fp32 scales (L, N, 1)."""
+    require_unpadded(layer)
+    w13, w2 = pair(layer, "weight")
+    scale13, scale2 = pair(layer, "weight_scale")
+    weights = expert_weights(layer, w13, w2, w13_scale=scale13, w2_scale=scale2)
+    return "int8_channel_token", weights
+
+
+def compressed_tensors(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
+    """Read CompressedTensorsWNA16MoEMethod, and ...MarlinMoEMethod of 0.26."""
+    packed = pair(layer, "weight_packed")
+    words, scales = packed, pair(layer, "weight_scale")
+    flipped = bool(getattr(layer.w13_weight_packed, "is_transposed", False))
+    zeros = None if method.weight_quant.symmetric else pair(layer, "weight_zero_point")
+    if flipped:
+        words, scales = _flip(words), _flip(scales)
+        zeros = None if zeros is None else _flip(zeros)
+    if zeros is not None:
+        zeros = unpack_rows(zeros[0]), unpack_rows(zeros[1])
+    g_idx = None
+    if getattr(method.weight_quant, "actorder", None) in ("group", "dynamic"):
+        g_idx = pair(layer, "weight_g_idx")
+    return _grouped(layer, method.num_bits, words, scales, zeros, g_idx)
+
+
+def gptq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
+    """Read AutoGPTQMoEMethod. Its weights are symmetric; 0.26 knows act-order, too."""
+    config = method.quant_config
+    if not config.is_sym:
+        raise refusal("vLLM's AutoGPTQMoEMethod has no zero points")
+    g_idx = pair(layer, "g_idx") if getattr(config, "desc_act", False) else None
+    words, scales = _flip(pair(layer, "qweight")), _flip(pair(layer, "scales"))
+    scheme, weights = _grouped(layer, config.weight_bits, words, scales, None, g_idx)
+    if (loaded := getattr(layer, "_loaded_expert_biases", None)) is None:
+        return scheme, weights
+    # From 0.32 on there are biases for every model, and the layer notes which were loaded.
+    w13, w2 = (
+        parameter(layer, name) if name in loaded else None for name in ("w13_bias", "w2_bias")
+    )
+    if w13 is not None or w2 is not None:
+        w13 = torch.zeros_like(parameter(layer, "w13_bias")) if w13 is None else w13
+        w2 = torch.zeros_like(parameter(layer, "w2_bias")) if w2 is None else w2
+    return scheme, replace(weights, w13_bias=w13, w2_bias=w2)
+
+
+def awq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
+    """Read AutoAWQMoEMethod; without zero points, vLLM subtracts 8."""
+    zeros: Pair | None = None
+    if method.quant_config.zero_point:
+        stored = _flip(pair(layer, "qzeros"))
+        zeros = unpack_rows(stored[0], AWQ_ORDER), unpack_rows(stored[1], AWQ_ORDER)
+    words = _flip(pair(layer, "qweight"))
+    weights = repack_rows(words[0], AWQ_ORDER), repack_rows(words[1], AWQ_ORDER)
+    return _grouped(layer, 4, weights, _flip(pair(layer, "scales")), zeros, None)
+
+
+def moe_wna16(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
+    """Read MoeWNA16Method, whose loader has converted GPTQ's and AWQ's words."""
+    config, zeros = method.quant_config, None
+    if config.has_zp and config.weight_bits == 4:
+        stored = pair(layer, "qzeros")  # (L, N / 2, G), the even row in the lower half
+        zeros = _halves(stored[0]), _halves(stored[1])
+    return _grouped(
+        layer, config.weight_bits, pair(layer, "qweight"), pair(layer, "scales"), zeros, None
+    )
+
+
+def _grouped(
+    layer: Any, bits: int, words: Pair, scales: Pair, zeros: Pair | None, g_idx: Pair | None
+) -> tuple[str, ExpertWeights]:
+    """Return integers with scales per group of columns, and the scheme that holds them.
+
+    Args:
+        words: (L, N, .) of int32 or uint8; their bytes are the columns in order.
+        scales: (L, N, G).
+        zeros: (L, N, G) uint8.
+        g_idx: (L, K) int32, the group of each column.
+    """
+    require_unpadded(layer)
+    config = layer.moe_config
+    columns = config.hidden_dim, config.intermediate_size_per_partition
+    counts = scales[0].shape[2], scales[1].shape[2]
+    w13, w2 = (t.view(torch.uint8) for t in words)
+    if bits == 8 and counts == (1, 1) and zeros is None:
+        # Stored are the integers plus 128.
+        w13, w2 = (t.bitwise_xor(128).view(torch.int8) for t in (w13, w2))
+        weights = expert_weights(layer, w13, w2, w13_scale=scales[0], w2_scale=scales[1])
+        return "int8_w8a16", weights
+    if bits != 4:
+        raise refusal(
+            f"moekit has no scheme for {bits}-bit integers in groups, or with zero points"
+        )
+    more: dict[str, Tensor | None] = {}
+    if counts == (1, 1):
+        kind = "channel"
+    else:
+        group = columns[0] // counts[0]
+        if group * counts[0] != columns[0] or group * counts[1] != columns[1]:
+            raise refusal(
+                f"w13 has {counts[0]} groups in {columns[0]} columns and w2 {counts[1]} in "
+                f"{columns[1]}; tensor parallelism must not cut the groups of act-order"
+            )
+        finer = next((size for size in _GROUPS if group % size == 0), 0)
+        g_idx = None if g_idx is None or _ordered(g_idx, group) else g_idx
+        if not finer or (g_idx is not None and finer != group):
+            raise refusal(f"moekit has int4 groups of {', '.join(map(str, _GROUPS))} (got {group})")
+        kind = f"g{finer}"
+        scales = _repeat(scales, group // finer)
+        zeros = None if zeros is None else _repeat(zeros, group // finer)
+        if g_idx is not None:
+            more |= {"w13_g_idx": g_idx[0], "w2_g_idx": g_idx[1]}
+            kind += "_act_order" if zeros is None else "_zp_act_order"
+    if zeros is not None:
+        more |= {"w13_zero_points": zeros[0], "w2_zero_points": zeros[1]}
+        kind += "" if "_zp" in kind else "_zp"
+    weights = expert_weights(layer, w13, w2, w13_scale=scales[0], w2_scale=scales[1], **more)
+    return f"int4_w4a16_{kind}", weights
+
+
+def _flip(tensors: Pair) -> Pair:
+    """Transpose (L, a, b) to contiguous (L, b, a)."""
+    return tensors[0].transpose(1, 2).contiguous(), tensors[1].transpose(1, 2).contiguous()
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """Unpack (L, N / 2, G) to (L, N, G)."""
+    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1, 2)
+
+
+def _repeat(tensors: Pair, times: int) -> Pair:
+    if times == 1:
+        return tensors
+    return tensors[0].repeat_interleave(times, 2), tensors[1].repeat_interleave(times, 2)
+
+
+def _ordered(g_idx: Pair, group: int) -> bool:
+    return in_order(g_idx[0], group) and in_order(g_idx[1], group)

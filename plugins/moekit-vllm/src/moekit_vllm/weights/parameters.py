@@ -1,0 +1,127 @@
+"""What the readers share: a layer's parameters, its biases, and what vLLM adds to its sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit import ExpertWeights, QuantScheme
+from moekit.errors import Unsupported
+from moekit_vllm.problem import interleaved
+
+
+def refusal(reason: str) -> Unsupported:
+    """Return the error for weights that stay with vLLM."""
+    return Unsupported(reason, [reason])
+
+
+def parameter(layer: Any, name: str) -> Tensor:
+    """Return a parameter without its gradient.
+
+    Raises:
+        Unsupported: The layer has none of that name.
+    """
+    found = getattr(layer, name, None)
+    if found is None:
+        raise refusal(f"its method {type(layer.quant_method).__name__} has created no {name}")
+    return found.detach()  # type: ignore[no-any-return]
+
+
+def pair(layer: Any, suffix: str) -> tuple[Tensor, Tensor]:
+    """Return the parameters ``w13_<suffix>`` and ``w2_<suffix>``."""
+    return parameter(layer, f"w13_{suffix}"), parameter(layer, f"w2_{suffix}")
+
+
+def backend(method: Any, name: str) -> str:
+    """Return the name of the backend that vLLM chose, which ``method.<name>`` holds; "" if none."""
+    return str(getattr(getattr(method, name, None), "name", ""))
+
+
+def expert_weights(layer: Any, w13: Tensor, w2: Tensor, **more: Tensor | None) -> ExpertWeights:
+    """Return weights with the layer's biases and its order of gate and up rows."""
+    biases: dict[str, Tensor] = {}
+    if layer.moe_config.has_bias:
+        biases = {name: parameter(layer, name) for name in ("w13_bias", "w2_bias")}
+    return ExpertWeights(w13, w2, **{**biases, **more}, interleaved=interleaved(layer))
+
+
+def unquantized(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
+    """Read w13_weight (L, 2I or I, H), w2_weight (L, H, I) and their biases."""
+    w13, w2 = pair(layer, "weight")
+    clear_padding(layer, w13, w2)
+    return "none", expert_weights(layer, w13, w2)
+
+
+# -- sizes that vLLM rounds up for its own kernels ---------------------------------------
+
+# The layer (0.32, 0.33) and the method whose weights gpt-oss's own loaders fill.
+_GPT_OSS = frozenset({"GptOssRoutedExperts", "GptOssMxfp4MoEMethod"})
+
+
+def require_unpadded(layer: Any) -> None:
+    """Raise Unsupported if vLLM has rounded up the layer's sizes and left the rest as allocated."""
+    config = layer.moe_config
+    sizes = (config.hidden_dim, config.intermediate_size_per_partition)
+    real = (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)
+    if sizes == real or getattr(config, "tp_shard_with_padding", False):  # vLLM clears the latter
+        return
+    raise refusal(
+        f"vLLM has rounded up its hidden and intermediate size from {real} to {sizes}, and leaves "
+        f"the rest of {type(layer.quant_method).__name__}'s weights undefined"
+    )
+
+
+def real_neurons(layer: Any) -> int:
+    """Return how many of this rank's neurons (of I) may hold values of the model.
+
+    vLLM's loaders give each rank I / tp_size neurons. For gpt-oss they give it whole blocks of 32,
+    or (from 0.32 on, for streamed experts) as many as vLLM has rounded its share up to. This is
+    the largest number that it can be.
+    """
+    config = layer.moe_config
+    share = config.intermediate_size_per_partition_unpadded
+    names = [kind.__name__ for kind in (*type(layer).__mro__, *type(layer.quant_method).__mro__)]
+    if not _GPT_OSS.intersection(names):
+        return int(share)
+    total, held = config.intermediate_size, config.intermediate_size_per_partition
+    blocks = -(-total // (32 * config.tp_size)) * 32
+    ends = [min(stride, total - config.tp_rank * stride, held) for stride in (blocks, held)]
+    return int(max(share, *ends))
+
+
+def clear_padding(layer: Any, w13: Tensor, w2: Tensor, unit: int = 1, fill: int = 0) -> None:
+    """Write ``fill`` where vLLM's sizes exceed the model's, so that it computes to zeros.
+
+    vLLM leaves those rows and columns as allocated.
+
+    Args:
+        w13, w2: (L, 2I or I, H / unit), (L, H, I / unit): weights or scales. Biases are (L, N).
+        unit: Columns that an entry covers.
+    """
+    hidden, inner = layer.moe_config.hidden_dim_unpadded, real_neurons(layer)
+    gated = layer.moe_config.is_act_and_mul
+    if gated and not interleaved(layer):
+        halves, rows = list(w13.chunk(2, dim=1)), inner
+    else:
+        halves, rows = [w13], inner * (2 if gated else 1)
+    for half in halves:
+        half[:, rows:] = fill
+    w2[:, hidden:] = fill
+    for matrix, columns in ((w13, hidden), (w2, inner)):
+        if matrix.dim() == 3:
+            matrix[:, :, -(-columns // unit) :] = fill
+
+
+def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
+    """Quantize 16-bit weights one expert after the other, which bounds the memory in use."""
+    parts = [
+        ExpertWeights(weights.w13[e : e + 1], weights.w2[e : e + 1]).quantize(scheme)
+        for e in range(weights.num_experts)
+    ]
+    joined = {
+        name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()
+    }
+    biases = {name: t for name, t in weights.tensors().items() if name.endswith("_bias")}
+    return ExpertWeights(**joined, **biases, interleaved=weights.interleaved)

@@ -1,0 +1,291 @@
+"""MoE layers of the installed vLLM in each quantization format, loaded by vLLM's own loaders.
+
+The layers are vLLM's `RoutedExperts` with vLLM's quantization methods, made in this process
+without a GPU. Methods whose constructors look for a kernel of a GPU get the answer that they would
+get on Hopper (`choose_backends`). A rank of tensor parallelism is a layer whose config names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+
+E, TOP_K = 4, 2
+_PACKAGE = "vllm.model_executor.layers"
+_numbers = itertools.count()
+
+
+@contextmanager
+def process(folder: Path) -> Iterator[None]:
+    """Let layers be made in this process, as vLLM's only rank."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        yield
+        cleanup_dist_env_and_memory()
+
+
+def choose_backends(patch: pytest.MonkeyPatch) -> None:
+    """Let constructors choose the backends that vLLM has for an H100, which a CPU cannot run."""
+
+    def module(name: str) -> Any:
+        return importlib.import_module(f"{_PACKAGE}.{name}")
+
+    marlin = module("fused_moe.experts.marlin_moe").MarlinExperts
+    ct = "quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+    choices = {
+        "select_wna16_moe_backend": ("int_wna16", "WNA16MoEBackend", "MARLIN"),
+        "select_int8_moe_backend": ("int8", "Int8MoeBackend", "TRITON"),
+        "select_nvfp4_moe_backend": ("nvfp4", "NvFp4MoeBackend", "MARLIN"),
+        "select_mxfp4_moe_backend": ("mxfp4", "Mxfp4MoeBackend", "MARLIN"),
+        "select_deepseek_v4_mxfp4_moe_backend": ("mxfp4", "Mxfp4MoeBackend", "MARLIN"),
+    }
+    users = [f"{ct}_{kind}" for kind in ("wna16", "w8a8_int8", "w4a4_nvfp4", "w4a4_mxfp4")]
+    users += [
+        f"quantization.{n}" for n in ("auto_gptq", "auto_awq", "moe_wna16", "mxfp4", "modelopt")
+    ]
+    for user in map(module, users):
+        for name, (oracle, kind, member) in choices.items():
+            if hasattr(user, name):
+                answer = getattr(module(f"fused_moe.oracle.{oracle}"), kind)[member], marlin
+                patch.setattr(user, name, lambda *args, answer=answer, **more: answer)
+    supports = "check_moe_marlin_supports_layer"
+    for name in ("auto_gptq", "auto_awq"):
+        patch.setattr(module(f"quantization.{name}"), supports, lambda *a, **m: True)
+    awq = module("quantization.auto_awq").AutoAWQConfig
+    patch.setattr(awq, "get_min_capability", classmethod(lambda cls: -1))
+    patch.setattr(module(f"{ct}_wna16"), "check_moe_marlin_supports_config", lambda *a, **m: True)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format, as checkpoints say and store it.
+
+    Attributes:
+        vllm: vLLM's name of the quantization.
+        scheme: moekit's scheme for the method that vLLM chooses.
+        views: The weights must be read without a copy.
+
+    GPTQ and AWQ have fp16 scales, which vLLM rounds to the model's dtype.
+    """
+
+    packer: files.Packer
+    config: dict[str, Any]
+    vllm: str
+    method: str
+    scheme: str
+    views: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype in which vLLM keeps the checkpoint's scales."""
+        return torch.float16 if self.config["quant_method"] in ("gptq", "awq") else torch.bfloat16
+
+
+def _ct(bits: int, kind: str, strategy: str, inputs: Any = None, **more: Any) -> dict[str, Any]:
+    weights = dict(num_bits=bits, type=kind, strategy=strategy, dynamic=False, symmetric=True)
+    packed = {"int": "pack-quantized", "float": "mxfp4-pack-quantized"}
+    packing = (
+        packed[kind] if bits == 4 else "float-quantized" if kind == "float" else "int-quantized"
+    )
+    packing = more.pop("format", packing)
+    group = {"targets": ["Linear"], "weights": weights | more, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group | {"format": packing}},
+    }
+
+
+_TOKEN = dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
+_STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+_FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic")
+_BLOCK = _FP8 | dict(weight_block_size=[128, 128])
+_GPTQ = dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, sym=True)
+_AWQ = dict(quant_method="awq", bits=4, group_size=64, zero_point=True, version="gemm")
+_NVFP4 = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic="local")
+_MODELOPT = dict(quant_method="modelopt", exclude_modules=[])
+_CT, _WNA16 = "compressed-tensors", "CompressedTensorsWNA16MoEMethod"
+_FP8_CT = "CompressedTensorsW8A8Fp8MoEMethod"
+_PACKED = ("weight_packed", "weight_scale")
+
+FORMATS = {
+    "fp8-block": Format(
+        files.fp8(128, 128, "weight_scale_inv"), _BLOCK, "fp8", "Fp8MoEMethod", "fp8_block"
+    ),
+    "fp8-tensor": Format(files.fp8(-1, -1), _FP8, "fp8", "Fp8MoEMethod", "fp8_tensor"),
+    "fp8-static": Format(
+        files.fp8(-1, -1, static=True),
+        _FP8 | dict(activation_scheme="static"),
+        "fp8",
+        "Fp8MoEMethod",
+        "fp8_tensor_static",
+    ),
+    "modelopt-fp8": Format(
+        files.fp8(-1, -1, static=True),
+        _MODELOPT | dict(quant_algo="FP8"),
+        "modelopt",
+        "ModelOptFp8MoEMethod",
+        "fp8_tensor_static",
+    ),
+    "ct-fp8-channel": Format(
+        files.fp8(1, -1), _ct(8, "float", "channel", _TOKEN), _CT, _FP8_CT, "fp8_channel_token"
+    ),
+    "ct-fp8-static": Format(
+        files.fp8(-1, -1, static=True),
+        _ct(8, "float", "tensor", _STATIC),
+        _CT,
+        _FP8_CT,
+        "fp8_tensor_static",
+    ),
+    "ct-int8": Format(
+        files.int8,
+        _ct(8, "int", "channel", _TOKEN | {"type": "int"}),
+        _CT,
+        "CompressedTensorsW8A8Int8MoEMethod",
+        "int8_channel_token",
+    ),
+    "ct-int8-packed": Format(
+        files.pack_quantized_int8,
+        _ct(8, "int", "channel", format="pack-quantized"),
+        _CT,
+        _WNA16,
+        "int8_w8a16",
+        views=False,
+    ),
+    "ct-int4": Format(
+        files.pack_quantized(64),
+        _ct(4, "int", "group", group_size=64),
+        _CT,
+        _WNA16,
+        "int4_w4a16_g64",
+    ),
+    "ct-int4-zp": Format(
+        files.pack_quantized(32, True),
+        _ct(4, "int", "group", group_size=32, symmetric=False),
+        _CT,
+        _WNA16,
+        "int4_w4a16_g32_zp",
+    ),
+    "ct-int4-channel": Format(
+        files.pack_quantized(-1), _ct(4, "int", "channel"), _CT, _WNA16, "int4_w4a16_channel"
+    ),
+    "gptq": Format(
+        files.gptq(64), _GPTQ, "auto_gptq", "AutoGPTQMoEMethod", "int4_w4a16_g64", views=False
+    ),
+    "gptq-channel": Format(
+        files.gptq(-1),
+        _GPTQ | dict(group_size=-1),
+        "auto_gptq",
+        "AutoGPTQMoEMethod",
+        "int4_w4a16_channel",
+        views=False,
+    ),
+    "gptq-int8": Format(
+        files.gptq_int8,
+        _GPTQ | dict(bits=8, group_size=-1),
+        "auto_gptq",
+        "AutoGPTQMoEMethod",
+        "int8_w8a16",
+        views=False,
+    ),
+    "awq": Format(
+        files.awq(64), _AWQ, "auto_awq", "AutoAWQMoEMethod", "int4_w4a16_g64_zp", views=False
+    ),
+    "wna16-gptq": Format(files.gptq(64), _GPTQ, "moe_wna16", "MoeWNA16Method", "int4_w4a16_g64"),
+    "wna16-gptq-zp": Format(
+        files.gptq(64, zero_points=True),
+        _GPTQ | dict(sym=False),
+        "moe_wna16",
+        "MoeWNA16Method",
+        "int4_w4a16_g64_zp",
+    ),
+    "wna16-awq": Format(files.awq(64), _AWQ, "moe_wna16", "MoeWNA16Method", "int4_w4a16_g64_zp"),
+    "ct-mxfp4": Format(
+        files.mxfp4(_PACKED),
+        _ct(4, "float", "group", group_size=32, scale_dtype="torch.uint8"),
+        _CT,
+        "CompressedTensorsW4A4Mxfp4MoEMethod",
+        "mxfp4_w4a16",
+    ),
+    "ct-nvfp4": Format(
+        files.nvfp4(modelopt=False),
+        _ct(4, "float", "tensor_group", group_size=16, format="nvfp4-pack-quantized"),
+        _CT,
+        "CompressedTensorsW4A4Nvfp4MoEMethod",
+        "nvfp4_w4a16",
+    ),
+    "modelopt-nvfp4": Format(
+        files.nvfp4(modelopt=True),
+        _MODELOPT | dict(quant_algo="NVFP4", group_size=16),
+        "modelopt_fp4",
+        "ModelOptNvFp4FusedMoE",
+        "nvfp4_w4a16",
+    ),
+}
+
+
+def empty_layer(
+    format: Format, H: int, I: int, *, tp_size: int = 1, tp_rank: int = 0, **more: Any
+) -> Any:
+    """Return a `RoutedExperts` layer of vLLM with parameters that nothing was loaded into."""
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = get_quantization_config(format.vllm).from_config(format.config)
+    runner = FusedMoEFactory(
+        num_experts=E,
+        top_k=TOP_K,
+        hidden_size=H,
+        intermediate_size=I,
+        params_dtype=format.dtype,
+        quant_config=config,
+        prefix=f"model.layers.{next(_numbers)}.mlp.experts",
+        tp_size=tp_size,
+        **more,
+    )
+    layer = runner.routed_experts
+    layer.moe_config.moe_parallel_config.tp_rank = tp_rank
+    assert type(layer.quant_method).__name__ == format.method
+    return layer
+
+
+def load(layer: Any, made: files.Layer) -> Any:
+    """Load a checkpoint's tensors by vLLM's loaders, and return the layer."""
+    stem = "model.layers.0.mlp.experts."
+    held = dict(layer.named_parameters())
+    named = [
+        (name.removeprefix(stem), tensor)
+        for name, tensor in made.tensors.items()
+        if name.startswith(stem)
+        # vLLM's models skip g_idx where the layer has no such parameter
+        and (not name.endswith("g_idx") or any(n.endswith("g_idx") for n in held))
+    ]
+    assert set(layer.load_weights(named)) <= set(held)
+    return layer
+
+
+@contextmanager
+def rank_of_loaders(tp_rank: int) -> Iterator[None]:
+    """Tell the loader of MoeWNA16Method the rank, which it asks vLLM's groups for."""
+    module = importlib.import_module(f"{_PACKAGE}.quantization.moe_wna16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "get_tensor_model_parallel_rank", lambda: tp_rank)
+        yield

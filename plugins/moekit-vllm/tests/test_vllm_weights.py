@@ -1,0 +1,249 @@
+"""Quantized layers of vLLM, read for moekit: the checkpoint's numbers on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm")
+
+import checkpoint_files as files  # noqa: E402
+import quantized_layers as layers  # noqa: E402
+from moekit_vllm import weights as readers  # noqa: E402
+from moekit_vllm.problem import problem_of  # noqa: E402
+
+import moekit  # noqa: E402
+from moekit import ExpertWeights, MoEProblem, ParallelConfig, Routing  # noqa: E402
+from moekit.checkpoint import Checkpoint, load_experts  # noqa: E402
+from moekit.errors import Unsupported  # noqa: E402
+from moekit.problem.tolerance import rms_bound  # noqa: E402
+
+H, I = 256, 512
+RANKS = [(1, 0), (2, 0), (2, 1)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, layers.process(tmp_path_factory.mktemp("gloo")):
+        layers.choose_backends(patch)
+        yield
+
+
+Make = Callable[..., files.Layer]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    made: dict[Any, files.Layer] = {}
+
+    def make(name: str, h: int = H, i: int = I) -> files.Layer:
+        if (name, h, i) not in made:
+            format = layers.FORMATS[name]
+            folder = tmp_path_factory.mktemp(name)
+            made[name, h, i] = files.write(
+                folder, format.packer, format.config, E=layers.E, H=h, I=i
+            )
+        return made[name, h, i]
+
+    return make
+
+
+def loaded(name: str, made: files.Layer, tp_size: int = 1, tp_rank: int = 0) -> Any:
+    sizes = made.sizes["hidden_size"], made.sizes["intermediate_size"]
+    layer = layers.empty_layer(layers.FORMATS[name], *sizes, tp_size=tp_size, tp_rank=tp_rank)
+    with layers.rank_of_loaders(tp_rank):
+        return layers.load(layer, made)
+
+
+def numbers(weights: ExpertWeights, problem: MoEProblem) -> tuple[Tensor, Tensor]:
+    """Return the fp32 values that the weights represent."""
+    weights.check(problem)
+    plain = weights.canonical(problem).dequantize(problem.quant)
+    return plain.w13, plain.w2
+
+
+@pytest.mark.parametrize(("tp_size", "tp_rank"), RANKS)
+@pytest.mark.parametrize("name", layers.FORMATS)
+def test_reads_what_the_checkpoint_holds(
+    name: str, tp_size: int, tp_rank: int, checkpoint: Make
+) -> None:
+    format, made = layers.FORMATS[name], checkpoint(name)
+    layer = loaded(name, made, tp_size, tp_rank)
+    scheme, read = readers.read(layer, layer.quant_method)
+    problem = problem_of(layer, scheme, read)
+    assert scheme == format.scheme
+    whole = problem.replace(
+        intermediate_size=I,
+        parallel=ParallelConfig(tp_size=tp_size, tp_rank=tp_rank, dp_size=1),
+    )
+    with Checkpoint(made.path) as opened:
+        expected = numbers(load_experts(opened, None, 0, whole), whole)
+    for got, want in zip(numbers(read, problem), expected, strict=True):
+        assert torch.equal(got, want)
+    if read.w13_input_scale is not None:
+        assert torch.equal(read.w13_input_scale, torch.full((layers.E,), 0.03))
+    memory = {p.data_ptr() for p in layer.parameters()}
+    assert format.views == (read.w13.data_ptr() in memory) == (read.w2.data_ptr() in memory)
+
+
+# -- what is computed ------------------------------------------------------------------------
+
+
+def output(
+    kernel_problem: MoEProblem, weights: ExpertWeights, x: Tensor, routing: Routing
+) -> Tensor:
+    kernel = moekit.compose(kernel_problem, experts="torch")
+    return kernel(x.to(kernel_problem.dtype), kernel.pack(weights), routing).float()
+
+
+def expected_output(made: files.Layer, x: Tensor, routing: Routing) -> Tensor:
+    """Compute the experts in fp32 with the numbers that the packers meant."""
+    x, out = x.float(), torch.zeros(x.shape)
+    for t in range(len(x)):
+        for weight, e in zip(routing.topk_weights[t], routing.topk_ids[t].tolist(), strict=True):
+            h = torch.nn.functional.silu(made.gate[e] @ x[t]) * (made.up[e] @ x[t])
+            out[t] += weight * (made.down[e] @ h)
+    return out
+
+
+def relative_rms(out: Tensor, expected: Tensor) -> float:
+    return float((out - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def inputs(tokens: int = 9, h: int = H) -> tuple[Tensor, Routing]:
+    ids = torch.stack([torch.randperm(layers.E)[: layers.TOP_K] for _ in range(tokens)])
+    return torch.randn(tokens, h).bfloat16() / 4, Routing(
+        torch.rand(tokens, layers.TOP_K) + 0.2, ids
+    )
+
+
+@pytest.mark.parametrize("name", layers.FORMATS)
+def test_ranks_sum_to_the_model(name: str, checkpoint: Make) -> None:
+    made = checkpoint(name)
+    x, routing = inputs()
+    want = expected_output(made, x, routing)
+    total, swapped, shifted = (torch.zeros_like(want) for _ in range(3))
+    for rank in range(2):
+        layer = loaded(name, made, 2, rank)
+        scheme, read = readers.read(layer, layer.quant_method)
+        problem = problem_of(layer, scheme, read)
+        total += output(problem, read, x, routing)
+        canonical = read.canonical(problem)
+        swapped += output(problem, half_swapped(canonical), x, routing)
+        wrong = replace(read, w2_scale=2 * read.w2_scale)
+        shifted += output(problem, wrong, x, routing)
+    bound = rms_bound(problem)
+    assert relative_rms(total, want) < bound
+    assert relative_rms(swapped, want) > 0.3
+    assert relative_rms(shifted, want) > 0.3
+
+
+def half_swapped(weights: ExpertWeights) -> ExpertWeights:
+    """Exchange gate and up."""
+
+    def swap(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.shape[1] == 1 else torch.cat(t.chunk(2, dim=1)[::-1], dim=1)
+
+    names = ("w13", "w13_scale", "w13_zero_points")
+    return replace(weights, **{n: swap(getattr(weights, n)) for n in names})
+
+
+def test_fp8_blocks_that_tensor_parallelism_cuts(checkpoint: Make) -> None:
+    """I = 384 on two ranks is 192 neurons each: vLLM divides blocks into 64 x 64."""
+    made = checkpoint("fp8-block", H, 384)
+    x, routing = inputs()
+    want, total = expected_output(made, x, routing), torch.zeros(len(x), H)
+    for rank in range(2):
+        layer = loaded("fp8-block", made, 2, rank)
+        assert layer.quant_method.weight_scale_refine == (2, 2)
+        scheme, read = readers.read(layer, layer.quant_method)
+        problem = problem_of(layer, scheme, read)
+        assert problem.intermediate_size == 256
+        real = slice(0, 192) if rank == 0 else slice(64, 256)
+        mine = slice(192 * rank, 192 * (rank + 1))
+        w13, w2 = numbers(read, problem)
+        assert torch.equal(w13.unflatten(1, (2, 256))[:, 0, real], made.gate[:, mine])
+        assert torch.equal(w13.unflatten(1, (2, 256))[:, 1, real], made.up[:, mine])
+        assert torch.equal(w2[:, :, real], made.down[:, :, mine])
+        assert int(w2.count_nonzero()) == int(made.down[:, :, mine].count_nonzero())
+        total += output(problem, read, x, routing)
+    assert relative_rms(total, want) < rms_bound(problem)
+
+
+# -- what stays with vLLM --------------------------------------------------------------------
+
+
+def refuses(layer: Any, match: str) -> None:
+    with pytest.raises(Unsupported, match=match):
+        readers.read(layer, layer.quant_method)
+
+
+def test_unknown_methods_are_refused(checkpoint: Make) -> None:
+    layer = loaded("fp8-tensor", checkpoint("fp8-tensor"))
+
+    class HummingMoEMethod:
+        pass
+
+    with pytest.raises(Unsupported, match="does not read the weights of HummingMoEMethod"):
+        readers.read(layer, HummingMoEMethod())
+
+
+def test_sizes_that_vllm_rounded_up_are_refused(checkpoint: Make) -> None:
+    for name in ("fp8-tensor", "ct-int8", "ct-int4", "ct-nvfp4"):
+        layer = loaded(name, checkpoint(name))
+        layer.moe_config.hidden_dim_unpadded -= 64
+        refuses(layer, r"rounded up .* from \(192, 512\) to \(256, 512\)")
+
+
+def test_other_blocks_are_refused(checkpoint: Make) -> None:
+    layer = loaded("fp8-block", checkpoint("fp8-block"))
+    layer.quant_method.weight_block_size = [64, 128]
+    refuses(layer, r"blocks of 128 x 128 \(got \[64, 128\]\)")
+
+
+def test_eplb_with_static_scales_is_refused(checkpoint: Make) -> None:
+    layer = loaded("fp8-static", checkpoint("fp8-static"))
+    layer.moe_config.moe_parallel_config.enable_eplb = True
+    refuses(layer, "EPLB moves experts")
+
+
+def test_activations_that_moekit_lacks_are_refused(checkpoint: Make) -> None:
+    layer = loaded("ct-mxfp4", checkpoint("ct-mxfp4"))
+    layer.quant_method.use_cutlass_mxfp4 = True
+    refuses(layer, "CUTLASS_MXFP4_MXFP4")
+
+
+def test_eight_bits_in_groups_are_refused(checkpoint: Make) -> None:
+    layer = loaded("gptq", checkpoint("gptq"))
+    layer.quant_method.quant_config.weight_bits = 8
+    refuses(layer, "no scheme for 8-bit integers in groups")
+
+
+def test_weight_only_backends_leave_activations_alone(checkpoint: Make) -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    schemes = ("fp8_w8a16_block", "fp8_w8a16_tensor", "fp8_w8a16_tensor", "fp8_w8a16_channel")
+    names = ("fp8-block", "fp8-tensor", "fp8-static", "ct-fp8-channel")
+    for name, scheme in zip(names, schemes, strict=True):
+        layer = loaded(name, checkpoint(name))
+        layer.quant_method.fp8_backend = Fp8MoeBackend.MARLIN
+        got, read = readers.read(layer, layer.quant_method)
+        assert got == scheme
+        read.check(problem_of(layer, got, read))
+
+
+def test_tensor_scales_with_a_scale_for_each_token(checkpoint: Make) -> None:
+    """In batch-invariant mode 0.33 quantizes tokens one by one."""
+    made = checkpoint("fp8-tensor")
+    layer = loaded("fp8-tensor", made)
+    layer.quant_method.per_act_token_quant = True
+    scheme, read = readers.read(layer, layer.quant_method)
+    assert scheme == "fp8_channel_token"
+    w13, w2 = numbers(read, problem_of(layer, scheme, read))
+    assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1))
+    assert torch.equal(w2, made.down)
