@@ -91,6 +91,7 @@ class PushedExperts:
         interleaved: Rows of pushed gate_up matrices ("w13") alternate between gate and up.
         transposed: Pushed stacks of all experts hold matrices as (in, out).
         device: Where the weights are put together.
+        out: The weights of another loader of the same problem, to be loaded again in place.
         name: The layer's name, for errors.
 
     Attributes:
@@ -112,6 +113,7 @@ class PushedExperts:
         transposed: bool = False,
         device: torch.device | str = "cpu",
         name: str = "experts",
+        out: dict[str, Tensor] | None = None,
     ) -> None:
         self.problem, self.format, self.name = problem, format, name
         self.interleaved, self.transposed = interleaved, transposed
@@ -135,7 +137,10 @@ class PushedExperts:
         self._pushed: dict[str, int] = {}  # each name, and the physical expert it was pushed for
         self._left: dict[_Unit, set[str]] = {}
         self.out: dict[str, Tensor] = {}
-        self.allocate()
+        if out is not None:
+            self.out = out
+        else:
+            self.allocate()
 
     # -- names ------------------------------------------------------------------------------
 
@@ -188,6 +193,11 @@ class PushedExperts:
         self._reader = None
 
     # -- a round of loading -----------------------------------------------------------------
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The logical expert of each of this rank's physical experts."""
+        return tuple(self._share.experts)
 
     @property
     def loading(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -173,16 +173,17 @@ class FusedMoE(Layer):
         )
         self.expert_mapping, self.quant_config = expert_mapping, quant_config
         self._group = spread.group
-        self._pushed = PushedExperts(
+        self._make_loader = partial(
+            PushedExperts,
             self.problem,
             format,
-            experts=self.local_experts,
             dequantize=dequantize and bool(format.dtype),
             interleaved=self.problem.activation.name == "swigluoai",
             transposed=is_fused_checkpoint_transposed,
             device=self.device,
             name=self.prefix,
         )
+        self._pushed = self._make_loader(experts=self.local_experts)
         self._replaced: PackedWeights | None = None
         self._register_parameters()
         self.flow.advice = self._advice
@@ -256,6 +257,9 @@ class FusedMoE(Layer):
                 f"{self.prefix}: shard_id={shown(shard_id)} for {which}_{suffix}: expected "
                 f"{' or '.join(known)}"
             )
+        if not self._pushed.loading and self._pushed.experts != self.local_experts:
+            # `moekit.eplb` has moved experts since, and they are loaded to where they are now.
+            self._pushed = self._make_loader(experts=self.local_experts, out=self._pushed.out)
         try:
             needed = self._pushed.push(suffix, shard_id, expert_id, loaded_weight)
         finally:
@@ -477,6 +481,52 @@ class FusedMoE(Layer):
 
     def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
         """Load nothing: see `weight_loader`."""
+
+
+class SharedFusedMoE(FusedMoE):
+    """`FusedMoE` with shared experts, whose output it returns beside that of the routed experts.
+
+    Args:
+        shared_experts: (..., H) -> (..., H), or None. The caller keeps its parameters.
+        gate: Computes the router's logits from the hidden states, in place of the caller.
+        use_overlapped: Has no effect: shared experts run before the routed ones.
+        keywords: The arguments of `FusedMoE`.
+    """
+
+    shared_experts: Callable[[Tensor], Tensor] | None
+    gate: Callable[[Tensor], Any] | None
+
+    def __init__(
+        self,
+        shared_experts: Callable[[Tensor], Tensor] | None,
+        gate: Callable[[Tensor], Any] | None = None,
+        use_overlapped: bool = True,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(**keywords)
+        # Not as submodules, because the model has their parameters under names of its own.
+        object.__setattr__(self, "shared_experts", shared_experts)
+        object.__setattr__(self, "gate", gate)
+
+    @property
+    def is_internal_router(self) -> bool:
+        """Whether the layer computes the router's logits, and ignores those it is given."""
+        return self.gate is not None
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, router_logits: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the outputs of the shared and of the routed experts; see `FusedMoE.forward`.
+
+        With ``reduce_results`` both are summed over the ranks.
+        """
+        if self.gate is not None:
+            found = self.gate(hidden_states)
+            router_logits = found[0] if isinstance(found, tuple) else found
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
+        if shared is not None and self.ranks.sums:
+            self.ranks.sum_all(shared := shared.clone())
+        return shared, super().forward(hidden_states, router_logits)
 
 
 _OF_PARALLELISM = ("group", "expert_placement_strategy")

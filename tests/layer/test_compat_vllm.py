@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import moekit
 from moekit import LayerParallelism, ParallelConfig
-from moekit.compat.vllm import FusedMoE
+from moekit.compat.vllm import FusedMoE, SharedFusedMoE
 from moekit.errors import InvalidProblem, WeightsError
+from moekit.problem.placement import Placement
 from moekit.problem.quant import SCHEMES
 from moekit.testing.cases import random_weights, random_x
 
@@ -340,6 +341,54 @@ def test_weights_that_a_backend_copies_are_freed() -> None:
     assert places[0] == places[1]  # a CUDA graph that reads it remains valid
     layer.destroy()
     assert all(not parameter.numel() for parameter in layer.parameters())
+
+
+def test_an_update_after_experts_were_moved() -> None:
+    """Weights go to where `moekit.eplb` has put their experts, whatever the mapping's ids are."""
+    spread = dict(enable_eplb=True, num_redundant_experts=2)
+    layer, other = make(**spread), make(**spread)
+    push(layer, stacks())
+    layer.process_weights_after_loading()
+    moved = Placement((5, 4, 3, 2, 1, 0, 4, 1), E, 1)
+    layer.placement = moved
+    layer.set_replicas(moved.logical_to_physical())
+    tensors = stacks()
+    for each in (layer, other):
+        push(each, tensors)
+        each.process_weights_after_loading()
+    x, logits = torch.randn(40, H), torch.randn(40, E)
+    assert torch.equal(layer.packed["w2"], tensors["w2"][list(moved.physical_to_logical)])
+    out, want = layer(x, logits), other(x, logits)
+    assert (out - want).norm() < 1e-5 * want.norm()
+
+
+def test_a_compiled_layer() -> None:
+    layer, _ = loaded()
+    x, logits = torch.randn(5, H), torch.randn(5, E)
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x, logits), layer(x, logits))
+
+
+@pytest.mark.parametrize("internal", [False, True])
+def test_shared_experts(internal: bool) -> None:
+    gate, shared = nn.Linear(H, E), nn.Linear(H, H)
+    layer = SharedFusedMoE(
+        shared_experts=shared,
+        gate=(lambda x: (gate(x), None)) if internal else None,
+        **SIZES,
+        params_dtype=torch.float32,
+        device="cpu",
+    )
+    plain, tensors = loaded()
+    push(layer, tensors)
+    layer.process_weights_after_loading()
+    assert layer.is_internal_router == internal
+    x = torch.randn(5, H)
+    with torch.no_grad():
+        ours, routed = layer(hidden_states=x, router_logits=x if internal else gate(x))
+        assert torch.equal(ours, shared(x)) and torch.equal(routed, plain(x, gate(x)))
+    assert {name for name, _ in layer.named_parameters()} == {"w13_weight", "w2_weight"}
 
 
 def test_casts_and_state_dicts_leave_the_weights_alone() -> None:

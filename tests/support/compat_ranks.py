@@ -1,0 +1,62 @@
+"""The ranks' part of test_compat_ranks.py: vLLM's layer over ranks against moekit's on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moekit
+from moekit.compat.vllm import FusedMoE, SharedFusedMoE
+
+SIZES = {"num_experts": 5, "top_k": 2, "hidden_size": 64, "intermediate_size": 96}
+
+
+def run(rank: int, world_size: int, sizes: dict[str, Any], shared: bool) -> dict[str, Any]:
+    """Load a layer on this rank, call it, and return its relative error and what it says."""
+    torch.manual_seed(7)
+    E, _, H, I = SIZES.values()
+    w13, w2 = torch.randn(E, 2 * I, H) / 8, torch.randn(E, H, I) / 10
+    common = dict(**SIZES, params_dtype=torch.float32, device="cpu", experts="torch")
+    kind = SharedFusedMoE if shared else FusedMoE
+    how = {"shared_experts": lambda x: x / world_size} if shared else {}
+    layer = kind(**common, **sizes, **how, prefix="model.experts", peer_timeout=20.0)
+    redundant = sizes.get("num_redundant_experts", 0)
+    checkpoint = {
+        f"experts.{e}.{name}.weight": tensor[e]
+        for e in range(E)
+        for name, tensor in (("w1", w13[:, :I]), ("w3", w13[:, I:]), ("w2", w2))
+    }
+    mapping = layer.make_expert_params_mapping(
+        ckpt_gate_proj_name="w1",
+        ckpt_down_proj_name="w2",
+        ckpt_up_proj_name="w3",
+        num_experts=E,
+        num_redundant_experts=redundant,
+    )
+    for name, tensor in checkpoint.items():
+        for param_name, weight_name, expert, shard in mapping:
+            if weight_name in name:
+                mapped = name.replace(weight_name, param_name).removeprefix("experts.")
+                param = layer.get_parameter(mapped)
+                if layer.weight_loader(param, tensor, mapped, shard, expert, return_success=True):
+                    break
+    layer.process_weights_after_loading()
+    batch = rank * sizes.get("dp_size", 1) // world_size
+    torch.manual_seed(100 + batch)
+    x, logits = torch.randn(6, H), torch.randn(6, E)
+    made = layer(x, logits)
+    if shared:
+        partial, made = made
+        summed = partial.clone()
+        if not sizes.get("reduce_results"):
+            dist.all_reduce(summed)
+        assert torch.allclose(summed, x)
+    made = layer.maybe_all_reduce_tensor_model_parallel(made)
+    other = moekit.FusedMoE(**common)
+    other.load_weights(moekit.ExpertWeights(w13, w2))
+    want = other(x, logits)
+    said = layer.must_reduce_shared_expert_outputs()
+    layer.destroy()
+    return {"error": float((made - want).norm() / want.norm()), "complete": said}
