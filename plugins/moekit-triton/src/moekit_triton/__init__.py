@@ -80,6 +80,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         takes_unquantized=format is ActivationFormat.STANDARD,
         graph_safe=True,
         deterministic=True,
+        batch_invariant=True,
         weights_in_fp32=True,
     )
 

@@ -49,7 +49,7 @@ class Layer:
             problem.dtype if operand is None else operand.torch_dtype,
             operand is not None,
             operand is not None and operand.static,
-            problem.dtype == torch.float16,
+            problem.dtype == torch.float16 and not problem.batch_invariant,
         )
 
     def scale_columns(self, columns: int) -> int:
@@ -127,7 +127,7 @@ class Call(NamedTuple):
     """The tensors of one call in the STANDARD format.
 
     x (R, H) of the layer's dtype, or quantized with x_scale; ids_RK local ids, -1 = no expert;
-    weights_RK fp32; y (R, H), written.
+    weights_RK fp32; y (R, H), or (R, K, H) unweighted in batch-invariant problems, written.
     """
 
     layer: Layer

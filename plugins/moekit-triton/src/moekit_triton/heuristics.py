@@ -57,6 +57,9 @@ _AHEAD_FROM, _JOINED_FROM = 700, 4
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
 # average, for weights of more than 8 bits and for 8 bits.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
+# Rows per expert that a batch-invariant plan is made for, which gives tiles of 64 rows: their time
+# is that of the weights for a few tokens, and tensor cores are busy with many.
+_INVARIANT_ROWS = 48
 # Where programs share GEMM 2's K: the most programs, and the most addends.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
 
@@ -68,10 +71,14 @@ class Planner:
         self._problem = problem
         self._batched = batched
         self._measured = () if INTERPRETED else measured_plans(problem)
+        self._invariant = invariant_plan(problem) if problem.batch_invariant else None
 
     def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
         """Return the plan for ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity ``rows``."""
         p = self._problem
+        if (fixed := self._invariant) is not None:
+            batched = Batched(fixed.first, fixed.second, fixed.fused)
+            return batched if self._batched else fixed
         if not self._batched and dots_pay(p, rows, top_k):
             return dot_products(p, rows, top_k)
         # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
@@ -111,9 +118,23 @@ def choose_plan(
     return Planner(problem, batched=batched).plan(rows, top_k)
 
 
+def invariant_plan(problem: MoEProblem) -> Gathered:
+    """Return the plan of all calls of a batch-invariant problem, in both formats.
+
+    It depends on the widths, the scheme, the activation and the device: not on the number of
+    tokens, nor on the number of experts, which changes with the ranks. Within a tile, a row's sums
+    run over K in the order of its steps, whatever the other rows are.
+    """
+    plan = heuristic(problem, _INVARIANT_ROWS)
+    assert plan.block_m == 64 and plan.second.splits == 1
+    return plan
+
+
 def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
     """Return `calls.Buffers` that serve every plan for calls of at most ``rows`` rows."""
     p, count = layer.problem, rows * layer.problem.top_k
+    if p.batch_invariant:
+        return invariant_plan(p).workspace(layer, rows, p.top_k)
     # The extremes: large blocks need more entries, small ones more blocks.
     largest, smallest = (GemmConfig(b, 128, 128) for b in (max(BLOCKS_M), min(BLOCKS_M)))
     plans: list[TilePlan] = [Gathered(t, t, fused=False) for t in (largest, smallest)]

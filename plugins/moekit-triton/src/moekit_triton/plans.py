@@ -182,7 +182,7 @@ class Gathered(_TwoGemms):
         self, layer: Layer, rows: int, count: int, **lists: int
     ) -> tuple[BufferSpec, ...]:
         p = layer.problem
-        gemm_out = count * self.second.splits * p.hidden_size
+        gemm_out = 0 if p.batch_invariant else count * self.second.splits * p.hidden_size
         if not self.fused:
             gemm_out = max(gemm_out, count * p.w13_rows)
         return buffer_specs(
@@ -194,6 +194,8 @@ class Gathered(_TwoGemms):
         operands = self.prepare(call)
         self.gemm_1(call, operands)
         self.gemm_2(call, operands)
+        if call.layer.problem.batch_invariant:
+            return
         weighted_sum(
             operands.y, call.weights_RK, call.ids_RK, call.y,
             weight_before_applied=call.layer.split_weights,
@@ -209,10 +211,10 @@ class Gathered(_TwoGemms):
         h, sums = None, count * self.second.splits
         if not self.fused:
             h = buffers.gemm_out[: count * p.w13_rows].view(count, p.w13_rows)
+        y = call.y if p.batch_invariant else buffers.gemm_out[: sums * p.hidden_size]
         return _Operands(
             x, x_scale, h, buffers.activated[:count], self._a_scale(call, buffers.scale[:count]),
-            buffers.gemm_out[: sums * p.hidden_size].view(sums, p.hidden_size), first, second,
-            ValidRows(ids=call.ids_RK),
+            y.view(sums, p.hidden_size), first, second, ValidRows(ids=call.ids_RK),
         )  # fmt: skip
 
     def _rows(self, call: Call) -> tuple[Rows, Rows]:
