@@ -58,6 +58,9 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--redundant-experts", type=int, default=0, metavar="N")
     parser.add_argument("--max-num-tokens", type=int, metavar="N", help="most tokens in one call")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits at every T, position and --ep"
+    )
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallel ranks")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel ranks")
     parser.add_argument(
@@ -85,6 +88,7 @@ def _problem(args: argparse.Namespace) -> moekit.MoEProblem:
         apply_router_weight_on_input=args.weight_on_input,
         num_redundant_experts=args.redundant_experts,
         max_num_tokens=args.max_num_tokens,
+        batch_invariant=args.batch_invariant,
         parallel=moekit.ParallelConfig(
             ep_size=args.ep,
             tp_size=args.tp,

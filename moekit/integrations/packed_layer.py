@@ -42,6 +42,7 @@ class Options:
     quant: QuantScheme = field(default_factory=lambda: scheme("none"))
     free_original: bool = False
     graph_tokens: int = 16
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ class Layer:
         options = self.options
         with torch.inference_mode(False), torch.no_grad():
             problem, weights = read(module, dtype, top_k, options.quant, on_input)
+            problem = problem.replace(batch_invariant=options.batch_invariant)
             key = problem, weights.w13.device
             kernel = self._kernels.get(key)
             if kernel is None:

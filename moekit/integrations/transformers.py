@@ -44,6 +44,7 @@ _KINDS = {
     "experts": optional(validate.NAME),
     "free_original": FLAG,
     "graph_tokens": size(0, 2**16),
+    "batch_invariant": FLAG,
 }
 _MODEL = {"model": instance("a torch.nn.Module", nn.Module)}
 
@@ -55,6 +56,7 @@ def install(
     quant: str = "none",
     free_original: bool = False,
     graph_tokens: int = 16,
+    batch_invariant: bool = False,
 ) -> None:
     """Register ``experts_implementation="moekit"`` with transformers. Idempotent.
 
@@ -71,6 +73,8 @@ def install(
         graph_tokens: On CUDA, replay eager calls of at most this many tokens as CUDA graphs from
             the third call of a size on, if the backends allow it; 0 for none.
             `moekit.runtime.graphs.Graphed` documents what this requires of code on other streams.
+        batch_invariant: The experts give a token the same bits in every call, as `MoEProblem`
+            promises. The model's other modules are not included.
 
     Raises:
         MoekitError: The installed transformers has no experts interface.
@@ -89,7 +93,7 @@ def install(
         registry().dispatcher(dispatcher)
     if experts is not None:
         registry().expert(experts)
-    options = Options(dispatcher, experts, found, free_original, graph_tokens)
+    options = Options(dispatcher, experts, found, free_original, graph_tokens, batch_invariant)
     if options != Layer.options:
         Layer.forget()
         Layer.options = options

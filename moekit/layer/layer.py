@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moekit.contract import PackedWeights, Routing
-from moekit.errors import MoekitError
+from moekit.errors import InvalidProblem, MoekitError
 from moekit.layer import ops
 from moekit.layer.arguments import resolve_activation, resolve_device, take_records
 from moekit.layer.describe import describe
@@ -73,6 +73,9 @@ class FusedMoE(nn.Module):
         has_bias: The experts have biases.
         apply_router_weight_on_input: Scale each token instead of its result; needs ``top_k=1``.
         max_num_tokens: Capacity of a kernel call. Calls with more tokens run in chunks.
+        batch_invariant: A token's output has the same bits in every call, as `MoEProblem` promises.
+            Routing is included; a custom routing function, shared experts and the caller's logits
+            must be invariant themselves.
         routing: How experts are chosen. Default: softmax, renormalized.
         parallelism: How the layer is spread over ranks. Default: one rank.
         shared_experts: (T, H) -> (T, H), added to every token's output, or a `SharedExperts`.
@@ -107,6 +110,7 @@ class FusedMoE(nn.Module):
         has_bias: bool = False,
         apply_router_weight_on_input: bool = False,
         max_num_tokens: int | None = None,
+        batch_invariant: bool = False,
         routing: RoutingConfig | None = None,
         parallelism: LayerParallelism | None = None,
         shared_experts: SharedExperts | Callable[[Tensor], Tensor] | None = None,
@@ -136,10 +140,17 @@ class FusedMoE(nn.Module):
             apply_router_weight_on_input=apply_router_weight_on_input,
             num_redundant_experts=parallelism.num_redundant_experts,
             max_num_tokens=max_num_tokens,
+            batch_invariant=batch_invariant,
             parallel=replace(parallel, dp_size=parallel.num_ranks) if sequence else parallel,
             device=self.device,
         )
-        self.router = Router(routing.on(self.device), self.problem.num_experts, self.problem.top_k)
+        if batch_invariant and shared is not None and shared.partial:
+            raise InvalidProblem(
+                "batch_invariant=True cannot add up slices of shared experts, whose sum depends on "
+                "the number of ranks: let each rank compute them whole (partial=False)"
+            )
+        sizes = self.problem.num_experts, self.problem.top_k
+        self.router = Router(routing.on(self.device), *sizes, batch_invariant)
         self.placement = place(self.problem, parallelism.expert_placement_strategy)
         common = (
             f"{parallelism.expert_placement_strategy}, "

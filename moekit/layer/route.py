@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +30,12 @@ OPTIONS = {
     "topk_group": optional(size()),
     "routed_scaling_factor": real(),
     "checked": optional(FLAG),
+    "batch_invariant": FLAG,
 }
+
+# Elementwise operations of fewer elements run in one loop on the CPU, and every vector divides
+# this many.
+_GRAIN, _VECTORS = 32768, 64
 
 
 def route(
@@ -45,6 +51,7 @@ def route(
     custom: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
     is_padding: Tensor | None = None,
     checked: bool | None = None,
+    batch_invariant: bool = False,
 ) -> Routing:
     """Choose ``top_k`` experts for each token.
 
@@ -71,6 +78,8 @@ def route(
         is_padding: (T,) bool; marked tokens get ids -1 and weights 0.
         checked: Refuse NaN and +infinity, and ids of ``custom`` that name no expert or one twice.
             This synchronizes with the device. Default: on the CPU only.
+        batch_invariant: Give a token the same bits at every T and position. ``custom`` must do so
+            itself.
 
     Returns:
         Weights (T, K) fp32 and ids (T, K) int64.
@@ -80,11 +89,14 @@ def route(
         InvalidProblem: An option does not fit.
     """
     _check_shapes(logits, correction_bias, is_padding)
-    options = (top_k, scoring, renormalize, num_expert_group, topk_group, routed_scaling_factor)
+    options = (
+        top_k, scoring, renormalize, num_expert_group, topk_group, routed_scaling_factor, checked,
+        batch_invariant,
+    )  # fmt: skip
     try:
-        _check_options(logits.shape[1], *options, checked)
+        _check_options(logits.shape[1], *options)
     except TypeError:  # a value cannot be hashed
-        _check_options.__wrapped__(logits.shape[1], *options, checked)
+        _check_options.__wrapped__(logits.shape[1], *options)
     scores_TE = logits.float()
     if checked is None or logits.is_meta:
         checked = logits.device.type == "cpu"
@@ -98,7 +110,9 @@ def route(
         late = scoring == "softmax" and renormalize and correction_bias is None
         late = late and num_expert_group is None
         if not late:
-            scores_TE = _SCORING[scoring](scores_TE)
+            score = _SCORING[scoring]
+            by_rows = batch_invariant and scores_TE.device.type == "cpu"
+            scores_TE = _by_rows(score, scores_TE) if by_rows else score(scores_TE)
         choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.float()
         if num_expert_group is not None and topk_group is not None:
             choice_TE = _keep_best_groups(
@@ -117,6 +131,22 @@ def route(
         ids = ids.masked_fill(is_padding[:, None], -1)
         weights = weights.masked_fill(is_padding[:, None], 0.0)
     return Routing(weights.contiguous(), ids.contiguous())
+
+
+def _by_rows(score: Callable[[Tensor], Tensor], logits_TE: Tensor) -> Tensor:
+    """Return the scores of contiguous rows, each computed in the same way.
+
+    torch computes the last elements of a loop, which fill no vector, by other functions, and
+    threads divide large loops anywhere. So all loops here are small, and consist of whole vectors
+    or of one row.
+    """
+    T, E = logits_TE.shape
+    least = _VECTORS // math.gcd(_VECTORS, E)  # rows of whole vectors
+    most = (_GRAIN - 1) // (least * E) * least
+    if not most:
+        return torch.cat([score(row[None]) for row in logits_TE]) if T else logits_TE
+    parts: Sequence[Tensor] = torch.split(F.pad(logits_TE, (0, 0, 0, -T % least)), most)
+    return torch.cat([score(rows) for rows in parts])[:T]
 
 
 def _top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -249,6 +279,7 @@ def _check_options(
     topk_group: int | None,
     routed_scaling_factor: float,
     checked: bool | None,
+    batch_invariant: bool,
 ) -> None:
     """Raise InvalidProblem for options that do not fit each other or the number of experts."""
     accept(OPTIONS, locals())

@@ -109,6 +109,7 @@ class Router:
     config: RoutingConfig
     num_experts: int
     top_k: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.config.custom_routing_function is None:
@@ -158,6 +159,7 @@ class Router:
             routed_scaling_factor=config.routed_scaling_factor,
             is_padding=is_padding,
             checked=checked,
+            batch_invariant=self.batch_invariant,
         )
 
     def check(self, routing: Routing) -> None:

@@ -171,6 +171,7 @@ def _problem(d: Draw) -> Call:
         apply_router_weight_on_input=_FLAG,
         num_redundant_experts=(0, 1, 5),
         max_num_tokens=(None, 1, 64),
+        batch_invariant=_FLAG,
         parallel=(None, moekit.ParallelConfig(ep_size=2)),
         device=("cpu", "sm90", "gfx942", torch.device("cpu"), moekit.DeviceSpec("cpu")),
     )
@@ -219,6 +220,7 @@ def _route(d: Draw) -> Call:
         num_expert_group=(None, 2),
         topk_group=(None, 1, 2),
         routed_scaling_factor=(1.0, 2.5),
+        batch_invariant=_FLAG,
         custom=(None, lambda: custom),
         is_padding=(None, lambda: torch.zeros(T, dtype=torch.bool)),
         checked=(None, True, False),
@@ -321,6 +323,7 @@ def _layer(d: Draw) -> Call:
         shared_experts=(None, lambda: torch.neg),
         shared_experts_partial=_FLAG,
         max_num_tokens=(None, 2),
+        batch_invariant=_FLAG,
         dispatcher=_NAMES,
         experts=_NAMES,
         checked=(None, True, False),

@@ -180,6 +180,18 @@ def test_explain_names_emulated_schemes(only, quant: str) -> None:
     assert ("emulates" in note) == quantized
 
 
+def test_explain_batch_invariant_problems(only, capsys: pytest.CaptureFixture[str]) -> None:
+    fakes = only("plain")
+    fakes.install("plain", offers("plain"))
+    args = ["explain", *SIZES, "--device", "cpu", "--batch-invariant"]
+    assert main([*args, "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "silu, batch-invariant on" in out and "chosen: local + torch (by priority)" in out
+    assert "not experts plain: is not batch-invariant: the bits of a token's result" in out
+    assert main([*args, "--tp", "2"]) != 0
+    assert "batch_invariant=True needs tp_size=1" in capsys.readouterr().err
+
+
 def test_explain_json_is_as_documented(only, capsys: pytest.CaptureFixture[str]) -> None:
     fakes = only("needy")
     fakes.install("needy", offers("needy", more=NEEDY))
