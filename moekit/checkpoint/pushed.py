@@ -384,9 +384,12 @@ class PushedExperts:
                 hint += ", or construct the layer with is_fused_checkpoint_transposed=True"
         elif p.parallel.tp_size > 1:
             hint = "; load the whole tensor, and each rank takes its part"
+        one, stack = str(shape), str((p.num_experts, *shape))
+        if part is not None and part.grid == (-1, -1):
+            one, stack = "one number", f"{p.num_experts} numbers"
         raise WeightsError(
-            f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {shape} for one expert "
-            f"or {(p.num_experts, *shape)} for all{hint}"
+            f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {one} for one expert "
+            f"or {stack} for all{hint}"
         )
 
     def _take(self, name: str, part: Part | None, tensor: Tensor) -> None:

@@ -344,6 +344,8 @@ class Reader:
             return self._dequantize_blocks(piece, expert, out)
         dtype = self.checkpoint.dtype(self._stored(piece, "weight", expert).name)
         assert isinstance(dtype, torch.dtype)
+        if dtype == out.dtype:  # not quantized, and nothing to convert
+            return self._read(piece, expert, piece.rows, piece.columns, out)
         core = {"int8": torch.int8}.get(format.dtype, torch.uint8 if format.packed else dtype)
         columns = len(piece.columns)
         q = empty((len(out), columns // 2 if format.packed else columns), core)

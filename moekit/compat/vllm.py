@@ -10,6 +10,7 @@ moekit computes, and vLLM need not be installed.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -186,7 +187,6 @@ class FusedMoE(Layer):
         self._pushed = self._make_loader(experts=self.local_experts)
         self._replaced: PackedWeights | None = None
         self._register_parameters()
-        self.flow.advice = self._advice
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, router_logits: Tensor
@@ -209,10 +209,18 @@ class FusedMoE(Layer):
     # -- parameters -------------------------------------------------------------------------
 
     def _register_parameters(self) -> None:
+        this = weakref.ref(self)  # a cycle of references would keep a dropped model's memory
+
+        def load(*arguments: Any, **keywords: Any) -> bool | None:
+            if (layer := this()) is None:
+                raise WeightsError("the layer of this parameter is gone: keep it while loading")
+            return layer.weight_loader(*arguments, **keywords)
+
+        self.flow.advice = lambda: "" if (layer := this()) is None else layer._advice()
         for which in ("w13", "w2"):
             for suffix in self._pushed.suffixes:
                 parameter = nn.Parameter(torch.empty(0, device=self.device), requires_grad=False)
-                parameter.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+                parameter.weight_loader = load  # type: ignore[attr-defined]
                 self.register_parameter(f"{which}_{suffix}", parameter)
         self._show_storage()
 
@@ -342,10 +350,13 @@ class FusedMoE(Layer):
                     continue
                 known, mapped = True, full.replace(weight_name, param_name).removeprefix("experts.")
                 param = self._parameters.get(mapped)
+                if param is None and mapped.endswith("_bias") and not bool(tensor.any()):
+                    continue  # some quantizers write zeros for experts without biases
                 if param is None:
                     raise WeightsError(
                         f"{self.prefix}: {name} belongs into the parameter {mapped}, but this "
-                        f"layer's are {', '.join(self._parameters)}: check quant_config"
+                        f"layer's are {', '.join(self._parameters)}: check has_bias and "
+                        "quant_config"
                     )
                 if self.weight_loader(param, tensor, mapped, shard_id, expert_id, True):
                     yield mapped

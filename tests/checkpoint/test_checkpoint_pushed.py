@@ -168,6 +168,43 @@ def test_stacks_of_experts(how: str, rank: int) -> None:
     assert_equal(pushed.finish(), singly.finish())
 
 
+@pytest.mark.parametrize("quant", ["fp8_block", "fp8_channel_token", "fp8_tensor"])
+def test_stacks_of_scales_of_transposed_matrices(quant: str) -> None:
+    """Scales of blocks are transposed with their matrices, those of channels are not."""
+    suffix = {"fp8_block": "weight_scale_inv"}.get(quant, "weight_scale")
+    stacks, problem = random_stacks(), problem_for(quant)
+    weights = {s: w.to(torch.float8_e4m3fn) for s, w in stacks.items()}
+    shapes = {"fp8_block": (-128, -128), "fp8_channel_token": (-1, 0), "fp8_tensor": (0, 0)}[quant]
+    scales = {}
+    for shard, w in stacks.items():
+        n, k = (1 if not s else size // -s for s, size in zip(shapes, w.shape[1:], strict=True))
+        scales[shard] = torch.rand(4, n, k) + 0.1
+    singly, pushed = loader(problem), loader(problem, transposed=True)
+    for shard in stacks:
+        for expert in range(4):
+            singly.push("weight", shard, expert, weights[shard][expert])
+            # scalars have the shape () or (1,)
+            scale = scales[shard][expert]
+            scale = scale if quant != "fp8_tensor" else scale.reshape([1] * (expert % 2))
+            singly.push(suffix, shard, expert, scale)
+        pushed.push("weight", shard, 0, weights[shard].mT)
+        given = scales[shard].mT if quant == "fp8_block" else scales[shard]
+        pushed.push(suffix, shard, 0, given)
+    assert_equal(pushed.finish(), singly.finish())
+    if quant == "fp8_tensor":
+        with pytest.raises(
+            WeightsError, match=r"is \(2,\), expected one number for one expert or 4"
+        ):
+            pushed.push(suffix, "w1", 0, torch.rand(2))
+
+
+def test_a_stack_and_one_of_its_experts() -> None:
+    pushed, stacks = loader(problem_for()), random_stacks()
+    pushed.push("weight", "w1", 3, stacks["w1"][3])
+    with pytest.raises(WeightsError, match="experts.3.w1.weight was already loaded"):
+        pushed.push("weight", "w1", 0, stacks["w1"])
+
+
 def test_a_stack_of_this_ranks_experts() -> None:
     stacks = random_stacks()
     problem = problem_for(parallel=ParallelConfig(ep_size=2, ep_rank=1))

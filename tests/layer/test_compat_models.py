@@ -11,7 +11,7 @@ import hf_models as hfm
 import pytest
 import torch
 import vllm_style_models as blocks
-from hf_models import DEEPSEEK_V3, LLAMA4, MIXTRAL, QWEN3_MOE, HFModel
+from hf_models import DEEPSEEK_V3, GPT_OSS, LLAMA4, MIXTRAL, QWEN3_MOE, HFModel
 from torch import Tensor, nn
 
 from moekit import LayerParallelism, ParallelConfig
@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[HFModel, type[nn.Module], tuple[str, str, str]]] = {
     "mixtral": (MIXTRAL, blocks.MixtralMoE, ("w1", "w2", "w3")),
     "qwen3_moe": (QWEN3_MOE, blocks.Qwen3MoeSparseMoeBlock, PROJECTIONS),
     "deepseek_v3": (DEEPSEEK_V3, blocks.DeepseekV2MoE, PROJECTIONS),
+    "gpt_oss": (GPT_OSS, blocks.GptOssMLP, PROJECTIONS),
     "llama4": (LLAMA4, blocks.Llama4MoE, PROJECTIONS),
 }
 RANKS = {

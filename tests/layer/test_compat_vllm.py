@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,6 +323,43 @@ def test_loading_by_names() -> None:
         list(make().load_weights(named))
     layer.load_weights(random_weights(layer.problem))  # as with moekit's own layer
     assert not torch.equal(layer.packed["w2"], tensors["w2"])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_biases_in_a_checkpoint(has_bias: bool) -> None:
+    """Experts without biases ignore those of zeros, which some quantizers write, and no others."""
+    layer = make(expert_mapping=FusedMoE.make_expert_params_mapping(num_experts=E, **NAMES),
+                 has_bias=has_bias)  # fmt: skip
+    named = []
+    for expert in range(E):
+        for projection, (n, k) in {"gate": (I, H), "up": (I, H), "down": (H, I)}.items():
+            named.append((f"{expert}.{projection}.weight", torch.randn(n, k)))
+            named.append((f"{expert}.{projection}.bias", torch.zeros(n)))
+    want = {"w13_weight", "w2_weight"} | ({"w13_bias", "w2_bias"} if has_bias else set())
+    assert set(layer.load_weights(named)) == want
+    layer.process_weights_after_loading()
+    if not has_bias:
+        with pytest.raises(
+            WeightsError, match="0.up.bias belongs into the parameter w13_bias, but"
+        ):
+            list(layer.load_weights([("0.up.bias", torch.ones(I))]))
+    with pytest.raises(
+        WeightsError, match="0.down.new_scale belongs into .* w2_new_scale, but this"
+    ):
+        list(layer.load_weights([("0.down.new_scale", torch.zeros(1, 1))]))
+
+
+def test_a_dropped_layer_frees_its_memory_at_once() -> None:
+    layer = make()
+    param, gone = layer.w2_weight, weakref.ref(layer)
+    gc.disable()
+    try:
+        del layer
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(WeightsError, match="the layer of this parameter is gone"):
+        param.weight_loader(param, torch.zeros(H, I), "w2_weight", "w2", 0)
 
 
 def test_weights_that_a_backend_copies_are_freed() -> None:

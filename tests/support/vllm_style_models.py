@@ -126,6 +126,29 @@ class Llama4MoE(nn.Module):
         return self.experts(hidden_states, self.router(hidden_states))
 
 
+class GptOssMLP(nn.Module):
+    def __init__(self, config: Any, prefix: str, **how: Any) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.hidden_size, config.num_local_experts)
+        self.experts = FusedMoE(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            reduce_results=False,
+            renormalize=True,
+            prefix=f"{prefix}.experts",
+            apply_router_weight_on_input=False,
+            has_bias=True,
+            activation="swigluoai",
+            is_fused_checkpoint_transposed=True,
+            **how,
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.experts(hidden_states, self.router(hidden_states))
+
+
 class MoEModel(nn.Module):
     """The MoE blocks of a model, under the names of its checkpoint.
 
@@ -203,16 +226,19 @@ class MoEModel(nn.Module):
 
     @staticmethod
     def _load_stack(name: str, loaded_weight: Tensor, params_dict: dict[str, Any]) -> bool:
-        """Load a tensor of all experts, (in, out), as vLLM's llama4.py does."""
-        for weight_name, param_name, shards in (
-            ("gate_up_proj", "w13_weight", ("w1", "w3")),
-            ("down_proj", "w2_weight", ("w2",)),
-        ):
-            if name.endswith(weight_name):
-                full_name = name.removesuffix(weight_name) + param_name
-                param = params_dict[full_name]
-                pieces = loaded_weight.transpose(-1, -2).chunk(len(shards), dim=-2)
-                for shard_id, piece in zip(shards, pieces, strict=True):
-                    param.weight_loader(param, piece, full_name, shard_id=shard_id, expert_id=0)
-                return True
-        return False
+        """Load a tensor of all experts: as vLLM's llama4.py does, or as it is for gpt-oss."""
+        stem, _, weight_name = name.rpartition(".")
+        what, _, suffix = weight_name.partition("_proj")
+        full_name = f"{stem}.w13_" if what == "gate_up" else f"{stem}.w2_"
+        full_name += suffix.lstrip("_") or "weight"
+        param = params_dict.get(full_name)
+        if param is None:
+            return False
+        if f"{stem}.w2_bias" in params_dict:
+            shards, pieces = ("w13" if what == "gate_up" else "w2",), (loaded_weight,)
+        else:
+            shards = ("w1", "w3") if what == "gate_up" else ("w2",)
+            pieces = loaded_weight.transpose(-1, -2).chunk(len(shards), dim=-2)
+        for shard_id, piece in zip(shards, pieces, strict=True):
+            param.weight_loader(param, piece, full_name, shard_id=shard_id, expert_id=0)
+        return True
