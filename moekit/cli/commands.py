@@ -8,8 +8,9 @@ when the command is called. ``--help`` shows the first line of its docstring, re
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moekit.discovery.entry_points import Source, entry_points
 from moekit.discovery.specs import find_module
@@ -21,10 +22,10 @@ GROUP = "moekit.commands"
 KNOWN = {"bench": "moekit-bench", "tune": "moekit-bench"}
 
 
-def installed() -> Mapping[str, Source]:
-    """Return the commands of installed packages by name, sorted."""
+def installed(group: str = GROUP) -> Mapping[str, Source]:
+    """Return what installed packages add to ``group``, by name, sorted."""
     found: dict[str, Source] = {}
-    for source in sorted(entry_points(GROUP), key=lambda each: (each.name, each.distribution)):
+    for source in sorted(entry_points(group), key=lambda each: (each.name, each.distribution)):
         if other := found.get(source.name):
             why = f"{other.distribution} and {source.distribution} both add it: uninstall one"
             source = Source.broken(source.name, source.distribution, source.version, why)
@@ -48,15 +49,24 @@ def run(name: str, argv: Sequence[str]) -> int | None:
         return None
     if source is None:
         raise MoekitError(_missing(name))
+    return int(load(source, f"the command {name!r}")(argv))
+
+
+def load(source: Source, what: str) -> Callable[..., Any]:
+    """Return the function that an entry point names.
+
+    Raises:
+        MoekitError: It cannot be loaded, or is no function; ``what`` names it.
+    """
     try:
         with contained():
-            main = source.load()
-            if not callable(main):
-                raise TypeError(f"{shown(main)} is no function")
+            found = source.load()
+            if not callable(found):
+                raise TypeError(f"{shown(found)} is no function")
     except Fault as fault:
         owner = f"{source.distribution} {source.version}"
-        raise MoekitError(f"the command {name!r} of {owner} cannot be loaded: {fault}") from fault
-    return int(main(argv))
+        raise MoekitError(f"{what} of {owner} cannot be loaded: {fault}") from fault
+    return found
 
 
 def _missing(name: str) -> str:

@@ -1,18 +1,34 @@
-"""``python -m moekit explain``: which backends can do a problem, and why not the others."""
+"""``python -m moekit explain``: which backends can do a problem, and why not the others.
+
+The problem is given by its sizes, by a checkpoint (``--model DIR``), or by an option of another
+package, which says what the problem is there: ``--vllm DIR`` of moekit-vllm, for example. Such a
+package declares an entry point of group ``moekit.problems``. Its name is the option, its value a
+function ``(folder, parallel, **fields) -> (MoEProblem, notes)`` as ``"package.module:function"``;
+fields are those of `MoEProblem`, and notes are lines to print.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import moekit
+from moekit.checkpoint.config import problem_from_config
+from moekit.cli.commands import installed, load
 from moekit.cli.plugins import wrap
+from moekit.discovery.entry_points import Source
 from moekit.discovery.registry import registry
+from moekit.errors import InvalidProblem
 from moekit.problem import DTYPES
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.problem import summary
 from moekit.problem.quant import SCHEMES
 from moekit.selection import topology
+
+_SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,16 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the explanation; return 1 if nothing can do the problem."""
-    problem = _problem(args)
+    problem, notes = _problem(args)
     explanation = moekit.explain(problem, args.dispatcher, args.experts)
     hosts = None if args.nodes is None else topology.on_hosts(problem, explanation)
     if args.json:
         answer = explanation.as_dict()
         if hosts is not None:
             answer["topology"] = topology.as_dict(problem, hosts)
+        if notes:
+            answer["model_notes"] = list(notes)
         print(json.dumps(answer, indent=2), file=args.out)
     else:
-        lines = [summary(problem), *explanation.text(every=args.all).splitlines()]
+        lines = [summary(problem), *(f"  {note}" for note in notes)]
+        lines += [*explanation.text(every=args.all).splitlines()]
         every = args.all or explanation.chosen is None
         lines += [f"  note: {fault}" for fault in registry().faults(blocked=every)]
         lines += [] if hosts is None else topology.lines(problem, hosts)
@@ -45,12 +64,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
-    for name in ("num-experts", "top-k", "hidden-size", "intermediate-size"):
-        parser.add_argument(f"--{name}", type=int, required=True, metavar="N")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--quant", default="none", metavar="SCHEME", help=", ".join(SCHEMES))
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="DIR", help="describe the experts of this checkpoint")
+    for name, added in _sources().items():
+        text = f"describe them as {added.distribution} does"
+        source.add_argument(f"--{name}", metavar="DIR", help=text)
+    for size in _SIZES:
+        parser.add_argument(_option(size), type=int, metavar="N")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the model's, else bfloat16")
+    parser.add_argument(
+        "--quant", metavar="SCHEME", help=f"default: the model's, else none; {', '.join(SCHEMES)}"
+    )
     kinds = ", ".join(sorted(ACTIVATIONS))
-    parser.add_argument("--activation", default="silu", metavar="KIND", help=kinds)
+    parser.add_argument("--activation", metavar="KIND", help=f"default: silu; {kinds}")
     parser.add_argument("--activation-limit", type=float, metavar="X", help="clamp gate and up")
     parser.add_argument("--has-bias", action="store_true")
     parser.add_argument(
@@ -75,25 +101,49 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="e.g. cpu, sm90 (default: this machine's)")
 
 
-def _problem(args: argparse.Namespace) -> moekit.MoEProblem:
-    return moekit.MoEProblem(
-        num_experts=args.num_experts,
-        top_k=args.top_k,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        dtype=DTYPES[args.dtype],
-        activation=Activation(args.activation, limit=args.activation_limit),
-        quant=args.quant,
-        has_bias=args.has_bias,
-        apply_router_weight_on_input=args.weight_on_input,
-        num_redundant_experts=args.redundant_experts,
-        max_num_tokens=args.max_num_tokens,
-        batch_invariant=args.batch_invariant,
-        parallel=moekit.ParallelConfig(
-            ep_size=args.ep,
-            tp_size=args.tp,
-            dp_size=args.dp,
-            nodes=1 if args.nodes is None else args.nodes,
-        ),
-        device=args.device,
+def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:
+    """Return the problem that is asked for, and notes of the package that described it."""
+    folders = {name: getattr(args, name.replace("-", "_")) for name in ("model", *_sources())}
+    parallel = moekit.ParallelConfig(
+        ep_size=args.ep,
+        tp_size=args.tp,
+        dp_size=args.dp,
+        nodes=1 if args.nodes is None else args.nodes,
     )
+    given = {size: getattr(args, size) for size in _SIZES} | {
+        "dtype": None if args.dtype is None else DTYPES[args.dtype],
+        "quant": args.quant,
+        "activation": args.activation,
+        "has_bias": args.has_bias or None,
+        "apply_router_weight_on_input": args.weight_on_input or None,
+        "num_redundant_experts": args.redundant_experts,
+        "max_num_tokens": args.max_num_tokens,
+        "batch_invariant": args.batch_invariant or None,
+        "device": args.device,
+    }
+    if args.activation_limit is not None:
+        given["activation"] = Activation(args.activation or "silu", limit=args.activation_limit)
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name, folder in folders.items():
+        if folder is not None and name == "model":
+            return problem_from_config(folder, parallel=parallel, **fields), ()
+        if folder is not None:
+            problem, notes = load(_sources()[name], f"--{name}")(folder, parallel, **fields)
+            return problem, notes
+    if missing := [_option(size) for size in _SIZES if size not in fields]:
+        raise InvalidProblem(
+            f"explain needs {', '.join(missing)}, or a model's folder: --model DIR reads the sizes "
+            "of its experts"
+        )
+    return moekit.MoEProblem(**fields, parallel=parallel), ()
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+@cache
+def _sources() -> Mapping[str, Source]:
+    """Return the options that other packages add, without those whose name is no option's."""
+    found = installed("moekit.problems").items()
+    return {name: source for name, source in found if re.fullmatch("[a-z][a-z0-9-]{0,30}", name)}

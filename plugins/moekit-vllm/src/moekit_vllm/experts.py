@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,11 +15,8 @@ from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
 from moekit.errors import MoekitError, Unsupported
 from moekit.problem.problem import summary
 from moekit_vllm import versions, weights
-from moekit_vllm.problem import problem_of
+from moekit_vllm.problem import problem_of, too_slow
 from moekit_vllm.settings import say_once
-
-# Experts that are right everywhere and fast nowhere on a GPU: vLLM's own kernels are faster.
-_SLOW_ON_GPUS = frozenset({"reference", "torch"})
 
 _kernels: dict[MoEProblem, ModularKernel] = {}
 _by_name: WeakValueDictionary[str, LayerExperts] = WeakValueDictionary()
@@ -31,19 +28,17 @@ class LayerExperts:
 
     Attributes:
         kernel: Shared by layers with equal problems.
-        packed: The weights; each is a parameter of the layer, or a buffer if it belongs to no
-            single expert. So vLLM moves experts between ranks (EPLB), counts memory and restores
-            weights as it does for its own.
+        packed: The weights. Those that belong to one expert are parameters of the layer, so that
+            vLLM moves experts between ranks (EPLB) and restores weights as it does for its own.
+        parameters: The packed weights by the names under which the layer holds them.
         to_physical: (P,) int64, the place of each of vLLM's physical experts in moekit's order,
             or None if both have the same order.
-        names: What the layer calls the packed tensors. vLLM restores them by name after it has
-            loaded weights into parameters made anew.
     """
 
     kernel: ModularKernel
     packed: PackedWeights
     to_physical: Tensor | None
-    names: dict[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, nn.Parameter]
 
     @classmethod
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
@@ -66,11 +61,14 @@ class LayerExperts:
             kernel = kernel_for(problem_of(layer, quant, loaded))
             packed = kernel.pack(loaded)
             del loaded
-            made = cls(kernel, packed, _order(layer, kernel.problem))
+            made = before
             if before is not None and _alike(before.packed, packed):
                 _copy(packed, into=before.packed)
-                made = before
-            _hold(layer, made)
+            else:
+                order = _order(layer, kernel.problem)
+                made = cls(kernel, packed, order, _held(layer, packed))
+            assert made is not None
+            _hold(layer, made.parameters)
         _by_name[layer.layer_name] = made
         return made
 
@@ -98,23 +96,13 @@ def kernel_for(problem: MoEProblem) -> ModularKernel:
     if kernel is None:
         # Ids come from vLLM's router, and checks by value would wait for the GPU.
         kernel = moekit.compose(problem, checked=False)
-        name = kernel.experts.spec.name
-        named = kernel.explanation is not None and kernel.explanation.named
-        if problem.device.type == "cuda" and name in _SLOW_ON_GPUS and not named:
-            reason = (
-                f"of moekit's installed backends only {name!r} computes it on {problem.device}, "
-                f"which is slower than vLLM's kernels: pip install moekit-triton, or set "
-                f"MOEKIT_EXPERTS={name}"
-            )
-            raise Unsupported(reason, [reason])
+        explanation = kernel.explanation
+        assert explanation is not None
+        if reasons := too_slow(explanation):
+            raise Unsupported("; ".join(reasons), reasons)
         _kernels[problem] = kernel
-        why = "" if kernel.explanation is None else f" ({kernel.explanation.why})"
-        say_once(f"moekit: {summary(problem)}: {_names(kernel)}{why}")
+        say_once(f"moekit: {summary(problem)}: {explanation.chosen} ({explanation.why})")
     return kernel
-
-
-def _names(kernel: ModularKernel) -> str:
-    return f"{kernel.dispatcher.spec.name} + {kernel.experts.spec.name}"
 
 
 def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
@@ -137,10 +125,12 @@ def _tensors(packed: PackedWeights) -> Mapping[str, Tensor]:
 
 
 def _alike(one: PackedWeights, other: PackedWeights) -> bool:
-    def form(packed: PackedWeights) -> Any:
-        return {n: (t.shape, t.dtype, t.device) for n, t in _tensors(packed).items()}
+    forms = ({n: _form(t) for n, t in _tensors(p).items()} for p in (one, other))
+    return one.backend == other.backend and next(forms) == next(forms)
 
-    return one.backend == other.backend and bool(form(one) == form(other))
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _copy(packed: PackedWeights, into: PackedWeights) -> None:
@@ -151,21 +141,25 @@ def _copy(packed: PackedWeights, into: PackedWeights) -> None:
             held[name].copy_(new)
 
 
-def _hold(layer: Any, made: LayerExperts) -> None:
-    """Make the packed tensors the layer's, and drop its parameters that they do not share."""
-    parameters = dict(layer.named_parameters(recurse=False))
-    shared = {(p.data_ptr(), p.shape): name for name, p in parameters.items()}
-    for name, tensor in made.packed.experts.items():
-        held = made.names.setdefault(
-            name, shared.get((tensor.data_ptr(), tensor.shape), f"moekit_{name}")
-        )
-        old = parameters.pop(held, None)
-        if old is None or old.data_ptr() != tensor.data_ptr() or old.dtype != tensor.dtype:
-            setattr(layer, held, nn.Parameter(tensor, requires_grad=False))
-    for name, tensor in made.packed.shared.items():
-        layer.register_buffer(f"moekit_{name}", tensor, persistent=False)
-    for name in parameters:
+def _held(layer: Any, packed: PackedWeights) -> dict[str, nn.Parameter]:
+    """Return parameters for the packed experts: the layer's own where they share memory."""
+    own = {p.data_ptr(): (name, p) for name, p in layer.named_parameters(recurse=False)}
+    held = {}
+    for name, tensor in packed.experts.items():
+        known, parameter = own.get(tensor.data_ptr(), ("", None))
+        if parameter is not None and _form(parameter) == _form(tensor):
+            held[known] = parameter
+        else:
+            held[f"moekit_{name}"] = nn.Parameter(tensor, requires_grad=False)
+    return held
+
+
+def _hold(layer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Give the layer these parameters in place of those that it has."""
+    for name in dict(layer.named_parameters(recurse=False)):
         delattr(layer, name)
+    for name, parameter in parameters.items():
+        setattr(layer, name, parameter)
 
 
 # -- torch.compile -----------------------------------------------------------------------

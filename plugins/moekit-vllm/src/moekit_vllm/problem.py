@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from moekit import SCHEMES, ExpertWeights, MoEProblem, ParallelConfig
+from moekit import SCHEMES, ExpertWeights, Explanation, MoEProblem, ParallelConfig
 from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
 
-# vLLM's activations by value, and moekit's. Not vLLM's "relu2", which has a gate.
+# vLLM's activations by value, and moekit's. vLLM's "relu2" has a gate.
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -22,7 +22,11 @@ _ACTIVATIONS = {
     "gelu_no_mul": "gelu_no_mul",
     "gelu_tanh_no_mul": "gelu_tanh_no_mul",
     "relu2_no_mul": "relu2",
+    "relu2": "relu2_and_mul",
+    "swiglustep": "swiglustep",
 }
+# Experts that are right everywhere, and fast on no GPU.
+_SLOW_ON_GPUS = frozenset({"reference", "torch"})
 # The gate and up rows of w13 alternate.
 _INTERLEAVED = frozenset({"swigluoai"})
 
@@ -92,15 +96,19 @@ def activation_of(layer: Any) -> Activation:
         getattr(config, field) if getattr(layer, field) is None else getattr(layer, field)
         for field in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
     )
+    if name == "situ":
+        linear = getattr(config, "activation_situ_linear_beta", None)
+        bound = linear if linear is not None and linear > 0 else None
+        return Activation("situ", alpha=config.activation_situ_beta, limit=bound)
     if name not in _ACTIVATIONS:
         raise _unsupported(f"moekit does not know vLLM's activation {name!r}")
-    if name == "swigluoai":
+    if name in ("swigluoai", "swiglustep"):
         if (limit, alpha) not in product((None, 7.0), (None, 1.702)):
             raise _unsupported(
-                f"vLLM computes {name!r} with alpha=1.702 and limit=7.0 (the layer has "
-                f"alpha={alpha} and limit={limit})"
+                f"vLLM computes {name!r} with limit=7.0, and swigluoai with alpha=1.702 (the layer "
+                f"has limit={limit} and alpha={alpha})"
             )
-        return Activation("swigluoai")
+        return Activation(name)
     # silu with a limit, and with alpha and beta: gate * sigmoid(alpha * gate) * (up + beta).
     general = name == "swigluoai_uninterleave"
     if not general and (name != "silu" or limit is None):
@@ -114,6 +122,20 @@ def activation_of(layer: Any) -> Activation:
         f"moekit computes activation {name!r} with a limit, and with beta=1.0, or alpha=1.0 and "
         f"beta=0.0 (got limit={limit}, alpha={alpha}, beta={beta})"
     )
+
+
+def too_slow(explanation: Explanation) -> list[str]:
+    """Return why vLLM's kernels are the better choice; empty if moekit's are."""
+    problem, chosen = explanation.problem, explanation.chosen
+    if chosen is None or problem.device.type != "cuda" or chosen.experts not in _SLOW_ON_GPUS:
+        return []
+    if explanation.named:
+        return []
+    return [
+        f"of moekit's installed backends only {chosen.experts!r} computes it on {problem.device}, "
+        "which is slower than vLLM's kernels: pip install moekit-triton, or set "
+        f"MOEKIT_EXPERTS={chosen.experts}"
+    ]
 
 
 def interleaved(layer: Any) -> bool:

@@ -1,0 +1,40 @@
+"""``python -m moekit explain --vllm DIR``: what moekit computes of a model inside vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import moekit
+import moekit.checkpoint
+from moekit import MoEProblem, ParallelConfig
+from moekit_vllm import versions
+from moekit_vllm.problem import too_slow
+from moekit_vllm.settings import VARIABLE, Mode
+
+
+def problems(
+    folder: str, parallel: ParallelConfig, **fields: Any
+) -> tuple[MoEProblem, tuple[str, ...]]:
+    """Return the problem of a model's experts as vLLM's rank 0 passes it, and notes on vLLM.
+
+    vLLM sums the ranks itself, so all of them pass the same tokens to moekit.
+
+    Args:
+        folder: The model's, with config.json and the weights.
+        parallel: The ranks of the engine: ``tp_size`` with tensor parallel experts, ``ep_size``
+            with ``--enable-expert-parallel``.
+        fields: Fields of `MoEProblem` in place of what the checkpoint says.
+
+    Raises:
+        WeightsError: The folder holds no experts that moekit reads.
+    """
+    ranks = ParallelConfig(ep_size=parallel.ep_size, tp_size=parallel.tp_size, dp_size=1)
+    problem = moekit.checkpoint.problem_from_config(folder, parallel=ranks, **fields)
+    version = versions.installed()
+    against = versions.unsupported(version) or too_slow(moekit.explain(problem))
+    if Mode.read() is Mode.OFF:
+        against.append(f"{VARIABLE}=off")
+    where = "in vLLM" if version is None else f"in vLLM {version}"
+    if against:
+        return problem, (f"{where} these layers stay with vLLM: {'; '.join(against)}",)
+    return problem, (f"{where} moekit computes these layers",)

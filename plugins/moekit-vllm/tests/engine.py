@@ -1,0 +1,103 @@
+"""Run a real vLLM engine on the CPU, and print what it generates as JSON.
+
+    python engine.py '{"model": DIR, "modes": ["off", "require"], "engine": {...}}'
+
+Each mode is one value of MOEKIT_VLLM, with an engine of its own in this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+PROMPTS = [list(range(3, 14)), [17, 250, 31], [5] * 40]
+TOKENS = 12
+_DEFAULTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 2**26,
+    "skip_tokenizer_init": True,
+    "seed": 0,
+}
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    # One process, where vLLM has a choice: the other ones would import everything again.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    import vllm.logger  # noqa: F401  # it removes the handlers of loggers that exist
+
+    heard = Heard()
+    logging.getLogger("vllm.moekit").addHandler(heard)
+    answers = {}
+    for mode in asked["modes"]:
+        heard.lines.clear()
+        answers[mode] = generate(mode, asked) | {"log": list(heard.lines)}
+    print("ANSWERS " + json.dumps(answers), flush=True)
+
+
+class Heard(logging.Handler):
+    """Keeps what moekit says in vLLM's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return tokens and their log probabilities for every prompt, before and after a reload."""
+    os.environ["MOEKIT_VLLM"] = mode
+    import moekit_vllm.hooks
+    from moekit_vllm import settings
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings._said.clear()
+    moekit_vllm.hooks.uninstall()
+    moekit_vllm.register()  # vLLM registers plugins once a process
+    try:
+        llm = LLM(asked["model"], **(_DEFAULTS | asked.get("engine", {})))
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    found = {"first": complete(llm)}
+    if reload := asked.get("reload"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": reload})
+        found["reloaded"] = complete(llm)
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return found
+
+
+def complete(llm: Any) -> list[dict[str, Any]]:
+    """Return the greedy completion of every prompt."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1, detokenize=False
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = [r.outputs[0] for r in llm.generate(prompts, sampling, use_tqdm=False)]
+    return [
+        {
+            "tokens": list(o.token_ids),
+            "logprobs": [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)],
+        }
+        for o in outputs
+    ]
+
+
+if __name__ == "__main__":
+    main()

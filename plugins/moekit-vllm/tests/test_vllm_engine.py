@@ -1,0 +1,113 @@
+"""A real engine generates the same with and without moekit. Needs vLLM: `make test-vllm`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import models  # noqa: E402
+
+ENGINE = Path(__file__).parent / "engine.py"
+ONE_PROCESS = {"distributed_executor_backend": "uni"}
+# The largest difference of a log probability. bf16 sums of another order differ by 2 ** -8 a term.
+LIMIT = {"float32": 2e-4, "bfloat16": 0.15}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    made: dict[tuple[str, int], Path] = {}
+
+    def save(name: str, seed: int = 0) -> str:
+        if (name, seed) not in made:
+            made[name, seed] = models.save(name, tmp_path_factory.mktemp(f"{name}-{seed}"), seed)
+        return str(made[name, seed])
+
+    return save
+
+
+def run(model: str, engine: dict, modes=("off", "require"), env=None, **more) -> dict:
+    """Return what `engine.py` prints."""
+    import os
+
+    asked = json.dumps({"model": model, "modes": modes, "engine": engine, **more})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO", **(env or {})}
+    done = subprocess.run(
+        [sys.executable, str(ENGINE), asked],
+        capture_output=True, text=True, timeout=900, env=environment,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert lines, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    answers = json.loads(lines[0].removeprefix("ANSWERS "))
+    for mode, answer in answers.items():
+        answer["text"] = done.stdout + done.stderr
+        assert "error" not in answer or mode in more.get("fails", ()), answer["error"]
+    return answers
+
+
+def assert_same(stock: list, ours: list, dtype: str) -> None:
+    """Compare completions until the first token that two nearly equal logits decide."""
+    limit, compared = LIMIT[dtype], 0
+    assert len(stock) == len(ours)
+    for a, b in zip_longest(stock, ours):
+        for token, other, logprob, found in zip(
+            a["tokens"], b["tokens"], a["logprobs"], b["logprobs"], strict=True
+        ):
+            assert abs(logprob - found) <= limit
+            compared += 1
+            if token != other:
+                assert dtype != "float32", "greedy tokens differ in fp32"
+                break
+    assert compared >= len(stock) * 3
+
+
+CASES = {
+    "qwen3_moe compiled": ("qwen3_moe", "float32", {"enforce_eager": False}),
+    "qwen3_moe bf16": ("qwen3_moe", "bfloat16", {}),
+    "mixtral": ("mixtral", "float32", {}),
+    "mixtral bf16": ("mixtral", "bfloat16", {}),
+    "deepseek_v2": ("deepseek_v2", "float32", {}),
+    "gpt_oss": ("gpt_oss", "float32", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_tokens(saved, case) -> None:
+    name, dtype, engine = CASES[case]
+    found = run(saved(name), {"dtype": dtype, **ONE_PROCESS, **engine})
+    assert_same(found["off"]["first"], found["require"]["first"], dtype)
+    assert not found["off"]["log"]
+    (line,) = found["require"]["log"]
+    assert line.startswith("moekit: ") and "local + torch" in line
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_weights_are_updated_in_place(saved, name) -> None:
+    """vLLM reloads another checkpoint into a running engine."""
+    engine = {"dtype": "float32", **ONE_PROCESS}
+    found = run(saved(name), engine, ("require",), reload=saved(name, 1))["require"]
+    other = run(saved(name, 1), engine, ("off",))["off"]
+    assert found["first"] != found["reloaded"]
+    assert_same(other["first"], found["reloaded"], "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("qwen3_moe", {"tensor_parallel_size": 2}),
+        ("gpt_oss", {"tensor_parallel_size": 2}),
+        ("deepseek_v2", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_ranks(saved, name, engine) -> None:
+    """Tensor and expert parallel engines agree with one rank."""
+    alone = run(saved(name), ONE_PROCESS, ("off",))["off"]
+    ranks = run(saved(name), engine, ("require",))["require"]
+    assert_same(alone["first"], ranks["first"], "float32")
+    assert "local + torch" in ranks["text"]

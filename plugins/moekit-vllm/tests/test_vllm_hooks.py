@@ -1,0 +1,359 @@
+"""What moekit takes of vLLM's layers, what it leaves, and what it says. vLLM is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import moekit_vllm
+import pytest
+import standin
+import torch
+from moekit_vllm import experts, hooks, problem, settings, versions
+
+import moekit
+from moekit.errors import MoekitError
+from moekit.problem.activation import apply_activation
+
+E, K, H, INNER = 6, 2, 64, 32
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    """Put the stand-in where vLLM would be, in a process that has said nothing yet."""
+    for name, module in standin.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
+    monkeypatch.setattr(settings, "_said", set())
+    monkeypatch.setattr(experts, "_kernels", {})
+    monkeypatch.setattr(standin, "prepared", False)
+    monkeypatch.delenv(settings.VARIABLE, raising=False)
+    standin.op_registry_oot.clear()
+    yield
+    standin.op_registry_oot.clear()
+
+
+def drawn(seed=0, local=E, halves=2, inner=INNER, **more):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "w13_weight": torch.randn(local, halves * inner, H, generator=draw) / H**0.5,
+        "w2_weight": torch.randn(local, H, inner, generator=draw) / inner**0.5,
+        **more,
+    }
+
+
+def calls(tokens=9, seed=5):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, H, generator=draw)
+    ids = torch.rand(tokens, E, generator=draw).topk(K, dim=1).indices.int()
+    return x, torch.rand(tokens, K, generator=draw) + 0.5, ids
+
+
+def want(weights, x, topk_weights, ids, activation=None, interleaved=False):
+    """Return the sum over experts, written out in fp32."""
+    out, activation = torch.zeros_like(x), activation or moekit.Activation("silu")
+    w13, w2 = weights["w13_weight"], weights["w2_weight"]
+    for token in range(len(x)):
+        for weight, expert in zip(topk_weights[token], ids[token].tolist(), strict=True):
+            if expert < 0:
+                continue
+            h = x[token] @ w13[expert].T
+            h += weights["w13_bias"][expert] if "w13_bias" in weights else 0
+            if interleaved:
+                h = torch.cat([h[0::2], h[1::2]])
+            y = apply_activation(h, activation) @ w2[expert].T
+            y += weights["w2_bias"][expert] if "w2_bias" in weights else 0
+            out[token] += weight * y
+    return out
+
+
+def error(got, expected):
+    return float((got - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def made(config=None, weights=None, **more):
+    """Return a loaded layer of vLLM, as its model runner calls it."""
+    layer = standin.RoutedExperts(config or standin.config(E, K, H, INNER), weights, **more)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def applied(layer, x, topk_weights, ids):
+    return layer.quant_method.apply(
+        layer=layer, x=x, topk_weights=topk_weights, topk_ids=ids, shared_experts=None,
+        shared_experts_input=None,
+    )  # fmt: skip
+
+
+def test_moekit_computes_a_layer_in_place(caplog) -> None:
+    caplog.set_level(logging.INFO, "vllm.moekit")
+    moekit_vllm.register()
+    moekit_vllm.register()  # vLLM may call it again
+    weights = drawn()
+    layers = [made(weights=weights, layer_name=f"layers.{n}") for n in range(2)]
+    for layer in layers:
+        assert error(applied(layer, *calls()), want(weights, *calls())) < 1e-5
+        assert layer.w13_weight.data_ptr() == weights["w13_weight"].data_ptr()
+        assert sorted(dict(layer.named_parameters())) == ["w13_weight", "w2_weight"]
+        assert isinstance(layer.quant_method, standin.UnquantizedFusedMoEMethod)
+        assert type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+        assert layer.quant_method.moe_quant_config is versions.no_quant_config()
+        assert layer.quant_method.maybe_make_prepare_finalize() is None
+        assert not layer.quant_method.is_monolithic
+    assert len(caplog.records) == 1  # a line for layers of one shape
+    assert "6 experts, top 2, hidden 64, intermediate 32" in caplog.text
+    assert "local + torch" in caplog.text
+
+
+def test_off(monkeypatch) -> None:
+    monkeypatch.setenv("MOEKIT_VLLM", "off")
+    moekit_vllm.register()
+    assert type(made(weights=drawn())) is standin.RoutedExperts
+
+
+def test_unknown_mode(monkeypatch) -> None:
+    monkeypatch.setenv("MOEKIT_VLLM", "yes")
+    with pytest.raises(MoekitError, match="one of off, on, require .got 'yes'"):
+        moekit_vllm.register()
+
+
+def _other_plugin(monkeypatch):
+    class Theirs(standin.RoutedExperts):
+        pass
+
+    standin.RoutedExperts.register_oot(Theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.setattr(versions, "installed", lambda: "0.40.1"), "this is vLLM 0.40.1"),
+        (lambda m: m.setattr(versions, "installed", lambda: "1.33.0"), "this is vLLM 1.33.0"),
+        (lambda m: m.setattr(versions, "installed", lambda: None), "vLLM is not installed"),
+        (lambda m: m.delattr(standin.RoutedExperts, "register_oot"), "has no register_oot"),
+        (lambda m: m.delitem(sys.modules, versions._CONFIG), "other modules than expected"),
+        (_other_plugin, "another plugin has replaced RoutedExperts by standin_|Theirs"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["on", "require"])
+def test_vllm_keeps_all_layers(monkeypatch, caplog, change, said, mode) -> None:
+    monkeypatch.setenv("MOEKIT_VLLM", mode)
+    change(monkeypatch)
+    if mode == "require":
+        with pytest.raises(MoekitError, match=f"every MoE layer stays with vLLM: .*({said})"):
+            moekit_vllm.register()
+        return
+    moekit_vllm.register()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "every MoE layer stays with vLLM" in record.getMessage()
+    assert not hasattr(made(weights=drawn()), "made_by_moekit")
+
+
+LEFT = {
+    "LoRA": (dict(is_lora_enabled=True), {}, "moekit has no LoRA"),
+    "dispatcher": (
+        dict(dp_size=2, use_ep=True, all2all_backend="deepep_low_latency"),
+        {},
+        "all2all_backend='deepep_low_latency'",
+    ),
+    "hash": (dict(dp_size=2), {"hash_indices_table": 1}, "routes by token ids"),
+    "activation": (dict(activation="swiglu_of_tomorrow"), {}, "'swiglu_of_tomorrow'"),
+    "beta": (
+        dict(activation="swigluoai_uninterleave"),
+        {"swiglu_limit": 7.0, "swiglu_alpha": 1.7, "swiglu_beta": 0.5},
+        "beta=0.5",
+    ),
+    "limit": (dict(activation="swigluoai"), {"swiglu_limit": 5.0}, "limit=5.0"),
+    "method": ({}, {"method": standin.OtherMethod}, "weights of OtherMethod"),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+@pytest.mark.parametrize("mode", ["on", "require"])
+def test_vllm_keeps_a_layer(monkeypatch, caplog, why, mode) -> None:
+    monkeypatch.setenv("MOEKIT_VLLM", mode)
+    moekit_vllm.register()
+    changes, more, said = LEFT[why]
+    changes = dict(changes)
+    activation = changes.pop("activation", "silu")
+    config = standin.config(E, K, H, INNER, activation, **changes)
+    if mode == "require":
+        with pytest.raises(MoekitError, match="MOEKIT_VLLM=require, but MoE layer .6 experts") as e:
+            made(config, drawn(), **more)
+        assert said in str(e.value)
+        return
+    layers = [made(config, drawn(), **more) for _ in range(2)]
+    (record,) = caplog.records  # once, not for each layer
+    assert said in record.getMessage() and "stays with vLLM" in record.getMessage()
+    for layer in layers:
+        assert layer.prepared_by_vllm and applied(layer, *calls()) == "vLLM's own"
+        assert layer.quant_method.maybe_make_prepare_finalize() == "vLLM's dispatcher"
+        assert layer.quant_method.is_monolithic == (why == "method")
+
+
+def test_weights_of_another_process_stay_with_vllm(monkeypatch, caplog) -> None:
+    moekit_vllm.register()
+    monkeypatch.setattr(standin, "prepared", True)
+    assert made(weights=drawn()).prepared_by_vllm
+    assert "another process has prepared its weights" in caplog.text
+
+
+def test_a_backend_that_raises_leaves_the_layer_to_vllm(monkeypatch, caplog) -> None:
+    moekit_vllm.register()
+
+    def broken(self, weights):
+        raise ZeroDivisionError("in the backend")
+
+    monkeypatch.setattr(moekit.ModularKernel, "pack", broken)
+    weights = drawn()
+    layer = made(weights=weights)
+    assert applied(layer, *calls()) == "vLLM's own"
+    assert layer.w13_weight.data_ptr() == weights["w13_weight"].data_ptr()
+    assert "in the backend" in caplog.text
+
+
+def test_weights_are_updated_in_place() -> None:
+    """vLLM writes new values into the parameters, or gives the layer new ones."""
+    moekit_vllm.register()
+    layer = made(weights=drawn())
+    before = layer.w13_weight.data_ptr()
+    for seed in (1, 2):
+        for name, value in drawn(seed).items():
+            if seed == 1:
+                getattr(layer, name).data.copy_(value)
+            else:
+                setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+        layer.quant_method.process_weights_after_loading(layer)
+        assert error(applied(layer, *calls()), want(drawn(seed), *calls())) < 1e-5
+        assert layer.w13_weight.data_ptr() == before
+        assert sorted(dict(layer.named_parameters())) == ["w13_weight", "w2_weight"]
+
+
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_add_up(placement, ranks) -> None:
+    """Each rank holds 1 to 3 of 6 experts; with 4 ranks fewer than a token's two."""
+    moekit_vllm.register()
+    weights, total, ids = drawn(), 0, calls()[2]
+    ids[0] = -1  # a padding token
+    x, topk_weights, _ = calls()
+    for rank in range(ranks):
+        held = (
+            list(range(rank, E, ranks))
+            if placement == "round_robin"
+            else list(moekit.problem.partition(E, ranks, rank))
+        )
+        where = torch.full((E,), -1, dtype=torch.int32)
+        where[held] = torch.arange(len(held), dtype=torch.int32)
+        config = standin.config(E, K, H, INNER, ep_size=ranks, ep_rank=rank, use_ep=True)
+        layer = made(config, {n: w[held].clone() for n, w in weights.items()}, expert_map=where)
+        total = total + applied(layer, x, topk_weights, ids)
+    assert error(total, want(weights, x, topk_weights, ids)) < 1e-5
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
+def test_what_vllm_pads_is_zero(activation) -> None:
+    """vLLM does not initialize the rows and columns that it adds."""
+    moekit_vllm.register()
+    gated, interleaved = not activation.endswith("no_mul"), activation == "swigluoai"
+    weights = drawn(halves=1 + gated)
+    wide, inner = H + 32, INNER + 16
+    w13 = torch.full((E, (1 + gated) * inner, wide), float("nan"))
+    w2 = torch.full((E, wide, inner), float("nan"))
+    halves = [w13] if interleaved or not gated else w13.chunk(2, dim=1)
+    for half, part in zip(halves, weights["w13_weight"].chunk(len(halves), dim=1), strict=True):
+        half[:, : part.shape[1], :H] = part
+    w2[:, :H, :INNER] = weights["w2_weight"]
+    config = standin.config(
+        E, K, wide, inner, activation, hidden_dim_unpadded=H,
+        intermediate_size_per_partition_unpadded=INNER, is_act_and_mul=gated,
+    )  # fmt: skip
+    layer = made(config, {"w13_weight": w13, "w2_weight": w2})
+    x, topk_weights, ids = calls()
+    out = applied(layer, torch.nn.functional.pad(x, (0, 32)), topk_weights, ids)
+    known = problem.activation_of(layer)
+    expected = want(weights, x, topk_weights, ids, known, interleaved)
+    assert error(out[:, :H], expected) < 1e-5 and (out[:, H:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "activation"),
+    [
+        ("gelu_tanh", {}, moekit.Activation("gelu_tanh")),
+        ("relu2_no_mul", {}, moekit.Activation("relu2")),
+        ("relu2", {}, moekit.Activation("relu2_and_mul")),
+        ("swiglustep", {}, moekit.Activation("swiglustep", limit=7.0)),
+        ("silu", {"swiglu_limit": 3.0}, moekit.Activation("silu", limit=3.0)),
+        ("swigluoai", {"swiglu_limit": 7.0}, moekit.Activation("swigluoai")),
+        (
+            "swigluoai_uninterleave",
+            {"swiglu_limit": 5.0, "swiglu_alpha": 1.5, "swiglu_beta": 1.0},
+            moekit.Activation("swigluoai", alpha=1.5, limit=5.0),
+        ),
+        (
+            "swigluoai_uninterleave",
+            {"swiglu_limit": 5.0},
+            moekit.Activation("silu", limit=5.0),
+        ),
+    ],
+)
+def test_activations(name, fields, activation) -> None:
+    config = standin.config(E, K, H, INNER, name)
+    layer = standin.RoutedExperts(config, drawn(), **fields)
+    assert problem.activation_of(layer) == activation
+    for field, value in fields.items():  # vLLM has them in the layer or in its config
+        setattr(layer, field, None)
+        setattr(config, field, value)
+    assert problem.activation_of(layer) == activation
+
+
+def test_biases_and_interleaved_rows() -> None:
+    moekit_vllm.register()
+    draw = torch.Generator().manual_seed(3)
+    biases = {"w13_bias": torch.randn(E, 2 * INNER, generator=draw)}
+    biases["w2_bias"] = torch.randn(E, H, generator=draw)
+    weights = drawn(**biases)
+    layer = made(standin.config(E, K, H, INNER, "swigluoai", has_bias=True), dict(weights))
+    expected = want(weights, *calls(), moekit.Activation("swigluoai"), interleaved=True)
+    assert error(applied(layer, *calls()), expected) < 1e-5
+    assert error(applied(layer, *calls()), want(drawn(), *calls())) > 0.1
+
+
+def test_compiled_code_sees_one_operator() -> None:
+    moekit_vllm.register()
+    layer = made(weights=drawn())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x, topk_weights, ids):
+        return 2 * applied(layer, x, topk_weights, ids)
+
+    assert error(step(*calls()), 2 * want(drawn(), *calls())) < 1e-5
+
+
+def test_slow_backends_are_not_chosen_on_gpus(monkeypatch) -> None:
+    asked = moekit.MoEProblem(num_experts=E, top_k=K, hidden_size=H, intermediate_size=INNER,
+                              device="sm90")  # fmt: skip
+    named = moekit.explain(asked, experts="torch")
+    assert named.chosen is not None and not problem.too_slow(named)
+    monkeypatch.setenv("MOEKIT_BLOCK", "triton,cutlass,deepgemm,marlin,flashinfer")
+    monkeypatch.setattr(moekit.discovery.registry, "_registry", None)
+    (reason,) = problem.too_slow(moekit.explain(asked))
+    assert "only 'torch' computes it" in reason and "pip install moekit-triton" in reason
+    assert not problem.too_slow(moekit.explain(asked.replace(device="cpu")))
+
+
+def test_the_hooks_can_be_removed() -> None:
+    moekit_vllm.register()
+    hooks.uninstall()
+    hooks.uninstall()
+    assert type(made(weights=drawn())) is standin.RoutedExperts
+
+
+def test_situ() -> None:
+    """Its numbers are in vLLM's config alone; a linear beta of zero or less means none."""
+    for linear, limit in ((None, None), (-1.0, None), (3.0, 3.0)):
+        more = dict(activation_situ_beta=2.0, activation_situ_linear_beta=linear)
+        layer = standin.RoutedExperts(standin.config(E, K, H, INNER, "situ", **more), drawn())
+        expected = moekit.Activation("situ", alpha=2.0, limit=limit)
+        assert problem.activation_of(layer) == expected
