@@ -55,10 +55,8 @@ def declared_format(
         raise WeightsError(f"quantization_config: {'; '.join(f.lstrip('.') for f in faults)}")
     method = (config.get("quant_method") or "").lower()
     if method not in _METHODS:
-        raise WeightsError(
-            f"quantization_config names the method {shown(method)}, expected one of "
-            f"{', '.join(_METHODS)}"
-        )
+        named = f"the quant_method {shown(method)}" if method else "no quant_method"
+        raise WeightsError(f"quantization_config has {named}, expected {' or '.join(_METHODS)}")
     if method == "mxfp4":
         return formats.fp4_bytes("mxfp4", "weight", 32)
     held, names = HeldTensors(module), per_expert(f"{module}.0", "", "up_proj", "down_proj")
@@ -195,6 +193,8 @@ def _awq(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
 
 def _compressed(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
     group = config_group(config, down.removesuffix(".weight"))
+    if not group.get("weights"):
+        raise WeightsError("quantization_config has no config_groups with weights: add them")
     said, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     bits, kind = said.get("num_bits"), said.get("type") or "int"
     columns = said.get("group_size") or -1

@@ -9,6 +9,7 @@ that cannot be converted without them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -242,7 +243,7 @@ class PushedExperts:
         self._check(suffix, shard, expert, tensor)
         part = next((p for p in self.format.parts.values() if p.suffix == suffix), None)
         if part is None and suffix != "bias":
-            return expert % self.problem.num_experts in self._share.experts
+            return int(expert) % self.problem.num_experts in self._share.experts
         if shard == "w13":
             halves = self._halves(suffix, part, tensor)
             needed = [
@@ -285,7 +286,7 @@ class PushedExperts:
                 f"{', '.join(self.suffixes)}"
             )
         P = self.problem.num_physical_experts
-        if not isinstance(expert, int) or not 0 <= expert < P:
+        if not isinstance(expert, Integral) or not 0 <= expert < P:
             raise WeightsError(f"{self.name}: expert_id={shown(expert)}: expected 0..{P - 1}")
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
             raise WeightsError(
@@ -384,12 +385,12 @@ class PushedExperts:
                 hint += ", or construct the layer with is_fused_checkpoint_transposed=True"
         elif p.parallel.tp_size > 1:
             hint = "; load the whole tensor, and each rank takes its part"
-        one, stack = str(shape), str((p.num_experts, *shape))
+        one, many = str(shape), str((p.num_experts, *shape))
         if part is not None and part.grid == (-1, -1):
-            one, stack = "one number", f"{p.num_experts} numbers"
+            one, many = "one number", f"{p.num_experts} numbers"
         raise WeightsError(
             f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {one} for one expert "
-            f"or {stack} for all{hint}"
+            f"or {many} for all{hint}"
         )
 
     def _take(self, name: str, part: Part | None, tensor: Tensor) -> None:

@@ -23,6 +23,7 @@ OF_MOEKIT = frozenset(
         "experts",
         "group",
         "max_num_tokens",
+        "parallel",
         "parallelism",
         "peer_timeout",
         "quant",
@@ -160,6 +161,17 @@ def parallelism(
                 "LayerParallelism, or leave it out"
             )
         return given
+    common: dict[str, Any] = {
+        "is_sequence_parallel": is_sequence_parallel,
+        "num_redundant_experts": num_redundant_experts,
+        "reduce_results": reduce_results,
+        **more,
+    }
+    if more.get("parallel") is not None:
+        sizes = {"tp_size": tp_size, "ep_size": ep_size, "dp_size": dp_size}
+        if named := [name for name, value in sizes.items() if value is not None]:
+            raise InvalidProblem(f"parallel and {', '.join(named)} are both given: give one")
+        return LayerParallelism(**common)
     tp, dp = tp_size or 1, dp_size or 1
     if ep_size and tp_size is None and dp_size is None:
         tp = ep_size  # the ranks hold the same tokens
@@ -169,12 +181,4 @@ def parallelism(
             f"ep_size={ep_size} must be tp_size * dp_size, because expert parallelism spreads "
             f"whole experts over all ranks (got tp_size={tp}, dp_size={dp})"
         )
-    return LayerParallelism(
-        tp_size=tp,
-        dp_size=dp,
-        enable_expert_parallel=spread,
-        is_sequence_parallel=is_sequence_parallel,
-        num_redundant_experts=num_redundant_experts,
-        reduce_results=reduce_results,
-        **more,
-    )
+    return LayerParallelism(tp_size=tp, dp_size=dp, enable_expert_parallel=spread, **common)

@@ -7,7 +7,7 @@ from typing import Any
 
 from moekit.checkpoint.declared import config_of, declared_format
 from moekit.checkpoint.formats import Format
-from moekit.checkpoint.schemes import no_scheme, scheme_for
+from moekit.checkpoint.schemes import mismatch, no_scheme, scheme_for
 from moekit.errors import InvalidProblem, WeightsError
 from moekit.problem.quant import QuantScheme, scheme
 from moekit.untrusted.arguments import shown
@@ -51,8 +51,15 @@ def resolve(
         format = declared_format(config, H, I, module)
     except WeightsError as error:
         raise InvalidProblem(f"quant_config: {error}") from error
-    if dequantize or chosen is not None:
-        return format, scheme("none") if dequantize or chosen is None else chosen
+    if dequantize:
+        return format, scheme("none")
+    if chosen is not None:
+        if why := mismatch(format, chosen):
+            raise InvalidProblem(
+                f"quant_config: the experts are stored as {format}, which does not fit "
+                f"quant={chosen.name!r}: {why}; leave quant out, or pass dequantize=True"
+            )
+        return format, chosen
     name = scheme_for(format, I, tp_size)
     if name is None:
         raise InvalidProblem(f"quant_config: {no_scheme(format, I, tp_size)}")

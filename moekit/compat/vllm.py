@@ -27,7 +27,7 @@ from moekit.errors import WeightsError
 from moekit.layer.layer import FusedMoE as Layer
 from moekit.problem.activation import Activation
 from moekit.problem.weights import ExpertWeights
-from moekit.untrusted.arguments import FLAG, accept, shown
+from moekit.untrusted.arguments import FLAG, FUNCTION, MAX_EXPERTS, accept, optional, shown, size
 
 Mapped = tuple[str, str, int, str]
 """(parameter name, checkpoint name, physical expert, shard), as in vLLM's expert mappings."""
@@ -83,7 +83,7 @@ class FusedMoE(Layer):
         is_fused_checkpoint_transposed: Tensors of all experts hold matrices as (in, out).
         dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
         keywords: Arguments of `moekit.FusedMoE` that vLLM's layer does not have: ``parallelism``,
-            ``group``, ``expert_placement_strategy``, ``device``, ``max_num_tokens``,
+            ``parallel``, ``group``, ``expert_placement_strategy``, ``device``, ``max_num_tokens``,
             ``dispatcher``, ``experts``, ``checked``, ``peer_timeout``, and ``quant``, the scheme,
             if not the one that fits best.
 
@@ -286,8 +286,8 @@ class FusedMoE(Layer):
             )
         if not isinstance(weight_name, str) or weight_name.rpartition(".")[2] != name:
             raise WeightsError(
-                f"{self.prefix}: weight_name={shown(weight_name)} does not fit the parameter "
-                f"{name}: pass the parameter of that name"
+                f"{self.prefix}: weight_name={shown(weight_name)} for the parameter {name}: it "
+                "must end in the parameter's name"
             )
         which, _, suffix = name.partition("_")
         return which, suffix
@@ -343,7 +343,7 @@ class FusedMoE(Layer):
                 f"{self.prefix}: loading by names needs expert_mapping: construct the layer with "
                 "expert_mapping=FusedMoE.make_expert_params_mapping(...)"
             )
-        for name, tensor in weights:
+        for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
             full, known = f"experts.{name}", False
             for param_name, weight_name, expert_id, shard_id in self.expert_mapping:
                 if weight_name not in full:
@@ -389,7 +389,11 @@ class FusedMoE(Layer):
         Returns:
             For each physical expert (``experts.w13_``, ``experts.0.gate_proj.``, its number, "w1")
             and so on: replace the second in a name by the first to get a parameter's name.
+
+        Raises:
+            InvalidProblem: A number is out of range.
         """
+        accept(_COUNTS, locals())
         projections = {
             "w1": ckpt_gate_proj_name,
             "w2": ckpt_down_proj_name,
@@ -514,6 +518,7 @@ class SharedFusedMoE(FusedMoE):
         use_overlapped: bool = True,
         **keywords: Any,
     ) -> None:
+        accept(dict.fromkeys(("shared_experts", "gate"), optional(FUNCTION)), locals())
         super().__init__(**keywords)
         # Not as submodules, because the model has their parameters under names of its own.
         object.__setattr__(self, "shared_experts", shared_experts)
@@ -540,7 +545,8 @@ class SharedFusedMoE(FusedMoE):
         return shared, super().forward(hidden_states, router_logits)
 
 
-_OF_PARALLELISM = ("group", "expert_placement_strategy")
+_COUNTS = {"num_experts": size(1, MAX_EXPERTS), "num_redundant_experts": size(0, MAX_EXPERTS)}
+_OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
 _FLAGS = (
     "reduce_results",
     "renormalize",

@@ -383,7 +383,7 @@ def test_a_wrong_scale_makes_its_matrix_load_again(layer) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dict(quant_method="bitsandbytes"), "method 'bitsandbytes', expected one of fp8"),
+        (dict(quant_method="bitsandbytes"), "has the quant_method 'bitsandbytes', expected fp8 or"),
         (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
         (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
         (ct(3), "weights of 3 bits of type 'int'"),

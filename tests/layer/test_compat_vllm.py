@@ -153,6 +153,8 @@ def test_the_view_of_one_rank() -> None:
     robin = LayerParallelism(
         parallel=parallel, expert_placement_strategy="round_robin", reduce_results=False
     )
+    direct = make(parallel=parallel, expert_placement_strategy="round_robin")
+    assert direct.expert_map.tolist() == make(parallelism=robin).expert_map.tolist()
     assert make(parallelism=robin).expert_map.tolist() == [-1, 0, -1, -1, -1, 1]
     assert make().expert_map is None
 
@@ -167,14 +169,19 @@ WRONG = {
     "ep": (dict(ep_size=3, tp_size=2), "ep_size=3 must be tp_size . dp_size"),
     "both": (dict(parallelism=LayerParallelism(), dp_size=2), "parallelism and dp_size are both"),
     "zero": (dict(zero_expert_type="copy"), "zero_expert_type='copy': it must be 'identity' or"),
+    "routing": (dict(custom_routing_function=3), "custom_routing_function=3: it must be"),
     "flag": (dict(renormalize="yes"), "renormalize='yes': it must be True or False"),
     "config": (dict(quant_config=3), "quant_config=3: it must be a scheme of moekit.SCHEMES, a"),
     "scheme": (dict(quant_config="fp9"), "quant scheme 'fp9' is unknown; choose one of: none, fp8"),
-    "method": (dict(quant_config={"quant_method": "bnb"}), "quant_config: .* the method 'bnb'"),
+    "method": (dict(quant_config={"quant_method": "bnb"}), "has the quant_method 'bnb'"),
     "no scheme": (
         dict(quant_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
         "quant_config: the experts are stored as fp8 .*: moekit has no scheme for them .* dequant",
     ),
+    "scheme of others": (dict(quant_config="fp8_block", quant="int8_w8a16"), "does not fit quant="),
+    "no method": (dict(quant_config={}), "has no quant_method, expected fp8 or"),
+    "no groups": (dict(quant_config={"quant_method": "compressed-tensors"}), "no config_groups"),
+    "split": (dict(parallel=ParallelConfig(), tp_size=2), "parallel and tp_size are both given"),
     "activation": (dict(activation="swish"), "activation 'swish' is unknown; choose one of"),
 }  # fmt: skip
 
@@ -184,6 +191,13 @@ def test_wrong_arguments(case: str) -> None:
     arguments, message = WRONG[case]
     with pytest.raises(InvalidProblem, match=message):
         make(**arguments)
+
+
+def test_wrong_arguments_of_the_others() -> None:
+    with pytest.raises(InvalidProblem, match="shared_experts=3: it must be a function"):
+        SharedFusedMoE(shared_experts=3, **SIZES)
+    with pytest.raises(InvalidProblem, match="num_experts=0: it must be an integer of at least 1"):
+        FusedMoE.make_expert_params_mapping(num_experts=0, **NAMES)
 
 
 # -- quantization configs ---------------------------------------------------------------------
@@ -321,6 +335,7 @@ def test_loading_by_names() -> None:
         list(layer.load_weights([("0.gate.qweight", tensors["w1"][0])]))
     with pytest.raises(WeightsError, match="needs expert_mapping: construct the layer with"):
         list(make().load_weights(named))
+    assert list(layer.load_weights(dict(named[:1]))) == ["w13_weight"]
     layer.load_weights(random_weights(layer.problem))  # as with moekit's own layer
     assert not torch.equal(layer.packed["w2"], tensors["w2"])
 
@@ -490,7 +505,10 @@ CALLS = {
         dict(param=nn.Parameter(torch.zeros(2))),
         "is no parameter of this layer: pass one of",
     ),
-    "name": (dict(weight_name="w2_weight"), "'w2_weight' does not fit the parameter w13_weight"),
+    "name": (
+        dict(weight_name="w2_weight"),
+        "'w2_weight' for the parameter w13_weight: it must end",
+    ),
     "tensor": (dict(loaded_weight=[[1.0]]), "expected a dense tensor with values"),
 }
 
