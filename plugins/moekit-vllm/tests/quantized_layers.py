@@ -18,6 +18,9 @@ from typing import Any
 import checkpoint_files as files
 import pytest
 import torch
+from torch import Tensor
+
+from moekit import Routing
 
 E, TOP_K = 4, 2
 _PACKAGE = "vllm.model_executor.layers"
@@ -57,9 +60,8 @@ def choose_backends(patch: pytest.MonkeyPatch) -> None:
         "select_deepseek_v4_mxfp4_moe_backend": ("mxfp4", "Mxfp4MoeBackend", "MARLIN"),
     }
     users = [f"{ct}_{kind}" for kind in ("wna16", "w8a8_int8", "w4a4_nvfp4", "w4a4_mxfp4")]
-    users += [
-        f"quantization.{n}" for n in ("auto_gptq", "auto_awq", "moe_wna16", "mxfp4", "modelopt")
-    ]
+    names = ("auto_gptq", "auto_awq", "moe_wna16", "mxfp4", "modelopt", "online.int8")
+    users += [f"quantization.{name}" for name in names]
     for user in map(module, users):
         for name, (oracle, kind, member) in choices.items():
             if hasattr(user, name):
@@ -95,7 +97,9 @@ class Format:
     @property
     def dtype(self) -> torch.dtype:
         """The model's dtype in which vLLM keeps the checkpoint's scales."""
-        return torch.float16 if self.config["quant_method"] in ("gptq", "awq") else torch.bfloat16
+        return (
+            torch.float16 if self.config.get("quant_method") in ("gptq", "awq") else torch.bfloat16
+        )
 
 
 def _ct(bits: int, kind: str, strategy: str, inputs: Any = None, **more: Any) -> dict[str, Any]:
@@ -249,7 +253,13 @@ def empty_layer(
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    config = get_quantization_config(format.vllm).from_config(format.config)
+    kind = get_quantization_config(format.vllm)
+    if format.vllm == "online":
+        from vllm.config.quantization import QuantizationConfigArgs
+
+        config = kind(QuantizationConfigArgs(moe=format.config["moe"]))
+    else:
+        config = kind.from_config(format.config)
     runner = FusedMoEFactory(
         num_experts=E,
         top_k=TOP_K,
@@ -289,3 +299,25 @@ def rank_of_loaders(tp_rank: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "get_tensor_model_parallel_rank", lambda: tp_rank)
         yield
+
+
+# -- what is computed ------------------------------------------------------------------------
+
+
+def expected_output(made: files.Layer, x: Tensor, routing: Routing) -> Tensor:
+    """Compute the experts in fp32 with the numbers that the packers meant."""
+    x, out = x.float(), torch.zeros(x.shape)
+    for t in range(len(x)):
+        for weight, e in zip(routing.topk_weights[t], routing.topk_ids[t].tolist(), strict=True):
+            h = torch.nn.functional.silu(made.gate[e] @ x[t]) * (made.up[e] @ x[t])
+            out[t] += weight * (made.down[e] @ h)
+    return out
+
+
+def relative_rms(out: Tensor, expected: Tensor) -> float:
+    return float((out - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def inputs(hidden: int, tokens: int = 9) -> tuple[Tensor, Routing]:
+    ids = torch.stack([torch.randperm(E)[:TOP_K] for _ in range(tokens)])
+    return torch.randn(tokens, hidden).bfloat16() / 4, Routing(torch.rand(tokens, TOP_K) + 0.2, ids)

@@ -101,32 +101,11 @@ def output(
     return kernel(x.to(kernel_problem.dtype), kernel.pack(weights), routing).float()
 
 
-def expected_output(made: files.Layer, x: Tensor, routing: Routing) -> Tensor:
-    """Compute the experts in fp32 with the numbers that the packers meant."""
-    x, out = x.float(), torch.zeros(x.shape)
-    for t in range(len(x)):
-        for weight, e in zip(routing.topk_weights[t], routing.topk_ids[t].tolist(), strict=True):
-            h = torch.nn.functional.silu(made.gate[e] @ x[t]) * (made.up[e] @ x[t])
-            out[t] += weight * (made.down[e] @ h)
-    return out
-
-
-def relative_rms(out: Tensor, expected: Tensor) -> float:
-    return float((out - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-
-
-def inputs(tokens: int = 9, h: int = H) -> tuple[Tensor, Routing]:
-    ids = torch.stack([torch.randperm(layers.E)[: layers.TOP_K] for _ in range(tokens)])
-    return torch.randn(tokens, h).bfloat16() / 4, Routing(
-        torch.rand(tokens, layers.TOP_K) + 0.2, ids
-    )
-
-
 @pytest.mark.parametrize("name", layers.FORMATS)
 def test_ranks_sum_to_the_model(name: str, checkpoint: Make) -> None:
     made = checkpoint(name)
-    x, routing = inputs()
-    want = expected_output(made, x, routing)
+    x, routing = layers.inputs(H)
+    want = layers.expected_output(made, x, routing)
     total, swapped, shifted = (torch.zeros_like(want) for _ in range(3))
     for rank in range(2):
         layer = loaded(name, made, 2, rank)
@@ -138,9 +117,9 @@ def test_ranks_sum_to_the_model(name: str, checkpoint: Make) -> None:
         wrong = replace(read, w2_scale=2 * read.w2_scale)
         shifted += output(problem, wrong, x, routing)
     bound = rms_bound(problem)
-    assert relative_rms(total, want) < bound
-    assert relative_rms(swapped, want) > 0.3
-    assert relative_rms(shifted, want) > 0.3
+    assert layers.relative_rms(total, want) < bound
+    assert layers.relative_rms(swapped, want) > 0.3
+    assert layers.relative_rms(shifted, want) > 0.3
 
 
 def half_swapped(weights: ExpertWeights) -> ExpertWeights:
@@ -156,8 +135,8 @@ def half_swapped(weights: ExpertWeights) -> ExpertWeights:
 def test_fp8_blocks_that_tensor_parallelism_cuts(checkpoint: Make) -> None:
     """I = 384 on two ranks is 192 neurons each: vLLM divides blocks into 64 x 64."""
     made = checkpoint("fp8-block", H, 384)
-    x, routing = inputs()
-    want, total = expected_output(made, x, routing), torch.zeros(len(x), H)
+    x, routing = layers.inputs(H)
+    want, total = layers.expected_output(made, x, routing), torch.zeros(len(x), H)
     for rank in range(2):
         layer = loaded("fp8-block", made, 2, rank)
         assert layer.quant_method.weight_scale_refine == (2, 2)
@@ -172,7 +151,7 @@ def test_fp8_blocks_that_tensor_parallelism_cuts(checkpoint: Make) -> None:
         assert torch.equal(w2[:, :, real], made.down[:, :, mine])
         assert int(w2.count_nonzero()) == int(made.down[:, :, mine].count_nonzero())
         total += output(problem, read, x, routing)
-    assert relative_rms(total, want) < rms_bound(problem)
+    assert layers.relative_rms(total, want) < rms_bound(problem)
 
 
 # -- what stays with vLLM --------------------------------------------------------------------

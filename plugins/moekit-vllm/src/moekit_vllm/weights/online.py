@@ -31,8 +31,8 @@ def fp8_channel(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
 
 
 def int8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
-    """Read Int8OnlineMoEMethod."""
-    return "int8_channel_token", _quantized(layer, method, "int8_channel_token")
+    """Read Int8OnlineMoEMethod, which leaves activations in 16 bits."""
+    return "int8_w8a16", _quantized(layer, method, "int8_w8a16")
 
 
 def _quantized(layer: Any, method: Any, scheme: str) -> ExpertWeights:
