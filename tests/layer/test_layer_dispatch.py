@@ -103,6 +103,18 @@ def test_a_sweep(tuned, capsys, tmp_path) -> None:
     assert capsys.readouterr().out == text
 
 
+def test_batch_invariant_mode_beside_the_default(tuned, capsys, tmp_path) -> None:
+    file = tmp_path / "l.json"
+    options = "--dispatchers naive --experts torch --tokens 3 --quant none --batch-invariant"
+    code, out, _ = run(capsys, *options.split(), "--json", str(file))
+    pairs = {r["experts"]: r for r in json.loads(file.read_text())["cells"][0]["pairs"]}
+    assert code == 0 and set(pairs) == {"torch", "torch (batch-invariant)"}
+    assert all(r["right"] and r["us"] > 0 for r in pairs.values())
+    assert "| naive | torch (batch-invariant) | " in out
+    fastest = out.split("| T | fastest |")[1].splitlines()[2]
+    assert "batch-invariant" not in fastest, "it does other work, and is no choice"
+
+
 def test_wrong_failing_and_refused(tuned, capsys, tmp_path, bad_ones) -> None:
     file = tmp_path / "l.json"
     names = "halving,failing,naive,deepep_ll" if _known("deepep_ll") else "halving,failing,naive"

@@ -313,6 +313,35 @@ def test_by_default_every_backend_that_can_is_measured(capsys, tmp_path):
     assert "only when named" in {r["name"]: r["reason"] for r in data["refused"]}["reference"]
 
 
+def test_batch_invariant_mode_is_timed_beside_the_default(capsys, tmp_path):
+    file = tmp_path / "run.json"
+    argv = ["--experts", "torch,auto,torch:3|torch", "--batch-invariant", "--json", str(file)]
+    code, out, err = run(capsys, *argv)
+    assert code == 0, err
+    recorded = json.loads(file.read_text())
+    kinds = {r["name"]: r["kind"] for cell in recorded["cells"] for r in cell["contestants"]}
+    assert kinds == {
+        "torch": "moekit", "torch (batch-invariant)": "batch-invariant",
+        "auto": "moekit", "auto (batch-invariant)": "batch-invariant",
+        "torch:3|torch": "moekit",
+    }  # fmt: skip
+    assert all(r["right"] for cell in recorded["cells"] for r in cell["contestants"])
+    us = {r["name"]: r["us"] for r in recorded["cells"][0]["contestants"]}
+    ratio = us["torch (batch-invariant)"] / us["torch"]
+    lines = out.split("Time in batch-invariant mode, over the default's:")[1].splitlines()
+    assert lines[2] == "| T | torch | auto |" and f"| {ratio:.2f} |" in lines[4]
+    assert "torch:3|torch (batch-invariant): is not batch-invariant: its members" in out
+    best = [row for row in recorded["summary"] if row["name"] == "best of moekit in each cell"]
+    assert len(best) == 1
+    code, again, _ = run(capsys, "--from", str(file))
+    assert code == 0 and "Time in batch-invariant mode" in again
+
+
+def test_outputs_that_are_partial_sums_have_no_batch_invariant_mode(capsys):
+    code, out, _ = run(capsys, "--experts", "torch", "--batch-invariant", "--ep", "2")
+    assert code == 0 and "batch_invariant=True needs ranks that exchange tokens" in out
+
+
 def test_one_rank_of_several(capsys, tmp_path, baselines):
     """The experts are the first rank's, and most choices of the tokens are other ranks'."""
     file = tmp_path / "run.json"

@@ -18,7 +18,7 @@ from .codec import from_json, read_recording
 from .dispatch import DispatchWorkload
 from .environment import command
 from .experts import ExpertsWorkload
-from .implementations import Implementation, backends, baselines
+from .implementations import Implementation, backends, baselines, beside
 from .layers import LayersWorkload
 from .limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
 from .options import names, numbers, settings_of, whole
@@ -39,6 +39,7 @@ from .sweep import Files, Sweep
 R = TypeVar("R", bound=Run)
 _Command = Callable[[argparse.Namespace, str], int]
 
+_IN_MODE = "also time each backend in batch-invariant mode, beside its default"
 _LAYER_EXPERTS = "torch,triton,triton_batched,deepgemm,deepgemm_batched"
 
 
@@ -113,6 +114,7 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
         help="bf16=791,fp8=1424,read=4490 (TFLOP/s, GB/s), or `measure`; default: what is known "
         "for the device",
     )  # fmt: skip
+    add("--batch-invariant", action="store_true", help=_IN_MODE)
     add("--plot", type=Path, metavar="DIR", help="a PNG per shape and scheme (needs matplotlib)")
     add("--list-shapes", action="store_true", help="print the named shapes, and stop")
 
@@ -126,7 +128,12 @@ def _experts(args: argparse.Namespace, command: str) -> int:
     if args.recorded is not None:
         run = recorded(ExpertsRun, args.recorded)
     else:
-        found = backends(None if args.experts is None else names(args.experts), args.dispatcher)
+        asked = None if args.experts is None else names(args.experts)
+        found = backends(asked, args.dispatcher)
+        if args.batch_invariant:
+            found = backends(
+                beside([each.name for each in found if not each.left_out]), args.dispatcher
+            ) + [each for each in found if each.left_out]
         only = None if args.only_baselines is None else names(args.only_baselines)
         found += baselines(args.baselines, only)
         workload = experts_workload(args, found, command, args.routing, args.ep, args.ceilings)
@@ -240,6 +247,7 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     tokens = "1,16,128,1024,4096"
     options.add_sweep(parser, tokens=tokens, quant="none,fp8_block", inputs=2, replays=5)
     add("--share-devices", action="store_true", help="more ranks than GPUs: for the errors alone")
+    add("--batch-invariant", action="store_true", help=_IN_MODE)
     add("--overlap", action="store_true", help="also what calls in flight and shared experts save")
     add("--seconds", type=float, metavar="S", help="begin nothing after so many")
     _add_ranks(parser)
@@ -251,10 +259,11 @@ def _layers(args: argparse.Namespace, command: str) -> int:
         files.finish(recorded(LayersRun, args.recorded))
         return 0
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
+    experts = default if args.experts is None else names(args.experts)
     workload = layers_workload(
         args,
         args.layer,
-        default if args.experts is None else names(args.experts),
+        beside(experts) if args.batch_invariant else experts,
         None if args.dispatchers is None else names(args.dispatchers),
         command,
         share=args.share_devices,

@@ -15,7 +15,7 @@ from . import report
 from .limits import Ceilings
 from .records import ExpertsCell, ExpertsRun, SummaryRow
 from .report import Table, distinct, fastest
-from .results import BASELINE, ExpertsResult
+from .results import BACKEND, BASELINE, IN_MODE, ExpertsResult
 
 BEST_BASELINE = "best baseline of each cell"
 BEST_MOEKIT = "best of moekit in each cell"
@@ -48,7 +48,7 @@ def _named(name: str) -> Picker:
 
 
 def _best_backend(cell: ExpertsCell) -> ExpertsResult | None:
-    return fastest(r for r in cell.results if r.kind != BASELINE)
+    return fastest(r for r in cell.results if r.kind == BACKEND)
 
 
 def _best_baseline(cell: ExpertsCell) -> ExpertsResult | None:
@@ -103,7 +103,8 @@ def markdown(run: ExpertsRun) -> str:
     ]
     for key in distinct((c.shape, c.scheme, c.routing) for c in run.cells):
         group = [c for c in run.cells if (c.shape, c.scheme, c.routing) == key]
-        lines += ["", _heading(group[0]), "", *_side_by_side(group), "", *_details(group)]
+        lines += ["", _heading(group[0]), "", *_side_by_side(group), *_cost_of_mode(group)]
+        lines += ["", *_details(group)]
     lines += report.not_measured(run.refused)
     lines += ["", "## All cells", "", *_summary(run.summary)]
     return "\n".join(lines) + "\n"
@@ -137,6 +138,23 @@ def _side_by_side(cells: Sequence[ExpertsCell]) -> Table:
             *(report.time(by_name.get(n), best, after=_fraction(by_name.get(n))) for n in names),
         )
     return table
+
+
+def _cost_of_mode(cells: Sequence[ExpertsCell]) -> list[str]:
+    """Return a table of times in batch-invariant mode over the same backend's default times."""
+    modes = distinct(r.name for c in cells for r in c.results if r.name.endswith(IN_MODE))
+    if not modes:
+        return []
+    names = [name.removesuffix(IN_MODE) for name in modes]
+    table = Table("T", *names)
+    for cell in cells:
+        us = {r.name: r.us for r in cell.results if r.right and r.us is not None}
+        pairs = [(us.get(name), us.get(name + IN_MODE)) for name in names]
+        table.add(
+            cell.tokens,
+            *(report.NONE if None in pair else f"{pair[1] / pair[0]:.2f}" for pair in pairs),  # type: ignore[operator]
+        )
+    return ["", "Time in batch-invariant mode, over the default's:", "", *table]
 
 
 def _fraction(result: ExpertsResult | None) -> str:

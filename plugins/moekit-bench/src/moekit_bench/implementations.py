@@ -23,7 +23,7 @@ from moekit.errors import MoekitError
 from moekit.plugin import ExpertWeights, MoEProblem, PackedWeights, Routing, Workspace, registry
 
 from .internals import find_experts
-from .results import BACKEND, BASELINE
+from .results import BACKEND, BASELINE, IN_MODE, INVARIANT
 from .timer import Call
 
 AUTO = "auto"
@@ -51,8 +51,8 @@ class KernelCall:
 class Implementation:
     """An implementation of the experts block.
 
-    kind: `BACKEND` or `BASELINE`. make: returns the call to time, or raises with the reason why it
-    cannot. left_out: why it is not measured, if it is not.
+    kind: `BACKEND`, `INVARIANT` or `BASELINE`. make: returns the call to time, or raises with the
+    reason why it cannot. left_out: why it is not measured, if it is not.
     """
 
     name: str
@@ -62,11 +62,24 @@ class Implementation:
     left_out: str = ""
 
 
+def beside(names: Sequence[str]) -> list[str]:
+    """Return each name, followed by its name in batch-invariant mode."""
+    return [each for name in names for each in (name, name + IN_MODE)]
+
+
+def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
+    """Return the backend that a name of `backends` means, and the problem it is asked to do."""
+    if not name.endswith(IN_MODE):
+        return name, problem
+    return name.removesuffix(IN_MODE), problem.replace(batch_invariant=True)
+
+
 def backends(names: Sequence[str] | None = None, dispatcher: str = "local") -> list[Implementation]:
     """Return the named experts backends, or all of them, behind ``dispatcher``.
 
     They share one workspace. A name may be a composite's, or ``auto`` for what `moekit.compose`
-    chooses. Backends of negative priority, such as the oracle, are left out unless they are named.
+    chooses, and end with `IN_MODE` for batch-invariant mode. Backends of negative priority, such
+    as the oracle, are left out unless they are named.
 
     Raises:
         UnknownBackend, NameClash: A name means nothing, or too much.
@@ -80,18 +93,20 @@ def backends(names: Sequence[str] | None = None, dispatcher: str = "local") -> l
 
     def backend(name: str, left_out: str = "") -> Implementation:
         def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
-            experts = None if name == AUTO else name
+            base, problem = asked_of(name, problem)
+            experts = None if base == AUTO else base
             kernel = moekit.compose(
                 problem, dispatcher, experts, workspace=workspace, backends=known
             )
             return KernelCall(kernel, kernel.pack(weights))
 
-        return Implementation(name, BACKEND, make, versions.get(name, ""), left_out)
+        base, kind = name.removesuffix(IN_MODE), INVARIANT if name.endswith(IN_MODE) else BACKEND
+        return Implementation(name, kind, make, versions.get(base, ""), left_out)
 
     if names is not None:
         for name in names:
-            if name != AUTO:
-                find_experts(name, known)
+            if (base := name.removesuffix(IN_MODE)) != AUTO:
+                find_experts(base, known)
         return [backend(name) for name in names]
     unnamed = "priority {}: only when named in --experts"
     return [

@@ -31,7 +31,7 @@ from moekit.plugin import (
 from .accuracy import oracle_rows, relative_error, sampled_rows
 from .codec import merge
 from .environment import device_facts, versions
-from .implementations import backends
+from .implementations import asked_of, backends
 from .internals import benchmark_bound, find_experts
 from .overlap import OverlapTimer
 from .ranks import Ranks, Task, cause, local_device
@@ -135,10 +135,11 @@ class _Layers:
         """Measure a combination, whose kernel is added to ``kernels``."""
         failed, stated = LayerResult(dispatcher=self.task.spec.name, experts=experts), 0
         try:
+            name, problem = asked_of(experts, self.problem)
             kernel = moekit.compose(
-                self.problem,
+                problem,
                 self.task.spec.name,
-                experts,
+                name,
                 workspace=Workspace(),
                 checked=False,
                 backends=_backends(self.task.spec),
@@ -264,8 +265,6 @@ class LayersWorkload:
     def __post_init__(self) -> None:
         if not self.experts:
             raise moekit.MoekitError("nothing to measure: name --experts")
-        for name in self.experts:
-            find_experts(name, registry())
         self.begin = time.monotonic()
         self.header = LayersRun(
             command=self.command,
@@ -306,7 +305,8 @@ class LayersWorkload:
             return []
         able = []
         for name in self.experts:
-            if why := find_experts(name, registry()).unsupported(problem):
+            base, asked = asked_of(name, problem)
+            if why := spec.unsupported(asked) or find_experts(base, registry()).unsupported(asked):
                 self._refuse(cell, combination(spec.name, name), "; ".join(why), log)
             else:
                 able.append(name)

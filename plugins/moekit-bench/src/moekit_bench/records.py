@@ -16,7 +16,7 @@ from moekit.plugin import DeviceSpec, MoEProblem, ParallelConfig
 from .codec import named
 from .internals import DTYPES
 from .limits import Ceilings
-from .results import DispatcherResult, ExpertsResult, LayerResult
+from .results import IN_MODE, DispatcherResult, ExpertsResult, LayerResult
 from .shapes import Shape
 
 FORMAT = 1
@@ -69,8 +69,12 @@ class LayerCell:
     results: tuple[LayerResult, ...] = named("pairs")
 
     def times(self) -> dict[str, float | None]:
-        """Return the microseconds of each combination, None where it failed or is wrong."""
-        return {r.label: r.us if r.right else None for r in self.results}
+        """Return the microseconds of each combination, None where it failed or is wrong.
+
+        Those in batch-invariant mode do other work, and are left out.
+        """
+        mine = [r for r in self.results if not r.experts.endswith(IN_MODE)]
+        return {r.label: r.us if r.right else None for r in mine}
 
 
 # -- runs -------------------------------------------------------------------------------------

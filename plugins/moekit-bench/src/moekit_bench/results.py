@@ -11,6 +11,8 @@ from .codec import mean, median, merged_by, widest, worst
 from .timer import Timing
 
 BACKEND, BASELINE = "moekit", "peer"  # as JSON calls them
+INVARIANT = "batch-invariant"  # a backend in that mode, whose name ends with `IN_MODE`
+IN_MODE = " (batch-invariant)"
 
 M = TypeVar("M", bound="Measurement")
 
