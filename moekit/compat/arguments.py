@@ -11,7 +11,7 @@ from torch import Tensor
 from moekit.errors import InvalidProblem
 from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.router import RoutingConfig, RoutingFunction
-from moekit.untrusted.arguments import MAX_RANKS, accept, optional, shown, size
+from moekit.untrusted.arguments import MAX_RANKS, accept, instance, optional, shown, size
 
 # Arguments of moekit's layer that vLLM's does not have.
 OF_MOEKIT = frozenset(
@@ -47,7 +47,10 @@ _INSTEAD = {
     "runner_cls": "moekit has no runners: choose dispatcher=... and experts=... by name",
 }
 _HARMLESS = frozenset(("router_logits_dtype",))  # moekit routes in fp32, whatever the dtype
-_SIZES = dict.fromkeys(("tp_size", "ep_size", "dp_size"), optional(size(1, MAX_RANKS)))
+_SIZES = {
+    **dict.fromkeys(("tp_size", "ep_size", "dp_size"), optional(size(1, MAX_RANKS))),
+    "parallelism": optional(instance("a LayerParallelism", LayerParallelism)),
+}
 
 
 def take_rest(keywords: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -146,7 +149,7 @@ def parallelism(
     Raises:
         InvalidProblem: The sizes contradict each other or the record.
     """
-    accept(_SIZES, locals())
+    accept(_SIZES, {**locals(), "parallelism": given})
     if num_redundant_experts and not enable_eplb:
         raise InvalidProblem(
             f"num_redundant_experts={shown(num_redundant_experts)} needs enable_eplb=True"

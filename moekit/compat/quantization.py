@@ -10,8 +10,9 @@ from moekit.checkpoint.formats import Format
 from moekit.checkpoint.schemes import mismatch, no_scheme, scheme_for
 from moekit.errors import InvalidProblem, WeightsError
 from moekit.problem.quant import QuantScheme, scheme
-from moekit.untrusted.arguments import shown
+from moekit.untrusted.arguments import accept, instance, optional, shown
 
+_QUANT = optional(instance("a QuantScheme of moekit.SCHEMES or the name of one", str, QuantScheme))
 # Lists of modules that are not quantized, by the names in configs and in vLLM's objects.
 _LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _ARGUMENTS = (
@@ -40,6 +41,7 @@ def resolve(
     Raises:
         InvalidProblem: moekit does not know the config, or has no scheme for it.
     """
+    accept({"quant": _QUANT}, {"quant": quant})
     chosen = scheme(quant) if isinstance(quant, str) else quant
     if isinstance(given, str | QuantScheme):
         found = scheme(given) if isinstance(given, str) else given
@@ -83,12 +85,14 @@ def _config(given: object) -> dict[str, Any] | None:
         )
     if isinstance(inner := config.get("quantization"), Mapping):  # ModelOpt's hf_quant_config.json
         config = {"quant_method": "modelopt", **inner}
-    return config | {"quant_method": _method(config.get("quant_method"))}
+    name = config.get("quant_method")
+    name = getattr(name, "value", name)  # transformers' configs have enums
+    return config | {"quant_method": _method(name) if isinstance(name, str) else name}
 
 
-def _method(name: object) -> str:
+def _method(name: str) -> str:
     """Return the method as checkpoints call it; vLLM's kernels have names of their own."""
-    text = str(getattr(name, "value", name) or "").lower()
+    text = name.lower()
     return text.removeprefix("auto_").removesuffix("_marlin").removeprefix("gpt_oss_")
 
 

@@ -27,7 +27,18 @@ from moekit.errors import WeightsError
 from moekit.layer.layer import FusedMoE as Layer
 from moekit.problem.activation import Activation
 from moekit.problem.weights import ExpertWeights
-from moekit.untrusted.arguments import FLAG, FUNCTION, MAX_EXPERTS, accept, optional, shown, size
+from moekit.untrusted.arguments import (
+    FLAG,
+    FUNCTION,
+    MAX_EXPERTS,
+    MAX_WIDTH,
+    NAME,
+    accept,
+    optional,
+    sequence,
+    shown,
+    size,
+)
 
 Mapped = tuple[str, str, int, str]
 """(parameter name, checkpoint name, physical expert, shard), as in vLLM's expert mappings."""
@@ -128,7 +139,7 @@ class FusedMoE(Layer):
         dequantize: bool = False,
         **keywords: Any,
     ) -> None:
-        accept(dict.fromkeys(_FLAGS, FLAG), locals())
+        accept(_KINDS, locals())
         rest = arguments.take_rest(keywords, inspect.signature(FusedMoE).parameters)
         spread = arguments.parallelism(
             rest.pop("parallelism", None),
@@ -150,7 +161,7 @@ class FusedMoE(Layer):
             top_k,
             hidden_size,
             intermediate_size,
-            params_dtype=params_dtype or torch.get_default_dtype(),
+            params_dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
             quant=scheme,
             activation=activation,
             is_act_and_mul=None if is_act_and_mul else False,
@@ -260,7 +271,9 @@ class FusedMoE(Layer):
                 one.
         """
         which, suffix = self._name_of(param, weight_name)
-        if shard_id not in (known := self._pushed.shards(which)):
+        accept({"return_success": FLAG}, {"return_success": return_success}, WeightsError)
+        known = self._pushed.shards(which)
+        if not isinstance(shard_id, str) or shard_id not in known:
             raise WeightsError(
                 f"{self.prefix}: shard_id={shown(shard_id)} for {which}_{suffix}: expected "
                 f"{' or '.join(known)}"
@@ -393,7 +406,7 @@ class FusedMoE(Layer):
         Raises:
             InvalidProblem: A number is out of range.
         """
-        accept(_COUNTS, locals())
+        accept(_MAPPING, locals())
         projections = {
             "w1": ckpt_gate_proj_name,
             "w2": ckpt_down_proj_name,
@@ -545,7 +558,11 @@ class SharedFusedMoE(FusedMoE):
         return shared, super().forward(hidden_states, router_logits)
 
 
-_COUNTS = {"num_experts": size(1, MAX_EXPERTS), "num_redundant_experts": size(0, MAX_EXPERTS)}
+_MAPPING = {
+    **dict.fromkeys(("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name"), NAME),
+    "num_experts": size(1, MAX_EXPERTS),
+    "num_redundant_experts": size(0, MAX_EXPERTS),
+}
 _OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
 _FLAGS = (
     "reduce_results",
@@ -559,6 +576,14 @@ _FLAGS = (
     "is_fused_checkpoint_transposed",
     "dequantize",
 )
+_KINDS = {
+    **dict.fromkeys(_FLAGS, FLAG),
+    **dict.fromkeys(("hidden_size", "intermediate_size"), size(1, MAX_WIDTH)),
+    "num_redundant_experts": size(0, MAX_EXPERTS),
+    "zero_expert_num": optional(size(0, MAX_EXPERTS)),
+    "prefix": NAME,
+    "expert_mapping": optional(sequence("(parameter, name, expert, shard)", tuple)),
+}
 
 
 def _in_place(old: PackedWeights | None, new: PackedWeights) -> PackedWeights:
