@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from moekit.backends.padding import create_padded
 from moekit.contract import (
     BufferSpec,
     Dispatched,
@@ -19,7 +20,6 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     output_dtype,
 )
-from moekit.discovery.answers import create
 from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.weights import ExpertWeights
@@ -35,11 +35,11 @@ def bridge(
     """Create ``experts`` for ``problem``, behind a bridge if their format is not ``to``."""
     spec = spec.native_to(to)
     if spec.format is to:
-        return create(experts, spec, problem)
+        return create_padded(experts, spec, problem)
     if to is ActivationFormat.STANDARD:
-        return BatchedAsStandard(create(experts, spec, problem), problem)
+        return BatchedAsStandard(create_padded(experts, spec, problem), problem)
     # Every row of the batched layout has one expert, so buffers for top_k=1 are enough.
-    return StandardAsBatched(create(experts, spec, problem.replace(top_k=1)), problem)
+    return StandardAsBatched(create_padded(experts, spec, problem.replace(top_k=1)), problem)
 
 
 class _Bridge(PermuteExpertsUnpermute):

@@ -18,6 +18,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+from moekit.discovery import padding as sizes
 from moekit.discovery.footprint import Footprint
 from moekit.errors import BackendBroken
 from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
@@ -111,6 +112,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
     "ids_dtype": _expect("'int32' or 'int64'", lambda value: value in ("int32", "int64")),
     "check": _FUNCTION,
     "describe": _FUNCTION,
+    "multiples": _FUNCTION,
     "footprint": _FUNCTION,
     **dict.fromkeys(
         (
@@ -204,6 +206,10 @@ class BackendSpec:
             )
         reasons += self._unsupported_features(problem)
         return reasons + self._reasons_of_check(problem)
+
+    def padding(self, problem: MoEProblem) -> str:
+        """Return which sizes of ``problem`` moekit pads for this backend, in words, or ""."""
+        return ""
 
     def missing(self) -> str:
         """Return which required packages are not installed and how to install them, or ""."""
@@ -337,6 +343,10 @@ class ExpertsSpec(BackendSpec):
     emulates: it multiplies dequantized weights by unquantized activations. This is more exact than
         a scheme that quantizes activations, and static input scales are not used.
     movable: packed weights are expert-major, so experts can migrate between ranks.
+    multiples: returns, for a problem, the numbers that its kernels need the hidden size and a
+        rank's intermediate size to be multiples of. moekit then pads weights, tokens and output
+        with zeros, which costs a copy of the tokens and of the output if the hidden size is padded,
+        and creates the backend for the padded problem; `check` sees that, too.
     """
 
     kind = "experts backend"
@@ -350,6 +360,7 @@ class ExpertsSpec(BackendSpec):
     takes_unquantized: bool = True
     emulates: bool = False
     movable: bool = True
+    multiples: Callable[[MoEProblem], tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -362,6 +373,36 @@ class ExpertsSpec(BackendSpec):
         """Return the spec as it holds for ``problem``: batch-invariant experts do not reduce."""
         reduces = self.reduces and not problem.batch_invariant
         return self if reduces == self.reduces else replace(self, reduces=reduces)
+
+    def padded(self, problem: MoEProblem) -> MoEProblem:
+        """Return the problem that the backend is created for: sizes are rounded up as it needs."""
+        found = self._multiples(problem)
+        return problem if isinstance(found, str) else sizes.padded(problem, found)
+
+    def padding(self, problem: MoEProblem) -> str:
+        return sizes.words(problem, self.padded(problem))
+
+    def unsupported(self, problem: MoEProblem) -> list[str]:
+        made = self.padded(problem)
+        reasons = super().unsupported(made) + sizes.faults(problem, made)
+        found = self._multiples(problem)
+        return [*reasons, found] if isinstance(found, str) else reasons
+
+    def _multiples(self, problem: MoEProblem) -> sizes.Multiples | str:
+        """Return what `multiples` returns for ``problem``, or how it failed."""
+        if self.multiples is None:
+            return 1, 1
+        try:
+            with contained():
+                found = self.multiples(problem)
+                right = type(found) is tuple and len(found) == 2
+                if not right or any(type(n) is not int or not 0 < n <= sizes.MOST for n in found):
+                    raise TypeError(
+                        f"multiples returned {shown(found)}, expected two ints of 1 to {sizes.MOST}"
+                    )
+                return found
+        except Fault as fault:
+            return f"{CHECK_FAILED}: {fault}"
 
     def needs_bridge(self, format: ActivationFormat) -> bool:
         """Return whether moekit converts between dispatched tokens of ``format`` and this one's."""
@@ -391,7 +432,9 @@ class ExpertsSpec(BackendSpec):
             notes.append(
                 f"{self.name} emulates {problem.quant.name}: it quantizes no activations itself"
             )
-        if how := self.description(problem):
+        if what := self.padding(problem):
+            notes.append(f"{self.name}: {what}")
+        if how := self.description(self.padded(problem)):
             notes.append(f"{self.name}: {how}")
         return notes
 

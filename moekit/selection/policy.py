@@ -19,6 +19,8 @@ from moekit.selection.explanation import Combination
 _BY_PRIORITY = "by priority"
 # In priority: a bridge costs copies and padded rows, but less than a reference backend (-100).
 _BRIDGE_COST = 50
+# Padding costs copies and computes with zeros.
+_PADDING_COST = 50
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Candidate:
 
     def priority(self, problem: MoEProblem) -> int:
         both = self.dispatcher.priority_for(problem) + self.experts.priority_for(problem)
-        return both - (_BRIDGE_COST if self.bridged else 0)
+        cost = _BRIDGE_COST if self.bridged else 0
+        return both - cost - (_PADDING_COST if self.experts.padding(problem) else 0)
 
     def notes(self, problem: MoEProblem) -> list[str]:
         """Return what users should know of this combination's numbers."""
@@ -130,7 +133,11 @@ def _choose(
 ) -> tune.Choice | None:
     """Return what the tables choose among candidates of one dispatcher; None if they know none."""
     dispatcher = group[0].dispatcher
-    names = [c.experts.name for c in group if c.experts.priority_for(problem) >= 0]
+    names = [
+        c.experts.name
+        for c in group
+        if c.experts.priority_for(problem) >= 0 and not c.experts.padding(problem)
+    ]
     if not found.borrowed:
         return found.choose(dispatcher.name, names)
     standard = dispatcher.format is ActivationFormat.STANDARD

@@ -31,6 +31,9 @@ from moekit.testing.experts_base import TOKENS, ExpertsBase, sizes_of
 
 _COMBINATIONS = 6
 
+# (H, I) that backends pad: both, H alone, and I alone.
+_UNPADDED = ((96 + 6, 72 + 6), (160, 128), (128, 144), (128, 130), (256, 192), (512, 320))
+
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
 _PER_TENSOR_INPUT = {n for n, s in SCHEMES.items() if s.activation and s.activation.per_tensor}
 _BRIDGED = "other_format"  # than the backend's own
@@ -228,6 +231,23 @@ class ExpertsNumbers(ExpertsBase):
             total = total + check_call(self._compose(mine, self._native), case).float().cpu()
         case = make_case(layer, self._T, weights=cases.quantized(full, layer))
         assert_close(total.to(case.x), case.reference(), layer, "sum over ranks")
+
+    @over("scheme", SCHEMES)
+    def test_padded_sizes(self, scheme: str) -> None:
+        """Sizes that the backend leaves to moekit to pad, with biases if it has any."""
+        spec = self._spec()
+        if spec.multiples is None:
+            self._skip("declares no multiples")
+        bias = {"has_bias": True} if spec.bias else {}
+        wanted = {**self._main, "device": self._device(), "quant": scheme, **bias}
+        reasons: dict[str, None] = {}
+        for hidden, inner in _UNPADDED:
+            problem = MoEProblem(**{**sizes_of(4, 2, hidden, inner), **wanted})
+            why = spec.unsupported(problem)
+            if not why and spec.padding(problem):
+                return self._check(problem, kind="masked")
+            reasons.update(dict.fromkeys(why))
+        self._skip("; ".join(reasons) or "pads none of the kit's sizes")
 
     def test_replicas(self) -> None:
         """Two experts have a second replica; the result is that of the logical experts."""

@@ -37,6 +37,23 @@ def rows_of_expert(ids):
     return torch.bincount(ids.flatten() + 1)[ids + 1]
 
 
+class OfEight(Plain):
+    """Right experts for sizes that are multiples of eight."""
+
+    BASE = "torch"
+    DECLARED = {"multiples": lambda problem: (8, 8)}
+
+
+@killed_by("test_padded_sizes", "none")
+class NeedsSixteen(OfEight):
+    """Ignores the columns behind the last whole tile of 16, and declares multiples of 8."""
+
+    def apply(self, y, tokens, weights, workspace):
+        x = tokens.x.clone()
+        x[..., x.shape[-1] // 16 * 16 :] = 0
+        super().apply(y, replace(tokens, x=x), weights, workspace)
+
+
 # -- sizes ----------------------------------------------------------------------------------------
 
 

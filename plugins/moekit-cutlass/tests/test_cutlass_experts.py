@@ -112,12 +112,15 @@ def test_w4a8_refuses():
     assert spec.unsupported(moekit.MoEProblem(**sizes)) == []
     for change, words in (
         ({"dtype": torch.float16}, "returns bfloat16, not float16"),
-        ({"hidden_size": 384}, "hidden_size=384 is not a multiple of 256"),
-        ({"intermediate_size": 128}, "I=128 is not a multiple of 256"),
         ({"quant": "int4_w4a16_g128_act_order"}, "int4_w4a16_g128_act_order is not supported"),
     ):
         (reason,) = spec.unsupported(moekit.MoEProblem(**{**sizes, **change}))
         assert words in reason
+    for change in ({"hidden_size": 384}, {"intermediate_size": 128}):
+        problem = moekit.MoEProblem(**{**sizes, **change})
+        made = spec.padded(problem)
+        assert spec.unsupported(problem) == [] and spec.padding(problem)
+        assert made.hidden_size % 256 == made.intermediate_size % 256 == 0
     problem = moekit.MoEProblem(**sizes)
     kernel = moekit.compose(problem, "local", "cutlass", backends=cutlass_standins.registry())
     weights = make_case(problem, 1).weights

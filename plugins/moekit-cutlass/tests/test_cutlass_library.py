@@ -47,11 +47,10 @@ def test_listing_and_reasons_without_libraries_import_nothing():
         import torch
         half = " ".join(reasons(dtype=torch.float16))
         assert "moekit-cutlass[quack]" in half, half
-        assert "multiple of 8" in " ".join(reasons(hidden_size=100))
-        assert "multiple of 16" in " ".join(reasons(hidden_size=264, quant="fp8_tensor"))
+        assert reasons(hidden_size=100) == reasons(hidden_size=264, quant="fp8_tensor") == []
         assert "not supported" in " ".join(reasons(quant="fp8_block"))
         four_bits = " ".join(reasons(quant="int4_w4a8_g128"))
-        assert "set MOEKIT_VLLM_PATH" in four_bits and "I=128 is not a multiple" in four_bits
+        assert "set MOEKIT_VLLM_PATH" in four_bits
         vendors = {"triton", "quack", "cutlass", "vllm", "moekit_kernels", "tvm_ffi"}
         assert not vendors & set(sys.modules), vendors & set(sys.modules)
     """

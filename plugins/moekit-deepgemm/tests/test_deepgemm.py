@@ -130,9 +130,11 @@ def reasons(**changes) -> str:
 
 
 def test_reasons():
-    assert "hidden_size 320 is not a multiple of 128" in reasons(hidden_size=320)
-    assert "intermediate size on a rank 192" in reasons(intermediate_size=192)
-    assert "not a multiple" not in reasons(hidden_size=320, quant="none")
+    assert "I=192 cannot be padded to 256" in reasons(intermediate_size=192)
+    spec = moekit_experts()[0]
+    plain = [standin.problem("sm90", hidden_size=h, quant="none") for h in (320, 328)]
+    assert [*map(spec.padding, plain)] == ["", "hidden size 328 padded to 384"]
+    assert "padded to 384" in spec.padding(standin.problem("sm90", hidden_size=320))
     assert "packed four in an int32" in reasons(device="sm100")
     assert "float16 is not supported" in reasons(dtype=torch.float16)
     if not library.candidates():

@@ -32,6 +32,11 @@ def _check(problem: MoEProblem) -> list[str]:
     return reasons
 
 
+def _multiples(problem: MoEProblem) -> tuple[int, int]:
+    multiple = _MULTIPLE.get(problem.quant.name, 1)
+    return multiple, multiple
+
+
 def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
     # `requires` cannot express "deep_gemm, or the copy inside vllm".
     missing = () if library.candidates() else ("deep_gemm",)
@@ -49,6 +54,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         # leads by up to 11 % on some shapes. Tuned tables decide there.
         priority=5,
         check=_check,
+        multiples=_multiples,
         reduces=format is ActivationFormat.STANDARD,
         graph_safe=True,
         deterministic=True,

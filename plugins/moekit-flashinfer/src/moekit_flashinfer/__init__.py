@@ -97,6 +97,11 @@ def _check_experts(problem: MoEProblem) -> list[str]:
     return reasons
 
 
+def _multiples(problem: MoEProblem) -> tuple[int, int]:
+    multiple = _MULTIPLE.get(problem.quant.name, 1)
+    return multiple, multiple
+
+
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
     return [
@@ -164,6 +169,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             requires=(*library.REQUIRES, "moekit_kernels"),
             install_hint=library.INSTALL_HINT,
             check=_check_experts,
+            multiples=_multiples,
             # gelu is missing: the library computes it with erf or with tanh, depending on the
             # kernel that its tuner picks.
             activations=frozenset({"silu", "swigluoai", "silu_no_mul", "relu2"}),

@@ -31,6 +31,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             # `torch` is faster in bf16 (benchmarks/results, cpu-ktransformers) and copies nothing.
             scheme_priority=(("none", -10),),
             check=_check,
+            multiples=kinds.multiples,
             activations=frozenset({"silu"}),
             bias=False,
             reduces=True,

@@ -82,6 +82,13 @@ def choose(problem: MoEProblem) -> Kind:
     return next(kind for kind in KINDS[problem.quant.name] if kind.runs)
 
 
+def multiples(problem: MoEProblem) -> tuple[int, int]:
+    """Return the multiples that hidden and intermediate size must be of."""
+    listed = KINDS.get(problem.quant.name, ())
+    step = next((kind.step for kind in listed if kind.runs), 1)
+    return step, step * library.numa_nodes()
+
+
 def unsupported(problem: MoEProblem) -> list[str]:
     """Return why no class of the library computes the problem's scheme at its sizes."""
     listed = KINDS.get(problem.quant.name, ())

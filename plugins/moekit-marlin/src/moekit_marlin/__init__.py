@@ -34,6 +34,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         install_hint=library.VLLM.install_hint,
         priority=15,
         check=_check,
+        multiples=sizes.multiples,
         reduces=format is ActivationFormat.STANDARD,
         graph_safe=True,
         deterministic=True,

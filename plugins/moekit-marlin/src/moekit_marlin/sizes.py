@@ -52,6 +52,11 @@ def padded_intermediate(problem: MoEProblem) -> int:
     return 0
 
 
+def multiples(problem: MoEProblem) -> tuple[int, int]:
+    """Return the multiples of H and I that moekit pads to; `padded_intermediate` pads I here."""
+    return math.lcm(64, max(1, group_of(problem))), 1
+
+
 def unsupported(problem: MoEProblem) -> list[str]:
     """Return why the operator does not support the problem's sizes or dtype."""
     hidden, group, weight = problem.hidden_size, group_of(problem), problem.quant.weight

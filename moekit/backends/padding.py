@@ -1,0 +1,228 @@
+"""Experts of padded sizes, presented as experts of the problem's own sizes.
+
+Zeros make up the difference: rows of gate and of up, columns of both and of w2, rows of w2, and
+biases. They add nothing to any output, so results are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit.contract import (
+    BufferSpec,
+    Dispatched,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+    output_dtype,
+)
+from moekit.discovery.answers import create
+from moekit.discovery.specs import ExpertsSpec
+from moekit.problem import ActivationFormat, MoEProblem
+from moekit.problem.quant import INT4_ZERO, OperandQuant, pack_int4, unpack_int4
+from moekit.problem.weights import ExpertWeights
+
+
+def create_padded(
+    experts: type[PermuteExpertsUnpermute], spec: ExpertsSpec, problem: MoEProblem
+) -> PermuteExpertsUnpermute:
+    """Create ``experts`` for ``problem``, padded if the spec needs other sizes."""
+    made = spec.padded(problem)
+    inner = create(experts, spec, made)
+    return inner if made == problem else PaddedExperts(inner, problem)
+
+
+class PaddedExperts(PermuteExpertsUnpermute):
+    """Experts whose kernels compute larger sizes than the problem's."""
+
+    def __init__(self, inner: PermuteExpertsUnpermute, problem: MoEProblem) -> None:
+        super().__init__(inner.spec, problem)
+        self.inner = inner
+        self._columns = inner.problem.hidden_size
+        self._pads_tokens = self._columns != problem.hidden_size
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        return self.inner.pack(pad_weights(weights, self.problem, self.inner.problem))
+
+    def quantize(
+        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Quantize rows before they are padded: their format depends only on the scheme."""
+        return PermuteExpertsUnpermute.quantize(self.inner, x_RH, weights, valid_rows)
+
+    def transient_bytes(self, rows: int) -> int:
+        return self.inner.transient_bytes(rows)
+
+    def largest_calls(self, num_tokens: int) -> Sequence[int]:
+        return self.inner.largest_calls(num_tokens)
+
+    def tuning(self) -> AbstractContextManager[object]:
+        return self.inner.tuning()
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        return (*self._copies(rows), *self.inner.workspace(rows))
+
+    def _copies(self, rows: int) -> tuple[BufferSpec, ...]:
+        """Return the memory of padded tokens, their scales, and the padded output."""
+        if not self._pads_tokens:
+            return ()
+        p, activation = self.problem, self.problem.quant.activation
+        batched = self.spec.format is ActivationFormat.BATCHED
+        rows *= p.num_local_experts if batched else 1
+        outputs = rows if batched or self.spec.reduces else rows * p.top_k
+        groups = 0 if activation is None else activation.scale_shape(1, self._columns)[1]
+        return (
+            BufferSpec((rows, self._columns), p.dtype),
+            BufferSpec((rows, groups), torch.float32),
+            BufferSpec((outputs, self._columns), output_dtype(p, self.spec)),
+        )
+
+    def apply(
+        self,
+        y: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> None:
+        if not self._pads_tokens:
+            return self.inner.apply(y, tokens, weights, workspace)
+        x_memory, scale_memory, y_memory, *rest = workspace
+        x, scale = tokens.x, tokens.x_scale
+        held = self._columns * x.shape[-1] // self.problem.hidden_size  # two in a byte, or one
+        padded = _wider(x, held, x_memory, 0)
+        if scale is not None and (groups := self._groups(scale)) > scale.shape[-1]:
+            scale = _wider(scale, groups, scale_memory, 1)
+        out = y_memory.view(-1)[: y.numel() // y.shape[-1] * self._columns]
+        out = out.view(y.dtype).view(*y.shape[:-1], self._columns)
+        self.inner.apply(out, replace(tokens, x=padded, x_scale=scale), weights, rest)
+        y.copy_(out[..., : y.shape[-1]])
+
+    def _groups(self, scale: Tensor) -> int:
+        """Return how many scales a padded row has."""
+        activation = self.problem.quant.activation
+        assert activation is not None
+        return max(scale.shape[-1], activation.scale_shape(1, self._columns)[1])
+
+
+def _wider(x: Tensor, columns: int, memory: Tensor, value: float) -> Tensor:
+    """Return a copy of ``x`` (..., n) with more columns, which hold ``value``, in ``memory``."""
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    flat = memory.view(-1).view(x.dtype)[: rows * columns].view(*x.shape[:-1], columns)
+    flat[..., : x.shape[-1]].copy_(x)
+    rest = flat[..., x.shape[-1] :]
+    if x.element_size() == 1:  # fill_ does not know every 8-bit dtype; these hold zeros
+        rest = rest.view(torch.uint8)
+    rest.fill_(value)
+    return flat
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+def pad_weights(weights: ExpertWeights, problem: MoEProblem, made: MoEProblem) -> ExpertWeights:
+    """Return canonical weights of ``problem`` as those of ``made``, which has larger sizes."""
+    operand, gated = problem.quant.weight, problem.activation.gated
+    hidden, inner = made.hidden_size, made.local_intermediate_size
+    of_w13, of_w2 = _part(weights, "w13"), _part(weights, "w2")
+    if gated and inner != problem.local_intermediate_size:
+        joined = _joined([_pad(half, operand, inner, hidden) for half in _halves(of_w13)])
+    else:
+        joined = _pad(of_w13, operand, made.w13_rows, hidden)
+    changes: dict[str, Any] = {
+        **_named("w13", joined),
+        **_named("w2", _pad(of_w2, operand, hidden, inner)),
+    }
+    if weights.w13_bias is not None and weights.w2_bias is not None:
+        biases = weights.w13_bias.chunk(2, dim=1) if gated else (weights.w13_bias,)
+        changes["w13_bias"] = torch.cat([_grow(bias, 1, inner, 0.0) for bias in biases], dim=1)
+        changes["w2_bias"] = _grow(weights.w2_bias, 1, hidden, 0.0)
+    return replace(weights, **changes)
+
+
+_FIELDS = ("scale", "zero_points", "g_idx")
+Part = dict[str, Tensor]
+"""A matrix of every expert: "" (L, N, K or K / 2), and of `_FIELDS` those that it has."""
+
+
+def _part(weights: ExpertWeights, name: str) -> Part:
+    found = {field: getattr(weights, f"{name}_{field}") for field in _FIELDS}
+    return {"": getattr(weights, name), **{f: t for f, t in found.items() if t is not None}}
+
+
+def _named(name: str, part: Part) -> Part:
+    return {f"{name}_{field}" if field else name: tensor for field, tensor in part.items()}
+
+
+def _halves(part: Part) -> list[Part]:
+    """Split w13 into gate and up; they share g_idx, and a scale for all rows."""
+
+    def half(field: str, tensor: Tensor, index: int) -> Tensor:
+        shared = field == "g_idx" or tensor.shape[1] == 1
+        return tensor if shared else tensor.chunk(2, dim=1)[index]
+
+    return [{f: half(f, t, index) for f, t in part.items()} for index in (0, 1)]
+
+
+def _joined(halves: list[Part]) -> Part:
+    def both(field: str, first: Tensor) -> Tensor:
+        shared = field == "g_idx" or (field and first.shape[1] == 1)
+        return first if shared else torch.cat([half[field] for half in halves], dim=1)
+
+    return {field: both(field, tensor) for field, tensor in halves[0].items()}
+
+
+def _pad(part: Part, operand: OperandQuant | None, rows: int, columns: int) -> Part:
+    """Return a matrix of (rows, columns); added scales repeat the last ones."""
+    if operand is None:
+        return {"": _grow(_grow(part[""], 1, rows, 0.0), 2, columns, 0.0)}
+    made = dict(part)
+    shape = operand.scale_shape(rows, columns)
+    for field in ("scale", "zero_points"):
+        if field in part:
+            made[field] = _grow(_grow(part[field], 1, shape[0]), 2, shape[1])
+    if "g_idx" in part:
+        old = part["g_idx"]
+        added = torch.arange(old.shape[1], columns, device=old.device) // operand.group[1]
+        made["g_idx"] = torch.cat([old, added.to(old.dtype).expand(len(old), -1)], dim=1)
+    if "zero_points" in part:
+        made[""] = _pad_around_zeros(part[""], made, operand, columns)
+        return made
+    byte = INT4_ZERO * 0x11 if operand.dtype == "int4" else 0
+    stored = columns // 2 if operand.packed else columns
+    q = part[""].view(torch.uint8)
+    grown = _grow(_grow(q, 1, rows, byte), 2, stored, byte)
+    return {**made, "": grown.view(part[""].dtype)}
+
+
+def _pad_around_zeros(packed: Tensor, made: Part, operand: OperandQuant, columns: int) -> Tensor:
+    """Return packed int4 whose added elements are their groups' zero points, expert by expert."""
+    position = torch.arange(columns, device=packed.device)
+    run = position // operand.group[1] if operand.group[1] > 0 else position * 0
+    grown = []
+    for expert, stored in enumerate(packed):
+        groups = made["g_idx"][expert].long() if "g_idx" in made else run
+        q = made["zero_points"][expert][:, groups]
+        old = unpack_int4(stored)
+        q[: old.shape[0], : old.shape[1]] = old
+        grown.append(pack_int4(q))
+    return torch.stack(grown)
+
+
+def _grow(tensor: Tensor, dim: int, size: int, value: float | None = None) -> Tensor:
+    """Return ``tensor`` with ``size`` entries along ``dim``; added ones hold ``value``.
+
+    value: None repeats the last entry.
+    """
+    if (more := size - tensor.shape[dim]) <= 0:
+        return tensor
+    last = (
+        tensor.narrow(dim, -1, 1) if value is None else tensor.new_full((1,) * tensor.dim(), value)
+    )
+    shape = list(tensor.shape)
+    shape[dim] = more
+    return torch.cat([tensor, last.expand(shape)], dim)

@@ -1,0 +1,66 @@
+"""Padded sizes: the problem that experts compute when their kernels need multiples of H or I."""
+
+from __future__ import annotations
+
+import math
+
+from moekit.errors import InvalidProblem
+from moekit.problem import MoEProblem
+
+MOST = 1 << 12  # of a multiple
+Multiples = tuple[int, int]
+"""Of the hidden size, and of a rank's intermediate size."""
+
+
+def padded(problem: MoEProblem, multiples: Multiples) -> MoEProblem:
+    """Return ``problem`` with its sizes rounded up, or itself if they are multiples already.
+
+    Rows and columns of zeros make up the difference, and add nothing to the output. Blocks of
+    scales that cover whole neurons stay whole.
+    """
+    hidden, inner = problem.hidden_size, problem.local_intermediate_size
+    weight, (of_hidden, of_inner) = problem.quant.weight, multiples
+    if inner % of_inner and weight is not None and weight.group[0] > 1:
+        of_inner = math.lcm(of_inner, weight.group[0])
+    changes = {}
+    if hidden % of_hidden:
+        changes["hidden_size"] = _up(hidden, of_hidden)
+    if inner % of_inner:
+        changes["intermediate_size"] = _up(inner, of_inner) * problem.parallel.tp_size
+    try:
+        return problem.replace(**changes) if changes else problem
+    except InvalidProblem:  # too large; the backend's own check says what it needs
+        return problem
+
+
+def faults(problem: MoEProblem, made: MoEProblem) -> list[str]:
+    """Return why padding to ``made`` would not be exact."""
+    weight, inner = problem.quant.weight, problem.local_intermediate_size
+    if weight is None or made == problem:
+        return []
+    if weight.packed and (problem.hidden_size % 2 or inner % 2):
+        return [f"H={problem.hidden_size} and I={inner} must be even: 4 bits pack two in a byte"]
+    rows = weight.group[0]
+    if rows > 1 and problem.activation.gated and inner != _inner(made) and inner % rows:
+        return [
+            f"I={inner} cannot be padded to {_inner(made)}: a block of {rows} rows of w13 has rows "
+            "of gate and of up"
+        ]
+    return []
+
+
+def words(problem: MoEProblem, made: MoEProblem) -> str:
+    """Return what is padded, for people; "" if nothing is."""
+    sizes = (
+        ("hidden size", problem.hidden_size, made.hidden_size),
+        ("intermediate size", problem.local_intermediate_size, _inner(made)),
+    )
+    return " and ".join(f"{name} {was} padded to {now}" for name, was, now in sizes if was != now)
+
+
+def _inner(problem: MoEProblem) -> int:
+    return problem.local_intermediate_size
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
