@@ -1,7 +1,8 @@
-"""A dispatcher for GPUs that reach each other over NVLink; it needs nothing but torch and Triton.
+"""Dispatchers for GPUs that reach each other over NVLink; they need nothing but torch and Triton.
 
 nvlink_ht   standard format: ranks write rows straight into the memory of the ranks that need
             them, and read the experts' output back
+nvlink_ll   batched format: the same, with a row for each assignment at its expert's place
 """
 
 from __future__ import annotations
@@ -19,31 +20,59 @@ from moekit.plugin import (
 if TYPE_CHECKING:
     from moekit.plugin import Footprint
 
-_MOST_TOP_K, _MOST_RANKS = 32, 64
+_MOST_TOP_K, _MOST_RANKS, _MOST_ROWS = 32, 64, 2**31 - 1
 
 
 def _check(problem: MoEProblem) -> list[str]:
+    from moekit.errors import InvalidInput
+
+    from .settings import Settings
+
     parallel, reasons = problem.parallel, []
+    try:
+        Settings.read()
+    except InvalidInput as error:
+        reasons.append(str(error))
     if problem.device.arch:
         reasons.append(f"needs NVIDIA GPUs, and was asked for {problem.device}")
     if problem.top_k > _MOST_TOP_K:
         reasons.append(f"top_k={problem.top_k} exceeds {_MOST_TOP_K}")
     if parallel.num_ranks > _MOST_RANKS:
         reasons.append(f"{parallel.num_ranks} ranks exceed {_MOST_RANKS}")
-    if parallel.moves_tokens and parallel.dp_size != parallel.num_ranks:
+    if parallel.moves_tokens and parallel.num_ranks % parallel.dp_size:
         reasons.append(
-            f"every rank must have tokens of its own (dp_size={parallel.dp_size}, "
-            f"{parallel.num_ranks} ranks)"
+            f"the number of ranks must be a multiple of dp_size ({parallel.num_ranks} ranks, "
+            f"dp_size={parallel.dp_size})"
         )
     if problem.hidden_size % 16:
         reasons.append(f"hidden_size must be a multiple of 16 (got {problem.hidden_size})")
     return reasons
 
 
+def _check_batched(problem: MoEProblem) -> list[str]:
+    reasons, parallel = _check(problem), problem.parallel
+    per_expert = (problem.max_num_tokens or 0) * parallel.dp_size
+    rows = per_expert * (-(-problem.num_physical_experts // parallel.ep_size) * parallel.ep_size)
+    if max(rows, per_expert * problem.top_k) > _MOST_ROWS:
+        reasons.append(
+            f"max_num_tokens={problem.max_num_tokens} makes {rows} rows on all ranks, and at most "
+            f"{_MOST_ROWS} can be numbered: lower it, or use nvlink_ht"
+        )
+    return reasons
+
+
 def _footprint(problem: MoEProblem) -> Footprint:
     from .footprint import footprint
+    from .settings import Settings
 
-    return footprint(problem)
+    return footprint(problem, batched=False, push=Settings.read().push)
+
+
+def _footprint_batched(problem: MoEProblem) -> Footprint:
+    from .footprint import footprint
+    from .settings import Settings
+
+    return footprint(problem, batched=True, push=Settings.read().push)
 
 
 @hookimpl
@@ -51,7 +80,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     return [
         DispatcherSpec(
             name="nvlink_ht",
-            target="moekit_nvlink.dispatcher:NvlinkDispatcher",
+            target="moekit_nvlink.dispatcher:HighThroughputDispatcher",
             format=ActivationFormat.STANDARD,
             devices=("cuda>=8.0",),
             requires=("triton", "moekit_kernels"),
@@ -65,5 +94,22 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             graph_safe=True,
             check=_check,
             footprint=_footprint,
-        )
+        ),
+        DispatcherSpec(
+            name="nvlink_ll",
+            target="moekit_nvlink.dispatcher:LowLatencyDispatcher",
+            format=ActivationFormat.BATCHED,
+            devices=("cuda>=8.0",),
+            requires=("triton", "moekit_kernels"),
+            install_hint="pip install moekit-nvlink",
+            priority=-12,
+            moves_tokens=True,
+            wire_schemes=WIRE_SCHEMES,
+            needs_capacity=True,
+            ids_dtype="int32",
+            deterministic=True,
+            graph_safe=True,
+            check=_check_batched,
+            footprint=_footprint_batched,
+        ),
     ]

@@ -1,4 +1,4 @@
-"""Where a call's data lies in a rank's buffer, and what the dispatcher takes on a rank."""
+"""Where a call's data lies in a rank's buffer, and what a dispatcher takes on a rank."""
 
 from __future__ import annotations
 
@@ -8,59 +8,125 @@ from itertools import accumulate
 from moekit.plugin import Footprint, MoEProblem
 
 _ALIGN = 256
+PHASES = 3  # of a call: see `kernels.flags`
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this rank is, and how experts and tokens lie on the ranks.
+
+    rank: its place in the group of ``count`` ranks; ``copies`` consecutive ranks hold the same
+    tokens. ``shares`` ranks share the experts: ``share`` each, and one more for ``larger`` of them;
+    ``tp`` consecutive ranks slice them.
+    """
+
+    rank: int
+    count: int
+    copies: int
+    shares: int
+    tp: int
+    share: int
+    larger: int
+
+    @classmethod
+    def of(cls, problem: MoEProblem) -> Ranks:
+        parallel = problem.parallel
+        count, shares = parallel.num_ranks, parallel.ep_size
+        share, larger = divmod(problem.num_physical_experts, shares)
+        copies = max(1, count // parallel.dp_size)
+        return cls(parallel.rank, count, copies, shares, parallel.tp_size, share, larger)
+
+    @property
+    def batches(self) -> int:
+        return self.count // self.copies
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Byte offsets in a buffer that every rank has, for rows (source rank, slot).
+    """Byte offsets in a buffer, which every rank has.
+
+    Standard: ``rows`` are (batch, slot), with ids and weights for each. Batched: they are (local
+    expert, slot), with ``slots`` for each expert. ``entries`` is the number of rows that a token
+    gets back from other ranks: one for each share of the experts, or one for each assignment.
 
     x: rows as they travel, at most hidden_size * itemsize bytes; scale: fp32; ids: int32 local
-    experts; weights: fp32; y: the experts' output; flags: int64, two for each rank.
+    experts; weights: fp32; sources: int32, a row's assignment; y: the experts' output; back: the
+    rows of this rank's tokens, if experts push them; counts: int32, by batch and expert; flags:
+    int64.
     """
 
-    ranks: int
+    batched: bool
     capacity: int
     groups: int
+    slots: int
+    rows: int
+    entries: int
     x: int
     scale: int
     ids: int
     weights: int
+    sources: int
     y: int
+    back: int
+    counts: int
     flags: int
     nbytes: int
 
     @classmethod
-    def of(cls, problem: MoEProblem) -> Layout:
-        p, capacity = problem, problem.max_num_tokens
+    def of(cls, problem: MoEProblem, batched: bool, push: bool) -> Layout:
+        p, ranks, capacity = problem, Ranks.of(problem), problem.max_num_tokens
         assert capacity is not None
-        ranks, groups = p.parallel.num_ranks, 0
-        if p.quant.activation is not None:
-            groups = p.quant.activation.scale_shape(1, p.hidden_size)[1]
-        row = p.hidden_size * p.dtype.itemsize
-        sizes = [row, 4 * groups, 4 * p.top_k, 4 * p.top_k, row]
-        padded = [-(-ranks * capacity * size // _ALIGN) * _ALIGN for size in sizes]
-        x, scale, ids, weights, y, flags = accumulate(padded, initial=0)
-        nbytes = flags + 2 * 8 * ranks
-        return cls(ranks, capacity, groups, x, scale, ids, weights, y, flags, nbytes)
+        groups = _groups(problem)
+        slots = ranks.batches * capacity
+        rows = slots * (ranks.share + bool(ranks.larger)) if batched else slots
+        entries = p.top_k if batched else ranks.shares
+        row, each = p.hidden_size * p.dtype.itemsize, 0 if batched else p.top_k
+        sizes = [
+            rows * row,
+            rows * 4 * groups,
+            rows * 4 * each,
+            rows * 4 * each,
+            rows * 4 * (batched and push),
+            rows * row,
+            capacity * ranks.tp * entries * row * push,
+            ranks.batches * p.num_physical_experts * 4 * batched,
+        ]
+        padded = (-(-size // _ALIGN) * _ALIGN for size in sizes)
+        x, scale, ids, weights, sources, y, back, counts, flags = accumulate(padded, initial=0)
+        nbytes = flags + PHASES * 8 * ranks.count
+        return cls(
+            batched, capacity, groups, slots, rows, entries, x, scale, ids, weights, sources, y,
+            back, counts, flags, nbytes,
+        )  # fmt: skip
+
+    def shape(self, *row: int) -> tuple[int, ...]:
+        """Return the shape of all rows: (R, ...), or (experts, slots, ...)."""
+        return (self.rows // self.slots, self.slots, *row) if self.batched else (self.rows, *row)
 
 
-def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:
-    """Return the bytes of a call of ``num_tokens``: slots, and the quantized row with its scale."""
+def transient_bytes(problem: MoEProblem, num_tokens: int, batched: bool) -> int:
+    """Return the bytes of a call: places, counts, and the quantized rows with their scales."""
     p = problem
-    slots = 4 * num_tokens * p.parallel.ep_size
+    kept = 4 * num_tokens * (2 * p.top_k if batched else p.parallel.ep_size)
+    if batched:
+        kept += 8 * p.num_local_experts
     if p.quant.activation is None:
-        return slots
-    groups = p.quant.activation.scale_shape(1, p.hidden_size)[1]
-    return slots + num_tokens * (p.hidden_size * 10 + 8 * groups)
+        return kept
+    return kept + num_tokens * (p.hidden_size * 10 + 8 * _groups(problem))
 
 
-def footprint(problem: MoEProblem) -> Footprint:
+def _groups(problem: MoEProblem) -> int:
+    activation = problem.quant.activation
+    return 0 if activation is None else activation.scale_shape(1, problem.hidden_size)[1]
+
+
+def footprint(problem: MoEProblem, batched: bool, push: bool) -> Footprint:
     """Return what a rank takes when every rank passes ``max_num_tokens``."""
-    layout = Layout.of(problem)
+    layout = Layout.of(problem, batched, push)
     return Footprint(
-        rows=layout.ranks * layout.capacity,
+        rows=layout.slots if batched else layout.rows,
         buffers={"symmetric memory": layout.nbytes},
-        transient=transient_bytes(problem, layout.capacity),
+        transient=transient_bytes(problem, layout.capacity, batched),
         source="its own layout; a second buffer where two calls are in flight",
         across=("all ranks must be on one host, whose GPUs reach each other's memory",),
     )

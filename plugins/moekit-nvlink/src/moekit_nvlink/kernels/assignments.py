@@ -1,0 +1,145 @@
+"""Dispatch of `nvlink_ll`: a token's row goes to the place of each of its experts.
+
+Row ``expert * slots + slot`` of a rank's buffer belongs to one assignment. The slots of an expert
+are given by batch, then by token, so that its rows lie together and equal inputs give equal rows.
+Every rank first tells all ranks how many rows it has for each expert (counts). Then each knows
+where its own rows begin, and writes them there.
+"""
+
+import triton
+import triton.language as tl
+
+from .flags import COUNTS, ROWS, at, is_last, owner_of, raise_flag, wait_for
+
+
+@triton.jit
+def count_assignments(
+    ids_ptr, positions_ptr, peers_ptr, counters_ptr, epoch_ptr, assignments, rank, counts_at,
+    flags_at,
+    RANKS: tl.constexpr, COPIES: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr,
+    SCAN: tl.constexpr,
+):  # fmt: skip
+    """Count this rank's assignments of each expert, and tell every rank.
+
+    Args:
+        ids_ptr: int32 (T * K,) of EXPERTS physical experts. positions_ptr: int32 (T * K,), written:
+            how many earlier assignments have the same expert.
+    """
+    expert = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    before = tl.zeros([TILE], tl.int32)
+    for first in range(0, assignments, SCAN):
+        place = first + tl.arange(0, SCAN)
+        there = place < assignments
+        id = tl.load(ids_ptr + place, mask=there, other=-1)
+        hit = ((id[:, None] == expert[None, :]) & (expert < EXPERTS)[None, :]).to(tl.int32)
+        order = tl.cumsum(hit, axis=0) - hit + before[None, :]
+        found = tl.max(hit, axis=1) > 0
+        tl.store(positions_ptr + place, tl.sum(hit * order, axis=1), mask=there & found)
+        before += tl.sum(hit, axis=0)
+    for r in tl.static_range(RANKS):
+        counts = at(peers_ptr, r, counts_at, tl.int32) + rank // COPIES * EXPERTS
+        tl.store(counts + expert, before, mask=expert < EXPERTS)
+    if is_last(counters_ptr):
+        number = tl.load(epoch_ptr) + 1
+        for r in tl.static_range(RANKS):
+            raise_flag(peers_ptr, r, rank, number << 32, flags_at, COUNTS, RANKS)
+
+
+@triton.jit
+def dispatch_assignments(
+    x_ptr, scale_ptr, ids_ptr, positions_ptr, peers_ptr, places_ptr, counters_ptr, epoch_ptr,
+    error_ptr, lost_ptr, T, rank, capacity, spins, x_at, scale_at, sources_at, counts_at, flags_at,
+    RANKS: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr, BATCHES_2: tl.constexpr,
+    EXPERTS: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr, SLOTS: tl.constexpr,
+    PER_RANK: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr, WORDS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, WORDS_TILE: tl.constexpr, SOURCES: tl.constexpr,
+):  # fmt: skip
+    """Write each token's row and scales to the places of its experts.
+
+    Args:
+        x_ptr ... counters_ptr: as in `dispatch_rows`, and positions_ptr as in `count_assignments`.
+        places_ptr: int32 (T, K), written: share * PER_RANK + row, or -1.
+        SLOTS: rows of an expert; PER_RANK: rows of a rank.
+        SOURCES: also write to which assignment a row belongs, (batch, token, k) as one int32.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    number = tl.load(epoch_ptr) + 1
+    complete = 1
+    for r in tl.static_range(RANKS):
+        _, came = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, number, spins, flags_at,
+                           COUNTS, RANKS)  # fmt: skip
+        complete = tl.where(came, complete, 0)
+    tl.debug_barrier()
+
+    batch = rank // COPIES
+    b, k, word = tl.arange(0, BATCHES_2), tl.arange(0, K_2), tl.arange(0, WORDS_TILE)
+    counts = at(peers_ptr, rank, counts_at, tl.int32)
+    CHUNKS: tl.constexpr = (WORDS + WORDS_TILE - 1) // WORDS_TILE
+    for step in range(program, T * CHUNKS, programs):
+        token, w = step // CHUNKS, step % CHUNKS * WORDS_TILE
+        expert = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1)
+        # Without all counts, no place is known: nothing is sent, and the output will be NaN.
+        expert = tl.where(complete != 0, expert, -1)
+        real = expert >= 0
+        others = tl.load(counts + b[:, None] * EXPERTS + expert[None, :],
+                         mask=(b < batch)[:, None] & real[None, :], other=0)  # fmt: skip
+        position = tl.load(positions_ptr + token * K + k, mask=real, other=0)
+        owner = tl.where(real, owner_of(expert, SHARE, LARGER), 0)
+        local = expert - owner * SHARE - tl.minimum(owner, LARGER)
+        row = local * SLOTS + tl.sum(others, axis=0) + position
+        if w == 0:
+            place = tl.where(real, owner * PER_RANK + row, -1)
+            tl.store(places_ptr + token * K + k, place, mask=k < K)
+        if COPIES > 1:
+            real = tl.where(token % COPIES == rank % COPIES, expert, -1) >= 0
+        inside = (w + word) < WORDS
+        x = tl.load(x_ptr + tl.cast(token, tl.int64) * WORDS + w + word, mask=inside, other=0)
+        wide = row.to(tl.int64)
+        for t in tl.static_range(TP):
+            peer = tl.load(peers_ptr + owner * TP + t)
+            to = tl.multiple_of((peer + x_at).to(tl.pointer_type(tl.int32)), 16)
+            tl.store(to[:, None] + wide[:, None] * WORDS + w + word[None, :], x[None, :],
+                     mask=real[:, None] & inside[None, :])  # fmt: skip
+            if w == 0:
+                if SOURCES:
+                    to = (peer + sources_at).to(tl.pointer_type(tl.int32))
+                    tl.store(to + wide, (batch * capacity + token) * K + k, mask=real)
+                if GROUPS:
+                    g = tl.arange(0, GROUPS_2)
+                    scale = tl.load(scale_ptr + token * GROUPS + g, mask=g < GROUPS, other=0.0)
+                    to = (peer + scale_at).to(tl.pointer_type(tl.float32))
+                    tl.store(to[:, None] + wide[:, None] * GROUPS + g[None, :], scale[None, :],
+                             mask=real[:, None] & (g < GROUPS)[None, :])  # fmt: skip
+    if is_last(counters_ptr):
+        for r in tl.static_range(RANKS):
+            raise_flag(peers_ptr, r, rank, number << 32, flags_at, ROWS, RANKS)
+
+
+@triton.jit
+def receive_assignments(
+    peers_ptr, counts_ptr, ends_ptr, epoch_ptr, error_ptr, lost_ptr, rank, first, experts, spins,
+    counts_at, flags_at,
+    RANKS: tl.constexpr, BATCHES: tl.constexpr, EXPERTS: tl.constexpr, LOCAL_2: tl.constexpr,
+):  # fmt: skip
+    """Wait for the rows of all ranks, and sum the counts of this rank's experts over the batches.
+
+    Args:
+        counts_ptr, ends_ptr: int32 (experts,), written: the rows of each local expert, and of all
+            up to it. first: the first local expert.
+    """
+    number = tl.load(epoch_ptr) + 1
+    complete = 1
+    for r in tl.static_range(RANKS):
+        _, came = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, number, spins, flags_at, ROWS,
+                           RANKS)  # fmt: skip
+        complete = tl.where(came, complete, 0)
+    tl.debug_barrier()
+    expert = tl.arange(0, LOCAL_2)
+    there = expert < experts
+    total = tl.zeros([LOCAL_2], tl.int32)
+    counts = at(peers_ptr, rank, counts_at, tl.int32)
+    for b in tl.static_range(BATCHES):
+        total += tl.load(counts + b * EXPERTS + first + expert, mask=there, other=0)
+    total = total * complete
+    tl.store(counts_ptr + expert, total, mask=there)
+    tl.store(ends_ptr + expert, tl.cumsum(total, axis=0), mask=there)

@@ -1,0 +1,154 @@
+"""Dispatch of `nvlink_ht`: a token's row goes once to every rank that has one of its experts.
+
+Row ``batch * capacity + slot`` of a rank's buffer belongs to the token with that slot in ``batch``.
+Slots are given in the order of tokens, for each share of the experts, so that equal inputs give
+equal rows. Ranks with the same batch find the same slots, and each of them sends every COPIES-th
+token.
+"""
+
+import triton
+import triton.language as tl
+
+from .flags import LOW, ROWS, at, is_last, owner_of, raise_flag, wait_for
+
+
+@triton.jit
+def _goes_to(
+    ids_ptr, token, exists, shares, SHARES: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
+    SHARE: tl.constexpr, LARGER: tl.constexpr,
+):  # fmt: skip
+    """Return (tokens, shares) int32: 1 where a token has an expert of the share."""
+    k = tl.arange(0, K_2)
+    there = exists[:, None] & (k < K)[None, :]
+    expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=there, other=-1)
+    owner = tl.where(expert >= 0, owner_of(expert, SHARE, LARGER), -1)
+    found = tl.zeros([token.shape[0], shares.shape[0]], tl.int32)
+    for s in tl.static_range(SHARES):
+        one = tl.max((owner == s).to(tl.int32), axis=1)
+        found = tl.where((shares == s)[None, :], one[:, None], found)
+    return found
+
+
+@triton.jit
+def dispatch_rows(
+    x_ptr, scale_ptr, ids_ptr, weights_ptr, peers_ptr, places_ptr, counters_ptr, epoch_ptr,
+    T, rank, capacity, x_at, scale_at, ids_at, weights_at, flags_at,
+    SHARES: tl.constexpr, SHARES_2: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
+    SHARE: tl.constexpr, LARGER: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
+    WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, TOKENS: tl.constexpr,
+    WORDS_TILE: tl.constexpr, STAGES: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Write each token's row, scales, ids and weights to the ranks of its experts.
+
+    Args:
+        x_ptr: int32 words (T, W), a row as it travels. scale_ptr: fp32 (T, GROUPS).
+        ids_ptr: int32 (T, K) physical experts, -1 for none. weights_ptr: fp32 (T, K).
+        peers_ptr: int64 (RANKS,) addresses. places_ptr: int32 (T, SHARES), written: the row on the
+            ranks of each share, or -1. counters_ptr: int32 (1 + SHARES,), zero before and after.
+        epoch_ptr: int64 (1,), the number of calls that were combined.
+        SHARES: ranks that share the experts; SHARE experts each, LARGER of them one more.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    share = tl.cdiv(tl.cdiv(T, programs), TOKENS) * TOKENS
+    start = tl.minimum(program * share, T)
+    end = tl.minimum(start + share, T)
+    shares = tl.arange(0, SHARES_2)
+    first_row = rank // COPIES * capacity
+
+    before = tl.zeros([SHARES_2], tl.int32)
+    for first in range(0, start, SCAN):
+        token = first + tl.arange(0, SCAN)
+        goes = _goes_to(ids_ptr, token, token < start, shares, SHARES, K, K_2, SHARE, LARGER)
+        before += tl.sum(goes, axis=0)
+    earlier_programs = before
+
+    word, step = tl.arange(0, WORDS_TILE), tl.arange(0, TOKENS)
+    lower = (step[None, :] < step[:, None]).to(tl.int32)
+    for first in range(start, end, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        exists = token < end
+        goes = _goes_to(ids_ptr, token, exists, shares, SHARES, K, K_2, SHARE, LARGER)
+        # Not tl.cumsum, which Triton 3.6 does not compile for fewer rows than warps.
+        earlier = tl.sum(lower[:, :, None] * goes[None, :, :], axis=1)
+        place = tl.where(goes != 0, first_row + before[None, :] + earlier, -1)
+        tl.store(
+            places_ptr + token[:, None] * SHARES + shares[None, :], place,
+            mask=exists[:, None] & (shares < SHARES)[None, :],
+        )  # fmt: skip
+        before += tl.sum(goes, axis=0)
+        if COPIES > 1:
+            exists &= token % COPIES == rank % COPIES
+
+        for w in tl.range(0, WORDS, WORDS_TILE, num_stages=STAGES):
+            inside = exists[:, None] & ((w + word) < WORDS)[None, :]
+            x = tl.load(x_ptr + token[:, None].to(tl.int64) * WORDS + w + word[None, :],
+                        mask=inside, other=0)  # fmt: skip
+            for s in tl.static_range(SHARES):
+                row = tl.sum(tl.where((shares == s)[None, :], place, 0), axis=1).to(tl.int64)
+                for t in tl.static_range(TP):
+                    to = at(peers_ptr, s * TP + t, x_at, tl.int32)
+                    tl.store(to + row[:, None] * WORDS + w + word[None, :], x,
+                             mask=inside & (row >= 0)[:, None])  # fmt: skip
+
+        k = tl.arange(0, K_2)
+        assigned = exists[:, None] & (k < K)[None, :]
+        expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=assigned, other=-1)
+        weight = tl.load(weights_ptr + token[:, None] * K + k[None, :], mask=assigned, other=0.0)
+        owner = tl.where(expert >= 0, owner_of(expert, SHARE, LARGER), -1)
+        for s in tl.static_range(SHARES):
+            row = tl.sum(tl.where((shares == s)[None, :], place, 0), axis=1).to(tl.int64)
+            sent = assigned & (row >= 0)[:, None]
+            local = tl.where(owner == s, expert - s * SHARE - tl.minimum(s, LARGER), -1)
+            for t in tl.static_range(TP):
+                to = at(peers_ptr, s * TP + t, ids_at, tl.int32)
+                tl.store(to + row[:, None] * K + k[None, :], local, mask=sent)
+                to = at(peers_ptr, s * TP + t, weights_at, tl.float32)
+                tl.store(to + row[:, None] * K + k[None, :], weight, mask=sent)
+            if GROUPS:
+                g = tl.arange(0, GROUPS_2)
+                has = exists[:, None] & (g < GROUPS)[None, :]
+                scale = tl.load(scale_ptr + token[:, None] * GROUPS + g[None, :], mask=has)
+                for t in tl.static_range(TP):
+                    to = at(peers_ptr, s * TP + t, scale_at, tl.float32)
+                    tl.store(to + row[:, None] * GROUPS + g[None, :], scale,
+                             mask=has & (row >= 0)[:, None])  # fmt: skip
+
+    tl.atomic_add(
+        counters_ptr + 1 + shares, before - earlier_programs, mask=shares < SHARES, sem="relaxed"
+    )
+    if is_last(counters_ptr):
+        number = tl.load(epoch_ptr) + 1
+        for s in tl.static_range(SHARES):
+            count = tl.atomic_xchg(counters_ptr + 1 + s, 0, sem="relaxed").to(tl.int64)
+            for t in tl.static_range(TP):
+                raise_flag(peers_ptr, s * TP + t, rank, (number << 32) | count, flags_at, ROWS,
+                           SHARES * TP)  # fmt: skip
+
+
+@triton.jit
+def receive_rows(
+    peers_ptr, used_ptr, epoch_ptr, error_ptr, lost_ptr, rank, capacity, spins, ids_at, flags_at,
+    RANKS: tl.constexpr, COPIES: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
+    SCAN: tl.constexpr,
+):  # fmt: skip
+    """Wait for the rows of one batch, and give the rows behind them no expert.
+
+    used_ptr: int32 (batches,), rows of the call before, updated.
+    """
+    batch = tl.program_id(0)
+    number = tl.load(epoch_ptr) + 1
+    count = 0
+    complete = 1
+    for c in tl.static_range(COPIES):
+        flag, came = wait_for(peers_ptr, lost_ptr, error_ptr, rank, batch * COPIES + c, number,
+                              spins, flags_at, ROWS, RANKS)  # fmt: skip
+        count = (flag & LOW).to(tl.int32)
+        complete = tl.where(came, complete, 0)
+    count = count * complete
+    ids = at(peers_ptr, rank, ids_at, tl.int32)
+    k = tl.arange(0, K_2)
+    for first in range(count, tl.load(used_ptr + batch), SCAN):
+        row = first + tl.arange(0, SCAN)
+        place = (batch * capacity + row)[:, None].to(tl.int64) * K + k[None, :]
+        tl.store(ids + place, -1, mask=(row < capacity)[:, None] & (k < K)[None, :])
+    tl.store(used_ptr + batch, count)

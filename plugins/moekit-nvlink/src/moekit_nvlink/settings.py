@@ -1,0 +1,36 @@
+"""What users choose by environment variables; all ranks must choose alike."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from moekit.errors import InvalidInput
+
+COMBINE_VARIABLE = "MOEKIT_NVLINK_COMBINE"
+PROGRAMS_VARIABLE = "MOEKIT_NVLINK_SMS"
+_MOST_PROGRAMS = 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """push: the experts' ranks write rows back, and tokens' ranks do not read them from there.
+
+    programs: of a kernel that moves many tokens; each occupies one multiprocessor.
+    """
+
+    push: bool = False
+    programs: int = 64
+
+    @classmethod
+    def read(cls) -> Settings:
+        """Return the settings of the environment. Raises InvalidInput."""
+        combine = os.environ.get(COMBINE_VARIABLE, "pull").strip().lower()
+        if combine not in ("push", "pull"):
+            raise InvalidInput(f"{COMBINE_VARIABLE}={combine!r}: expected 'push' or 'pull'")
+        programs = os.environ.get(PROGRAMS_VARIABLE, str(cls.programs)).strip()
+        if not (programs.isdecimal() and 1 <= int(programs) <= _MOST_PROGRAMS):
+            raise InvalidInput(
+                f"{PROGRAMS_VARIABLE}={programs!r}: expected a number from 1 to {_MOST_PROGRAMS}"
+            )
+        return cls(combine == "push", int(programs))

@@ -1,0 +1,281 @@
+"""The launches of a call: dispatch in one of two formats, and the combine that they share.
+
+A call is a list of steps, each one kernel. A step waits only for what earlier steps of other ranks
+have done, so it makes no difference in which order ranks take the same step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import triton
+from moekit_kernels.launch import Launcher
+from torch import Tensor
+
+from moekit.plugin import Dispatched, MoEProblem, Routing
+
+from .buffers import Buffer
+from .footprint import Layout, Ranks
+from .kernels.assignments import count_assignments, dispatch_assignments, receive_assignments
+from .kernels.combine import combine_rows, push_rows
+from .kernels.rows import dispatch_rows, receive_rows
+from .settings import Settings
+
+Step = Callable[[], None]
+
+# A rank is given up after so many looks at its flag, each about a microsecond.
+_SPINS = 100_000_000
+
+_dispatch_rows, _receive_rows = Launcher(dispatch_rows), Launcher(receive_rows)
+_count, _dispatch_assignments = Launcher(count_assignments), Launcher(dispatch_assignments)
+_receive_assignments = Launcher(receive_assignments)
+_push, _combine = Launcher(push_rows), Launcher(combine_rows)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its work: programs; tokens (or rows) and columns of a step of a program.
+
+    A program has the bytes of ``stages`` steps in flight, tens of kilobytes, which hide the latency
+    of memory. Few tokens take all programs that they can use, which end within microseconds; more
+    tokens share the programs of `Settings`.
+    """
+
+    programs: int
+    tokens: int
+    columns: int
+    warps: int
+    stages: int = 1
+
+    few, few_programs = 512, 128
+    step_bytes, shared_bytes = 32768, 163840
+
+    @classmethod
+    def of_dispatch(cls, tokens: int, words: int, most: int) -> Tile:
+        """Return the tile for rows of ``words`` 4-byte words, once for each rank."""
+        columns = triton.next_power_of_2(words)
+        if tokens <= cls.few:
+            return cls(max(1, min(tokens, cls.few_programs)), 1, min(4096, columns), 8)
+        return cls(most, 8, min(1024, columns), 16)
+
+    @classmethod
+    def of_assignments(cls, tokens: int, words: int, most: int) -> Tile:
+        """Return the tile for rows of ``words`` 4-byte words, once for each assignment."""
+        columns = min(1024, triton.next_power_of_2(words))
+        steps = max(1, tokens * -(-words // columns))
+        return cls(min(steps, cls.few_programs if tokens <= cls.few else most), 1, columns, 8)
+
+    @classmethod
+    def of_push(cls, capacity: int, rows: int, words: int, most: int) -> Tile:
+        """Return the tile for at most ``rows`` rows of ``words`` 4-byte words."""
+        columns = triton.next_power_of_2(words)
+        if capacity <= cls.few:
+            columns = min(4096, columns)
+            return cls(min(rows * -(-words // columns), cls.few_programs), 1, columns, 8)
+        return cls(most, 8, min(1024, columns), 16, 3)
+
+    @classmethod
+    def of_combine(cls, tokens: int, columns: int, size: int, entries: int, most: int) -> Tile:
+        """Return the tile for ``entries`` rows a token of so many columns, ``size`` bytes each."""
+        widest = triton.next_power_of_2(columns)
+        if tokens <= cls.few:
+            share = triton.next_power_of_2(max(1, tokens * columns // cls.few_programs))
+            tile = min(max(share, 1024), 8192, widest)
+            steps = max(1, tokens * -(-columns // tile))
+            return cls(min(steps, cls.few_programs), 1, tile, 8 if tile <= 4096 else 16)
+        tile = min(1024, widest)
+        fit = max(1, cls.step_bytes // (tile * size * entries))
+        rows = min(8, 1 << fit.bit_length() - 1)
+        stages = min(3, max(1, cls.shared_bytes // (rows * tile * size * entries)))
+        return cls(most, rows, tile, 16, stages)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the combine needs of the dispatch.
+
+    places: int32 (T, entries), the rows of each token. counts: int32, the rows of this rank's
+    experts as `push_rows` takes them.
+    """
+
+    buffer: Buffer
+    places: Tensor
+    weights: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class Transfer(ABC):
+    """The calls of one rank of a layer."""
+
+    problem: MoEProblem
+    ranks: Ranks
+    layout: Layout
+    settings: Settings
+
+    batched: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, problem: MoEProblem, settings: Settings) -> Transfer:
+        layout = Layout.of(problem, cls.batched, settings.push)
+        return cls(problem, Ranks.of(problem), layout, settings)
+
+    @abstractmethod
+    def send(
+        self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
+    ) -> tuple[list[Step], Dispatched]:
+        """Return the steps that transfer x (T, ...) and what belongs to it, and what arrives."""
+
+    def output(self, buffer: Buffer) -> Tensor:
+        """Return (R, H) or (experts, slots, H), where `gather` takes the experts' output."""
+        p = self.problem
+        return buffer.region(self.layout.y, self.layout.shape(p.hidden_size), p.dtype)
+
+    def gather(self, call: Call, out_TH: Tensor) -> list[Step]:
+        """Return the steps that write the sum of each token's outputs; out_TH has unit strides."""
+        r, at, buffer, (T, H) = self.ranks, self.layout, call.buffer, out_TH.shape
+        lost, push = buffer.lost, self.settings.push
+        ways = {
+            "RANKS": r.count, "TP": r.tp, "COPIES": r.copies, "LISTED": self.batched,
+        }  # fmt: skip
+        steps: list[Step] = []
+        if push:
+            words = H * out_TH.itemsize // 4
+            rows = min(at.rows, at.slots * at.entries)
+            tile = Tile.of_push(at.capacity, rows, words, self.settings.programs)
+            segments = len(call.counts)
+            steps.append(partial(
+                _push, (tile.programs,),
+                buffer.peers, call.counts, buffer.counters, buffer.epoch, lost.flags,
+                r.rank, at.capacity, at.slots if self.batched else at.capacity, at.y, at.back,
+                at.sources, at.flags,
+                **ways, K=self.problem.top_k, SEGMENTS=segments,
+                SEGMENTS_2=triton.next_power_of_2(segments), WORDS=words, TOKENS=tile.tokens,
+                WORDS_TILE=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+            ))  # fmt: skip
+        tile = Tile.of_combine(T, H, out_TH.itemsize, at.entries * r.tp, self.settings.programs)
+        steps.append(partial(
+            _combine, (tile.programs,),
+            out_TH, buffer.peers, call.places, call.weights, buffer.counters, buffer.epoch,
+            lost.ranks, lost.flags, T, out_TH.stride(0), r.rank, at.capacity, _SPINS, at.y, at.back,
+            at.flags,
+            **ways, ROWS_EACH=at.entries, PER_RANK=at.rows, PUSHED=push, H=H, TOKENS=tile.tokens,
+            COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+        ))  # fmt: skip
+        return steps
+
+    def _arrived(self, buffer: Buffer, x: Tensor, scale: Tensor | None, **more: Any) -> Dispatched:
+        at = self.layout
+        if scale is not None:
+            more["x_scale"] = buffer.region(at.scale, at.shape(scale.shape[1]), torch.float32)
+        return Dispatched(x=buffer.region(at.x, at.shape(x.shape[1]), x.dtype), **more)
+
+
+class RowTransfer(Transfer):
+    """STANDARD: a row for each token and rank."""
+
+    def send(
+        self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
+    ) -> tuple[list[Step], Dispatched]:
+        r, at, (T, K) = self.ranks, self.layout, routing.topk_ids.shape
+        places = torch.empty((T, r.shares), dtype=torch.int32, device=x.device)
+        words, row_words = _words(x, places)
+        groups = 0 if scale is None else scale.shape[1]
+        tile = Tile.of_dispatch(T, row_words, self.settings.programs)
+        steps: list[Step] = [
+            partial(
+                _dispatch_rows, (tile.programs,),
+                words, routing.topk_weights if scale is None else scale, routing.topk_ids,
+                routing.topk_weights, buffer.peers, places, buffer.counters, buffer.epoch,
+                T, r.rank, at.capacity, at.x, at.scale, at.ids, at.weights, at.flags,
+                SHARES=r.shares, SHARES_2=triton.next_power_of_2(r.shares), TP=r.tp,
+                COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
+                K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
+                GROUPS_2=triton.next_power_of_2(max(1, groups)), TOKENS=tile.tokens,
+                WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=512, num_warps=tile.warps,
+            ),
+            partial(
+                _receive_rows, (r.batches,),
+                buffer.peers, buffer.used, buffer.epoch, buffer.lost.ranks, buffer.lost.flags,
+                r.rank, at.capacity, _SPINS, at.ids, at.flags,
+                RANKS=r.count, COPIES=r.copies, K=K, K_2=triton.next_power_of_2(K), SCAN=256,
+                num_warps=4,
+            ),
+        ]  # fmt: skip
+        return steps, self._arrived(
+            buffer, x, scale,
+            topk_ids=buffer.region(at.ids, (at.rows, K), torch.int32),
+            topk_weights=buffer.region(at.weights, (at.rows, K), torch.float32),
+            handle=Call(buffer, places, routing.topk_weights, buffer.used[: r.batches]),
+        )  # fmt: skip
+
+
+class AssignmentTransfer(Transfer):
+    """BATCHED: a row for each assignment, at the place of its expert."""
+
+    batched: ClassVar[bool] = True
+
+    def send(
+        self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
+    ) -> tuple[list[Step], Dispatched]:
+        p, r, at, (T, K) = self.problem, self.ranks, self.layout, routing.topk_ids.shape
+        experts, mine = p.num_physical_experts, p.local_experts
+        positions, places = torch.empty((2, T, K), dtype=torch.int32, device=x.device)
+        counts, ends = torch.empty((2, len(mine)), dtype=torch.int32, device=x.device)
+        words, row_words = _words(x, places)
+        groups = 0 if scale is None else scale.shape[1]
+        tile = Tile.of_assignments(T, row_words, self.settings.programs)
+        lost = buffer.lost
+        steps: list[Step] = [
+            partial(
+                _count, (-(-experts // 8),),
+                routing.topk_ids, positions, buffer.peers, buffer.counters, buffer.epoch,
+                T * K, r.rank, at.counts, at.flags,
+                RANKS=r.count, COPIES=r.copies, EXPERTS=experts, TILE=8, SCAN=512, num_warps=4,
+            ),
+            partial(
+                _dispatch_assignments, (tile.programs,),
+                words, routing.topk_weights if scale is None else scale, routing.topk_ids,
+                positions, buffer.peers, places, buffer.counters, buffer.epoch, lost.ranks,
+                lost.flags, T, r.rank, at.capacity, _SPINS, at.x, at.scale, at.sources, at.counts,
+                at.flags,
+                RANKS=r.count, TP=r.tp, COPIES=r.copies,
+                BATCHES_2=triton.next_power_of_2(r.batches), EXPERTS=experts, SHARE=r.share,
+                LARGER=r.larger, SLOTS=at.slots, PER_RANK=at.rows, K=K,
+                K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
+                GROUPS_2=triton.next_power_of_2(max(1, groups)), WORDS_TILE=tile.columns,
+                SOURCES=self.settings.push, num_warps=tile.warps,
+            ),
+            partial(
+                _receive_assignments, (1,),
+                buffer.peers, counts, ends, buffer.epoch, lost.ranks, lost.flags, r.rank,
+                mine.start, len(mine), _SPINS, at.counts, at.flags,
+                RANKS=r.count, BATCHES=r.batches, EXPERTS=experts,
+                LOCAL_2=triton.next_power_of_2(len(mine)), num_warps=1,
+            ),
+        ]  # fmt: skip
+        arrived = self._arrived(
+            buffer, x, scale, expert_num_tokens=counts,
+            handle=Call(buffer, places, routing.topk_weights, ends),
+        )  # fmt: skip
+        if len(mine) == arrived.x.shape[0]:
+            return steps, arrived
+        return steps, _first_experts(arrived, len(mine))
+
+
+def _first_experts(arrived: Dispatched, experts: int) -> Dispatched:
+    """Return the rows of this rank's experts: buffers have room for as many as any rank has."""
+    scale = None if arrived.x_scale is None else arrived.x_scale[:experts]
+    return Dispatched(arrived.x[:experts], scale, expert_num_tokens=arrived.expert_num_tokens,
+                      handle=arrived.handle)  # fmt: skip
+
+
+def _words(x: Tensor, otherwise: Tensor) -> tuple[Tensor, int]:
+    """Return x as 4-byte words, or a tensor that nothing reads where x is empty; words of a row."""
+    return (x.view(torch.uint8).view(torch.int32) if len(x) else otherwise,
+            x.shape[1] * x.itemsize // 4)  # fmt: skip

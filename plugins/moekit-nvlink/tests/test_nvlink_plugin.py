@@ -1,0 +1,180 @@
+"""What the plugin says before anything runs: reasons, memory, settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moekit_nvlink import buffers, moekit_dispatchers
+from moekit_nvlink.buffers import Buffers, Lost
+from moekit_nvlink.footprint import Layout, footprint
+from moekit_nvlink.settings import COMBINE_VARIABLE, PROGRAMS_VARIABLE, Settings
+from nvlink_host import problems
+
+import moekit
+from moekit.errors import GroupMismatch, InvalidInput, PeerFailed
+
+HT, LL = moekit_dispatchers()
+
+
+def layer(**changes) -> moekit.MoEProblem:
+    values = {"num_experts": 256, "top_k": 8, "hidden_size": 7168, "intermediate_size": 2048,
+              "max_num_tokens": 128, "device": moekit.DeviceSpec("cuda", (9, 0))}  # fmt: skip
+    return moekit.MoEProblem(**{**values, "parallel": moekit.ParallelConfig(ep_size=8), **changes})
+
+
+@pytest.mark.parametrize("spec", [HT, LL], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"top_k": 33}, "top_k=33 exceeds 32"),
+        ({"hidden_size": 7160}, "hidden_size must be a multiple of 16 (got 7160)"),
+        ({"max_num_tokens": None}, "set max_num_tokens"),
+        ({"device": moekit.DeviceSpec.parse("gfx942")}, "needs NVIDIA GPUs"),
+        ({"parallel": moekit.ParallelConfig(ep_size=8, nodes=2)}, "on 2 hosts, and it serves one"),
+        ({"parallel": moekit.ParallelConfig(ep_size=8, dp_size=3)}, "a multiple of dp_size"),
+        ({"parallel": moekit.ParallelConfig(ep_size=128)}, "128 ranks exceed 64"),
+    ],
+)
+def test_reasons(spec, changes, reason: str) -> None:
+    assert any(reason in each for each in spec.unsupported(layer(**changes)))
+
+
+@pytest.mark.parametrize("spec", [HT, LL], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("parallel", [(8, 1, 8), (3, 1, 3), (4, 2, 8), (4, 2, 4), (8, 1, 2)])
+def test_supported_shapes(spec, parallel) -> None:
+    ep, tp, dp = parallel
+    problem = layer(parallel=moekit.ParallelConfig(ep_size=ep, tp_size=tp, dp_size=dp))
+    assert spec.unsupported(problem) == []
+
+
+def test_rows_that_an_int32_cannot_number() -> None:
+    reasons = LL.unsupported(layer(max_num_tokens=2**20))
+    assert any("2147483648 rows on all ranks" in each for each in reasons)
+    assert LL.unsupported(layer(max_num_tokens=2**20 - 1)) == []
+
+
+@pytest.mark.parametrize("name", [COMBINE_VARIABLE, PROGRAMS_VARIABLE])
+def test_settings_are_checked(name: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, "fast")
+    with pytest.raises(InvalidInput, match=f"{name}='fast': expected"):
+        Settings.read()
+    assert any(name in each for each in HT.unsupported(layer()))
+
+
+def test_settings_of_the_environment(monkeypatch) -> None:
+    assert Settings.read() == Settings(push=False, programs=64)
+    monkeypatch.setenv(COMBINE_VARIABLE, " Push ")
+    monkeypatch.setenv(PROGRAMS_VARIABLE, "24")
+    assert Settings.read() == Settings(push=True, programs=24)
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("quant", ["none", "fp8_block"])
+def test_memory_is_no_more_than_deepep_takes(push: bool, ranks: int, quant: str) -> None:
+    """Kept and transient bytes, with the experts' output, which only `nvlink` keeps."""
+    from moekit_deepep import footprint as deepep
+
+    problem = layer(parallel=moekit.ParallelConfig(ep_size=ranks), quant=quant)
+    ours, theirs = footprint(problem, True, push), deepep.ll(problem)
+    assert ours.rows == theirs.rows
+    y = problem.num_local_experts * theirs.rows * 7168 * 2
+    assert ours.buffer_bytes + ours.transient <= theirs.buffer_bytes + theirs.transient + y
+    problem = problem.replace(max_num_tokens=4096)
+    ours, theirs = footprint(problem, False, push), deepep.elastic(problem)
+    assert ours.buffer_bytes <= theirs.buffer_bytes + theirs.transient + theirs.rows * 7168 * 2
+
+
+def test_regions_of_a_buffer_do_not_overlap() -> None:
+    for batched in (False, True):
+        at = Layout.of(problems(3, 2, 10, 4, 48, 7, quant="fp8_block")[0], batched, True)
+        starts = [at.x, at.scale, at.ids, at.weights, at.sources, at.y, at.back, at.counts,
+                  at.flags, at.nbytes]  # fmt: skip
+        assert starts == sorted(starts) and not any(start % 256 for start in starts[:-1])
+
+
+class Group:
+    """A group of as many ranks as are given a host and a GPU; this is rank 0."""
+
+    def __init__(self, ranks, reach) -> None:
+        self.ranks, self.reach = ranks, reach
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """GPUs a, b and c of this host; the second exchange says whom other ranks cannot reach."""
+    import json
+    from types import SimpleNamespace
+
+    def exchange(what: str, mine: str, group: Group) -> list[str]:
+        others = [json.dumps(each) for each in group.ranks] if "where" in what else group.reach
+        return [mine, *others[1:]]
+
+    cuda = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(
+            uuid="abc"[getattr(device, "index", device)]
+        ),
+        device_count=lambda: 3,
+        can_device_access_peer=lambda a, b: {a, b} != {0, 2},
+    )
+    monkeypatch.setattr(buffers, "exchange", exchange)
+    monkeypatch.setattr(buffers.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(buffers.torch, "cuda", cuda)
+    return torch.device("cuda", 0)
+
+
+def test_ranks_must_reach_each_other(machine) -> None:
+    meet = buffers._meet
+    assert not meet(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
+    assert meet(Group([("here", "a"), ("here", "a")], ["[]", "[]"]), machine)
+    with pytest.raises(GroupMismatch, match=r"GPU of rank 0 .* ranks \[1\]; use 'naive'"):
+        meet(Group([("here", "a"), ("here", "c")], ["[]", "[]"]), machine)
+    with pytest.raises(GroupMismatch, match=r"GPU of rank 1 .* ranks \[0\]"):
+        meet(Group([("here", "a"), ("here", "z")], ["[]", "[0]"]), machine)
+    with pytest.raises(GroupMismatch, match="hosts here, there"):
+        meet(Group([("here", "a"), ("there", "b")], ["[]", "[]"]), machine)
+
+
+def test_sharing_a_gpu_is_allowed_for_one_rendezvous(monkeypatch) -> None:
+    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    monkeypatch.delenv(name, raising=False)
+    with buffers._shared_devices(True):
+        assert buffers.os.environ[name] == "1"
+    assert name not in buffers.os.environ
+    monkeypatch.setenv(name, "0")
+    with buffers._shared_devices(False):
+        assert buffers.os.environ[name] == "0"
+
+
+def test_buffers_in_flight(monkeypatch) -> None:
+    """A second buffer is made for a second call; a third call, and a lost rank, are errors."""
+    at = Layout.of(problems(2, 1, 4, 2, 16, 4)[0], True, False)
+
+    def open_memory(nbytes: int, *_):
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        return memory, [memory.data_ptr()] * 2, None
+
+    monkeypatch.setattr(buffers, "open_memory", open_memory)
+    monkeypatch.setattr(buffers, "exchange", lambda *_: [])
+    held = Buffers(Group([0, 1], []), at, torch.device("cpu"))
+    first, second = held.take(), held.take()
+    assert held.nbytes == 2 * at.nbytes and first is not second
+    with pytest.raises(InvalidInput, match="2 calls are in flight"):
+        held.take()
+    second.busy = False
+    assert held.take() is second
+    second.busy = False
+    first.lost.ranks[1] = 1
+    with pytest.raises(PeerFailed, match="rank 1 did not come"):
+        held.take()
+
+
+def test_lost_ranks_are_named() -> None:
+    lost = Lost.of(4, torch.device("cpu"))
+    lost.check()
+    lost.ranks[1:3] = 1
+    with pytest.raises(PeerFailed, match="rank 1, 2 did not come"):
+        lost.check()

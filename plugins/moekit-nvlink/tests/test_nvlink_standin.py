@@ -1,0 +1,38 @@
+"""The conformance kit on CPU processes that share memory: ranks wait for each other as on GPUs.
+
+Not on a GPU, where test_nvlink_conformance.py does the same with symmetric memory.
+"""
+
+import pytest
+import torch
+
+from moekit.testing import DispatcherConformance
+
+if torch.cuda.is_available():
+    pytest.skip("symmetric memory itself is tested", allow_module_level=True)
+
+import nvlink_standin  # noqa: E402
+
+
+class TestHighThroughput(DispatcherConformance):
+    backend = "nvlink_ht_standin"
+    backends = nvlink_standin.registry()
+    world_sizes = (2, 4)
+
+
+class TestHighThroughputPush(DispatcherConformance):
+    backend = "nvlink_ht_push_standin"
+    backends = nvlink_standin.registry()
+    world_sizes = (2,)
+
+
+class TestLowLatency(DispatcherConformance):
+    backend = "nvlink_ll_standin"
+    backends = nvlink_standin.registry()
+    world_sizes = (2, 4)
+
+
+class TestLowLatencyPush(DispatcherConformance):
+    backend = "nvlink_ll_push_standin"
+    backends = nvlink_standin.registry()
+    world_sizes = (2,)
