@@ -1,17 +1,36 @@
-"""Times of dispatch and combine in a CUDA graph, one rank for each GPU of this host.
+"""Dispatch and combine between the GPUs of this host, in CUDA graphs: one rank for each GPU.
 
-    python benchmarks/device/nvlink_pairs.py [--dispatchers naive,nvlink_ht] [--tokens 16,128]
-    python benchmarks/device/nvlink_pairs.py --tiles       # also other tiles of nvlink_ht
+    NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 python benchmarks/device/nvlink_pairs.py
+    python benchmarks/device/nvlink_pairs.py ways tiles --tokens 4096      # some parts alone
 
-Hidden size 7168, top 8 of 256 experts, bf16 and fp8 blocks. Each pair's result is compared with the
-sum that it must be, in 20 replays with random delays between the ranks.
+pairs    every installed dispatcher that moves tokens, bf16 and fp8 blocks: both parts in a graph,
+         and each part between events in a graph
+ways     nvlink_ht and nvlink_ll with combine by pull and by push, with 16, 32 and 64 programs
+tiles    nvlink_ht with other tiles, one part changed at a time
+kraken   4096 tokens of 4096 columns, one expert each: 33.5 MB of a rank, as in kraken's figures
+stress   1000 eager calls with changing T, delays of random ranks and poisoned memory; 200 replays
+layers   whole layers (`python -m moekit bench --layers`): Qwen3-30B, DeepSeek-V3
+
+Hidden size 7168, top 8 of 256 experts. Experts return what they get; each dispatcher's output is
+compared with the sum that it must be in 20 replays with delays. Each group of lines has processes
+of its own and a time limit, so that a failure or a hang does not lose the rest; lines are printed
+as they are measured. Expected, not measured: at T = 4096 a pull of 32 programs waits for latency,
+which push and the pipelined steps of both hide; fp8 dispatch takes about half of bf16's.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import random
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,133 +39,356 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import moekit
-from moekit.plugin import Routing, quant
+from moekit.plugin import ActivationFormat, DispatcherSpec, Routing, quant, registry
 
 EXPERTS, TOP_K, HIDDEN = 256, 8, 7168
-REPEATS, PAIRS = 5, 8
-# Programs, tokens and columns of a step, warps: beside the tile that is chosen.
+DEVICE = "cuda"
+REPEATS, PAIRS = 7, 8
+HEAD = "| dispatcher | scheme | T | pair | dispatch | combine | error | buffers MB | SMs |"
+# Of nvlink_ht: part, then programs, tokens, columns, warps, stages.
 TILES = {
-    128: [(64, 2, 4096, 8), (32, 4, 4096, 16), (128, 1, 8192, 8)],
-    4096: [(32, 8, 1024, 16), (64, 8, 1024, 16), (128, 4, 1024, 8)],
-}
+    16: [("combine", (128, 1, 2048, 8, 1)), ("combine", (16, 1, 8192, 16, 1))],
+    128: [("dispatch", (64, 2, 4096, 8, 1)), ("combine", (128, 1, 4096, 8, 1)),
+          ("combine", (128, 1, 2048, 8, 1)), ("combine", (128, 1, 8192, 8, 1))],
+    4096: [
+        *(("dispatch", (programs, 8, 1024, 16, stages)) for programs in (32, 64)
+          for stages in (1, 3)),
+        ("dispatch", (32, 4, 4096, 16, 1)),
+        *(("combine", (programs, 8, 1024, 16, stages)) for programs in (32, 64)
+          for stages in (1, 2, 3, 4)),
+        ("combine", (32, 4, 1024, 8, 4)), ("combine", (32, 4, 2048, 16, 3)),
+    ],
+}  # fmt: skip
+LAYERS = (
+    ("qwen3-30b", "1,128,8192", "none"),
+    ("256:8:7168:2048", "128,4096", "none,fp8_block"),
+)
+
+
+def problem_of(tokens: int, scheme: str, experts: int, top_k: int, hidden: int) -> Any:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return moekit.MoEProblem(
+        num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=256,
+        max_num_tokens=tokens, quant=scheme, device=DEVICE,
+        parallel=moekit.ParallelConfig(ep_size=ranks, ep_rank=rank),
+    )  # fmt: skip
 
 
 class Pair:
     """Dispatch and combine of random tokens, whose experts return what they get."""
 
-    def __init__(self, name: str, tokens: int, scheme: str) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        problem = moekit.MoEProblem(
-            num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, intermediate_size=256,
-            max_num_tokens=tokens, quant=scheme, device="cuda",
-            parallel=moekit.ParallelConfig(ep_size=ranks, ep_rank=rank),
-        )  # fmt: skip
-        self.dispatcher = moekit.compose(problem, name, "torch").dispatcher
-        self.x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    def __init__(
+        self, name: str, tokens: int, scheme: str = "none", experts: int = EXPERTS,
+        top_k: int = TOP_K, hidden: int = HIDDEN,
+    ) -> None:  # fmt: skip
+        problem = problem_of(tokens, scheme, experts, top_k, hidden)
+        spec = registry().dispatcher(name)
+        if reasons := spec.unsupported(problem):
+            raise moekit.errors.Unsupported("; ".join(reasons))
+        self.dispatcher = spec.load()(spec, problem)
+        self.batched = spec.format is ActivationFormat.BATCHED
+        self.x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
         self.out = torch.empty_like(self.x)
-        found = moekit.route(torch.randn(tokens, EXPERTS, device="cuda"), TOP_K)
-        dtype = getattr(torch, self.dispatcher.spec.ids_dtype)
+        found = moekit.route(torch.randn(tokens, experts, device=DEVICE), top_k)
+        dtype = getattr(torch, spec.ids_dtype)
         self.routing = Routing(found.topk_weights, found.topk_ids.to(dtype).contiguous())
-        hit = torch.div(found.topk_ids, EXPERTS // ranks, rounding_mode="floor")
-        self.copies = torch.stack([(hit == r).any(1) for r in range(ranks)]).sum(0)[:, None]
-        if name == "naive":  # every rank gets every token
-            self.copies = torch.full_like(self.copies, ranks)
+        owner = torch.div(found.topk_ids, experts // dist.get_world_size(), rounding_mode="floor")
+        copies = [(owner == r).any(1) for r in range(dist.get_world_size())]
+        # Batched rows are weighted by the combine; others arrive once on each rank.
+        factor = found.topk_weights.sum(1) if self.batched else torch.stack(copies).sum(0)
+        self.factor = factor[:, None].float()
         self.quantize: Callable[..., tuple[Tensor, Tensor]] | None = None
-        if scheme != "none":
+        self.y = None
+        if scheme != "none" and scheme in spec.wire_schemes:
             assert problem.quant.activation is not None
             sent = quant.quantize(self.x, problem.quant.activation, None, None)
             self.quantize = lambda x, valid: sent
 
-    def __call__(self, copy: bool = False) -> None:
-        tokens = self.dispatcher.prepare(self.x, self.routing, self.quantize).result()
+    def dispatch(self) -> Any:
+        return self.dispatcher.prepare(self.x, self.routing, self.quantize).result()
+
+    def combine(self, tokens: Any, copy: bool = False) -> None:
         y = self.dispatcher.output(tokens)
         if y is None:
-            y = tokens.x
-        elif copy:
+            if self.y is None or self.y.shape != tokens.x.shape:
+                self.y = torch.zeros_like(tokens.x, dtype=self.x.dtype)
+            y = self.y
+        if copy and self.batched:
             y.copy_(tokens.x)
+        elif copy:  # rows without an expert may hold anything
+            y.copy_(torch.where((tokens.topk_ids >= 0).any(1, keepdim=True), tokens.x, 0))
         self.dispatcher.finalize(y, tokens, self.out).result()
 
-    def microseconds(self) -> float:
-        graph = captured(lambda: [self() for _ in range(PAIRS)])
+    def microseconds(self) -> tuple[float, float, float]:
+        """Return the time of a pair, and of its dispatch and its combine between events."""
+        graph = captured(lambda: [self.combine(self.dispatch()) for _ in range(PAIRS)])
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        times = []
+        both = []
         for _ in range(REPEATS):
-            torch.cuda.synchronize()
-            dist.barrier()
+            together()
             graph.replay()
             start.record()
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            times.append(1e3 * start.elapsed_time(end) / PAIRS)
-        return min(times)
+            both.append(1e3 * start.elapsed_time(end) / PAIRS)
+        del graph
+        try:
+            return min(both), *self._parts()
+        except Exception as error:  # the pair is known
+            say(f"  (no times of the parts: {first_line(error)})")
+            return min(both), float("nan"), float("nan")
+
+    def _parts(self) -> tuple[float, float]:
+        marks = [
+            [torch.cuda.Event(enable_timing=True, external=True) for _ in range(3)]
+            for _ in range(PAIRS)
+        ]
+
+        def work() -> None:
+            for start, middle, end in marks:
+                start.record()
+                tokens = self.dispatch()
+                middle.record()
+                self.combine(tokens)
+                end.record()
+
+        graph, dispatch, combine = captured(work), [], []
+        for _ in range(REPEATS):
+            together()
+            graph.replay()
+            torch.cuda.synchronize()
+            for start, middle, end in marks[1:]:  # ranks meet in the first
+                dispatch.append(1e3 * start.elapsed_time(middle))
+                combine.append(1e3 * middle.elapsed_time(end))
+        return statistics.median(dispatch), statistics.median(combine)
 
     def error(self) -> float:
-        """The largest relative RMS error of 20 replays."""
-        graph, errors = captured(lambda: self(copy=True)), []
+        """Return the largest relative RMS error of 20 replays with delays of some ranks."""
+        graph, errors = captured(lambda: self.combine(self.dispatch(), copy=True)), []
         for turn in range(20):
             self.x.copy_(torch.randn_like(self.x))
             self.out.fill_(float("nan"))
             if (turn + dist.get_rank()) % 3 == 0:
                 torch.cuda._sleep(200_000)
             graph.replay()
-            want = self.x.float() * self.copies
+            want = self.x.float() * self.factor
             errors.append(float((self.out.float() - want).norm() / want.norm()))
-        return max(errors)
+        return max(errors, key=lambda each: (each != each, each))
+
+    def line(self, label: str, scheme: str) -> None:
+        error = f"{self.error():.1e}" if self.quantize is None and scheme == "none" else ""
+        both, dispatch, combine = self.microseconds()
+        say(
+            f"| {label} | {scheme} | {len(self.x)} | {both:.1f} | {dispatch:.1f} | {combine:.1f} | "
+            f"{error} | {self.dispatcher.buffer_bytes() / 1e6:.0f} | {self.dispatcher.num_sms} |"
+        )
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     work()
-    torch.cuda.synchronize()
-    dist.barrier()
+    together()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
     return graph
 
 
-def on_rank(rank: int, ranks: int, args: argparse.Namespace) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29633")
+def together() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def say(line: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+@contextmanager
+def made(label: str, *args: Any, **sizes: Any) -> Iterator[Pair | None]:
+    """Yield a pair, or None with a line that says why there is none, and destroy it."""
+    pair = None
+    try:
+        pair = Pair(*args, **sizes)
+        yield pair
+    except moekit.errors.Unsupported as error:
+        say(f"| {label} | {args[2:]} | {args[1]} | not supported: {error} |")
+        yield None
+    except Exception as error:
+        print(f"rank {dist.get_rank()}: {label} {args[1:]} failed: {first_line(error)}", flush=True)
+        traceback.print_exc()
+        if pair is None:
+            yield None
+    finally:
+        if pair is not None:
+            pair.dispatcher.destroy()
+        torch.cuda.empty_cache()
+
+
+# -- what the ranks of a group of lines do ---------------------------------------------------------
+
+
+def pairs(name: str, tokens: Sequence[int]) -> None:
+    for scheme in ("none", "fp8_block"):
+        for each in tokens:
+            with made(name, name, each, scheme) as pair:
+                if pair is not None:
+                    pair.line(name, scheme)
+
+
+def ways(name: str, tokens: Sequence[int]) -> None:
+    for combine in ("pull", "push"):
+        for programs in (16, 32, 64):
+            way = {"MOEKIT_NVLINK_COMBINE": combine, "MOEKIT_NVLINK_SMS": str(programs)}
+            label = f"{name} {combine} {programs}"
+            for each in tokens:
+                for scheme in ("none", "fp8_block"):
+                    with mock.patch.dict(os.environ, way), made(label, name, each, scheme) as pair:
+                        if pair is not None:
+                            pair.line(label, scheme)
+
+
+def tiles(name: str, tokens: Sequence[int]) -> None:
+    from moekit_nvlink.transfer import Tile
+
+    for each in tokens:
+        for part, tile in TILES.get(each, ()):
+            label = f"{name} {part} {tile}"
+            with ExitStack() as stack:
+                patch = mock.patch.object(
+                    Tile, f"of_{part}", staticmethod(lambda *_, t=tile: Tile(*t))
+                )
+                stack.enter_context(patch)
+                pair = stack.enter_context(made(label, name, each))
+                if pair is not None:
+                    pair.line(label, "none")
+
+
+def kraken(name: str, tokens: Sequence[int]) -> None:
+    sizes = {"experts": 2 * dist.get_world_size(), "top_k": 1, "hidden": 4096}
+    with made(name, name, 4096, "none", **sizes) as pair:
+        if pair is not None:
+            pair.line(f"{name}, 33.5 MB", "none")
+
+
+def stress(name: str, tokens: Sequence[int]) -> None:
+    """Compare the output of every call; what is wrong is counted, not raised."""
+    most, rank = 512, dist.get_rank()
+    draw, shared, wrong = random.Random(rank), random.Random(-1), 0
+    with made(name, name, most) as pair:
+        if pair is None:
+            return
+        x, ids, weights = pair.x, pair.routing.topk_ids, pair.routing.topk_weights
+        factor = pair.factor
+        for call in range(1000):
+            count = draw.choice((0, 1, 7, 64, 128, 511, 512, draw.randint(0, most)))
+            late = shared.randrange(dist.get_world_size())
+            if call % 10 == 0:  # nobody writes or reads rows between two calls of all ranks
+                together()
+                for buffer in pair.dispatcher._held._buffers:
+                    layout = pair.dispatcher._held.layout
+                    buffer.bytes[: layout.ids].fill_(0xFF)
+                    buffer.bytes[layout.weights : layout.flags].fill_(0xFF)
+                together()
+            if rank == late:
+                torch.cuda._sleep(draw.randrange(200_000))
+            pair.x, pair.out = x[:count], torch.full_like(x[:count], float("nan"))
+            pair.routing = Routing(weights[:count], ids[:count])
+            pair.combine(pair.dispatch(), copy=True)
+            want = pair.x.float() * factor[:count]
+            error = (pair.out.float() - want).norm()
+            wrong += not bool(error <= 2e-2 * want.norm() + 1e-6)
+        pair.x, pair.out, pair.routing = x, torch.empty_like(x), Routing(weights, ids)
+        graph = captured(lambda: pair.combine(pair.dispatch(), copy=True))
+        for _ in range(200):
+            pair.out.fill_(float("nan"))
+            if draw.random() < 0.3:
+                torch.cuda._sleep(draw.randrange(200_000))
+            graph.replay()
+            want = x.float() * factor
+            wrong += not bool((pair.out.float() - want).norm() <= 2e-2 * want.norm())
+        print(f"{name}: rank {rank}: {wrong} of 1200 calls wrong", flush=True)
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def on_rank(rank: int, ranks: int, port: int, part: str, name: str, tokens: Sequence[int]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks, device_id=device)
-    for name in args.dispatchers.split(","):
-        for tokens in map(int, args.tokens.split(",")):
-            for scheme in ("none", "fp8_block"):
-                pair = Pair(name, tokens, scheme)
-                error = f"{pair.error():.1e}" if scheme == "none" else ""
-                say(f"| {name} | {scheme} | {tokens} | {pair.microseconds():.1f} | {error} |")
-                if args.tiles and name == "nvlink_ht" and scheme == "none":
-                    for part in ("dispatch", "combine"):
-                        for tile in TILES.get(tokens, ()):
-                            us = other_tile(pair, part, tile)
-                            say(f"| {part} {tile} | | {tokens} | {us:.1f} | |")
-                pair.dispatcher.destroy()
+    torch.manual_seed(rank)
+    with torch.inference_mode():
+        globals()[part](name, tokens)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def other_tile(pair: Pair, part: str, tile: tuple[int, int, int, int]) -> float:
-    from moekit_nvlink.dispatcher import Tile
+def in_ranks(part: str, name: str, tokens: Sequence[int], port: int, seconds: float) -> None:
+    """Run a group of lines; end its processes after so many seconds."""
+    ranks, start = torch.cuda.device_count(), time.monotonic()
+    context = mp.spawn(on_rank, (ranks, port, part, name, tokens), ranks, join=False)
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() - start > seconds:
+                print(f"{part} {name}: stopped after {seconds:.0f} s", flush=True)
+                break
+    except Exception as error:
+        print(f"{part} {name} failed: {first_line(error)}", flush=True)
+    for process in context.processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
 
-    with mock.patch.object(Tile, f"of_{part}", staticmethod(lambda *_: Tile(*tile))):
-        return pair.microseconds()
+
+def layers(seconds: float) -> None:
+    for layer, tokens, schemes in LAYERS:
+        command = [
+            sys.executable, "-m", "moekit", "bench", "--layers", "--layer", layer, "--tokens",
+            tokens, "--quant", schemes, "--seconds", str(int(seconds)),
+        ]  # fmt: skip
+        print("\n" + " ".join(command[1:]), flush=True)
+        try:
+            subprocess.run(command, timeout=seconds + 60)
+        except Exception as error:
+            print(f"layers of {layer} failed: {first_line(error)}", flush=True)
 
 
-def say(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
+def movers() -> list[DispatcherSpec]:
+    return [spec for spec in registry().dispatchers.values() if spec.moves_tokens]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dispatchers", default="naive,nvlink_ht")
-    parser.add_argument("--tokens", default="16,128,1024,4096")
-    parser.add_argument("--tiles", action="store_true")
+    names = ("pairs", "ways", "tiles", "kraken", "stress", "layers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help=f"some of: {', '.join(names)}; default: all")
+    parser.add_argument("--dispatchers", help="of `pairs`; default: all that are installed")
+    parser.add_argument("--tokens", default="16,128,4096")
+    parser.add_argument("--seconds", type=int, default=75, help="for each group of lines")
     args = parser.parse_args()
-    print("| dispatcher | scheme | T | pair, us | error |\n|---|---|---|---|---|", flush=True)
-    ranks = torch.cuda.device_count()
-    mp.spawn(on_rank, (ranks, args), ranks)
+    if unknown := sorted(set(args.parts) - set(names)):
+        parser.error(f"unknown parts {unknown}; choose from {', '.join(names)}")
+    parts, tokens = args.parts or names, [int(each) for each in args.tokens.split(",")]
+    installed = [spec.name for spec in movers() if not spec.missing()]
+    chosen = args.dispatchers.split(",") if args.dispatchers else installed
+    own = [name for name in ("nvlink_ht", "nvlink_ll") if name in installed]
+    jobs = [("stress", name) for name in own] + [("pairs", name) for name in chosen]
+    jobs += [("ways", name) for name in own] + [("kraken", "nvlink_ht"), ("tiles", "nvlink_ht")]
+    print(f"torch {torch.__version__}, {torch.cuda.device_count()} x "
+          f"{torch.cuda.get_device_name()}, dispatchers {', '.join(installed)}\n")  # fmt: skip
+    print(f"{HEAD}\n{'|---' * HEAD.count(' | ')}|---|", flush=True)
+    for port, (part, name) in enumerate(jobs, 29650):
+        if part in parts:
+            in_ranks(part, name, tokens, port, args.seconds)
+    if "layers" in parts:
+        layers(args.seconds * 2)
 
 
 if __name__ == "__main__":
