@@ -1,0 +1,255 @@
+"""Layouts that differ between versions of vLLM, in stand-ins for layers.
+
+The parameters have the shapes and attributes that the methods of 0.26 and 0.33 create, and hold
+what their loaders write. vLLM is not needed; 0.32's own layers are in `test_vllm_weights.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+from moekit_vllm import weights as readers
+from moekit_vllm.weights.parameters import real_neurons
+from torch import Tensor, nn
+
+from moekit import SCHEMES
+from moekit.errors import Unsupported
+
+E, H, I = 3, 128, 256
+
+
+def method(name: str, **fields: Any) -> Any:
+    """Return an object of a class with the name of one of vLLM's methods."""
+    return type(name, (), fields)()
+
+
+def layer(quant: Any, parameters: dict[str, Tensor], inner: int | None = None) -> Any:
+    inner = inner or I
+    config = SimpleNamespace(
+        hidden_dim=H,
+        hidden_dim_unpadded=H,
+        intermediate_size=I,
+        intermediate_size_per_partition=inner,
+        intermediate_size_per_partition_unpadded=inner,
+        is_act_and_mul=True,
+        has_bias=False,
+        tp_size=I // inner,
+        tp_rank=0,
+        moe_parallel_config=SimpleNamespace(enable_eplb=False),
+    )
+    made = SimpleNamespace(
+        moe_config=config, quant_method=quant, activation=SimpleNamespace(value="silu")
+    )
+    for name, tensor in parameters.items():
+        setattr(made, name, nn.Parameter(tensor, requires_grad=False))
+    return made
+
+
+Packed = list[tuple[dict[str, Tensor], Tensor]]
+
+
+def pack(packer: files.Packer) -> dict[str, Packed]:
+    """Return the tensors and numbers of every expert's gate, up and down."""
+    sizes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    return {n: [packer(files.matrix(*size)) for _ in range(E)] for n, size in sizes.items()}
+
+
+def parameters(packed: dict[str, Packed], transposed: bool) -> dict[str, Tensor]:
+    """Return parameters as vLLM's loaders fill them, with gate and up beside each other.
+
+    transposed: The loader transposes the checkpoint's (N, K) tensors.
+    """
+    found: dict[str, Tensor] = {}
+    for suffix in packed["gate"][0][0]:
+        for name, parts in (("w13", ("gate", "up")), ("w2", ("down",))):
+            each = [[packed[part][e][0][suffix] for part in parts] for e in range(E)]
+            if each[0][0].dim() < 2:  # g_idx and the shape: the last one that is loaded stays
+                found[f"{name}_{suffix}"] = torch.stack([one[-1] for one in each])
+                continue
+            if transposed:
+                each = [[t.t() for t in one] for one in each]
+            rows = 1 if transposed or suffix in ("qweight", "scales", "qzeros") else 0
+            found[f"{name}_{suffix}"] = torch.stack([torch.cat(one, rows) for one in each])
+    return {name: t.contiguous() for name, t in found.items()}
+
+
+def meant(packed: dict[str, Packed]) -> tuple[Tensor, Tensor]:
+    gate, up, down = (torch.stack([values for _, values in one]) for one in packed.values())
+    return torch.cat([gate, up], dim=1), down
+
+
+def check(made: Any, packed: dict[str, Packed], scheme: str) -> None:
+    found, read = readers.read(made, made.quant_method)
+    assert found == scheme
+    plain = read.dequantize(SCHEMES[scheme])
+    for got, want in zip((plain.w13, plain.w2), meant(packed), strict=True):
+        assert torch.equal(got, want)
+
+
+# -- compressed-tensors of 0.26: Marlin's K-first layout ---------------------------------
+
+
+def marlin(**quant: Any) -> Any:
+    said = SimpleNamespace(**({"symmetric": True, "actorder": None} | quant))
+    return method("CompressedTensorsWNA16MarlinMoEMethod", num_bits=4, weight_quant=said)
+
+
+def k_first(packer: files.Packer, quant: Any) -> tuple[Any, dict[str, Packed]]:
+    packed = pack(packer)
+    held = parameters(packed, transposed=True)
+    # 0.26 makes g_idx for every checkpoint; without act-order nothing is loaded into it.
+    for name, size in (("w13", H), ("w2", I)):
+        held.setdefault(f"{name}_weight_g_idx", torch.full((E, size), -(2**30)))
+    made = layer(quant, held)
+    for name in ("w13", "w2"):
+        getattr(made, f"{name}_weight_packed").is_transposed = True
+    assert made.w13_weight_packed.shape == (E, H // 8, 2 * I)
+    return made, packed
+
+
+def test_marlin_symmetric() -> None:
+    made, packed = k_first(files.pack_quantized(64), marlin())
+    assert made.w2_weight_scale.shape == (E, I // 64, H)
+    check(made, packed, "int4_w4a16_g64")
+
+
+def test_marlin_zero_points() -> None:
+    made, packed = k_first(files.pack_quantized(32, True), marlin(symmetric=False))
+    assert made.w13_weight_zero_point.shape == (E, H // 32, 2 * I // 8)
+    check(made, packed, "int4_w4a16_g32_zp")
+
+
+def test_marlin_channel() -> None:
+    made, packed = k_first(files.pack_quantized(-1), marlin())
+    check(made, packed, "int4_w4a16_channel")
+
+
+def test_marlin_act_order() -> None:
+    made, packed = k_first(files.pack_quantized(32, act_order=True), marlin(actorder="group"))
+    assert made.w2_weight_g_idx.shape == (E, I)
+    check(made, packed, "int4_w4a16_g32_act_order")
+
+
+def test_groups_of_the_act_order_that_are_runs() -> None:
+    made, packed = k_first(files.pack_quantized(32), marlin(actorder="group"))
+    for name, size in (("w13", H), ("w2", I)):
+        setattr(made, f"{name}_weight_g_idx", (torch.arange(size) // 32).expand(E, -1))
+    check(made, packed, "int4_w4a16_g32")
+
+
+@pytest.mark.parametrize(("stored", "scheme"), [(256, "g128"), (96, "g32")])
+def test_groups_that_no_scheme_has_are_divided(
+    stored: int, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("H", 2 * stored), ("I", stored)):
+        monkeypatch.setattr(sys.modules[__name__], name, size)
+    made, packed = k_first(files.pack_quantized(stored), marlin())
+    check(made, packed, f"int4_w4a16_{scheme}")
+
+
+def test_small_groups_are_refused() -> None:
+    made, _ = k_first(files.pack_quantized(16), marlin())
+    with pytest.raises(Unsupported, match=r"groups of 128, 64, 32 \(got 16\)"):
+        readers.read(made, made.quant_method)
+
+
+def test_tensor_parallelism_that_cuts_the_act_order() -> None:
+    """vLLM then keeps all of w2's scales on each rank."""
+    made, _ = k_first(files.pack_quantized(32, act_order=True), marlin(actorder="group"))
+    half = layer(
+        made.quant_method,
+        {
+            "w13_weight_packed": torch.cat(
+                [t[..., : I // 2] for t in made.w13_weight_packed.split(I, 2)], 2
+            ),
+            "w13_weight_scale": torch.cat(
+                [t[..., : I // 2] for t in made.w13_weight_scale.split(I, 2)], 2
+            ),
+            "w2_weight_packed": made.w2_weight_packed[:, : I // 16],
+            "w2_weight_scale": made.w2_weight_scale.data,
+            "w13_weight_g_idx": made.w13_weight_g_idx.data,
+            "w2_weight_g_idx": made.w2_weight_g_idx[:, : I // 2],
+        },
+        inner=I // 2,
+    )
+    half.w13_weight_packed.is_transposed = True
+    with pytest.raises(Unsupported, match="must not cut the groups of act-order"):
+        readers.read(half, half.quant_method)
+
+
+# -- GPTQ of 0.26, which has act-order ---------------------------------------------------
+
+
+def test_gptq_act_order() -> None:
+    packed = pack(files.gptq(32, act_order=True))
+    config = SimpleNamespace(is_sym=True, desc_act=True, weight_bits=4)
+    held = parameters(packed, transposed=False)
+    held |= {name: t.half() for name, t in held.items() if name.endswith("qzeros")}  # as 0.26 does
+    made = layer(method("AutoGPTQMoEMethod", quant_config=config), held)
+    assert made.w13_qweight.shape == (E, H // 8, 2 * I)
+    check(made, packed, "int4_w4a16_g32_act_order")
+
+
+def test_gptq_without_act_order_ignores_g_idx() -> None:
+    packed = pack(files.gptq(64))
+    config = SimpleNamespace(is_sym=True, desc_act=False, weight_bits=4)
+    held = parameters(packed, transposed=False)
+    held |= {f"{name}_g_idx": torch.full((E, 1), 99) for name in ("w13", "w2")}
+    made = layer(method("AutoGPTQMoEMethod", quant_config=config), held)
+    check(made, packed, "int4_w4a16_g64")
+
+
+# -- 0.33 --------------------------------------------------------------------------------
+
+
+def test_weights_that_are_quantized_anew_are_refused() -> None:
+    made = layer(method("Fp8PerBlockOnlineMoEMethod", requantization_source=object()), {})
+    with pytest.raises(Unsupported, match="quantizes weights anew"):
+        readers.read(made, made.quant_method)
+
+
+def test_methods_are_known_by_the_class_that_they_extend() -> None:
+    """0.33 has INCARKWNA16MoEMethod, which extends MoeWNA16Method."""
+    packed = pack(files.gptq(64))
+    held = {
+        f"{name}_{suffix}": torch.stack([joined[e] for e in range(E)])
+        for name, parts in (("w13", ("gate", "up")), ("w2", ("down",)))
+        for suffix in ("qweight", "scales")
+        for joined in [[torch.cat([packed[p][e][0][suffix].t() for p in parts]) for e in range(E)]]
+    }
+    held = {n: t.contiguous().view(torch.uint8) if "qweight" in n else t for n, t in held.items()}
+    base = type("MoeWNA16Method", (), {})
+    quant = type("INCARKWNA16MoEMethod", (base,), {})()
+    quant.quant_config = SimpleNamespace(has_zp=False, weight_bits=4)
+    made = layer(quant, held)
+    assert made.w13_qweight.shape == (E, 2 * I, H // 2)
+    check(made, packed, "int4_w4a16_g64")
+
+
+# -- how much of a rank's share is the model's -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "tp_size", "held", "gpt_oss", "real"),
+    [
+        (2880, 1, 2944, True, [2880]),
+        (2880, 2, 1536, True, [1536, 1440]),  # streamed: 1536 and 1344; whole: 1440 each
+        (2880, 4, 768, True, [768, 768, 768, 720]),  # streamed: 768, ..., 576; whole: 736, ..., 672
+        (2880, 2, 1536, False, [1440, 1440]),
+    ],
+)
+def test_real_neurons(total: int, tp_size: int, held: int, gpt_oss: bool, real: list[int]) -> None:
+    quant = method("GptOssMxfp4MoEMethod" if gpt_oss else "Mxfp4MoEMethod")
+    made = layer(quant, {})
+    made.moe_config.intermediate_size = total
+    made.moe_config.intermediate_size_per_partition = held
+    made.moe_config.intermediate_size_per_partition_unpadded = total // tp_size
+    made.moe_config.tp_size = tp_size
+    for rank, expected in enumerate(real):
+        made.moe_config.tp_rank = rank
+        assert real_neurons(made) == expected
