@@ -253,7 +253,7 @@ class Checkpoint:
         word = math.gcd(8, run, stride, out.storage_offset())
         dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
         at_once = max(1, _SPAN // stride)
-        span = torch.empty(min(at_once, count) * stride, dtype=torch.uint8)
+        span = torch.empty(min(at_once, count) * stride, dtype=torch.uint8, device="cpu")
         strided = span.view(dtype).view(-1, stride // word)[:, : run // word]
         for start in range(0, count, at_once):
             part = out[start : start + at_once]
@@ -342,7 +342,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, pin_memory: bool = False) ->
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         if pin_memory or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(list(shape), dtype=dtype, pin_memory=pin_memory)
+            return torch.empty(list(shape), dtype=dtype, pin_memory=pin_memory, device="cpu")
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError, RuntimeError, OverflowError) as error:
         raise WeightsError(f"no memory for a tensor of shape {tuple(shape)}: {error}") from error

@@ -65,7 +65,7 @@ class Reader:
             extent = piece.columns if along_k else piece.rows
             entries = sources(extent, self.format.group[1 if along_k else 0])
             # Padding has the last block's scale, or its own on a rank without neurons.
-            last = entries[-1:] if len(entries) else torch.zeros(1, dtype=torch.int64)
+            last = entries[-1:] if len(entries) else entries.new_zeros(1)
             entries = torch.cat([entries, last.expand(piece.room - len(entries))])
             joined.append(entries + first)
             first = int(joined[-1][-1]) + 1
@@ -247,13 +247,15 @@ class Reader:
         if not piece.neurons:
             extents = zip((rows, columns), self.format.group, strict=True)
             entries = [len(torch.unique(sources(extent, group))) for extent, group in extents]
-            return _Scales(torch.ones([max(n, 1) for n in entries], dtype=torch.float32), None)
+            shape = [max(n, 1) for n in entries]
+            return _Scales(torch.ones(shape, dtype=torch.float32, device="cpu"), None)
         picked = None
         if order is not None and piece in self.share.w13:
             picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
             rows = range(piece.n)
         stored = self._entries(piece, "scale", expert, rows, columns)
-        scale, factor = self.format.core_scale(stored), torch.ones(1, dtype=torch.float32)
+        scale = self.format.core_scale(stored)
+        factor = scale.new_ones(1)
         if "global_scale" in self.format.parts:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
             scale = scale / factor if self.format.divides else scale * factor
@@ -295,7 +297,7 @@ class Reader:
         if "g_idx" not in self.format.parts:
             return None
         g_idx = self._g_idx(piece, expert)
-        runs = torch.arange(piece.k) // self.format.group[1]
+        runs = torch.arange(piece.k, device="cpu") // self.format.group[1]
         if torch.equal(g_idx, runs):
             return None
         order = torch.argsort(g_idx, stable=True)
@@ -312,7 +314,7 @@ class Reader:
         weight, expert = self.share.problem.quant.weight, self.share.experts[slot]
         assert weight is not None
         columns = self.out[which].shape[2] * 2
-        g_idx = groups = torch.arange(columns) // weight.group[1]
+        g_idx = groups = torch.arange(columns, device="cpu") // weight.group[1]
         # Gate and up have the same inputs, so they must have the same order.
         matrices = list({piece.template: piece for piece in pieces}.values())
         order = None if sorted_columns else self._order(matrices[0], expert)

@@ -26,7 +26,7 @@ def refines(stored: tuple[int, int], group: tuple[int, int]) -> bool:
 
 def sources(extent: range, group: int) -> Tensor:
     """Return each position's entry (len(extent),) int64, relative to the first one's."""
-    positions = torch.arange(extent.start, extent.stop)
+    positions = torch.arange(extent.start, extent.stop, device="cpu")
     if group < 0:
         return torch.zeros_like(positions)
     return positions // group - extent.start // group

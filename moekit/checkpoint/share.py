@@ -50,7 +50,7 @@ class Piece:
     def rows_of(self, neurons: Tensor) -> Tensor:
         """Return the stored rows of ``neurons`` of w13."""
         first = self.base + self.per_neuron * neurons
-        return (first[:, None] + torch.arange(self.per_neuron)).flatten()
+        return (first[:, None] + torch.arange(self.per_neuron, device="cpu")).flatten()
 
 
 class Share:

@@ -196,7 +196,8 @@ class FusedMoE(Layer):
             name=self.prefix,
         )
         self._pushed = self._make_loader(experts=self.local_experts)
-        self._replaced: PackedWeights | None = None
+        self._own: PackedWeights | None = None  # those that this layer packed from its parameters
+        self._replaced: PackedWeights | None = None  # those that an update replaces
         self._register_parameters()
 
     def forward(  # type: ignore[override]
@@ -285,7 +286,9 @@ class FusedMoE(Layer):
             needed = self._pushed.push(suffix, shard_id, expert_id, loaded_weight)
         finally:
             if self._pushed.loading and self.packed is not None:
-                self._replaced, self.packed = self.packed, None
+                # Tensors that `load_weights` was given are the caller's, and are not written to.
+                self._replaced = self.packed if self.packed is self._own else None
+                self.packed = self._own = None
             self._show_storage()
         return needed if return_success else None
 
@@ -319,7 +322,8 @@ class FusedMoE(Layer):
         if self.packed is not None and not self._pushed.loading:
             return
         packed = self.kernel.pack(self._pushed.finish())
-        self.packed, self._replaced = _in_place(self._replaced, packed), None
+        self.packed = self._own = _in_place(self._replaced, packed)
+        self._replaced = None
         tensors = (*self.packed.experts.values(), *self.packed.shared.values())
         used = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for which, held in list(self._pushed.out.items()):
@@ -346,7 +350,7 @@ class FusedMoE(Layer):
             return self._load_named(weights)
         self._pushed.release("w13", "w2")
         self._show_storage()
-        self._replaced = None
+        self._own = self._replaced = None
         super().load_weights(weights)
         return None
 
@@ -492,7 +496,7 @@ class FusedMoE(Layer):
     def destroy(self) -> None:
         """Free the parameters, and what `moekit.FusedMoE.destroy` frees; idempotent."""
         self._pushed.release("w13", "w2")
-        self._replaced = None
+        self._own = self._replaced = None
         self._show_storage()
         super().destroy()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import fields
 from typing import Any
 
@@ -110,6 +111,34 @@ def test_dequantized(name: str, layer) -> None:
             assert_equal(pushed.finish(), want)
 
 
+@pytest.mark.parametrize("name", ["bf16", "gptq-act-order", "awq", "ct-nvfp4", "modelopt-fp8"])
+def test_under_another_default_device(name: str, layer) -> None:
+    made, parallel = layer(name), ParallelConfig(tp_size=4, tp_rank=3)
+    problem = problem_from_config(made.path, parallel=parallel, device="cpu")
+    want = load_experts(made.path, None, 0, problem)
+    with torch.device("meta"):
+        assert_equal(load_experts(made.path, None, 0, problem), want)
+        pushed = PushedExperts(problem, declared_format(config(name), 128, 256))
+        push_all(pushed, made, 4)
+        assert_equal(pushed.finish(), want)
+
+
+def test_weights_are_not_kept() -> None:
+    """Of a layer that is loaded half, there are scales and the places of its weights."""
+    pushed = loader(problem_for("fp8_block"))
+    for shard, stack in random_stacks().items():
+        tensor = stack.to(torch.float8_e4m3fn)
+        pushed.push("weight", shard, 0, tensor)
+        gone = weakref.ref(tensor)
+        del tensor
+        assert gone() is None
+    assert not pushed._held.names()
+    pushed.push("weight_scale_inv", "w1", 2, torch.ones(2, 1))
+    assert pushed._held.names() == ["experts.2.w1.weight_scale_inv"]
+    pushed.push("weight_scale_inv", "w3", 2, torch.ones(2, 1))
+    assert not pushed._held.names()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_declared_format_is_the_stored_one(name: str, layer) -> None:
     stored, declared = detect(layer(name).path).format, declared_format(config(name), 128, 256)
@@ -166,6 +195,27 @@ def test_stacks_of_experts(how: str, rank: int) -> None:
         given = stack.mT.contiguous() if "transposed" in how else stack
         assert pushed.push("weight", shard, 0, given)
     assert_equal(pushed.finish(), singly.finish())
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_stacks_as_gpt_oss_has_them(rank: int, layer) -> None:
+    """mxfp4 bytes and exponents with alternating rows of gate and up, as engines name them."""
+    made = layer("ct-mxfp4")
+    problem = problem_from_config(
+        made.path, device="cpu", parallel=ParallelConfig(tp_size=2, tp_rank=rank)
+    )
+    pushed = PushedExperts(
+        problem, declared_format({"quant_method": "mxfp4"}, 128, 256), interleaved=True
+    )
+    stem = "model.layers.0.mlp.experts.{}.{}_proj.{}"
+    for suffix, stored in (("weight", "weight_packed"), ("weight_scale", "weight_scale")):
+        gate, up, down = (
+            torch.stack([made.tensors[stem.format(e, which, stored)] for e in range(4)])
+            for which in ("gate", "up", "down")
+        )
+        assert pushed.push(suffix, "w13", 0, torch.stack([gate, up], 2).flatten(1, 2))
+        assert pushed.push(suffix, "w2", 0, down)
+    assert_equal(pushed.finish(), load_experts(made.path, None, 0, problem))
 
 
 @pytest.mark.parametrize("quant", ["fp8_block", "fp8_channel_token", "fp8_tensor"])

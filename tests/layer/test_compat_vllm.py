@@ -397,6 +397,37 @@ def test_weights_that_a_backend_copies_are_freed() -> None:
     assert all(not parameter.numel() for parameter in layer.parameters())
 
 
+def test_an_update_leaves_the_callers_weights_alone() -> None:
+    layer = make(experts="torch")
+    weights = random_weights(layer.problem)
+    layer.load_weights(weights)
+    assert layer.packed["w2"].data_ptr() == weights.w2.data_ptr()  # packed without a copy
+    before, tensors = weights.w2.clone(), stacks()
+    push(layer, tensors)
+    layer.process_weights_after_loading()
+    assert torch.equal(layer.packed["w2"], tensors["w2"]) and torch.equal(weights.w2, before)
+
+
+@pytest.mark.parametrize("quant", [None, "fp8_block", "int4_w4a16_g32"])
+def test_torchs_default_device_has_no_effect(quant: str | None) -> None:
+    """Engines construct models under a default device, and may load under another one."""
+    arguments = dict(
+        quant_config=quant, hidden_size=256, intermediate_size=384, num_experts=2, top_k=2
+    )
+    outs, made = [], random_weights(make(**arguments).problem)
+    x, logits = torch.randn(3, 256), torch.randn(3, 2)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            layer = make(**arguments, experts="torch")
+            if quant is None:
+                push(layer, dict(w1=made.w13[:, :384], w3=made.w13[:, 384:], w2=made.w2))
+                layer.process_weights_after_loading()
+            else:
+                layer.load_weights(made)
+        outs.append(layer(x, logits))
+    assert torch.equal(*outs)
+
+
 def test_an_update_after_experts_were_moved() -> None:
     """Weights go to where `moekit.eplb` has put their experts, whatever the mapping's ids are."""
     spread = dict(enable_eplb=True, num_redundant_experts=2)
