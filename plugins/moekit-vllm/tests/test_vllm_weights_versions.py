@@ -231,6 +231,51 @@ def test_methods_are_known_by_the_class_that_they_extend() -> None:
     check(made, packed, "int4_w4a16_g64")
 
 
+# -- backends of vLLM, which decide about activations ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "scheme"),
+    [
+        ("MARLIN", "mxfp4_w4a16"),
+        ("TRITON", "mxfp4_w4a16"),
+        ("FLASHINFER_TRTLLM_MXFP4_BF16", "mxfp4_w4a16"),
+        ("FLASHINFER_CUTLASS_MXFP4_MXFP8", "mxfp4_w4a8"),
+        ("DEEPGEMM_MXFP4", None),
+        ("AITER_MXFP4_FP8", None),
+        ("CUTLASS_MXFP4_MXFP4", None),
+    ],
+)
+def test_activations_of_mxfp4(backend: str, scheme: str | None) -> None:
+    packed = pack(files.mxfp4(("weight", "weight_scale")))
+    quant = method("Mxfp4MoEMethod", mxfp4_backend=SimpleNamespace(name=backend))
+    made = layer(quant, parameters(packed, transposed=False))
+    if scheme is not None:
+        check(made, packed, scheme)
+    else:
+        with pytest.raises(Unsupported, match=backend):
+            readers.read(made, quant)
+
+
+def test_activations_of_nvfp4() -> None:
+    packed = pack(files.nvfp4(modelopt=True))
+    held = parameters(packed, transposed=False)
+    held["w13_weight_scale_2"] = torch.stack(
+        [torch.cat([packed[p][e][0]["weight_scale_2"] for p in ("gate", "up")]) for e in range(E)]
+    )
+    for backend, a16, scheme in (
+        ("MARLIN", False, "nvfp4_w4a16"),
+        ("VLLM_CUTLASS", True, "nvfp4_w4a16"),
+        ("VLLM_CUTLASS", False, "nvfp4"),
+    ):
+        kind = SimpleNamespace(name=backend)
+        quant = method("ModelOptNvFp4FusedMoE", nvfp4_backend=kind, use_a16=a16)
+        check(layer(quant, held), packed, scheme)
+    quant.per_token_activation = True
+    with pytest.raises(Unsupported, match="a scale for each token"):
+        readers.read(layer(quant, held), quant)
+
+
 # -- how much of a rank's share is the model's -------------------------------------------
 
 
@@ -253,3 +298,27 @@ def test_real_neurons(total: int, tp_size: int, held: int, gpt_oss: bool, real: 
     for rank, expected in enumerate(real):
         made.moe_config.tp_rank = rank
         assert real_neurons(made) == expected
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_padding_of_biases_becomes_zeros(activation: str) -> None:
+    """A NaN there would spread: a row of zeros in w2 does not stop it."""
+    nan = float("nan")
+    held = {
+        "w13_weight": torch.full((E, 2 * I, H), nan),
+        "w2_weight": torch.full((E, H, I), nan),
+        "w13_bias": torch.full((E, 2 * I), nan),
+        "w2_bias": torch.full((E, H), nan),
+    }
+    made = layer(method("UnquantizedFusedMoEMethod"), held)
+    made.moe_config.has_bias, made.activation.value = True, activation
+    made.moe_config.hidden_dim_unpadded = H - 32
+    made.moe_config.intermediate_size_per_partition_unpadded = I - 64
+    _, read = readers.read(made, made.quant_method)
+    rows = torch.arange(2 * I)
+    neuron = rows // 2 if activation == "swigluoai" else rows % I
+    assert torch.equal(read.w13_bias.isnan(), (neuron < I - 64).expand(E, -1))
+    assert torch.equal(read.w13.isnan().any(2), read.w13_bias.isnan())
+    assert torch.equal(read.w2_bias.isnan(), (torch.arange(H) < H - 32).expand(E, -1))
+    assert torch.equal(read.w2.isnan().any(2), read.w2_bias.isnan())
+    assert not read.w2[:, :, I - 64 :].any() and not read.w13[:, :, H - 32 :].any()

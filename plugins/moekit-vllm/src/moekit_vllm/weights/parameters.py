@@ -51,6 +51,8 @@ def unquantized(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read w13_weight (L, 2I or I, H), w2_weight (L, H, I) and their biases."""
     w13, w2 = pair(layer, "weight")
     clear_padding(layer, w13, w2)
+    if layer.moe_config.has_bias:
+        clear_padding(layer, *pair(layer, "bias"))
     return "none", expert_weights(layer, w13, w2)
 
 
