@@ -115,14 +115,16 @@ def test_deterministic_on_gpus(gpus):
     assert all(gpus.run(same_bits, "cuda"))
 
 
-def peak_bytes(rank, world_size, device, quant, tp):
+def peak_bytes(rank, world_size, device, quant, tp, batch_invariant=False):
     """What the dispatcher alone allocates in a call, keeps, and says; what a measurement allows."""
     case = Case(((),), tp=tp, dp=world_size // tp, quant=quant, **LARGE)
-    problem = my_problem(case, rank, world_size, device)
+    problem = my_problem(case, rank, world_size, device).replace(batch_invariant=batch_invariant)
     dispatcher = moekit.compose(problem, "naive", "torch").dispatcher
     x, routing = tokens(case, 256, rank // tp, device)
     x, routing = x.contiguous(), replace(routing, topk_ids=routing.topk_ids.long())
-    out, y = torch.empty_like(x), x.new_zeros(dispatcher.max_rows(256), x.shape[1])
+    rows, top_k = dispatcher.max_rows(256), routing.topk_ids.shape[1]
+    shape = (rows, top_k, x.shape[1]) if batch_invariant else (rows, x.shape[1])
+    out, y = torch.empty_like(x), x.new_zeros(shape)
     scheme = problem.quant.activation
     quantized = None if scheme is None else quantize(x, scheme)
 
@@ -148,6 +150,10 @@ def check_memory(results):
 @pytest.mark.parametrize("quant", ["none", "fp8_block", "fp8_tensor"])
 def test_memory_is_what_was_said(pool, quant):
     check_memory(pool.run(peak_bytes, "cpu", quant, 1))
+
+
+def test_memory_is_what_was_said_of_batch_invariant_calls(pool):
+    check_memory(pool.run(peak_bytes, "cpu", "none", 1, True))
 
 
 def test_memory_is_what_was_said_where_ranks_share_batches(pool):

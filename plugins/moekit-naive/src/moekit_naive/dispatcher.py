@@ -41,7 +41,6 @@ from moekit.plugin import (
     exchange,
     has_backend,
     local_ids,
-    partition,
     reason_of,
     resolve,
     weight_and_reduce,
@@ -185,17 +184,22 @@ class NaiveDispatcher(PrepareAndFinalize):
         ids_TK = routing.topk_ids
         T, K = ids_TK.shape
         rows_GTKH = rows_GTN.view(len(rows_GTN), T, K, out_TH.shape[1])
-        ends = [self._local_end(rank) for rank in range(len(rows_GTN))]
-        rank_TK = torch.bucketize(ids_TK, torch.tensor(ends, device=ids_TK.device), right=True)
+        rank_TK = self._rank_of(ids_TK)
         token_T = torch.arange(T, device=ids_TK.device)
         return weight_and_reduce(
             lambda k: rows_GTKH[rank_TK[:, k], token_T, k], ids_TK, routing.topk_weights, out_TH
         )
 
-    def _local_end(self, rank: int) -> int:
-        """Return the first physical expert behind those of a rank."""
+    def _rank_of(self, ids: Tensor) -> Tensor:
+        """Return the ranks of these physical experts, by arithmetic that a CUDA graph can hold.
+
+        The first ranks hold one expert more than the others, see `partition`. -1 gives -1.
+        """
         p = self.problem
-        return partition(p.num_physical_experts, p.parallel.ep_size, rank).stop
+        share, larger = divmod(p.num_physical_experts, p.parallel.ep_size)
+        first = larger * (share + 1)
+        others = larger + (ids - first).div(share, rounding_mode="floor")
+        return torch.where(ids < first, ids.div(share + 1, rounding_mode="floor"), others)
 
     def max_rows(self, num_tokens: int) -> int:
         return num_tokens * self.problem.parallel.dp_size
