@@ -16,9 +16,9 @@ import torch
 
 from moekit.checkpoint import formats
 from moekit.checkpoint.formats import Format, Grid
+from moekit.checkpoint.held import HeldTensors
 from moekit.checkpoint.names import per_expert
 from moekit.checkpoint.probe import config_group, format_of
-from moekit.checkpoint.pushed import HeldTensors
 from moekit.checkpoint.schema import QUANTIZATION
 from moekit.checkpoint.targets import MAX_STEPS, matches
 from moekit.errors import WeightsError

@@ -8,73 +8,26 @@ that cannot be converted without them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from numbers import Integral
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.files import Checkpoint, listed
-from moekit.checkpoint.formats import FLOATS, Format, Part
+from moekit.checkpoint.files import listed
+from moekit.checkpoint.formats import Format, Part
+from moekit.checkpoint.held import HeldTensors
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.read import Reader
-from moekit.checkpoint.share import Share, fits
+from moekit.checkpoint.share import Share
+from moekit.checkpoint.stacks import Splitter
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import shown
 
-SHARDS = ("w1", "w2", "w3", "w13")
 _Unit = tuple[int, str]  # an expert, and "w13", "w2", or "" for both
-
-
-class HeldTensors(Checkpoint):
-    """Tensors in memory in place of files.
-
-    Args:
-        name: Stands for the path in errors.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.path = Path(name)
-        self.bytes_read = 0
-        self.duplicates = {}
-        self.metadata = {}
-        self.quantization = {}
-        self._held: dict[str, Tensor] = {}
-
-    def hold(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor under a name."""
-        self._held[name] = tensor
-
-    def drop(self, name: str) -> None:
-        """Forget a tensor, if it is held."""
-        self._held.pop(name, None)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._held
-
-    def names(self, prefix: str = "") -> list[str]:
-        return sorted(name for name in self._held if name.startswith(prefix))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._held[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._held[name].dtype
-
-    def block(self, name: str) -> str:
-        return ""
-
-    def place(self, name: str) -> tuple[Path, int]:
-        return self.path, 0
-
-    def _read(self, out: Tensor, name: str, full: Sequence[int], ranges: Sequence[range]) -> None:
-        cuts = tuple(slice(r.start, r.stop) for r in ranges)
-        out.copy_(self._held[name].reshape(tuple(full))[cuts])
-        self.bytes_read += out.nbytes
 
 
 class PushedExperts:
@@ -117,7 +70,7 @@ class PushedExperts:
         out: dict[str, Tensor] | None = None,
     ) -> None:
         self.problem, self.format, self.name = problem, format, name
-        self.interleaved, self.transposed = interleaved, transposed
+        self._split = Splitter(problem, name, interleaved, transposed)
         self.device = torch.device(device)
         self._held = HeldTensors(name)
         local = local_experts(problem, experts)
@@ -245,7 +198,7 @@ class PushedExperts:
         if part is None and suffix != "bias":
             return int(expert) % self.problem.num_experts in self._share.experts
         if shard == "w13":
-            halves = self._halves(suffix, part, tensor)
+            halves = self._split.halves(suffix, part, tensor)
             needed = [
                 self._push(suffix, part, s, expert, half)
                 for s, half in zip(("w1", "w3"), halves, strict=True)
@@ -294,40 +247,11 @@ class PushedExperts:
                 "dense tensor with values"
             )
 
-    def _halves(self, suffix: str, part: Part | None, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Split a tensor of gate and up, of one expert or all, into those of each."""
-        axes, unit, tail = ("N", 1, ()) if part is None else (part.axes, part.grid[0], part.tail)
-        if unit < 0 or axes == "K":  # gate and up have the same
-            return tensor, tensor
-        I = self.problem.intermediate_size
-        after = len(axes) + len(tail) - axes.find("N")
-        if self._flips(part, tensor):
-            after = 1
-        fitting = [d for d, n in enumerate(tensor.shape) if n * unit == 2 * I]
-        # Dimensions of 1 may be left out, so the dimension may not be where the format has it.
-        axis = tensor.dim() - after
-        if axis not in fitting and len(fitting) == 1:
-            axis = fitting[0]
-        if axis not in fitting or I % unit or "N" not in axes or (self.interleaved and unit > 1):
-            raise WeightsError(
-                f"{self.name}: w13.{suffix} is {tuple(tensor.shape)}, expected gate and up of {I} "
-                "neurons each; load them as w1 and w3 if an entry covers rows of both"
-            )
-        if self.interleaved:
-            gate, up = torch.unflatten(tensor, axis, (-1, 2)).unbind(axis + 1)
-        else:
-            gate, up = tensor.chunk(2, dim=axis)
-        return gate, up
-
-    def _flips(self, part: Part | None, tensor: Tensor) -> bool:
-        """Whether a tensor is a stack of matrices (in, out)."""
-        return self.transposed and tensor.dim() == 3 and part is not None and not part.fixed
-
     def _push(
         self, suffix: str, part: Part | None, shard: str, expert: int, tensor: Tensor
     ) -> bool:
         template, E, needed = self._template(shard), self.problem.num_experts, False
-        for physical, each in self._experts_of(suffix, part, shard, expert, tensor):
+        for physical, each in self._split.by_expert(suffix, part, shard, expert, tensor):
             name = self._share.name(template, physical % E, suffix)
             if name not in self._wanted:
                 continue
@@ -352,46 +276,6 @@ class PushedExperts:
     def _template(self, shard: str) -> str:
         names = self._share.names
         return {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}[shard]
-
-    def _experts_of(
-        self, suffix: str, part: Part | None, shard: str, expert: int, tensor: Tensor
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (physical expert, its tensor).
-
-        Raises:
-            WeightsError: The shape is neither that of one expert nor that of a stack.
-        """
-        p = self.problem
-        n, k = (p.hidden_size, p.intermediate_size)[:: 1 if shard == "w2" else -1]
-        shape = (n,) if part is None else part.shape(n, k)
-        dtypes = FLOATS if part is None else part.dtypes
-        what = f"{self.name}: {shard}.{suffix}"
-        if tensor.dtype not in dtypes:
-            allowed = " or ".join(map(str, dtypes))
-            raise WeightsError(f"{what} of expert {expert} is {tensor.dtype}, expected {allowed}")
-        if fits(tensor.shape, shape, part):
-            yield expert, tensor
-            return
-        stacks = {count: range(count) for count in (p.num_experts, p.num_physical_experts)}
-        stacks.setdefault(p.num_local_experts, p.local_experts)
-        for stack in (tensor.mT, tensor) if self._flips(part, tensor) else (tensor,):
-            if stack.dim() and len(stack) in stacks and fits(stack.shape[1:], shape, part):
-                yield from zip(stacks[len(stack)], stack.unbind(), strict=True)
-                return
-        hint = ""
-        if tuple(tensor.shape[-2:]) == shape[::-1]:
-            hint = "; transpose it"
-            if tensor.dim() == 3:
-                hint += ", or construct the layer with is_fused_checkpoint_transposed=True"
-        elif p.parallel.tp_size > 1:
-            hint = "; load the whole tensor, and each rank takes its part"
-        one, many = str(shape), str((p.num_experts, *shape))
-        if part is not None and part.grid == (-1, -1):
-            one, many = "one number", f"{p.num_experts} numbers"
-        raise WeightsError(
-            f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {one} for one expert "
-            f"or {many} for all{hint}"
-        )
 
     def _take(self, name: str, part: Part | None, tensor: Tensor) -> None:
         """Place a tensor at once, or keep a copy of it until its unit is complete."""

@@ -1,0 +1,306 @@
+"""FusedMoE with vLLM's interface: its parameters, its weight loader, and updates."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import pytest
+import torch
+from checkpoint_cases import CASES
+from compat_cases import NAMES, SHARDS, SIZES, loaded, make, push, stacks
+from layer_cases import E, H, I
+from torch import Tensor, nn
+
+import moekit
+from moekit import LayerParallelism, ParallelConfig
+from moekit.compat.vllm import FusedMoE, SharedFusedMoE
+from moekit.errors import WeightsError
+from moekit.problem.placement import Placement
+from moekit.testing.cases import random_weights
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp8-tensor-static", "ct-fp8-channel", "awq", "gptq", "ct-mxfp4", "ct-int8"]
+)
+@pytest.mark.parametrize("parallel", [(1, 1), (1, 2), (2, 1)], ids=["whole", "tp", "ep"])
+def test_the_same_output_as_with_load_checkpoint(
+    name: str, parallel: tuple[int, int], tmp_path: Path
+) -> None:
+    """Packed from pushed tensors or from files: the same layer, to the last bit."""
+    ep, tp = parallel
+    case = CASES[name]
+    config = case.config and case.config | dict(
+        format="int-quantized" if name == "ct-int8" else "pack-quantized"
+    )
+    made = files.write(tmp_path, case.packer, config, E=4)
+    arguments = dict(
+        num_experts=4, top_k=2, hidden_size=128, intermediate_size=256,
+        params_dtype=torch.bfloat16, device="cpu", experts="torch",
+    )  # fmt: skip
+    x, logits = torch.randn(7, 128).bfloat16(), torch.randn(7, 4)
+    for rank in range(ep * tp):
+        config_of_rank = ParallelConfig(
+            ep_size=ep, ep_rank=rank % ep, tp_size=tp, tp_rank=rank % tp, dp_size=1
+        )
+        spread = LayerParallelism(parallel=config_of_rank, reduce_results=False)
+        layer = FusedMoE(**arguments, quant_config=config, parallelism=spread)
+        other = moekit.FusedMoE(**arguments, quant=layer.problem.quant, parallelism=spread)
+        other.load_checkpoint(tmp_path, None, 0)
+        params = dict(layer.named_parameters())
+        mapping = FusedMoE.make_expert_params_mapping(
+            ckpt_gate_proj_name="gate_proj",
+            ckpt_down_proj_name="down_proj",
+            ckpt_up_proj_name="up_proj",
+            num_experts=4,
+        )
+        for name_in_file, tensor in made.tensors.items():
+            for param_name, weight_name, expert, shard in mapping:
+                if weight_name in name_in_file:
+                    mapped = name_in_file.replace(weight_name, param_name)
+                    param = params[mapped.rpartition(".")[2]]
+                    param.weight_loader(param, tensor, mapped, shard, expert, return_success=True)
+        layer.process_weights_after_loading()
+        assert torch.equal(layer(x, logits), other(x, logits))
+
+
+def test_loading_by_names() -> None:
+    tensors = stacks()
+    mapping = FusedMoE.make_expert_params_mapping(nn.Module(), num_experts=E, **NAMES)
+    layer = make(expert_mapping=mapping)
+    named = [(f"{e}.{p}.weight", tensors[s][e]) for e in range(E) for p, s in SHARDS.items()]
+    assert set(layer.load_weights(named)) == {"w13_weight", "w2_weight"}
+    layer.process_weights_after_loading()
+    assert torch.equal(layer.packed["w2"], tensors["w2"])
+    with pytest.raises(WeightsError, match="expert_mapping has no entry for 0.gate_proj.weight"):
+        list(layer.load_weights([("0.gate_proj.weight", tensors["w1"][0])]))
+    with pytest.raises(WeightsError, match="belongs into the parameter w13_qweight, but .* check"):
+        list(layer.load_weights([("0.gate.qweight", tensors["w1"][0])]))
+    with pytest.raises(WeightsError, match="needs expert_mapping: construct the layer with"):
+        list(make().load_weights(named))
+    assert list(layer.load_weights(dict(named[:1]))) == ["w13_weight"]
+    layer.load_weights(random_weights(layer.problem))  # as with moekit's own layer
+    assert not torch.equal(layer.packed["w2"], tensors["w2"])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_biases_in_a_checkpoint(has_bias: bool) -> None:
+    """Experts without biases ignore those of zeros, which some quantizers write, and no others."""
+    layer = make(expert_mapping=FusedMoE.make_expert_params_mapping(num_experts=E, **NAMES),
+                 has_bias=has_bias)  # fmt: skip
+    named = []
+    for expert in range(E):
+        for projection, (n, k) in {"gate": (I, H), "up": (I, H), "down": (H, I)}.items():
+            named.append((f"{expert}.{projection}.weight", torch.randn(n, k)))
+            named.append((f"{expert}.{projection}.bias", torch.zeros(n)))
+    want = {"w13_weight", "w2_weight"} | ({"w13_bias", "w2_bias"} if has_bias else set())
+    assert set(layer.load_weights(named)) == want
+    layer.process_weights_after_loading()
+    if not has_bias:
+        with pytest.raises(
+            WeightsError, match="0.up.bias belongs into the parameter w13_bias, but"
+        ):
+            list(layer.load_weights([("0.up.bias", torch.ones(I))]))
+    with pytest.raises(
+        WeightsError, match="0.down.new_scale belongs into .* w2_new_scale, but this"
+    ):
+        list(layer.load_weights([("0.down.new_scale", torch.zeros(1, 1))]))
+
+
+def test_a_dropped_layer_frees_its_memory_at_once() -> None:
+    layer = make()
+    param, gone = layer.w2_weight, weakref.ref(layer)
+    gc.disable()
+    try:
+        del layer
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(WeightsError, match="the layer of this parameter is gone"):
+        param.weight_loader(param, torch.zeros(H, I), "w2_weight", "w2", 0)
+
+
+def test_weights_that_a_backend_copies_are_freed() -> None:
+    """fp8 per tensor: gate and up get one scale in a copy of w13. w2 is packed as it is."""
+    layer = make(quant_config="fp8_tensor", params_dtype=torch.bfloat16, experts="torch")
+    places = []
+    for _ in range(2):
+        for suffix in ("weight", "weight_scale"):
+            tensors = {s: t.to(torch.float8_e4m3fn) for s, t in stacks().items()}
+            if suffix == "weight_scale":
+                tensors = {shard: torch.rand(E) + 0.5 for shard in tensors}
+            push(layer, tensors, suffix)
+        assert layer.w13_weight.shape == (E, 2 * I, H) and layer.packed is None
+        layer.process_weights_after_loading()
+        assert layer.w13_weight.numel() == 0
+        assert layer.w2_weight.data_ptr() == layer.packed["w2"].data_ptr()
+        places.append(layer.packed["w13"].data_ptr())
+    assert places[0] == places[1]  # a CUDA graph that reads it remains valid
+    layer.destroy()
+    assert all(not parameter.numel() for parameter in layer.parameters())
+
+
+def test_an_update_leaves_the_callers_weights_alone() -> None:
+    layer = make(experts="torch")
+    weights = random_weights(layer.problem)
+    layer.load_weights(weights)
+    assert layer.packed["w2"].data_ptr() == weights.w2.data_ptr()  # packed without a copy
+    before, tensors = weights.w2.clone(), stacks()
+    push(layer, tensors)
+    layer.process_weights_after_loading()
+    assert torch.equal(layer.packed["w2"], tensors["w2"]) and torch.equal(weights.w2, before)
+
+
+@pytest.mark.parametrize("quant", [None, "fp8_block", "int4_w4a16_g32"])
+def test_torchs_default_device_has_no_effect(quant: str | None) -> None:
+    """Engines construct models under a default device, and may load under another one."""
+    arguments = dict(
+        quant_config=quant, hidden_size=256, intermediate_size=384, num_experts=2, top_k=2
+    )
+    outs, made = [], random_weights(make(**arguments).problem)
+    x, logits = torch.randn(3, 256), torch.randn(3, 2)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            layer = make(**arguments, experts="torch")
+            if quant is None:
+                push(layer, dict(w1=made.w13[:, :384], w3=made.w13[:, 384:], w2=made.w2))
+                layer.process_weights_after_loading()
+            else:
+                layer.load_weights(made)
+        outs.append(layer(x, logits))
+    assert torch.equal(*outs)
+
+
+def test_an_update_after_experts_were_moved() -> None:
+    """Weights go to where `moekit.eplb` has put their experts, whatever the mapping's ids are."""
+    spread = dict(enable_eplb=True, num_redundant_experts=2)
+    layer, other = make(**spread), make(**spread)
+    push(layer, stacks())
+    layer.process_weights_after_loading()
+    moved = Placement((5, 4, 3, 2, 1, 0, 4, 1), E, 1)
+    layer.placement = moved
+    layer.set_replicas(moved.logical_to_physical())
+    tensors = stacks()
+    for each in (layer, other):
+        push(each, tensors)
+        each.process_weights_after_loading()
+    x, logits = torch.randn(40, H), torch.randn(40, E)
+    assert torch.equal(layer.packed["w2"], tensors["w2"][list(moved.physical_to_logical)])
+    out, want = layer(x, logits), other(x, logits)
+    assert (out - want).norm() < 1e-5 * want.norm()
+
+
+def test_a_compiled_layer() -> None:
+    layer, _ = loaded()
+    x, logits = torch.randn(5, H), torch.randn(5, E)
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x, logits), layer(x, logits))
+
+
+@pytest.mark.parametrize("internal", [False, True])
+def test_shared_experts(internal: bool) -> None:
+    gate, shared = nn.Linear(H, E), nn.Linear(H, H)
+    layer = SharedFusedMoE(
+        shared_experts=shared,
+        gate=(lambda x: (gate(x), None)) if internal else None,
+        **SIZES,
+        params_dtype=torch.float32,
+        device="cpu",
+    )
+    plain, tensors = loaded()
+    push(layer, tensors)
+    layer.process_weights_after_loading()
+    assert layer.is_internal_router == internal
+    x = torch.randn(5, H)
+    with torch.no_grad():
+        ours, routed = layer(hidden_states=x, router_logits=x if internal else gate(x))
+        assert torch.equal(ours, shared(x)) and torch.equal(routed, plain(x, gate(x)))
+    assert {name for name, _ in layer.named_parameters()} == {"w13_weight", "w2_weight"}
+
+
+def test_casts_and_state_dicts_leave_the_weights_alone() -> None:
+    layer = make(quant_config="fp8_tensor", params_dtype=torch.bfloat16)
+    layer.to(torch.bfloat16)
+    assert layer.w13_weight.dtype == torch.float8_e4m3fn
+    assert not layer.state_dict()
+    layer.load_state_dict({})
+
+
+def call_without_weights(layer: FusedMoE) -> None:
+    layer(torch.zeros(2, H), torch.zeros(2, E))
+
+
+def test_calls_need_processed_weights() -> None:
+    layer, tensors = make(), stacks()
+    with pytest.raises(
+        WeightsError, match=f"no weights: {3 * E} tensors are not loaded, experts.0"
+    ):
+        call_without_weights(layer)
+    with pytest.raises(
+        WeightsError, match=f"{3 * E} of {3 * E} tensors of this rank were not load"
+    ):
+        layer.process_weights_after_loading()
+    push(layer, tensors)
+    with pytest.raises(
+        WeightsError, match="call process_weights_after_loading.., which packs what"
+    ):
+        call_without_weights(layer)
+    layer.process_weights_after_loading()
+    call_without_weights(layer)
+    packed = layer.packed
+    layer.process_weights_after_loading()  # nothing new
+    assert layer.packed is packed
+    layer.w2_weight.weight_loader(layer.w2_weight, tensors["w2"][1], "w2_weight", "w2", 1)
+    with pytest.raises(WeightsError, match=f"no weights: {3 * E - 1} tensors are not loaded, exp"):
+        call_without_weights(layer)  # an update has begun
+
+
+def wrong_call(layer: FusedMoE, tensors: dict[str, Tensor], **changes: Any) -> None:
+    given = dict(
+        param=layer.w13_weight,
+        loaded_weight=tensors["w1"][0],
+        weight_name="model.layers.0.mlp.experts.w13_weight",
+        shard_id="w1",
+        expert_id=0,
+    )
+    layer.weight_loader(**{**given, **changes})
+
+
+CALLS = {
+    "shard": (dict(shard_id="w4"), "shard_id='w4' for w13_weight: expected w1 or w3 or w13"),
+    "shard of the other": (dict(shard_id="w2"), "shard_id='w2' for w13_weight: expected w1 or w3"),
+    "no shard": (dict(shard_id=None), "shard_id=None for w13_weight: expected"),
+    "expert": (dict(expert_id=E), f"expert_id={E}: expected 0..{E - 1}"),
+    "no expert": (dict(expert_id=-1), f"expert_id=-1: expected 0..{E - 1}"),
+    "shape": (dict(loaded_weight=torch.zeros(I, H + 1)), rf"is \({I}, {H + 1}\), expected \({I}, "),
+    "transposed": (dict(loaded_weight=torch.zeros(H, I)), "transpose it"),
+    "param": (
+        dict(param=nn.Parameter(torch.zeros(2))),
+        "is no parameter of this layer: pass one of",
+    ),
+    "name": (
+        dict(weight_name="w2_weight"),
+        "'w2_weight' for the parameter w13_weight: it must end",
+    ),
+    "tensor": (dict(loaded_weight=[[1.0]]), "expected a dense tensor with values"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_wrong_calls_of_the_weight_loader(case: str) -> None:
+    changes, message = CALLS[case]
+    layer, tensors = loaded()
+    with pytest.raises(WeightsError, match=message):
+        wrong_call(layer, tensors, **changes)
+    call_without_weights(layer)  # nothing was replaced
+
+
+def test_loading_twice() -> None:
+    layer, tensors = make(), stacks()
+    wrong_call(layer, tensors)
+    with pytest.raises(WeightsError, match="experts.0.w1.weight was already loaded; finish this"):
+        wrong_call(layer, tensors)
