@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from moekit_nvlink import buffers, moekit_dispatchers
@@ -178,3 +183,16 @@ def test_lost_ranks_are_named() -> None:
     lost.ranks[1:3] = 1
     with pytest.raises(PeerFailed, match="rank 1, 2 did not come"):
         lost.check()
+
+
+@pytest.mark.parametrize(
+    "layers", ["--quick", pytest.param("--all", marks=pytest.mark.full)], ids=lambda arg: arg[2:]
+)
+def test_kernels_compile_for_hopper(layers: str, tmp_path) -> None:
+    found = importlib.util.find_spec("triton")
+    if not Path(found.origin, "../backends/nvidia/bin/cuobjdump").resolve().exists():
+        pytest.skip("this triton has no NVIDIA backend")
+    command = [sys.executable, str(Path(__file__).parent / "nvlink_compile.py"), layers]
+    environment = {**buffers.os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0 and made.stdout.count("registers") > 10, made.stdout + made.stderr

@@ -102,13 +102,13 @@ def dispatch_assignments(
                      mask=real[:, None] & inside[None, :])  # fmt: skip
             if w == 0:
                 if SOURCES:
-                    to = (peer + sources_at).to(tl.pointer_type(tl.int32))
-                    tl.store(to + wide, (batch * capacity + token) * K + k, mask=real)
+                    source = (peer + sources_at).to(tl.pointer_type(tl.int32))
+                    tl.store(source + wide, (batch * capacity + token) * K + k, mask=real)
                 if GROUPS:
                     g = tl.arange(0, GROUPS_2)
                     scale = tl.load(scale_ptr + token * GROUPS + g, mask=g < GROUPS, other=0.0)
-                    to = (peer + scale_at).to(tl.pointer_type(tl.float32))
-                    tl.store(to[:, None] + wide[:, None] * GROUPS + g[None, :], scale[None, :],
+                    scales = (peer + scale_at).to(tl.pointer_type(tl.float32))
+                    tl.store(scales[:, None] + wide[:, None] * GROUPS + g[None, :], scale[None, :],
                              mask=real[:, None] & (g < GROUPS)[None, :])  # fmt: skip
     if is_last(counters_ptr):
         for r in tl.static_range(RANKS):
