@@ -145,6 +145,7 @@ class BiasDropped(Plain):
 @killed_by("test_scheme", "fp8_block")
 @killed_by("test_scheme", "fp8_channel_token")
 @killed_by("test_scheme", "int8_w8a16")
+@killed_by("test_scheme", "nvfp4_w4a16")
 class ScalesIgnored(Plain):
     """Uses the first scale of a weight for the whole weight."""
 

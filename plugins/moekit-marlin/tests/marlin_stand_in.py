@@ -13,7 +13,7 @@ UINT4B8 = 4 << 8 | 8 << 17 | 1 << 50
 UINT4 = 4 << 8 | 1 << 50
 FP4 = 2 | 1 << 8 | 1 << 16 | 1 << 49
 BITS = {FP8: 8, UINT8B128: 8, UINT4B8: 4, UINT4: 4, FP4: 4}
-GROUPS = {FP8: (-1, 128), UINT8B128: (-1, 32, 64, 128), FP4: (32,)}
+GROUPS = {FP8: (-1, 128), UINT8B128: (-1, 32, 64, 128), FP4: (16, 32)}
 FP8_EXPONENT = {torch.bfloat16: 120, torch.float16: 8}
 
 calls: list[dict[str, int]] = []
@@ -83,6 +83,21 @@ def exponents_of(scales: Tensor) -> Tensor:
     return columns_of(powers, grouped=True)
 
 
+def e5m3_of(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of nvfp4 scales (L, G, N) as fp32 in the order of columns, as the operator reads them.
+
+    For bf16 the upper bit of the byte becomes that of the 8-bit exponent, and the other seven bits
+    follow three zeros: right only if the upper bit is set, or all are zero.
+    """
+    words = scales.view(torch.uint8).unflatten(-1, (-1, 4))
+    byte = torch.cat((words[..., 0::2], words[..., 1::2]), dim=-1).flatten(-2).int()
+    if dtype == torch.bfloat16:
+        bits = (byte >> 7) << 14 | (byte & 127) << 4
+    else:
+        bits = byte << 7
+    return columns_of(bits.to(torch.int16).view(dtype).float(), grouped=True)
+
+
 def fp4_of(values: Tensor) -> Tensor:
     """e2m1 bits -> fp32: sign, two bits of exponent (bias 1), one of mantissa."""
     exponent, mantissa = (values >> 1 & 3).float(), (values & 1).float()
@@ -100,11 +115,21 @@ def zeros_of(packed: Tensor) -> Tensor:
 
 
 def dequantized(
-    packed: Tensor, scales: Tensor, zeros: Tensor | None, type_id: int, dtype: torch.dtype
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    type_id: int,
+    dtype: torch.dtype,
+    factor: Tensor | None = None,
 ) -> Tensor:
-    """(L, N, K) fp32."""
+    """(L, N, K) fp32. factor: the global scales of nvfp4, (L,)."""
     values = weights_of(packed, BITS[type_id])
     groups, k = scales.shape[1], values.shape[2]
+    if type_id == FP4 and factor is not None:
+        # e2m1 is read with the exponent bias of the 16-bit dtype.
+        read = fp4_of(values) * 2.0 ** -(126 if dtype == torch.bfloat16 else 14)
+        scale = e5m3_of(scales, dtype).transpose(1, 2).repeat_interleave(16, dim=2)
+        return (read.double() * scale * factor.view(-1, 1, 1)).float()
     if type_id == FP4:
         assert dtype == torch.bfloat16
         return fp4_of(values) * exponents_of(scales).transpose(1, 2).repeat_interleave(32, dim=2)
@@ -122,18 +147,23 @@ def dequantized(
 
 def moe_wna16_marlin_gemm(
     a: Tensor, c: Tensor, b_q_weight: Tensor, b_bias: Tensor | None, b_scales: Tensor,
-    a_scales: None, global_scale: None, b_zeros: Tensor | None, workspace: Tensor,
+    a_scales: None, global_scale: Tensor | None, b_zeros: Tensor | None, workspace: Tensor,
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_past_padded: Tensor,
     topk_weights: Tensor, moe_block_size: int, top_k: int, mul_topk_weights: bool, b_type_id: int,
     size_m: int, size_n: int, size_k: int, use_atomic_add: bool, use_fp32_reduce: bool,
     is_zp_float: bool, thread_k: int, thread_n: int, blocks_per_sm: int,
 ) -> Tensor:  # fmt: skip
-    assert a_scales is None and global_scale is None
+    assert a_scales is None
+    nvfp4 = b_scales.dtype == torch.float8_e4m3fn
+    assert nvfp4 == (global_scale is not None) and (not nvfp4 or b_type_id == FP4)
+    if global_scale is not None:
+        assert global_scale.dtype == torch.float32 and global_scale.shape == b_q_weight.shape[:1]
     assert not mul_topk_weights, "the router weight has another owner"
     assert use_fp32_reduce and not use_atomic_add and not is_zp_float
     assert thread_k == thread_n == blocks_per_sm == -1 and moe_block_size in (8, 16, 32, 48, 64)
     assert a.dtype in (torch.bfloat16, torch.float16) and c.dtype == a.dtype
-    assert b_scales.dtype == (torch.float8_e8m0fnu if b_type_id == FP4 else a.dtype)
+    fp4 = torch.float8_e4m3fn if nvfp4 else torch.float8_e8m0fnu
+    assert b_scales.dtype == (fp4 if b_type_id == FP4 else a.dtype)
     assert a.shape == (size_m, size_k) and c.shape == (size_m * top_k, size_n)
     given = (a, c, b_q_weight, b_scales, sorted_token_ids, expert_ids)
     assert all(t.is_contiguous() for t in given)
@@ -146,6 +176,7 @@ def moe_wna16_marlin_gemm(
     assert b_scales.shape == (experts, groups, size_n) and size_k % groups == 0
     group = -1 if groups == 1 else size_k // groups
     assert group in GROUPS.get(b_type_id, (-1, 32, 64, 128)), f"no kernel for group {group}"
+    assert (group == 16) == nvfp4
     assert (b_zeros is not None) == (b_type_id == UINT4)
     if b_zeros is not None:
         assert b_zeros.shape == (experts, groups, size_n // 8)
@@ -156,7 +187,7 @@ def moe_wna16_marlin_gemm(
         dict(block=moe_block_size, top_k=top_k, size_m=size_m, size_n=size_n, size_k=size_k)
     )
 
-    weight = dequantized(b_q_weight, b_scales, b_zeros, b_type_id, a.dtype)
+    weight = dequantized(b_q_weight, b_scales, b_zeros, b_type_id, a.dtype, global_scale)
     bias = None if b_bias is None else columns_of(b_bias, grouped=False)
     used = int(num_tokens_past_padded[0])
     assert used % moe_block_size == 0 and used <= sorted_token_ids.numel()

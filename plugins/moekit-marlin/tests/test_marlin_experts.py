@@ -7,7 +7,7 @@ import marlin_stand_in as stand_in
 import pytest
 import torch
 from moekit_marlin import sizes
-from moekit_marlin.layout import unpack_exponents, unpack_weights
+from moekit_marlin.layout import unpack_e5m3, unpack_exponents, unpack_weights
 
 import moekit
 from moekit.backends.reference import oracle
@@ -28,6 +28,7 @@ FOUR_BITS = sorted(name for name in moekit.SCHEMES if name.startswith("int4_w4a1
 ACT_ORDER = [name for name in FOUR_BITS if moekit.SCHEMES[name].weight.act_order]
 FOUR_BITS = [name for name in FOUR_BITS if name not in ACT_ORDER]
 MXFP4 = "mxfp4_w4a16"
+NVFP4 = "nvfp4_w4a16"
 
 
 class NaNWorkspace(Workspace):
@@ -138,6 +139,70 @@ def test_mxfp4_scales_far_apart(operator_device, backends):
     assert torch.equal(codes, unpack_int4(w13))
 
 
+@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_nvfp4(operator_device, backends, dispatcher, experts, dtype):
+    problem = make_problem(operator_device, quant=NVFP4, dtype=dtype, has_bias=True)
+    check(backends, problem, dispatcher, experts)
+
+
+def e4m3(*shape: int) -> torch.Tensor:
+    """Return e4m3 numbers of every mantissa in fp32, from 1 / 64, the least normal one."""
+    codes = torch.randint(0x08, 0x7F, shape, dtype=torch.uint8)
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("largest", [448.0, 416.0, 104.0])
+def test_nvfp4_keeps_every_number(operator_device, backends, dtype, largest):
+    """Every code, and any global scale: no factor is known from the largest scale alone."""
+    problem = make_problem(operator_device, quant=NVFP4, dtype=dtype)
+    kernel = moekit.compose(problem, "local", "marlin", backends=backends)
+    weights, changes = make_weights(problem), {}
+    for name in ("w13", "w2"):
+        scale = getattr(weights, f"{name}_scale")
+        e = e4m3(*scale.shape).clamp(max=largest)
+        e[:, 0, 0], e[:, 1, 1], e[:, 2, 2] = largest, 0.0, largest / 2**12
+        factor = torch.rand(len(e), 1, 1) / 100 + 1e-4
+        changes[f"{name}_scale"] = (e * factor).to(operator_device)
+        random = torch.randint(256, getattr(weights, name).shape, dtype=torch.uint8)
+        changes[name] = random.to(operator_device)
+    weights = dataclasses.replace(weights, **changes)
+    packed = kernel.pack(weights)
+    want = weights.dequantize(problem.quant)
+    for name, rows in (("w13", problem.w13_rows), ("w2", problem.hidden_size)):
+        read = stand_in.dequantized(
+            packed[name].cpu(), packed[f"{name}_scale"].cpu(), None, stand_in.FP4, dtype,
+            packed[f"{name}_global"].cpu(),
+        )  # fmt: skip
+        matrix = getattr(want, name).cpu()
+        torch.testing.assert_close(read[:, :rows, : matrix.shape[2]], matrix, rtol=1e-5, atol=0)
+        assert not read[:, rows:].any() and not read[:, :, matrix.shape[2] :].any()
+
+
+def test_nvfp4_drops_scales_far_below_the_largest(operator_device, backends):
+    problem = make_problem(operator_device, quant=NVFP4, num_experts=1, top_k=1)
+    kernel = moekit.compose(problem, "local", "marlin", backends=backends)
+    weights = make_weights(problem)
+    scale = torch.full_like(weights.w2_scale, 1.0)
+    scale[0, 0, 1], scale[0, 0, 2] = 2.0**-13, 2.0**-15
+    packed = kernel.pack(dataclasses.replace(weights, w2_scale=scale))
+    found = unpack_e5m3(packed["w2_scale"])[0, :3, 0] / 2.0**15
+    assert found.tolist() == [1.0, 2.0**-13, 0.0]
+    zeros = kernel.pack(dataclasses.replace(weights, w2_scale=torch.zeros_like(scale)))
+    assert not zeros["w2_scale"].any() and not zeros["w2_global"].any()
+
+
+def test_nvfp4_with_two_global_scales_is_refused(operator_device, backends):
+    problem = make_problem(operator_device, quant=NVFP4)
+    kernel = moekit.compose(problem, "local", "marlin", backends=backends)
+    weights = make_weights(problem)
+    scale = weights.w13_scale.clone()
+    scale[2, scale.shape[1] // 2 :] *= 0.7
+    with pytest.raises(WeightsError, match="the w13 scales of local expert 2 .* one global scale"):
+        kernel.pack(dataclasses.replace(weights, w13_scale=scale))
+
+
 def test_mxfp4_in_float16_is_refused(backends):
     problem = make_problem(torch.device("cpu"), quant=MXFP4, dtype=torch.float16)
     for experts in ("marlin", "marlin_batched"):
@@ -192,7 +257,7 @@ def test_activations_with_bias(operator_device, backends, dispatcher, experts, a
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-@pytest.mark.parametrize("scheme", [*EIGHT_BITS, *FOUR_BITS, MXFP4])
+@pytest.mark.parametrize("scheme", [*EIGHT_BITS, *FOUR_BITS, MXFP4, NVFP4])
 @pytest.mark.parametrize(("hidden", "inner"), [(192, 48), (192, 272), (128, 100), (256, 36)])
 def test_padded_intermediate(operator_device, backends, dispatcher, experts, scheme, hidden, inner):
     problem = make_problem(

@@ -67,6 +67,26 @@ def test_exponents_by_hand():
     assert layout.pack_exponents(scale)[0, 0, :5].tolist() == [128, 130, 129, 131, 127]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_e5m3(dtype):
+    """Every byte from 2 on, and zero."""
+    bytes = torch.randint(0x80, 0xF8, (2, 3, 192), dtype=torch.int16)
+    scale = (bytes << 7).view(torch.float16).float()
+    assert scale.min() >= 2 and scale.max() <= 61440
+    scale[0, 1, :9] = 0.0
+    packed = layout.pack_e5m3(scale)
+    assert packed.dtype == torch.uint8 and packed.shape == scale.shape
+    assert torch.equal(stand_in.e5m3_of(packed, dtype), scale)
+    assert torch.equal(layout.unpack_e5m3(packed), scale)
+
+
+def test_e5m3_as_vllm_packs_it():
+    """Lane 0's first word: columns 0, 8, 16 and 24, the middle two swapped; 1.5 * 2**e is E4."""
+    scale = torch.full((1, 2, 64), 2.0)
+    scale[0, 0, [0, 8, 16, 24]] = torch.tensor([3.0, 6.0, 12.0, 0.0])
+    assert layout.pack_e5m3(scale)[0, 0, :5].tolist() == [0x84, 0x94, 0x8C, 0, 0x80]
+
+
 def test_channels():
     bias = torch.randn(3, 96)
     permuted = layout.permute_channels(bias)

@@ -13,7 +13,7 @@ _FOUR_BITS = tuple(
     for group in ("channel", "g32", "g64", "g128")
     for zeros in ("", "_zp")
     for order in (("",) if group == "channel" else ("", "_act_order"))
-) + ("mxfp4_w4a16",)
+) + ("mxfp4_w4a16", "nvfp4_w4a16")
 
 
 def _check(problem: MoEProblem) -> list[str]:

@@ -52,6 +52,8 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         kind = stored(operand, problem.dtype)
         self._type_id = kind.type_id
         self._scale_dtype = torch.float8_e8m0fnu if kind.e8m0 else problem.dtype
+        if kind.e5m3:  # the operator's name for it
+            self._scale_dtype = torch.float8_e4m3fn
         self._inner = padded_intermediate(problem)
         self._w13_rows = self._inner * (2 if problem.activation.gated else 1)
         # The workspace is reserved before the weights tell whether columns are sorted.
@@ -111,7 +113,7 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         """Compute ``out[s] = a[s // top_k] @ w[expert of s].T (+ bias)`` for assignments s."""
         library.operator()(
             a, out, weights[name], weights.get(f"{name}_bias"),
-            weights[f"{name}_scale"].view(self._scale_dtype), None, None,
+            weights[f"{name}_scale"].view(self._scale_dtype), None, weights.get(f"{name}_global"),
             weights.get(f"{name}_zeros"),
             blocks.locks, blocks.entries, blocks.experts, blocks.num_rows, unused,
             blocks.block, top_k, False, self._type_id, a.shape[0], out.shape[1], a.shape[1],

@@ -94,6 +94,25 @@ def unpack_exponents(packed: Tensor) -> Tensor:
     return (exponents.int() << 23).view(torch.float32)
 
 
+def pack_e5m3(scale_LGN: Tensor) -> Tensor:
+    """fp32 scales (L, G, N), G > 1, 0 or from 2 to 61440 -> uint8 of the same shape: E5M3.
+
+    The byte is that of a float16 without its sign and its last seven bits, which are zero. The
+    operator decodes it for bfloat16 by moving the exponent's upper bit, so this bit must be set:
+    values below 2 are refused (vllm: nvfp4_marlin_process_scales). Bytes lie as in
+    `pack_exponents`.
+    """
+    bits = scale_LGN.to(torch.float16).view(torch.int16)
+    assert bool(((scale_LGN == 0) | (scale_LGN >= 2)).all()) and not bool((bits & 127).any())
+    return _swap(_by_lane((bits >> 7).to(torch.uint8)), 2, 2, 1)
+
+
+def unpack_e5m3(packed: Tensor) -> Tensor:
+    """The inverse of `pack_e5m3`."""
+    bits = _by_lane(_swap(packed, 2, 2, 1)).to(torch.int16) << 7
+    return bits.view(torch.float16).float()
+
+
 def permute_channels(x: Tensor) -> Tensor:
     """(..., N), N a multiple of 32: biases, and scales over all of K.
 

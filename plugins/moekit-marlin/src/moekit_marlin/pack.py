@@ -1,8 +1,8 @@
 """ExpertWeights -> what the operator reads: stored values, padding of I, act-order, scales.
 
 Per expert and GEMM: ``w13``, ``w2`` int32 (L, K / 16, N * bits / 2); ``*_scale`` (L, G, N) in the
-problem's dtype, or e8m0 as uint8 (torch can do little with its own e8m0); ``*_zeros`` int32
-(L, G, N / 8); ``*_bias`` (L, N); ``w13_columns`` int32 (L, H).
+problem's dtype, or e8m0 or E5M3 as uint8 (torch can do little with its own e8m0); ``*_global`` fp32
+(L,) for nvfp4; ``*_zeros`` int32 (L, G, N / 8); ``*_bias`` (L, N); ``w13_columns`` int32 (L, H).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Stored:
     scale_exponent: int = 0
     has_zeros: bool = False
     e8m0: bool = False
+    e5m3: bool = False
 
 
 def stored(operand: OperandQuant, dtype: torch.dtype) -> Stored:
@@ -52,7 +53,8 @@ def stored(operand: OperandQuant, dtype: torch.dtype) -> Stored:
         exponent = 127 - 7 if dtype == torch.bfloat16 else 15 - 7
         return Stored(_type_id(4, 3, True, 0, True, 2), 8, scale_exponent=exponent)
     if operand.dtype == "float4_e2m1":
-        return Stored(_type_id(2, 1, True, 0, True, 0), 4, e8m0=True)
+        power = operand.microscaled
+        return Stored(_type_id(2, 1, True, 0, True, 0), 4, e8m0=power, e5m3=not power)
     if operand.dtype == "int8":
         return Stored(_type_id(0, 8, False, 128, False, 1), 8, offset=128)
     assert operand.dtype == "int4"
@@ -96,6 +98,10 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
         scale_LGN = _pad_groups(order.apply(scale_LNG, 0), groups)
         if kind.e8m0:
             experts[f"{name}_scale"] = layout.pack_exponents(scale_LGN)
+        elif kind.e5m3:
+            scale_LGN, factor_L = _split_scales(scale_LGN, problem, name)
+            experts[f"{name}_scale"] = layout.pack_e5m3(scale_LGN)
+            experts[f"{name}_global"] = factor_L
         else:
             scale_LGN = _scale_in(scale_LGN, kind, problem, name)
             experts[f"{name}_scale"] = layout.permute_scales(scale_LGN)
@@ -162,6 +168,52 @@ def _scale_in(scale: Tensor, kind: Stored, problem: MoEProblem, name: str) -> Te
             f"in {problem.dtype_name}: use {other}another backend"
         )
     return result
+
+
+# E5M3's largest binade; with eight mantissas, one of its values is the largest scale's.
+_TOP = 2.0**15
+_LEAST = 2.0  # see `layout.pack_e5m3`
+_EXACT = 1e-5  # fp32 products of a scale and a global scale are off by less
+
+
+def _split_scales(scale_LGN: Tensor, problem: MoEProblem, name: str) -> tuple[Tensor, Tensor]:
+    """Split nvfp4 scales into values of E5M3 (L, G, N) and the operator's factors (L,), fp32.
+
+    A checkpoint's scale is an e4m3 number times an expert's global scale. Neither is known here,
+    but the largest scale's mantissa has three bits: of the eight global scales that this allows,
+    the right one makes all scales exact. Scales below 2**-14 of an expert's largest may become 0,
+    as in vLLM.
+    """
+    exponent = 126 if problem.dtype == torch.bfloat16 else 14  # biases of bf16 or fp16, and of e2m1
+    values, factors = [], []
+    for expert, scale in enumerate(scale_LGN.float()):
+        largest = float(scale.max())
+        if not largest:
+            values.append(scale)
+            factors.append(0.0)
+            continue
+        tried = [_e5m3(scale / largest * (_TOP * (1 + i / 8))) for i in range(8)]
+        errors = [error for _, error in tried]
+        best = errors.index(min(errors))
+        if errors[best] > _EXACT:
+            raise WeightsError(
+                f"the {name} scales of local expert {expert} are no e4m3 numbers times one global "
+                "scale, which Marlin needs; gate and up may have different global scales: quantize "
+                "them with one, or use another backend"
+            )
+        values.append(tried[best][0])
+        factors.append(largest / (_TOP * (1 + best / 8)) * 2.0**exponent)
+    device = scale_LGN.device
+    return torch.stack(values), torch.tensor(factors, dtype=torch.float32, device=device)
+
+
+def _e5m3(x: Tensor) -> tuple[Tensor, float]:
+    """Return ``x`` (at most 61440) with three bits of mantissa, and the largest relative error."""
+    bits = x.to(torch.float16).view(torch.int16)
+    rounded = ((bits + 64) & -128).view(torch.float16).float()
+    kept = rounded >= _LEAST
+    error = torch.where(kept, (rounded / x - 1).abs(), 0.0)
+    return torch.where(kept, rounded, 0.0), float(error.max())
 
 
 def _column_order(g_idx: Tensor | None) -> Tensor | None:
