@@ -16,6 +16,7 @@ from moekit.contract import PackedWeights
 from moekit.errors import WeightsError
 from moekit.layer.layer import FusedMoE as Layer
 from moekit.problem.weights import ExpertWeights
+from moekit.runtime.workspace import settle
 from moekit.untrusted.arguments import FLAG, MAX_EXPERTS, NAME, accept, shown, size
 
 Mapped = tuple[str, str, int, str]
@@ -322,6 +323,7 @@ def _in_place(old: PackedWeights | None, new: PackedWeights) -> PackedWeights:
     for a, b in pairs:
         if a.data_ptr() != b.data_ptr():
             a.copy_(b)
+            settle(a.device)
     return old
 
 

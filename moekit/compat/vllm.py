@@ -269,7 +269,10 @@ class SharedFusedMoE(FusedMoE):
         use_overlapped: bool = True,
         **keywords: Any,
     ) -> None:
-        accept(dict.fromkeys(("shared_experts", "gate"), optional(FUNCTION)), locals())
+        accept(
+            _SHARED,
+            {"shared_experts": shared_experts, "gate": gate, "use_overlapped": use_overlapped},
+        )
         super().__init__(**keywords)
         # Not as submodules, because the model has their parameters under names of its own.
         object.__setattr__(self, "shared_experts", shared_experts)
@@ -309,6 +312,7 @@ _FLAGS = (
     "is_fused_checkpoint_transposed",
     "dequantize",
 )
+_SHARED = {"shared_experts": optional(FUNCTION), "gate": optional(FUNCTION), "use_overlapped": FLAG}
 _KINDS = {
     **dict.fromkeys(_FLAGS, FLAG),
     **dict.fromkeys(("hidden_size", "intermediate_size"), size(1, MAX_WIDTH)),
