@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,7 +120,8 @@ SPREADS = {
     "sequence parallel": {
         "tp_size": 4, "enable_expert_parallel": True, "is_sequence_parallel": True,
     },
-    "two batches, replicas": {
+    "two batches": {"parallel": moekit.ParallelConfig(ep_size=4, dp_size=2)},
+    "replicas": {
         "dp_size": 4, "enable_expert_parallel": True, "num_redundant_experts": 2,
     },
 }  # fmt: skip
@@ -129,12 +131,15 @@ def outputs(rank: int, world_size: int, seed: int, spread: str) -> tuple[Tensor,
     """Return a layer's outputs on all ranks and on one, for this rank's tokens."""
     use_seed(seed)
     torch.set_num_threads(1)
-    one, many = layer(parallel=moekit.ParallelConfig()), layer(**SPREADS[spread])
+    arguments = dict(SPREADS[spread])
+    if "parallel" in arguments:
+        arguments["parallel"] = replace(arguments["parallel"], ep_rank=rank)
+    one, many = layer(parallel=moekit.ParallelConfig()), layer(**arguments)
     one.load_weights(random_weights(one.problem))
     many.load_weights(random_weights(many.problem))
-    shared = many.ranks.splits
-    tokens = 11 if shared else (5, 0, 1, 9)[rank]
-    x = random_x(whole(one.problem), tokens, 0 if shared else rank)
+    batch = 0 if many.ranks.splits else rank * many.problem.parallel.dp_size // world_size
+    tokens = (5, 0, 1, 9)[batch] if spread != "sequence parallel" else 11
+    x = random_x(whole(one.problem), tokens, batch)
     logits = logits_for(20)[:tokens]
     got = many(x, logits)
     wanted = [one(x[at : at + 1], logits[at : at + 1]) for at in range(tokens)]
