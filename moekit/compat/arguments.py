@@ -11,6 +11,7 @@ from torch import Tensor
 from moekit.errors import InvalidProblem
 from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.router import RoutingConfig, RoutingFunction
+from moekit.problem.activation import Activation
 from moekit.untrusted.arguments import MAX_RANKS, accept, instance, optional, shown, size
 
 # Arguments of moekit's layer that vLLM's does not have.
@@ -46,7 +47,13 @@ _INSTEAD = {
     "ckpt_names": "pass expert_mapping=FusedMoE.make_expert_params_mapping(...)",
     "runner_cls": "moekit has no runners: choose dispatcher=... and experts=... by name",
 }
-_HARMLESS = frozenset(("router_logits_dtype",))  # moekit routes in fp32, whatever the dtype
+# Hints for vLLM's kernels. moekit routes in fp32, whatever the logits' dtype.
+_HARMLESS = frozenset(("router_logits_dtype", "routing_method_type"))
+# vLLM's names that mean something else in moekit. Its swigluoai alternates rows of gate and up.
+_ACTIVATIONS = {
+    ("relu2", True): "relu2_and_mul",
+    ("swigluoai_uninterleave", True): "swigluoai",
+}
 _SIZES = {
     **dict.fromkeys(("tp_size", "ep_size", "dp_size"), optional(size(1, MAX_RANKS))),
     "parallelism": optional(instance("a LayerParallelism", LayerParallelism)),
@@ -73,6 +80,18 @@ def take_rest(keywords: Mapping[str, Any], known: Iterable[str]) -> dict[str, An
             + (f"; did you mean {near[0]}?" if near else "")
         )
     return kept
+
+
+def activation_of(
+    activation: Activation | str, is_act_and_mul: bool
+) -> tuple[Activation | str, bool | None]:
+    """Return ``activation`` and ``is_act_and_mul`` of moekit's layer.
+
+    Names that end in "_no_mul" have no gate, whatever ``is_act_and_mul`` says.
+    """
+    if isinstance(activation, str):
+        activation = _ACTIVATIONS.get((activation, is_act_and_mul), activation)
+    return activation, None if is_act_and_mul else False
 
 
 def routing(

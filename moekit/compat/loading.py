@@ -33,6 +33,8 @@ class LoadingLayer(Layer):
         self,
         format: Format,
         expert_mapping: list[Mapped] | None,
+        *,
+        interleaved: bool,
         transposed: bool,
         dequantize: bool,
     ) -> None:
@@ -41,6 +43,7 @@ class LoadingLayer(Layer):
         Args:
             format: How the checkpoint stores the experts.
             expert_mapping: What `load_weights` needs.
+            interleaved: Rows of gate and up alternate where they are in one tensor.
             transposed: Tensors of all experts hold matrices as (in, out).
             dequantize: Convert weights to the problem's dtype.
         """
@@ -50,7 +53,7 @@ class LoadingLayer(Layer):
             self.problem,
             format,
             dequantize=dequantize and bool(format.dtype),
-            interleaved=self.problem.activation.name == "swigluoai",
+            interleaved=interleaved,
             transposed=transposed,
             device=self.device,
             name=self.prefix,

@@ -73,7 +73,7 @@ class FusedMoE(LoadingLayer):
         routed_scaling_factor: Multiplies the weights.
         e_score_correction_bias: (E,), added to the scores for the choice only.
         apply_router_weight_on_input: Scale each token instead of its result; needs ``top_k=1``.
-        activation: A name, or an `Activation`.
+        activation: A name in vLLM, or an `Activation`.
         is_act_and_mul: False removes the gate; pass its experts' only projection as "w1".
         enable_eplb: Allow redundant experts, whose load `moekit.eplb` balances.
         num_redundant_experts: Replicas beyond one of each expert.
@@ -147,6 +147,7 @@ class FusedMoE(LoadingLayer):
         format, scheme = resolve(
             quant_config, rest.pop("quant", None), dequantize, sizes, prefix or "experts"
         )
+        computed, is_gated = arguments.activation_of(activation, is_act_and_mul)
         super().__init__(
             num_experts,
             top_k,
@@ -154,8 +155,8 @@ class FusedMoE(LoadingLayer):
             intermediate_size,
             params_dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
             quant=scheme,
-            activation=activation,
-            is_act_and_mul=None if is_act_and_mul else False,
+            activation=computed,
+            is_act_and_mul=is_gated,
             has_bias=has_bias,
             apply_router_weight_on_input=apply_router_weight_on_input,
             routing=arguments.routing(
@@ -175,7 +176,15 @@ class FusedMoE(LoadingLayer):
             **rest,
         )
         self.quant_config, self._group = quant_config, spread.group
-        self.prepare_loading(format, expert_mapping, is_fused_checkpoint_transposed, dequantize)
+        # Of gate and up in one tensor, rows alternate by the name in vLLM.
+        alternates = activation != "swigluoai_uninterleave"
+        self.prepare_loading(
+            format,
+            expert_mapping,
+            interleaved=self.problem.activation.name == "swigluoai" and alternates,
+            transposed=is_fused_checkpoint_transposed,
+            dequantize=dequantize,
+        )
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, router_logits: Tensor

@@ -46,7 +46,7 @@ from moekit.testing.cases import random_x
         ),
         ({"zero_expert_num": 2, "zero_expert_type": "identity"}, {"zero_expert_num": 2}),
         ({"activation": "gelu", "router_logits_dtype": torch.float32}, {"activation": "gelu"}),
-        ({"gate": None, "pcp_size": 1, "enable_eplb": True}, {}),
+        ({"gate": None, "pcp_size": 1, "enable_eplb": True, "routing_method_type": 1}, {}),
     ],
 )
 def test_keywords_are_those_of_moekits_layer(theirs: dict, ours: dict) -> None:
@@ -82,6 +82,41 @@ def test_experts_without_a_gate() -> None:
     push(layer, tensors)
     layer.process_weights_after_loading()
     assert torch.equal(layer.packed["w13"], tensors["w1"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_act_and_mul", "ours"),
+    [
+        ("silu", True, "silu"),
+        ("silu", False, "silu_no_mul"),
+        ("silu_no_mul", True, "silu_no_mul"),
+        ("relu2", True, "relu2_and_mul"),
+        ("relu2", False, "relu2"),
+        ("relu2_no_mul", False, "relu2"),
+        ("relu2_no_mul", True, "relu2"),
+        ("swigluoai_uninterleave", True, "swigluoai"),
+    ],
+)
+def test_activations_by_their_names_in_vllm(theirs: str, is_act_and_mul: bool, ours: str) -> None:
+    layer = make(activation=theirs, is_act_and_mul=is_act_and_mul, experts="torch")
+    assert layer.problem.activation.name == ours
+
+
+@pytest.mark.parametrize("name", ["swigluoai", "swigluoai_uninterleave"])
+def test_rows_of_gate_and_up_in_one_tensor(name: str) -> None:
+    tensors, layer, other = stacks(), make(activation=name), make(activation=name)
+    push(other, tensors)
+    gate, up = tensors.pop("w1"), tensors.pop("w3")
+    w13 = (
+        torch.stack([gate, up], 2).flatten(1, 2)
+        if name == "swigluoai"
+        else torch.cat([gate, up], 1)
+    )
+    push(layer, tensors)
+    layer.w13_weight.weight_loader(layer.w13_weight, w13, "w13_weight", "w13", 0)
+    for each in (layer, other):
+        each.process_weights_after_loading()
+    assert torch.equal(layer.packed["w13"], other.packed["w13"])
 
 
 def test_sizes_of_ranks() -> None:
