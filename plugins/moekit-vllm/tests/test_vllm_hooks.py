@@ -252,6 +252,25 @@ def test_ranks_add_up(placement, ranks) -> None:
     assert error(total, want(weights, x, topk_weights, ids)) < 1e-5
 
 
+def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO, "vllm.moekit")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    moekit_vllm.register()
+    layer = made(weights=drawn())
+    x, topk_weights, ids = calls()
+    every = applied(layer, x, topk_weights, ids)
+    assert error(every, want(drawn(), x, topk_weights, ids)) < 1e-5
+    assert "batch-invariant on cpu" in caplog.text
+    for token in range(len(x)):
+        row = slice(token, token + 1)
+        assert torch.equal(applied(layer, x[row], topk_weights[row], ids[row]), every[row])
+    caplog.clear()
+    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
+    held = {n: w[: E // 2].clone() for n, w in drawn().items()}
+    assert made(config, held, expert_map=torch.tensor([0, 1, 2, -1, -1, -1])).prepared_by_vllm
+    assert "vLLM adds up partial sums of 2 expert-parallel ranks" in caplog.text
+
+
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
 def test_what_vllm_pads_is_zero(activation) -> None:
     """vLLM does not initialize the rows and columns that it adds."""

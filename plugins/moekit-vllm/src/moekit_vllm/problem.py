@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from typing import Any
 
@@ -27,6 +28,8 @@ _ACTIVATIONS = {
 }
 # Experts that are right everywhere, and fast on no GPU.
 _SLOW_ON_GPUS = frozenset({"reference", "torch"})
+# vLLM's variable for the same bits in every batch, for a fixed number of ranks.
+_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 # The gate and up rows of w13 alternate.
 _INTERLEAVED = frozenset({"swigluoai"})
 
@@ -62,6 +65,7 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
         quant=quant,
         has_bias=weights.w13_bias is not None,
         apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
+        batch_invariant=_batch_invariant(),
         parallel=ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=1),
         device=torch.device(config.device),
     )
@@ -74,6 +78,12 @@ def _refusals(layer: Any) -> list[str]:
     if config.is_lora_enabled:
         reasons.append("moekit has no LoRA")
     batches = split.dp_size > 1 or config.is_sequence_parallel
+    if _batch_invariant() and split.ep_size > 1:
+        reasons.append(
+            f"{_BATCH_INVARIANT} is set, and vLLM adds up partial sums of {split.ep_size} "
+            "expert-parallel ranks, for which moekit promises no bits: run without expert "
+            "parallelism"
+        )
     gathers = split.all2all_backend in ("allgather_reducescatter", "naive")
     if batches and split.use_ep and not gathers:
         reasons.append(
@@ -83,6 +93,10 @@ def _refusals(layer: Any) -> list[str]:
     if batches and getattr(layer, "hash_indices_table", None) is not None:
         reasons.append("it routes by token ids, which vLLM does not gather from other ranks")
     return reasons
+
+
+def _batch_invariant() -> bool:
+    return os.environ.get(_BATCH_INVARIANT, "").strip() not in ("", "0")
 
 
 def activation_of(layer: Any) -> Activation:
