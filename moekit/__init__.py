@@ -29,6 +29,7 @@ from moekit.layer.replicas import to_physical
 from moekit.layer.route import route
 from moekit.layer.router import RoutingConfig
 from moekit.layer.shared import SharedExperts
+from moekit.layer.simulate import simulate_routing
 from moekit.problem import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
@@ -78,6 +79,7 @@ __all__ = [
     "parallel_config",
     "registry",
     "route",
+    "simulate_routing",
     "to_physical",
 ]
 

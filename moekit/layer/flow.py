@@ -70,15 +70,18 @@ class LayerFlow:
 
     def _route(self, rows: TokenRows, inputs: LayerInputs) -> tuple[Routing, Tensor | None]:
         """Return physical ids with their weights, and the weights (T, 1) of identity experts."""
-        _, router_logits, topk_weights, topk_ids, is_padding, _ = inputs
+        _, router_logits, topk_weights, topk_ids, is_padding, _, token_ids = inputs
         checked = self.kernel.checked
         padding = None if is_padding is None else rows.take("is_padding", is_padding)
         if router_logits is not None:
             if topk_weights is not None or topk_ids is not None:
                 raise InvalidInput("give router_logits, or topk_weights and topk_ids, not both")
             logits = rows.take("router_logits", router_logits, self.router.width)
-            routing = self.router(rows.x_TH, logits, padding, checked)
+            tokens = None if token_ids is None else rows.take("token_ids", token_ids)
+            routing = self.router(rows.x_TH, logits, padding, checked, tokens)
         else:
+            if token_ids is not None:
+                raise InvalidInput("token_ids choose experts only together with router_logits")
             if topk_weights is None or topk_ids is None:
                 raise InvalidInput("give router_logits, or both topk_weights and topk_ids")
             top_k = self.kernel.problem.top_k

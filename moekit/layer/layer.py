@@ -269,6 +269,7 @@ class FusedMoE(nn.Module):
         topk_ids: Tensor | None = None,
         is_padding: Tensor | None = None,
         max_tokens: int | None = None,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         """Compute the layer's output. Pass router_logits, or topk_weights and topk_ids.
 
@@ -280,6 +281,7 @@ class FusedMoE(nn.Module):
             is_padding: (...) bool. Marked tokens go to no expert.
             max_tokens: The most tokens that any rank passes to this call. With max_num_tokens it
                 saves an all-reduce, and CUDA graphs need it where the group has no CPU backend.
+            token_ids: (...) int32 or int64, the rows of the routing's hash_table if it has one.
 
         Returns:
             (..., H) in params_dtype.
@@ -288,7 +290,9 @@ class FusedMoE(nn.Module):
             InvalidInput: A tensor does not fit; the other ranks then raise PeerFailed.
             WeightsError: The layer has no weights.
         """
-        inputs = LayerInputs(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens)
+        inputs = LayerInputs(
+            x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids
+        )
         grad_enabled = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
             operator = ops.fused_moe if self.graph_safe else ops.fused_moe_without_graphs

@@ -29,7 +29,7 @@ class NamedLayer(Protocol):
 
 _SCHEMA = (
     "(Tensor x, Tensor? router_logits, Tensor? topk_weights, Tensor? topk_ids, "
-    "Tensor? is_padding, SymInt? max_tokens, str layer) -> Tensor"
+    "Tensor? is_padding, SymInt? max_tokens, Tensor? token_ids, str layer) -> Tensor"
 )
 
 _layers: WeakValueDictionary[str, NamedLayer] = WeakValueDictionary()
@@ -85,6 +85,7 @@ def _run(
     topk_ids: Tensor | None,
     is_padding: Tensor | None,
     max_tokens: int | None,
+    token_ids: Tensor | None,
     layer: str,
 ) -> Tensor:
     found = _layers.get(layer)
@@ -93,7 +94,9 @@ def _run(
             f"no layer named {layer!r} is alive: compiled code outlived the FusedMoE it was "
             "compiled for; compile again"
         )
-    return found.run(LayerInputs(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens))
+    return found.run(
+        LayerInputs(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids)
+    )
 
 
 def tracks(inputs: LayerInputs) -> bool:
@@ -102,7 +105,8 @@ def tracks(inputs: LayerInputs) -> bool:
     The operator takes tensors and integers only, so arguments of other types do not count; the
     layer itself reports them.
     """
-    *tensors, max_tokens = inputs
+    max_tokens = inputs.max_tokens
+    tensors = [value for name, value in inputs._asdict().items() if name != "max_tokens"]
     if not any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         return False
     typed = all(t is None or isinstance(t, Tensor) for t in tensors)

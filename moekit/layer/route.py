@@ -49,6 +49,8 @@ def route(
     topk_group: int | None = None,
     routed_scaling_factor: float = 1.0,
     custom: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+    hash_table: Tensor | None = None,
+    token_ids: Tensor | None = None,
     is_padding: Tensor | None = None,
     checked: bool | None = None,
     batch_invariant: bool = False,
@@ -75,6 +77,10 @@ def route(
             its best expert's or, with a bias, the sum of its two best.
         routed_scaling_factor: Multiplies the weights at the end.
         custom: ``(logits_TE fp32, top_k) -> (weights_TK, ids_TK)`` in place of all options above.
+        hash_table: (V, K) ids of the experts of each of the vocabulary's tokens, int32 or int64
+            (DeepSeek-V4's hash routing). The scores of these experts weigh them; nothing else
+            chooses.
+        token_ids: (T,) int32 or int64, each token's row of ``hash_table``.
         is_padding: (T,) bool; marked tokens get ids -1 and weights 0.
         checked: Refuse NaN and +infinity, and ids of ``custom`` that name no expert or one twice.
             This synchronizes with the device. Default: on the CPU only.
@@ -89,6 +95,13 @@ def route(
         InvalidProblem: An option does not fit.
     """
     _check_shapes(logits, correction_bias, is_padding)
+    hashed = None
+    if hash_table is not None or token_ids is not None:
+        if correction_bias is not None or num_expert_group is not None or custom is not None:
+            raise InvalidProblem(
+                "hash_table chooses the experts alone: leave correction_bias, groups and custom out"
+            )
+        hashed = _hashed(hash_table, token_ids, is_padding, logits, top_k, checked)
     options = (
         top_k, scoring, renormalize, num_expert_group, topk_group, routed_scaling_factor, checked,
         batch_invariant,
@@ -118,7 +131,10 @@ def route(
             choice_TE = _keep_best_groups(
                 choice_TE, num_expert_group, topk_group, biased=correction_bias is not None
             )
-        weights, ids = _top(choice_TE, top_k)
+        if hashed is not None:
+            weights, ids = scores_TE.gather(1, hashed), hashed
+        else:
+            weights, ids = _top(choice_TE, top_k)
         if choice_TE is not scores_TE:
             weights = scores_TE.gather(1, ids)
         if late:
@@ -131,6 +147,69 @@ def route(
         ids = ids.masked_fill(is_padding[:, None], -1)
         weights = weights.masked_fill(is_padding[:, None], 0.0)
     return Routing(weights.contiguous(), ids.contiguous())
+
+
+def check_hash_table(table: Any, num_experts: int, top_k: int) -> None:
+    """Raise InvalidInput unless each row names ``top_k`` different experts; reads the values."""
+    check_tensor("hash_table", table)
+    _check_table_shape(table, top_k)
+    if table.is_meta:
+        return
+    low, high = (int(v) for v in torch.aminmax(table))
+    ordered = table.sort(dim=1).values
+    if low < 0 or high >= num_experts or bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise InvalidInput(
+            f"hash_table must name {top_k} different experts of 0..{num_experts - 1} in each row "
+            f"(it spans {low} to {high}, or names one twice)"
+        )
+
+
+def _check_table_shape(table: Tensor, top_k: int) -> None:
+    rows, *columns = *table.shape, 0
+    if table.dim() != 2 or not rows or columns[0] != top_k or table.dtype not in _ID_DTYPES:
+        raise InvalidInput(
+            f"hash_table must be (V, {top_k}) int32 or int64, a row of experts for each token of "
+            f"the vocabulary (got {tuple(table.shape)} {table.dtype})"
+        )
+
+
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+def _hashed(
+    table: Tensor | None,
+    token_ids: Tensor | None,
+    is_padding: Tensor | None,
+    logits: Tensor,
+    top_k: int,
+    checked: bool | None,
+) -> Tensor:
+    """Return the experts (T, K) int64 of the tokens."""
+    if table is None or token_ids is None:
+        raise InvalidInput("hash_table and token_ids go together: give both or none")
+    (T, E), device = logits.shape, logits.device
+    for name, tensor in (("hash_table", table), ("token_ids", token_ids)):
+        check_tensor(name, tensor)
+        if tensor.device != device:
+            raise InvalidInput(f"{name} is on {tensor.device}, logits on {device}: move one")
+    if token_ids.shape != (T,) or token_ids.dtype not in _ID_DTYPES:
+        raise InvalidInput(
+            f"token_ids must be ({T},) int32 or int64 (got {tuple(token_ids.shape)} "
+            f"{token_ids.dtype})"
+        )
+    if is_padding is not None:
+        token_ids = token_ids.masked_fill(is_padding, 0)
+    _check_table_shape(table, top_k)
+    checked = device.type == "cpu" if checked is None or logits.is_meta else checked
+    if checked and T and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < len(table):
+        low, high = (int(v) for v in torch.aminmax(token_ids))
+        raise InvalidInput(
+            f"token_ids span {low} to {high}, but hash_table has rows 0 to {len(table) - 1}"
+        )
+    ids = table[token_ids.long()].long()
+    if checked:
+        check_ids(ids, E)
+    return ids
 
 
 def _by_rows(score: Callable[[Tensor], Tensor], logits_TE: Tensor) -> Tensor:

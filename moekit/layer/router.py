@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moekit.contract import Routing
-from moekit.errors import InvalidProblem
-from moekit.layer.route import OPTIONS, route
+from moekit.errors import InvalidInput, InvalidProblem
+from moekit.layer.route import OPTIONS, check_hash_table, route
+from moekit.layer.simulate import SIMULATED, simulate_routing
 from moekit.runtime.checks import check_ids, check_tensor
-from moekit.untrusted.arguments import FUNCTION, MAX_EXPERTS, accept_fields, optional, size
+from moekit.untrusted.arguments import FUNCTION, MAX_EXPERTS, accept_fields, choice, optional, size
 
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], "tuple[Tensor, Tensor]"]
 """(hidden_states (T, H), logits (T, E) fp32, top_k, renormalize) -> weights and ids (T, K)"""
@@ -25,6 +27,7 @@ _KINDS = {
     "routed_scaling_factor": OPTIONS["routed_scaling_factor"],
     "custom_routing_function": optional(FUNCTION),
     "zero_expert_num": size(0, MAX_EXPERTS),
+    "simulated": optional(choice(SIMULATED)),
 }
 
 
@@ -44,9 +47,13 @@ class RoutingConfig:
             ids)``, in place of all options above except ``renormalize``.
         zero_expert_num: Number of identity experts. Their ids and logits follow those of the
             ``num_experts`` real ones.
+        hash_table: (V, K) ids of each vocabulary token's experts, as in `moekit.route`. Calls then
+            need ``token_ids``.
+        simulated: For benchmarks: choose experts at random instead of by logits, as
+            `moekit.simulate_routing` does for this kind, the same at every call.
 
     Raises:
-        InvalidProblem: A value has the wrong type, or ``custom_routing_function`` would ignore it.
+        InvalidProblem: A value has the wrong type, or one would be ignored.
     """
 
     renormalize: bool = True
@@ -57,16 +64,35 @@ class RoutingConfig:
     routed_scaling_factor: float = 1.0
     custom_routing_function: RoutingFunction | None = None
     zero_expert_num: int = 0
+    hash_table: Tensor | None = None
+    simulated: str | None = None
 
     def __post_init__(self) -> None:
         accept_fields(self, _KINDS)
         if self.e_score_correction_bias is not None:
             check_tensor("e_score_correction_bias", self.e_score_correction_bias)
-        ignored = {
-            "scoring_func": self.scoring_func != "softmax",
+        if self.hash_table is not None:
+            check_tensor("hash_table", self.hash_table)
+        self._refuse_ignored()
+
+    def _refuse_ignored(self) -> None:
+        ways = ("custom_routing_function", "hash_table", "simulated")
+        given = [name for name in ways if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidProblem(f"{' and '.join(given)} each choose all experts: leave one out")
+        chooses = {
             "e_score_correction_bias": self.e_score_correction_bias is not None,
             "num_expert_group": self.num_expert_group is not None,
             "topk_group": self.topk_group is not None,
+        }
+        if self.hash_table is not None and any(chooses.values()):
+            raise InvalidProblem(
+                "hash_table chooses all experts and would ignore "
+                f"{', '.join(name for name, found in chooses.items() if found)}: leave one out"
+            )
+        ignored = {
+            "scoring_func": self.scoring_func != "softmax",
+            **chooses,
             "routed_scaling_factor": self.routed_scaling_factor != 1.0,
         }
         if self.custom_routing_function is not None and any(ignored.values()):
@@ -76,17 +102,22 @@ class RoutingConfig:
             )
 
     def on(self, device: torch.device) -> RoutingConfig:
-        """Return the same with the bias on ``device``. A parameter stays where its owner has it."""
-        bias = self.e_score_correction_bias
-        if bias is None or isinstance(bias, nn.Parameter):
-            return self
-        return replace(self, e_score_correction_bias=bias.to(device))
+        """Return the same with its tensors on ``device``. Parameters stay with their owners."""
+        held = {name: getattr(self, name) for name in ("e_score_correction_bias", "hash_table")}
+        moved: dict[str, Any] = {
+            name: tensor.to(device)
+            for name, tensor in held.items()
+            if tensor is not None and not isinstance(tensor, nn.Parameter)
+        }
+        return replace(self, **moved) if moved else self
 
     def __str__(self) -> str:
         if self.custom_routing_function is not None:
             words = [getattr(self.custom_routing_function, "__name__", "custom function")]
         else:
             words = [self.scoring_func]
+        words = [f"simulated: {self.simulated}"] if self.simulated is not None else words
+        words += ["hash table"] * (self.hash_table is not None)
         if self.num_expert_group is not None:
             words.append(f"best {self.topk_group} of {self.num_expert_group} groups")
         words += ["correction bias"] * (self.e_score_correction_bias is not None)
@@ -112,11 +143,21 @@ class Router:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        if self.config.simulated is not None and self.batch_invariant:
+            raise InvalidProblem(
+                "simulated routing depends on a token's place in the call, so it cannot be "
+                "batch-invariant: leave one out"
+            )
+        table = self.config.hash_table
+        if table is not None:
+            check_hash_table(table, self.num_experts, self.top_k)
         if self.config.custom_routing_function is None:
             # `route` checks the options on one token without values.
             bias = self.config.e_score_correction_bias
             logits = torch.empty((1, self.width), device="meta")
-            self._route(logits, None if bias is None else bias.to("meta"), None, False)
+            token = torch.zeros(1, dtype=torch.int64, device="meta")
+            meta = None if table is None else (table.to("meta"), token)
+            self._route(logits, None if bias is None else bias.to("meta"), None, False, meta)
 
     @property
     def num_zero_experts(self) -> int:
@@ -129,13 +170,28 @@ class Router:
         return self.num_experts + self.num_zero_experts
 
     def __call__(
-        self, x_TH: Tensor, logits_TE: Tensor, is_padding: Tensor | None, checked: bool
+        self,
+        x_TH: Tensor,
+        logits_TE: Tensor,
+        is_padding: Tensor | None,
+        checked: bool,
+        token_ids: Tensor | None = None,
     ) -> Routing:
         """Choose ``top_k`` experts for each token."""
         config = self.config
-        custom = config.custom_routing_function
+        custom, table = config.custom_routing_function, config.hash_table
+        if (table is None) != (token_ids is None):
+            raise InvalidInput(
+                "this layer routes by hash_table: give token_ids"
+                if token_ids is None
+                else "token_ids have no effect without a hash_table: leave them out"
+            )
+        if config.simulated is not None:
+            return self._simulate(len(logits_TE), logits_TE.device, is_padding)
         if custom is None:
-            return self._route(logits_TE, config.e_score_correction_bias, is_padding, checked)
+            hashed = None if table is None or token_ids is None else (table, token_ids)
+            bias = config.e_score_correction_bias
+            return self._route(logits_TE, bias, is_padding, checked, hashed)
         return route(
             logits_TE,
             self.top_k,
@@ -144,10 +200,26 @@ class Router:
             checked=checked,
         )
 
-    def _route(
-        self, logits: Tensor, bias: Tensor | None, is_padding: Tensor | None, checked: bool
+    def _simulate(
+        self, num_tokens: int, device: torch.device, is_padding: Tensor | None
     ) -> Routing:
-        config = self.config
+        kind = self.config.simulated
+        assert kind is not None
+        made = simulate_routing(kind, num_tokens, self.num_experts, self.top_k, device=device)
+        if is_padding is None:
+            return made
+        weights = made.topk_weights.masked_fill(is_padding[:, None], 0.0)
+        return Routing(weights, made.topk_ids.masked_fill(is_padding[:, None], -1))
+
+    def _route(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        is_padding: Tensor | None,
+        checked: bool,
+        hashed: tuple[Tensor, Tensor] | None,
+    ) -> Routing:
+        config, (table, token_ids) = self.config, hashed or (None, None)
         return route(
             logits,
             self.top_k,
@@ -157,6 +229,8 @@ class Router:
             num_expert_group=config.num_expert_group,
             topk_group=config.topk_group,
             routed_scaling_factor=config.routed_scaling_factor,
+            hash_table=table,
+            token_ids=token_ids,
             is_padding=is_padding,
             checked=checked,
             batch_invariant=self.batch_invariant,

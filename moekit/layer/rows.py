@@ -20,6 +20,7 @@ class LayerInputs(NamedTuple):
     topk_ids: Tensor | None
     is_padding: Tensor | None
     max_tokens: int | None
+    token_ids: Tensor | None = None
 
 
 class TokenRows:

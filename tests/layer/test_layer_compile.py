@@ -113,10 +113,10 @@ def test_opcheck() -> None:
     routing = moekit.route(logits, K)
     for operator in (ops.fused_moe, ops.fused_moe_without_graphs):
         for x_of, logits_of in ((x, logits), (x.view(2, 3, H), logits.view(2, 3, -1))):
-            args = (x_of, logits_of, None, None, None, None, layer.prefix)
+            args = (x_of, logits_of, None, None, None, None, None, layer.prefix)
             torch.library.opcheck(operator, args)
         padding = torch.arange(6) < 2
-        args = (x, None, routing.topk_weights, routing.topk_ids, padding, 6, layer.prefix)
+        args = (x, None, routing.topk_weights, routing.topk_ids, padding, 6, None, layer.prefix)
         torch.library.opcheck(operator, args)
     with pytest.raises(
         Exception, match="aliasing|alias"
@@ -177,7 +177,7 @@ def test_compiled_code_that_outlives_its_layer() -> None:
     del layer
     gc.collect()
     with pytest.raises(MoekitError, match="no layer named 'gone' is alive"):
-        ops.fused_moe(x, logits, None, None, None, None, "gone")
+        ops.fused_moe(x, logits, None, None, None, None, None, "gone")
 
 
 def test_gradients_are_refused() -> None:

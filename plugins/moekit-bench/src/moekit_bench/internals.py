@@ -5,6 +5,7 @@ The README lists these names too; a change of one of them in the core is a chang
 """
 
 from moekit.backends.reference import expert_mlp
+from moekit.layer.simulate import SIMULATED
 from moekit.problem import DTYPES
 from moekit.problem.tolerance import benchmark_bound
 from moekit.runtime.overlap import ConcurrentExperts as ConcurrentExperts
@@ -18,6 +19,7 @@ from moekit.selection.tuned.table import Key, Record, Table
 
 __all__ = [
     "DTYPES",
+    "SIMULATED",
     "ConcurrentExperts",
     "Found",
     "Key",

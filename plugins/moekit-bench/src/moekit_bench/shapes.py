@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moekit import simulate_routing
 from moekit.errors import InvalidProblem
 from moekit.plugin import ExpertWeights, MoEProblem, ParallelConfig, Routing
 
-ROUTINGS = ("uniform", "zipf", "hot", "fixed")
-"""uniform: every expert is equally likely. zipf: the r-th most popular expert has likelihood 1 / r.
-hot: one expert gets every token, and the other K - 1 choices are uniform. fixed: experts take
-turns, so that their loads differ by at most one token."""
+from .internals import SIMULATED
+
+ROUTINGS = SIMULATED
+"""The kinds of `moekit.simulate_routing`."""
 
 Inputs = Sequence[tuple[Tensor, Routing]]
 
@@ -107,25 +108,15 @@ def routing(
         kind: One of `ROUTINGS`.
         index: The number of this routing among several, which must not favour the same expert.
     """
-    E, K = problem.num_experts, problem.top_k
-    if kind in ("uniform", "fixed"):
-        score_E = torch.zeros(E, device=device)
-    elif kind == "zipf":
-        order = torch.randperm(E, device=device, generator=generator)
-        score_E = -torch.log1p(order.float())
-    elif kind == "hot":
-        score_E = torch.zeros(E, device=device)
-        score_E[(5 * index + 1) % E] = torch.inf
-    else:
-        raise InvalidProblem(f"routing {kind!r} is unknown; choose from {', '.join(ROUTINGS)}")
-    # Adding Gumbel noise and taking the K largest draws K of E without replacement.
-    uniform_TE = torch.rand((tokens, E), device=device, generator=generator)
-    gumbel_TE = -torch.log(-torch.log(uniform_TE.clamp(1e-20, 1 - 1e-7)))
-    ids = (score_E + gumbel_TE).topk(K, dim=1).indices
-    if kind == "fixed":
-        ids = (torch.arange(index, index + tokens * K, device=device) % E).view(tokens, K)
-    logits_TK = torch.randn((tokens, K), device=device, generator=generator)
-    return Routing(logits_TK.softmax(dim=1), ids.contiguous())
+    return simulate_routing(
+        kind,
+        tokens,
+        problem.num_experts,
+        problem.top_k,
+        device=device,
+        generator=generator,
+        index=index,
+    )
 
 
 def inputs(
