@@ -229,6 +229,13 @@ FORMATS = {
         "CompressedTensorsW4A4Mxfp4MoEMethod",
         "mxfp4_w4a16",
     ),
+    "ct-mxfp4-fp8": Format(  # Marlin leaves the activations in 16 bits
+        files.mxfp4(_PACKED),
+        _ct(4, "float", "group", _TOKEN, group_size=32, scale_dtype="torch.uint8"),
+        _CT,
+        "CompressedTensorsW4A8Mxfp4MoEMethod",
+        "mxfp4_w4a16",
+    ),
     "ct-nvfp4": Format(
         files.nvfp4(modelopt=False),
         _ct(4, "float", "tensor_group", group_size=16, format="nvfp4-pack-quantized"),

@@ -60,7 +60,7 @@ def gpt_oss_tensors() -> dict[str, Tensor]:
     return tensors
 
 
-def load_gpt_oss(layer: Any, tensors: dict[str, Tensor], tp_size: int, tp_rank: int) -> None:
+def load_whole(layer: Any, tensors: dict[str, Tensor], tp_size: int, tp_rank: int) -> None:
     """Load as vLLM's gpt-oss does: cut for the rank by the model, copied by the layer's loader.
 
     A rank has whole blocks of 32 neurons, and only the first adds w2's bias.
@@ -81,6 +81,19 @@ def load_gpt_oss(layer: Any, tensors: dict[str, Tensor], tp_size: int, tp_rank: 
         layer.weight_loader(getattr(layer, name), tensor, f"experts.{name}", None, None)
 
 
+def load_streamed(layer: Any, tensors: dict[str, Tensor], tp_size: int, tp_rank: int) -> None:
+    """Load expert by expert, by the loader of gpt-oss's layer, which cuts for the rank."""
+    parts = {"blocks": "weight", "scales": "weight_scale", "bias": "bias"}
+    for stem, name in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+        for part, suffix in parts.items():
+            held = f"{name}_{suffix}"
+            for expert in range(layers.E):
+                tensor = tensors[f"{stem}_{part}"][expert]
+                layer.weight_loader(
+                    getattr(layer, held), tensor, held, f"gpt_oss_{name}", expert, True
+                )
+
+
 def output(problem: Any, weights: Any, x: Tensor, routing: Routing) -> Tensor:
     kernel = moekit.compose(problem, experts="torch")
     width = problem.hidden_size
@@ -90,8 +103,12 @@ def output(problem: Any, weights: Any, x: Tensor, routing: Routing) -> Tensor:
     return out[:, : x.shape[1]]
 
 
+@pytest.mark.parametrize("load", [load_whole, load_streamed])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_gpt_oss(tp_size: int, tmp_path: Path) -> None:
+def test_gpt_oss(tp_size: int, load: Any, tmp_path: Path) -> None:
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+    kind = {"routed_experts_cls": GptOssRoutedExperts} if load is load_streamed else {}
     tensors = gpt_oss_tensors()
     files.save(
         tmp_path,
@@ -102,12 +119,19 @@ def test_gpt_oss(tp_size: int, tmp_path: Path) -> None:
     total, shifted = torch.zeros(len(x), H), torch.zeros(len(x), H)
     for rank in range(tp_size):
         layer = layers.empty_layer(
-            GPT_OSS, H, I, tp_size=tp_size, tp_rank=rank, has_bias=True, activation="swigluoai"
+            GPT_OSS,
+            H,
+            I,
+            tp_size=tp_size,
+            tp_rank=rank,
+            has_bias=True,
+            activation="swigluoai",
+            **kind,
         )
         assert layer.w13_weight.shape == (layers.E, 2 * (256 if tp_size == 1 else 128), 256)
         if tp_size == 1:  # on more ranks vLLM's loaders leave it open where a share ends
             spoil(layer)
-        load_gpt_oss(layer, tensors, tp_size, rank)
+        load(layer, tensors, tp_size, rank)
         scheme, read = readers.read(layer, layer.quant_method)
         assert scheme == "mxfp4_w4a16" and read.interleaved
         assert read.w13.data_ptr() == layer.w13_weight.data_ptr()

@@ -29,11 +29,11 @@ def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def extended(format: layers.Format, **more: Any) -> Any:
+def extended(format: layers.Format, hidden: int = H, inner: int = I) -> Any:
     """Return a layer whose method moekit extends, with vLLM's record for loading it anew."""
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    layer = layers.empty_layer(format, H, I, **more)
+    layer = layers.empty_layer(format, hidden, inner)
     record_metadata_for_reloading(layer)
     extend(layer.quant_method, Mode.REQUIRE)
     return layer
@@ -169,6 +169,37 @@ def test_weights_are_quantized_while_loading(format: layers.Format, tmp_path: Pa
     by_vllm(layer, second)
     assert held(layer) == where
     check_output(layer, second, rounding=0.03)
+
+
+_allocate = torch.empty_strided
+
+
+def filled_with_noise(*args: Any, **more: Any) -> torch.Tensor:
+    """Allocate as `torch.empty_strided` does, in memory that was used before."""
+    made = _allocate(*args, **more)
+    return made.fill_(1e4) if made.is_floating_point() and not made.is_meta else made
+
+
+def test_weights_are_padded_to_whole_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM rounds both sizes up to 128, and leaves the rest of the 16-bit weights as allocated."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
+
+    hidden, inner = 320, 192
+    made = files.write(tmp_path, files.bf16, None, E=layers.E, H=hidden, I=inner)
+    monkeypatch.setattr(torch, "empty_strided", filled_with_noise)
+    layer = layers.load(extended(ONLINE[1], hidden, inner), made)
+    finalize_layerwise_processing(layer, None)  # vLLM waits for as many numbers as there is memory
+    monkeypatch.undo()
+    problem = layer.quant_method.moekit_experts.kernel.problem
+    assert (problem.hidden_size, problem.intermediate_size) == (384, 256)
+    x, routing = layers.inputs(hidden)
+    padded = torch.nn.functional.pad(x, (0, 64))
+    out = layer.quant_method.apply(layer, padded, routing.topk_weights, routing.topk_ids).float()
+    want = layers.expected_output(made, x, routing)
+    assert layers.relative_rms(out[:, :hidden], want) < rms_bound(problem)
+    assert not out[:, hidden:].any()
 
 
 # -- biases ------------------------------------------------------------------------------
