@@ -78,7 +78,7 @@ def assert_equal(have: ExpertWeights, want: ExpertWeights) -> None:
 def test_the_same_bits_as_from_files(name: str, redundant: int, layer) -> None:
     made = layer(name)
     dequantize = CASES[name].scheme is None
-    ranks = RANKS[redundant::4] if redundant else RANKS
+    ranks = RANKS[::4] if redundant else RANKS  # the first one holds replicas of the same expert
     with Checkpoint(made.path) as checkpoint:
         for seed, parallel in enumerate(ranks):
             problem = problem_from_config(
@@ -246,6 +246,17 @@ def test_stacks_of_scales_of_transposed_matrices(quant: str) -> None:
             WeightsError, match=r"is \(2,\), expected one number for one expert or 4"
         ):
             pushed.push(suffix, "w1", 0, torch.rand(2))
+
+
+def test_stacks_of_square_matrices() -> None:
+    """The shapes do not tell whether they are transposed."""
+    stacks = random_stacks(H=256)
+    pushed = loader(problem_for(hidden_size=256), transposed=True)
+    for shard, stack in stacks.items():
+        pushed.push("weight", shard, 0, stack.mT)
+    weights = pushed.finish()
+    assert torch.equal(weights.w13, torch.cat([stacks["w1"], stacks["w3"]], 1))
+    assert torch.equal(weights.w2, stacks["w2"])
 
 
 def test_a_stack_and_one_of_its_experts() -> None:

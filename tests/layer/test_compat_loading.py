@@ -125,16 +125,21 @@ def test_a_dropped_layer_frees_its_memory_at_once() -> None:
 
 def test_weights_that_a_backend_copies_are_freed() -> None:
     """fp8 per tensor: gate and up get one scale in a copy of w13. w2 is packed as it is."""
-    layer = make(quant_config="fp8_tensor", params_dtype=torch.bfloat16, experts="torch")
-    places = []
+    how = dict(quant_config="fp8_tensor", params_dtype=torch.bfloat16, experts="torch")
+    layer, places = make(**how), []
     for _ in range(2):
+        fresh = make(**how)
         for suffix in ("weight", "weight_scale"):
             tensors = {s: t.to(torch.float8_e4m3fn) for s, t in stacks().items()}
             if suffix == "weight_scale":
                 tensors = {shard: torch.rand(E) + 0.5 for shard in tensors}
             push(layer, tensors, suffix)
+            push(fresh, tensors, suffix)
         assert layer.w13_weight.shape == (E, 2 * I, H) and layer.packed is None
         layer.process_weights_after_loading()
+        fresh.process_weights_after_loading()
+        for name, packed in fresh.packed.experts.items():
+            assert torch.equal(layer.packed[name].float(), packed.float())
         assert layer.w13_weight.numel() == 0
         assert layer.w2_weight.data_ptr() == layer.packed["w2"].data_ptr()
         places.append(layer.packed["w13"].data_ptr())
