@@ -118,7 +118,19 @@ def _ct(bits: int, kind: str, strategy: str, inputs: Any = None, **more: Any) ->
     }
 
 
+def _e8m0_blocks(values: Tensor) -> files.Packed:
+    """Pack with scales that are powers of two, a byte each."""
+    scale = torch.exp2(torch.log2(files.grouped(values, 128, 128) / 448).ceil())
+    each = files.spread(scale, *values.shape, 128, 128)
+    weight = (values / each).to(files.FP8)
+    stored = scale.to(torch.float8_e8m0fnu)
+    return {"weight": weight, "weight_scale_inv": stored}, weight.float() * each
+
+
 _TOKEN = dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
+_GROUP = dict(
+    num_bits=8, type="float", strategy="group", group_size=128, dynamic=True, symmetric=True
+)
 _STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
 _FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic")
 _BLOCK = _FP8 | dict(weight_block_size=[128, 128])
@@ -134,6 +146,7 @@ FORMATS = {
     "fp8-block": Format(
         files.fp8(128, 128, "weight_scale_inv"), _BLOCK, "fp8", "Fp8MoEMethod", "fp8_block"
     ),
+    "fp8-block-e8m0": Format(_e8m0_blocks, _BLOCK, "fp8", "Fp8MoEMethod", "fp8_block"),
     "fp8-tensor": Format(files.fp8(-1, -1), _FP8, "fp8", "Fp8MoEMethod", "fp8_tensor"),
     "fp8-static": Format(
         files.fp8(-1, -1, static=True),
@@ -148,6 +161,13 @@ FORMATS = {
         "modelopt",
         "ModelOptFp8MoEMethod",
         "fp8_tensor_static",
+    ),
+    "ct-fp8-block": Format(
+        files.fp8(128, 128),
+        _ct(8, "float", "block", _GROUP, block_structure=[128, 128]),
+        _CT,
+        _FP8_CT,
+        "fp8_block",
     ),
     "ct-fp8-channel": Format(
         files.fp8(1, -1), _ct(8, "float", "channel", _TOKEN), _CT, _FP8_CT, "fp8_channel_token"
