@@ -58,7 +58,7 @@ class Inputs:
         return self._x[:T].copy_(case.x), packed, routing
 
 
-class ExpertsCalls(ExpertsThreads):
+class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
     """Calls, memory and packing. See `ExpertsConformance`."""
 
     # -- calls ----------------------------------------------------------------------------------
@@ -244,8 +244,16 @@ class ExpertsCalls(ExpertsThreads):
     @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
     def test_memory_is_stated(self, dispatcher: str) -> None:
         """The peak of a call is at most kernel.memory(), including the workspace."""
-        found = self._find_problem(num_experts=8, top_k=4)
-        problem = found if isinstance(found, MoEProblem) else self._problem()
+        self._check_memory(dispatcher)
+
+    @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
+    def test_batch_invariant_memory(self, dispatcher: str) -> None:
+        self._invariant()
+        self._check_memory(dispatcher, batch_invariant=True)
+
+    def _check_memory(self, dispatcher: str, **changes: bool) -> None:
+        found = self._find_problem(num_experts=8, top_k=4, **changes)
+        problem = found if isinstance(found, MoEProblem) else self._problem(**changes)
         case = make_case(problem, 64 if self._device().type == "cpu" else 1000)
         kernel = self._compose(problem, dispatcher)
         packed = pack(kernel, case.weights)
@@ -329,7 +337,7 @@ class ExpertsCalls(ExpertsThreads):
             assert same_bits(tensor, permuted.shared[name]), f"shared {name} depends on the order"
 
 
-class ExpertsConformance(ExpertsCalls, ExpertsNumbers, ExpertsSizes, ExpertsInvariance):
+class ExpertsConformance(ExpertsCalls, ExpertsNumbers, ExpertsSizes):
     """Subclass it with ``backend = "name"``; see `Conformance` for the few other settings.
 
     Every test composes the named experts with dispatchers of the core, on this machine's
