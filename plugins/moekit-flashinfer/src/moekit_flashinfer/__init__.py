@@ -25,6 +25,9 @@ _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)
 _ONE_SIDED_RANKS = 64
 _TWO_SIDED_TOP_K = 32
 
+# Payloads are rows of bytes, so rows with a scale for 16 or 32 columns travel like others.
+_WIRE_SCHEMES = WIRE_SCHEMES | {"mxfp8", "mxfp4_w4a8", "nvfp4"}
+
 # Row sizes are multiples of 16 bytes (TMA), or of a scale's block.
 _MULTIPLE = {"none": 8, "fp8_tensor_static": 16, "fp8_block": 128}
 
@@ -65,10 +68,10 @@ def _check_two_sided(problem: MoEProblem) -> list[str]:
         reasons.append(f"top_k={problem.top_k} exceeds {_TWO_SIDED_TOP_K}")
     if problem.num_physical_experts % 4:
         reasons.append(f"{problem.num_physical_experts} experts are not a multiple of 4")
-    widths = {problem.dtype.itemsize}
-    if problem.quant.activation is not None:
-        widths.add(problem.quant.activation.torch_dtype.itemsize)
-    if any(problem.hidden_size * width % 16 for width in widths):
+    rows = {problem.hidden_size * problem.dtype.itemsize}
+    if (activation := problem.quant.activation) is not None:
+        rows.add(problem.hidden_size // (2 if activation.packed else 1))
+    if any(nbytes % 16 for nbytes in rows):
         reasons.append(f"rows of hidden_size={problem.hidden_size} are not a multiple of 16 bytes")
     return reasons
 
@@ -114,7 +117,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             install_hint=library.INSTALL_HINT,
             priority=20,
             moves_tokens=True,
-            wire_schemes=WIRE_SCHEMES,
+            wire_schemes=_WIRE_SCHEMES,
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
@@ -130,7 +133,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             install_hint=library.INSTALL_HINT,
             priority=4,
             moves_tokens=True,
-            wire_schemes=WIRE_SCHEMES,
+            wire_schemes=_WIRE_SCHEMES,
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,
@@ -143,7 +146,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             format=ActivationFormat.STANDARD,
             priority=-10,
             moves_tokens=True,
-            wire_schemes=WIRE_SCHEMES,
+            wire_schemes=_WIRE_SCHEMES,
             needs_capacity=True,
             ids_dtype="int32",
             graph_safe=True,

@@ -246,7 +246,8 @@ def quantized_payloads(
     """Quantize x for the transfer; scales (T, groups) fp32 travel with every token."""
     activation = problem.quant.activation
     assert activation is not None
-    shared = activation.per_tensor and not activation.static
+    nvfp4 = activation.scale_dtype == "float8_e4m3fn"  # its second scale covers all rows
+    shared = (activation.per_tensor or nvfp4) and not activation.static
     x, scale = quantize(x_TH, (ids_TK >= 0).any(dim=1) if shared else None)
     # A scale for the whole tensor differs between ranks.
     scale = scale.float().expand(len(x_TH), scale.shape[-1])
