@@ -132,6 +132,23 @@ def half_swapped(weights: ExpertWeights) -> ExpertWeights:
     return replace(weights, **{n: swap(getattr(weights, n)) for n in names})
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "ct-int4-zp", "awq", "ct-nvfp4"])
+def test_the_experts_of_a_rank(name: str, checkpoint: Make, monkeypatch: Any) -> None:
+    """Under expert parallelism vLLM's first rank of two has the first half of the experts."""
+    from vllm.config import get_current_vllm_config
+
+    parallel = get_current_vllm_config().parallel_config
+    monkeypatch.setattr(parallel, "enable_expert_parallel", True)
+    made = checkpoint(name)
+    layer = loaded(name, made, 2, 0)
+    scheme, read = readers.read(layer, layer.quant_method)
+    problem = problem_of(layer, scheme, read)
+    assert (problem.parallel.ep_size, problem.intermediate_size, read.num_experts) == (2, I, 2)
+    w13, w2 = numbers(read, problem)
+    assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1)[:2])
+    assert torch.equal(w2, made.down[:2])
+
+
 def test_fp8_blocks_that_tensor_parallelism_cuts(checkpoint: Make) -> None:
     """I = 384 on two ranks is 192 neurons each: vLLM divides blocks into 64 x 64."""
     made = checkpoint("fp8-block", H, 384)
