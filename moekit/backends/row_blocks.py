@@ -71,8 +71,9 @@ def run(experts: Experts, sizes: Sizes, y_RKH: Tensor, x_RH: Tensor, ids_RK: Ten
 def transient_bytes(problem: MoEProblem, rows: int) -> int:
     """Return the bytes that `run` allocates for calls of ``rows`` rows, without the weights."""
     p = problem
-    wide = 2 * p.hidden_size + 2 * p.w13_rows + p.local_intermediate_size
-    return 4 * _MOST * wide * 2 + 8 * 8 * rows * p.top_k + 64 * p.num_local_experts
+    block = min(_MOST, max(_BLOCK, rows))  # a token names an expert once
+    wide = 4 * p.hidden_size + 2 * p.w13_rows + 2 * p.local_intermediate_size
+    return 4 * block * wide + 8 * 8 * rows * p.top_k + 64 * p.num_local_experts
 
 
 def _matrices(experts: Experts, expert: int) -> tuple[Tensor, Tensor]:
