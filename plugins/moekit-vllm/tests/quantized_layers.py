@@ -55,11 +55,14 @@ def choose_backends(patch: pytest.MonkeyPatch) -> None:
     choices = {
         "select_wna16_moe_backend": ("int_wna16", "WNA16MoEBackend", "MARLIN"),
         "select_int8_moe_backend": ("int8", "Int8MoeBackend", "TRITON"),
+        "select_w4a8_moe_backend": ("w4a8", "W4A8MoeBackend", "CUTLASS"),
         "select_nvfp4_moe_backend": ("nvfp4", "NvFp4MoeBackend", "MARLIN"),
         "select_mxfp4_moe_backend": ("mxfp4", "Mxfp4MoeBackend", "MARLIN"),
         "select_deepseek_v4_mxfp4_moe_backend": ("mxfp4", "Mxfp4MoeBackend", "MARLIN"),
     }
-    users = [f"{ct}_{kind}" for kind in ("wna16", "w8a8_int8", "w4a4_nvfp4", "w4a4_mxfp4")]
+    users = [
+        f"{ct}_{kind}" for kind in ("wna16", "w8a8_int8", "w4a8_fp8", "w4a4_nvfp4", "w4a4_mxfp4")
+    ]
     names = ("auto_gptq", "auto_awq", "moe_wna16", "mxfp4", "modelopt", "online.int8")
     users += [f"quantization.{name}" for name in names]
     for user in map(module, users):
@@ -210,6 +213,13 @@ FORMATS = {
     ),
     "ct-int4-channel": Format(
         files.pack_quantized(-1), _ct(4, "int", "channel"), _CT, _WNA16, "int4_w4a16_channel"
+    ),
+    "ct-int4-fp8": Format(
+        files.pack_quantized(128),
+        _ct(4, "int", "group", _TOKEN, group_size=128),
+        _CT,
+        "CompressedTensorsW4A8Fp8MoEMethod",
+        "int4_w4a8_g128",
     ),
     "gptq": Format(
         files.gptq(64), _GPTQ, "auto_gptq", "AutoGPTQMoEMethod", "int4_w4a16_g64", views=False

@@ -19,7 +19,7 @@ from moekit_vllm.settings import Mode  # noqa: E402
 from moekit.errors import MoekitError  # noqa: E402
 from moekit.problem.tolerance import rms_bound  # noqa: E402
 
-H, I = 256, 128
+H, I = 256, 256
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -51,6 +51,7 @@ READERS: Mapping[str, Reader] = {
     "CompressedTensorsW8A8Int8MoEMethod": integers.int8,
     "CompressedTensorsWNA16MoEMethod": integers.compressed_tensors,
     "CompressedTensorsWNA16MarlinMoEMethod": integers.compressed_tensors,
+    "CompressedTensorsW4A8Fp8MoEMethod": integers.w4a8,
     "AutoGPTQMoEMethod": integers.gptq,
     "AutoAWQMoEMethod": integers.awq,
     "MoeWNA16Method": integers.moe_wna16,

@@ -60,6 +60,14 @@ def compressed_tensors(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     return _grouped(layer, method.num_bits, words, scales, zeros, g_idx)
 
 
+def w4a8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
+    """Read CompressedTensorsW4A8Fp8MoEMethod: int4 in groups of 128, and fp8 activations."""
+    scheme, weights = compressed_tensors(layer, method)
+    if scheme != "int4_w4a16_g128":
+        raise refusal(f"moekit has fp8 activations for int4_w4a16_g128 (got {scheme})")
+    return "int4_w4a8_g128", weights
+
+
 def gptq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read AutoGPTQMoEMethod. Its weights are symmetric; 0.26 knows act-order, too."""
     config = method.quant_config
