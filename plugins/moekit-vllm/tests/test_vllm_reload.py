@@ -171,6 +171,14 @@ def test_weights_are_quantized_while_loading(format: layers.Format, tmp_path: Pa
     check_output(layer, second, rounding=0.03)
 
 
+def test_weights_that_vllm_has_quantized_are_left_alone() -> None:
+    """vLLM's second call finds its own kernel's weights if it has kept the layer."""
+    layer = extended(ONLINE[0])
+    layer._already_called_process_weights_after_loading = True
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.quant_method.moekit_experts is None
+
+
 _allocate = torch.empty_strided
 
 

@@ -51,7 +51,7 @@ def _extended(stock: Any) -> Any:
             weights itself, it calls it once more, when the layer has nothing left to quantize.
             """
             online = bool(getattr(self, "uses_meta_device", False))
-            if online and self.moekit_experts is not None and getattr(layer, _QUANTIZED, False):
+            if online and getattr(layer, _QUANTIZED, False):
                 return
             try:
                 self.moekit_experts = LayerExperts.of(layer, self, before=self.moekit_experts)
