@@ -176,7 +176,7 @@ class BlockFormat(Format):
 
     A layer's matrices may be of different types, because llama.cpp quantizes some more finely.
     ``dtype`` and ``group`` describe blocks that a scheme of moekit holds: Q4_0, as int4 with zero
-    points, and MXFP4. Other blocks can only be dequantized.
+    points, Q8_0 and MXFP4. Other blocks can only be dequantized.
     """
 
     types: tuple[str, ...] = field(default=())
@@ -189,8 +189,10 @@ class BlockFormat(Format):
         return self.name
 
     def core_weight(self, stored: Tensor) -> Tensor:
-        """Return bytes (n, K / 2) of blocks (n, k', bytes)."""
+        """Return bytes (n, K / 2), or int8 (n, K), of blocks (n, k', bytes)."""
         blocks = stored.reshape(-1, stored.shape[-1])
+        if self.dtype == "int8":
+            return _positive_int8(blocks).reshape(len(stored), -1)
         q = _pairs_in_order(blocks[:, 1 if self.dtype == "float4_e2m1" else 2 :])
         if self.dtype == "int4":
             # moekit's scales are positive: (q - 8) * d = ((15 - q) - 7) * -d.
@@ -212,6 +214,17 @@ class BlockFormat(Format):
         return INT4_ZERO - negative.to(torch.uint8)
 
 
+def _positive_int8(blocks: Tensor) -> Tensor:
+    """Return the int8 numbers of Q8_0 blocks for scales without their signs; zeros for 0."""
+    q, scale = blocks[:, 2:].view(torch.int8), _fp16(blocks[:, :2])
+    if bool(((q == -128) & (scale < 0)).any()):
+        raise WeightsError(
+            "a Q8_0 block holds -128 and has a negative scale, which int8 with a positive scale "
+            "cannot represent: use dequantize=True"
+        )
+    return q * scale.sign().to(torch.int8)
+
+
 def block_format(types: tuple[str, ...]) -> Format:
     """Return the format of a layer whose matrices have these types; "" for unquantized ones."""
     names = sorted({name or "unquantized" for name in types})
@@ -221,6 +234,9 @@ def block_format(types: tuple[str, ...]) -> Format:
         parts["scale"] = parts["weight"]
         kind = "float8_e8m0fnu"
         return replace(found, dtype="float4_e2m1", group=(1, 32), scale_dtype=kind)
+    if names == ["Q8_0"]:
+        parts["scale"] = parts["weight"]
+        return replace(found, dtype="int8", group=(1, 32))
     if names == ["Q4_0"]:
         parts["scale"] = parts["zeros"] = parts["weight"]
         return replace(found, dtype="int4", group=(1, 32), zero_points=True)

@@ -199,6 +199,7 @@ SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
             _scheme("fp8_w8a16_channel", _FP8, _ROW, None),
             _scheme("fp8_w8a16_block", _FP8, _BLOCK, None),
             _scheme("int8_w8a16", _INT8, _ROW, None),
+            _scheme("int8_w8a16_g32", _INT8, (1, 32), None),
             *(
                 _int4(columns, zero_points, act_order)
                 for act_order in (False, True)

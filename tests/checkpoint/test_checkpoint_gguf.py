@@ -145,18 +145,28 @@ def test_dequantized_is_rounded_once(dtype: torch.dtype, rng: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("parallel", RANKS, ids=lambda p: f"ep{p.ep_size}tp{p.tp_size}")
 @pytest.mark.parametrize(
-    ("kind", "scheme"), [("Q4_0", "int4_w4a16_g32_zp"), ("MXFP4", "mxfp4_w4a16")]
+    ("kind", "scheme"),
+    [
+        ("Q4_0", "int4_w4a16_g32_zp"),
+        ("Q8_0", "int8_w8a16_g32"),
+        ("MXFP4", "mxfp4_w4a16"),
+    ],
 )
 def test_blocks_that_a_scheme_holds(
     kind: str, scheme: str, parallel: ParallelConfig, rng: Any, tmp_path: Path
 ) -> None:
     path, tensors = write(tmp_path, rng, (kind,) * 3)
+    if kind == "Q8_0":  # -128 has no negative
+        for data, _ in tensors.values():
+            q = data.reshape(*data.shape[:-1], -1, 34)[..., 2:]
+            q[q == 128] = 129
+        files.write(path, tensors, **FIELDS)
     assert detect(path).scheme == scheme
     problem = problem_from_config(path, parallel=parallel)
     assert problem.quant.name == scheme
     weights = load_experts(path, None, 0, problem)
     weights.check(problem)
-    assert weights.w13.dtype == torch.uint8
+    assert weights.w13.dtype == (torch.int8 if kind == "Q8_0" else torch.uint8)
     found = weights.canonical(problem).dequantize(problem.quant)
     w13, w2 = expected(full(tensors), problem)
     assert torch.equal(found.w13, w13) and torch.equal(found.w2, w2)
@@ -229,6 +239,17 @@ def test_gpt_oss(rng: Any, tmp_path: Path) -> None:
     dense = moekit.ExpertWeights(w13=w13, w2=w2, w13_bias=weights.w13_bias, w2_bias=weights.w2_bias)
     plain = problem.replace(quant="none")
     assert_close(out, oracle(x, dense, routing, plain), problem)
+
+
+def test_a_block_that_no_scheme_holds(rng: Any, tmp_path: Path) -> None:
+    path, tensors = write(tmp_path, rng, ("Q8_0",) * 3)
+    data, _ = tensors["blk.0.ffn_down_exps.weight"]
+    data[0, 0, :3] = 0, 0xBC, 0x80  # -1.0, then -128
+    files.write(path, tensors, **FIELDS)
+    with pytest.raises(WeightsError, match="-128 and has a negative scale.*dequantize=True"):
+        load_experts(path, None, 0, problem_from_config(path))
+    problem = problem_from_config(path, dequantize=True, dtype=torch.float32)
+    assert load_experts(path, None, 0, problem, dequantize=True).w2[0, 0, 0] == 128
 
 
 # -- wrong uses --------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def blocks(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> np.nd
         scale[rng.random(scale.shape) < 0.05] = 0.0
         made[..., at : at + 2] = scale[..., None].view(np.uint8)
     if name == "MXFP4":
-        made[..., 0] = rng.integers(110, 135, made.shape[:-1])
+        made[..., 0] = rng.integers(117, 123, made.shape[:-1])
     return made.reshape(*shape[:-1], -1)
 
 
