@@ -177,6 +177,8 @@ class Pair:
         return max(errors, key=lambda each: (each != each, each))
 
     def line(self, label: str, scheme: str) -> None:
+        if scheme != "none" and self.quantize is None:
+            scheme += " (sent in bf16)"
         error = f"{self.error():.1e}" if self.quantize is None and scheme == "none" else ""
         both, dispatch, combine = self.microseconds()
         say(

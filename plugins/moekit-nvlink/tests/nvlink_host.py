@@ -13,7 +13,9 @@ from moekit_nvlink.transfer import AssignmentTransfer, RowTransfer
 
 import moekit
 from moekit.plugin import Dispatched, Routing
+from moekit.testing import interpreter
 
+interpreter.prepare_once()
 _RAISED_BY_TEST = 2  # in the lower half of a flag; kernels raise 0
 
 

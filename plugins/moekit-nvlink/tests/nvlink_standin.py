@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import tempfile
+import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from moekit_nvlink import buffers, dispatcher, moekit_dispatchers
 from moekit_nvlink.settings import Settings
+from moekit_nvlink.transfer import Tile
+from nvlink_host import problems
 from torch import Tensor
 
 from moekit.discovery.registry import Registry
 from moekit.discovery.registry import registry as installed
-from moekit.plugin import DispatcherSpec, exchange
+from moekit.plugin import DispatcherSpec, MoEProblem, Routing, exchange
 
 
 def open_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device):
@@ -45,32 +50,42 @@ def open_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device):
 
 
 buffers.open_memory = open_memory
+# The interpreter runs one program after another.
+_PROGRAMS = 6
+Tile.few_programs = _PROGRAMS
 
 
-class _Push:
+class _StandIn:
+    push = False
+
     def __init__(self, *args, **kwargs) -> None:
         read = Settings.read
-        dispatcher.Settings.read = lambda: replace(read(), push=True)
+        Settings.read = lambda: replace(read(), push=self.push, programs=_PROGRAMS)
         try:
             super().__init__(*args, **kwargs)
         finally:
-            dispatcher.Settings.read = read
+            Settings.read = read
 
 
-class HighThroughput(dispatcher.HighThroughputDispatcher):
+class HighThroughput(_StandIn, dispatcher.HighThroughputDispatcher):
     pass
 
 
-class LowLatency(dispatcher.LowLatencyDispatcher):
+class LowLatency(_StandIn, dispatcher.LowLatencyDispatcher):
     pass
 
 
-class HighThroughputPush(_Push, dispatcher.HighThroughputDispatcher):
-    pass
+class HighThroughputPush(HighThroughput):
+    push = True
 
 
-class LowLatencyPush(_Push, dispatcher.LowLatencyDispatcher):
-    pass
+class LowLatencyPush(LowLatency):
+    push = True
+
+
+def _check(check, problem: MoEProblem) -> list[str]:
+    few = (problem.max_num_tokens or 0) <= 64
+    return check(problem) + ([] if few else ["more tokens take the interpreter minutes"])
 
 
 def specs() -> list[DispatcherSpec]:
@@ -81,8 +96,9 @@ def specs() -> list[DispatcherSpec]:
         strict=True,
     ):
         for way, name in zip(("", "_push"), names, strict=True):
+            check = partial(_check, spec.check)
             made.append(replace(spec, name=f"{spec.name}{way}_standin", devices=("cpu",),
-                                target=f"nvlink_standin:{name}"))  # fmt: skip
+                                check=check, target=f"nvlink_standin:{name}"))  # fmt: skip
     return made
 
 
@@ -91,3 +107,48 @@ def registry() -> Registry:
     for spec in specs():
         made.register(spec)
     return made
+
+
+def delayed_calls(rank: int, world: int, name: str, calls: int) -> None:
+    """Make calls of changing T, one or two at a time, with delays; memory is poisoned at times."""
+    spec = registry().dispatcher(name)
+    problem = problems(world, 1, 5, 3, 16, 6, dtype=torch.float32)[rank]
+    held = spec.load()(spec, problem)
+    own, shared = random.Random(rank), random.Random(-1)
+    draw = torch.Generator().manual_seed(rank)
+    try:
+        for call in range(calls):
+            if call % 4 == 0:  # nobody writes or reads rows between two calls of all ranks
+                dist.barrier()
+                for buffer in held._held._buffers:
+                    buffer.bytes[: held._held.layout.ids] = 0xFF
+                    buffer.bytes[held._held.layout.weights : held._held.layout.flags] = 0xFF
+                dist.barrier()
+            flights = [_started(held, own.randrange(7), draw) for _ in range(shared.randint(1, 2))]
+            for x, routing, tokens in flights:
+                time.sleep(own.choice((0, 0, 0.02)))
+                out = torch.full_like(x, float("nan"))
+                held.finalize(_returned(tokens), tokens, out).result()
+                times = torch.where(routing.topk_ids >= 0, routing.topk_weights, 0.0).sum(1)
+                assert ((out - x * times[:, None]).abs() < 1e-5).all(), f"call {call}"
+            time.sleep(own.choice((0, 0, 0.05)))
+    finally:
+        held.destroy()
+
+
+def _started(held, tokens: int, draw: torch.Generator):
+    x = torch.randn(tokens, 16, generator=draw)
+    ids = torch.rand(tokens, 5, generator=draw).argsort(1)[:, :3].int()
+    ids[torch.rand(ids.shape, generator=draw) < 0.3] = -1
+    routing = Routing(torch.rand(tokens, 3, generator=draw), ids)
+    return x, routing, held.prepare(x, routing, None).result()
+
+
+def _returned(tokens) -> Tensor:
+    """Return the output of experts that return their input."""
+    if tokens.expert_num_tokens is not None:
+        real = torch.arange(tokens.x.shape[1]) < tokens.expert_num_tokens[:, None]
+        return torch.where(real[..., None], tokens.x, float("nan"))
+    weights = torch.where(tokens.topk_ids >= 0, tokens.topk_weights, 0.0)
+    used = (tokens.topk_ids >= 0).any(1, keepdim=True)
+    return torch.where(used, tokens.x * weights.sum(1, keepdim=True), float("nan"))

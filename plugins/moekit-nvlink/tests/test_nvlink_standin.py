@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moekit.testing import DispatcherConformance
+from moekit.testing.distributed import RankPool
 
 if torch.cuda.is_available():
     pytest.skip("symmetric memory itself is tested", allow_module_level=True)
@@ -36,3 +37,9 @@ class TestLowLatencyPush(DispatcherConformance):
     backend = "nvlink_ll_push_standin"
     backends = nvlink_standin.registry()
     world_sizes = (2,)
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in nvlink_standin.specs()])
+def test_calls_with_delays(name: str) -> None:
+    with RankPool(3, "cpu", timeout=120) as pool:
+        pool.run(nvlink_standin.delayed_calls, name, 6)
