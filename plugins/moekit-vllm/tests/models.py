@@ -40,8 +40,8 @@ def deepseek_v2() -> hf.PreTrainedModel:
     return hf.DeepseekV2ForCausalLM(
         hf.DeepseekV2Config(
             **_COMMON, intermediate_size=256, moe_intermediate_size=64, n_routed_experts=8,
-            n_shared_experts=1, num_experts_per_tok=3, first_k_dense_replace=1, kv_lora_rank=32,
-            q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+            n_shared_experts=1, num_experts_per_tok=3, first_k_dense_replace=1, kv_lora_rank=512,
+            q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
             topk_method="greedy", n_group=1, topk_group=1, num_key_value_heads=4,
             routed_scaling_factor=2.5,
         )

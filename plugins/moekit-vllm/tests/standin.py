@@ -43,6 +43,10 @@ class RoutedExperts(nn.Module):
             setattr(self, name, nn.Parameter(value, requires_grad=False))
 
 
+class ModelRoutedExperts(RoutedExperts):
+    """A model's own class."""
+
+
 class FusedMoEMethodBase:
     moe_quant_config = None
     is_monolithic = False

