@@ -52,10 +52,10 @@ def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
         llm = LLM(asked["model"], **(_DEFAULTS | asked.get("engine", {})))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    found = {"first": complete(llm)}
+    found = {"first": complete(llm, asked.get("prompts", PROMPTS))}
     if reload := asked.get("reload"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": reload})
-        found["reloaded"] = complete(llm)
+        found["reloaded"] = complete(llm, asked.get("prompts", PROMPTS))
     found["log"] = sorted(settings._said)
     del llm
     gc.collect()
@@ -63,15 +63,15 @@ def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def complete(llm: Any) -> list[dict[str, Any]]:
+def complete(llm: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Return the greedy completion of every prompt."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1, detokenize=False
     )
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = [r.outputs[0] for r in llm.generate(prompts, sampling, use_tqdm=False)]
+    asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = [r.outputs[0] for r in llm.generate(asked, sampling, use_tqdm=False)]
     return [
         {
             "tokens": list(o.token_ids),

@@ -59,6 +59,17 @@ def gpt_oss() -> hf.PreTrainedModel:
     )  # fmt: skip
 
 
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
 MODELS = {m.__name__: m for m in (qwen3_moe, mixtral, deepseek_v2, gpt_oss)}
 
 

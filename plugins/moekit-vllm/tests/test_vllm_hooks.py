@@ -385,3 +385,19 @@ def test_situ() -> None:
         layer = standin.RoutedExperts(standin.config(E, K, H, INNER, "situ", **more), drawn())
         expected = moekit.Activation("situ", alpha=2.0, limit=limit)
         assert problem.activation_of(layer) == expected
+
+
+def test_vllm_may_move_experts() -> None:
+    """vLLM's EPLB exchanges rows of the parameters, and passes the new places as ids."""
+    moekit_vllm.register()
+    weights = drawn()
+    layer = made(weights={name: w.clone() for name, w in weights.items()})
+    order = torch.tensor([3, 0, 5, 1, 4, 2])  # the expert of each place
+    for p in layer.parameters():
+        assert p.is_contiguous() and p.shape[0] == E  # as get_expert_weights() of vLLM needs them
+        p.data.copy_(p.data[order].clone())
+    x, topk_weights, ids = calls()
+    places = order.argsort()[ids.long()].int()
+    assert (
+        error(applied(layer, x, topk_weights, places), want(weights, x, topk_weights, ids)) < 1e-5
+    )
