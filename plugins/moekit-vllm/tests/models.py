@@ -52,7 +52,7 @@ def gpt_oss() -> hf.PreTrainedModel:
     """Biases, interleaved gate and up, and a clamped activation."""
     return hf.GptOssForCausalLM(
         hf.GptOssConfig(
-            **_COMMON, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2,
+            **_COMMON, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2,
             num_key_value_heads=2, head_dim=32, sliding_window=64,
             layer_types=["full_attention", "full_attention"],
         )

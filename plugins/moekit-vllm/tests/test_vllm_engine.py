@@ -90,11 +90,11 @@ def test_same_tokens(saved, case) -> None:
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_weights_are_updated_in_place(saved, name) -> None:
     """vLLM reloads another checkpoint into a running engine."""
-    engine = {"dtype": "float32", **ONE_PROCESS}
-    found = run(saved(name), engine, ("require",), reload=saved(name, 1))["require"]
-    other = run(saved(name, 1), engine, ("off",))["off"]
-    assert found["first"] != found["reloaded"]
-    assert_same(other["first"], found["reloaded"], "float32")
+    found = run(saved(name), ONE_PROCESS, reload=saved(name, 1))
+    stock, ours = found["off"], found["require"]
+    assert ours["first"] != ours["reloaded"]
+    assert_same(stock["first"], ours["first"], "float32")
+    assert_same(stock["reloaded"], ours["reloaded"], "float32")
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_weights_are_updated_in_place(saved, name) -> None:
     ],
 )
 def test_ranks(saved, name, engine) -> None:
-    """Tensor and expert parallel engines agree with one rank."""
-    alone = run(saved(name), ONE_PROCESS, ("off",))["off"]
-    ranks = run(saved(name), engine, ("require",))["require"]
-    assert_same(alone["first"], ranks["first"], "float32")
-    assert "local + torch" in ranks["text"]
+    """Tensor and expert parallel engines. (vLLM's own TP differs from one rank for MLA.)"""
+    stock = run(saved(name), engine, ("off",))["off"]
+    ours = run(saved(name), engine, ("require",))["require"]
+    assert_same(stock["first"], ours["first"], "float32")
+    assert "local + torch" in ours["text"]
