@@ -377,6 +377,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := sorted(set(args.parts) - set(names)):
         parser.error(f"unknown parts {unknown}; choose from {', '.join(names)}")
+    if torch.cuda.device_count() < 2:
+        parser.error(f"needs two GPUs or more (torch sees {torch.cuda.device_count()})")
     parts, tokens = args.parts or names, [int(each) for each in args.tokens.split(",")]
     installed = [spec.name for spec in movers() if not spec.missing()]
     chosen = args.dispatchers.split(",") if args.dispatchers else installed

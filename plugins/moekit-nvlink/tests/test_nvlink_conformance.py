@@ -1,4 +1,7 @@
-"""moekit's conformance kit on the dispatcher; it needs GPUs that reach each other's memory."""
+"""moekit's conformance kit on the dispatchers; it needs GPUs that reach each other's memory.
+
+MOEKIT_NVLINK_COMBINE=push tests the other combine.
+"""
 
 from __future__ import annotations
 
@@ -7,3 +10,7 @@ from moekit.testing import DispatcherConformance
 
 class TestNvlinkHt(DispatcherConformance):
     backend = "nvlink_ht"
+
+
+class TestNvlinkLl(DispatcherConformance):
+    backend = "nvlink_ll"
