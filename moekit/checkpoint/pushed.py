@@ -241,7 +241,8 @@ class PushedExperts:
         P = self.problem.num_physical_experts
         if not isinstance(expert, Integral) or not 0 <= expert < P:
             raise WeightsError(f"{self.name}: expert_id={shown(expert)}: expected 0..{P - 1}")
-        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+        if not dense or tensor.is_meta or tensor.is_nested:
             raise WeightsError(
                 f"{self.name}: expert {expert}'s {shard}.{suffix} is {shown(tensor)}, expected a "
                 "dense tensor with values"

@@ -292,6 +292,10 @@ CALLS = {
         "'w2_weight' for the parameter w13_weight: it must end",
     ),
     "tensor": (dict(loaded_weight=[[1.0]]), "expected a dense tensor with values"),
+    "nested": (
+        dict(loaded_weight=torch.nested.nested_tensor([torch.ones(2, 3)])),
+        "expected a dense tensor with values",
+    ),
 }
 
 
