@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import models  # noqa: E402
+import vllm_models as models  # noqa: E402
 
-ENGINE = Path(__file__).parent / "engine.py"
+ENGINE = Path(__file__).parent / "vllm_engine.py"
 ONE_PROCESS = {"distributed_executor_backend": "uni"}
 # The largest difference of a log probability. bf16 sums of another order differ by 2 ** -8 a term.
 LIMIT = {"float32": 2e-4, "bfloat16": 0.15}
@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 
 def run(model: str, engine: dict, modes=("off", "require"), env=None, **more) -> dict:
-    """Return what `engine.py` prints."""
+    """Return what `vllm_engine.py` prints."""
     import os
 
     asked = json.dumps({"model": model, "modes": modes, "engine": engine, **more})
@@ -87,27 +87,30 @@ def test_same_tokens(saved, case) -> None:
     assert line.startswith("moekit: ") and "local + torch" in line
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_weights_are_updated_in_place(saved, name) -> None:
-    """vLLM reloads another checkpoint into a running engine."""
-    found = run(saved(name), ONE_PROCESS, reload=saved(name, 1))
+def test_weights_are_updated_in_place(saved) -> None:
+    """vLLM reloads another checkpoint into a running engine, which then is as a fresh one."""
+    found = run(saved("qwen3_moe"), ONE_PROCESS, ("require",), reload=saved("qwen3_moe", 1))
+    fresh = run(saved("qwen3_moe", 1), ONE_PROCESS, ("off",))["off"]
+    ours = found["require"]
+    assert ours["first"] != ours["reloaded"]
+    assert_same(fresh["first"], ours["reloaded"], "float32")
+
+
+def test_biases_are_updated_in_place(saved) -> None:
+    """vLLM 0.32 does not restore all of gpt-oss, so a fresh engine is no reference."""
+    found = run(saved("gpt_oss"), ONE_PROCESS, reload=saved("gpt_oss", 1))
     stock, ours = found["off"], found["require"]
     assert ours["first"] != ours["reloaded"]
-    assert_same(stock["first"], ours["first"], "float32")
     assert_same(stock["reloaded"], ours["reloaded"], "float32")
 
 
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        ("qwen3_moe", {"tensor_parallel_size": 2}),
-        ("gpt_oss", {"tensor_parallel_size": 2}),
-        ("deepseek_v2", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-    ],
-)
-def test_ranks(saved, name, engine) -> None:
-    """Tensor and expert parallel engines. (vLLM's own TP differs from one rank for MLA.)"""
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("experts", ["sliced", "whole"])
+def test_ranks(saved, name, experts) -> None:
+    """Two ranks agree with two of vLLM's, whose own expert parallelism fails on the CPU."""
+    engine = {"tensor_parallel_size": 2}
     stock = run(saved(name), engine, ("off",))["off"]
-    ours = run(saved(name), engine, ("require",))["require"]
+    more = {"enable_expert_parallel": experts == "whole"}
+    ours = run(saved(name), engine | more, ("require",))["require"]
     assert_same(stock["first"], ours["first"], "float32")
     assert "local + torch" in ours["text"]

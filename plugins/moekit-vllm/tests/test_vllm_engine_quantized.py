@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
-import models  # noqa: E402
+import vllm_models as models  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_vllm_engine import ONE_PROCESS, assert_same, run  # noqa: E402
 

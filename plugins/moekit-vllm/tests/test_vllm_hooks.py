@@ -8,8 +8,8 @@ import sys
 
 import moekit_vllm
 import pytest
-import standin
 import torch
+import vllm_standin as standin
 from moekit_vllm import experts, hooks, problem, settings, versions
 
 import moekit

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
-import quantized_layers as layers  # noqa: E402
+import vllm_quantized_layers as layers  # noqa: E402
 from moekit_vllm import weights as readers  # noqa: E402
 from moekit_vllm.problem import problem_of  # noqa: E402
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
-import quantized_layers as layers  # noqa: E402
+import vllm_quantized_layers as layers  # noqa: E402
 from moekit_vllm.method import extend  # noqa: E402
 from moekit_vllm.settings import Mode  # noqa: E402
 

@@ -17,9 +17,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import models  # noqa: E402
-from engine import TOKENS  # noqa: E402
+import vllm_models as models  # noqa: E402
 from test_vllm_engine import LIMIT, ONE_PROCESS, run  # noqa: E402
+from vllm_engine import TOKENS  # noqa: E402
 
 CLIENTS, ROUNDS = 8, 3
 _STARTS, _ANSWERS = 300, 120  # seconds

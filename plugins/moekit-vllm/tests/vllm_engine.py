@@ -1,6 +1,6 @@
 """Run a real vLLM engine on the CPU, and print what it generates as JSON.
 
-    python engine.py '{"model": DIR, "modes": ["off", "require"], "engine": {...}}'
+    python vllm_engine.py '{"model": DIR, "modes": ["off", "require"], "engine": {...}}'
 
 Each mode is one value of MOEKIT_VLLM, with an engine of its own in this process.
 """
