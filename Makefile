@@ -7,7 +7,10 @@ PLUGINS := $(wildcard plugins/*)
 # Without a GPU, pin torch to the release whose CPU build installs without CUDA packages.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-PYTEST := -n auto --dist worksteal tests examples plugins
+# Half of a worker's time is waiting for the processes that it starts.
+WORKERS ?= $(shell echo $$(( $$(nproc) + 2 )))
+
+PYTEST := -n $(WORKERS) --dist worksteal tests examples plugins
 
 .PHONY: demo test test-all test-vllm lint docs dist install-test gpu-test clean
 

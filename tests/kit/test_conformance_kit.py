@@ -211,7 +211,9 @@ def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
 
 
 def test_run_checks_an_installed_backend():
-    code = "import sys, moekit.testing as t; sys.exit(t.run('reference', ['-q', '-k', 'dtype']))"
+    code = (
+        "import sys, moekit.testing as t; sys.exit(t.run('reference', ['-q', '-k', 'test_dtype']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
