@@ -18,8 +18,9 @@ from moekit.testing.diagnose import assert_close
 from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.interpreter import in_kernel, prepare_once
 
-# Seconds after which a thread goes on out of turn, as the other one may wait for its lock.
-_PATIENCE = 0.1
+# Seconds after which a thread goes on out of turn, as the other may wait for its lock; and while
+# that one has not moved since.
+_PATIENCE, _LESS_PATIENCE = 0.1, 0.001
 # Seconds after which two threads count as blocked by each other.
 _DEADLOCK = 600.0
 
@@ -30,13 +31,18 @@ class _Turns:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._turn, self._alone = 0, False
+        self._blocked = -1  # the thread that did not take its turn
 
     def pass_on(self, me: int) -> None:
         """Let the other thread go on, and wait until it passes the turn back, ends, or blocks."""
         with self._changed:
-            self._turn = 1 - me
+            other = self._turn = 1 - me
+            if self._blocked == me:
+                self._blocked = -1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._turn == me or self._alone, _PATIENCE)
+            patience = _LESS_PATIENCE if self._blocked == other else _PATIENCE
+            if not self._changed.wait_for(lambda: self._turn == me or self._alone, patience):
+                self._blocked = other
 
     def end(self) -> None:
         with self._changed:
