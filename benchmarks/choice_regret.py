@@ -1,4 +1,4 @@
-"""What the choice among experts loses on shapes that no tuned table has.
+"""Compute what the choice among experts loses on shapes that no tuned table has.
 
     python benchmarks/choice_regret.py
 
@@ -56,7 +56,7 @@ def at(curve: Curve, rows: float) -> float:
 
 
 def priority(held: Shape, tokens: int, table: Sequence[Shape]) -> str:
-    """What `compose` does where no near shape was measured."""
+    """Choose as `compose` does where no near shape was measured."""
     return "triton"
 
 
@@ -65,7 +65,7 @@ def _others(held: Shape, table: Sequence[Shape]) -> list[Shape]:
 
 
 def nearest_shape(held: Shape, tokens: int, table: Sequence[Shape]) -> str:
-    """The fastest of the nearest other shape at as many rows per expert."""
+    """Choose the fastest of the nearest other shape at as many rows per expert."""
     others = _others(held, table)
     near = min(others, key=lambda s: size_distance(s.key.sizes, held.key.sizes)).curves()
     known = sorted(set(near) & set(held.cells[tokens]))
@@ -73,7 +73,7 @@ def nearest_shape(held: Shape, tokens: int, table: Sequence[Shape]) -> str:
 
 
 def mean_of_shapes(held: Shape, tokens: int, table: Sequence[Shape]) -> str:
-    """The fastest of all other shapes on average, at as many rows per expert."""
+    """Choose the fastest of all other shapes on average, at as many rows per expert."""
     curves = [s.curves() for s in _others(held, table)]
     costs = {}
     for backend in sorted(held.cells[tokens]):
@@ -83,7 +83,7 @@ def mean_of_shapes(held: Shape, tokens: int, table: Sequence[Shape]) -> str:
 
 
 def other_device(held: Shape, tokens: int, table: Sequence[Shape]) -> str:
-    """The fastest for the same shape on the other device, rows scaled by the ridge points."""
+    """Choose the fastest for the same shape on the other device, rows scaled by ridge points."""
     same = [s for s in table if replace(s.key, device=held.key.device) == held.key]
     if not same:
         return priority(held, tokens, table)

@@ -1,4 +1,4 @@
-"""What a GGUF model's metadata says about its experts, in the terms of config.json.
+"""Read a GGUF model's metadata about its experts, in the terms of config.json.
 
 The fields are those that llama.cpp's converter writes (gguf-py/gguf/constants.py).
 """

@@ -100,7 +100,7 @@ class PushedExperts:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """What tensors of a matrix may be called: "weight", "weight_scale", "bias" and so on."""
+        """The names that tensors may have: "weight", "weight_scale", "bias" and so on."""
         parts = [part.suffix for part in self.format.parts.values()]
         biases = ["bias"] * self.problem.has_bias
         return tuple(dict.fromkeys([*parts, *self.format.ignored, *biases]))

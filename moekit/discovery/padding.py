@@ -9,7 +9,7 @@ from moekit.problem import MoEProblem
 
 MOST = 1 << 12  # of a multiple
 Multiples = tuple[int, int]
-"""Of the hidden size, and of a rank's intermediate size."""
+"""The multiples that the hidden size and a rank's intermediate size must be."""
 
 
 def padded(problem: MoEProblem, multiples: Multiples) -> MoEProblem:

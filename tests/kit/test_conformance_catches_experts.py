@@ -22,6 +22,15 @@ class WeightsTwice(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
+@killed_by("test_default_dtype", "bfloat16", says="same scalar type")
+class ScratchOfTheDefaultDtype(Plain):
+    """Sums in a tensor of torch's default dtype."""
+
+    def apply(self, y, tokens, weights, workspace):
+        total = torch.empty(workspace[0].shape).fill_(0.0)
+        super().apply(y, tokens, weights, (total,))
+
+
 @killed_by("test_dtype", "float32")
 class WeightsNever(Plain):
     """Does not apply the router weights."""

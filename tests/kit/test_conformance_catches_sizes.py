@@ -544,15 +544,6 @@ class DefaultDtypeChanged(Plain):
         torch.set_default_dtype(torch.float64)
 
 
-@killed_by("test_default_dtype", "bfloat16", says="same scalar type")
-class ScratchOfTheDefaultDtype(Plain):
-    """Sums in a tensor of torch's default dtype."""
-
-    def apply(self, y, tokens, weights, workspace):
-        total = torch.empty(workspace[0].shape).fill_(0.0)
-        super().apply(y, tokens, weights, (total,))
-
-
 @killed_by("test_dtype", "float32", says="random numbers")
 class Reseeded(Plain):
     """Seeds the process's random numbers."""

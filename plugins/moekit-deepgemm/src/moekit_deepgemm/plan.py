@@ -28,7 +28,7 @@ class Plan:
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """What determines the library's tiles, and so its compiled kernels."""
+        """The values that determine the library's tiles, and so its compiled kernels."""
         return (self.block_m, self.expected_m or 0, 0 if self.expected_m else self.rows)
 
 

@@ -73,7 +73,7 @@ _coalescing = getattr(dist.distributed_c10d, "_coalescing_manager", None)
 
 @dataclass(frozen=True)
 class _Handle:
-    """What `finalize` needs of a call: its sizes, and this rank's routing with global ids."""
+    """A call as `finalize` needs it: its sizes, and this rank's routing with global ids."""
 
     sizes: _Sizes
     routing: Routing

@@ -7,6 +7,7 @@ nvlink_ll   batched format: the same, with a row for each assignment at its expe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moekit.plugin import (
@@ -61,55 +62,47 @@ def _check_batched(problem: MoEProblem) -> list[str]:
     return reasons
 
 
-def _footprint(problem: MoEProblem) -> Footprint:
+def _footprint(problem: MoEProblem, *, batched: bool) -> Footprint:
     from .footprint import footprint
     from .settings import Settings
 
-    return footprint(problem, batched=False, push=Settings.read().push)
+    return footprint(problem, batched=batched, push=Settings.read().push)
+
+
+def _footprint_standard(problem: MoEProblem) -> Footprint:
+    return _footprint(problem, batched=False)
 
 
 def _footprint_batched(problem: MoEProblem) -> Footprint:
-    from .footprint import footprint
-    from .settings import Settings
-
-    return footprint(problem, batched=True, push=Settings.read().push)
+    return _footprint(problem, batched=True)
 
 
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
-    return [
-        DispatcherSpec(
-            name="nvlink_ht",
-            target="moekit_nvlink.dispatcher:HighThroughputDispatcher",
-            format=ActivationFormat.STANDARD,
-            devices=("cuda>=8.0",),
-            requires=("triton", "moekit_kernels"),
-            install_hint="pip install moekit-nvlink",
-            priority=-10,
-            moves_tokens=True,
-            wire_schemes=WIRE_SCHEMES,
-            needs_capacity=True,
-            ids_dtype="int32",
-            deterministic=True,
-            graph_safe=True,
-            check=_check,
-            footprint=_footprint,
-        ),
-        DispatcherSpec(
-            name="nvlink_ll",
-            target="moekit_nvlink.dispatcher:LowLatencyDispatcher",
-            format=ActivationFormat.BATCHED,
-            devices=("cuda>=8.0",),
-            requires=("triton", "moekit_kernels"),
-            install_hint="pip install moekit-nvlink",
-            priority=-12,
-            moves_tokens=True,
-            wire_schemes=WIRE_SCHEMES,
-            needs_capacity=True,
-            ids_dtype="int32",
-            deterministic=True,
-            graph_safe=True,
-            check=_check_batched,
-            footprint=_footprint_batched,
-        ),
-    ]
+    standard = DispatcherSpec(
+        name="nvlink_ht",
+        target="moekit_nvlink.dispatcher:HighThroughputDispatcher",
+        format=ActivationFormat.STANDARD,
+        devices=("cuda>=8.0",),
+        requires=("triton", "moekit_kernels"),
+        install_hint="pip install moekit-nvlink",
+        priority=-10,
+        moves_tokens=True,
+        wire_schemes=WIRE_SCHEMES,
+        needs_capacity=True,
+        ids_dtype="int32",
+        deterministic=True,
+        graph_safe=True,
+        check=_check,
+        footprint=_footprint_standard,
+    )
+    batched = replace(
+        standard,
+        name="nvlink_ll",
+        target="moekit_nvlink.dispatcher:LowLatencyDispatcher",
+        format=ActivationFormat.BATCHED,
+        priority=-12,
+        check=_check_batched,
+        footprint=_footprint_batched,
+    )
+    return [standard, batched]

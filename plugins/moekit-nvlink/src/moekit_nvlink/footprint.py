@@ -1,4 +1,4 @@
-"""Where a call's data lies in a rank's buffer, and what a dispatcher takes on a rank."""
+"""The layout of a call's data in a rank's buffer, and the memory a dispatcher takes there."""
 
 from __future__ import annotations
 
