@@ -208,6 +208,13 @@ def test_weights_of_another_process_stay_with_vllm(monkeypatch, caplog) -> None:
     assert "another process has prepared its weights" in caplog.text
 
 
+def test_a_version_without_a_router_for_cpus_keeps_their_layers(monkeypatch, caplog) -> None:
+    monkeypatch.delitem(sys.modules, versions._CPU_ROUTER)
+    moekit_vllm.register()
+    assert made(weights=drawn()).prepared_by_vllm
+    assert "stays with vLLM" in caplog.text and "inside its CPU kernels" in caplog.text
+
+
 def test_a_backend_that_raises_leaves_the_layer_to_vllm(monkeypatch, caplog) -> None:
     moekit_vllm.register()
 

@@ -95,6 +95,7 @@ def modules() -> dict[str, ModuleType]:
         "vllm.model_executor.utils": {"is_weights_pre_processed": lambda: here.prepared},
         f"{fused}.routed_experts": {"RoutedExperts": RoutedExperts},
         f"{fused}.fused_moe_method_base": {"FusedMoEMethodBase": FusedMoEMethodBase},
+        f"{fused}.router.cpu_router": {},
         f"{fused}.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": object()},
     }
     made: dict[str, ModuleType] = {}

@@ -11,6 +11,7 @@ import torch
 from moekit import SCHEMES, ExpertWeights, Explanation, MoEProblem, ParallelConfig
 from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
+from moekit_vllm import versions
 
 # vLLM's activations by value, and moekit's. vLLM's "relu2" has a gate.
 _ACTIVATIONS = {
@@ -77,6 +78,8 @@ def _refusals(layer: Any) -> list[str]:
     reasons = []
     if config.is_lora_enabled:
         reasons.append("moekit has no LoRA")
+    if torch.device(config.device).type == "cpu" and not versions.routes_on_cpu():
+        reasons.append("this version of vLLM chooses experts inside its CPU kernels")
     batches = split.dp_size > 1 or config.is_sequence_parallel
     if _batch_invariant() and split.ep_size > 1:
         reasons.append(

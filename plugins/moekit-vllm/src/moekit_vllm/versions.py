@@ -25,6 +25,7 @@ _MODELS = tuple(
 _METHOD = "vllm.model_executor.layers.fused_moe.fused_moe_method_base"
 _CONFIG = "vllm.model_executor.layers.fused_moe.config"
 _CUSTOM_OP = "vllm.model_executor.custom_op"
+_CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
 def installed() -> str | None:
@@ -63,6 +64,15 @@ def prepared_elsewhere() -> bool:
     """Whether vLLM is loading weights that another process has prepared for vLLM's kernels."""
     utils = importlib.import_module("vllm.model_executor.utils")
     return bool(getattr(utils, "is_weights_pre_processed", bool)())  # 0.26 has no such loader
+
+
+def routes_on_cpu() -> bool:
+    """Whether vLLM has a router for CPUs; the CPU kernels of 0.26 choose experts themselves."""
+    try:
+        importlib.import_module(_CPU_ROUTER)
+    except ImportError:
+        return False
+    return True
 
 
 def replaced_layers() -> dict[str, type]:
