@@ -150,6 +150,7 @@ class PrepareAndFinalize(Backend):
     ) -> Pending[Dispatched]:
         """Quantize the tokens with ``quantize`` if it is not None, and dispatch them.
 
+        A scale that tokens share is that of all tokens of this rank that have an expert.
         x_TH is contiguous, in the problem's dtype; ids are contiguous, of ``spec.ids_dtype``.
         """
 

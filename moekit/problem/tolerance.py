@@ -40,10 +40,14 @@ _WEIGHT_ONLY = 1.3
 _BENCHMARKS, _BENCHMARKS_AT_LEAST = (2.5, 1.5), 5e-3
 
 
-def rms_bound(problem: MoEProblem) -> float:
-    """Return the relative RMS error that a correct backend stays below on ``problem``."""
+def rms_bound(problem: MoEProblem, *, rounds_activations: bool = True) -> float:
+    """Return the relative RMS error that a correct backend stays below on ``problem``.
+
+    Args:
+        rounds_activations: whether the error includes the rounding of activations to the scheme.
+    """
     bound = _DTYPES[problem.dtype]
-    if problem.quant.activation is not None:
+    if problem.quant.activation is not None and rounds_activations:
         return max(bound, _QUANTIZED_ACTIVATIONS[problem.quant.activation.dtype])
     if problem.quant.weight is not None and problem.dtype != torch.float32:
         return bound * _WEIGHT_ONLY

@@ -75,15 +75,18 @@ class Tolerance:
         return self.shared + self.rounding**2 + max(noise, _STANDARD_ERRORS * mean.standard_error)
 
 
-def tolerance(problem: MoEProblem, num_tokens: int = 64) -> Tolerance:
+def tolerance(
+    problem: MoEProblem, num_tokens: int = 64, *, rounds_activations: bool = True
+) -> Tolerance:
     """Return the errors that a correct backend may have on ``problem``.
 
     Args:
         problem: its dtype and scheme decide (see `moekit.problem.tolerance`).
         num_tokens: the number of tokens with an output. Few tokens average over few independent
             errors, so the bound on the RMS widens for them.
+        rounds_activations: whether the errors include the rounding of activations to the scheme.
     """
-    rms = rms_bound(problem)
+    rms = rms_bound(problem, rounds_activations=rounds_activations)
     spread = 1 + max(1, num_tokens) ** -0.5
     shared = 0.0 if problem.activation.limit is None else torch.finfo(problem.dtype).eps / 2
     return Tolerance(rms * spread, _WORST_ROW * rms, _WORST_ELEMENT * rms, rms / 2, shared)
@@ -177,11 +180,14 @@ def _independent(problem: MoEProblem) -> float:
     return float(rows * columns)
 
 
-def complain(out: Tensor, ref: Tensor, problem: MoEProblem) -> str:
+def complain(
+    out: Tensor, ref: Tensor, problem: MoEProblem, *, rounds_activations: bool = True
+) -> str:
     """Describe what is wrong with ``out`` (T, H), or return an empty string.
 
     Args:
         ref: the oracle's (T, H) fp32; a row of zeros is a token without an expert.
+        rounds_activations: as in `tolerance`.
     """
     if out.shape != ref.shape:
         return f"has shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
@@ -201,7 +207,8 @@ def complain(out: Tensor, ref: Tensor, problem: MoEProblem) -> str:
         rows = leaked.nonzero().flatten().tolist()
         return f"tokens without an expert must get exact zeros; rows {rows[:8]} do not"
     found = errors(out, ref, _independent(problem))
-    beyond = found.beyond(tolerance(problem, int((~idle).sum())))
+    used = int((~idle).sum())
+    beyond = found.beyond(tolerance(problem, used, rounds_activations=rounds_activations))
     if not beyond:
         return ""
     text = ", ".join(f"{n} {e:.3g} (bound {limit:.3g})" for n, (e, limit) in beyond.items())

@@ -39,6 +39,7 @@ def assert_close(
     *,
     case: Case | None = None,
     earlier: Sequence[Tensor] = (),
+    rounds_activations: bool = True,
 ) -> None:
     """Assert that ``out`` (T, H) is the oracle's ``ref`` (T, H) fp32, up to `tolerance`.
 
@@ -50,8 +51,10 @@ def assert_close(
         what: the name of the output in the message.
         case: the call whose reference is ``ref``; needed to name the mistake.
         earlier: outputs of earlier calls, of any shape; a repeated one is recognized.
+        rounds_activations: False if ``ref`` has the activations as the backend rounded them to the
+            problem's scheme. The bounds are then those of the dtype.
     """
-    complaint = complain(out, ref, problem)
+    complaint = complain(out, ref, problem, rounds_activations=rounds_activations)
     if complaint:
         found = ""
         if case is not None:

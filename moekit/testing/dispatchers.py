@@ -189,6 +189,9 @@ class DispatcherConformance(Conformance):
 
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
         if device.type == "cpu":
+            if SCHEMES[scheme].activation is not None:
+                # With fewer neurons, the error of the worst rows is many times the usual one.
+                return [_sizes(h, 32, 128) for h in (48, 128, 512)]
             return [_sizes(48, 32), _sizes(128, 32), _sizes(512, 32, 128)]
         return [_sizes(h, 256, 256) for h in (272, 512, 1024, 2048, 4096, 7168)]
 

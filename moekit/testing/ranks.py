@@ -23,7 +23,7 @@ from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import GroupMismatch, InvalidInput, MoekitError, Unsupported
 from moekit.kernel import ModularKernel
 from moekit.layer.replicas import to_physical
-from moekit.problem import ActivationFormat, MoEProblem
+from moekit.problem import ActivationFormat, MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
@@ -43,6 +43,9 @@ from moekit.testing.diagnose import assert_close
 from moekit.testing.experts import strided
 from moekit.testing.invariance import check_bits, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
+
+# Experts that compute with the activations that they get, and quantize none.
+_UNROUNDED = ("torch", "reference")
 
 # Seconds that a collective of the kit's own groups may take before it raises.
 _GROUP_SECONDS = 60.0
@@ -134,6 +137,7 @@ class Rank:
         self.batch = rank * parallel.dp_size // world_size
         self.kernel = self.compose(self.problem, checked=checked)
         self._faults: list[str] = []
+        self._quantizes = False
 
     def expect(self, right: bool, otherwise: str) -> None:
         """Record a fault for `finish`. Raising at once would let the other ranks wait."""
@@ -143,7 +147,8 @@ class Rank:
     def compare(self, out: Tensor, ref: Tensor, what: str) -> None:
         """Do `assert_close`, and record a failure as `expect` does."""
         try:
-            assert_close(out, ref, self.problem, f"rank {self.rank}, {what}")
+            what = f"rank {self.rank}, {what}"
+            assert_close(out, ref, self.problem, what, rounds_activations=self._rounds_unseen)
         except AssertionError as error:
             self._faults.append(str(error))
 
@@ -214,9 +219,40 @@ class Rank:
         return Case(self.problem, self.weights, logical.x, physical), logical
 
     def expected(self, mine: Case, logical: Case) -> Tensor:
-        """Return the (T, H) fp32 that this rank gets back of two forms of a call."""
+        """Return the (T, H) fp32 that this rank gets back of two forms of a call.
+
+        After a call whose dispatcher quantized the tokens, it is the result of the rounded tokens.
+        """
         partial = self.alone and self.problem.parallel.num_ranks > 1
-        return (mine if partial else logical).reference()
+        case = mine if partial else logical
+        return (self._rounded(case) if self._quantizes else case).reference()
+
+    def _rounded(self, case: Case) -> Case:
+        activation, ids = self.problem.quant.activation, case.routing.topk_ids
+        assert activation is not None and not self.problem.apply_router_weight_on_input
+        local = case.problem.local_experts
+        # A shared scale covers the tokens that have an expert.
+        valid = ((ids >= local.start) & (ids < local.stop)).any(dim=1)
+        x, scale = self.kernel.experts.quantize(case.x, self.packed, valid)
+        return replace(case, x=quant.dequantize(x, scale, activation))
+
+    def watch_quantizer(self) -> None:
+        """Note whether the dispatcher calls ``quantize``. DeepEP's kernels quantize themselves."""
+        quantize = self.kernel.experts.quantize
+
+        def noted(
+            x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            self._quantizes = True
+            return quantize(x_RH, weights, valid_rows)
+
+        self.kernel.experts.quantize = noted  # type: ignore[method-assign]
+
+    @property
+    def _rounds_unseen(self) -> bool:
+        """Whether something rounds activations to the scheme, and `expected` does not see it."""
+        by_dispatcher = self.kernel._sends_quantized and not self._quantizes
+        return by_dispatcher or self.job.experts not in _UNROUNDED
 
 
 def calls(
@@ -229,9 +265,11 @@ def calls(
             fresh (without out and without poison; all outputs must be right at the end, too).
     """
     r = Rank(rank, world_size, job)
+    if r.problem.quant.activation is not None:
+        r.watch_quantizer()
     results = []
     for index, wanted in enumerate(sequence):
-        case, ref = r.case(wanted, index)
+        case, logical = r.cases(wanted, index)
         T, H = case.x.shape
         if how == "strided":
             case = strided(case)
@@ -244,6 +282,7 @@ def calls(
             out = r.kernel(case.x, r.packed, case.routing)
         else:
             out = call(r.kernel, r.packed, case)
+        ref = r.expected(case, logical)
         r.compare(out, ref, f"call {index} ({wanted})")
         results.append((out, ref))
     for index, (out, ref) in enumerate(results):

@@ -211,6 +211,25 @@ def test_dispatcher_declares_wrongly():
     caught_local(Local_, *args, says="(?s)rank 0 raised.*relative error", moves_tokens=True)
 
 
+class ScalesInAByte(LocalDispatcher):
+    """Sends scales as e4m3, which costs less than the rounding of the tokens themselves."""
+
+    def prepare(self, x_TH, routing, quantize):
+        tokens = super().prepare(x_TH, routing, quantize).result()
+        scale = tokens.x_scale
+        if scale is not None and len(scale):
+            largest = scale.nan_to_num(0.0).max()
+            scale = (scale / largest * 448).to(torch.float8_e4m3fn).float() * largest / 448
+        return Pending.ready(replace(tokens, x_scale=scale))
+
+
+def test_scales_lose_bits():
+    declared = {"wire_schemes": frozenset({"fp8_channel_token"})}
+    args = ("test_quantized_tokens", "fp8_channel_token", 1)
+    suite(Local_, "local", **declared).test_quantized_tokens(*args[1:])
+    caught_local(ScalesInAByte, *args, says="relative error", **declared)
+
+
 class RoundsBeforeWeighting(BatchedReference):
     """Declares weights_in_fp32, and rounds experts' outputs to the problem's dtype."""
 
