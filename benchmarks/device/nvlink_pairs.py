@@ -51,9 +51,9 @@ TILES = {
     128: [("dispatch", (64, 2, 4096, 8, 1)), ("combine", (128, 1, 4096, 8, 1)),
           ("combine", (128, 1, 2048, 8, 1)), ("combine", (128, 1, 8192, 8, 1))],
     4096: [
-        *(("dispatch", (programs, 8, 1024, 16, stages)) for programs in (32, 64)
-          for stages in (1, 3)),
-        ("dispatch", (32, 4, 4096, 16, 1)),
+        *(("dispatch", (programs, 8, 1024, 16, 3)) for programs in (32, 64)),
+        *(("dispatch", (programs, tokens, 4096, 16, 1)) for programs in (32, 64)
+          for tokens in (2, 4, 8)),
         *(("combine", (programs, 8, 1024, 16, stages)) for programs in (32, 64)
           for stages in (1, 2, 3, 4)),
         ("combine", (32, 4, 1024, 8, 4)), ("combine", (32, 4, 2048, 16, 3)),

@@ -78,8 +78,7 @@ def test_settings_of_the_environment(monkeypatch) -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_block"])
 def test_memory_is_no_more_than_deepep_takes(push: bool, ranks: int, quant: str) -> None:
     """Kept and transient bytes, with the experts' output, which only `nvlink` keeps."""
-    from moekit_deepep import footprint as deepep
-
+    deepep = pytest.importorskip("moekit_deepep.footprint")
     problem = layer(parallel=moekit.ParallelConfig(ep_size=ranks), quant=quant)
     ours, theirs = footprint(problem, True, push), deepep.ll(problem)
     assert ours.rows == theirs.rows

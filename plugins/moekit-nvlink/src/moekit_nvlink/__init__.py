@@ -86,7 +86,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         devices=("cuda>=8.0",),
         requires=("triton", "moekit_kernels"),
         install_hint="pip install moekit-nvlink",
-        priority=-10,
+        priority=3,
         moves_tokens=True,
         wire_schemes=WIRE_SCHEMES,
         needs_capacity=True,
@@ -101,7 +101,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         name="nvlink_ll",
         target="moekit_nvlink.dispatcher:LowLatencyDispatcher",
         format=ActivationFormat.BATCHED,
-        priority=-12,
+        priority=2,
         check=_check_batched,
         footprint=_footprint_batched,
     )

@@ -61,7 +61,8 @@ class Tile:
         columns = triton.next_power_of_2(words)
         if tokens <= cls.few:
             return cls(max(1, min(tokens, cls.few_programs)), 1, min(4096, columns), 8)
-        return cls(most, 8, min(1024, columns), 16)
+        columns = min(4096, columns)
+        return cls(most, min(8, 16384 // columns), columns, 16)
 
     @classmethod
     def of_assignments(cls, tokens: int, words: int, most: int) -> Tile:
