@@ -41,6 +41,8 @@ class Explanation:
     note: what else users should know of the choice; may be empty.
     named: the backends that are insisted on, as keys of `reasons`.
     hints: the commands that install what rejected backends lack.
+    expected: the chosen experts' times in the tuned tables, and their gain over the experts that
+        priority prefers; empty where the tables have neither.
     """
 
     problem: MoEProblem
@@ -51,6 +53,7 @@ class Explanation:
     note: str = ""
     named: frozenset[str] = frozenset()
     hints: frozenset[str] = frozenset()
+    expected: str = ""
 
     @property
     def chosen(self) -> Combination | None:
@@ -79,6 +82,7 @@ class Explanation:
             "chosen": None if self.chosen is None else self.chosen.as_dict(),
             "why": self.why,
             "note": self.note,
+            "expected": self.expected,
             "runners_up": [each.as_dict() for each in self.combinations[1:]],
             "rejected_dispatchers": {n: list(r) for n, r in self.rejected_dispatchers.items()},
             "rejected_experts": {n: list(r) for n, r in self.rejected_experts.items()},
@@ -95,7 +99,7 @@ class Explanation:
         every = every or (self.chosen is None and not named)
         told = list(self.reasons()) if every else named
         lines = [f"chosen: {self.chosen or 'nothing'} ({self.why})"]
-        lines += [f"  {self.note}"] if self.note else []
+        lines += [f"  {line}" for line in (self.expected, self.note) if line]
         lines += [f"  then: {each}" for each in runners_up]
         lines += [f"  not {line}" for line in self.refusals(told)]
         if others := len(self.reasons()) - len(told):

@@ -15,7 +15,7 @@ from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
 from moekit.selection.composite import find_experts
 from moekit.selection.explanation import Explanation
-from moekit.selection.policy import Candidate, Ranking, rank
+from moekit.selection.policy import Candidate, Ranking, expected, rank
 
 
 class Asked(NamedTuple):
@@ -80,6 +80,7 @@ class Selection:
                 if asked.name is not None
             ),
             self.hints,
+            expected(self.problem, ranking.candidates),
         )
 
     def without(self, spec: BackendSpec, reason: str) -> Selection:

@@ -72,14 +72,27 @@ Policy = Callable[[MoEProblem, Sequence[Candidate]], "Ranking | None"]
 
 def rank(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
     """Return the ranking of the first policy that has one; priorities always have."""
-
-    def preference(candidate: Candidate) -> tuple[int, str, str]:
-        name = candidate.combination
-        return -candidate.priority(problem), name.dispatcher, name.experts
-
-    ordered = sorted(candidates, key=preference)
+    ordered = sorted(candidates, key=lambda each: _preference(problem, each))
     rankings = (policy(problem, ordered) for policy in POLICIES)
     return next(ranking for ranking in rankings if ranking is not None)
+
+
+def _preference(problem: MoEProblem, candidate: Candidate) -> tuple[int, str, str]:
+    name = candidate.combination
+    return -candidate.priority(problem), name.dispatcher, name.experts
+
+
+def expected(problem: MoEProblem, candidates: Sequence[Candidate]) -> str:
+    """Return what the tuned tables know of the first candidate: see `Explanation.expected`."""
+    found = None if problem.batch_invariant else tune.lookup(problem)
+    if found is None or not candidates:
+        return ""
+    chosen = candidates[0]
+    behind = "local" if found.borrowed else chosen.dispatcher.name
+    same = [c for c in candidates if c.dispatcher == chosen.dispatcher]
+    singles = [c for c in same if len(tune.split(c.experts.name)) == 1]
+    default = min(singles or same, key=lambda each: _preference(problem, each))
+    return found.expected(behind, chosen.experts.name, default.experts.name)
 
 
 def by_measurement(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking | None:

@@ -41,13 +41,50 @@ def test_measured_times_count_before_priorities(tuned: Path) -> None:
     assert explanation.chosen.dispatcher == "local"
     assert explanation.why == "by measurement (cpu, T=1..256)"
     assert explanation.note == "measured 2026-01-02 with acme 1.0"
-    assert f"chosen: local + b ({explanation.why})\n  measured 2026" in str(explanation)
+    assert f"chosen: local + b ({explanation.why})\n  tuned table: " in str(explanation)
     kernel = moekit.compose(PROBLEM, backends=found)
     assert kernel.experts.spec.name == "b" and kernel.explanation == explanation
     near = moekit.explain(PROBLEM.replace(hidden_size=80), backends=found)
     assert near.why == "by measurement (cpu, T=1..256, nearest shape E 4 K 2 H 64 I 48)"
     far = moekit.explain(PROBLEM.replace(hidden_size=512), backends=found)
     assert far.why == "by priority" and far.note == "" and order(far)[0] == "a"
+
+
+def test_expected_times_and_gains(tuned: Path) -> None:
+    """Times are those of the problem's own shape and device; gains those of the nearest one."""
+    write_table(tuned / "x.json", make_table({"a": (300, 0.5), "b": (99.5, 0.5)}))
+    found = fakes("a", "b", "new", priority=50)
+    explanation = moekit.explain(PROBLEM, backends=found)
+    times = "tuned table: 99.5 µs at T=1, 398 µs at T=16 and 1,592 µs at T=256 for a call"
+    gain = "3.02, 3.02 and 3.02 times as fast as 'a'"
+    assert explanation.chosen.experts == "b"
+    assert explanation.expected == f"{times}; {gain}, which priority prefers"
+    assert explanation.as_dict()["expected"] == explanation.expected
+    assert moekit.compose(PROBLEM, backends=found).explanation.expected == explanation.expected
+    near = moekit.explain(PROBLEM.replace(hidden_size=80), backends=found).expected
+    assert near == f"tuned table: {gain} at T=1, 16 and 256, which priority prefers"
+    # By name, or without a rival in the table, there are times and no gain.
+    assert moekit.explain(PROBLEM, experts="b", backends=found).expected == times
+    for case in (
+        moekit.explain(PROBLEM, experts="new", backends=found),
+        moekit.explain(PROBLEM.replace(hidden_size=80), experts="b", backends=found),
+        moekit.explain(PROBLEM.replace(hidden_size=512), backends=found),
+        moekit.explain(PROBLEM.replace(batch_invariant=True), backends=found),
+    ):
+        assert case.expected == ""
+
+
+def test_expected_times_of_composites_and_of_failures(tuned: Path) -> None:
+    write_table(tuned / "x.json", make_table(CROSSING))
+    explanation = moekit.explain(PROBLEM, backends=fakes("flat", "steep", priority=50))
+    assert explanation.chosen.experts == "steep:100|flat"
+    assert explanation.expected == (
+        "tuned table: 1.0 µs at T=1, 7.0 µs at T=16 and 30.3 µs at T=256 for a call; "
+        "10.00, 2.50 and 1.00 times as fast as 'flat', which priority prefers"
+    )
+    write_table(tuned / "x.json", make_table({"a": {1: 2.0, 16: None, 256: 9.0}, "b": (5, 1)}))
+    ran = moekit.explain(PROBLEM, experts="a", backends=fakes("a", "b")).expected
+    assert ran == "tuned table: 2.0 µs at T=1 and 9.0 µs at T=256 for a call"
 
 
 def test_names_and_variables_count_before_tables(tuned: Path, monkeypatch) -> None:

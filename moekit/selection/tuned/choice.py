@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moekit.problem import MoEProblem
 from moekit.selection.tuned.files import nearest
-from moekit.selection.tuned.plan import Curve, Plan, best_plan, join, plan, time_at
+from moekit.selection.tuned.plan import (
+    Curve,
+    Plan,
+    best_plan,
+    join,
+    plan,
+    serving,
+    split,
+    time_at,
+)
 from moekit.selection.tuned.table import Key, Times, known
 
 # FLOP of bf16 products that a device does in the time in which it reads a byte, as measured: there
@@ -83,9 +92,9 @@ class Found:
         sole = made.buckets[0][1] if len(made.buckets) == 1 else ""
         order = sorted(curves, key=lambda name: (name != sole, costs[name], name))
 
-        serving = {name for _, name in made.buckets}
+        serve = {name for _, name in made.buckets}
         latest = max(
-            (r for n in serving for r in self.times[dispatcher, n].values()), key=lambda r: r.date
+            (r for n in serve for r in self.times[dispatcher, n].values()), key=lambda r: r.date
         )
         notes = [f"measured {latest.date[:10]} with {latest.made_with}"]
         if missing := sorted(set(names) - curves.keys()):
@@ -97,6 +106,39 @@ class Found:
                 "hold weights in more than one form"
             )
         return Choice(made, tuple(order), "; ".join(notes))
+
+    def expected(self, dispatcher: str, chosen: str, default: str) -> str:
+        """Return the times of the chosen experts, and how much faster they are than the default.
+
+        Times of another shape or device are left out, but their ratios count. The text is empty if
+        the experts were not measured.
+
+        Args:
+            dispatcher: What they were measured with.
+            chosen: The name of experts or of a composite.
+            default: The experts that priority prefers.
+        """
+        buckets = split(chosen)
+        curves = self.curves(dispatcher, {default, *(name for _, name in buckets)})
+        if any(name not in curves for _, name in buckets):
+            return ""
+        all_us = {
+            t: time_at(curves[serving(buckets, t)], t)
+            for t in sorted({t for _, name in buckets for t, _ in curves[name]})
+        }
+        ran = [t for t, us in all_us.items() if us < math.inf]
+        us = {t: all_us[t] for t in (*ran[:1], *ran[len(ran) // 2 :][:1], *ran[-1:])}
+        parts = []
+        if us and not self.distance and not self.device:
+            times = [f"{n:,.{0 if n >= 100 else 1}f} µs at T={t}" for t, n in us.items()]
+            parts.append(f"{_listed(times)} for a call")
+        if us and default in curves and default != chosen:
+            gains = [f"{time_at(curves[default], t) / n:.2f}" for t, n in us.items()]
+            at = "" if parts else f" at T={_listed([str(t) for t in us])}"
+            parts.append(
+                f"{_listed(gains)} times as fast as {default!r}{at}, which priority prefers"
+            )
+        return "tuned table: " + "; ".join(parts) if parts else ""
 
     def held(self, names: Collection[str]) -> float:
         """Return how often these backends together hold the weights; infinite if unknown."""
@@ -117,6 +159,12 @@ class Found:
         if self.device:
             text += f", the nearest device to {self.device}"
         return text + (f", nearest shape {self.key}" if self.distance else "")
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def lookup(problem: MoEProblem, environ: Mapping[str, str] = os.environ) -> Found | None:

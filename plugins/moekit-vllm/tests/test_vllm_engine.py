@@ -87,6 +87,13 @@ def test_same_tokens(saved, case) -> None:
     assert line.startswith("moekit: ") and "local + torch" in line
 
 
+def test_vllm_keeps_its_faster_kernel(saved) -> None:
+    found = run(saved("qwen3_moe"), ONE_PROCESS, ("off", "on"))
+    assert found["on"]["first"] == found["off"]["first"]
+    (line,) = found["on"]["log"]
+    assert "stays with vLLM: vLLM's own kernel is faster on this CPU" in line
+
+
 def test_weights_are_updated_in_place(saved) -> None:
     """vLLM reloads another checkpoint into a running engine, which then is as a fresh one."""
     found = run(saved("qwen3_moe"), ONE_PROCESS, ("require",), reload=saved("qwen3_moe", 1))

@@ -99,7 +99,7 @@ def test_fp8(tmp_path: Path) -> None:
     """Activations are rounded to fp8, which moves the logarithms of probabilities a little."""
     packed, meant = quantized(tmp_path, files.fp8(-1, -1), FP8, 0)
     engine = {"dtype": "bfloat16", **ONE_PROCESS}  # vLLM refuses fp8 weights in fp32 models
-    ours = run(packed, engine, ("require",))["require"]
+    ours = run(packed, engine, ("on",))["on"]  # vLLM has no kernel for it on CPUs
     assert "quant fp8_tensor, silu on cpu: local + torch" in ours["text"]
     stock = run(meant, engine, ("off",))["off"]
     assert_same(stock["first"], ours["first"], "bfloat16")

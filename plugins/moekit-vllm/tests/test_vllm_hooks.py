@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -10,7 +11,9 @@ import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
-from moekit_vllm import experts, hooks, problem, settings, versions
+from moekit_vllm import describe, experts, hooks, problem, settings, versions
+from safetensors.torch import save_file
+from tuned_tables import make_table, write_table
 
 import moekit
 from moekit.errors import MoekitError
@@ -376,6 +379,105 @@ def test_slow_backends_are_not_chosen_on_gpus(monkeypatch) -> None:
     (reason,) = problem.too_slow(moekit.explain(asked))
     assert "only 'torch' computes it" in reason and "pip install moekit-triton" in reason
     assert not problem.too_slow(moekit.explain(asked.replace(device="cpu")))
+
+
+class KernelForCPUs:
+    runs = True
+
+    @classmethod
+    def _supports_current_device(cls):
+        return cls.runs
+
+
+class WithCPUKernel(standin.UnquantizedFusedMoEMethod):
+    experts_cls = KernelForCPUs
+
+
+def test_vllms_faster_kernel_stays_on_cpus(monkeypatch, caplog) -> None:
+    moekit_vllm.register()
+    layers = [made(weights=drawn(), method=WithCPUKernel) for _ in range(2)]
+    assert all(applied(layer, *calls()) == "vLLM's own" for layer in layers)
+    (record,) = caplog.records
+    said = "vLLM's own kernel is faster on this CPU than moekit's 'torch'; set MOEKIT_VLLM=require"
+    assert said in record.getMessage()
+
+
+def _without_kernel(monkeypatch):
+    monkeypatch.setattr(KernelForCPUs, "runs", False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.setenv("MOEKIT_VLLM", "require"),
+        lambda m: m.setenv("MOEKIT_EXPERTS", "torch"),
+        lambda m: m.setenv("VLLM_BATCH_INVARIANT", "1"),
+        _without_kernel,
+    ],
+)
+def test_moekit_computes_on_cpus_where_it_must(monkeypatch, change) -> None:
+    change(monkeypatch)
+    moekit_vllm.register()
+    layer = made(weights=drawn(), method=WithCPUKernel)
+    assert error(applied(layer, *calls()), want(drawn(), *calls())) < 1e-5
+
+
+def test_moekit_computes_shares_of_the_experts_on_cpus() -> None:
+    """vLLM's CPU kernels know no expert map."""
+    moekit_vllm.register()
+    where = torch.tensor([0, 1, 2, -1, -1, -1], dtype=torch.int32)
+    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
+    held = {n: w[:3].clone() for n, w in drawn().items()}
+    layer = made(config, held, expert_map=where, method=WithCPUKernel)
+    x, topk_weights, ids = calls()
+    ours = torch.where(ids < 3, ids, -1)
+    assert error(applied(layer, x, topk_weights, ids), want(held, x, topk_weights, ours)) < 1e-5
+
+
+def test_the_line_states_expected_times(monkeypatch, caplog, tmp_path) -> None:
+    asked = moekit.MoEProblem(num_experts=E, top_k=K, hidden_size=H, intermediate_size=INNER,
+                              dtype=torch.float32, device="cpu")  # fmt: skip
+    write_table(tmp_path / "x.json", make_table({"torch": (20, 0.5)}, asked))
+    monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path))
+    caplog.set_level(logging.INFO, "vllm.moekit")
+    moekit_vllm.register()
+    made(weights=drawn())
+    times = "20.0 µs at T=1, 80.0 µs at T=16 and 320 µs at T=256 for a call"
+    assert caplog.records[0].getMessage().endswith(f"(by priority); tuned table: {times}")
+
+
+def _model(folder, **quantization):
+    stem = "model.layers.0.mlp.experts.{}.{}_proj.weight"
+    shapes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
+    tensors = {
+        stem.format(n, part): torch.ones(shape, dtype=torch.bfloat16)
+        for n in range(E)
+        for part, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    config = dict(model_type="qwen3_moe", hidden_size=H, moe_intermediate_size=INNER,
+                  num_experts=E, num_experts_per_tok=K, torch_dtype="bfloat16")  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | quantization))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "fields", "said"),
+    [
+        ("on", 1, {}, "stay with vLLM: vLLM's own kernel is faster on this CPU"),
+        ("on", 2, {}, "moekit computes these layers"),
+        ("require", 1, {}, "moekit computes these layers"),
+        ("on", 1, {"quant": "fp8_block"}, "computes these layers, unless vLLM has a kernel for"),
+        ("off", 1, {}, "stay with vLLM: MOEKIT_VLLM=off"),
+    ],
+)
+def test_explain(monkeypatch, tmp_path, mode, ranks, fields, said) -> None:
+    monkeypatch.setenv("MOEKIT_VLLM", mode)
+    parallel = moekit.ParallelConfig(ep_size=ranks)
+    found, (note,) = describe.problems(_model(tmp_path), parallel, device="cpu", **fields)
+    assert said in note and note.startswith("in vLLM 0.33.0 ")
+    assert ("unless" in note) == ("unless" in said)
+    assert found.parallel.dp_size == 1 and found.num_local_experts == E // ranks
 
 
 def test_the_hooks_can_be_removed() -> None:

@@ -31,10 +31,15 @@ def problems(
     ranks = ParallelConfig(ep_size=parallel.ep_size, tp_size=parallel.tp_size, dp_size=1)
     problem = moekit.checkpoint.problem_from_config(folder, parallel=ranks, **fields)
     version = versions.installed()
-    against = versions.unsupported(version) or too_slow(moekit.explain(problem))
-    if Mode.read() is Mode.OFF:
+    mode, on_cpu = Mode.read(), problem.device.type == "cpu"
+    whole = problem.parallel.ep_size == 1  # vLLM's CPU kernels compute no share of the experts
+    cpu_kernel = mode is Mode.ON and on_cpu and whole
+    plain = cpu_kernel and problem.quant.weight is None
+    against = versions.unsupported(version) or too_slow(moekit.explain(problem), plain)
+    if mode is Mode.OFF:
         against.append(f"{VARIABLE}=off")
     where = "in vLLM" if version is None else f"in vLLM {version}"
     if against:
         return problem, (f"{where} these layers stay with vLLM: {'; '.join(against)}",)
-    return problem, (f"{where} moekit computes these layers",)
+    unless = ", unless vLLM has a kernel for them on this CPU" if cpu_kernel and not plain else ""
+    return problem, (f"{where} moekit computes these layers{unless}",)

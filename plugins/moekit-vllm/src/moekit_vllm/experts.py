@@ -16,7 +16,7 @@ from moekit.errors import MoekitError, Unsupported
 from moekit.problem.problem import summary
 from moekit_vllm import versions, weights
 from moekit_vllm.problem import problem_of, too_slow
-from moekit_vllm.settings import say_once
+from moekit_vllm.settings import Mode, say_once
 
 _kernels: dict[MoEProblem, ModularKernel] = {}
 _by_name: WeakValueDictionary[str, LayerExperts] = WeakValueDictionary()
@@ -58,7 +58,9 @@ class LayerExperts:
             raise Unsupported(reason, [reason])
         with torch.inference_mode(False), torch.no_grad():
             quant, loaded = weights.read(layer, method)
-            kernel = kernel_for(problem_of(layer, quant, loaded))
+            cpu_kernel = layer.expert_map is None and versions.has_cpu_kernel(method)
+            may_leave = cpu_kernel and method.moekit_mode is not Mode.REQUIRE
+            kernel = kernel_for(problem_of(layer, quant, loaded), may_leave)
             packed = kernel.pack(loaded)
             del loaded
             made = before
@@ -86,22 +88,26 @@ class LayerExperts:
         return self.kernel(x, self.packed, Routing(topk_weights.float(), ids))
 
 
-def kernel_for(problem: MoEProblem) -> ModularKernel:
+def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
     """Return the kernel for a problem; equal problems share one.
 
+    Args:
+        problem: A layer's.
+        cpu_kernel: As in `too_slow`.
+
     Raises:
-        MoekitError: No backend computes the problem, or none that suits a GPU.
+        MoekitError: No backend computes the problem, or none as fast as vLLM's kernel.
     """
     kernel = _kernels.get(problem)
     if kernel is None:
         # Ids come from vLLM's router, and checks by value would wait for the GPU.
-        kernel = moekit.compose(problem, checked=False)
-        explanation = kernel.explanation
-        assert explanation is not None
-        if reasons := too_slow(explanation):
-            raise Unsupported("; ".join(reasons), reasons)
-        _kernels[problem] = kernel
-        say_once(f"moekit: {summary(problem)}: {explanation.chosen} ({explanation.why})")
+        kernel = _kernels[problem] = moekit.compose(problem, checked=False)
+    explanation = kernel.explanation
+    assert explanation is not None
+    if reasons := too_slow(explanation, cpu_kernel):
+        raise Unsupported("; ".join(reasons), reasons)
+    expected = f"; {explanation.expected}" if explanation.expected else ""
+    say_once(f"moekit: {summary(problem)}: {explanation.chosen} ({explanation.why}){expected}")
     return kernel
 
 

@@ -12,6 +12,7 @@ from moekit import SCHEMES, ExpertWeights, Explanation, MoEProblem, ParallelConf
 from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
 from moekit_vllm import versions
+from moekit_vllm.settings import VARIABLE
 
 # vLLM's activations by value, and moekit's. vLLM's "relu2" has a gate.
 _ACTIVATIONS = {
@@ -27,8 +28,8 @@ _ACTIVATIONS = {
     "relu2": "relu2_and_mul",
     "swiglustep": "swiglustep",
 }
-# Experts that are right everywhere, and fast on no GPU.
-_SLOW_ON_GPUS = frozenset({"reference", "torch"})
+# Experts that are right everywhere, and slower than vLLM's kernels.
+_SLOW = frozenset({"reference", "torch"})
 # vLLM's variable for the same bits in every batch, for a fixed number of ranks.
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 # The gate and up rows of w13 alternate.
@@ -141,13 +142,23 @@ def activation_of(layer: Any) -> Activation:
     )
 
 
-def too_slow(explanation: Explanation) -> list[str]:
-    """Return why vLLM's kernels are the better choice; empty if moekit's are."""
+def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
+    """Return why vLLM's kernels are the better choice; empty if moekit's are.
+
+    Args:
+        explanation: moekit's choice for the layer.
+        cpu_kernel: vLLM has a kernel for the layer on this CPU, and may use it.
+    """
     problem, chosen = explanation.problem, explanation.chosen
-    if chosen is None or problem.device.type != "cuda" or chosen.experts not in _SLOW_ON_GPUS:
+    if chosen is None or explanation.named or chosen.experts not in _SLOW:
         return []
-    if explanation.named:
-        return []
+    if problem.device.type != "cuda":
+        if not cpu_kernel or problem.batch_invariant:
+            return []
+        return [
+            f"vLLM's own kernel is faster on this CPU than moekit's {chosen.experts!r}; set "
+            f"{VARIABLE}=require or MOEKIT_EXPERTS={chosen.experts} for moekit's"
+        ]
     return [
         f"of moekit's installed backends only {chosen.experts!r} computes it on {problem.device}, "
         "which is slower than vLLM's kernels: pip install moekit-triton, or set "

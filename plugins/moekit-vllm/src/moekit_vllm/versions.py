@@ -75,6 +75,16 @@ def routes_on_cpu() -> bool:
     return True
 
 
+def has_cpu_kernel(method: Any) -> bool:
+    """Whether vLLM chose a kernel for a quantization method that runs on this machine's CPU.
+
+    vLLM 0.32 also takes layers on CPUs for which it has none, and fails when it prepares them:
+    its kernels for quantized weights need AMX.
+    """
+    experts = getattr(method, "experts_cls", None)
+    return experts is not None and bool(experts._supports_current_device())
+
+
 def replaced_layers() -> dict[str, type]:
     """Return the layers that plugins have replaced, by name; it may be changed."""
     return importlib.import_module(_CUSTOM_OP).op_registry_oot  # type: ignore[no-any-return]
