@@ -164,19 +164,26 @@ class BatchedCall(NamedTuple):
 
 
 def sort_assignments(
-    call: Call, block_m: int, *, rows_A: bool = False, counters: bool = False
+    call: Call,
+    block_m: int,
+    *,
+    rows_A: bool = False,
+    counters: bool = False,
+    ends_L: Tensor | None = None,
+    reserved: int = 0,
 ) -> SortedAssignments:
-    """Sort the call's assignments by expert in blocks of ``block_m``."""
+    """Sort the call's assignments by expert in blocks of ``block_m``. reserved: entries at the
+    beginning of the scratch memory that are left alone."""
     experts, count = call.layer.problem.num_local_experts, call.ids_RK.numel()
     buffers = call.buffers
     capacity = align_capacity(count, experts, block_m)
     blocks = capacity // block_m
     aligned = SortedAssignments(
         buffers.assignments_S[:capacity], buffers.experts_B[:blocks], buffers.num_rows, block_m,
-        buffers.rows_A[:count] if rows_A else None,
+        buffers.rows_A[:count] if rows_A else None, ends_L,
         counters=buffers.counters[: COUNTERS + blocks] if counters else None,
     )  # fmt: skip
-    align(call.ids_RK, experts, aligned, buffers.scratch)
+    align(call.ids_RK, experts, aligned, buffers.scratch[reserved:])
     return aligned
 
 

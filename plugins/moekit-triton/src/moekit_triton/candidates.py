@@ -52,7 +52,7 @@ def attempts(problem: MoEProblem, rows: int) -> Iterator[Attempt]:
     if sort:
         for tile in sorted_candidates(p, wide):
             yield Attempt("gemm_1", Copied(tile, tile))
-            if tile.specialized and p.quant.weight is None:
+            if tile.specialized and not tile.swapped and p.quant.weight is None:
                 yield Attempt("gemm_1", CopiedAhead(tile, tile))
         for tile in sorted_candidates(p, 1):
             yield Attempt("gemm_2", Copied(tile, tile))
@@ -160,6 +160,7 @@ def sorted_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
             for group in (4, 8, 16)
             for halves in (True, False)
         ]
+        specialized += token_candidates(problem, wide)
     if scaled:
         return specialized
     shapes = [(128, 256, 8, 4), (128, 256, 8, 3), (64, 256, 4, 4)]
@@ -170,6 +171,17 @@ def sorted_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
         for group in (4, 8, 16)
         for kind in ("halves" if m == 128 else "plain", *(() if wide == 2 else ("persistent",)))
     ]  # fmt: skip
+
+
+def token_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
+    """Return specialized swap-AB tiles, see `kernels.token_tiles`: 256 or 128 weight rows."""
+    if problem.quant.weight is not None:
+        return []
+    tile = GemmConfig(128, 128, 64, 8, 8, 4, tma=True, specialized=True, swapped=True)
+    return [
+        replace(tile, block_n=rows // wide, group_m=group)
+        for rows, group in itertools.product((128, 256), (1, 4, 8))
+    ]
 
 
 def variations(best: GemmConfig) -> list[GemmConfig]:

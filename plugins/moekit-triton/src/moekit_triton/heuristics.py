@@ -107,7 +107,8 @@ class Planner:
         # Tiles for 16 bits also serve gathered rows; those for fp8 blocks do not.
         if p.quant.weight is not None:
             return heuristic(p, per_expert)
-        return Gathered(plan.first, plan.second, True)
+        plain = _without_specialized(plan) if plan.first.swapped or plan.second.swapped else plan
+        return Gathered(plain.first, plain.second, True)
 
 
 def choose_plan(
@@ -168,18 +169,22 @@ def _nearest(
 
 def _without_specialized(plan: TilePlan) -> TilePlan:
     """Replace specialized tiles by the nearest others."""
-    first, second = (_unspecialized(tile) for tile in (plan.first, plan.second))
+    first, second = _unspecialized(plan.first, 128), _unspecialized(plan.second, 256)
     if isinstance(plan, (CopiedAhead, Joined)):
         return Copied(first, second)
     return replace(plan, first=first, second=second)
 
 
-def _unspecialized(tile: GemmConfig) -> GemmConfig:
-    """With a gate (block_n below 256), registers are too few for persistence."""
+def _unspecialized(tile: GemmConfig, block_n: int) -> GemmConfig:
+    """With a gate (block_n below 256), registers are too few for persistence. block_n: of a tile
+    that is not swapped."""
     if not tile.specialized:
         return tile
-    wide = tile.block_n == 256
-    return replace(tile, specialized=False, persistent=wide, halves=not wide)
+    block_n = block_n if tile.swapped else tile.block_n
+    wide = block_n == 256
+    return replace(
+        tile, block_n=block_n, specialized=False, swapped=False, persistent=wide, halves=not wide
+    )
 
 
 # -- a few tokens -------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from .kernels.gemm import Epilogue, Rows, grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
 from .kernels.sorted_gemm import Scales, sorted_gemm
 from .kernels.tiles import GemmConfig, GemvConfig, gemm_config
+from .kernels.token_tiles import list_token_tiles, tile_list_entries, tokens_of
 
 
 class _Plan:
@@ -269,7 +270,7 @@ class Batched(_TwoGemms):
 
 class _SortedOperands(NamedTuple):
     """Inputs and outputs of the GEMMs over expert-sorted rows. y_SH lies where x_SH lies, or is by
-    assignment; scales: of both GEMMs."""
+    assignment; scales: of both GEMMs; tiles: the token tiles of both GEMMs, if they are swapped."""
 
     aligned: SortedAssignments
     x_SH: Tensor
@@ -278,6 +279,7 @@ class _SortedOperands(NamedTuple):
     first: Scales | None
     second: Scales | None
     num_sms: int
+    tiles: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -304,8 +306,8 @@ class Sorted(_Plan):
         return buffer_specs(
             layer, capacity=capacity, blocks=capacity // self.block_m,
             counters=COUNTERS + capacity // max(BLOCKS_M), rows_A=count,
-            scratch=align_scratch(count, experts), gemm_out=capacity * layer.problem.hidden_size,
-            activated=capacity, x_scale=capacity,
+            scratch=sum(_list_entries(count, experts)) + align_scratch(count, experts),
+            gemm_out=capacity * layer.problem.hidden_size, activated=capacity, x_scale=capacity,
         )  # fmt: skip
 
     def launch(self, call: Call) -> None:
@@ -323,7 +325,7 @@ class Sorted(_Plan):
         """Sort the assignments and divide the workspace."""
         layer, buffers, count = call.layer, call.buffers, call.ids_RK.numel()
         hidden = layer.problem.hidden_size
-        aligned = sort_assignments(call, self.block_m, rows_A=True, counters=self.specialized)
+        aligned, tiles = self._sort(call)
         capacity = aligned.capacity
         rows = capacity if self.second.specialized else count
         first = second = None
@@ -342,8 +344,27 @@ class Sorted(_Plan):
             buffers.gemm_out.view(layer.a_dtype)[: capacity * hidden].view(capacity, hidden),
             buffers.activated[:capacity],
             buffers.gemm_out[: rows * hidden].view(rows, hidden),
-            first, second, num_sms(layer.problem),
+            first, second, num_sms(layer.problem), tiles,
         )  # fmt: skip
+
+    def _sort(self, call: Call) -> tuple[SortedAssignments, tuple[Tensor | None, Tensor | None]]:
+        """Sort the assignments, and list the token tiles of swapped GEMMs."""
+        experts = call.layer.problem.num_local_experts
+        tokens = tokens_of(self.first, call.layer.problem.activation.gated), tokens_of(self.second)
+        if tokens == (None, None):
+            counters = self.specialized
+            return sort_assignments(call, self.block_m, rows_A=True, counters=counters), tokens
+        entries = _list_entries(call.ids_RK.numel(), experts)
+        ends_L, *lists = torch.split(call.buffers.scratch[: sum(entries)], entries)
+        aligned = sort_assignments(
+            call, self.block_m, rows_A=True, counters=True, ends_L=ends_L, reserved=sum(entries)
+        )
+        made: dict[int | None, Tensor | None] = {None: None}
+        for size, tiles in zip(tokens, lists, strict=True):
+            if size is not None and size not in made:
+                list_token_tiles(aligned, tiles, size)
+                made[size] = tiles
+        return aligned, (made[tokens[0]], made[tokens[1]])
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input from x: GEMM 1 with the activation."""
@@ -359,8 +380,13 @@ class Sorted(_Plan):
         sorted_gemm(
             o.a_SI, call.weights["w2"], o.y_SH, o.aligned, self.second, call.ids_RK.numel(),
             o.num_sms, bias_LN=call.weights.get("w2_bias"), weights_RK=call.early_weights,
-            by_assignment=not self.second.specialized, scales=o.second,
+            by_assignment=not self.second.specialized, scales=o.second, token_tiles=o.tiles[1],
         )  # fmt: skip
+
+
+def _list_entries(count: int, experts: int) -> list[int]:
+    """Return the int32 entries of the experts' ends, and of both GEMMs' lists of token tiles."""
+    return [experts] + 2 * [tile_list_entries(count, experts)]
 
 
 @dataclass(frozen=True)
@@ -382,7 +408,7 @@ class Copied(Sorted):
         sorted_gemm(
             o.x_SH, call.weights["w13"], o.a_SI, o.aligned, self.first, call.ids_RK.numel(),
             o.num_sms, bias_LN=call.weights.get("w13_bias"), activation=call.layer.activation,
-            scales=o.first, x_RK=x_RK,
+            scales=o.first, x_RK=x_RK, token_tiles=o.tiles[0],
         )  # fmt: skip
 
 
@@ -435,6 +461,8 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     first, second = gemm_config(values["first"]), gemm_config(values["second"])
     if first.block_m != second.block_m:
         raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
+    if kind != Copied.kind and any(tile.specialized and tile.swapped for tile in (first, second)):
+        raise ValueError(f"specialized swapped tiles are for kind='copied', not {kind!r}")
     if kind == Gathered.kind:
         return Gathered(first, second, bool(values["fused"]))
     return _SORTED[kind](first, second)

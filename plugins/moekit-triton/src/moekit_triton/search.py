@@ -232,7 +232,8 @@ class Search:
 
 def joinable(problem: MoEProblem, plan: Sorted) -> bool:
     """Return whether both GEMMs can run in one launch."""
-    return problem.quant.weight is None and plan.first.specialized and plan.second.specialized
+    tiles = plan.first, plan.second
+    return problem.quant.weight is None and all(t.specialized and not t.swapped for t in tiles)
 
 
 def _tile(step: Step, plan: TilePlan) -> Any:

@@ -77,16 +77,24 @@ def _compile(job: tuple[MoEProblem, list[Attempt]]) -> None:
 
 
 def compile_all(sizes: Iterable[tuple[MoEProblem, int]]) -> None:
-    """Compile all candidates, by as many processes as there are cores, up to 48."""
+    """Compile all candidates of problems and numbers of rows."""
     wanted: dict[MoEProblem, dict[Attempt, None]] = {}
     for problem, rows in sizes:
-        wanted.setdefault(_tiny(problem), {}).update(dict.fromkeys(attempts(problem, rows)))
+        wanted.setdefault(problem, {}).update(dict.fromkeys(attempts(problem, rows)))
+    compile_attempts_of(wanted)
+
+
+def compile_attempts_of(wanted: Mapping[MoEProblem, Iterable[Attempt]]) -> None:
+    """Compile attempts by as many processes as there are cores, up to 48."""
+    small: dict[MoEProblem, dict[Attempt, None]] = {}
+    for problem, found in wanted.items():
+        small.setdefault(_tiny(problem), {}).update(dict.fromkeys(found))
     jobs = [
         (tiny, list(found)[i : i + 3])
-        for tiny, found in wanted.items()
+        for tiny, found in small.items()
         for i in range(0, len(found), 3)
     ]
-    begin, count = time.monotonic(), sum(len(found) for found in wanted.values())
+    begin, count = time.monotonic(), sum(len(found) for found in small.values())
     with _pool(min(48, os.cpu_count() or 1), torch.cuda.device_count()) as pool:
         for _ in pool.map(_compile, jobs):
             pass

@@ -60,6 +60,7 @@ def sorted_gemm(
     by_assignment: bool = False,
     scales: Scales | None = None,
     x_RK: torch.Tensor | None = None,
+    token_tiles: torch.Tensor | None = None,
 ) -> None:
     """Compute out[s] = activation(a[s] @ w[expert of s].T + bias) for the sorted rows s.
 
@@ -81,6 +82,7 @@ def sorted_gemm(
         by_assignment: store by assignment.
         scales: of e4m3, specialized only.
         x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
+        token_tiles: the list of `list_token_tiles`; for specialized swapped tiles.
     """
     assert weights_RK is None or (activation is None and (by_assignment or config.specialized))
     assert weights_RK is None or weights_RK.is_contiguous()
@@ -90,7 +92,15 @@ def sorted_gemm(
         assert activation is None or (activation.name == "silu" and activation.gated)
         assert activation is None or activation.limit is None
         options = aligned, config, num_assignments, num_sms
-        if scales is None:
+        if config.swapped:
+            from .specialized_tokens import specialized_tokens_gemm
+
+            assert scales is None and x_RK is None and token_tiles is not None
+            specialized_tokens_gemm(
+                a_SK, w_LNK, out, aligned, token_tiles, config, num_assignments, num_sms,
+                gated=gated, weights_RK=weights_RK,
+            )  # fmt: skip
+        elif scales is None:
             from .specialized import specialized_gemm
 
             specialized_gemm(

@@ -36,7 +36,8 @@ class GemmConfig(_Tile):
         wide: two weight tiles side by side share each activation tile, where there is no epilogue.
         specialized: run by specialized warps, where the plan and the device allow it.
         swapped: swap-AB, computing W @ x.T: tiles below 64 rows then run on wgmma, which reads fp8
-            directly, while mma.sync converts it to fp16.
+            directly, while mma.sync converts it to fp16. Specialized: `kernels.specialized_tokens`,
+            whose tiles have as many tokens as they need.
     """
 
     block_m: int

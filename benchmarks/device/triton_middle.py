@@ -1,0 +1,178 @@
+"""Time tiles of tokens of moekit-triton's large calls beside today's plans on a GPU.
+
+    python benchmarks/device/triton_middle.py [--cells qwen3-30b:4096 ...] [--quant none fp8_block]
+
+For every cell: both GEMMs apart, tile by tile (GEMM 1's time includes copying x), then whole blocks
+with today's plan, `sorted_plan`'s, and the best few tiles of both GEMMs. Uniform routing, three
+routings in a CUDA graph each; turns of 10 ms, medians of 5, after half a second of work, since
+clocks fall under load. Every plan's result is compared with the fp32 oracle (relative RMS). The
+last table has each cell's fastest plan in the form of the tuned tables. Exit code 1 if a result is
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from common import say
+from moekit_bench import random_weights, shape
+from moekit_triton.calls import Buffers, Call
+from moekit_triton.candidates import Attempt, Step, sorted_candidates
+from moekit_triton.heuristics import Planner, sorted_plan
+from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.packing import pack_weights
+from moekit_triton.plans import Copied, TilePlan
+from moekit_triton.search import Case, Timer
+from moekit_triton.tune import compile_attempts_of, rows_per_expert
+
+from moekit.backends.reference import oracle
+from moekit.contract import Routing
+from moekit.problem import MoEProblem
+from moekit.problem.weights import ExpertWeights
+
+CELLS = ("qwen3-30b:1024", "qwen3-30b:4096", "qwen3-30b:16384", "dsv3-ep8:1024", "dsv3-ep8:4096",
+         "mixtral:1024")  # fmt: skip
+LIMITS = {"none": 8e-3, "fp8_block": 9e-2}
+_BEST = 2  # tiles of each GEMM that whole blocks are timed with
+_WIDE = {"gemm_1": 2, "gemm_2": 1}  # weight rows of an output column
+
+
+def tiles(problem: MoEProblem, step: Step) -> list[GemmConfig]:
+    """Return the tiles of a GEMM: today's, and all of tokens."""
+    usual = sorted_plan(problem, 256.0)
+    first = usual.first if step == "gemm_1" else usual.second
+    found = [replace(first, group_m=group) for group in (4, 8)]
+    new = sorted_candidates(problem, _WIDE[step])
+    return found + [tile for tile in new if tile.specialized and tile.swapped]
+
+
+def calls_of(
+    problem: MoEProblem, weights: ExpertWeights, rows: int, routings: int
+) -> tuple[Case, torch.Tensor]:
+    """Return a cell's calls, whose x is not quantized yet, and the oracle's result of the first."""
+    packed = pack_weights("triton", weights, problem)
+    made = Case.make(problem, packed, rows, routings).calls
+    x = torch.randn(rows, problem.hidden_size, device="cuda").to(problem.dtype)
+    sorted_rows = sorted_plan(problem, 256.0).workspace(made[0].layer, rows, problem.top_k)
+    # Workspace is not planned for expert-sorted rows where they have not paid so far.
+    memory = [
+        buffer if buffer.numel() >= math.prod(spec.shape) else torch.empty(
+            spec.shape, dtype=spec.dtype, device="cuda")
+        for buffer, spec in zip(made[0].workspace, sorted_rows, strict=True)
+    ]  # fmt: skip
+    calls = []
+    for call in made:
+        share = torch.rand(call.ids_RK.shape, device="cuda").softmax(dim=1)
+        calls.append(call._replace(x=x, x_scale=None, weights_RK=share, workspace=Buffers(*memory)))
+    routing = Routing(calls[0].weights_RK, calls[0].ids_RK)
+    return Case(problem, calls), oracle(x, weights, routing, problem)
+
+
+def error_of(plan: TilePlan, call: Call, want: torch.Tensor) -> float:
+    """Return the relative RMS of a plan's result, with NaN in all floating-point memory before."""
+    for buffer in (*call.workspace, call.y):
+        if buffer.is_floating_point():
+            buffer.view(torch.uint8).fill_(0xFF)
+    plan.launch(call)
+    return float((call.y.float() - want).norm() / want.norm())
+
+
+def timed(case: Case, plans: Sequence[TilePlan], *steps: Step) -> list[float]:
+    """Return the microseconds of one call of each plan: of some steps, or of the whole block."""
+    timer = Timer()
+    for plan in plans:
+        launches = case.launches(plan, *steps) if steps else _blocks(plan, case.calls)
+        timer.add(launches)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        timer.microseconds(0.0, 1)
+    return [us / len(case.calls) for us in timer.microseconds(10e3, 5)]
+
+
+def _blocks(plan: TilePlan, calls: Sequence[Call]) -> list[Any]:
+    return [lambda call=call: plan.launch(call) for call in calls]
+
+
+def best_tiles(case: Case, step: Step, name: str) -> list[GemmConfig]:
+    """Time a GEMM tile by tile, print the times, and return the fastest tiles."""
+    p = case.problem
+    found = tiles(p, step)
+    us = timed(case, [Copied(tile, tile) for tile in found], step)
+    rows = case.calls[0].ids_RK.numel()
+    flop = 2 * rows * p.hidden_size * p.local_intermediate_size * _WIDE[step]
+    for each, tile in sorted(zip(us, found, strict=True), key=lambda pair: pair[0]):
+        say(f"| {name} | {step} | {each:.1f} | {flop / each / 1e6:.0f} | {tile.describe()} "
+            f"g{tile.group_m} |")  # fmt: skip
+    new = [i for i in sorted(range(len(us)), key=us.__getitem__) if found[i].swapped]
+    return [found[i] for i in new[:_BEST]]
+
+
+def cell(problem: MoEProblem, weights: ExpertWeights, rows: int, name: str) -> tuple[str, bool]:
+    """Time a cell. Return the fastest plan's record, and whether all results were right."""
+    case, want = calls_of(problem, weights, rows, 3)
+    first, second = (best_tiles(case, step, name) for step in ("gemm_1", "gemm_2"))
+    usual = sorted_plan(problem, 256.0)
+    plans: dict[str, Any] = {
+        "today": Planner(problem).plan(rows, problem.top_k),
+        "sorted": Copied(usual.first, usual.second),
+    }
+    for i, (one, two) in enumerate(itertools.product(first, second)):
+        plans[f"tokens {i}"] = Copied(one, two)
+    if first and second:
+        plans["tokens first"] = Copied(first[0], usual.second)
+        plans["tokens second"] = Copied(usual.first, second[0])
+    errors = [error_of(plan, case.calls[0], want) for plan in plans.values()]
+    us = timed(case, list(plans.values()))
+    for took, error, (label, plan) in sorted(
+        zip(us, errors, plans.items(), strict=True), key=lambda each: each[0]
+    ):
+        right = error < LIMITS[problem.quant.name]
+        say(f"| {name} | {label} | {took:.1f} | {us[0] / took:.3f} | {error:.2e} "
+            f"{'' if right else 'WRONG'} | {plan.describe()} |")  # fmt: skip
+    best = list(plans.values())[us.index(min(us))]
+    record = {"rows_per_expert": rows_per_expert(problem, rows)} | best.to_json()
+    right = all(error < LIMITS[problem.quant.name] for error in errors)
+    return f"{name} {min(us):.1f} us: {json.dumps(record)}", right
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="SHAPE:TOKENS")
+    parser.add_argument("--quant", nargs="+", default=["none", "fp8_block"])
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    steps: tuple[Step, ...] = ("gemm_1", "gemm_2")
+    names = dict.fromkeys(cell.rsplit(":", 1)[0] for cell in args.cells)
+    wanted: dict[MoEProblem, list[Attempt]] = {}
+    for name, scheme in itertools.product(names, args.quant):
+        problem = shape(name).problem(quant=scheme, device="cuda")
+        wanted[problem] = [Attempt(s, Copied(t, t)) for s in steps for t in tiles(problem, s)]
+    compile_attempts_of(wanted)
+    say("\n| cell | what | us | TFLOP/s; or today's time / this | tile; or error | plan |")
+    say("|---|---|---|---|---|---|")
+    lines, right = [], True
+    for scheme, name in itertools.product(args.quant, names):
+        problem = shape(name).problem(quant=scheme, device="cuda")
+        weights = random_weights(problem, torch.device("cuda"))
+        for tokens in (int(c.rsplit(":", 1)[1]) for c in args.cells if c.startswith(f"{name}:")):
+            line, ok = cell(problem, weights, tokens, f"{name} {scheme} {tokens}")
+            lines.append(line)
+            right = right and ok
+            torch.cuda.empty_cache()
+    say("\n".join(["", *lines]))
+    raise SystemExit(not right)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Tiles of tokens: their list, and swap-AB GEMMs by specialized warps, with NaN in padding rows.
+
+The GEMMs run on the GPU where there is one, else in `gluon_emulator`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import gluon_emulator
+import pytest
+import torch
+import torch.nn.functional as F
+from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.numerics import Activation
+from moekit_triton.candidates import sorted_candidates
+from moekit_triton.kernels.sorted_gemm import sorted_gemm
+from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries, tokens_of
+from moekit_triton.plans import Copied, plan_from_json
+from triton_checks import check_block, compiled, real_rows, relative, use_plan
+
+from moekit import MoEProblem
+
+GPU = torch.cuda.is_available()
+COUNTS = {
+    "edges": [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 0],
+    "rests": [258, 272, 273, 288, 289, 0, 160, 161, 300, 512, 513, 544, 545, 33],
+    "nothing": [0, 0, 0],
+}
+LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture
+def gemm(request, monkeypatch) -> None:
+    """Run specialized tiles of tokens: on a GPU of capability 9.0, or emulated."""
+    if GPU:
+        request.getfixturevalue("specialized")
+        return
+    tokens = pytest.importorskip("moekit_triton.kernels.specialized_tokens")
+    run = partial(gluon_emulator.launch, tokens._launch_gemm._kernel)
+    monkeypatch.setattr(tokens, "_launch_gemm", run)
+
+
+def problem(device: str) -> MoEProblem:
+    return MoEProblem(
+        num_experts=8, top_k=2, hidden_size=1024, intermediate_size=768, device=device
+    )
+
+
+def tile(weights: int, gated: bool, group_m: int = 3) -> GemmConfig:
+    block_n = weights // (2 if gated else 1)
+    return GemmConfig(128, block_n, 64, group_m=group_m, specialized=True, swapped=True)
+
+
+def sort(counts: list[int], device: torch.device) -> tuple[SortedAssignments, torch.Tensor]:
+    """Return one assignment per token, so many to each expert, sorted; and memory for a list."""
+    experts, n = len(counts), sum(counts)
+    ids = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
+    ids = ids[torch.randperm(n)] if n else torch.full((5,), -1)
+    n, capacity = len(ids), align_capacity(len(ids), experts, 128)
+    sizes = (capacity, capacity // 128, 1, n, experts, COUNTERS + capacity // 128,
+             tile_list_entries(n, experts), 1 + align_scratch(n, experts))  # fmt: skip
+    ints = [torch.full((size,), -77, dtype=torch.int32, device=device) for size in sizes]
+    assignments, blocks, rows, rows_A, ends, counters, tiles, scratch = ints
+    aligned = SortedAssignments(assignments, blocks, rows, 128, rows_A, ends, counters)
+    align(ids.to(device).view(-1, 1), experts, aligned, scratch)
+    return aligned, tiles
+
+
+@pytest.mark.parametrize("name", list(COUNTS))
+@pytest.mark.parametrize("tokens", [128, 256])
+def test_list(name, tokens, device):
+    counts = COUNTS[name]
+    aligned, tiles = sort(counts, device)
+    list_token_tiles(aligned, tiles, tokens)
+    want, start = [], 0
+    for expert, count in enumerate(counts):
+        first, left = start, count
+        while left > 0:
+            rows = left if left <= tokens + 32 else tokens
+            want.append([first, expert * 32 + -(-rows // 16)])
+            first, left = first + rows, left - rows
+        start += -(-count // 128) * 128
+    assert tiles[0] == len(want)
+    assert tiles[1 : 1 + 2 * len(want)].view(-1, 2).tolist() == want
+    assert (tiles[1 + 2 * len(want) :] == -77).all(), "more than the tiles"
+
+
+@pytest.mark.parametrize(("name", "k", "n"), [("edges", 320, 200), ("rests", 64, 264)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("weights", [128, 256])
+def test_gemm(gemm, name, k, n, gated, weights, device):
+    check_gemm(COUNTS[name], k, n, gated, weights, torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("weights", [128, 256])
+def test_early_weights(gemm, weights, device):
+    check_gemm([258, 272, 0, 300, 10], 64, 264, False, weights, torch.float16, device, early=True)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_assignments(gemm, gated, device):
+    check_gemm(COUNTS["nothing"], 64, 128, gated, 128, torch.bfloat16, device)
+
+
+def check_gemm(
+    counts: list[int],
+    k: int,
+    n: int,
+    gated: bool,
+    weights: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    early: bool = False,
+) -> None:
+    """Compare a GEMM with fp32 products; padding rows are NaN, and unused blocks stay so."""
+    aligned, tiles = sort(counts, device)
+    config, count = tile(weights, gated), aligned.rows_A.numel()
+    list_token_tiles(aligned, tiles, tokens_of(config, gated))
+    real = real_rows(aligned)
+    a = torch.full((aligned.capacity, k), torch.nan, dtype=dtype, device=device)
+    a[real] = torch.randn(int(real.sum()), k, device=device).to(dtype)
+    rows = n * (2 if gated else 1)
+    w = (torch.randn(len(counts), rows, k, device=device) * k**-0.5).to(dtype)
+    share = torch.rand(count, device=device) * 2 if early else None
+    out = torch.full((aligned.capacity, n), torch.nan, dtype=dtype, device=device)
+    sorted_gemm(
+        a, w, out, aligned, config, count, 5, token_tiles=tiles, weights_RK=share,
+        activation=Activation("silu") if gated else None,
+    )  # fmt: skip
+    assert not aligned.counters.any(), "a next call would miss tiles"
+    assert out[int(aligned.num_rows) :].isnan().all(), "written beyond the last block"
+    expert_of = aligned.experts_B.repeat_interleave(128)
+    for expert, some in enumerate(counts):
+        mine = real & (expert_of == expert)
+        assert int(mine.sum()) == some
+        want = a[mine].float() @ w[expert].float().T
+        if gated:
+            gate, up = want.chunk(2, dim=1)
+            want = F.silu(gate) * up
+        if share is not None:
+            want *= share[aligned.assignments_S[mine].long()].clamp(max=1.0)[:, None]
+        if some:
+            error = relative(out[mine], want)
+            assert error < LIMIT[dtype], f"expert {expert}, {some} rows: relative error {error}"
+
+
+@pytest.mark.parametrize("weights", [(128, 128), (256, 256), (256, 128)])
+def test_experts(specialized, monkeypatch, weights):
+    """The whole block, with the buffers of the workspace, which overlap."""
+    p = problem("cuda")
+    use_plan(monkeypatch, Copied(tile(weights[0], True), tile(weights[1], False)))
+    check_block(p, 1100)
+
+
+def test_plan_of_a_table():
+    plan = Copied(tile(128, True), tile(256, False))
+    assert plan_from_json(plan.to_json()) == plan
+    for kind in ("ahead", "joined", "sorted"):
+        with pytest.raises(ValueError, match="swapped"):
+            plan_from_json(plan.to_json() | {"kind": kind})
+
+
+def test_candidates(monkeypatch):
+    compiled(monkeypatch, triton_version="3.6.0")
+    p = problem("sm90")
+    for wide in (1, 2):
+        found = [t for t in sorted_candidates(p, wide) if t.specialized and t.swapped]
+        assert {tokens_of(t, wide == 2) for t in found} == {128, 256}
+        assert tokens_of(replace(found[0], swapped=False)) is None
