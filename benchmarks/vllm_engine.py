@@ -4,7 +4,8 @@
 
 Each turn is an engine in a process of its own, with MOEKIT_VLLM=off or require. Decode is the time
 of a step of the whole batch: a long completion minus that of one token. Prefill is the time of
-one prompt and its first token. The report has the fastest turn of each.
+one prompt and its first token. Each time is printed when it is measured, and the report has the
+fastest turn of each. On a GPU the engine captures CUDA graphs of the batches' sizes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _FP8_BLOCKS = {
 def main() -> None:
     args = _arguments()
     if args.turn is not None:
-        print("TIMES " + json.dumps(turn(args)), flush=True)
+        turn(args)
+        print("DONE", flush=True)
         return
     fastest: dict[str, dict[str, float]] = {"off": {}, "require": {}}
     order = ("off", "require", "require", "off")
@@ -95,36 +97,56 @@ def _versions() -> str:
 
 
 def _run(mode: str) -> dict[str, float]:
-    """Return the times of one turn: name -> seconds."""
+    """Return the times of one turn: name -> seconds. Print them as the engine says them."""
     environment = {**os.environ, "MOEKIT_VLLM": mode, "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     command = [sys.executable, __file__, *sys.argv[1:], "--turn", mode]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [x for x in done.stdout.splitlines() if x.startswith("TIMES ")]
-    if not lines:
-        sys.exit(f"the engine with MOEKIT_VLLM={mode} failed:\n{done.stdout[-3000:]}"
-                 f"\n{done.stderr[-3000:]}")  # fmt: skip
-    for line in done.stdout.splitlines():
-        if "moekit: " in line:
-            print(line[line.index("moekit: ") :], flush=True)
-    return dict(json.loads(lines[0].removeprefix("TIMES ")))
+    said: list[str] = []
+    times: dict[str, float] = {}
+    print(f"MOEKIT_VLLM={mode}", flush=True)
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as engine:
+        assert engine.stdout is not None
+        for line in engine.stdout:
+            said.append(line)
+            if line.startswith("TIME "):
+                seconds, name = line.removeprefix("TIME ").strip().split(" ", 1)
+                times[name] = float(seconds)
+                print(f"  {name}: {1e3 * times[name]:.2f} ms", flush=True)
+            elif "moekit: " in line:
+                print("  " + line[line.index("moekit: ") :].rstrip(), flush=True)
+    if "DONE\n" not in said:
+        sys.exit(f"the engine with MOEKIT_VLLM={mode} failed:\n{''.join(said)[-6000:]}")
+    return times
 
 
-def turn(args: argparse.Namespace) -> dict[str, float]:
-    """Make an engine, and return its times in seconds by name."""
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the model's configuration, as its checkpoint would have it."""
+    config = MODELS[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    if args.quant == "none":
+        return config
+    gates = [f"model.layers.{n}.mlp.gate" for n in range(config["num_hidden_layers"])]
+    kept = {"modules_to_not_convert": ["lm_head", *gates]}
+    return config | {"quantization_config": _FP8_BLOCKS | kept}
+
+
+def turn(args: argparse.Namespace) -> None:
+    """Make an engine, and print its times in seconds."""
+    import torch
     from vllm import LLM, SamplingParams
 
     batches = [int(size) for size in args.batches.split(",")]
+    more: dict[str, Any] = {}
+    if torch.cuda.is_available() and not args.eager:
+        more["compilation_config"] = {"cudagraph_capture_sizes": sorted(batches)}
     with tempfile.TemporaryDirectory() as folder:
-        config = MODELS[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
-        if args.quant == "fp8_block":
-            config = config | {"quantization_config": _FP8_BLOCKS}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "config.json").write_text(json.dumps(_config(args)))
         llm = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
             max_model_len=args.prefill + args.steps + 16, max_num_seqs=max(batches),
             enforce_eager=args.eager, enable_prefix_caching=False, seed=0,
-            gpu_memory_utilization=args.memory,
+            gpu_memory_utilization=args.memory, **more,
         )  # fmt: skip
 
         def seconds(prompts: int, length: int, steps: int) -> float:
@@ -138,15 +160,14 @@ def turn(args: argparse.Namespace) -> dict[str, float]:
             llm.generate(asked, sampling, use_tqdm=False)
             return time.perf_counter() - begin
 
-        times = {}
         for size in batches:
             seconds(size, 16, 4)
             short = min(seconds(size, 16, 1) for _ in range(3))
             long = min(seconds(size, 16, args.steps + 1) for _ in range(3))
-            times[f"decode, batch {size}"] = (long - short) / args.steps
+            print(f"TIME {(long - short) / args.steps} decode, batch {size}", flush=True)
         seconds(1, args.prefill, 1)
-        times[f"prefill of {args.prefill}"] = min(seconds(1, args.prefill, 1) for _ in range(3))
-        return times
+        fastest = min(seconds(1, args.prefill, 1) for _ in range(3))
+        print(f"TIME {fastest} prefill of {args.prefill}", flush=True)
 
 
 if __name__ == "__main__":
