@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from moekit.compat.activations import vllm_activation
 from moekit.errors import InvalidProblem
 from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.router import RoutingConfig, RoutingFunction
 from moekit.problem.activation import Activation
-from moekit.untrusted.arguments import MAX_RANKS, accept, instance, optional, shown, size
+from moekit.untrusted.arguments import MAX_RANKS, accept, instance, optional, real, shown, size
 
 # Arguments of moekit's layer that vLLM's does not have.
 OF_MOEKIT = frozenset(
@@ -31,24 +32,38 @@ OF_MOEKIT = frozenset(
     )
 )
 _IN_THE_MODEL = "compute it in the model, outside the layer"
+_BY_NAME = "moekit has no classes of it: choose dispatcher=... and experts=... by name"
 # What to do instead, for keywords of some versions that this layer does not have.
 _INSTEAD = {
     "gate": "call the gate in the model, and pass router_logits",
     "shared_experts": "call the shared experts in the model, and add their output",
     "shared_expert_gate": _IN_THE_MODEL,
-    "n_shared_experts": "call the shared experts in the model, and add their output",
     "routed_input_transform": _IN_THE_MODEL,
     "routed_output_transform": _IN_THE_MODEL,
     "router": "pass its options, or a custom_routing_function",
-    "hash_indices_table": "pass a custom_routing_function",
-    "swiglu_limit": "pass activation=moekit.Activation(name, limit=...)",
-    "swiglu_alpha": "pass activation=moekit.Activation(name, alpha=...)",
+    "bias_vl": "moekit has one correction bias for all tokens; choose image tokens' experts in the "
+    "model, and call the layer with topk_weights and topk_ids of moekit.FusedMoE",
     "pcp_size": "use tensor, data or expert parallelism",
-    "ckpt_names": "pass expert_mapping=FusedMoE.make_expert_params_mapping(...)",
-    "runner_cls": "moekit has no runners: choose dispatcher=... and experts=... by name",
+    "runner_cls": _BY_NAME,
+    "runner_args": _BY_NAME,
+    "routed_experts_cls": _BY_NAME,
+    "routed_experts_args": _BY_NAME,
+    "moe_config_cls": _BY_NAME,
+    "fuse_shared_experts": "call the shared experts in the model, and add their output",
 }
-# Hints for vLLM's kernels. moekit routes in fp32, whatever the logits' dtype.
-_HARMLESS = frozenset(("router_logits_dtype", "routing_method_type"))
+# Hints for some of vLLM's kernels, and what counts only beside keywords of `_INSTEAD`. moekit
+# routes in fp32, whatever the logits' dtype, and padding needs no hint.
+_HARMLESS = frozenset(
+    (
+        "image_sentinel_lo",
+        "intermediate_pad",
+        "n_shared_experts",
+        "router_logits_dtype",
+        "routing_method_type",
+        "shared_expert_prefix",
+        "skip_padding",
+    )
+)
 # vLLM's names that mean something else in moekit. Its swigluoai alternates rows of gate and up.
 _ACTIVATIONS = {
     ("relu2", True): "relu2_and_mul",
@@ -76,19 +91,36 @@ def take_rest(keywords: Mapping[str, Any], known: Iterable[str]) -> dict[str, An
         near = get_close_matches(name, [*known, *OF_MOEKIT], 1)
         raise InvalidProblem(
             f"FusedMoE has no {name} (got {shown(value)}): expected the keywords of vLLM's layer "
-            "in versions 0.9 to 0.14, or of moekit.FusedMoE"
+            "in versions 0.9 to 0.33, or of moekit.FusedMoE"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     return kept
 
 
 def activation_of(
-    activation: Activation | str, is_act_and_mul: bool
+    activation: Activation | str, is_act_and_mul: bool, **numbers: float | None
 ) -> tuple[Activation | str, bool | None]:
     """Return ``activation`` and ``is_act_and_mul`` of moekit's layer.
 
     Names that end in "_no_mul" have no gate, whatever ``is_act_and_mul`` says.
+
+    Args:
+        activation: A name in vLLM, or an `Activation`.
+        is_act_and_mul: Whether there is a gate.
+        numbers: The keywords of `vllm_activation`; without any, an activation has its usual ones.
+
+    Raises:
+        InvalidProblem: The name is unknown, or does not go with the numbers.
     """
+    if given := {name: value for name, value in numbers.items() if value is not None}:
+        accept(dict.fromkeys(given, real()), given)
+        if not isinstance(activation, str):
+            raise InvalidProblem(
+                f"activation={shown(activation)} and {', '.join(given)} are both given: set them "
+                "in the Activation, or give its name"
+            )
+        ungated = not is_act_and_mul and not activation.endswith("_no_mul")
+        return vllm_activation(activation + "_no_mul" * ungated, **given), None
     if isinstance(activation, str):
         activation = _ACTIVATIONS.get((activation, is_act_and_mul), activation)
     return activation, None if is_act_and_mul else False
@@ -106,8 +138,13 @@ def routing(
     e_score_correction_bias: Tensor | None,
     zero_expert_num: int,
     zero_expert_type: str | None,
+    hash_indices_table: Tensor | None,
 ) -> RoutingConfig:
-    """Return the routing. Without ``use_grouped_topk`` groups are ignored, as in vLLM."""
+    """Return the routing.
+
+    As in vLLM, groups are ignored without ``use_grouped_topk``, and a correction bias with a table
+    of hashed routing.
+    """
     if use_grouped_topk and (num_expert_group is None or topk_group is None):
         raise InvalidProblem(
             f"use_grouped_topk=True needs num_expert_group and topk_group (got "
@@ -116,6 +153,14 @@ def routing(
     if zero_expert_type not in (None, "identity"):
         raise InvalidProblem(
             f"zero_expert_type={shown(zero_expert_type)}: it must be 'identity' or None"
+        )
+    if hash_indices_table is not None and (
+        use_grouped_topk or custom_routing_function is not None or scoring_func != "sqrtsoftplus"
+    ):
+        raise InvalidProblem(
+            "vLLM reads hash_indices_table with scoring_func='sqrtsoftplus' only, and without "
+            "use_grouped_topk and custom_routing_function (got scoring_func="
+            f"{shown(scoring_func)}, use_grouped_topk={shown(use_grouped_topk)})"
         )
     if custom_routing_function is not None:
         return RoutingConfig(
@@ -126,12 +171,39 @@ def routing(
     return RoutingConfig(
         renormalize=renormalize,
         scoring_func=scoring_func,
-        e_score_correction_bias=e_score_correction_bias,
+        e_score_correction_bias=e_score_correction_bias if hash_indices_table is None else None,
+        hash_table=hash_indices_table,
         num_expert_group=num_expert_group if use_grouped_topk else None,
         topk_group=topk_group if use_grouped_topk else None,
         routed_scaling_factor=routed_scaling_factor,
         zero_expert_num=zero_expert_num or 0,
     )
+
+
+def output_scale(factor: float, applies: bool, zero_expert_num: int | None) -> float:
+    """Return the factor of the layer's output, of which vLLM scales no identity experts."""
+    if not applies or factor == 1.0:
+        return 1.0
+    if zero_expert_num:
+        raise InvalidProblem(
+            "apply_routed_scale_to_output=True scales no identity experts: leave it or "
+            f"zero_expert_num={zero_expert_num} out"
+        )
+    return float(factor)
+
+
+def projections(ckpt_names: Any, expert_mapping: object) -> dict[str, str]:
+    """Return the names of vLLM's ``ckpt_names`` as `make_expert_params_mapping` takes them."""
+    if expert_mapping is not None:
+        raise InvalidProblem("ckpt_names and expert_mapping are both given: give one")
+    fits = isinstance(ckpt_names, (list, tuple)) and len(ckpt_names) == 3
+    if not fits or not all(isinstance(name or "", str) for name in ckpt_names):
+        raise InvalidProblem(
+            f"ckpt_names={shown(ckpt_names)}: it must be the names of the gate, down and up "
+            "projection, None for the last without a gate"
+        )
+    parts = ("gate", "down", "up")
+    return {f"ckpt_{p}_proj_name": n or "" for p, n in zip(parts, ckpt_names, strict=True)}
 
 
 def _with_vllm_names(function: Callable[..., Any]) -> RoutingFunction:

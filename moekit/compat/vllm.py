@@ -1,5 +1,7 @@
 """`FusedMoE` with the interface of vLLM's layer of that name, in its versions 0.9 to 0.14.
 
+It also takes those keywords of later versions, up to 0.33, that change what the layer computes.
+
 A model file that is written against vLLM's layer runs with one changed import::
 
     from moekit.compat.vllm import FusedMoE
@@ -29,7 +31,9 @@ from moekit.untrusted.arguments import (
     MAX_WIDTH,
     NAME,
     accept,
+    instance,
     optional,
+    real,
     sequence,
     size,
 )
@@ -82,6 +86,17 @@ class FusedMoE(LoadingLayer):
         expert_mapping: What `load_weights` needs, from `make_expert_params_mapping`.
         zero_expert_num: Number of identity experts.
         zero_expert_type: "identity" or None.
+        swiglu_limit: A number of the activation, as in vLLM.
+        swiglu_alpha: Another one.
+        swiglu_beta: Another one.
+        activation_situ_beta: A number of the activation "situ".
+        activation_situ_linear_beta: Another one.
+        hash_indices_table: (V, K) int32 or int64, the experts of each token of the vocabulary.
+            Calls then need ``input_ids``. A Parameter may be filled after the layer was made.
+        apply_routed_scale_to_output: Multiply the output by ``routed_scaling_factor``, not the
+            weights.
+        ckpt_names: The checkpoint's names of gate, down and up projection, for `load_weights`; None
+            for the last without a gate. In place of ``expert_mapping``.
         is_fused_checkpoint_transposed: Tensors of all experts hold matrices as (in, out).
         dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
         keywords: Arguments of `moekit.FusedMoE` that vLLM's layer does not have: ``parallelism``,
@@ -126,6 +141,14 @@ class FusedMoE(LoadingLayer):
         expert_mapping: list[Mapped] | None = None,
         zero_expert_num: int = 0,
         zero_expert_type: str | None = None,
+        swiglu_limit: float | None = None,
+        swiglu_alpha: float | None = None,
+        swiglu_beta: float | None = None,
+        activation_situ_beta: float | None = None,
+        activation_situ_linear_beta: float | None = None,
+        hash_indices_table: Tensor | None = None,
+        apply_routed_scale_to_output: bool = False,
+        ckpt_names: tuple[str, str, str | None] | None = None,
         is_fused_checkpoint_transposed: bool = False,
         dequantize: bool = False,
         **keywords: Any,
@@ -147,7 +170,24 @@ class FusedMoE(LoadingLayer):
         format, scheme = resolve(
             quant_config, rest.pop("quant", None), dequantize, sizes, prefix or "experts"
         )
-        computed, is_gated = arguments.activation_of(activation, is_act_and_mul)
+        computed, is_gated = arguments.activation_of(
+            activation,
+            is_act_and_mul,
+            swiglu_limit=swiglu_limit,
+            swiglu_alpha=swiglu_alpha,
+            swiglu_beta=swiglu_beta,
+            activation_situ_beta=activation_situ_beta,
+            activation_situ_linear_beta=activation_situ_linear_beta,
+        )
+        scale = arguments.output_scale(
+            routed_scaling_factor, apply_routed_scale_to_output, zero_expert_num
+        )
+        if ckpt_names is not None:
+            expert_mapping = self.make_expert_params_mapping(
+                **arguments.projections(ckpt_names, expert_mapping),
+                num_experts=num_experts,
+                num_redundant_experts=num_redundant_experts,
+            )
         super().__init__(
             num_experts,
             top_k,
@@ -166,16 +206,20 @@ class FusedMoE(LoadingLayer):
                 topk_group=topk_group,
                 custom_routing_function=custom_routing_function,
                 scoring_func=scoring_func,
-                routed_scaling_factor=routed_scaling_factor,
+                routed_scaling_factor=1.0
+                if apply_routed_scale_to_output
+                else routed_scaling_factor,
                 e_score_correction_bias=e_score_correction_bias,
                 zero_expert_num=zero_expert_num,
                 zero_expert_type=zero_expert_type,
+                hash_indices_table=hash_indices_table,
             ),
             parallelism=spread,
             prefix=prefix or None,
             **rest,
         )
         self.quant_config, self._group = quant_config, spread.group
+        self._output_scale = scale
         # Of gate and up in one tensor, rows alternate by the name in vLLM.
         alternates = activation != "swigluoai_uninterleave"
         self.prepare_loading(
@@ -187,13 +231,15 @@ class FusedMoE(LoadingLayer):
         )
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, router_logits: Tensor
+        self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
         """Compute the layer's output.
 
         Args:
             hidden_states: (..., H) in params_dtype.
             router_logits: (..., E + identity experts), any float dtype.
+            input_ids: (...) int32 or int64, the rows of ``hash_indices_table``. Without a table
+                they have no effect.
 
         Returns:
             (..., H) in params_dtype; this rank's partial sum if `partial`.
@@ -202,7 +248,9 @@ class FusedMoE(LoadingLayer):
             InvalidInput: A tensor does not fit; the other ranks then raise PeerFailed.
             WeightsError: The weights are not loaded and processed.
         """
-        return super().forward(hidden_states, router_logits)
+        hashed = self.router.config.hash_table is not None
+        out = super().forward(hidden_states, router_logits, token_ids=input_ids if hashed else None)
+        return out if self._output_scale == 1.0 else out * self._output_scale
 
     # -- ranks ------------------------------------------------------------------------------
 
@@ -293,7 +341,7 @@ class SharedFusedMoE(FusedMoE):
         return self.gate is not None
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, router_logits: Tensor
+        self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
         """Return the outputs of the shared and of the routed experts; see `FusedMoE.forward`.
 
@@ -305,7 +353,7 @@ class SharedFusedMoE(FusedMoE):
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         if shared is not None and self.ranks.sums:
             self.ranks.sum_all(shared := shared.clone())
-        return shared, super().forward(hidden_states, router_logits)
+        return shared, super().forward(hidden_states, router_logits, input_ids)
 
 
 _OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
@@ -318,6 +366,7 @@ _FLAGS = (
     "enable_eplb",
     "has_bias",
     "is_sequence_parallel",
+    "apply_routed_scale_to_output",
     "is_fused_checkpoint_transposed",
     "dequantize",
 )
@@ -328,5 +377,7 @@ _KINDS = {
     "num_redundant_experts": size(0, MAX_EXPERTS),
     "zero_expert_num": optional(size(0, MAX_EXPERTS)),
     "prefix": NAME,
+    "routed_scaling_factor": real(),
+    "hash_indices_table": optional(instance("a tensor", Tensor)),
     "expert_mapping": optional(sequence("(parameter, name, expert, shard)", tuple)),
 }

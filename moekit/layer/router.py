@@ -48,7 +48,7 @@ class RoutingConfig:
         zero_expert_num: Number of identity experts. Their ids and logits follow those of the
             ``num_experts`` real ones.
         hash_table: (V, K) ids of each vocabulary token's experts, as in `moekit.route`. Calls then
-            need ``token_ids``.
+            need ``token_ids``. A Parameter may be filled later.
         simulated: For benchmarks: choose experts at random instead of by logits, as
             `moekit.simulate_routing` does for this kind, the same at every call.
 
@@ -149,8 +149,9 @@ class Router:
                 "batch-invariant: leave one out"
             )
         table = self.config.hash_table
-        if table is not None:
-            check_hash_table(table, self.num_experts, self.top_k)
+        if table is not None:  # the values of a Parameter may come later
+            values = table.to("meta") if isinstance(table, nn.Parameter) else table
+            check_hash_table(values, self.num_experts, self.top_k)
         if self.config.custom_routing_function is None:
             # `route` checks the options on one token without values.
             bias = self.config.e_score_correction_bias
@@ -182,7 +183,7 @@ class Router:
         custom, table = config.custom_routing_function, config.hash_table
         if (table is None) != (token_ids is None):
             raise InvalidInput(
-                "this layer routes by hash_table: give token_ids"
+                "this layer routes by hash_table: give token_ids (vLLM's input_ids)"
                 if token_ids is None
                 else "token_ids have no effect without a hash_table: leave them out"
             )

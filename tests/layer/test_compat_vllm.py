@@ -15,7 +15,7 @@ from torch import nn
 import moekit
 from moekit import LayerParallelism, ParallelConfig
 from moekit.compat.vllm import FusedMoE, SharedFusedMoE
-from moekit.errors import InvalidProblem
+from moekit.errors import InvalidInput, InvalidProblem
 from moekit.problem.quant import SCHEMES
 from moekit.testing.cases import random_x
 
@@ -47,6 +47,12 @@ from moekit.testing.cases import random_x
         ({"zero_expert_num": 2, "zero_expert_type": "identity"}, {"zero_expert_num": 2}),
         ({"activation": "gelu", "router_logits_dtype": torch.float32}, {"activation": "gelu"}),
         ({"gate": None, "pcp_size": 1, "enable_eplb": True, "routing_method_type": 1}, {}),
+        ({"n_shared_experts": 2, "fuse_shared_experts": False, "shared_expert_prefix": "a"}, {}),
+        (
+            {"intermediate_pad": 0, "skip_padding": True, "image_sentinel_lo": 0, "bias_vl": None},
+            {},
+        ),
+        ({"swiglu_limit": None, "runner_args": None, "moe_config_cls": None, "router": None}, {}),
     ],
 )
 def test_keywords_are_those_of_moekits_layer(theirs: dict, ours: dict) -> None:
@@ -119,6 +125,121 @@ def test_rows_of_gate_and_up_in_one_tensor(name: str) -> None:
     assert torch.equal(layer.packed["w13"], other.packed["w13"])
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_hash_routing(renormalize: bool, dtype: torch.dtype) -> None:
+    """vLLM's dsv4 router: the table's experts, weighed by sqrt(softplus(logits)) of their own."""
+    vocabulary, T, scale = 40, 12, 1.5
+    made = torch.full((vocabulary, K), 2**20, dtype=torch.int32)  # what a loader replaces
+    table = nn.Parameter(made, requires_grad=False)
+    bias = torch.linspace(0, 9, E)  # chooses nothing where there is a table
+    options = dict(scoring_func="sqrtsoftplus", renormalize=renormalize)
+    options |= dict(routed_scaling_factor=scale, e_score_correction_bias=bias)
+    layer, tensors = loaded(hash_indices_table=table, **options)
+    table.data.copy_(torch.rand(vocabulary, E).topk(K).indices)
+    x, logits = torch.randn(T, H), 3 * torch.randn(T, E)
+    input_ids = torch.randint(vocabulary, (T,), dtype=dtype)
+    want = torch.zeros(T, H, dtype=torch.float64)
+    for t in range(T):
+        chosen = table[input_ids[t]].long()
+        weights = nn.functional.softplus(logits[t, chosen].double()).sqrt()
+        weights = scale * (weights / weights.sum() if renormalize else weights)
+        for weight, e in zip(weights, chosen.tolist(), strict=True):
+            gate, up, down = (tensors[shard][e].double() for shard in ("w1", "w3", "w2"))
+            token = x[t].double()
+            want[t] += weight * (down @ (nn.functional.silu(gate @ token) * (up @ token)))
+    out = layer(x, logits, input_ids)
+    assert (out - want).norm() < 1e-5 * want.norm()
+    assert (layer(x, logits, input_ids.flip(0)) - want).norm() > 0.1 * want.norm()
+    with pytest.raises(InvalidInput, match="this layer routes by hash_table: give token_ids"):
+        layer(x, logits)
+    plain, _ = loaded()
+    assert torch.equal(plain(x, logits, input_ids), plain(x, logits))  # as in vLLM
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "formula"),
+    [
+        ("silu", dict(limit=1.0), lambda g, u: _swiglu(g, u, 1.0, 1.0, 0.0)),
+        ("swigluoai", dict(limit=7.0, alpha=1.702), lambda g, u: _swiglu(g, u, 7.0, 1.702, 1.0)),
+        (
+            "swigluoai_uninterleave",
+            dict(limit=1.0, alpha=0.5, beta=1.0),
+            lambda g, u: _swiglu(g, u, 1.0, 0.5, 1.0),
+        ),
+        ("swigluoai_uninterleave", dict(limit=0.5), lambda g, u: _swiglu(g, u, 0.5, 1.0, 0.0)),
+        (
+            "situ",
+            dict(situ_beta=2.0, situ_linear_beta=1.5),
+            lambda g, u: 2 * (g / 2).tanh() * g.sigmoid() * 1.5 * (u / 1.5).tanh(),
+        ),
+        (
+            "situ",
+            dict(situ_beta=0.5, situ_linear_beta=-1.0),
+            lambda g, u: 0.5 * (2 * g).tanh() * g.sigmoid() * u,
+        ),
+        ("gelu_pytorch_tanh", dict(limit=1.0), lambda g, u: _gelu(g) * u),  # vLLM ignores it
+    ],
+)
+def test_numbers_of_activations(name: str, numbers: dict, formula) -> None:
+    """vLLM 0.33, layers/fused_moe/activation.py and the operators that it calls."""
+    keywords = {
+        f"activation_{n}" if n.startswith("situ") else f"swiglu_{n}": v for n, v in numbers.items()
+    }
+    layer, tensors = loaded(activation=name, **keywords)
+    x, logits = 2 * torch.randn(7, H), torch.randn(7, E)
+    weights, ids = logits.double().softmax(-1).topk(K)
+    weights = weights / weights.sum(-1, keepdim=True)
+    want = torch.zeros(7, H, dtype=torch.float64)
+    for t in range(7):
+        for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
+            gate, up, down = (tensors[shard][e].double() for shard in ("w1", "w3", "w2"))
+            want[t] += weight * (down @ formula(gate @ x[t].double(), up @ x[t].double()))
+    assert (layer(x, logits) - want).norm() < 1e-5 * want.norm()
+
+
+def _swiglu(gate, up, limit, alpha, beta):
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (up + beta)
+
+
+def _gelu(gate):
+    return nn.functional.gelu(gate, approximate="tanh")
+
+
+def test_a_factor_of_the_output() -> None:
+    """vLLM's runner multiplies the routed output, also where weights scale the input."""
+    x, logits = torch.randn(5, H), torch.randn(5, E)
+    for options in ({}, dict(top_k=1, apply_router_weight_on_input=True, renormalize=False)):
+        layer, tensors = loaded(**options)
+        scaled = make(routed_scaling_factor=2.5, apply_routed_scale_to_output=True, **options)
+        push(scaled, tensors)
+        scaled.process_weights_after_loading()
+        assert torch.equal(scaled(x, logits), layer(x, logits) * 2.5)
+    # The factor of weights that scale the input is inside the activation.
+    weighed = make(routed_scaling_factor=2.5, **options)
+    push(weighed, tensors)
+    weighed.process_weights_after_loading()
+    assert (weighed(x, logits) - scaled(x, logits)).norm() > 0.1 * scaled(x, logits).norm()
+
+
+def test_names_in_the_checkpoint() -> None:
+    layer, tensors = loaded()
+    named = make(ckpt_names=("gate", "down", "up"))
+    stored = {"gate": "w1", "down": "w2", "up": "w3"}
+    names = named.load_weights(
+        (f"{e}.{part}.weight", tensors[shard][e])
+        for e in range(E)
+        for part, shard in stored.items()
+    )
+    assert set(names) == {"w13_weight", "w2_weight"}
+    named.process_weights_after_loading()
+    for name, tensor in layer.packed.experts.items():
+        assert torch.equal(named.packed.experts[name], tensor)
+    ungated = make(ckpt_names=("up", "down", None), is_act_and_mul=False)
+    assert {shard for *_, shard in ungated.expert_mapping} == {"w1", "w2"}
+
+
 def test_sizes_of_ranks() -> None:
     """Without torch.distributed, sizes above one need the rank, as with moekit's layer."""
     from moekit.compat.arguments import parallelism
@@ -164,7 +285,26 @@ WRONG = {
     "unknown": (dict(renormalise=True), "FusedMoE has no renormalise .got True.: .* did you mean "
                 "renormalize"),
     "gate": (dict(gate=nn.Linear(2, 2)), "has no gate .*: call the gate in the model, and pass"),
-    "shared": (dict(n_shared_experts=2), "call the shared experts in the model, and add their out"),
+    "shared": (dict(fuse_shared_experts=True), "call the shared experts in the model, and add"),
+    "runner": (dict(runner_args={"a": 1}), "choose dispatcher=... and experts=... by name"),
+    "config of vLLM": (dict(moe_config_cls=dict), "choose dispatcher=... and experts=... by name"),
+    "images": (dict(bias_vl=torch.ones(E)), "has no bias_vl .*: moekit has one correction bias"),
+    "hash": (dict(hash_indices_table=torch.zeros(9, K).int()), "scoring_func='sqrtsoftplus' only"),
+    "table": (dict(hash_indices_table=3), "hash_indices_table=3: it must be a tensor, or None"),
+    "numbers": (dict(activation=moekit.Activation("silu"), swiglu_beta=7.0), "and swiglu_beta are"),
+    "number": (dict(swiglu_limit="7"), "swiglu_limit='7': it must be a finite number"),
+    "other numbers": (dict(activation="swigluoai", swiglu_limit=5.0), "got swiglu_limit=5.0 and"),
+    "kind": (dict(activation="swish", swiglu_limit=5.0), "activation 'swish' is unknown; choose"),
+    "factor": (dict(routed_scaling_factor="2"), "routed_scaling_factor='2': it must be a finite"),
+    "zeros": (
+        dict(apply_routed_scale_to_output=True, routed_scaling_factor=2.0, zero_expert_num=1),
+        "apply_routed_scale_to_output=True scales no identity experts",
+    ),
+    "names": (dict(ckpt_names=("gate", "down")), "ckpt_names=.*: it must be the names of the gate"),
+    "two mappings": (
+        dict(ckpt_names=("gate", "down", "up"), expert_mapping=[]),
+        "ckpt_names and expert_mapping are both given",
+    ),
     "groups": (dict(use_grouped_topk=True), "use_grouped_topk=True needs num_expert_group and"),
     "replicas": (dict(num_redundant_experts=1), "num_redundant_experts=1 needs enable_eplb=True"),
     "ep": (dict(ep_size=3, tp_size=2), "ep_size=3 must be tp_size . dp_size"),

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import os
-from itertools import product
 from typing import Any
 
 import torch
 
 from moekit import SCHEMES, ExpertWeights, Explanation, MoEProblem, ParallelConfig
+from moekit.compat.activations import vllm_activation
 from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
 from moekit_vllm import versions
 from moekit_vllm.settings import VARIABLE
 
-# vLLM's activations by value, and moekit's. vLLM's "relu2" has a gate.
-_ACTIVATIONS = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_tanh",
-    "swigluoai": "swigluoai",
-    "swigluoai_uninterleave": "swigluoai",
-    "silu_no_mul": "silu_no_mul",
-    "gelu_no_mul": "gelu_no_mul",
-    "gelu_tanh_no_mul": "gelu_tanh_no_mul",
-    "relu2_no_mul": "relu2",
-    "relu2": "relu2_and_mul",
-    "swiglustep": "swiglustep",
-}
+_NUMBERS = (
+    "swiglu_limit",
+    "swiglu_alpha",
+    "swiglu_beta",
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+)
 # Experts that are right everywhere, and slower than vLLM's kernels.
 _SLOW = frozenset({"reference", "torch"})
 # vLLM's variable for the same bits in every batch, for a fixed number of ranks.
@@ -107,39 +100,14 @@ def activation_of(layer: Any) -> Activation:
     """Return the layer's activation.
 
     Raises:
-        Unsupported: moekit has no such activation, or not with these parameters.
+        InvalidProblem: moekit has no such activation, or not with these parameters.
     """
-    name, config = layer.activation.value, layer.moe_config
-    limit, alpha, beta = (
-        getattr(config, field) if getattr(layer, field) is None else getattr(layer, field)
-        for field in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
-    )
-    if name == "situ":
-        linear = getattr(config, "activation_situ_linear_beta", None)
-        bound = linear if linear is not None and linear > 0 else None
-        return Activation("situ", alpha=config.activation_situ_beta, limit=bound)
-    if name not in _ACTIVATIONS:
-        raise _unsupported(f"moekit does not know vLLM's activation {name!r}")
-    if name in ("swigluoai", "swiglustep"):
-        if (limit, alpha) not in product((None, 7.0), (None, 1.702)):
-            raise _unsupported(
-                f"vLLM computes {name!r} with limit=7.0, and swigluoai with alpha=1.702 (the layer "
-                f"has limit={limit} and alpha={alpha})"
-            )
-        return Activation(name)
-    # silu with a limit, and with alpha and beta: gate * sigmoid(alpha * gate) * (up + beta).
-    general = name == "swigluoai_uninterleave"
-    if not general and (name != "silu" or limit is None):
-        return Activation(_ACTIVATIONS[name])
-    alpha, beta = (alpha or 1.0, beta or 0.0) if general else (1.0, 0.0)
-    if limit is not None and beta == 1.0:
-        return Activation("swigluoai", alpha=alpha, limit=limit)
-    if limit is not None and (alpha, beta) == (1.0, 0.0):
-        return Activation("silu", limit=limit)
-    raise _unsupported(
-        f"moekit computes activation {name!r} with a limit, and with beta=1.0, or alpha=1.0 and "
-        f"beta=0.0 (got limit={limit}, alpha={alpha}, beta={beta})"
-    )
+    config = layer.moe_config
+    numbers = {}
+    for field in _NUMBERS:  # the layer has some, and its config others, by version
+        own = getattr(layer, field, None)
+        numbers[field] = getattr(config, field, None) if own is None else own
+    return vllm_activation(layer.activation.value, **numbers)
 
 
 def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
@@ -169,10 +137,6 @@ def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
 def interleaved(layer: Any) -> bool:
     """Whether the gate and up rows of w13 alternate."""
     return layer.activation.value in _INTERLEAVED
-
-
-def _unsupported(reason: str) -> Unsupported:
-    return Unsupported(reason, [reason])
 
 
 def shape(layer: Any) -> str:

@@ -1,0 +1,78 @@
+"""Activations as vLLM's layers state them: a name and numbers, of which some names use none."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from moekit.errors import InvalidProblem
+from moekit.problem.activation import Activation
+
+# vLLM's activations by value, and moekit's. vLLM's "relu2" has a gate.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "swigluoai": "swigluoai",
+    "swigluoai_uninterleave": "swigluoai",
+    "silu_no_mul": "silu_no_mul",
+    "gelu_no_mul": "gelu_no_mul",
+    "gelu_tanh_no_mul": "gelu_tanh_no_mul",
+    "relu2_no_mul": "relu2",
+    "relu2": "relu2_and_mul",
+    "swiglustep": "swiglustep",
+}
+
+
+def vllm_activation(
+    name: str,
+    *,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
+    activation_situ_beta: float | None = None,
+    activation_situ_linear_beta: float | None = None,
+) -> Activation:
+    """Return what vLLM computes for an activation (0.33, layers/fused_moe/activation.py).
+
+    Args:
+        name: In vLLM.
+        swiglu_limit: The clamp of swiglu kinds.
+        swiglu_alpha: Multiplies the gate in its sigmoid.
+        swiglu_beta: Added to the up projection.
+        activation_situ_beta: Of "situ".
+        activation_situ_linear_beta: Of "situ"; zero or less means none.
+
+    Raises:
+        InvalidProblem: moekit has no such activation, or not with these numbers.
+    """
+    limit, alpha, beta = swiglu_limit, swiglu_alpha, swiglu_beta
+    if name == "situ":
+        bound = activation_situ_linear_beta
+        bound = bound if bound is not None and bound > 0 else None
+        return Activation("situ", alpha=activation_situ_beta, limit=bound)
+    if name not in _ACTIVATIONS:
+        known = ", ".join(sorted([*_ACTIVATIONS, "situ"]))
+        raise InvalidProblem(f"vLLM's activation {name!r} is unknown; choose one of: {known}")
+    if name in ("swigluoai", "swiglustep"):
+        if (limit, alpha) not in product((None, 7.0), (None, 1.702)):
+            raise InvalidProblem(
+                f"vLLM computes {name!r} with swiglu_limit=7.0, and swigluoai with "
+                f"swiglu_alpha=1.702 (got swiglu_limit={limit} and swiglu_alpha={alpha})"
+            )
+        return Activation(name)
+    # silu with a limit, and with alpha and beta: gate * sigmoid(alpha * gate) * (up + beta).
+    general = name == "swigluoai_uninterleave"
+    if not general and (name != "silu" or limit is None):
+        return Activation(_ACTIVATIONS[name])
+    alpha = 1.0 if alpha is None or not general else alpha
+    beta = 0.0 if beta is None or not general else beta
+    if limit is not None and beta == 1.0:
+        return Activation("swigluoai", alpha=alpha, limit=limit)
+    if limit is not None and (alpha, beta) == (1.0, 0.0):
+        return Activation("silu", limit=limit)
+    raise InvalidProblem(
+        f"moekit computes {name!r} with a swiglu_limit, and with swiglu_beta=1.0, or swiglu_alpha="
+        f"1.0 and swiglu_beta=0.0 (got swiglu_limit={limit}, swiglu_alpha={alpha}, "
+        f"swiglu_beta={beta})"
+    )
