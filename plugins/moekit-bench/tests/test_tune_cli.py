@@ -208,6 +208,8 @@ def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch,
         ["--select", "--output", "/dev/null/x.json"],
         ["--regret", "--from", "/no/such/file.json"],
         ["--regret", "--quant", "fp9"],
+        ["--json=x.json"],
+        ["--ep=2"],
         ["flat", "--fast"],
         ["nobody"],
     ],
@@ -223,8 +225,9 @@ def test_wrong_questions(cells: Cells, capsys, argv: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["--select", "--regret"], ["--select", "--frob"], ["--select", "--gpus", "-1"],
-     ["--select", "--replays", "-1"], ["--select", "--ep", "two"]],
+    [["--select", "--regret"], ["--select", "--frob"], ["--select", "--gpus", "-1"],
+     ["--select", "--replays", "-1"], ["--select", "--ep", "two"], ["--seconds", "0"],
+     ["--seconds", "nan"], ["--select", "--seconds", "soon"]],
 )  # fmt: skip
 def test_bad_arguments(capsys, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -244,6 +247,59 @@ def test_a_backends_own_tuner(cells: Cells) -> None:
     spec = moekit.registry().expert("flat")
     moekit.registry().register(replace(spec, name="copying", target=f"{__name__}:Copying"))
     assert main(["tune", "copying", "--deep", "x", "y"]) == 3
+
+
+# -- tune, without a mode ------------------------------------------------------------------------
+
+
+def test_all_tuners_and_then_the_choice(cells: Cells, tuned: Path, capsys, monkeypatch) -> None:
+    """Backends that share a tuner run it once; those that cannot do the problem do not run it."""
+    asked: list[list[str]] = []
+
+    def tune(argv: list[str]) -> int:
+        assert not cells.seen, "the choice is measured with the tiles that were found"
+        asked.append(argv)
+        return 0
+
+    monkeypatch.setattr(Copying, "tune", staticmethod(tune))
+    spec = moekit.registry().expert("flat")
+    copying = replace(spec, name="copying", target=f"{__name__}:Copying")
+    moekit.registry().register(copying)
+    moekit.registry().register(replace(copying, name="twin"))
+    moekit.registry().register(replace(copying, name="elsewhere", devices=("cuda",)))
+    code, out, err = run(capsys, "--quant", "none,int8_w8a16", tokens="1,16")
+    assert asked == [["--shapes", SIZES, "--quant", "none,int8_w8a16"]]
+    assert code == 0 and "4 cells to measure" in err and "moekit tune copying --shapes" in err
+    assert len(cells.seen) == 4 and out.startswith("# Tuned table ")
+    monkeypatch.setattr(Copying, "tune", staticmethod(lambda argv: 1))
+    assert run(capsys, tokens="1")[0] == 1, "a tuner with something left to do"
+
+
+def test_the_time_is_shared_and_what_is_left_is_continued(
+    cells: Cells, tuned: Path, capsys, monkeypatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    asked: list[list[str]] = []
+
+    def tune(argv: list[str]) -> int:
+        asked.append(argv)
+        now[0] += 70.0
+        return 0
+
+    def cell(case, calls, **options):
+        now[0] += 20.0
+        return cells(case, calls, **options)
+
+    monkeypatch.setattr(Copying, "tune", staticmethod(tune))
+    monkeypatch.setattr(experts, "run_cell", cell)
+    spec = moekit.registry().expert("flat")
+    moekit.registry().register(replace(spec, name="copying", target=f"{__name__}:Copying"))
+    code, _, err = run(capsys, "--seconds", "100")
+    assert asked == [["--shapes", SIZES, "--quant", "none", "--seconds", "50.0"]]
+    assert code == 1 and "the time is over; 2 of 4 cells are left" in err
+    code, _, err = run(capsys, "--select", "--seconds", "100")
+    assert code == 0 and "2 cells to measure" in err
 
 
 # -- processes ---------------------------------------------------------------------------------

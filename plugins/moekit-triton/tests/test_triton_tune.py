@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -185,6 +187,49 @@ def test_the_tuner_adds_rows_to_an_entry() -> None:
     tune.merge(table, again)
     assert [p["rows_per_expert"] for p in table["entries"][0]["plans"]] == [4, 32, 64, 128]
     assert table["entries"][0]["plans"][1]["us"] == [1.0, 1.0]
+
+
+def test_a_run_whose_time_is_over_is_continued(monkeypatch, tmp_path, capsys) -> None:
+    """Every plan is in the file when it is found, and only the missing ones are searched again."""
+    out, searched, compiled = tmp_path / "table.json", [], []
+    argv = ["--shapes", "64:2:128:64", "--quant", "none,fp8_block", "--rows", "1,4", "--gpus", "1"]
+    argv += ["--out", str(out), "--seconds", "60"]
+
+    def search_plan(job: tune.Job, end: float):
+        if len(searched) % 3 == 2:  # the time is over after two
+            searched.append(None)
+            return None
+        searched.append(job)
+        size = {"rows_per_expert": job.rows, "us": [1.0, 2.0]}
+        found = tune.shape(job.shape).problem(quant=job.scheme, device="sm90")
+        return tune._key(found) | {"plans": [size]}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    gpu = DeviceSpec("cuda", (9, 0), "a GPU")
+    monkeypatch.setattr(DeviceSpec, "of", classmethod(lambda cls, device: gpu))
+    monkeypatch.setattr(tune, "_pool", lambda workers, gpus: ThreadPoolExecutor(1))
+    monkeypatch.setattr(tune, "_tune", search_plan)
+    monkeypatch.setattr(tune, "compile_all", lambda sizes, end: compiled.append(list(sizes)))
+    assert tune.main(argv) == 1
+    assert "1 of 4 plans are left after 60 s: run it again" in capsys.readouterr().err
+    assert [str(job) for job in searched if job] == [
+        "64:2:128:64 none, 1 rows an expert",
+        "64:2:128:64 none, 4 rows an expert",
+        "64:2:128:64 fp8_block, 4 rows an expert",
+    ]
+    searched.clear()
+    assert tune.main(argv) == 0
+    assert searched == [("64:2:128:64", "fp8_block", 1.0)]
+    assert [len(each) for each in compiled] == [4, 1]
+    assert [len(e["plans"]) for e in json.loads(out.read_text())["entries"]] == [2, 2]
+    assert tune.main(argv) == 0 and len(searched) == 1
+    assert "already has all" in capsys.readouterr().err
+
+
+def test_nothing_begins_when_the_time_is_over() -> None:
+    assert tune._tune(tune.Job("mixtral", "none", 1.0), time.monotonic() - 1) is None
+    assert tune._compile((problem(), []), time.monotonic() - 1) == 0
 
 
 def test_tables_are_written_a_plan_on_a_line() -> None:

@@ -249,7 +249,7 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     add("--share-devices", action="store_true", help="more ranks than GPUs: for the errors alone")
     add("--batch-invariant", action="store_true", help=_IN_MODE)
     add("--overlap", action="store_true", help="also what calls in flight and shared experts save")
-    add("--seconds", type=float, metavar="S", help="begin nothing after so many")
+    add("--seconds", type=options.seconds, metavar="S", help="begin nothing after so many")
     _add_ranks(parser)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -27,6 +28,17 @@ def whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def seconds(text: str) -> float:
+    """Read an option that is a time of more than 0 seconds."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"want a number of seconds above 0, not {text!r}")
+    return found
 
 
 def add_sweep(

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,14 +98,20 @@ class Sweep:
         keep: Called with the run so far after every cell, so that a run that is stopped leaves what
             it measured.
         leader: Whether this process reports and keeps; of several ranks one does.
+        end: By `time.monotonic`, when no more cells are begun.
     """
 
     def __init__(
-        self, workload: Workload, keep: Callable[[Any], None] | None = None, *, leader: bool = True
+        self,
+        workload: Workload,
+        keep: Callable[[Any], None] | None = None,
+        *,
+        leader: bool = True,
+        end: float | None = None,
     ) -> None:
         self.workload, self.run = workload, workload.header
         self.cells = workload.cells()
-        self._keep, self._leader = keep, leader
+        self._keep, self._leader, self._end = keep, leader, end
         self._progress: Progress | None = None
 
     @property
@@ -116,7 +123,11 @@ class Sweep:
         """Measure and return the run; Ctrl-C and a lost device end it early."""
         self._progress = Progress(len(self.cells)) if self._leader else None
         try:
-            for cell in self.cells:
+            for done, cell in enumerate(self.cells):
+                if self._end is not None and time.monotonic() > self._end:
+                    left = len(self.cells) - done
+                    self._say(f"the time is over; {left} of {len(self.cells)} cells are left")
+                    break
                 self._measure(cell)
         except DeviceLost as error:
             self._say(f"error: {error}; the remaining cells cannot be measured")

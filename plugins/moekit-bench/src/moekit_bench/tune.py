@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from .records import ExpertsRun, LayersRun, all_right, now
 from .sweep import Files, Sweep
 from .tables import TunedTable, add_to, check_single, rounded, table_file
 
+Tuner = Callable[[Sequence[str]], int]
+"""Takes --shapes, --quant and --seconds, as `tune` does, and returns an exit code."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code; ``tune NAME ...`` is the backend's own tuner.
@@ -43,9 +47,13 @@ def main(argv: Sequence[str]) -> int:
     def answer() -> int:
         if args.select and args.recorded is not None:
             return _select_recorded(args)
+        if args.ep > 1 and not (args.select or args.regret):
+            raise MoekitError("--ep goes with --select or --regret")
         if args.ep > 1:
             return _on_ranks(args, argv)
-        return _regret(args, argv) if args.regret else _select(args, argv)
+        if args.regret:
+            return _regret(args, argv)
+        return _select(args, argv) if args.select else _all(args, argv)
 
     return options.answered(answer)
 
@@ -53,11 +61,14 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moekit tune",
-        description="Measures installed experts backends for the choice among them, or what that "
-        "choice loses. `tune BACKEND ...` runs a backend's own tuner. See docs/bench.md.",
+        description="Runs the tuners of installed experts backends, and measures these backends "
+        "for the choice among them. `tune BACKEND ...` runs a backend's own tuner alone. See "
+        "docs/bench.md.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--select", action="store_true", help="measure, and fill the tuned table")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--select", action="store_true", help="no tuners: measure, and fill the table of the choice"
+    )
     what.add_argument("--regret", action="store_true", help="compare the choice with the fastest")
     add_experts_sweep(parser)
     add = parser.add_argument
@@ -68,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
         help="--select: the table; default: by device, in MOEKIT_TUNED or the user's cache",
     )  # fmt: skip
     add("--again", action="store_true", help="--select: measure what the table has, too")
+    add(
+        "--seconds", type=options.seconds, metavar="S",
+        help="begin nothing after so many; the same command continues what is left",
+    )  # fmt: skip
     add("--gpus", type=whole(0), default=0, metavar="N", help="--select: on the first N devices")
     add(
         "--ep", type=whole(1), default=1, metavar="N",
@@ -89,6 +104,44 @@ def _own_tuner(name: str, argv: Sequence[str]) -> int:
     if not hasattr(loaded, "tune"):
         raise MoekitError(f"experts {name!r} have no tuner; see `tune --help`")
     return int(loaded.tune(list(argv)))
+
+
+def _all(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run the backends' own tuners, then fill the table of the choice among them."""
+    if args.recorded is not None or args.json is not None:
+        raise MoekitError("--from and --json go with --select or --regret")
+    begin, argv = time.monotonic(), [*argv, "--select"]
+    # Tiles take half of the time: the choice is measured with them.
+    half = None if args.seconds is None else args.seconds / 2
+    codes = [_tiles(args, name, tune, half) for name, tune in _tuners(args).items()]
+    if args.seconds is not None:
+        args.seconds = max(1e-3, args.seconds - (time.monotonic() - begin))
+        argv += ["--seconds", str(args.seconds)]
+    return max(_select(args, argv), *codes, 0)
+
+
+def _tuners(args: argparse.Namespace) -> dict[str, Tuner]:
+    """Return the tuners of backends that support one of the problems here, by a backend's name."""
+    found = _backends(args)
+    problems = experts_workload(args, found, "").problems.values()
+    tuners: dict[Tuner, str] = {}  # backends may share one
+    for name in (i.name for i in found if not i.left_out):
+        if any(moekit.explain(problem, args.dispatcher, name).chosen for problem in problems):
+            tune = getattr(registry().expert(name).load(), "tune", None)
+            if tune is not None:
+                tuners.setdefault(tune, name)
+    return {name: tune for tune, name in tuners.items()}
+
+
+def _tiles(args: argparse.Namespace, name: str, tune: Tuner, seconds: float | None) -> int:
+    argv = ["--shapes", args.shapes, "--quant", args.quant]
+    argv += [] if seconds is None else ["--seconds", str(seconds)]
+    print(f"python -m moekit tune {name} {' '.join(argv)}", file=sys.stderr, flush=True)
+    return int(tune(argv))
+
+
+def _end(args: argparse.Namespace) -> float | None:
+    return None if args.seconds is None else time.monotonic() + args.seconds
 
 
 def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choice]) -> None:
@@ -142,7 +195,7 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
             times[args.dispatcher, name] = us, None if r is None else r.copied
         table.add(workload.problems[group], cell.tokens, times, now())
 
-    sweep = Sweep(workload, keep)
+    sweep = Sweep(workload, keep, end=_end(args))
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
     if args.gpus:
         complete = on_devices(args.gpus, workload.device.type, sweep.cells, table.file, argv)
@@ -185,6 +238,7 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
         sweep = Sweep(
             experts_workload(args, found, command("tune", *argv)),
             lambda run: files.keep(summarized(run)),
+            end=_end(args),
         )
         run = sweep.measure()
         complete = sweep.complete
@@ -208,14 +262,15 @@ def _recording(file: Path) -> ExpertsRun | LayersRun:
 def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
-    choices, complete, title = list[regret.Choice](), True, "The choice"
+    choices, complete, title, end = list[regret.Choice](), True, "The choice", _end(args)
     for layer in names(args.shapes):
         experts = args.experts
         if experts is None:
             experts = ",".join(s.name for s in registry().experts.values() if s.priority >= 0)
         dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
         workload = layers_workload(
-            args, layer, names(experts), dispatchers, command("tune", *argv)
+            args, layer, names(experts), dispatchers, command("tune", *argv),
+            seconds=None if end is None else end - time.monotonic(),
         )  # fmt: skip
         if args.regret:
             files = Files(_no_report, args.json)

@@ -54,8 +54,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         """Run `python -m moekit tune triton ...`, see `moekit_triton.tune`."""
         from .tune import main
 
-        main(argv)
-        return 0
+        return main(argv)
 
     def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
         """Return the launch plan for ``rows`` rows (BATCHED: a capacity) of ``top_k`` ids."""

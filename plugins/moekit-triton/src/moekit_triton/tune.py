@@ -3,9 +3,10 @@
     python -m moekit tune triton --shapes mixtral,8:2:4096:14336 --quant none,fp8_block
 
 A pool of processes first compiles every candidate into Triton's cache; then each is timed in a CUDA
-graph over several routings, one shape and scheme per GPU at a time. Entries are written when they
-are done, atomically. Numbers of rows that the file already has are skipped, so a stopped run can be
-continued, and --rows adds to what is there.
+graph over several routings, one shape, scheme and number of rows per GPU at a time. Each plan is
+written when it is found, atomically. Numbers of rows that the file already has are skipped, so a
+run that was stopped, or whose --seconds were over, is continued by the same command, and --rows
+adds to what is there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import concurrent.futures
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -21,7 +23,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -71,21 +73,30 @@ def _tiny(problem: MoEProblem) -> MoEProblem:
     return replace(problem, num_experts=2, top_k=2, hidden_size=hidden, intermediate_size=inner)
 
 
-def _compile(job: tuple[MoEProblem, list[Attempt]]) -> None:
+def _compile(job: tuple[MoEProblem, list[Attempt]], end: float) -> int:
+    """Compile, and return how many candidates; none after ``end``, by `time.monotonic`."""
     problem, wanted = job
+    if time.monotonic() > end:
+        return 0
     compile_attempts(make_case(problem, 16, 1), wanted)
+    return len(wanted)
 
 
-def compile_all(sizes: Iterable[tuple[MoEProblem, int]]) -> None:
+def compile_all(sizes: Iterable[tuple[MoEProblem, int]], end: float = math.inf) -> None:
     """Compile all candidates of problems and numbers of rows."""
     wanted: dict[MoEProblem, dict[Attempt, None]] = {}
     for problem, rows in sizes:
         wanted.setdefault(problem, {}).update(dict.fromkeys(attempts(problem, rows)))
-    compile_attempts_of(wanted)
+    compile_attempts_of(wanted, end)
 
 
-def compile_attempts_of(wanted: Mapping[MoEProblem, Iterable[Attempt]]) -> None:
-    """Compile attempts by as many processes as there are cores, up to 48."""
+def compile_attempts_of(
+    wanted: Mapping[MoEProblem, Iterable[Attempt]], end: float = math.inf
+) -> None:
+    """Compile attempts by as many processes as there are cores, up to 48.
+
+    What is not compiled at ``end``, by `time.monotonic`, is left to its first launch.
+    """
     small: dict[MoEProblem, dict[Attempt, None]] = {}
     for problem, found in wanted.items():
         small.setdefault(_tiny(problem), {}).update(dict.fromkeys(found))
@@ -96,9 +107,11 @@ def compile_attempts_of(wanted: Mapping[MoEProblem, Iterable[Attempt]]) -> None:
     ]
     begin, count = time.monotonic(), sum(len(found) for found in small.values())
     with _pool(min(48, os.cpu_count() or 1), torch.cuda.device_count()) as pool:
-        for _ in pool.map(_compile, jobs):
-            pass
-    print(f"compiled {count} candidates in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+        done = sum(pool.map(_compile, jobs, itertools.repeat(end)))
+    print(
+        f"compiled {done} of {count} candidates in {time.monotonic() - begin:.0f} s",
+        file=sys.stderr,
+    )
 
 
 def _pool(workers: int, gpus: int) -> concurrent.futures.ProcessPoolExecutor:
@@ -115,28 +128,49 @@ def _take_device(counter: Any, gpus: int) -> None:
         counter.value += 1
 
 
-Job = tuple[str, str, Sequence[float]]
-"""A shape, a scheme and the rows per expert to measure."""
+class Job(NamedTuple):
+    """A plan to find: of a shape, a scheme and a number of rows per expert."""
+
+    shape: str
+    scheme: str
+    rows: float
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.scheme}, {self.rows:g} rows an expert"
 
 
-def _tune(job: Job) -> tuple[dict[str, Any], float]:
-    """Return the table's entry of a job, and the seconds it took."""
-    name, scheme, sizes = job
-    problem = shape(name).problem(quant=scheme, device="cuda")
-    packed, plans, begin = None, [], time.monotonic()
-    for per_expert in sizes:
-        rows = token_count(problem, per_expert)
-        case = make_case(problem, rows, 8 if rows <= 64 else 3 if rows < 4096 else 2, packed)
-        packed = case.calls[0].weights
-        found = fastest_plan(case, rows)
-        if found is not None:
-            plan, first, second = found
-            us = [round(first.us, 1), round(second.us, 1)]
-            size = {"rows_per_expert": rows_per_expert(problem, rows), "us": us}
-            plans.append(size | plan.to_json())
-        del case
-        torch.cuda.empty_cache()
-    return {**_key(problem), "plans": plans}, time.monotonic() - begin
+class _Weights:
+    """The packed weights of a worker's last job, which most often are those of its next one."""
+
+    _key: tuple[str, str] | None = None
+    _packed: PackedWeights | None = None
+
+    @classmethod
+    def of(cls, job: Job, problem: MoEProblem) -> PackedWeights:
+        if cls._key != job[:2] or cls._packed is None:
+            cls._packed = None
+            torch.cuda.empty_cache()
+            device = torch.device(problem.device.type)
+            cls._packed = pack_weights("triton", random_weights(problem, device), problem)
+            cls._key = job[:2]
+        return cls._packed
+
+
+def _tune(job: Job, end: float) -> dict[str, Any] | None:
+    """Return the table's entry of a job; None after ``end``, by `time.monotonic`."""
+    if time.monotonic() > end:
+        return None
+    problem = shape(job.shape).problem(quant=job.scheme, device="cuda")
+    rows, plans = token_count(problem, job.rows), []
+    routings = 8 if rows <= 64 else 3 if rows < 4096 else 2
+    found = fastest_plan(make_case(problem, rows, routings, _Weights.of(job, problem)), rows)
+    if found is not None:
+        plan, first, second = found
+        us = [round(first.us, 1), round(second.us, 1)]
+        size = {"rows_per_expert": rows_per_expert(problem, rows), "us": us}
+        plans.append(size | plan.to_json())
+    torch.cuda.empty_cache()
+    return {**_key(problem), "plans": plans}
 
 
 # -- the table ----------------------------------------------------------------------------------
@@ -205,6 +239,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(map(str, ROWS_PER_EXPERT)), help="per expert")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--out", type=Path, help="default: the table that moekit reads")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin nothing after so many"
+    )
     args = parser.parse_args(argv)
     args.problems = {
         (name, scheme): shape(name).problem(quant=scheme, device="sm90")
@@ -218,39 +255,50 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _jobs(
     table: Mapping[str, Any], problems: Mapping[tuple[str, str], MoEProblem], sizes: list[float]
 ) -> list[Job]:
-    """Return what is missing, one job for shapes that share an entry."""
-    first: dict[str, Job] = {}
-    for job, problem in problems.items():
-        first.setdefault(str(_key(problem)), (*job, missing(table, problem, sizes)))
-    return [job for job in first.values() if job[2]]
+    """Return what is missing, once for shapes that share an entry."""
+    first: dict[str, list[Job]] = {}
+    for (name, scheme), problem in problems.items():
+        found = [Job(name, scheme, rows) for rows in missing(table, problem, sizes)]
+        first.setdefault(str(_key(problem)), found)
+    return [job for found in first.values() for job in found]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit code: 1 if something is left to do."""
+    begin = time.monotonic()
     args = _arguments(argv)
-    name = device_file(torch.cuda.get_device_name())
-    out = args.out or FILES.user_folder() / name
+    end = begin + args.seconds
+    out = args.out or FILES.user_folder() / device_file(torch.cuda.get_device_name())
     table = json.loads(out.read_text()) if out.exists() else {"entries": []}
     jobs = _jobs(table, args.problems, [float(rows) for rows in args.rows.split(",")])
     if not jobs:
         print(f"{out} already has all of them", file=sys.stderr)
-        return
-    problems = [(shape(n).problem(quant=scheme, device="cuda"), sizes) for n, scheme, sizes in jobs]
-    compile_all((p, token_count(p, size)) for p, sizes in problems for size in sizes)
-    begin = time.monotonic()
+        return 0
+    problems = [(shape(j.shape).problem(quant=j.scheme, device="cuda"), j.rows) for j in jobs]
+    # Timing needs the other half of the time.
+    compile_all(((p, token_count(p, rows)) for p, rows in problems), begin + args.seconds / 2)
+    began, left = time.monotonic(), 0
     with _pool(min(args.gpus, len(jobs)), args.gpus) as pool:
-        running = {pool.submit(_tune, job): job for job in jobs}
+        running = {pool.submit(_tune, job, end): job for job in jobs}
         for done, future in enumerate(concurrent.futures.as_completed(running), 1):
-            entry, seconds = future.result()
+            entry = future.result()
+            if entry is None:
+                left += 1
+                continue
             merge(table, entry)
             _write(table, out)
-            name, scheme, _ = running[future]
-            left = (time.monotonic() - begin) / done * (len(jobs) - done)
+            seconds = (time.monotonic() - began) / done * (len(jobs) - done)
             print(
-                f"[{done}/{len(jobs)}] {name} {scheme}: {seconds:.0f} s, about {left:.0f} s left",
+                f"[{done}/{len(jobs)}] {running[future]}: about {seconds:.0f} s left",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
+    if left:
+        print(
+            f"{left} of {len(jobs)} plans are left after {args.seconds:.0f} s: run it again",
+            file=sys.stderr,
+        )
+    return int(left > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
