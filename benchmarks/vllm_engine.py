@@ -56,12 +56,12 @@ def main() -> None:
     args = _arguments()
     if args.turn is not None:
         turn(args)
-        print("DONE", flush=True)
+        print("\nDONE", flush=True)
         return
     fastest: dict[str, dict[str, float]] = {"off": {}, "require": {}}
     order = ("off", "require", "require", "off")
     for mode in [order[n % 4] for n in range(2 * args.turns)]:
-        for name, seconds in _run(mode).items():
+        for name, seconds in _run(mode, args.log or os.devnull).items():
             kept = fastest[mode]
             kept[name] = min(seconds, kept.get(name, seconds))
     print(f"{args.model}, {args.quant}, {args.layers or 'all'} layers, {_versions()}\n")
@@ -82,6 +82,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=2, help="engines of each kind")
     parser.add_argument("--eager", action="store_true", help="no torch.compile and CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the memory to use")
+    parser.add_argument("--log", help="a file for what the engines say")
     parser.add_argument("--turn", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -96,7 +97,7 @@ def _versions() -> str:
     return ", ".join(found)
 
 
-def _run(mode: str) -> dict[str, float]:
+def _run(mode: str, log: str) -> dict[str, float]:
     """Return the times of one turn: name -> seconds. Print them as the engine says them."""
     environment = {**os.environ, "MOEKIT_VLLM": mode, "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -104,12 +105,16 @@ def _run(mode: str) -> dict[str, float]:
     said: list[str] = []
     times: dict[str, float] = {}
     print(f"MOEKIT_VLLM={mode}", flush=True)
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as engine:
+    with (
+        Path(log).open("a") as file,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as engine,
+    ):
         assert engine.stdout is not None
         for line in engine.stdout:
             said.append(line)
+            print(line, end="", file=file, flush=True)
             if line.startswith("TIME "):
                 seconds, name = line.removeprefix("TIME ").strip().split(" ", 1)
                 times[name] = float(seconds)
@@ -164,10 +169,10 @@ def turn(args: argparse.Namespace) -> None:
             seconds(size, 16, 4)
             short = min(seconds(size, 16, 1) for _ in range(3))
             long = min(seconds(size, 16, args.steps + 1) for _ in range(3))
-            print(f"TIME {(long - short) / args.steps} decode, batch {size}", flush=True)
+            print(f"\nTIME {(long - short) / args.steps} decode, batch {size}", flush=True)
         seconds(1, args.prefill, 1)
         fastest = min(seconds(1, args.prefill, 1) for _ in range(3))
-        print(f"TIME {fastest} prefill of {args.prefill}", flush=True)
+        print(f"\nTIME {fastest} prefill of {args.prefill}", flush=True)
 
 
 if __name__ == "__main__":
