@@ -167,7 +167,8 @@ class ExpertsNumbers(ExpertsBase):
             right = torch.isfinite(case.x).all(dim=1)
             routing = Routing(case.routing.topk_weights[right], case.routing.topk_ids[right])
             rest = replace(case, x=case.x[right], routing=routing)
-            assert_close(out[right], rest.reference(), problem, "the other tokens' output")
+            what = "the other tokens' output"
+            assert_close(out[right], rest.reference(), problem, what, case=rest)
 
     def test_top_1(self) -> None:
         self._check(self._problem(top_k=1), kind="rows")
@@ -194,7 +195,8 @@ class ExpertsNumbers(ExpertsBase):
             case = make_case(mine, self._T, kind)
             assert len(mine.local_experts) == case.weights.num_experts
             total += check_call(self._compose(mine, self._native), case).float()
-        assert_close(total.to(problem.dtype), whole.reference(), problem, "sum over ranks")
+        out = total.to(problem.dtype)
+        assert_close(out, whole.reference(), problem, "sum over ranks", case=whole)
 
     def test_tensor_parallel_slices(self) -> None:
         """Partial sums over shares of the intermediate size; biases if the backend has them."""
@@ -209,9 +211,9 @@ class ExpertsNumbers(ExpertsBase):
             partial.append(check_call(self._compose(mine, self._native), case).float())
             want.append(case.reference())
         total = (partial[0] + partial[1]).to(problem.dtype)
-        assert_close(total, want[0] + want[1], problem, "sum over ranks")
+        case = make_case(layer, self._T, weights=cases.quantized(full, layer))
+        assert_close(total, want[0] + want[1], problem, "sum over ranks", case=case)
         if problem.quant.weight is None:
-            case = make_case(layer, self._T, weights=cases.quantized(full, layer))
             assert_close(total, case.reference(), problem, "sum over ranks")
 
     @over("scheme", [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1])
@@ -230,7 +232,7 @@ class ExpertsNumbers(ExpertsBase):
             case = make_case(mine, self._T, weights=cases.tp_shard(full, mine))
             total = total + check_call(self._compose(mine, self._native), case).float().cpu()
         case = make_case(layer, self._T, weights=cases.quantized(full, layer))
-        assert_close(total.to(case.x), case.reference(), layer, "sum over ranks")
+        assert_close(total.to(case.x), case.reference(), layer, "sum over ranks", case=case)
 
     @over("scheme", SCHEMES)
     def test_padded_sizes(self, scheme: str) -> None:
@@ -261,7 +263,7 @@ class ExpertsNumbers(ExpertsBase):
             problem, random_weights(problem), logical.x, to_physical(logical.routing, replicas)
         )
         out = check_call(self._compose(problem, self._native), case)
-        assert_close(out, logical.reference(), problem, "result with replicas")
+        assert_close(out, logical.reference(), problem, "result with replicas", case=logical)
 
     # -- forms of weights and input -------------------------------------------------------------
 

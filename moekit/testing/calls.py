@@ -202,7 +202,7 @@ def check_graph(
         routing.topk_weights.copy_(case.routing.topk_weights)
         poison(out)
         graph.replay()
-        assert_close(out, ref, case.problem, f"replay {index}")
+        assert_close(out, ref, case.problem, f"replay {index}", case=case)
 
 
 def check_call(kernel: ModularKernel, case: Case, packed: PackedWeights | None = None) -> Tensor:

@@ -11,7 +11,7 @@ difference.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ _WORST_ELEMENT = 10.0
 # A row's error is measured against its own RMS, but at least against this part of the whole RMS,
 # so that cancellation in one small row does not count as an error.
 _ROW_FLOOR = 0.25
+
+# The errors that a row and a mean may have, in units of the largest in 32 draws of rounding errors.
+# That is about five standard deviations if a single neuron decides the row, and more if several do.
+_ROUNDINGS = 2.5
 
 # The two means. Independent rounding errors of relative size r leave a mean of r / sqrt(N) over N
 # elements; the participation ratio counts elements that differ in size. Errors within a token
@@ -61,6 +65,7 @@ class Tolerance:
         rms, row, element: bounds on the error of all elements, of the worst row and element.
         rounding: the relative size of one rounding error, for the bounds on means.
         shared: the rounding error that activations at a clamp's limit have in common.
+        scale, offset: bounds on these means where `of_mean` is smaller.
     """
 
     rms: float
@@ -68,6 +73,8 @@ class Tolerance:
     element: float
     rounding: float
     shared: float = 0.0
+    scale: float = 0.0
+    offset: float = 0.0
 
     def of_mean(self, mean: Mean) -> float:
         """Return the bound on ``mean.value``."""
@@ -114,10 +121,24 @@ class Errors:
             "RMS": (self.rms, bound.rms),
             "worst row": (self.row, bound.row),
             "worst element": (self.element, bound.element),
-            "scale": (self.scale.value, bound.of_mean(self.scale)),
-            "mean": (self.offset.value, bound.of_mean(self.offset)),
+            "scale": (self.scale.value, max(bound.of_mean(self.scale), bound.scale)),
+            "mean": (self.offset.value, max(bound.of_mean(self.offset), bound.offset)),
         }
         return {name: pair for name, pair in pairs.items() if not abs(pair[0]) <= pair[1]}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The largest errors of an output in random draws of rounding errors.
+
+    Attributes:
+        row_T: RMS errors of tokens, fp32.
+        scale, offset: as in `Errors`, without signs.
+    """
+
+    row_T: Tensor
+    scale: float
+    offset: float
 
 
 def rms(x: Tensor) -> float:
@@ -160,12 +181,16 @@ def errors(out: Tensor, ref: Tensor, independent: float = float("inf")) -> Error
 
 
 def _mean(part_T: Tensor, size_T: Tensor, independent: float) -> Mean:
-    """Return ``sum(part) / sum(size)`` with its standard error, or none of few tokens."""
+    """Return ``sum(part) / sum(size)`` with its standard error, or none of few tokens.
+
+    The standard error is the jackknife's, from the means without each token: if one token has most
+    of the size, the mean fits it.
+    """
     if len(part_T) < _LEAST_TOKENS:
         return Mean(0.0, 0.0, independent)
     value, total = part_T.sum() / size_T.sum(), size_T.sum()
-    residual = part_T - value * size_T
-    return Mean(float(value), float(residual.square().sum().sqrt() / total), independent)
+    without_T = (part_T - value * size_T) / (total - size_T)
+    return Mean(float(value), float(without_T.square().sum().sqrt()), independent)
 
 
 def _independent(problem: MoEProblem) -> float:
@@ -181,13 +206,20 @@ def _independent(problem: MoEProblem) -> float:
 
 
 def complain(
-    out: Tensor, ref: Tensor, problem: MoEProblem, *, rounds_activations: bool = True
+    out: Tensor,
+    ref: Tensor,
+    problem: MoEProblem,
+    *,
+    rounds_activations: bool = True,
+    rounding: Rounding | None = None,
 ) -> str:
     """Describe what is wrong with ``out`` (T, H), or return an empty string.
 
     Args:
         ref: the oracle's (T, H) fp32; a row of zeros is a token without an expert.
         rounds_activations: as in `tolerance`.
+        rounding: from `rounding_errors`. The errors of a token that is more sensitive than the
+            bounds assume count less.
     """
     if out.shape != ref.shape:
         return f"has shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
@@ -206,9 +238,14 @@ def complain(
     if bool(leaked.any()):
         rows = leaked.nonzero().flatten().tolist()
         return f"tokens without an expert must get exact zeros; rows {rows[:8]} do not"
-    found = errors(out, ref, _independent(problem))
-    used = int((~idle).sum())
-    beyond = found.beyond(tolerance(problem, used, rounds_activations=rounds_activations))
+    bound = tolerance(problem, int((~idle).sum()), rounds_activations=rounds_activations)
+    judged = out
+    if rounding is not None:
+        allowed_T1 = _ROUNDINGS * rounding.row_T.to(out.device)[:, None] / _row_scale(ref)
+        judged = ref + (out - ref) / (allowed_T1 / bound.row).clamp(min=1.0)
+        scale, offset = _ROUNDINGS * rounding.scale, _ROUNDINGS * rounding.offset
+        bound = replace(bound, scale=scale, offset=offset)
+    beyond = errors(judged, ref, _independent(problem)).beyond(bound)
     if not beyond:
         return ""
     text = ", ".join(f"{n} {e:.3g} (bound {limit:.3g})" for n, (e, limit) in beyond.items())
@@ -220,9 +257,13 @@ def complain(
 def _normalized(out: Tensor, ref: Tensor) -> Tensor:
     """Return the differences (T, H) in units of their row's RMS."""
     ref = ref.float()
+    return (out.float() - ref) / _row_scale(ref)
+
+
+def _row_scale(ref: Tensor) -> Tensor:
+    """Return what a row's error is measured against, (T, 1)."""
     floor = max(_ROW_FLOOR * rms(ref), torch.finfo(torch.float32).tiny)
-    scale = ref.square().mean(dim=1, keepdim=True).sqrt().clamp(min=floor)
-    return (out.float() - ref) / scale
+    return ref.square().mean(dim=1, keepdim=True).sqrt().clamp(min=floor)
 
 
 def _where(badness: Tensor, out: Tensor, ref: Tensor, count: int = 5) -> str:

@@ -21,7 +21,8 @@ from moekit.problem import MoEProblem
 from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.weights import ExpertWeights
 from moekit.testing.cases import SEED_VARIABLE, Case, make_case, seed
-from moekit.testing.compare import complain, tolerance
+from moekit.testing.compare import Rounding, complain, tolerance
+from moekit.testing.rounding import rounding_errors
 
 # `_dropped` looks at every assignment if (T, K, H) has no more elements than this.
 _MOST_ELEMENTS = 1 << 26
@@ -49,12 +50,15 @@ def assert_close(
 
     Args:
         what: the name of the output in the message.
-        case: the call whose reference is ``ref``; needed to name the mistake.
+        case: the call whose reference is ``ref``. It names the mistake, and tells which tokens are
+            sensitive to the rounding of activations.
         earlier: outputs of earlier calls, of any shape; a repeated one is recognized.
         rounds_activations: False if ``ref`` has the activations as the backend rounded them to the
             problem's scheme. The bounds are then those of the dtype.
     """
     complaint = complain(out, ref, problem, rounds_activations=rounds_activations)
+    if complaint and case is not None and rounds_activations:
+        complaint = complain(out, ref, problem, rounding=_rounding(case))
     if complaint:
         found = ""
         if case is not None:
@@ -66,6 +70,10 @@ def assert_close(
             f"{what}: {found}{': ' if found else ''}{complaint}"
             f"\n  problem: {problem!r}\n  repeat with {SEED_VARIABLE}={seed()}"
         )
+
+
+def _rounding(case: Case) -> Rounding | None:
+    return None if case.problem.quant.activation is None else rounding_errors(case)
 
 
 def check_negative_controls(problem: MoEProblem) -> None:
@@ -81,8 +89,9 @@ def _check_negative_controls(p: MoEProblem, seed: int) -> None:
     case = make_case(p, _CONTROL_TOKENS, "masked")
     right = case.reference()
     assert_close(right.to(p.dtype), right, p, "the rounded oracle")
+    rounding = _rounding(case)
     for what, out in wrong_results(case).items():
-        assert complain(out.to(p.dtype), right, p), (
+        assert complain(out.to(p.dtype), right, p, rounding=rounding), (
             f"the kit's tolerance for {p!r} lets this pass: {what}"
         )
     for value in (float("nan"), float("inf")):

@@ -160,7 +160,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         for turn in (0, 1, 0)[: 3 * len(kernels) - 3]:
             case = make_case(problems[turn], 5, key=turn, weights=weights)
             out = kernels[turn](case.x, pack(kernels[turn], weights), case.routing)
-            assert_close(out, case.reference(), problems[turn], gated[turn])
+            assert_close(out, case.reference(), problems[turn], gated[turn], case=case)
 
     def test_two_calls_in_flight(self) -> None:
         problem = self._problem()
@@ -169,7 +169,8 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         calls = [make_case(problem, T, key=index) for index, T in enumerate((self._T, 4))]
         pending = [kernel.start(c.x, packed, c.routing) for c in calls]
         for index, (case, arriving) in enumerate(zip(calls, pending, strict=True)):
-            assert_close(arriving.result(), case.reference(), problem, f"call {index}")
+            out = arriving.result()
+            assert_close(out, case.reference(), problem, f"call {index}", case=case)
 
     def test_fresh_output(self) -> None:
         """Without `out`: a new contiguous tensor each time, and earlier outputs do not change."""
@@ -194,7 +195,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         T, H = case.x.shape
         wide = poison(torch.empty(T + 2, H + 16, dtype=case.x.dtype, device=case.x.device))
         out = call(kernel, packed, case, out=wide[1:-1, 8:-8])
-        assert_close(out, case.reference(), problem)
+        assert_close(out, case.reference(), problem, case=case)
         wide[1:-1, 8:-8] = float("nan")
         assert bool(torch.isnan(wide).all()), "wrote outside the given output"
 

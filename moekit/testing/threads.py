@@ -119,4 +119,4 @@ class ExpertsThreads(ExpertsBase):
                 for index, out in enumerate(outs[me]):
                     case = cases[index % len(cases)]
                     what = f"thread {me} of two, call {index} with T={len(case.x)}"
-                    assert_close(out, case.reference(), problem, what)
+                    assert_close(out, case.reference(), problem, what, case=case)

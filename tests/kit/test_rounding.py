@@ -1,0 +1,86 @@
+"""Tokens whose output depends on a neuron or two may have larger errors, and other tokens not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moekit import MoEProblem, Routing
+from moekit.problem import quant
+from moekit.problem.activation import apply_activation
+from moekit.testing import assert_close, cases
+from moekit.testing.compare import complain
+from moekit.testing.rounding import rounding_errors
+
+PROBLEM = MoEProblem(
+    num_experts=4, top_k=1, hidden_size=96, intermediate_size=16, quant="nvfp4", device="cpu"
+)
+TOKENS = 300
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv(cases.SEED_VARIABLE, "3")
+
+
+def single(case, token):
+    """Return the call of one token."""
+    routing, one = case.routing, slice(token, token + 1)
+    routing = Routing(routing.topk_weights[one], routing.topk_ids[one])
+    return replace(case, x=case.x[one], routing=routing)
+
+
+def quantizing(case):
+    """Return what right experts return that round one token before both GEMMs."""
+    operand, expert = PROBLEM.quant.activation, int(case.routing.topk_ids)
+    w = case.weights.dequantize(PROBLEM.quant)
+
+    def rounded(x):
+        return quant.dequantize(*quant.quantize(x, operand), operand)
+
+    inner = apply_activation(rounded(case.x.float()) @ w.w13[expert].T, PROBLEM.activation)
+    out = case.routing.topk_weights * (rounded(inner) @ w.w2[expert].T)
+    return out.to(PROBLEM.dtype)
+
+
+def test_sensitive_tokens_are_right():
+    case = cases.make_case(PROBLEM, TOKENS)
+    sensitive = 0
+    for token in range(TOKENS):
+        one = single(case, token)
+        out, want = quantizing(one), one.reference()
+        sensitive += bool(complain(out, want, PROBLEM))
+        assert_close(out, want, PROBLEM, f"token {token}", case=one)
+    assert sensitive, "no token needs more than the usual bound, so this test shows nothing"
+
+
+def test_other_tokens_keep_their_bound():
+    """The error of a sensitive token, as a part of its output, is wrong in the usual one."""
+    case = cases.make_case(PROBLEM, TOKENS)
+    errors_T = rounding_errors(case).row_T / case.reference().square().mean(dim=1).sqrt()
+    usual = single(case, int(errors_T.argsort()[TOKENS // 2]))
+    assert_close(quantizing(usual), usual.reference(), PROBLEM, case=usual)
+    with pytest.raises(AssertionError, match="relative error"):
+        wrong = usual.reference() * (1 + 2.5 * float(errors_T.max()))
+        assert_close(wrong.to(PROBLEM.dtype), usual.reference(), PROBLEM, case=usual)
+
+
+@pytest.mark.parametrize("scheme", [n for n, s in quant.SCHEMES.items() if s.activation])
+@pytest.mark.parametrize("on_input", [False, True])
+def test_every_scheme_has_the_expected_size(scheme, on_input):
+    """A draw's errors are as large as those of rounded tokens: 2.6e-2 in fp8, 9.5e-2 in fp4."""
+    problem = PROBLEM.replace(
+        intermediate_size=128,
+        hidden_size=128,
+        quant=scheme,
+        apply_router_weight_on_input=on_input,
+    )
+    case = cases.make_case(problem, 64, "rows")
+    found = rounding_errors(case).row_T
+    idle = (case.routing.topk_ids < 0).all(dim=1)
+    assert not found[idle].any() and found[~idle].all()
+    relative = found[~idle] / case.reference()[~idle].square().mean(dim=1).sqrt()
+    one = {"float8_e4m3fn": 2.6e-2, "int8": 8e-3, "float4_e2m1": 9.5e-2}
+    size = one[problem.quant.activation.dtype]
+    assert size < float(relative.median()) < 6 * size
