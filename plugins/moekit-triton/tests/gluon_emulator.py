@@ -54,7 +54,7 @@ class Value:
     def to(self, dtype: Any) -> Value:
         wanted = _dtype(dtype)
         if wanted == torch.float8_e4m3fn:  # saturates
-            return Value(self.data.clamp(-448, 448).to(wanted))
+            return Value(self.data.float().clamp(-448, 448).to(wanted))
         return Value(self.data.to(wanted))
 
     def reshape(self, shape: list[int]) -> Value:
@@ -127,6 +127,9 @@ class Shared:
 
     def permute(self, order: Any) -> Shared:
         return Shared(self.data.permute(*order), self.layout)
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.data.view(shape), self.layout)
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
         assert _dtype(dtype) == self.data.dtype and self.data.is_contiguous()
@@ -363,7 +366,9 @@ class _Language:
         return before
 
     @staticmethod
-    def inline_asm_elementwise(asm: str, constraints: str, args: list[Value], **_: Any) -> Value:
+    def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
+        if asm == "ld.global.f32 $0, [$1];":
+            return _load(args[0])
         return Value(_ASM[asm](*(x.data for x in args)))
 
     def warp_specialize(self, partitions: Any, worker_warps: list[int], registers: Any) -> None:

@@ -15,9 +15,14 @@ import torch.nn.functional as F
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
 from moekit_triton.candidates import sorted_candidates
-from moekit_triton.kernels.sorted_gemm import sorted_gemm
+from moekit_triton.kernels.sorted_gemm import Scales, sorted_gemm
 from moekit_triton.kernels.tiles import GemmConfig
-from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries, tokens_of
+from moekit_triton.kernels.token_tiles import (
+    TokenSizes,
+    list_token_tiles,
+    tile_list_entries,
+    token_sizes,
+)
 from moekit_triton.plans import Copied, plan_from_json
 from triton_checks import check_block, compiled, real_rows, relative, use_plan
 
@@ -38,9 +43,10 @@ def gemm(request, monkeypatch) -> None:
     if GPU:
         request.getfixturevalue("specialized")
         return
-    tokens = pytest.importorskip("moekit_triton.kernels.specialized_tokens")
-    run = partial(gluon_emulator.launch, tokens._launch_gemm._kernel)
-    monkeypatch.setattr(tokens, "_launch_gemm", run)
+    for name in ("specialized_tokens", "specialized_tokens_fp8", "specialized_fp8"):
+        module = pytest.importorskip(f"moekit_triton.kernels.{name}")
+        run = partial(gluon_emulator.launch, module._launch_gemm._kernel)
+        monkeypatch.setattr(module, "_launch_gemm", run)
 
 
 def problem(device: str) -> MoEProblem:
@@ -49,9 +55,9 @@ def problem(device: str) -> MoEProblem:
     )
 
 
-def tile(weights: int, gated: bool, group_m: int = 3) -> GemmConfig:
+def tile(weights: int, gated: bool, block_k: int = 64) -> GemmConfig:
     block_n = weights // (2 if gated else 1)
-    return GemmConfig(128, block_n, 64, group_m=group_m, specialized=True, swapped=True)
+    return GemmConfig(128, block_n, block_k, group_m=3, specialized=True, swapped=True)
 
 
 def sort(counts: list[int], device: torch.device) -> tuple[SortedAssignments, torch.Tensor]:
@@ -70,16 +76,16 @@ def sort(counts: list[int], device: torch.device) -> tuple[SortedAssignments, to
 
 
 @pytest.mark.parametrize("name", list(COUNTS))
-@pytest.mark.parametrize("tokens", [128, 256])
-def test_list(name, tokens, device):
-    counts = COUNTS[name]
+@pytest.mark.parametrize("sizes", [(128, 16), (128, 32), (256, 32)])
+def test_list(name, sizes, device):
+    (tokens, rest), counts = sizes, COUNTS[name]
     aligned, tiles = sort(counts, device)
-    list_token_tiles(aligned, tiles, tokens)
+    list_token_tiles(aligned, tiles, TokenSizes(tokens, rest))
     want, start = [], 0
     for expert, count in enumerate(counts):
         first, left = start, count
         while left > 0:
-            rows = left if left <= tokens + 32 else tokens
+            rows = left if left <= tokens + rest else tokens
             want.append([first, expert * 32 + -(-rows // 16)])
             first, left = first + rows, left - rows
         start += -(-count // 128) * 128
@@ -118,7 +124,7 @@ def check_gemm(
     """Compare a GEMM with fp32 products; padding rows are NaN, and unused blocks stay so."""
     aligned, tiles = sort(counts, device)
     config, count = tile(weights, gated), aligned.rows_A.numel()
-    list_token_tiles(aligned, tiles, tokens_of(config, gated))
+    list_token_tiles(aligned, tiles, token_sizes(config, gated))
     real = real_rows(aligned)
     a = torch.full((aligned.capacity, k), torch.nan, dtype=dtype, device=device)
     a[real] = torch.randn(int(real.sum()), k, device=device).to(dtype)
@@ -131,12 +137,26 @@ def check_gemm(
         activation=Activation("silu") if gated else None,
     )  # fmt: skip
     assert not aligned.counters.any(), "a next call would miss tiles"
+    compare(out, a.float(), w.float(), aligned, counts, gated, share, LIMIT[dtype])
+
+
+def compare(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    aligned: SortedAssignments,
+    counts: list[int],
+    gated: bool,
+    share: torch.Tensor | None,
+    limit: float,
+) -> None:
+    """Compare every expert's rows with the products of fp32 operands."""
     assert out[int(aligned.num_rows) :].isnan().all(), "written beyond the last block"
-    expert_of = aligned.experts_B.repeat_interleave(128)
+    expert_of, real = aligned.experts_B.repeat_interleave(128), real_rows(aligned)
     for expert, some in enumerate(counts):
         mine = real & (expert_of == expert)
         assert int(mine.sum()) == some
-        want = a[mine].float() @ w[expert].float().T
+        want = a[mine] @ w[expert].T
         if gated:
             gate, up = want.chunk(2, dim=1)
             want = F.silu(gate) * up
@@ -144,15 +164,72 @@ def check_gemm(
             want *= share[aligned.assignments_S[mine].long()].clamp(max=1.0)[:, None]
         if some:
             error = relative(out[mine], want)
-            assert error < LIMIT[dtype], f"expert {expert}, {some} rows: relative error {error}"
+            assert error < limit, f"expert {expert}, {some} rows: relative error {error}"
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "n", "gated", "early"),
+    [
+        ("edges", 320, 200, False, False),
+        ("rests", 128, 264, False, True),
+        ("edges", 320, 384, True, False),
+        ("rests", 128, 256, True, False),
+        ("nothing", 128, 128, True, False),
+    ],
+)
+def test_fp8_gemm(gemm, name, k, n, gated, early, device):
+    """fp8 blocks, against fp32 products and against tiles of 128 rows."""
+    counts = COUNTS[name]
+    aligned, tiles = sort(counts, device)
+    config, count = tile(256, gated, 128), aligned.rows_A.numel()
+    list_token_tiles(aligned, tiles, token_sizes(config, gated))
+    real, capacity = real_rows(aligned), aligned.capacity
+    experts, groups, rows = len(counts), -(-k // 128), n * (2 if gated else 1)
+
+    def fp8(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device=device) * 100).to(torch.float8_e4m3fn)
+
+    a = torch.where(real[:, None], fp8(capacity, k).float(), torch.nan).to(torch.float8_e4m3fn)
+    a_scale = torch.rand(groups, capacity, device=device).where(real, torch.nan) * 0.02
+    w, w_scale = fp8(experts, rows, k), torch.rand(experts, -(-rows // 128), groups, device=device)
+    w_scale *= 0.02 * k**-0.5
+    share = torch.rand(count, device=device) * 2 if early else None
+    whole = replace(config, swapped=False, halves=True)
+    outs = []
+    for each in (config, whole):
+        out = torch.full((capacity, n), torch.nan, device=device)
+        out = out.to(torch.float8_e4m3fn if gated else torch.bfloat16)
+        out_scale = torch.full((-(-n // 128), capacity), torch.nan, device=device)
+        scales = Scales(w_scale, a_scale, out_scale if gated else None)
+        sorted_gemm(
+            a, w, out, aligned, each, count, 5, token_tiles=tiles, weights_RK=share,
+            activation=Activation("silu") if gated else None, scales=scales,
+        )  # fmt: skip
+        assert not aligned.counters.any(), "a next call would miss tiles"
+        out = out.float()
+        outs.append(out * widened(out_scale.T, 1, n) if gated else out)
+    of_w = widened(widened(w_scale, 1, rows), 2, k)
+    compare(outs[0], a.float() * widened(a_scale.T, 1, k), w.float() * of_w, aligned, counts,
+            gated, share, 4e-2 if gated else 6e-3)  # fmt: skip
+    if sum(counts):
+        assert relative(outs[0][real], outs[1][real]) < 1e-3
+
+
+def widened(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return each scale for its 128 values."""
+    return scales.repeat_interleave(128, dim).narrow(dim, 0, size)
 
 
 @pytest.mark.parametrize("weights", [(128, 128), (256, 256), (256, 128)])
-def test_experts(specialized, monkeypatch, weights):
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_experts(specialized, monkeypatch, weights, scheme):
     """The whole block, with the buffers of the workspace, which overlap."""
-    p = problem("cuda")
-    use_plan(monkeypatch, Copied(tile(weights[0], True), tile(weights[1], False)))
-    check_block(p, 1100)
+    if scheme == "fp8_block" and weights != (256, 256):
+        pytest.skip("fp8 blocks have one size of tile")
+    block_k = 64 if scheme == "none" else 128
+    first, second = tile(weights[0], True, block_k), tile(weights[1], False, block_k)
+    use_plan(monkeypatch, Copied(first, second))
+    check_block(problem("cuda").replace(quant=scheme), 1100)
 
 
 def test_plan_of_a_table():
@@ -168,5 +245,7 @@ def test_candidates(monkeypatch):
     p = problem("sm90")
     for wide in (1, 2):
         found = [t for t in sorted_candidates(p, wide) if t.specialized and t.swapped]
-        assert {tokens_of(t, wide == 2) for t in found} == {128, 256}
-        assert tokens_of(replace(found[0], swapped=False)) is None
+        assert {token_sizes(t, wide == 2) for t in found} == {(128, 32), (256, 32)}
+        assert token_sizes(replace(found[0], swapped=False)) is None
+        found = sorted_candidates(p.replace(quant="fp8_block"), wide)
+        assert {token_sizes(t, wide == 2) for t in found} == {None, (128, 16)}

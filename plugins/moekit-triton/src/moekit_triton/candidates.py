@@ -174,13 +174,12 @@ def sorted_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
 
 
 def token_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
-    """Return specialized swap-AB tiles, see `kernels.token_tiles`: 256 or 128 weight rows."""
-    if problem.quant.weight is not None:
-        return []
-    tile = GemmConfig(128, 128, 64, 8, 8, 4, tma=True, specialized=True, swapped=True)
+    """Return specialized swap-AB tiles, see `kernels.token_tiles`: 128 or 256 weight rows."""
+    scaled = problem.quant.weight is not None
+    block_k = SCALE_GROUP if scaled else 64
     return [
-        replace(tile, block_n=rows // wide, group_m=group)
-        for rows, group in itertools.product((128, 256), (1, 4, 8))
+        GemmConfig(128, rows // wide, block_k, group, 8, 4, True, specialized=True, swapped=True)
+        for rows, group in itertools.product((256,) if scaled else (128, 256), (1, 4, 8))
     ]
 
 

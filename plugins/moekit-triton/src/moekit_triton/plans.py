@@ -48,7 +48,7 @@ from .kernels.gemm import Epilogue, Rows, grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
 from .kernels.sorted_gemm import Scales, sorted_gemm
 from .kernels.tiles import GemmConfig, GemvConfig, gemm_config
-from .kernels.token_tiles import list_token_tiles, tile_list_entries, tokens_of
+from .kernels.token_tiles import TokenSizes, list_token_tiles, tile_list_entries, token_sizes
 
 
 class _Plan:
@@ -350,21 +350,23 @@ class Sorted(_Plan):
     def _sort(self, call: Call) -> tuple[SortedAssignments, tuple[Tensor | None, Tensor | None]]:
         """Sort the assignments, and list the token tiles of swapped GEMMs."""
         experts = call.layer.problem.num_local_experts
-        tokens = tokens_of(self.first, call.layer.problem.activation.gated), tokens_of(self.second)
-        if tokens == (None, None):
+        gated = call.layer.problem.activation.gated
+        sizes = token_sizes(self.first, gated), token_sizes(self.second)
+        if sizes == (None, None):
             counters = self.specialized
-            return sort_assignments(call, self.block_m, rows_A=True, counters=counters), tokens
+            aligned = sort_assignments(call, self.block_m, rows_A=True, counters=counters)
+            return aligned, (None, None)
         entries = _list_entries(call.ids_RK.numel(), experts)
         ends_L, *lists = torch.split(call.buffers.scratch[: sum(entries)], entries)
         aligned = sort_assignments(
             call, self.block_m, rows_A=True, counters=True, ends_L=ends_L, reserved=sum(entries)
         )
-        made: dict[int | None, Tensor | None] = {None: None}
-        for size, tiles in zip(tokens, lists, strict=True):
+        made: dict[TokenSizes | None, Tensor | None] = {None: None}
+        for size, tiles in zip(sizes, lists, strict=True):
             if size is not None and size not in made:
                 list_token_tiles(aligned, tiles, size)
                 made[size] = tiles
-        return aligned, (made[tokens[0]], made[tokens[1]])
+        return aligned, (made[sizes[0]], made[sizes[1]])
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input from x: GEMM 1 with the activation."""

@@ -93,13 +93,10 @@ def sorted_gemm(
         assert activation is None or activation.limit is None
         options = aligned, config, num_assignments, num_sms
         if config.swapped:
-            from .specialized_tokens import specialized_tokens_gemm
-
-            assert scales is None and x_RK is None and token_tiles is not None
-            specialized_tokens_gemm(
-                a_SK, w_LNK, out, aligned, token_tiles, config, num_assignments, num_sms,
-                gated=gated, weights_RK=weights_RK,
-            )  # fmt: skip
+            assert x_RK is None and token_tiles is not None
+            _token_tiles_gemm(
+                a_SK, w_LNK, out, scales, aligned, token_tiles, *options[1:], gated, weights_RK
+            )
         elif scales is None:
             from .specialized import specialized_gemm
 
@@ -142,6 +139,33 @@ def sorted_gemm(
         PERSISTENT=config.persistent, HALVES=config.halves,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def _token_tiles_gemm(
+    a_SK: torch.Tensor,
+    w_LNK: torch.Tensor,
+    out_SN: torch.Tensor,
+    scales: Scales | None,
+    aligned: SortedAssignments,
+    tiles: torch.Tensor,
+    config: GemmConfig,
+    num_assignments: int,
+    num_sms: int,
+    gated: bool,
+    weights_RK: torch.Tensor | None,
+) -> None:
+    options = aligned, tiles, config, num_assignments, num_sms
+    if scales is None:
+        from .specialized_tokens import specialized_tokens_gemm
+
+        specialized_tokens_gemm(a_SK, w_LNK, out_SN, *options, gated=gated, weights_RK=weights_RK)
+        return
+    from .specialized_tokens_fp8 import specialized_tokens_fp8_gemm
+
+    specialized_tokens_fp8_gemm(
+        a_SK, scales.a_GS, w_LNK, scales.w, out_SN, *options,
+        out_scale_GS=scales.out_GS if gated else None, weights_RK=weights_RK,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Swap-AB `specialized` (Gluon, Hopper), 16 bits: weights on wgmma's M, tokens on its N.
 
-A tile is WEIGHTS weight rows by up to TOKENS tokens of an expert, plus TAIL; WEIGHTS * TOKENS is
+A tile is WEIGHTS weight rows by up to TOKENS tokens of an expert, plus a rest; WEIGHTS * TOKENS is
 128 * 256. Each consumer warp group multiplies half of the weight rows by all tokens, on wgmmas as
 wide as the tile's tokens need, so that few padding rows are computed and no half of a tile is idle.
 With a gate, eight rows of gate and of up alternate: then a thread holds both of an output.
@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .gemm import tile_at
 from .specialized import STEP
 from .tiles import GemmConfig
-from .token_tiles import MOST_PIECES, PIECE, TAIL, most_tiles, tokens_of
+from .token_tiles import MOST_PIECES, PIECE, most_tiles, token_sizes
 from .warps import (
     STAGES,
     commit_message,
@@ -45,7 +45,8 @@ from .warps import (
 )
 
 _BOX = gl.constexpr(64)  # tokens of a load
-_PART = gl.constexpr(TAIL)  # tokens of a store
+_REST = gl.constexpr(32)  # most tokens beyond a full tile
+_PART = gl.constexpr(32)  # tokens of a store
 
 
 def specialized_tokens_gemm(
@@ -70,7 +71,7 @@ def specialized_tokens_gemm(
         w_LNK: (L, N, K), or (L, 2N, K) with a gate, N a multiple of 8; a's dtype.
         out_SN: (capacity, N), a's dtype.
         aligned: the sorted assignments, with counters.
-        tiles: the list of `list_token_tiles`, for `tokens_of` the tile.
+        tiles: the list of `list_token_tiles`, for `token_sizes` of the tile.
         config: the tile.
         num_assignments: what ``aligned.assignments_S`` holds for padding.
         num_sms: programs.
@@ -80,7 +81,9 @@ def specialized_tokens_gemm(
     num_experts, w_rows, k = w_LNK.shape
     wide = 2 if gated else 1
     n, capacity, weights = w_rows // wide, aligned.capacity, config.block_n * wide
-    tokens = tokens_of(config, gated)
+    sizes = token_sizes(config, gated)
+    assert sizes is not None and sizes.rest == _REST.value
+    tokens = sizes.tokens
     assert a_SK.shape == (capacity, k) and out_SN.shape == (capacity, n)
     assert aligned.block_m % _BOX.value == 0 and w_LNK.is_contiguous() and tokens in (128, 256)
     assert aligned.counters is not None and (weights_RK is None or not gated) and n % 8 == 0
@@ -91,8 +94,8 @@ def specialized_tokens_gemm(
         w = descriptor(w_LNK.view(num_experts * w_rows, k), weights, 64)
     _launch_gemm(
         (min(most * triton.cdiv(n, config.block_n), num_sms),),
-        descriptor(a_SK, _BOX.value, 64), descriptor(a_SK, TAIL.value, 64), w,
-        descriptor(out_SN, TAIL.value, config.block_n // 2),
+        descriptor(a_SK, _BOX.value, 64), descriptor(a_SK, _REST.value, 64), w,
+        descriptor(out_SN, _PART.value, config.block_n // 2),
         tiles, aligned.assignments_S, aligned.counters, weights_RK, n, k, num_assignments,
         config.group_m, GATED=gated, WEIGHTS=weights, TOKENS=tokens, num_warps=4,
     )  # fmt: skip
@@ -185,17 +188,33 @@ def _store_part(
     """Store the results of up to _PART tokens through the next of this warp group's buffers."""
     if GATED:
         acc = _gate(acc)
-    elif weights_ptr is not None:
-        tokens: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-        assignment = gl.load(sorted_ptr + row + gl.arange(0, acc.shape[1], tokens))
+    else:
+        acc = weigh_tokens(acc, row, sorted_ptr, weights_ptr, padding)
+    store_tokens(acc, buffers, WHICH * BUFFERS + count % BUFFERS, out, row, col, BUFFERS)
+    return count + 1
+
+
+@gluon.jit
+def weigh_tokens(x, row, sorted_ptr, weights_ptr, padding):
+    """Return x, whose columns are tokens from ``row`` on, times `weight_before` of their router
+    weights; x itself without weights. Padding becomes 0 or NaN."""
+    if weights_ptr is not None:
+        tokens: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+        assignment = gl.load(sorted_ptr + row + gl.arange(0, x.shape[1], tokens))
         weight = gl.load(weights_ptr + assignment, mask=assignment < padding, other=0.0)
-        acc = acc * gl.expand_dims(gl.where(gl.abs(weight) > 1.0, 1.0, weight), 0)
+        x = x * gl.expand_dims(gl.where(gl.abs(weight) > 1.0, 1.0, weight), 0)
+    return x
+
+
+@gluon.jit
+def store_tokens(x, buffers, index, out, row, col, BUFFERS: gl.constexpr):
+    """Store x, whose columns are tokens from ``row`` on, through a buffer of the ring, once its
+    previous store has been read. Rows of the buffer beyond them hold anything."""
     tma.store_wait(BUFFERS - 1)
-    buffer = buffers.index(WHICH * BUFFERS + count % BUFFERS)
-    buffer.slice(0, acc.shape[1]).store(acc.to(out.dtype).permute((1, 0)))
+    buffer = buffers.index(index)
+    buffer.slice(0, x.shape[1]).store(x.to(out.dtype).permute((1, 0)))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [row, col], buffer)
-    return count + 1
 
 
 @gluon.jit
@@ -255,12 +274,12 @@ def _consume(
         if pieces == MOST + 2:
             slot, phase, count = _tile(
                 WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-                rest_s, buffers, full, empty, slot, phase, count, GATED, ROWS, N, 32,
+                rest_s, buffers, full, empty, slot, phase, count, GATED, ROWS, N, _REST,
                 BUFFERS)  # fmt: skip
         elif pieces == MOST + 1:
             slot, phase, count = _tile(
                 WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-                rest_s, buffers, full, empty, slot, phase, count, GATED, ROWS, N, 16,
+                rest_s, buffers, full, empty, slot, phase, count, GATED, ROWS, N, PIECE,
                 BUFFERS)  # fmt: skip
         elif pieces > 3 * MOST // 4:
             slot, phase, count = _tile(
@@ -357,7 +376,7 @@ def _load(
             for box in gl.static_range(1, BOXES + 1):
                 mbarrier.expect(bar, (WEIGHTS + box * _BOX) * STEP * 2,
                                 pred=(boxes == box) & (more == 0))  # fmt: skip
-            mbarrier.expect(bar, (WEIGHTS + TOKENS + TAIL) * STEP * 2, pred=more)
+            mbarrier.expect(bar, (WEIGHTS + TOKENS + _REST) * STEP * 2, pred=more)
             k = step * STEP
             if GATED:
                 tma.async_copy_global_to_shared(w, [w_row // 8, 0, 0, k], bar, w_boxes.index(slot))

@@ -1,37 +1,50 @@
 """Divide every expert's rows into tiles of tokens, for swap-AB over expert-sorted rows.
 
 With tokens on wgmma's N, a tile has as many tokens as its rows need, in pieces of 16. A rest of at
-most TAIL rows joins the tile before it, so that no weight tile is read again for a few rows.
+most ``rest`` rows joins the tile before it, so that no weight tile is read again for a few rows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.numerics import SCALE_GROUP
 
 from .tiles import GemmConfig
 
-PIECE, TAIL = tl.constexpr(16), tl.constexpr(32)
-"""Rows of a piece; most rows that join the tile before."""
+PIECE = tl.constexpr(16)
+"""Rows of a piece."""
 MOST_PIECES = tl.constexpr(32)
 """Words hold expert * MOST_PIECES + pieces."""
 
 
-_FEWEST = 128  # tokens of a full tile, at least
+class TokenSizes(NamedTuple):
+    """How an expert's rows are divided.
+
+    Args:
+        tokens: rows of a full tile, 128 or 256.
+        rest: most rows that join the tile before.
+    """
+
+    tokens: int
+    rest: int
 
 
-def tokens_of(config: GemmConfig, gated: bool = False) -> int | None:
-    """Return the tokens of a full tile: 128 or 256; None for a tile that is not of tokens."""
+def token_sizes(config: GemmConfig, gated: bool = False) -> TokenSizes | None:
+    """Return the sizes for a tile; None for one that is not of tokens."""
     if not (config.specialized and config.swapped):
         return None
-    return 128 * 256 // (config.block_n * (2 if gated else 1))
+    tokens = 128 * 256 // (config.block_n * (2 if gated else 1))
+    return TokenSizes(tokens, 16 if config.block_k == SCALE_GROUP else 32)
 
 
-def most_tiles(num_assignments: int, num_experts: int, tokens: int = _FEWEST) -> int:
-    """Return the most tiles of a list."""
+def most_tiles(num_assignments: int, num_experts: int, tokens: int = 128) -> int:
+    """Return the most tiles of a list, for at least so many tokens."""
     return num_assignments // tokens + min(num_assignments, num_experts)
 
 
@@ -40,26 +53,27 @@ def tile_list_entries(num_assignments: int, num_experts: int) -> int:
     return 1 + 2 * most_tiles(num_assignments, num_experts)
 
 
-def list_token_tiles(aligned: SortedAssignments, tiles: torch.Tensor, tokens: int) -> None:
+def list_token_tiles(aligned: SortedAssignments, tiles: torch.Tensor, sizes: TokenSizes) -> None:
     """Fill the list of tiles: their number, then (first row, expert * MOST_PIECES + pieces) each.
 
     Args:
         aligned: the sorted assignments, with ``ends_L``.
         tiles: int32, at least `tile_list_entries` entries.
-        tokens: rows of a full tile; its last tile may have TAIL more.
+        sizes: how rows are divided.
     """
     assert aligned.ends_L is not None and aligned.block_m % 64 == 0
     experts = aligned.ends_L.numel()
     _launch_list(
-        (1,), aligned.ends_L, tiles, experts, BLOCK_M=aligned.block_m, TOKENS=tokens,
+        (1,), aligned.ends_L, tiles, experts, BLOCK_M=aligned.block_m,
+        TOKENS=sizes.tokens, REST=sizes.rest,
         BINS=max(int(triton.next_power_of_2(experts)), 32), num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["experts"])
 def _list(
-    ends_ptr, tiles_ptr, experts, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, BINS: tl.constexpr,
-    PDL: tl.constexpr,
+    ends_ptr, tiles_ptr, experts, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, REST: tl.constexpr,
+    BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_then_launch_dependents()
@@ -71,7 +85,7 @@ def _list(
     count_L = tl.where(known_L, end_L - start_L, 0)
     full_L = count_L // TOKENS
     rest_L = count_L % TOKENS
-    alone_L = (rest_L > TAIL) | ((rest_L > 0) & (full_L == 0))
+    alone_L = (rest_L > REST) | ((rest_L > 0) & (full_L == 0))
     tiles_L = full_L + alone_L.to(tl.int32)
     first_L = tl.cumsum(tiles_L, axis=0) - tiles_L
     tl.store(tiles_ptr, tl.sum(tiles_L, axis=0))
