@@ -30,7 +30,7 @@ from moekit_triton.candidates import Attempt, Step, sorted_candidates
 from moekit_triton.heuristics import Planner, sorted_plan
 from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.packing import pack_weights
-from moekit_triton.plans import Copied, TilePlan
+from moekit_triton.plans import Copied, Joined, TilePlan
 from moekit_triton.search import Case, Timer
 from moekit_triton.tune import compile_attempts_of, rows_per_expert
 
@@ -55,6 +55,17 @@ def tiles(problem: MoEProblem, step: Step, groups: Sequence[int] = (1, 4, 8)) ->
         replace(tile, group_m=group) for tile in (first, *new) for group in groups
     )
     return list(wanted)
+
+
+def joined_plans(problem: MoEProblem, group: int) -> list[TilePlan]:
+    """Return the plan of both GEMMs in one launch, for 16 bits."""
+    if problem.quant.weight is not None:
+        return []
+    first, second = (
+        next(t for t in tiles(problem, step, [group]) if t.swapped and t.block_n == block_n)
+        for step, block_n in (("gemm_1", 128), ("gemm_2", 256))
+    )
+    return [Joined(first, second)]
 
 
 def calls_of(
@@ -132,6 +143,8 @@ def cell(problem: MoEProblem, weights: ExpertWeights, rows: int, name: str) -> s
     if first and second:
         plans["tokens first"] = Copied(first[0], usual.second)
         plans["tokens second"] = Copied(usual.first, second[0])
+    for group in (1, 4, 8):
+        plans |= {f"tokens joined {group}": joined for joined in joined_plans(problem, group)}
     errors = [error_of(plan, case.calls[0], want) for plan in plans.values()]
     us = timed(case, list(plans.values()))
     for took, error, (label, plan) in sorted(
@@ -164,6 +177,7 @@ def main() -> None:
         problem = shape(name).problem(quant=scheme, device="cuda")
         # Tiles that differ in group_m alone are one kernel.
         found = [Attempt(s, Copied(t, t)) for s in steps for t in tiles(problem, s, groups=[8])]
+        found += [Attempt("gemm_1", plan) for plan in joined_plans(problem, 8)]
         for tokens in tokens_of(args.cells, name):
             found += [Attempt(s, Planner(problem).plan(tokens, problem.top_k)) for s in steps]
         wanted[problem] = found

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 _SECONDS = 20.0
+_ATOMIC = threading.Lock()
 _DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int32": torch.int32,
     "int64": torch.int64, "fp8e4nv": torch.float8_e4m3fn,
@@ -359,16 +360,21 @@ class _Language:
         return Shared(memory, layout)
 
     @staticmethod
-    def atomic_add(pointer: Pointer, value: int, sem: str = "") -> int:
+    def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Any:
         memory, offset = pointer.memory.view(-1), pointer.offset
-        before = int(memory[offset])
-        memory[offset] = before + value
-        return before
+        with _ATOMIC:
+            if isinstance(offset, Value):
+                return memory.index_add_(0, offset.data.long(), value.data)
+            before = int(memory[offset])
+            memory[offset] = before + value
+            return before
 
     @staticmethod
     def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
-        if asm == "ld.global.f32 $0, [$1];":
+        if asm.startswith("ld."):
             return _load(args[0])
+        if asm.startswith(("fence.", "cp.async.bulk.wait_group")):
+            return 0
         return Value(_ASM[asm](*(x.data for x in args)))
 
     def warp_specialize(self, partitions: Any, worker_warps: list[int], registers: Any) -> None:

@@ -23,7 +23,7 @@ from moekit_triton.kernels.token_tiles import (
     tile_list_entries,
     token_sizes,
 )
-from moekit_triton.plans import Copied, plan_from_json
+from moekit_triton.plans import Copied, Joined, plan_from_json
 from triton_checks import check_block, compiled, real_rows, relative, use_plan
 
 from moekit import MoEProblem
@@ -43,10 +43,15 @@ def gemm(request, monkeypatch) -> None:
     if GPU:
         request.getfixturevalue("specialized")
         return
-    for name in ("specialized_tokens", "specialized_tokens_fp8", "specialized_fp8"):
+    for name, launcher in (
+        ("specialized_tokens", "_launch_gemm"),
+        ("specialized_tokens_fp8", "_launch_gemm"),
+        ("specialized_tokens_block", "_launch_block"),
+        ("specialized_fp8", "_launch_gemm"),
+    ):
         module = pytest.importorskip(f"moekit_triton.kernels.{name}")
-        run = partial(gluon_emulator.launch, module._launch_gemm._kernel)
-        monkeypatch.setattr(module, "_launch_gemm", run)
+        run = partial(gluon_emulator.launch, getattr(module, launcher)._kernel)
+        monkeypatch.setattr(module, launcher, run)
 
 
 def problem(device: str) -> MoEProblem:
@@ -220,6 +225,35 @@ def widened(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return scales.repeat_interleave(128, dim).narrow(dim, 0, size)
 
 
+@pytest.mark.parametrize("name", list(COUNTS))
+@pytest.mark.parametrize("early", [False, True])
+def test_both_gemms(gemm, name, early, device):
+    """One launch gives the bits of two, with y where x was."""
+    from moekit_triton.kernels.specialized_tokens_block import specialized_tokens_block
+
+    counts, hidden, inner = COUNTS[name], 264, 200
+    aligned, tiles = sort(counts, device)
+    first, second, count = tile(256, True), tile(256, False), aligned.rows_A.numel()
+    list_token_tiles(aligned, tiles, token_sizes(second))
+    real, capacity = real_rows(aligned), aligned.capacity
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(torch.bfloat16)
+
+    x = torch.where(real[:, None], rand(capacity, hidden), torch.nan)
+    w13, w2 = rand(len(counts), 2 * inner, hidden) * 0.06, rand(len(counts), hidden, inner) * 0.07
+    share = torch.rand(count, device=device) * 2 if early else None
+    a, y = (torch.full((capacity, n), torch.nan, device=device).bfloat16() for n in (inner, hidden))
+    options = {"token_tiles": tiles, "activation": Activation("silu")}
+    sorted_gemm(x, w13, a, aligned, first, count, 5, **options)
+    sorted_gemm(a, w2, y, aligned, second, count, 5, token_tiles=tiles, weights_RK=share)
+    a.fill_(torch.nan)
+    specialized_tokens_block(
+        x, w13, a, w2, x, aligned, tiles, first, second, count, 5, share
+    )  # fmt: skip
+    assert torch.equal(x[real], y[real]) and not aligned.counters.any()
+
+
 @pytest.mark.parametrize("weights", [(128, 128), (256, 256), (256, 128)])
 @pytest.mark.parametrize("scheme", ["none", "fp8_block"])
 def test_experts(specialized, monkeypatch, weights, scheme):
@@ -228,8 +262,10 @@ def test_experts(specialized, monkeypatch, weights, scheme):
         pytest.skip("fp8 blocks have one size of tile")
     block_k = 64 if scheme == "none" else 128
     first, second = tile(weights[0], True, block_k), tile(weights[1], False, block_k)
-    use_plan(monkeypatch, Copied(first, second))
-    check_block(problem("cuda").replace(quant=scheme), 1100)
+    kinds = (Copied, Joined) if weights == (256, 256) and scheme == "none" else (Copied,)
+    for kind in kinds:
+        use_plan(monkeypatch, kind(first, second))
+        check_block(problem("cuda").replace(quant=scheme), 1100)
 
 
 def test_plan_of_a_table():
@@ -238,6 +274,8 @@ def test_plan_of_a_table():
     for kind in ("ahead", "joined", "sorted"):
         with pytest.raises(ValueError, match="swapped"):
             plan_from_json(plan.to_json() | {"kind": kind})
+    joined = Joined(tile(256, True), tile(256, False))
+    assert plan_from_json(joined.to_json()) == joined
 
 
 def test_candidates(monkeypatch):

@@ -434,14 +434,19 @@ class Joined(Copied):
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Copy x, then compute both GEMMs."""
-        from .kernels.specialized_block import specialized_block  # Gluon: only where it is known
-
         o = operands
         copy_rows(call.x, o.aligned, o.x_SH)
-        specialized_block(  # a block's y overwrites its x only after the last read of x
-            o.x_SH, call.weights["w13"], o.a_SI, call.weights["w2"], o.y_SH, o.aligned, self.first,
-            self.second, call.ids_RK.numel(), o.num_sms, call.early_weights,
-        )  # fmt: skip
+        # A block's y overwrites its x only after the last read of x.
+        tensors = o.x_SH, call.weights["w13"], o.a_SI, call.weights["w2"], o.y_SH, o.aligned
+        options = self.first, self.second, call.ids_RK.numel(), o.num_sms, call.early_weights
+        if (tiles := o.tiles[0]) is not None:
+            from .kernels.specialized_tokens_block import specialized_tokens_block
+
+            specialized_tokens_block(*tensors, tiles, *options)
+            return
+        from .kernels.specialized_block import specialized_block  # Gluon: only where it is known
+
+        specialized_block(*tensors, *options)
 
     def gemm_2(self, call: Call, operands: _SortedOperands) -> None:
         """Do nothing: `gemm_1` computes both GEMMs."""
@@ -463,8 +468,12 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     first, second = gemm_config(values["first"]), gemm_config(values["second"])
     if first.block_m != second.block_m:
         raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
-    if kind != Copied.kind and any(tile.specialized and tile.swapped for tile in (first, second)):
+    swapped = [tile for tile in (first, second) if tile.specialized and tile.swapped]
+    if swapped and kind not in (Copied.kind, Joined.kind):
         raise ValueError(f"specialized swapped tiles are for kind='copied', not {kind!r}")
+    joinable = len(swapped) == 2 and (first.block_n, second.block_n) == (128, 256)
+    if swapped and kind == Joined.kind and not joinable:
+        raise ValueError("kind='joined' needs swapped tiles of 256 weight rows, or none")
     if kind == Gathered.kind:
         return Gathered(first, second, bool(values["fused"]))
     return _SORTED[kind](first, second)

@@ -232,8 +232,12 @@ class Search:
 
 def joinable(problem: MoEProblem, plan: Sorted) -> bool:
     """Return whether both GEMMs can run in one launch."""
+    if problem.quant.weight is not None:
+        return False
     tiles = plan.first, plan.second
-    return problem.quant.weight is None and all(t.specialized and not t.swapped for t in tiles)
+    if any(tile.swapped for tile in tiles):  # both have tiles of 256 weight rows
+        return all(tile.swapped for tile in tiles) and [t.block_n for t in tiles] == [128, 256]
+    return all(tile.specialized for tile in tiles)
 
 
 def _tile(step: Step, plan: TilePlan) -> Any:

@@ -32,6 +32,7 @@ from .specialized import STEP
 from .tiles import GemmConfig
 from .token_tiles import MOST_PIECES, PIECE, most_tiles, token_sizes
 from .warps import (
+    BLOCK_M,
     STAGES,
     commit_message,
     descriptor,
@@ -47,6 +48,7 @@ from .warps import (
 _BOX = gl.constexpr(64)  # tokens of a load
 _REST = gl.constexpr(32)  # most tokens beyond a full tile
 _PART = gl.constexpr(32)  # tokens of a store
+_BLOCK = gl.constexpr(BLOCK_M)
 
 
 def specialized_tokens_gemm(
@@ -89,7 +91,7 @@ def specialized_tokens_gemm(
     assert aligned.counters is not None and (weights_RK is None or not gated) and n % 8 == 0
     most = most_tiles(num_assignments, num_experts, tokens)
     if gated:
-        w = _alternating(w_LNK, weights)
+        w = alternating(w_LNK, weights)
     else:
         w = descriptor(w_LNK.view(num_experts * w_rows, k), weights, 64)
     _launch_gemm(
@@ -101,7 +103,7 @@ def specialized_tokens_gemm(
     )  # fmt: skip
 
 
-def _alternating(w_LNK: torch.Tensor, rows: int) -> TensorDescriptor:
+def alternating(w_LNK: torch.Tensor, rows: int) -> TensorDescriptor:
     """Return the descriptor of boxes of ``rows`` rows: eight of gate, eight of up, and so on.
 
     Dimensions: blocks of eight rows of all experts, gate or up, row, column.
@@ -237,14 +239,29 @@ def _store(
 
 
 @gluon.jit
+def release_tile(row, done_ptr):
+    """Wait until this thread's stores are written, then count it at the block of sorted ``row``."""
+    threads: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    block = gl.full([128], 0, gl.int32, threads) + row // _BLOCK
+    gl.atomic_add(done_ptr + block, gl.full([128], 1, gl.int32, threads), sem="release")
+
+
+@gluon.jit
 def _tile(
     WHICH: gl.constexpr, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-    rest_s, buffers, full, empty, slot, phase, count, GATED: gl.constexpr, ROWS: gl.constexpr,
-    TOKENS: gl.constexpr, REST: gl.constexpr, BUFFERS: gl.constexpr,
+    rest_s, buffers, full, empty, slot, phase, count, held, done_ptr, GATED: gl.constexpr,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Compute and store this warp group's half of a tile of TOKENS + REST tokens."""
     acc, rest, slot, phase = _multiply(WHICH, w_s, x_s, rest_s, full, empty, slot, phase, steps,
                                        ROWS, TOKENS, REST)  # fmt: skip
+    if done_ptr is not None:
+        if held >= 0:
+            release_tile(held, done_ptr)
     end = row + pieces * PIECE
     count = _store(acc, buffers, count, WHICH, out, row, end, col, sorted_ptr, weights_ptr, padding,
                    GATED, BUFFERS)  # fmt: skip
@@ -255,14 +272,57 @@ def _tile(
 
 
 @gluon.jit
+def compute_tile(
+    WHICH: gl.constexpr, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
+    rest_s, buffers, full, empty, slot, phase, count, held, done_ptr, GATED: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """Compute and store this warp group's half of a tile, on the least tokens that hold it. Return
+    the ring's next state, and how many parts have been stored. With ``done_ptr``, release the tile
+    before, if its row ``held`` is not negative."""
+    ROWS: gl.constexpr = w_s.shape[1]
+    N: gl.constexpr = x_s.shape[1]
+    MOST: gl.constexpr = N // PIECE
+    col += WHICH * (ROWS // 2 if GATED else ROWS)
+    if pieces == MOST + 2:
+        slot, phase, count = _tile(
+            WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s, rest_s,
+            buffers, full, empty, slot, phase, count, held, done_ptr, GATED, ROWS,
+            N, _REST, BUFFERS)  # fmt: skip
+    elif pieces == MOST + 1:
+        slot, phase, count = _tile(
+            WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s, rest_s,
+            buffers, full, empty, slot, phase, count, held, done_ptr, GATED, ROWS,
+            N, PIECE, BUFFERS)  # fmt: skip
+    elif pieces > 3 * MOST // 4:
+        slot, phase, count = _tile(
+            WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s, None,
+            buffers, full, empty, slot, phase, count, held, done_ptr, GATED, ROWS,
+            N, 0, BUFFERS)  # fmt: skip
+    elif pieces > MOST // 2:
+        slot, phase, count = _tile(
+            WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s, None,
+            buffers, full, empty, slot, phase, count, held, done_ptr, GATED, ROWS,
+            N // 2, N // 4, BUFFERS)  # fmt: skip
+    elif pieces > MOST // 4:
+        slot, phase, count = _tile(
+            WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s, None,
+            buffers, full, empty, slot, phase, count, held, done_ptr, GATED, ROWS,
+            N // 2, 0, BUFFERS)  # fmt: skip
+    else:
+        slot, phase, count = _tile(
+            WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s, None,
+            buffers, full, empty, slot, phase, count, held, done_ptr, GATED, ROWS,
+            N // 4, 0, BUFFERS)  # fmt: skip
+    return slot, phase, count
+
+
+@gluon.jit
 def _consume(
     WHICH: gl.constexpr, out, sorted_ptr, weights_ptr, K, padding, w_s, x_s, rest_s, buffers, full,
     empty, words, valid, GATED: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Compute half the weight rows of every tile (a consumer warp group)."""
-    ROWS: gl.constexpr = w_s.shape[1]
-    N: gl.constexpr = x_s.shape[1]
-    MOST: gl.constexpr = N // PIECE
     steps = gl.cdiv(K, STEP)
     slot = 0
     phase = 0
@@ -270,37 +330,9 @@ def _consume(
     taken = 0
     row, col, pieces = wait_message(words, valid, taken)
     while pieces > 0:
-        col += WHICH * (ROWS // 2 if GATED else ROWS)
-        if pieces == MOST + 2:
-            slot, phase, count = _tile(
-                WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-                rest_s, buffers, full, empty, slot, phase, count, GATED, ROWS, N, _REST,
-                BUFFERS)  # fmt: skip
-        elif pieces == MOST + 1:
-            slot, phase, count = _tile(
-                WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-                rest_s, buffers, full, empty, slot, phase, count, GATED, ROWS, N, PIECE,
-                BUFFERS)  # fmt: skip
-        elif pieces > 3 * MOST // 4:
-            slot, phase, count = _tile(
-                WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-                rest_s, buffers, full, empty, slot, phase, count, GATED, ROWS, N, 0,
-                BUFFERS)  # fmt: skip
-        elif pieces > MOST // 2:
-            slot, phase, count = _tile(
-                WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-                None, buffers, full, empty, slot, phase, count, GATED, ROWS, N // 2, N // 4,
-                BUFFERS)  # fmt: skip
-        elif pieces > MOST // 4:
-            slot, phase, count = _tile(
-                WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-                None, buffers, full, empty, slot, phase, count, GATED, ROWS, N // 2, 0,
-                BUFFERS)  # fmt: skip
-        else:
-            slot, phase, count = _tile(
-                WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s,
-                None, buffers, full, empty, slot, phase, count, GATED, ROWS, N // 4, 0,
-                BUFFERS)  # fmt: skip
+        slot, phase, count = compute_tile(
+            WHICH, out, sorted_ptr, weights_ptr, padding, row, col, pieces, steps, w_s, x_s, rest_s,
+            buffers, full, empty, slot, phase, count, -1, None, GATED, BUFFERS)  # fmt: skip
         taken += 1
         row, col, pieces = wait_message(words, valid, taken)
     tma.store_wait(0)
@@ -321,6 +353,25 @@ def _lower(out, sorted_ptr, weights_ptr, K, padding, w_s, x_s, rest_s, buffers, 
 
 
 # -- the producer warp --------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_tokens(
+    a, rest, row, k, pieces, bar, slot, x_boxes, rest_s, WEIGHT_BYTES: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Load the boxes of tokens that a tile has, and expect them and the weights."""
+    BOXES: gl.constexpr = TOKENS // _BOX
+    boxes = gl.minimum(gl.cdiv(pieces * PIECE, _BOX), BOXES)
+    more = pieces > TOKENS // PIECE  # the rest
+    for box in gl.static_range(1, BOXES + 1):
+        mbarrier.expect(bar, WEIGHT_BYTES + box * _BOX * STEP * 2,
+                        pred=(boxes == box) & (more == 0))  # fmt: skip
+    mbarrier.expect(bar, WEIGHT_BYTES + (TOKENS + _REST) * STEP * 2, pred=more)
+    for box in gl.static_range(BOXES):
+        x_box = x_boxes.index(BOXES * slot + box)
+        tma.async_copy_global_to_shared(a, [row + box * _BOX, k], bar, x_box, pred=box < boxes)
+    tma.async_copy_global_to_shared(rest, [row + TOKENS, k], bar, rest_s.index(slot), pred=more)
 
 
 @gluon.jit
@@ -350,7 +401,6 @@ def _load(
     The next tile is committed after the first steps of this one, so that no product waits for it.
     """
     OUT: gl.constexpr = WEIGHTS // 2 if GATED else WEIGHTS
-    BOXES: gl.constexpr = TOKENS // _BOX
     row_tiles = gl.load(tiles_ptr)
     col_tiles = gl.cdiv(N, OUT)
     tiles = row_tiles * col_tiles
@@ -368,27 +418,16 @@ def _load(
         next_row = row + 0
         next_w = w_row + 0
         next_pieces = pieces + 0
-        boxes = gl.minimum(gl.cdiv(pieces * PIECE, _BOX), BOXES)
-        more = pieces > TOKENS // PIECE  # the rest
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            for box in gl.static_range(1, BOXES + 1):
-                mbarrier.expect(bar, (WEIGHTS + box * _BOX) * STEP * 2,
-                                pred=(boxes == box) & (more == 0))  # fmt: skip
-            mbarrier.expect(bar, (WEIGHTS + TOKENS + _REST) * STEP * 2, pred=more)
             k = step * STEP
+            load_tokens(a, rest, row, k, pieces, bar, slot, x_boxes, rest_s, WEIGHTS * STEP * 2,
+                        TOKENS)  # fmt: skip
             if GATED:
                 tma.async_copy_global_to_shared(w, [w_row // 8, 0, 0, k], bar, w_boxes.index(slot))
             else:
                 tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(slot))
-            for box in gl.static_range(BOXES):
-                tma.async_copy_global_to_shared(
-                    a, [row + box * _BOX, k], bar, x_boxes.index(BOXES * slot + box),
-                    pred=box < boxes)  # fmt: skip
-            tma.async_copy_global_to_shared(
-                rest, [row + TOKENS, k], bar, rest_s.index(slot), pred=more
-            )
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = schedule(tile, tiles, counters_ptr, True)

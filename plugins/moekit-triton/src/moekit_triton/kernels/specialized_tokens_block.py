@@ -1,0 +1,263 @@
+"""Both GEMMs over expert-sorted rows in one launch of `specialized_tokens`' tiles (Gluon, Hopper).
+
+Like `specialized_block`: GEMM 2's tiles come after GEMM 1's, and one of GEMM 2 needs all of GEMM
+1's tiles of its tokens, which a counter tracks at the block where its rows begin. Both GEMMs have
+tiles of 256 weight rows, thus the same tiles of tokens.
+
+A consumer warp group releases a result of GEMM 1 after its next tile, when the result has long been
+written, or at once if the next tile is not of GEMM 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from moekit_kernels.align import SortedAssignments
+from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .gemm import tile_at
+from .specialized import STEP
+from .specialized_tokens import alternating, compute_tile, load_tokens, release_tile
+from .tiles import GemmConfig
+from .token_tiles import MOST_PIECES, TokenSizes, most_tiles, token_sizes
+from .warps import (
+    BLOCK_M,
+    OF_BLOCKS,
+    STAGES,
+    clear,
+    commit_message,
+    descriptor,
+    load_acquire,
+    messages,
+    next_slot,
+    wait_message,
+)
+
+_WEIGHTS = gl.constexpr(256)  # weight rows of a tile
+_HALF = gl.constexpr(128)  # columns of the result of gate and up
+_TOKENS = gl.constexpr(128)
+_BLOCK = gl.constexpr(BLOCK_M)
+_RELEASES = gl.constexpr(2 * 128)  # of a tile: one for each thread of both warp groups
+
+
+def specialized_tokens_block(
+    x_SH: torch.Tensor,
+    w13_LNH: torch.Tensor,
+    a_SI: torch.Tensor,
+    w2_LHI: torch.Tensor,
+    y_SH: torch.Tensor,
+    aligned: SortedAssignments,
+    tiles: torch.Tensor,
+    first: GemmConfig,
+    second: GemmConfig,
+    num_assignments: int,
+    num_sms: int,
+    weights_RK: torch.Tensor | None = None,
+) -> None:
+    """Compute a[s] = silu(gate) * up of x[s] @ w13[expert of s].T, then y[s] = a[s] @ w2[expert of
+    s].T, for the sorted rows s.
+
+    Arguments are those of `specialized_block`, and ``tiles``, what `list_token_tiles` made for
+    `token_sizes` of the tiles.
+    """
+    num_experts, w_rows, hidden = w13_LNH.shape
+    inner, capacity = w_rows // 2, aligned.capacity
+    assert x_SH.shape == y_SH.shape == (capacity, hidden) and a_SI.shape == (capacity, inner)
+    assert w2_LHI.shape == (num_experts, hidden, inner) and aligned.counters is not None
+    sizes = TokenSizes(_TOKENS.value, 32)
+    assert token_sizes(first, True) == token_sizes(second) == sizes and inner % 8 == 0
+    assert aligned.block_m == BLOCK_M and w13_LNH.is_contiguous() and w2_LHI.is_contiguous()
+    cols = triton.cdiv(inner, _HALF.value) + triton.cdiv(hidden, _WEIGHTS.value)
+    _launch_block(
+        (min(most_tiles(num_assignments, num_experts) * cols, num_sms),),
+        descriptor(x_SH, 64, 64), descriptor(x_SH, sizes.rest, 64),
+        alternating(w13_LNH, _WEIGHTS.value), descriptor(a_SI, sizes.rest, _HALF.value // 2),
+        descriptor(a_SI, 64, 64), descriptor(a_SI, sizes.rest, 64),
+        descriptor(w2_LHI.view(num_experts * hidden, inner), _WEIGHTS.value, 64),
+        descriptor(y_SH, sizes.rest, _WEIGHTS.value // 2),
+        tiles, aligned.assignments_S, aligned.num_rows, aligned.counters, weights_RK, hidden, inner,
+        num_assignments, first.group_m, second.group_m, num_warps=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume(
+    WHICH: gl.constexpr, a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s,
+    buffers, full, empty, words, valid,
+):  # fmt: skip
+    """Compute half the weight rows of every tile (a consumer warp group)."""
+    wide_buffers = buffers._reinterpret(y.dtype, [2] + y.block_shape, y.layout)
+    slot = 0
+    phase = 0
+    count = 0
+    taken = 0
+    held = -1  # the row of a result that is not released yet
+    row, col, pieces, first = wait_message(words, valid, taken)
+    while pieces > 0:
+        if first > 0:
+            slot, phase, count = compute_tile(
+                WHICH, a, sorted_ptr, None, padding, row, col, pieces, gl.cdiv(H, STEP), w_s, x_s,
+                rest_s, buffers, full, empty, slot, phase, count, held, done_ptr, True,
+                2)  # fmt: skip
+            held = row + 0
+        else:
+            slot, phase, count = compute_tile(
+                WHICH, y, sorted_ptr, weights_ptr, padding, row, col, pieces, gl.cdiv(I, STEP), w_s,
+                x_s, rest_s, wide_buffers, full, empty, slot, phase, count, held, None, False,
+                1)  # fmt: skip
+        taken += 1
+        row, col, pieces, first = wait_message(words, valid, taken)
+        if (held >= 0) & (first == 0):
+            release_tile(held, done_ptr)
+            held = held * 0 - 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _upper(a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s, buffers, full,
+           empty, words, valid):  # fmt: skip
+    _consume(0, a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s, buffers,
+             full, empty, words, valid)  # fmt: skip
+
+
+@gluon.jit
+def _lower(a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s, buffers, full,
+           empty, words, valid):  # fmt: skip
+    _consume(1, a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s, buffers,
+             full, empty, words, valid)  # fmt: skip
+
+
+@gluon.jit
+def _schedule(counters_ptr, tiles, num_rows_ptr):
+    """Take a tile, even the first one: no program waits for one that has not started."""
+    tile = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+    if tile == tiles + gl.num_programs(0) - 1:  # the last: no program waits for a tile any more
+        gl.store(counters_ptr, 0)
+        clear(counters_ptr + OF_BLOCKS, gl.load(num_rows_ptr) // _BLOCK)
+    return tile
+
+
+@gluon.jit
+def _commit_tile(
+    words, valid, count, tiles_ptr, tile, first_tiles, tiles, row_tiles, H, I, group_1, group_2,
+    done_ptr,
+):  # fmt: skip
+    """Commit what consumers need to know of a tile: its first row and column, its pieces, none past
+    the last tile, and whether it is of GEMM 1. Return its row, weight row, pieces, and its count of
+    released results of GEMM 1."""
+    inside = tile < tiles
+    first = tile < first_tiles
+    index = gl.where(inside, gl.where(first, tile, tile - first_tiles), 0)
+    cols = gl.where(first, gl.cdiv(I, _HALF), gl.cdiv(H, _WEIGHTS))
+    group = gl.where(first, group_1, group_2)
+    row_tile, col_tile = tile_at(index, gl.maximum(row_tiles, 1), cols, group)
+    row = gl.where(inside, gl.load(tiles_ptr + 1 + 2 * row_tile), 0)
+    word = gl.where(inside, gl.load(tiles_ptr + 2 + 2 * row_tile), 0)
+    expert = word // MOST_PIECES
+    pieces = word % MOST_PIECES
+    col = col_tile * gl.where(first, _HALF, _WEIGHTS)
+    is_first = gl.where(inside & first, 1, 0)
+    commit_message(words, valid, count, (row, col, pieces, is_first))
+    done = load_acquire(done_ptr + row // _BLOCK)
+    return row, expert * gl.where(first, 2 * I, H) + col, pieces, done
+
+
+@gluon.jit
+def _load(
+    x, x_rest, w13, a, a_rest, w2, tiles_ptr, num_rows_ptr, counters_ptr, H, I, group_1, group_2,
+    w_boxes, x_boxes, rest_s, full, empty, words, valid,
+):  # fmt: skip
+    """Load every tile's operands (the producer warp). The next tile is committed after the first
+    steps of this one."""
+    WEIGHT_BYTES: gl.constexpr = _WEIGHTS * STEP * 2
+    paired_boxes = w_boxes._reinterpret(w13.dtype, [STAGES] + w13.block_shape, w13.layout)
+    row_tiles = gl.load(tiles_ptr)
+    first_tiles = row_tiles * gl.cdiv(I, _HALF)
+    tiles = first_tiles + row_tiles * gl.cdiv(H, _WEIGHTS)
+    done_ptr = counters_ptr + OF_BLOCKS
+    all_done = _RELEASES * gl.cdiv(I, _HALF)
+    slot = 0
+    phase = 1
+    count = 0
+    tile = _schedule(counters_ptr, tiles, num_rows_ptr)
+    row, w_row, pieces, done = _commit_tile(
+        words, valid, count, tiles_ptr, tile, first_tiles, tiles, row_tiles, H, I, group_1, group_2,
+        done_ptr)  # fmt: skip
+    while tile < tiles:
+        count += 1
+        next_tile = tile + 0
+        next_row = row + 0
+        next_w = w_row + 0
+        next_pieces = pieces + 0
+        next_done = done + 0
+        steps = gl.cdiv(gl.where(tile < first_tiles, H, I), STEP)
+        look_ahead = gl.minimum(steps, STAGES) - 1
+        if tile >= first_tiles:
+            while done < all_done:
+                done = load_acquire(done_ptr + row // _BLOCK)
+        for step in range(steps):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            k = step * STEP
+            if tile < first_tiles:
+                load_tokens(x, x_rest, row, k, pieces, bar, slot, x_boxes, rest_s, WEIGHT_BYTES,
+                            _TOKENS)  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    w13, [w_row // 8, 0, 0, k], bar, paired_boxes.index(slot))  # fmt: skip
+            else:
+                load_tokens(a, a_rest, row, k, pieces, bar, slot, x_boxes, rest_s, WEIGHT_BYTES,
+                            _TOKENS)  # fmt: skip
+                tma.async_copy_global_to_shared(w2, [w_row, k], bar, w_boxes.index(slot))
+            slot, phase = next_slot(slot, phase)
+            if step == look_ahead:
+                next_tile = _schedule(counters_ptr, tiles, num_rows_ptr)
+                next_row, next_w, next_pieces, next_done = _commit_tile(
+                    words, valid, count, tiles_ptr, next_tile, first_tiles, tiles, row_tiles, H, I,
+                    group_1, group_2, done_ptr)  # fmt: skip
+        # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
+        tile = next_tile + 0
+        row = next_row + 0
+        w_row = next_w + 0
+        pieces = next_pieces + 0
+        done = next_done + 0
+
+
+@gluon.jit(do_not_specialize=["padding", "group_1", "group_2"])
+def _block(
+    x, x_rest, w13, a_out, a, a_rest, w2, y, tiles_ptr, sorted_ptr, num_rows_ptr, counters_ptr,
+    weights_ptr, H, I, padding, group_1, group_2, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:  # for all warps: the others start after this
+        wait_then_launch_dependents()
+    w_boxes = gl.allocate_shared_memory(w2.dtype, [STAGES] + w2.block_shape, w2.layout)
+    x_s = gl.allocate_shared_memory(x.dtype, [STAGES, _TOKENS, STEP], x.layout)
+    rest_s = gl.allocate_shared_memory(x.dtype, [STAGES] + x_rest.block_shape, x_rest.layout)
+    buffers = gl.allocate_shared_memory(y.dtype, [4] + a_out.block_shape, a_out.layout)
+    w_s = w_boxes._reinterpret(w2.dtype, [2 * STAGES, _WEIGHTS // 2, STEP], w2.layout)
+    x_boxes = x_s._reinterpret(x.dtype, [STAGES * _TOKENS // 64, 64, STEP], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    words, valid = messages(4)
+    fence_async_shared()
+    done_ptr = counters_ptr + OF_BLOCKS
+    gl.warp_specialize(
+        [
+            (_upper, (a_out, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s,
+                      buffers, full, empty, words, valid)),
+            (_lower, (a_out, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s,
+                      buffers, full, empty, words, valid)),
+            (_load, (x, x_rest, w13, a, a_rest, w2, tiles_ptr, num_rows_ptr, counters_ptr, H, I,
+                     group_1, group_2, w_boxes, x_boxes, rest_s, full, empty, words, valid)),
+        ],
+        [4, 1],  # warps of the second and third partition
+        [232, 40],  # registers per thread: with the first's 3 * 168 of the launch
+    )  # fmt: skip
+
+
+_launch_block = Launcher(_block)
