@@ -5,7 +5,7 @@ A tile is WEIGHTS weight rows by up to TOKENS tokens of an expert, plus a rest; 
 wide as the tile's tokens need, so that few padding rows are computed and no half of a tile is idle.
 With a gate, eight rows of gate and of up alternate: then a thread holds both of an output.
 
-The tiles come from `token_tiles`, in any sizes, and programs take them from a counter.
+The list of tiles comes from `token_tiles`. Programs take them from a counter.
 
 Padding rows may hold anything: tokens do not mix, and their results are undefined.
 """
