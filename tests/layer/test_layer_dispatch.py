@@ -173,8 +173,9 @@ def _known(name: str) -> bool:
 
 
 def test_time_that_is_over_starts_nothing(tuned, capsys) -> None:
-    code, out, _ = run(capsys, *"--dispatchers naive --tokens 1 --quant none --seconds 0".split())
-    assert code == 1 and "--seconds 0 were over" in out
+    argv = "--dispatchers naive --tokens 1 --quant none --seconds 1e-9"
+    code, out, _ = run(capsys, *argv.split())
+    assert code == 1 and "--seconds 1e-09 were over" in out
 
 
 @pytest.mark.parametrize(
