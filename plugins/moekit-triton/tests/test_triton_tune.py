@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moekit_triton import candidates, heuristics, search, tables, tune
+from moekit_triton.calls import Layer
 from moekit_triton.capabilities import BLOCKS_M
 from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.plans import Copied, CopiedAhead, Gathered, Joined, Sorted, TilePlan
@@ -36,6 +37,24 @@ def test_candidates(scheme) -> None:
                 assert min(shared_bytes(plan, p)) <= 227 << 10 and c.block_m in BLOCKS_M
                 if scheme == "fp8_block":
                     assert 128 % c.block_k == 0
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_a_case_that_compiles_has_room_for_every_plan(scheme, monkeypatch) -> None:
+    choose_as_compiled(monkeypatch, triton_version="3.6.0")
+    p = MoEProblem(
+        num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768, quant=scheme,
+        device="sm90",
+    )  # fmt: skip
+    small = tune._tiny(p)
+    layer, rows, seen = Layer.of(small), tune._TINY_ROWS, set()
+    room = heuristics.workspace(layer, rows)
+    for tokens in (1024, 4096, 16384):
+        for _, plan in candidates.attempts(p, tokens):
+            seen.add(type(plan))
+            need = plan.workspace(layer, rows, small.top_k)
+            assert all(a.shape[0] >= b.shape[0] for a, b in zip(room, need, strict=True)), plan
+    assert Copied in seen
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel_token", "int8_channel_token"])

@@ -39,6 +39,8 @@ from .tables import FILES, table_key
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
 # Longer calls are rare, and use the plan of the longest measured.
 _MOST_TOKENS = 32768
+# Rows of a case that only compiles: from so many, workspace has room for expert-sorted rows.
+_TINY_ROWS = 128
 
 
 def token_count(problem: MoEProblem, per_expert: float) -> int:
@@ -78,7 +80,7 @@ def _compile(job: tuple[MoEProblem, list[Attempt]], end: float) -> int:
     problem, wanted = job
     if time.monotonic() > end:
         return 0
-    compile_attempts(make_case(problem, 16, 1), wanted)
+    compile_attempts(make_case(problem, _TINY_ROWS, 1), wanted)
     return len(wanted)
 
 
