@@ -26,7 +26,7 @@ import torch
 from common import failures, part, say, verdict
 from moekit_bench import random_weights, shape
 from moekit_triton.calls import Buffers, Call
-from moekit_triton.candidates import Attempt, Step, sorted_candidates
+from moekit_triton.candidates import Attempt, Step, token_candidates
 from moekit_triton.heuristics import Planner, sorted_plan
 from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.packing import pack_weights
@@ -50,7 +50,7 @@ def tiles(problem: MoEProblem, step: Step, groups: Sequence[int] = (1, 4, 8)) ->
     """Return the tiles of a GEMM: today's, and all of tokens."""
     usual = sorted_plan(problem, 256.0)
     first = usual.first if step == "gemm_1" else usual.second
-    new = [t for t in sorted_candidates(problem, _WIDE[step]) if t.specialized and t.swapped]
+    new = token_candidates(problem, _WIDE[step])
     wanted = dict.fromkeys(
         replace(tile, group_m=group) for tile in (first, *new) for group in groups
     )

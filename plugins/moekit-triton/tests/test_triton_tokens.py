@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
-from moekit_triton.candidates import sorted_candidates
+from moekit_triton.candidates import attempts, sorted_candidates, token_candidates
 from moekit_triton.kernels.sorted_gemm import Scales, sorted_gemm
 from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.kernels.token_tiles import (
@@ -282,8 +282,16 @@ def test_candidates(monkeypatch):
     compiled(monkeypatch, triton_version="3.6.0")
     p = problem("sm90")
     for wide in (1, 2):
-        found = [t for t in sorted_candidates(p, wide) if t.specialized and t.swapped]
+        assert not any(t.specialized and t.swapped for t in sorted_candidates(p, wide))
+        found = token_candidates(p, wide)
         assert {token_sizes(t, wide == 2) for t in found} == {(128, 32), (256, 32)}
         assert token_sizes(replace(found[0], swapped=False)) is None
-        found = sorted_candidates(p.replace(quant="fp8_block"), wide)
-        assert {token_sizes(t, wide == 2) for t in found} == {None, (128, 16)}
+        found = token_candidates(p.replace(quant="fp8_block"), wide)
+        assert {token_sizes(t, wide == 2) for t in found} == {(128, 16)}
+    asked = {
+        plan.first.swapped
+        for _, plan in attempts(p, 4096, token_tiles=True)
+        if isinstance(plan, Copied) and plan.first.specialized
+    }
+    assert asked == {True, False}
+    assert not any(plan.first.swapped for _, plan in attempts(p, 4096))

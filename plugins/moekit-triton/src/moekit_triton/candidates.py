@@ -35,9 +35,9 @@ class Attempt(NamedTuple):
     plan: TilePlan
 
 
-def attempts(problem: MoEProblem, rows: int) -> Iterator[Attempt]:
+def attempts(problem: MoEProblem, rows: int, *, token_tiles: bool = False) -> Iterator[Attempt]:
     """Yield what is worth timing for ``rows`` tokens: gathered rows only where expert-sorted rows
-    have not won everywhere."""
+    have not won everywhere, and `token_candidates` if asked for."""
     p, wide = problem, 2 if problem.activation.gated else 1
     per_expert = rows * p.top_k / p.num_experts
     sort = sorting_pays(p, rows, p.top_k)
@@ -50,12 +50,17 @@ def attempts(problem: MoEProblem, rows: int) -> Iterator[Attempt]:
                 yield Attempt("gemm_1", Gathered(tile, tile, False))
             yield Attempt("gemm_2", Gathered(tile, tile, True))
     if sort:
-        for tile in sorted_candidates(p, wide):
+        for tile in _sorted_tiles(p, wide, token_tiles):
             yield Attempt("gemm_1", Copied(tile, tile))
             if tile.specialized and not tile.swapped and p.quant.weight is None:
                 yield Attempt("gemm_1", CopiedAhead(tile, tile))
-        for tile in sorted_candidates(p, 1):
+        for tile in _sorted_tiles(p, 1, token_tiles):
             yield Attempt("gemm_2", Copied(tile, tile))
+
+
+def _sorted_tiles(problem: MoEProblem, wide: int, token_tiles: bool) -> list[GemmConfig]:
+    usual = sorted_candidates(problem, wide)
+    return usual + token_candidates(problem, wide) if token_tiles else usual
 
 
 def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmConfig]:
@@ -160,7 +165,6 @@ def sorted_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
             for group in (4, 8, 16)
             for halves in (True, False)
         ]
-        specialized += token_candidates(problem, wide)
     if scaled:
         return specialized
     shapes = [(128, 256, 8, 4), (128, 256, 8, 3), (64, 256, 4, 4)]
@@ -175,6 +179,8 @@ def sorted_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
 
 def token_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
     """Return specialized swap-AB tiles, see `kernels.token_tiles`: 128 or 256 weight rows."""
+    if not specializable(problem):
+        return []
     scaled = problem.quant.weight is not None
     block_k = SCALE_GROUP if scaled else 64
     return [

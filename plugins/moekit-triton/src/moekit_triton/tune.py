@@ -84,11 +84,15 @@ def _compile(job: tuple[MoEProblem, list[Attempt]], end: float) -> int:
     return len(wanted)
 
 
-def compile_all(sizes: Iterable[tuple[MoEProblem, int]], end: float = math.inf) -> None:
+def compile_all(
+    sizes: Iterable[tuple[MoEProblem, int]], end: float = math.inf, *, token_tiles: bool = False
+) -> None:
     """Compile all candidates of problems and numbers of rows."""
     wanted: dict[MoEProblem, dict[Attempt, None]] = {}
     for problem, rows in sizes:
-        wanted.setdefault(problem, {}).update(dict.fromkeys(attempts(problem, rows)))
+        wanted.setdefault(problem, {}).update(
+            dict.fromkeys(attempts(problem, rows, token_tiles=token_tiles))
+        )
     compile_attempts_of(wanted, end)
 
 
@@ -158,14 +162,16 @@ class _Weights:
         return cls._packed
 
 
-def _tune(job: Job, end: float) -> dict[str, Any] | None:
+def _tune(job: Job, end: float, token_tiles: bool) -> dict[str, Any] | None:
     """Return the table's entry of a job; None after ``end``, by `time.monotonic`."""
     if time.monotonic() > end:
         return None
     problem = shape(job.shape).problem(quant=job.scheme, device="cuda")
     rows, plans = token_count(problem, job.rows), []
     routings = 8 if rows <= 64 else 3 if rows < 4096 else 2
-    found = fastest_plan(make_case(problem, rows, routings, _Weights.of(job, problem)), rows)
+    case = make_case(problem, rows, routings, _Weights.of(job, problem))
+    found = fastest_plan(case, rows, token_tiles=token_tiles)
+    del case
     if found is not None:
         plan, first, second = found
         us = [round(first.us, 1), round(second.us, 1)]
@@ -244,6 +250,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="begin nothing after so many"
     )
+    parser.add_argument(
+        "--token-tiles", action="store_true",
+        help="also try the swap-AB tiles of large GEMMs, which have not run on a GPU yet",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     args.problems = {
         (name, scheme): shape(name).problem(quant=scheme, device="sm90")
@@ -278,10 +288,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     problems = [(shape(j.shape).problem(quant=j.scheme, device="cuda"), j.rows) for j in jobs]
     # Timing needs the other half of the time.
-    compile_all(((p, token_count(p, rows)) for p, rows in problems), begin + args.seconds / 2)
+    compile_all(
+        ((p, token_count(p, rows)) for p, rows in problems),
+        begin + args.seconds / 2,
+        token_tiles=args.token_tiles,
+    )
     began, left = time.monotonic(), 0
     with _pool(min(args.gpus, len(jobs)), args.gpus) as pool:
-        running = {pool.submit(_tune, job, end): job for job in jobs}
+        running = {pool.submit(_tune, job, end, args.token_tiles): job for job in jobs}
         for done, future in enumerate(concurrent.futures.as_completed(running), 1):
             entry = future.result()
             if entry is None:
