@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -31,6 +32,24 @@ def many_steps(rank: int, world_size: int, steps: int) -> list[str]:
 def test_all_ranks_read_all_records_at_every_step(ranks: int) -> None:
     with RankPool(ranks) as pool:
         assert pool.run(many_steps, 500) == [[]] * ranks
+
+
+def in_either_order(rank: int, world_size: int) -> list[bool]:
+    groups = [dist.new_group() for _ in range(2)]
+    dist.barrier()
+
+    def make(number: int) -> bool:
+        time.sleep(0.5 * (number == rank))
+        return board_of(groups[number], 30.0) is not None
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(make, range(2)))
+
+
+def test_threads_make_boards_of_two_groups_in_either_order() -> None:
+    """Ranks 0 and 1 each wait in another group: a lock for both groups would end in a deadlock."""
+    with RankPool(2, timeout=30) as pool:
+        assert pool.run(in_either_order) == [[True, True]] * 2
 
 
 def test_a_rank_that_is_late_is_named(tmp_path) -> None:

@@ -30,7 +30,9 @@ _SLOT = _WORDS + 2
 _YIELD_EVERY, _LOOK_EVERY = 64, 0.05
 
 _boards: WeakKeyDictionary[dist.ProcessGroup, HostBoard | None] = WeakKeyDictionary()
-_making = Lock()
+# A lock for each group: another thread may make another group's board first on other ranks.
+_making: WeakKeyDictionary[dist.ProcessGroup, Lock] = WeakKeyDictionary()
+_lock = Lock()
 
 
 class HostBoard:
@@ -99,7 +101,9 @@ def board_of(group: dist.ProcessGroup, timeout: float) -> HostBoard | None:
 
     Collective at its first call for a group. timeout: seconds to wait for a rank in a step.
     """
-    with _making:
+    with _lock:
+        making = _making.setdefault(group, Lock())
+    with making:
         if group not in _boards:
             _boards[group] = _make(group, timeout)
         return _boards[group]
