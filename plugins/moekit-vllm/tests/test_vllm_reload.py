@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
 import vllm_quantized_layers as layers  # noqa: E402
+from moekit_vllm import hooks  # noqa: E402
 from moekit_vllm.method import extend  # noqa: E402
 from moekit_vllm.settings import Mode  # noqa: E402
 
@@ -44,7 +45,7 @@ def with_new_parameters(layer: Any, made: files.Layer) -> None:
     config = layer.moe_config
     layer.quant_method.create_weights(
         layer=layer,
-        num_experts=layers.E,
+        num_experts=layer.local_num_experts,
         hidden_size=H,
         unpadded_hidden_size=H,
         intermediate_size_per_partition=config.intermediate_size_per_partition,
@@ -136,6 +137,82 @@ def test_experts_move_between_ranks(name: str, tmp_path: Path) -> None:
         made.path, made.sizes, made.gate[order], made.up[order], made.down[order], made.tensors
     )
     check_output(layer, moved)
+
+
+# -- expert maps that change ---------------------------------------------------------------
+
+
+@pytest.fixture
+def half_of_the_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Return a checkpoint, and a layer of it that holds experts 0 and 1 of 4."""
+    from vllm.config import get_current_vllm_config
+
+    parallel = get_current_vllm_config().parallel_config
+    monkeypatch.setattr(parallel, "enable_expert_parallel", True)
+    hooks.install(Mode.REQUIRE)
+    format = layers.FORMATS["fp8-block"]
+    made = files.write(tmp_path, format.packer, format.config, E=layers.E, H=H, I=I)
+    layer = layers.load(layers.empty_layer(format, H, I, tp_size=2), made)
+    layer.quant_method.process_weights_after_loading(layer)
+    yield made, layer
+    hooks.uninstall()
+
+
+def check_share(layer: Any, made: files.Layer, held: list[int]) -> None:
+    """Compare with the sum over the experts that the layer holds, by vLLM's ids of them."""
+    table = torch.full((layer.global_num_experts,), -1)
+    table[held] = torch.arange(len(held))
+    assert layer.expert_map.tolist() == table.tolist()
+    x, routing = layers.inputs(H)
+    ids = torch.stack([torch.randperm(len(table))[: layers.TOP_K] for _ in x])
+    ids[0, 0] = held[0]
+    mine = layers.Routing(routing.topk_weights * (table[ids] >= 0), table[ids].clamp(min=0))
+    out = layer.quant_method.apply(layer, x, routing.topk_weights, ids).float()
+    bound = rms_bound(layer.quant_method.moekit_experts.kernel.problem)
+    assert layers.relative_rms(out, layers.expected_output(made, x, mine)) < bound
+
+
+def move(layer: Any, ep_rank: int, strategy: str = "linear", ep_size: int = 2) -> None:
+    """Give the layer another share of the experts, as elastic expert parallelism does."""
+    split = layer.moe_config.moe_parallel_config
+    split.ep_rank, split.ep_size = ep_rank, ep_size
+    layer.expert_map_manager._placement_strategy = strategy
+    layer.update_expert_map()
+
+
+def test_expert_maps_change(half_of_the_experts: Any) -> None:
+    made, layer = half_of_the_experts
+    check_share(layer, made, [0, 1])
+    where = held(layer)
+    move(layer, 0, "round_robin")
+    check_share(layer, made, [0, 2])
+    move(layer, 1, "round_robin")
+    check_share(layer, made, [1, 3])
+    move(layer, 1)
+    check_share(layer, made, [2, 3])
+    layer.global_num_experts = 6  # a third rank, with replicas of two experts
+    move(layer, 2, ep_size=3)
+    check_share(layer, made, [4, 5])
+    assert layer.quant_method.moekit_experts.kernel.problem.num_redundant_experts == 2
+    assert held(layer) == where
+    with pytest.raises(MoekitError, match="has 3 experts by its new expert map, and weights of 2"):
+        move(layer, 0)
+
+
+def test_expert_maps_change_with_the_weights(half_of_the_experts: Any) -> None:
+    """A map that was changed before the weights are processed again counts, too."""
+    made, layer = half_of_the_experts
+    experts = layer.quant_method.moekit_experts
+    split = layer.moe_config.moe_parallel_config
+    for rank, strategy, mine in ((0, "round_robin", [0, 2]), (1, "round_robin", [1, 3])):
+        split.ep_rank = rank
+        layer.expert_map_manager._placement_strategy = strategy
+        layer.expert_map_manager.update(split, global_num_experts=layers.E)
+        layer.register_buffer("_expert_map", layer.expert_map_manager.expert_map)
+        with_new_parameters(layer, made)
+        assert layer.quant_method.moekit_experts is experts
+        rows = (made.gate[mine], made.up[mine], made.down[mine])
+        check_share(layer, files.Layer(made.path, made.sizes, *rows, made.tensors), mine)
 
 
 # -- weights that vLLM quantizes when it loads them --------------------------------------

@@ -28,6 +28,9 @@ class RoutedExperts(nn.Module):
         op_registry_oot[cls.__name__] = replacement
         return replacement
 
+    def update_expert_map_info(self):
+        self.expert_map = self.next_expert_map
+
     def __init__(self, config, weights, *, expert_map=None, method=None, **more):
         super().__init__()
         self.layer_name = more.pop("layer_name", "model.layers.0.mlp.experts")

@@ -15,7 +15,7 @@ from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
 from moekit.errors import MoekitError, Unsupported
 from moekit.problem.problem import summary
 from moekit_vllm import versions, weights
-from moekit_vllm.problem import problem_of, too_slow
+from moekit_vllm.problem import parallel_of, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
 
 _kernels: dict[MoEProblem, ModularKernel] = {}
@@ -63,16 +63,53 @@ class LayerExperts:
             kernel = kernel_for(problem_of(layer, quant, loaded), may_leave)
             packed = kernel.pack(loaded)
             del loaded
-            made = before
             if before is not None and _alike(before.packed, packed):
                 _copy(packed, into=before.packed)
+                made = before
+                made._take(kernel, layer)
             else:
                 order = _order(layer, kernel.problem)
                 made = cls(kernel, packed, order, _held(layer, packed))
-            assert made is not None
             _hold(layer, made.parameters)
         _by_name[layer.layer_name] = made
         return made
+
+    def follow(self, layer: Any) -> None:
+        """Compute by the layer's new expert map, with the same weights.
+
+        Raises:
+            MoekitError: The rank now holds another number of experts, or moekit computes their
+                sum with another backend.
+        """
+        held = self.kernel.problem
+        problem = held.replace(
+            num_redundant_experts=layer.global_num_experts - held.num_experts,
+            parallel=parallel_of(layer),
+        )
+        kernel = kernel_for(problem)
+        if problem.num_local_experts != held.num_local_experts:
+            raise MoekitError(
+                f"{layer.layer_name} has {problem.num_local_experts} experts by its new expert "
+                f"map, and weights of {held.num_local_experts}: restart the engine"
+            )
+        if kernel.experts.spec.name != self.packed.backend:
+            raise MoekitError(
+                f"{layer.layer_name} has weights for {self.packed.backend!r}, but by its new "
+                f"expert map moekit chooses {kernel.experts.spec.name!r}: set MOEKIT_EXPERTS="
+                f"{self.packed.backend} and restart the engine"
+            )
+        self._take(kernel, layer)
+
+    def _take(self, kernel: ModularKernel, layer: Any) -> None:
+        self.kernel, order = kernel, _order(layer, kernel.problem)
+        if (
+            order is not None
+            and self.to_physical is not None
+            and _form(order) == _form(self.to_physical)
+        ):
+            self.to_physical.copy_(order)  # where CUDA graphs read it
+        else:
+            self.to_physical = order
 
     def __call__(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Return this rank's partial sum (T, H) in x's dtype.

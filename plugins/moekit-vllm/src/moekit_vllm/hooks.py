@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from moekit_vllm import versions
-from moekit_vllm.method import extend
+from moekit_vllm.method import extend, follow
 from moekit_vllm.settings import Mode
 
 
@@ -53,6 +53,11 @@ def _subclass(stock: Any, mode: Mode) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             extend(self.quant_method, mode)
+
+        def update_expert_map_info(self) -> None:
+            """Take the ranks' new placement of experts, which elastic expert parallelism makes."""
+            super().update_expert_map_info()
+            follow(self)
 
     Layer.__name__, Layer.__qualname__ = stock.__name__, stock.__qualname__
     return Layer

@@ -30,6 +30,13 @@ def extend(method: Any, mode: Mode) -> None:
     method.moekit_mode = mode
 
 
+def follow(layer: Any) -> None:
+    """Let moekit compute a layer by its new expert map, if moekit computes the layer."""
+    experts = getattr(getattr(layer, "quant_method", None), "moekit_experts", None)
+    if experts is not None:
+        experts.follow(layer)
+
+
 @cache
 def _extended(stock: Any) -> Any:
     # Python changes an object's class only to one whose first base is the former class.

@@ -48,7 +48,6 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
         raise Unsupported("; ".join(reasons), reasons)
     logical, scheme = config.num_logical_experts, SCHEMES[quant].weight
     inner = weights.w2.shape[2] * (2 if scheme is not None and scheme.packed else 1)
-    split = config.moe_parallel_config
     return MoEProblem(
         num_experts=logical,
         num_redundant_experts=layer.global_num_experts - logical,
@@ -61,9 +60,15 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
         has_bias=weights.w13_bias is not None,
         apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
         batch_invariant=_batch_invariant(),
-        parallel=ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=1),
+        parallel=parallel_of(layer),
         device=torch.device(config.device),
     )
+
+
+def parallel_of(layer: Any) -> ParallelConfig:
+    """Return how a layer's experts are spread; its ranks pass the same tokens."""
+    split = layer.moe_config.moe_parallel_config
+    return ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=1)
 
 
 def _refusals(layer: Any) -> list[str]:
