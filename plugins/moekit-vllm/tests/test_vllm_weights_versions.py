@@ -266,10 +266,13 @@ def test_activations_of_nvfp4() -> None:
     for backend, a16, scheme in (
         ("MARLIN", False, "nvfp4_w4a16"),
         ("VLLM_CUTLASS", True, "nvfp4_w4a16"),
+        ("MARLIN", None, "nvfp4_w4a16"),  # 0.26 has no such mark
+        ("VLLM_CUTLASS", None, "nvfp4"),
         ("VLLM_CUTLASS", False, "nvfp4"),
     ):
+        marks = {} if a16 is None else {"use_a16": a16}
         kind = SimpleNamespace(name=backend)
-        quant = method("ModelOptNvFp4FusedMoE", nvfp4_backend=kind, use_a16=a16)
+        quant = method("ModelOptNvFp4FusedMoE", nvfp4_backend=kind, **marks)
         check(layer(quant, held), packed, scheme)
     quant.per_token_activation = True
     with pytest.raises(Unsupported, match="a scale for each token"):

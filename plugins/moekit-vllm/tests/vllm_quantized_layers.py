@@ -18,6 +18,7 @@ from typing import Any
 import checkpoint_files as files
 import pytest
 import torch
+from moekit_vllm import versions
 from torch import Tensor
 
 from moekit import Routing
@@ -70,12 +71,13 @@ def choose_backends(patch: pytest.MonkeyPatch) -> None:
             if hasattr(user, name):
                 answer = getattr(module(f"fused_moe.oracle.{oracle}"), kind)[member], marlin
                 patch.setattr(user, name, lambda *args, answer=answer, **more: answer)
-    supports = "check_moe_marlin_supports_layer"
-    for name in ("auto_gptq", "auto_awq"):
-        patch.setattr(module(f"quantization.{name}"), supports, lambda *a, **m: True)
+    for user in map(module, ("quantization.auto_gptq", "quantization.auto_awq", ct, f"{ct}_wna16")):
+        for name in ("check_moe_marlin_supports_layer", "check_moe_marlin_supports_config"):
+            if hasattr(user, name):
+                patch.setattr(user, name, lambda *args, **more: True)
+    patch.setattr(versions, "routes_on_cpu", lambda: True)
     awq = module("quantization.auto_awq").AutoAWQConfig
     patch.setattr(awq, "get_min_capability", classmethod(lambda cls: -1))
-    patch.setattr(module(f"{ct}_wna16"), "check_moe_marlin_supports_config", lambda *a, **m: True)
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,7 @@ def empty_layer(
     format: Format, H: int, I: int, *, tp_size: int = 1, tp_rank: int = 0, **more: Any
 ) -> Any:
     """Return a `RoutedExperts` layer of vLLM with parameters that nothing was loaded into."""
-    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.layers import fused_moe
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     kind = get_quantization_config(format.vllm)
@@ -297,7 +299,8 @@ def empty_layer(
         config = kind(QuantizationConfigArgs(moe=format.config["moe"]))
     else:
         config = kind.from_config(format.config)
-    runner = FusedMoEFactory(
+    make = fused_moe.FusedMoE if "FusedMoE" in fused_moe.__all__ else fused_moe.FusedMoEFactory
+    runner = make(
         num_experts=E,
         top_k=TOP_K,
         hidden_size=H,

@@ -70,7 +70,8 @@ def nvfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
         for scale, total in zip(pair(layer, "weight_scale"), totals, strict=True)
     ]
     weights = expert_weights(layer, w13, w2, w13_scale=scales[0], w2_scale=scales[1])
-    only = method.use_a16 or backend(method, "nvfp4_backend") == "MARLIN"
+    a16 = getattr(method, "use_a16", False)  # 0.26 chooses Marlin then, and keeps no mark
+    only = a16 or backend(method, "nvfp4_backend") == "MARLIN"
     return ("nvfp4_w4a16" if only else "nvfp4"), weights
 
 
