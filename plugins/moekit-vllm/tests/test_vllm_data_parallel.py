@@ -18,20 +18,27 @@ from vllm_engine import PROMPTS  # noqa: E402
 RANKS = 2
 
 
-@pytest.mark.parametrize(("name", "experts"), [("qwen3_moe", "sliced"), ("gpt_oss", "whole")])
-def test_ranks_with_their_own_tokens(tmp_path, name, experts) -> None:
-    """vLLM gathers the tokens of all ranks for each layer, and scatters the sums.
+@pytest.mark.parametrize(
+    ("name", "experts", "dispatcher"),
+    [("qwen3_moe", "sliced", ""), ("gpt_oss", "whole", ""), ("qwen3_moe", "whole", "naive")],
+)
+def test_ranks_with_their_own_tokens(tmp_path, name, experts, dispatcher) -> None:
+    """vLLM gathers the tokens of all ranks for each layer and scatters the sums, or moekit does.
 
     The first rank has two prompts and the second one, so their numbers of tokens differ, and the
-    second is done first.
+    second is done first. Without vLLM's collectives only a dispatcher can move tokens.
     """
-    vllm_collectives.install(tmp_path)
+    if dispatcher:
+        pytest.importorskip("moekit_naive")
+    else:
+        vllm_collectives.install(tmp_path)
     model = str(models.save(name, tmp_path / "model"))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     common = dict(VLLM_DP_SIZE=RANKS, VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=port)
     common |= dict(VLLM_ENABLE_V1_MULTIPROCESSING=1, OMP_NUM_THREADS=1)
+    common |= dict(MOEKIT_DISPATCHER=dispatcher)
     common |= dict(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
     def engine(rank: int) -> dict:
@@ -46,5 +53,6 @@ def test_ranks_with_their_own_tokens(tmp_path, name, experts) -> None:
     stock = run(model, ONE_PROCESS, ("off",))["off"]["first"]
     for rank, found in enumerate(ours):
         assert_same(stock[rank::RANKS], found["first"], "float32")
-        assert f"ep {RANKS} on cpu: local + torch" in found["text"] or experts == "sliced"
-        assert "local + torch" in found["text"]
+        spread = f", ep {RANKS}" if experts == "whole" else ""
+        spread += f", dp {RANKS}" if dispatcher else ""
+        assert f"{spread} on cpu: {dispatcher or 'local'} + torch" in found["text"]

@@ -413,6 +413,7 @@ class WithCPUKernel(standin.UnquantizedFusedMoEMethod):
 
 
 def test_vllms_faster_kernel_stays_on_cpus(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("MOEKIT_DISPATCHER", "local")  # this names no experts
     moekit_vllm.register()
     layers = [made(weights=drawn(), method=WithCPUKernel) for _ in range(2)]
     assert all(applied(layer, *calls()) == "vLLM's own" for layer in layers)
@@ -497,6 +498,9 @@ def test_explain(monkeypatch, tmp_path, mode, ranks, fields, said) -> None:
     assert said in note and note.startswith("in vLLM 0.33.0 ")
     assert ("unless" in note) == ("unless" in said)
     assert found.parallel.dp_size == 1 and found.num_local_experts == E // ranks
+    monkeypatch.setenv("MOEKIT_DISPATCHER", "naive")
+    found, _ = describe.problems(_model(tmp_path), parallel, device="cpu", **fields)
+    assert found.parallel.dp_size == ranks
 
 
 def test_the_hooks_can_be_removed() -> None:

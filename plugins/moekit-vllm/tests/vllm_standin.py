@@ -52,7 +52,7 @@ class ModelRoutedExperts(RoutedExperts):
 
 class FusedMoEMethodBase:
     moe_quant_config = None
-    is_monolithic = False
+    is_monolithic = supports_internal_mk = False
 
     def process_weights_after_loading(self, layer):
         layer.prepared_by_vllm = True
@@ -76,7 +76,7 @@ def config(E, K, H, inner, activation="silu", **changes):
     """Return what moekit reads of vLLM's FusedMoEConfig and FusedMoEParallelConfig."""
     split = dict(ep_size=1, ep_rank=0, dp_size=1, use_ep=False)
     split |= dict(all2all_backend="allgather_reducescatter")
-    split |= {name: changes.pop(name) for name in list(changes) if name in split}
+    split |= {n: changes.pop(n) for n in list(changes) if n in split or n == "sp_size"}
     fields = dict(
         num_experts=E, num_logical_experts=E, experts_per_token=K, hidden_dim=H,
         hidden_dim_unpadded=H, intermediate_size_per_partition=inner,

@@ -8,7 +8,7 @@ import moekit
 import moekit.checkpoint
 from moekit import MoEProblem, ParallelConfig
 from moekit_vllm import versions
-from moekit_vllm.problem import too_slow
+from moekit_vllm.problem import names_dispatcher, too_slow
 from moekit_vllm.settings import VARIABLE, Mode
 
 
@@ -17,7 +17,8 @@ def problems(
 ) -> tuple[MoEProblem, tuple[str, ...]]:
     """Return the problem of a model's experts as vLLM's rank 0 passes it, and notes on vLLM.
 
-    vLLM sums the ranks itself, so all of them pass the same tokens to moekit.
+    vLLM sums the ranks itself, so all of them pass the same tokens to moekit, unless
+    MOEKIT_DISPATCHER names a dispatcher for the ranks' own tokens (``dp_size``).
 
     Args:
         folder: The model's, with config.json and the weights.
@@ -28,7 +29,8 @@ def problems(
     Raises:
         WeightsError: The folder holds no experts that moekit reads.
     """
-    ranks = ParallelConfig(ep_size=parallel.ep_size, tp_size=parallel.tp_size, dp_size=1)
+    batches = parallel.dp_size if names_dispatcher() and parallel.tp_size == 1 else 1
+    ranks = ParallelConfig(ep_size=parallel.ep_size, tp_size=parallel.tp_size, dp_size=batches)
     problem = moekit.checkpoint.problem_from_config(folder, parallel=ranks, **fields)
     version = versions.installed()
     mode, on_cpu = Mode.read(), problem.device.type == "cpu"

@@ -18,6 +18,8 @@ from moekit_vllm import versions, weights
 from moekit_vllm.problem import parallel_of, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
 
+# Seconds that a rank waits for the others: they load their weights at different speeds.
+_PEER_TIMEOUT = 600.0
 _kernels: dict[MoEProblem, ModularKernel] = {}
 _by_name: WeakValueDictionary[str, LayerExperts] = WeakValueDictionary()
 
@@ -74,6 +76,11 @@ class LayerExperts:
         _by_name[layer.layer_name] = made
         return made
 
+    @property
+    def dispatches(self) -> bool:
+        """Whether a dispatcher of moekit moves the tokens."""
+        return self.kernel.problem.parallel.moves_tokens
+
     def follow(self, layer: Any) -> None:
         """Compute by the layer's new expert map, with the same weights.
 
@@ -82,6 +89,11 @@ class LayerExperts:
                 sum with another backend.
         """
         held = self.kernel.problem
+        if self.dispatches:
+            raise MoekitError(
+                f"{layer.layer_name} has a new expert map, but MOEKIT_DISPATCHER's dispatcher "
+                "stays in its process group: unset MOEKIT_DISPATCHER for elastic expert parallelism"
+            )
         problem = held.replace(
             num_redundant_experts=layer.global_num_experts - held.num_experts,
             parallel=parallel_of(layer),
@@ -112,7 +124,7 @@ class LayerExperts:
             self.to_physical = order
 
     def __call__(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """Return this rank's partial sum (T, H) in x's dtype.
+        """Return this rank's partial sum (T, H) in x's dtype; the whole sum if `dispatches`.
 
         Args:
             x: (T, H).
@@ -138,7 +150,10 @@ def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
     kernel = _kernels.get(problem)
     if kernel is None:
         # Ids come from vLLM's router, and checks by value would wait for the GPU.
-        kernel = _kernels[problem] = moekit.compose(problem, checked=False)
+        group = versions.expert_parallel_group() if problem.parallel.moves_tokens else None
+        kernel = _kernels[problem] = moekit.compose(
+            problem, group=group, checked=False, peer_timeout=_PEER_TIMEOUT
+        )
     explanation = kernel.explanation
     assert explanation is not None
     if reasons := too_slow(explanation, cpu_kernel):
@@ -157,7 +172,12 @@ def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
     places = torch.where(experts >= 0, experts + start, -1).long()
     mine = torch.arange(len(places), device=places.device)
     linear = torch.where((mine >= start) & (mine < problem.local_experts.stop), mine, -1)
-    return None if torch.equal(places, linear) else places
+    if torch.equal(places, linear):
+        return None
+    if problem.parallel.moves_tokens:
+        reason = "moekit's dispatchers need vLLM's linear placement of experts"
+        raise Unsupported(reason, [reason])
+    return places
 
 
 # -- the layer's tensors -----------------------------------------------------------------

@@ -95,6 +95,12 @@ def _extended(stock: Any) -> Any:
             return self.moekit_experts is None and bool(super().is_monolithic)
 
         @property
+        def supports_internal_mk(self) -> bool:
+            """Whether the method moves tokens between ranks, in place of vLLM's runner."""
+            experts = self.moekit_experts
+            return bool(super().supports_internal_mk) if experts is None else experts.dispatches
+
+        @property
         def skip_forward_padding(self) -> bool:
             """Whether the method takes rows as narrow as the model's hidden size."""
             return self.moekit_experts is None and bool(super().skip_forward_padding)

@@ -32,8 +32,9 @@ _INTERLEAVED = frozenset({"swigluoai"})
 def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
     """Return the problem that a `RoutedExperts` layer of vLLM computes on this rank.
 
-    vLLM's runner gathers tokens before the layer and sums ranks after it, so every rank passes the
-    same tokens (``dp_size=1``) and the output is this rank's partial sum.
+    Unless moekit `dispatches`, vLLM's runner gathers tokens before the layer and sums ranks after
+    it, so every rank passes the same tokens (``dp_size=1``) and the output is this rank's partial
+    sum.
 
     Args:
         layer: The layer, after its weights were created.
@@ -61,14 +62,31 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
         apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
         batch_invariant=_batch_invariant(),
         parallel=parallel_of(layer),
+        max_num_tokens=config.max_num_tokens if dispatches(layer) else None,
         device=torch.device(config.device),
     )
 
 
 def parallel_of(layer: Any) -> ParallelConfig:
-    """Return how a layer's experts are spread; its ranks pass the same tokens."""
+    """Return how a layer's experts and the tokens that ranks pass are spread."""
     split = layer.moe_config.moe_parallel_config
-    return ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=1)
+    batches = split.ep_size if dispatches(layer) else 1
+    return ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=batches)
+
+
+def dispatches(layer: Any) -> bool:
+    """Whether a dispatcher of moekit moves a layer's tokens: MOEKIT_DISPATCHER names one.
+
+    Ranks must have whole experts and tokens of their own.
+    """
+    split = layer.moe_config.moe_parallel_config
+    own_tokens = split.ep_size == split.dp_size * getattr(split, "sp_size", 1)
+    return names_dispatcher() and bool(split.use_ep) and split.ep_size > 1 and own_tokens
+
+
+def names_dispatcher() -> bool:
+    """Whether MOEKIT_DISPATCHER names a dispatcher that moves tokens."""
+    return os.environ.get("MOEKIT_DISPATCHER", "") not in ("", "local")
 
 
 def _refusals(layer: Any) -> list[str]:
@@ -80,7 +98,7 @@ def _refusals(layer: Any) -> list[str]:
     if torch.device(config.device).type == "cpu" and not versions.routes_on_cpu():
         reasons.append("this version of vLLM chooses experts inside its CPU kernels")
     batches = split.dp_size > 1 or config.is_sequence_parallel
-    if _batch_invariant() and split.ep_size > 1:
+    if _batch_invariant() and split.ep_size > 1 and not dispatches(layer):
         reasons.append(
             f"{_BATCH_INVARIANT} is set, and vLLM adds up partial sums of {split.ep_size} "
             "expert-parallel ranks, for which moekit promises no bits: run without expert "
@@ -92,7 +110,8 @@ def _refusals(layer: Any) -> list[str]:
             f"its ranks exchange tokens by all2all_backend={split.all2all_backend!r}; only "
             "'allgather_reducescatter' works beside moekit's experts"
         )
-    if batches and getattr(layer, "hash_indices_table", None) is not None:
+    hashed = getattr(layer, "hash_indices_table", None) is not None
+    if batches and hashed and not dispatches(layer):
         reasons.append("it routes by token ids, which vLLM does not gather from other ranks")
     return reasons
 
@@ -123,7 +142,8 @@ def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
         cpu_kernel: vLLM has a kernel for the layer on this CPU, and may use it.
     """
     problem, chosen = explanation.problem, explanation.chosen
-    if chosen is None or explanation.named or chosen.experts not in _SLOW:
+    named = any(name.startswith("experts ") for name in explanation.named)
+    if chosen is None or named or chosen.experts not in _SLOW:
         return []
     if problem.device.type != "cuda":
         if not cpu_kernel or problem.batch_invariant:

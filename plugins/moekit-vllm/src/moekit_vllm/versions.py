@@ -85,6 +85,11 @@ def has_cpu_kernel(method: Any) -> bool:
     return experts is not None and bool(experts._supports_current_device())
 
 
+def expert_parallel_group() -> Any:
+    """Return the process group over which vLLM spreads whole experts."""
+    return importlib.import_module("vllm.distributed").get_ep_group().device_group
+
+
 def replaced_layers() -> dict[str, type]:
     """Return the layers that plugins have replaced, by name; it may be changed."""
     return importlib.import_module(_CUSTOM_OP).op_registry_oot  # type: ignore[no-any-return]

@@ -1,0 +1,43 @@
+"""A dispatcher of moekit moves the tokens of vLLM's ranks. vLLM is a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import vllm_ranks
+
+from moekit.testing.distributed import RankPool
+
+pytest.importorskip("moekit_naive")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("tokens", [[5, 9], [7, 0], [16, 16]])
+@pytest.mark.parametrize("hashed", [False, True])
+def test_ranks_get_their_own_tokens_back(ranks, tokens, hashed) -> None:
+    """Whole sums, so vLLM's runner neither gathers nor reduces; it may route by token ids."""
+    for said in ranks.run(vllm_ranks.run, tokens, {"hashed": hashed}):
+        assert said["error"] < 1e-5 and said["moves"]
+        (line,) = said["said"]
+        assert "at most 16 tokens, ep 2, dp 2 on cpu: naive + torch" in line
+        assert "unset MOEKIT_DISPATCHER for elastic expert parallelism" in said["moved"]
+
+
+def test_ranks_with_the_same_tokens(ranks) -> None:
+    """Tensor parallel ranks hold the same tokens, so nothing moves, and sums are partial."""
+    for said in ranks.run(vllm_ranks.run, [4, 4], {"dp_size": 1}):
+        assert not said["moves"] and said["error"] > 0.1
+
+
+def test_sequence_parallel_ranks(ranks) -> None:
+    for said in ranks.run(vllm_ranks.run, [4, 3], {"dp_size": 1, "sp_size": 2}):
+        assert said["moves"] and said["error"] < 1e-5
+
+
+def test_another_placement_of_experts(ranks) -> None:
+    for said in ranks.run(vllm_ranks.run, [4, 4], {"order": [0, 2, 4, 1, 3, 5]}):
+        assert "dispatchers need vLLM's linear placement of experts" in said["refused"]
