@@ -90,6 +90,8 @@ def test_outputs_keep_their_bits_if_the_order_of_sums_is_kept(pool, experts, wit
         intermediate_size=32,
     )
     needs(layer)
+    if experts == "triton" and pool.world_size == 4:
+        pytest.skip("two ranks show it; the interpreter is slow")
     assert pool.run(equal_bits, layer, within) == [8] * pool.world_size
 
 
@@ -132,10 +134,10 @@ def test_layers(pool, strategy):
 
 
 def test_staging_is_bounded(pool):
-    for peak, weights in pool.run(staging, 2**16):
-        assert peak <= 2**16 + 2**12 < weights / 50
-    for peak, _ in pool.run(staging, 2**22):
-        assert 2**18 < peak <= 2**22 + 2**12
+    for peak, weights in pool.run(staging, 2**14):
+        assert peak <= 2**14 + 2**12 < weights / 50
+    for peak, _ in pool.run(staging, 2**20):
+        assert 2**16 < peak <= 2**20 + 2**12
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Layer:
     num_experts: int = 6
     replicas: int = 2
     top_k: int = 2
-    hidden_size: int = 256
+    hidden_size: int = 128
     intermediate_size: int = 128
     bias: bool = False
     tp: int = 1
@@ -300,7 +300,7 @@ def fused_layers(rank: int, world_size: int, strategy: str) -> list[object]:
 
 def staging(rank: int, world_size: int, limit: int) -> tuple[int, int]:
     """Return the peak bytes of a migration with that limit, and the packed bytes."""
-    r = OnRank(rank, world_size, Layer(hidden_size=1024, intermediate_size=512))
+    r = OnRank(rank, world_size, Layer(hidden_size=512, intermediate_size=256))
     new = r.random_placement(torch.Generator().manual_seed(1))
     group = dist.group.WORLD
     peak, _ = measure(

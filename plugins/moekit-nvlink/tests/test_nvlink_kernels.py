@@ -157,6 +157,9 @@ def test_tokens_reach_their_experts_and_come_back(batched, push, ep, tp, copies)
     run(Shape(batched, push, ep, tp, copies), CALLS, KINDS, seed=1)
 
 
+UNHURRIED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
 @st.composite
 def shapes(draw) -> Shape:
     batched = draw(st.booleans())
@@ -174,13 +177,25 @@ def shapes(draw) -> Shape:
     )  # fmt: skip
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shape=shapes(), data=st.data())
-def test_any_layer_and_routing(shape: Shape, data) -> None:
+def check_any_layer(shape: Shape, data) -> None:
     counts = st.lists(st.integers(0, shape.capacity), min_size=1, max_size=5)
     calls = data.draw(st.lists(counts, min_size=1, max_size=3))
     kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3))
     run(shape, calls, kinds, seed=data.draw(st.integers(0, 2**20)))
+
+
+@settings(max_examples=3, **UNHURRIED)
+@given(shape=shapes(), data=st.data())
+def test_any_layer_and_routing(shape: Shape, data) -> None:
+    """An example takes seconds in the interpreter, so a run has few of them."""
+    check_any_layer(shape, data)
+
+
+@pytest.mark.full
+@settings(max_examples=30, **UNHURRIED)
+@given(shape=shapes(), data=st.data())
+def test_many_layers_and_routings(shape: Shape, data) -> None:
+    check_any_layer(shape, data)
 
 
 @WAYS
