@@ -198,7 +198,7 @@ def test_what_is_undeclared_is_one_line(pytester, monkeypatch):
     assert len(lines) == 1 and "not declared, so refused: scheme fp8_tensor" in lines[0]
 
 
-@pytest.mark.parametrize("seed", [*range(0, 300, 10), 1034])
+@pytest.mark.parametrize("seed", [*range(0, 300, 30), 1034])
 def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
     """Seed 1034 let "clamp dropped" pass when the bounds had no mean and the limit was 3."""
     monkeypatch.setenv(cases.SEED_VARIABLE, str(seed))
