@@ -102,7 +102,12 @@ def _build(directory: Path, device: torch.device) -> tuple[Any, Any]:
         experts_implementation="eager",
     )
     model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(directory)
+    try:
+        model.save_pretrained(directory)
+    except OSError as error:
+        raise MoekitError(
+            f"--model-dir {directory} cannot be written ({error.strerror}): choose another folder"
+        ) from error
     return config, model.eval().to(device)
 
 

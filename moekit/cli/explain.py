@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="describe the experts of this checkpoint")
+    source.add_argument("--model", metavar="DIR", help="read the sizes from this checkpoint")
     for name, added in _sources().items():
-        text = f"describe them as {added.distribution} does"
+        text = f"the same, as {added.distribution} computes it"
         source.add_argument(f"--{name}", metavar="DIR", help=text)
     for size in _SIZES:
         parser.add_argument(_option(size), type=int, metavar="N")
@@ -77,7 +77,9 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     )
     kinds = ", ".join(sorted(ACTIVATIONS))
     parser.add_argument("--activation", metavar="KIND", help=f"default: silu; {kinds}")
-    parser.add_argument("--activation-limit", type=float, metavar="X", help="clamp gate and up")
+    parser.add_argument(
+        "--activation-limit", type=float, metavar="X", help="clamp gate and up to it"
+    )
     parser.add_argument("--has-bias", action="store_true")
     parser.add_argument(
         "--weight-on-input", action="store_true", help="the router weight scales the token"
@@ -98,7 +100,9 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="hosts that the ranks are spread over; also print what each rank would need",
     )
-    parser.add_argument("--device", help="e.g. cpu, sm90 (default: this machine's)")
+    parser.add_argument(
+        "--device", help="cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
+    )
 
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:

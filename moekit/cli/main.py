@@ -1,7 +1,7 @@
 """The command line: ``python -m moekit COMMAND``.
 
 moekit's own commands are plugins, explain, check, doctor and demo; other packages add theirs
-(`moekit.cli.commands`). Exit codes: 0 yes, 1 no, 2 the question was wrong. docs/cli.md documents
+(`moekit.cli.commands`). Exit codes: 0 yes, 1 no, 2 the arguments are wrong. docs/cli.md documents
 the ``--json`` output.
 """
 
@@ -79,14 +79,22 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     explaining = verbs.add_parser(
         "explain",
         help="which backends can do a problem, which is chosen, and why not the others",
-        description="Exit code 0: something can do it; 1: nothing can; 2: no such problem or name.",
+        description="Say which backends can run a problem, which `compose` would choose, and why "
+        "not the others. Give the sizes of a layer, or a model's folder. Exit code 0: one can run "
+        "it; 1: none can; 2: the arguments are wrong.",
     )
     explain.add_arguments(explaining)
     explaining.set_defaults(run=explain.run, answers=True)
 
-    check = verbs.add_parser("check", help="run the conformance kit on an installed backend")
+    check = verbs.add_parser(
+        "check",
+        help="run the conformance kit on an installed backend",
+        description="Run the conformance kit on an installed backend. Exit code 0: every test "
+        "passed; 1: a test failed; 2: the arguments are wrong.",
+    )
     check.add_argument("name", help="a dispatcher, experts backend or composite")
-    check.add_argument("pytest_args", nargs=argparse.REMAINDER, help="passed to pytest")
+    options = "options of pytest, for example -k graph"
+    check.add_argument("pytest_args", nargs=argparse.REMAINDER, help=options).required = False
     check.set_defaults(run=_check, answers=False)
 
     doctor = verbs.add_parser(
@@ -105,7 +113,12 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor, answers=True)
 
-    demo = verbs.add_parser("demo", help="a Hugging Face model's MoE layer through moekit")
+    demo = verbs.add_parser(
+        "demo",
+        help="a Hugging Face model's MoE layer through moekit",
+        description="Run a small Hugging Face Qwen3-MoE with and without moekit, and print the "
+        "choice, the errors and the times. Exit code 0: the numbers agree; 1: they do not.",
+    )
     demo.add_argument("--model-dir", metavar="FOLDER", help="keep the generated model here")
     demo.set_defaults(run=_demo, answers=False)
 

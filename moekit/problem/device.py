@@ -80,7 +80,8 @@ class DeviceSpec:
         if re.fullmatch(r"[a-z]+", text):
             return cls(text)
         raise InvalidProblem(
-            f"device {shown(text)} is not understood; examples: 'cpu', 'cuda', 'sm90', 'gfx942'"
+            f"device {shown(text)} is not understood; expected a torch device ('cpu', 'cuda') or "
+            "an architecture: 'sm90' for H100 and H200, 'sm100' for B200, 'gfx942' for MI300"
         )
 
     @classmethod

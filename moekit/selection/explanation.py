@@ -104,7 +104,7 @@ class Explanation:
         lines += [f"  not {line}" for line in self.refusals(told)]
         if others := len(self.reasons()) - len(told):
             words = "1 other" if others == 1 else f"{others} others"
-            lines.append(f"  {words} cannot run here: python -m moekit explain --all")
+            lines.append(f"  {words} cannot run it: python -m moekit explain --all")
         return "\n".join(lines)
 
     def refusals(self, names: Collection[str] | None = None) -> list[str]:

@@ -94,7 +94,7 @@ def shown(value: object) -> str:
 # -- kinds of values -------------------------------------------------------------------------
 
 Kind = Callable[[Any], Iterator[str]]
-"""Yields each fault of a value, ``" is 'x', want ..."``, after the name of the field within it."""
+"""Yields each fault of a value, ``" is 'x', expected ..."``, after the name of its field."""
 
 
 def integer(low: int, high: int, *, zero: bool = True) -> Kind:
@@ -103,7 +103,7 @@ def integer(low: int, high: int, *, zero: bool = True) -> Kind:
     def faults(value: Any) -> Iterator[str]:
         if type(value) is not int or not low <= value <= high or (value == 0 and not zero):
             but = "" if zero else " other than 0"
-            yield f" is {shown(value)}, want an integer from {low} to {high}{but}"
+            yield f" is {shown(value)}, expected an integer from {low} to {high}{but}"
 
     return faults
 
@@ -111,7 +111,7 @@ def integer(low: int, high: int, *, zero: bool = True) -> Kind:
 def number(low: float, high: float) -> Kind:
     def faults(value: Any) -> Iterator[str]:
         if type(value) not in (int, float) or not low <= value <= high:
-            yield f" is {shown(value)}, want a number from {low:g} to {high:g}"
+            yield f" is {shown(value)}, expected a number from {low:g} to {high:g}"
 
     return faults
 
@@ -119,14 +119,14 @@ def number(low: float, high: float) -> Kind:
 def text(most: int = 1000) -> Kind:
     def faults(value: Any) -> Iterator[str]:
         if not isinstance(value, str) or len(value) > most:
-            yield f" is {shown(value)}, want a text of at most {most} characters"
+            yield f" is {shown(value)}, expected a text of at most {most} characters"
 
     return faults
 
 
 def flag(value: Any) -> Iterator[str]:
     if not isinstance(value, bool):
-        yield f" is {shown(value)}, want true or false"
+        yield f" is {shown(value)}, expected true or false"
 
 
 def either(*kinds: Kind) -> Kind:
@@ -136,7 +136,7 @@ def either(*kinds: Kind) -> Kind:
         said = [list(kind(value)) for kind in kinds]
         if all(said):
             first, *others = (fault for faults in said for fault in faults[:1])
-            wanted = [other.rpartition(", want ")[2] for other in others]
+            wanted = [other.rpartition(", expected ")[2] for other in others]
             yield " or ".join([first, *wanted])
 
     return faults
@@ -146,7 +146,7 @@ def sequence(of: Kind, low: int, high: int) -> Kind:
     def faults(value: Any) -> Iterator[str]:
         if not isinstance(value, list) or not low <= len(value) <= high:
             count = str(low) if low == high else f"{low} to {high}"
-            yield f" is {shown(value)}, want a list of {count}"
+            yield f" is {shown(value)}, expected a list of {count}"
             return
         for index, item in enumerate(value):
             yield from (f"[{index}]{fault}" for fault in of(item))
@@ -159,7 +159,7 @@ def mapping(of: Mapping[str, Kind]) -> Kind:
 
     def faults(value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
-            yield f" is {shown(value)}, want an object"
+            yield f" is {shown(value)}, expected an object"
             return
         for name, kind in of.items():
             if (item := value.get(name)) is not None:
@@ -173,7 +173,7 @@ def table(of: Kind, most: int) -> Kind:
 
     def faults(value: Any) -> Iterator[str]:
         if not isinstance(value, dict) or len(value) > most:
-            yield f" is {shown(value)}, want an object of at most {most} fields"
+            yield f" is {shown(value)}, expected an object of at most {most} fields"
             return
         for name, item in value.items():
             yield from (f".{shown(name)[1:-1]}{fault}" for fault in of(item))

@@ -322,7 +322,7 @@ _PATTERNS = {
     "(" * 400 + ")" * 400: "nested too deeply",
     "((.{0,99}){0,99}){0,99}": "repetitions are too many",
     "(?=" * 40 + ".*" * 40 + ")" * 40 + "x{0,900}" * 20 + "y": "",
-    "x" * 1001: "want a text of at most 1000",
+    "x" * 1001: "expected a text of at most 1000",
 }
 
 

@@ -155,7 +155,7 @@ def test_explain_is_short_unless_asked_for_all(only, capsys) -> None:
     assert main(args) == 0
     out = capsys.readouterr().out
     assert out.count("then: ") == 2 and "not experts" not in out and "pip install" not in out
-    assert "\n  3 others cannot run here: python -m moekit explain --all\n" in out
+    assert "\n  3 others cannot run it: python -m moekit explain --all\n" in out
     assert main([*args, "--all"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("then: ") > 4 and out.count("not experts") == 3 and "others" not in out
@@ -240,7 +240,8 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
         ("--quant fp3", "'fp3'"),
         ("--activation tanh", "activation 'tanh' is unknown; choose one of"),
         ("--activation gelu --activation-limit 7", "has no clamp"),
-        ("--device nvidia!", "device 'nvidia!' is not understood; examples"),
+        ("--device nvidia!", "device 'nvidia!' is not understood; expected"),
+        ("--device H200", "'sm90' for H100 and H200"),
         ("--device foo", "type='foo': it must be a type of device that torch knows"),
         ("--tp 3", "tp_size=3 must divide intermediate_size=2048"),
         ("--ep 0", "ep_size=0"),
@@ -263,7 +264,9 @@ def test_bad_arguments(only, capsys: pytest.CaptureFixture[str], args: str) -> N
     with pytest.raises(SystemExit) as caught:
         main(args.split())
     assert caught.value.code == 2
-    assert "usage: python -m moekit" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "usage: python -m moekit" in err
+    assert args != "check" or err.endswith("arguments are required: name\n")  # pytest's are not
 
 
 def test_explain_notes_broken_plugins(only, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,6 +384,23 @@ def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     demo = SimpleNamespace(run=lambda folder: folder == "x")
     monkeypatch.setitem(sys.modules, "moekit.cli.demo", demo)
     assert main(["demo", "--model-dir", "x"]) == 1
+
+
+def test_demo_in_a_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Model:
+        to = eval = lambda self, *_: self
+
+        def save_pretrained(self, folder: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(folder))
+
+    fake = SimpleNamespace(
+        Qwen3MoeConfig=SimpleNamespace, Qwen3MoeForCausalLM=lambda config: Model()
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    assert main(["demo", "--model-dir", "/no"]) == 2
+    assert "--model-dir /no cannot be written (Permission denied)" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -396,7 +396,7 @@ def test_options_that_count(capsys, command, option):
     with pytest.raises(SystemExit) as caught:
         main([*command, option, "0"])
     assert caught.value.code == 2
-    assert f"{option}: want a whole number, 1 or more, not '0'" in capsys.readouterr().err
+    assert f"{option}: expected a whole number from 1 on (got '0')" in capsys.readouterr().err
 
 
 def test_shapes_are_listed(capsys):

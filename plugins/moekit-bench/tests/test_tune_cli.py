@@ -224,6 +224,19 @@ def test_wrong_questions(cells: Cells, capsys, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--regret", "--from", "/no/such/file.json"], "expected a recording made with --json"),
+        (["--ep=2"], "--ep 2 measures combinations of dispatcher and experts: add --select"),
+        (["--json=x.json"], "add --select or --regret"),
+    ],
+)
+def test_errors_say_what_to_do(capsys, argv: list[str], said: str) -> None:
+    assert main(["tune", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "argv",
     [["--select", "--regret"], ["--select", "--frob"], ["--select", "--gpus", "-1"],
      ["--select", "--replays", "-1"], ["--select", "--ep", "two"], ["--seconds", "0"],

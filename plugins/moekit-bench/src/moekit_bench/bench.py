@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0: every cell has a right result (with --dispatch and --layers: all results are right),
-        1: not so, 2: the question was wrong.
+        1: not so, 2: the arguments are wrong.
     """
     modes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     which = modes.add_mutually_exclusive_group()
@@ -249,7 +249,7 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     add("--share-devices", action="store_true", help="more ranks than GPUs: for the errors alone")
     add("--batch-invariant", action="store_true", help=_IN_MODE)
     add("--overlap", action="store_true", help="also what calls in flight and shared experts save")
-    add("--seconds", type=options.seconds, metavar="S", help="begin nothing after so many")
+    add("--seconds", type=options.seconds, metavar="S", help="begin no measurement after this")
     _add_ranks(parser)
 
 

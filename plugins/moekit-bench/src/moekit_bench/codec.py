@@ -141,9 +141,13 @@ def _key(f: Field[Any]) -> str:
 
 
 def read_recording(file: Path) -> dict[str, Any]:
-    """Return the JSON object in ``file``; MoekitError if it holds none."""
+    """Return the JSON object in ``file``; MoekitError if it cannot be read, or holds none."""
     try:
         data = json.loads(file.read_text())
+    except OSError as error:
+        raise MoekitError(
+            f"{file} cannot be read ({error.strerror}): expected a recording made with --json"
+        ) from error
     except ValueError as error:
         raise MoekitError(f"{file} is not a recording made with --json: {error}") from error
     if not isinstance(data, dict):

@@ -243,7 +243,7 @@ def _gathered(mine: Tensor) -> list[Tensor]:
 class LayersWorkload:
     """Every scheme and number of tokens, for every combination of dispatcher and experts.
 
-    overlap: also time calls in flight and shared experts. seconds: begin nothing after so many.
+    overlap: also time calls in flight and shared experts. seconds: no measurement begins later.
     ranks: where it runs; set before `measure`. wanted: (problem, dispatcher, experts) -> whether to
     measure.
     """

@@ -24,7 +24,9 @@ def whole(least: int) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"want a whole number, {least} or more, not {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {least} on (got {text!r})"
+            )
         return int(text)
 
     return number
@@ -37,7 +39,7 @@ def seconds(text: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"want a number of seconds above 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0 (got {text!r})")
     return found
 
 

@@ -1,4 +1,4 @@
-"""``python -m moekit tune``: measure what the choice of backends is made from, or what it loses."""
+"""``python -m moekit tune``: measure what `compose` chooses from, or what its choice loses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code; ``tune NAME ...`` is the backend's own tuner.
 
     Returns:
-        0: all is measured, and no regret is above --limit, 1: not so, 2: the question was wrong.
+        0: all is measured, and no regret is above --limit, 1: not so, 2: the arguments are wrong.
     """
     if argv and not argv[0].startswith("-"):
         return _own_tuner(argv[0], argv[1:])
@@ -48,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
         if args.select and args.recorded is not None:
             return _select_recorded(args)
         if args.ep > 1 and not (args.select or args.regret):
-            raise MoekitError("--ep goes with --select or --regret")
+            raise MoekitError(
+                f"--ep {args.ep} measures combinations of dispatcher and experts: add --select to "
+                "fill their table, or --regret"
+            )
         if args.ep > 1:
             return _on_ranks(args, argv)
         if args.regret:
@@ -61,15 +64,17 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moekit tune",
-        description="Runs the tuners of installed experts backends, and measures these backends "
-        "for the choice among them. `tune BACKEND ...` runs a backend's own tuner alone. See "
-        "docs/bench.md.",
+        description="Run the tuners of the installed experts backends, then measure the backends "
+        "and fill the table that moekit.compose chooses from. `tune BACKEND ...` runs the tuner of "
+        "one backend; `tune BACKEND --help` has its options. See docs/bench.md.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--select", action="store_true", help="no tuners: measure, and fill the table of the choice"
+        "--select", action="store_true", help="run no tuners: measure, and fill the table"
     )
-    what.add_argument("--regret", action="store_true", help="compare the choice with the fastest")
+    what.add_argument(
+        "--regret", action="store_true", help="compare the choice with the fastest backend"
+    )
     add_experts_sweep(parser)
     add = parser.add_argument
     add("--limit", type=float, default=5.0, metavar="%", help="of regret; default: %(default)s")
@@ -78,22 +83,29 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="FILE",
         help="--select: the table; default: by device, in MOEKIT_TUNED or the user's cache",
     )  # fmt: skip
-    add("--again", action="store_true", help="--select: measure what the table has, too")
+    add("--again", action="store_true", help="--select: also measure what the table has")
     add(
         "--seconds", type=options.seconds, metavar="S",
-        help="begin nothing after so many; the same command continues what is left",
+        help="begin no measurement after S seconds; the same command continues",
     )  # fmt: skip
-    add("--gpus", type=whole(0), default=0, metavar="N", help="--select: on the first N devices")
+    add(
+        "--gpus",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="--select: measure on the first N devices at once",
+    )
     add(
         "--ep", type=whole(1), default=1, metavar="N",
-        help="combinations of dispatcher and experts on N ranks, one per device; --shapes are then "
-        "whole layers (dsv3, or E:K:H:I), --dispatcher a list (default: all that move tokens)",
+        help="--select, --regret: measure combinations of dispatcher and experts on N ranks, one "
+        "per device; --shapes are then whole layers (dsv3, or E:K:H:I), and --dispatcher is a list "
+        "(default: all that move tokens)",
     )  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="--regret: write the measurements")
     add(
         "--from", dest="recorded", type=Path, metavar="FILE",
-        help="measure nothing: --regret of the --json of `bench` or of `bench --layers`; --select: "
-        "of `bench --layers`",
+        help="measure nothing, and read a recording made with --json: with --regret of `bench` or "
+        "`bench --layers`, with --select of `bench --layers`",
     )  # fmt: skip
     parser.set_defaults(routing="uniform", no_graph=False)
     return parser
@@ -109,7 +121,9 @@ def _own_tuner(name: str, argv: Sequence[str]) -> int:
 def _all(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run the backends' own tuners, then fill the table of the choice among them."""
     if args.recorded is not None or args.json is not None:
-        raise MoekitError("--from and --json go with --select or --regret")
+        raise MoekitError(
+            "--from and --json have no effect on the backends' tuners: add --select or --regret"
+        )
     begin, argv = time.monotonic(), [*argv, "--select"]
     # Tiles take half of the time: the choice is measured with them.
     half = None if args.seconds is None else args.seconds / 2
