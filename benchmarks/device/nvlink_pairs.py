@@ -14,8 +14,8 @@ layers   whole layers (`python -m moekit bench --layers`): Qwen3-30B, DeepSeek-V
 Hidden size 7168, top 8 of 256 experts. Experts return what they get; each dispatcher's output is
 compared with the sum that it must be in 20 replays with delays. Each group of lines has processes
 of its own and a time limit, so that a failure or a hang does not lose the rest; lines are printed
-as they are measured. Expected, not measured: at T = 4096 a pull of 32 programs waits for latency,
-which push and the pipelined steps of both hide; fp8 dispatch takes about half of bf16's.
+as they are measured. Results: benchmarks/results/2026-11-23-h200x2-nvlink-pairs.md; kraken is
+the example 32 of meta-pytorch/kraken.
 """
 
 from __future__ import annotations
