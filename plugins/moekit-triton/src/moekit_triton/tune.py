@@ -248,7 +248,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--out", type=Path, help="default: the table that moekit reads")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin nothing after so many"
+        "--seconds", type=float, default=math.inf, help="begin no plan after this time"
     )
     parser.add_argument(
         "--token-tiles", action="store_true",
