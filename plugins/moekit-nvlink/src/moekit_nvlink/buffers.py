@@ -99,7 +99,7 @@ class Buffers:
         self._buffers = [self._open()]
 
     def _open(self) -> Buffer:
-        """Collective."""
+        """Make a buffer that all ranks reach; collective."""
         memory, addresses, handle = open_memory(self.layout.nbytes, self.group, self._device)
         memory.zero_()
         # Rows that no call has written have no expert.
