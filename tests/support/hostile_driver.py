@@ -38,7 +38,7 @@ from moekit.testing.cases import make_case
 
 MORE_MEMORY = 1 << 30  # bytes of address space that a case may take beyond this process's
 SECONDS = 60  # for each fork
-DOCTORS_SECONDS = 12  # time limit that doctor is given: a busy machine fills its memory in 6
+DOCTORS_SECONDS = 6  # time limit that doctor is given
 
 
 class Fork:

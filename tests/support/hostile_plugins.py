@@ -304,7 +304,7 @@ DEADLY: dict[str, tuple[str, str, str]] = {
     "forks": ("import os\nfor _ in range(3): os.fork()\n" + offers("bad"), "serves schemes: none", ""),
     "forks_and_hangs": ("import os\nif os.fork():\n    " + HANG.replace("\n", "\n    ") + "\n" + HANG, "it did not end within", ""),
     "leaves_a_child": ("import os, time\nif not os.fork(): os.setsid(); time.sleep(5); os._exit(0)\n" + offers("bad"), "serves schemes: none", ""),
-    "hungry": ("hoard = []\nwhile True: hoard.append(bytearray(2**26))", "MemoryError", ""),
+    "hungry": ("hoard = []\nwhile True: hoard.append(bytes(2**26))", "MemoryError", ""),
     "hangs_in_check": (HANG.partition("while")[0] + "def check(p):\n    while True: time.sleep(1)\n" + offers("bad", more=", check=check"), "was tried: it did not end within", ""),
     "exits_in_load": (offers("bad", target=LATE), "was tried: it exited with code 3", "import os; os._exit(3)"),
     "exits_by_sys": ("import sys; sys.exit(0)", "broken: SystemExit: 0", ""),
