@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -104,7 +105,9 @@ class Call:
 
     def combine(self) -> None:
         """Expert e returns (e + 1) * x in slices of different sizes, and nothing for padding."""
-        outs = self.host.combine(self.flight, self._experts)
+        self.check(self.host.combine(self.flight, self._experts))
+
+    def check(self, outs: Sequence[torch.Tensor]) -> None:
         for rank, out in enumerate(outs):
             b = rank // self.shape.copies
             x, routing = self.xs[b].float(), self.routings[b]
@@ -216,6 +219,21 @@ def test_two_calls_in_flight(batched, push) -> None:
         second.dispatch(1)
         first.combine()
         second.combine()
+
+
+@WAYS
+def test_ids_beyond_the_last_expert_go_nowhere(batched, push) -> None:
+    """Checked calls refuse them; others must not write to an address that they make up."""
+    shape = Shape(batched, push, 3)
+    host, draw = shape.host(), torch.Generator().manual_seed(9)
+    call = Call(shape, host, (6, 8, 1), "random", draw)
+    wrong = [torch.rand(r.topk_ids.shape, generator=draw) < 0.3 for r in call.routings]
+    for routing, where in zip(call.routings, wrong, strict=True):
+        routing.topk_ids[where] = shape.experts + 2
+    flight = host.dispatch(call.xs, call.routings)
+    for routing, where in zip(call.routings, wrong, strict=True):
+        routing.topk_ids[where] = -1
+    call.check(host.combine(flight, call._experts))
 
 
 @WAYS

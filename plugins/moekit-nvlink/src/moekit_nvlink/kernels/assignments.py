@@ -79,7 +79,8 @@ def dispatch_assignments(
         token, w = step // CHUNKS, step % CHUNKS * WORDS_TILE
         expert = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1)
         # Without all counts, no place is known: nothing is sent, and the output will be NaN.
-        expert = tl.where(complete != 0, expert, -1)
+        # An id beyond the last expert, which checked calls refuse, goes nowhere.
+        expert = tl.where((complete != 0) & (expert < EXPERTS), expert, -1)
         real = expert >= 0
         others = tl.load(counts + b[:, None] * EXPERTS + expert[None, :],
                          mask=(b < batch)[:, None] & real[None, :], other=0)  # fmt: skip

@@ -2,7 +2,8 @@
 
 A flag is an int64: the number of the call (1, 2, ...) in the upper half, a value in the lower half.
 Every rank has one for each phase of a call and each rank, and only that rank writes it. Flags only
-grow, so nothing is reset between calls, and a replayed CUDA graph counts on.
+grow, so nothing is reset between calls, and a replayed CUDA graph counts on. Numbers are compared
+modulo 2**32, which a day of decoding reaches.
 
 Writes happen before the flag. All threads of a program write rows, in other ranks' memory. The
 barrier in `is_last` orders them before one thread's add (acquire and release, at system scope) to a
@@ -63,6 +64,12 @@ def raise_flag(peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS:
 
 
 @triton.jit
+def reached(flag, number):
+    """Return whether a flag has the number of a call, or a later one."""
+    return flag - (number << 32) >= 0
+
+
+@triton.jit
 def wait(flag_ptr, lost, number, spins):
     """Return the flag once it has reached ``number``, or as it is after so many ``spins``.
 
@@ -70,7 +77,7 @@ def wait(flag_ptr, lost, number, spins):
     """
     flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     spun = lost * spins
-    while ((flag >> 32) < number) & (spun < spins):
+    while (not reached(flag, number)) & (spun < spins):
         flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         spun += 1
     return flag
@@ -89,7 +96,7 @@ def wait_for(
     lost = tl.load(lost_ptr + 1 + source)
     own = at(peers_ptr, rank, flags_at, tl.int64)
     flag = wait(own + PHASE * RANKS + source, lost, number, spins)
-    came = (flag >> 32) >= number
+    came = reached(flag, number)
     if not came:
         tl.store(lost_ptr, 1)
         tl.store(lost_ptr + 1 + source, 1)

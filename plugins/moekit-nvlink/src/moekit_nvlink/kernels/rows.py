@@ -151,4 +151,5 @@ def receive_rows(
         row = first + tl.arange(0, SCAN)
         place = (batch * capacity + row)[:, None].to(tl.int64) * K + k[None, :]
         tl.store(ids + place, -1, mask=(row < capacity)[:, None] & (k < K)[None, :])
+    tl.debug_barrier()  # all threads have read the old number
     tl.store(used_ptr + batch, count)

@@ -1,0 +1,231 @@
+"""The protocol of the flags: no order of the ranks may race, wait for ever, or read a stale row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from moekit_nvlink import transfer
+from moekit_nvlink.kernels import assignments, combine, flags, rows
+from nvlink_races import Deadlock, Race, World
+from test_nvlink_kernels import KINDS, WAYS, Call, Shape
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch) -> None:
+    monkeypatch.setattr(transfer.Tile, "few_programs", 3)
+
+
+@dataclass
+class Layer:
+    """Ranks that make the same calls, each as fast as the others let it."""
+
+    shape: Shape
+    counts: Sequence[tuple[int, ...]]
+    two: bool = False  # calls in flight
+    seed: int = 0
+    epoch: int = 0
+
+    def run(self) -> None:
+        shape, host = self.shape, self.shape.host()
+        world = World(len(host.ranks), self.seed)
+        for place in range(1 + self.two):
+            host._open()
+            for rank, buffer in enumerate(host.sets[place]):
+                world.watch(rank, host.layout, buffer)
+                buffer.epoch.fill_(self.epoch)
+                buffer.region(host.layout.flags, (3, len(host.ranks)), torch.int64).fill_(
+                    ((self.epoch << 32) + 2**63) % 2**64 - 2**63
+                )
+        draw = torch.Generator().manual_seed(self.seed)
+        kinds = (KINDS[i % len(KINDS)] for i in range(len(self.counts)))
+        calls = [Call(shape, host, n, kind, draw)
+                 for n, kind in zip(self.counts, kinds, strict=True)]  # fmt: skip
+        outs: list[dict[int, torch.Tensor]] = [{} for _ in host.ranks]
+        world.run([self._flow(world, host, calls, outs[r], r) for r in range(len(host.ranks))])
+        for number, call in enumerate(calls):
+            call.check([each[number] for each in outs])
+
+    def _flow(self, world, host, calls, outs, rank) -> Callable[[], None]:
+        moves, batch = host.ranks[rank], rank // self.shape.copies
+
+        def start(number: int):
+            call, place = calls[number], number % 2 if self.two else 0
+            steps, arrived = moves.send(
+                host.sets[place][rank], call.xs[batch], None, call.routings[batch]
+            )
+            for step in steps:
+                step()
+            return number, arrived
+
+        def finish(number: int, arrived) -> None:
+            call, y = calls[number], moves.output(arrived.handle.buffer)
+            y_here = y[: len(arrived.x)]
+            reads = [
+                t for t in (arrived.x, arrived.topk_ids, arrived.topk_weights) if t is not None
+            ]
+
+            def experts() -> None:
+                y.fill_(float("nan"))
+                call._experts(rank, arrived, y_here)
+
+            world.touch(experts, reads, [y])
+            outs[number] = torch.full_like(call.xs[batch], float("nan"))
+            for step in moves.gather(arrived.handle, outs[number]):
+                step()
+
+        def flow() -> None:
+            flight = []
+            for number in range(len(calls)):
+                flight.append(start(number))
+                if len(flight) > self.two:
+                    finish(*flight.pop(0))
+            for each in flight:
+                finish(*each)
+
+        return flow
+
+
+COUNTS = [(3, 0, 4), (0,), (4, 4, 4), (1, 3)]
+
+
+def small(batched: bool, push: bool, ep: int = 3, **more) -> Shape:
+    return Shape(batched, push, ep, **{"hidden": 16, "capacity": 4, "programs": 2, **more})
+
+
+@WAYS
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+def test_three_ranks(batched, push, two) -> None:
+    Layer(small(batched, push), COUNTS, two).run()
+
+
+@pytest.mark.full
+@WAYS
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("ep", "tp", "copies"), [(2, 1, 1), (3, 1, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1)]
+)
+def test_other_orders_and_groups(batched, push, seed, ep, tp, copies) -> None:
+    shape = small(batched, push, ep, tp=tp, copies=copies, programs=1 + seed % 3)
+    Layer(shape, COUNTS, seed % 2 == 1, seed).run()
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["ht", "ll"])
+def test_eight_ranks(batched) -> None:
+    Layer(small(batched, False, 8, top_k=2), [(2, 0, 1), (1, 2)], seed=1).run()
+
+
+@WAYS
+@pytest.mark.parametrize("last", [2**31, pytest.param(2**32, marks=pytest.mark.full)])
+def test_numbers_of_calls_wrap(batched, push, last) -> None:
+    Layer(small(batched, push, 2), COUNTS, epoch=last - 3).run()
+
+
+# -- faults that the detector must find ------------------------------------------------------------
+
+
+@triton.jit
+def relaxed_flag(peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr):
+    own = flags.at(peers_ptr, to, flags_at, tl.int64)
+    tl.atomic_xchg(own + PHASE * RANKS + rank, value, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def flag_of_one_gpu(peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr):
+    own = flags.at(peers_ptr, to, flags_at, tl.int64)
+    tl.atomic_xchg(own + PHASE * RANKS + rank, value, sem="release", scope="gpu")
+
+
+@triton.jit
+def flag_of_the_next_call(
+    peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr
+):
+    own = flags.at(peers_ptr, to, flags_at, tl.int64)
+    tl.atomic_xchg(own + PHASE * RANKS + rank, value + (1 << 32), sem="release", scope="sys")
+
+
+@triton.jit
+def flag_of_the_last_call(
+    peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr
+):
+    own = flags.at(peers_ptr, to, flags_at, tl.int64)
+    tl.atomic_xchg(own + PHASE * RANKS + rank, value - (1 << 32), sem="release", scope="sys")
+
+
+@triton.jit
+def never_waits(flag_ptr, lost, number, spins):
+    flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    return (number << 32) | (flag & 0xFFFFFFFF)
+
+
+@triton.jit
+def acquires_nothing(flag_ptr, lost, number, spins):
+    flag = tl.atomic_add(flag_ptr, 0, sem="relaxed", scope="sys")
+    while (flag >> 32) < number:
+        flag = tl.atomic_add(flag_ptr, 0, sem="relaxed", scope="sys")
+    return flag
+
+
+@triton.jit
+def waits_for_others_only(
+    peers_ptr, lost_ptr, error_ptr, rank, source, number, spins, flags_at,
+    PHASE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Wait for one rank only."""
+    return flags.wait_for(peers_ptr, lost_ptr, error_ptr, rank, 0, number, spins, flags_at, PHASE,
+                          RANKS)  # fmt: skip
+
+
+@triton.jit
+def last_without_barrier(counters_ptr):
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    if last:
+        tl.store(counters_ptr, 0)
+    return last
+
+
+@triton.jit
+def last_without_order(counters_ptr):
+    tl.debug_barrier()
+    last = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="sys") == tl.num_programs(0) - 1
+    if last:
+        tl.store(counters_ptr, 0)
+    return last
+
+
+@triton.jit
+def first_is_last(counters_ptr):
+    tl.debug_barrier()
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == 0
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(counters_ptr, 0)
+    return last
+
+
+ALL = (assignments, combine, rows)
+FAULTS = [
+    *(("raise_flag", fault, module)
+      for fault in (relaxed_flag, flag_of_one_gpu, flag_of_the_next_call, flag_of_the_last_call)
+      for module in ALL),
+    *(("wait", fault, flags) for fault in (never_waits, acquires_nothing)),
+    *(("wait_for", waits_for_others_only, module) for module in ALL),
+    *(("is_last", fault, module)
+      for fault in (last_without_barrier, last_without_order, first_is_last)
+      for module in (assignments, rows)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "module"), FAULTS,
+    ids=[f"{module.__name__.rpartition('.')[2]}-{fault.__name__}" for _, fault, module in FAULTS],
+)  # fmt: skip
+def test_faults_are_found(name, fault, module, monkeypatch) -> None:
+    monkeypatch.setattr(module, name, fault)
+    with pytest.raises((Race, Deadlock)):
+        Layer(small(module is assignments, False, 3, programs=3), COUNTS).run()
