@@ -17,10 +17,10 @@ from moekit.contract import PrepareAndFinalize
 from moekit.discovery.specs import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
-from moekit.testing import cases, interface, ranks
+from moekit.testing import cases, interface, rank_threads, ranks
 from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.diagnose import check_negative_controls
-from moekit.testing.distributed import RankPool
+from moekit.testing.distributed import RankError, RankPool
 from moekit.testing.ranks import Call, Job, Members
 
 # Numbers of ranks to test with, up to 8, instead of `world_sizes`: "2,8".
@@ -29,6 +29,9 @@ WORLD_SIZES_VARIABLE = "MOEKIT_TEST_WORLD_SIZES"
 SHARE_VARIABLE = "MOEKIT_TEST_SHARE_DEVICES"
 
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
+
+# Seconds that two threads may take for a step in two groups.
+_THREAD_SECONDS = 20.0
 
 # (experts, replicas, top-k): first more than published models have, then theirs.
 _MODELS = ((512, 64, 12), (512, 0, 10), (512, 0, 8), (384, 0, 8), (256, 0, 8), (128, 0, 6))
@@ -440,6 +443,20 @@ class DispatcherConformance(Conformance):
         few = [Call((16, 3)), Call((0, 9), "rows")]
         tasks = [(ranks.calls, job, (many,)), (ranks.calls, other, (few,))]
         self._run_at_once(2, tasks)
+
+    def test_groups_in_threads(self, most: int) -> None:
+        """Two threads serve two groups of the same ranks, which begin in opposite orders."""
+        self._needs_ranks()
+        if most == 1:
+            self._skip("needs two ranks")
+        if self._device().type != "cpu":
+            self._skip("on a device, kernels that wait for other ranks must start in one order")
+        try:
+            self._run(most, rank_threads.in_opposite_orders, Call((5, 0, 3, 9)), _THREAD_SECONDS)
+        except RankError:
+            for pool in _pools().values():  # threads that are blocked keep their locks
+                pool.close(patience=0.0)
+            raise
 
     def test_group_mismatch(self, world: int) -> None:
         """Every rank refuses a group whose size differs from the problem's."""

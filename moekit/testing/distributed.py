@@ -149,15 +149,19 @@ class RankPool:
                 raise RankError(f"rank {rank} died since its last task", {}) from error
         return self._collect(getattr(function, "__qualname__", str(function)), self.timeout)
 
-    def close(self) -> None:
-        """End the processes; idempotent."""
+    def close(self, patience: float = 5.0) -> None:
+        """End the processes; idempotent.
+
+        Args:
+            patience: seconds until they are killed.
+        """
         if self._why_closed is None:
             for pipe in self._pipes:
                 try:
                     pipe.send_bytes(b"")
                 except OSError:  # that rank is gone already
                     pass
-            self._end("close() was called", patience=5.0)
+            self._end("close() was called", patience)
 
     def __enter__(self) -> RankPool:
         return self

@@ -66,15 +66,17 @@ class Members:
     Attributes:
         generation: the number of failed tests. They may leave messages in a group, so later tests
             make another one.
+        copy: tells apart groups of the same ranks. Its ranks alone make a group with a copy.
     """
 
     ranks: tuple[int, ...]
     generation: int = 0
+    copy: int = 0
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group, or None for the default one."""
-        if len(self.ranks) == dist.get_world_size() and not self.generation:
+        if len(self.ranks) == dist.get_world_size() and not (self.generation or self.copy):
             return None
         return _new_group(self)
 
@@ -82,7 +84,9 @@ class Members:
 @cache
 def _new_group(members: Members) -> dist.ProcessGroup:
     seconds = timedelta(seconds=_GROUP_SECONDS)
-    made: dist.ProcessGroup = dist.new_group(list(members.ranks), timeout=seconds)
+    made: dist.ProcessGroup = dist.new_group(
+        list(members.ranks), timeout=seconds, use_local_synchronization=bool(members.copy)
+    )
     return made
 
 

@@ -14,28 +14,12 @@ import torch
 import torch.distributed as dist
 from conformance_catches import suite
 from moekit_naive.dispatcher import NaiveDispatcher
+from right_naive import caught_naive
 
 from moekit import ParallelConfig, Routing
 from moekit.errors import MoekitError, PeerFailed
 from moekit.plugin import weight_and_reduce
 from moekit.runtime.overlap import Pending
-
-
-class Naive_(NaiveDispatcher):
-    """The right control where tokens move."""
-
-
-_right: set[tuple[Any, ...]] = set()
-
-
-def caught_naive(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
-    """`caught` for mutants of `naive`; a kit test runs once for the right control."""
-    if (test, *args) not in _right:
-        getattr(suite(Naive_, "naive"), test)(*args)
-        _right.add((test, *args))
-    with pytest.raises(Exception, match=says):
-        getattr(suite(wrong, "naive", **declared), test)(*args)
-
 
 # -- groups --------------------------------------------------------------------
 
