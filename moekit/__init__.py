@@ -18,7 +18,7 @@ from moekit.contract import (
     PrepareAndFinalize,
     Routing,
 )
-from moekit.discovery.entry_points import hookimpl
+from moekit.discovery.hooks import hookimpl
 from moekit.discovery.registry import Registry, registry
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.errors import MoekitError

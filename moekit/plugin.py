@@ -15,8 +15,8 @@ from moekit.contract import (
     Quantizer,
     Routing,
 )
-from moekit.discovery.entry_points import hookimpl
 from moekit.discovery.footprint import Footprint
+from moekit.discovery.hooks import hookimpl
 from moekit.discovery.library import VendorLibrary
 from moekit.discovery.registry import registry
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, importable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moekit.discovery.entry_points import hookimpl
+from moekit.discovery.hooks import hookimpl
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS

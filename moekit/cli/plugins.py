@@ -11,7 +11,7 @@ from typing import Any
 
 import moekit
 from moekit.discovery import registry as discovery
-from moekit.discovery.entry_points import PluginState
+from moekit.discovery.entry_points import SWITCHES, PluginState
 from moekit.discovery.specs import BackendSpec, importable
 from moekit.selection import select
 
@@ -38,7 +38,7 @@ def wrap(line: str, indent: int) -> str:
 
 
 def _switches() -> tuple[str, ...]:
-    return (*discovery.SWITCHES, *select.SWITCHES)
+    return (*SWITCHES, *select.SWITCHES)
 
 
 def _as_dict(states: Sequence[PluginState]) -> dict[str, Any]:

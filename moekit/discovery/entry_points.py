@@ -19,16 +19,14 @@ from pathlib import Path
 
 import pluggy
 
+from moekit.discovery.hooks import GROUP, MoekitSpecs
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, SpecT
 from moekit.errors import BackendError
 from moekit.untrusted.code import Fault, contained, printable, shown, watched
 from moekit.version import __version__
 
-GROUP = "moekit"
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
 CORE = "core"
-hookimpl = pluggy.HookimplMarker(GROUP)
-_hookspec = pluggy.HookspecMarker(GROUP)
 
 _MOST_BACKENDS = 1000
 _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
@@ -36,32 +34,6 @@ _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
 Offer = tuple[str, str]  # kind and name of a backend
 
 _this_thread = threading.local()
-
-
-class MoekitSpecs:
-    """The hooks a plugin may implement."""
-
-    @_hookspec
-    def moekit_dispatchers(self) -> list[DispatcherSpec]:  # type: ignore[empty-body]
-        """Dispatchers this plugin offers.
-
-        Example::
-
-            @moekit.hookimpl
-            def moekit_dispatchers():
-                return [moekit.DispatcherSpec(name="acme", target="acme_moe.dispatcher:Acme", ...)]
-        """
-
-    @_hookspec
-    def moekit_experts(self) -> list[ExpertsSpec]:  # type: ignore[empty-body]
-        """Expert GEMM backends this plugin offers.
-
-        Example::
-
-            @moekit.hookimpl
-            def moekit_experts():
-                return [moekit.ExpertsSpec(name="acme", target="acme_moe.experts:Acme", ...)]
-        """
 
 
 @dataclass(frozen=True)

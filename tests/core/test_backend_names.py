@@ -12,9 +12,8 @@ import pytest
 from fake_plugins import PROBLEM, TORCH, Fakes, assert_usable, installed, offers, state
 
 import moekit
-from moekit.discovery import registry as plugins
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import ExpertsSpec
+from moekit.discovery.specs import ExpertsSpec, importable
 from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
 from moekit.selection import explanation
 from moekit.testing.calls import check_call
@@ -131,11 +130,11 @@ def test_looking_for_requirements_imports_nothing(fakes: Fakes) -> None:
     (parent / "__init__.py").write_text("raise RuntimeError('imported')")
     (parent / "inner" / "__init__.py").write_text("")
     importlib.invalidate_caches()
-    assert plugins.importable("fake_vendor")
-    assert plugins.importable("fake_vendor.inner")
-    assert not plugins.importable("fake_vendor.outer")
-    assert not plugins.importable("no_such_lib.inner")
-    assert not plugins.importable("moekit.errors.deeper")
+    assert importable("fake_vendor")
+    assert importable("fake_vendor.inner")
+    assert not importable("fake_vendor.outer")
+    assert not importable("no_such_lib.inner")
+    assert not importable("moekit.errors.deeper")
     assert "fake_vendor" not in sys.modules
 
 

@@ -20,6 +20,7 @@ import moekit
 from moekit.cli.main import main
 from moekit.discovery import registry as plugins
 from moekit.discovery import specs
+from moekit.discovery.entry_points import SWITCHES
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.selection import select
 from moekit.untrusted import code as strangers
@@ -29,7 +30,7 @@ HERE = Path(__file__).parents[1] / "support"
 
 
 def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in (*plugins.SWITCHES, *select.SWITCHES)}
+    env = {k: v for k, v in os.environ.items() if k not in (*SWITCHES, *select.SWITCHES)}
     done = [sys.executable, *args]
     return subprocess.run(done, env=env | environ, capture_output=True, text=True, timeout=600)
 

@@ -12,7 +12,7 @@ import torch
 
 import moekit
 from moekit.discovery import registry as plugins
-from moekit.discovery.entry_points import PluginState
+from moekit.discovery.entry_points import SWITCHES, PluginState
 from moekit.discovery.registry import Registry
 from moekit.selection import select
 from moekit.testing.calls import check_call
@@ -98,7 +98,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes
 
 def only_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fakes]]:
     """Body of the tests' fixture ``only``: ``only("a", "b")`` loads, of all plugins, just these."""
-    for variable in (*plugins.SWITCHES, *select.SWITCHES):
+    for variable in (*SWITCHES, *select.SWITCHES):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(plugins, "_registry", None)
     for fakes in installed(tmp_path, monkeypatch):

@@ -239,7 +239,7 @@ def check_doctors(groups: int = 3) -> Iterator[tuple[str, list[str]]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # no pool of threads, which a fork would lack
-    for variable in (*plugins.SWITCHES, "MOEKIT_EXPERTS", "MOEKIT_DISPATCHER"):
+    for variable in (*discovery.SWITCHES, "MOEKIT_EXPERTS", "MOEKIT_DISPATCHER"):
         os.environ.pop(variable, None)
     real = [source.distribution for source, _ in discovery.sources({})[0][1:]]
     os.environ["MOEKIT_BLOCK"] = ",".join(real)

@@ -1,0 +1,37 @@
+"""The hooks by which plugins, and the core itself, announce their backends."""
+
+from __future__ import annotations
+
+import pluggy
+
+from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+
+GROUP = "moekit"
+hookimpl = pluggy.HookimplMarker(GROUP)
+_hookspec = pluggy.HookspecMarker(GROUP)
+
+
+class MoekitSpecs:
+    """The hooks a plugin may implement."""
+
+    @_hookspec
+    def moekit_dispatchers(self) -> list[DispatcherSpec]:  # type: ignore[empty-body]
+        """Dispatchers this plugin offers.
+
+        Example::
+
+            @moekit.hookimpl
+            def moekit_dispatchers():
+                return [moekit.DispatcherSpec(name="acme", target="acme_moe.dispatcher:Acme", ...)]
+        """
+
+    @_hookspec
+    def moekit_experts(self) -> list[ExpertsSpec]:  # type: ignore[empty-body]
+        """Expert GEMM backends this plugin offers.
+
+        Example::
+
+            @moekit.hookimpl
+            def moekit_experts():
+                return [moekit.ExpertsSpec(name="acme", target="acme_moe.experts:Acme", ...)]
+        """
