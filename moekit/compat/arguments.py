@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moekit.compat.activations import vllm_activation
+from moekit.compat.activations import RENAMED, vllm_activation
 from moekit.errors import InvalidProblem
 from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.router import RoutingConfig, RoutingFunction
-from moekit.problem.activation import Activation
+from moekit.problem.activation import NON_GATED, Activation
 from moekit.untrusted.arguments import MAX_RANKS, accept, instance, optional, real, shown, size
 
 # Arguments of moekit's layer that vLLM's does not have.
@@ -64,11 +64,7 @@ _HARMLESS = frozenset(
         "skip_padding",
     )
 )
-# vLLM's names that mean something else in moekit. Its swigluoai alternates rows of gate and up.
-_ACTIVATIONS = {
-    ("relu2", True): "relu2_and_mul",
-    ("swigluoai_uninterleave", True): "swigluoai",
-}
+_UNGATED = frozenset(name.removesuffix("_no_mul") for name in NON_GATED)
 _SIZES = {
     **dict.fromkeys(("tp_size", "ep_size", "dp_size"), optional(size(1, MAX_RANKS))),
     "parallelism": optional(instance("a LayerParallelism", LayerParallelism)),
@@ -112,6 +108,8 @@ def activation_of(
     Raises:
         InvalidProblem: The name is unknown, or does not go with the numbers.
     """
+    if isinstance(activation, str) and not is_act_and_mul and activation in _UNGATED:
+        activation += "_no_mul"
     if given := {name: value for name, value in numbers.items() if value is not None}:
         accept(dict.fromkeys(given, real()), given)
         if not isinstance(activation, str):
@@ -119,10 +117,9 @@ def activation_of(
                 f"activation={shown(activation)} and {', '.join(given)} are both given: set them "
                 "in the Activation, or give its name"
             )
-        ungated = not is_act_and_mul and not activation.endswith("_no_mul")
-        return vllm_activation(activation + "_no_mul" * ungated, **given), None
-    if isinstance(activation, str):
-        activation = _ACTIVATIONS.get((activation, is_act_and_mul), activation)
+        activation = vllm_activation(activation, **given)
+    elif isinstance(activation, str):
+        activation = RENAMED.get(activation, activation)
     return activation, None if is_act_and_mul else False
 
 
@@ -180,16 +177,22 @@ def routing(
     )
 
 
-def output_scale(factor: float, applies: bool, zero_expert_num: int | None) -> float:
-    """Return the factor of the layer's output, of which vLLM scales no identity experts."""
-    if not applies or factor == 1.0:
-        return 1.0
-    if zero_expert_num:
+def routed_scales(
+    factor: float, to_output: bool, zero_expert_num: int | None
+) -> tuple[float, float]:
+    """Return the factors of the router weights and of the output, one of which is ``factor``.
+
+    Raises:
+        InvalidProblem: vLLM scales the output, but not that of identity experts.
+    """
+    if not to_output:
+        return factor, 1.0
+    if zero_expert_num and factor != 1.0:
         raise InvalidProblem(
             "apply_routed_scale_to_output=True scales no identity experts: leave it or "
             f"zero_expert_num={zero_expert_num} out"
         )
-    return float(factor)
+    return 1.0, float(factor)
 
 
 def projections(ckpt_names: Any, expert_mapping: object) -> dict[str, str]:

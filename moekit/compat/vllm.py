@@ -179,7 +179,7 @@ class FusedMoE(LoadingLayer):
             activation_situ_beta=activation_situ_beta,
             activation_situ_linear_beta=activation_situ_linear_beta,
         )
-        scale = arguments.output_scale(
+        weight_scale, output_scale = arguments.routed_scales(
             routed_scaling_factor, apply_routed_scale_to_output, zero_expert_num
         )
         if ckpt_names is not None:
@@ -206,9 +206,7 @@ class FusedMoE(LoadingLayer):
                 topk_group=topk_group,
                 custom_routing_function=custom_routing_function,
                 scoring_func=scoring_func,
-                routed_scaling_factor=1.0
-                if apply_routed_scale_to_output
-                else routed_scaling_factor,
+                routed_scaling_factor=weight_scale,
                 e_score_correction_bias=e_score_correction_bias,
                 zero_expert_num=zero_expert_num,
                 zero_expert_type=zero_expert_type,
@@ -219,7 +217,7 @@ class FusedMoE(LoadingLayer):
             **rest,
         )
         self.quant_config, self._group = quant_config, spread.group
-        self._output_scale = scale
+        self._output_scale = output_scale
         # Of gate and up in one tensor, rows alternate by the name in vLLM.
         alternates = activation != "swigluoai_uninterleave"
         self.prepare_loading(
