@@ -2,7 +2,7 @@
 
 An engine constructs a layer from a model's ``quantization_config`` and loads weights later. Here
 the config is turned into the names, shapes and dtypes of one matrix's tensors as quantizers write
-them, and `format_of` examines those as it examines a checkpoint's.
+them, and `Probe` examines those as it examines a checkpoint's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import torch
 
 from moekit.checkpoint import formats
 from moekit.checkpoint.formats import Format, Grid
-from moekit.checkpoint.held import HeldTensors
-from moekit.checkpoint.names import per_expert
-from moekit.checkpoint.probe import config_group, format_of
+from moekit.checkpoint.probe import Probe, config_group
 from moekit.checkpoint.schema import QUANTIZATION
 from moekit.checkpoint.targets import MAX_STEPS, matches
 from moekit.errors import WeightsError
@@ -28,7 +26,7 @@ from moekit.untrusted.files import shown
 _FP8, _F32, _BYTES, _WORDS = torch.float8_e4m3fn, torch.float32, torch.uint8, torch.int32
 _METHODS = ("fp8", "fbgemm_fp8", "modelopt", "gptq", "awq", "compressed-tensors", "mxfp4")
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-_Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
+_Tensors = dict[str, tuple[tuple[int, ...], torch.dtype | str]]
 
 
 def declared_format(
@@ -59,14 +57,11 @@ def declared_format(
         raise WeightsError(f"quantization_config has {named}, expected {' or '.join(_METHODS)}")
     if method == "mxfp4":
         return formats.fp4_bytes("mxfp4", "weight", 32)
-    held, names = HeldTensors(module), per_expert(f"{module}.0", "", "up_proj", "down_proj")
-    held.quantization = dict(config)
-    down, n, k = names.down.replace("{expert}", "0"), hidden_size, intermediate_size
+    down, n, k = f"{module}.0.down_proj", hidden_size, intermediate_size
     make = {"gptq": _gptq, "awq": _awq, "modelopt": _modelopt, "compressed-tensors": _compressed}
-    tensors = make.get(method, _fp8)(held.quantization, down, n, k)
-    for suffix, (shape, dtype) in tensors.items():
-        held.hold(formats.stored(down, suffix), torch.empty(shape, dtype=dtype, device="meta"))
-    return format_of(held, names, 0, 0, n, k)
+    tensors = make.get(method, _fp8)(config, down, n, k)
+    stored = {formats.stored(f"{down}.weight", suffix): of for suffix, of in tensors.items()}
+    return Probe(stored, f"{down}.weight", config, n, k).format()
 
 
 def config_of(scheme: QuantScheme) -> dict[str, Any] | None:
@@ -192,7 +187,7 @@ def _awq(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
 
 
 def _compressed(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
-    group = config_group(config, down.removesuffix(".weight"))
+    group = config_group(config, down)
     if not group.get("weights"):
         raise WeightsError("quantization_config has no config_groups with weights: add them")
     said, inputs = group.get("weights") or {}, group.get("input_activations") or {}

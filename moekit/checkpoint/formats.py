@@ -17,6 +17,7 @@ from moekit.problem.quant import E2M1, INT4_ZERO, OperandQuant, unpack_int4
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
+_BYTES, _WORDS = (torch.uint8,), (torch.int32,)
 
 # Dtypes (`Format.dtype`) of which the core packs two columns into a byte.
 _PACKED = ("int4", "float4_e2m1")
@@ -25,7 +26,7 @@ Grid = tuple[int, int]
 """Rows and columns of the matrix that one entry covers; -1 for all of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """One stored tensor of a matrix.
 
@@ -33,17 +34,17 @@ class Part:
         suffix: Follows the module's name, as in "weight_scale". "weight" stands for the name in
             `ExpertNames`.
         dtypes: Dtypes that it may have.
+        grid: Rows and columns that an entry covers; -1 for all of them.
         axes: Its dimensions in order, of "N" and "K". A part with one entry for each matrix may
             be stored with any number of dimensions.
-        grid: Rows and columns that an entry covers; -1 for all of them.
         tail: Trailing dimensions.
         fixed: ``ExpertNames.transposed`` does not apply to it.
     """
 
     suffix: str
     dtypes: tuple[torch.dtype, ...]
-    axes: str = "NK"
     grid: Grid = (1, 1)
+    axes: str = "NK"
     tail: tuple[int, ...] = ()
     fixed: bool = False
 
@@ -73,7 +74,6 @@ class Format:
     Args:
         name: The format's name, for errors.
         dtype: As in `OperandQuant`; "" for unquantized weights.
-        group: Rows and columns that share a scale.
         zero_points: There is a zero point for each scale.
         act_order: The columns of a group may be any, as the part g_idx says. (A checkpoint may
             have a g_idx for groups of adjacent columns, too.)
@@ -84,13 +84,10 @@ class Format:
         ignored: Suffixes of tensors that are not read.
         order: The order of eight rows in a word, if ``weight`` packs rows.
         zero_offset: Added to stored zero points.
-        biased: int8 values are stored plus 128.
-        divides: The global scale divides the scales instead of multiplying them.
     """
 
     name: str
     dtype: str = ""
-    group: Grid = (-1, -1)
     zero_points: bool = False
     act_order: bool = False
     scale_dtype: str = "float32"
@@ -99,13 +96,21 @@ class Format:
     ignored: tuple[str, ...] = ()
     order: Sequence[int] = IN_ORDER
     zero_offset: int = 0
-    biased: bool = False
-    divides: bool = False
 
     @property
     def weight(self) -> Part:
         """The part that holds the weights."""
         return self.parts["weight"]
+
+    @property
+    def group(self) -> Grid:
+        """Rows and columns that share a scale."""
+        return self.parts["scale"].grid if "scale" in self.parts else (-1, -1)
+
+    @property
+    def biased(self) -> bool:
+        """Whether int8 values are stored plus 128."""
+        return self.dtype == "int8" and self.weight.dtypes == _WORDS
 
     @property
     def packed(self) -> bool:
@@ -144,9 +149,14 @@ class Format:
             return stored.view(torch.int8 if self.dtype == "int8" else torch.uint8)
         return stored.flatten(1)
 
-    def core_scale(self, stored: Tensor) -> Tensor:
-        """Return fp32 scales of stored ones."""
-        return scale_values(stored)
+    def core_scale(self, stored: Tensor, factor: Tensor | None) -> Tensor:
+        """Return fp32 scales of stored ones and of the stored global scale, if there is one."""
+        scale = scale_values(stored)
+        if factor is None:
+            return scale
+        # compressed-tensors divides by it, and ModelOpt multiplies.
+        divides = self.parts["global_scale"].suffix == "weight_global_scale"
+        return scale / factor if divides else scale * factor
 
     def core_zeros(self, stored: Tensor) -> Tensor:
         """Return zero points (N, groups) uint8 of stored words (N / 8, groups)."""
@@ -196,7 +206,7 @@ def fp4_pairs(device: torch.device) -> Tensor:
 
 def plain() -> Format:
     """Unquantized weights."""
-    return Format(name="unquantized", parts={"weight": Part(suffix="weight", dtypes=FLOATS)})
+    return Format(name="unquantized", parts={"weight": Part("weight", FLOATS)})
 
 
 def eight_bits(
@@ -205,86 +215,64 @@ def eight_bits(
     group: Grid,
     scale: str,
     activation: OperandQuant | None,
+    *,
     scale_dtype: str = "float32",
+    input_scale: str = "",
 ) -> Format:
-    """fp8 or int8, one value a byte, with scales in the same layout."""
+    """fp8 or int8, one value a byte, with scales in the same layout, and of inputs if asked for."""
+    parts = {"weight": Part("weight", (dtype,)), "scale": Part(scale, _SCALES, group)}
+    if input_scale:
+        parts["input_scale"] = Part(input_scale, FLOATS, (-1, -1))
     return Format(
         name=name,
         dtype=str(dtype).removeprefix("torch."),
-        group=group,
         scale_dtype=scale_dtype,
         activation=activation,
-        parts={
-            "weight": Part(suffix="weight", dtypes=(dtype,)),
-            "scale": Part(suffix=scale, dtypes=_SCALES, grid=group),
-        },
+        parts=parts,
         ignored=("input_scale", "activation_scale"),
     )
 
 
+def _in_out(suffix: str, dtypes: tuple[torch.dtype, ...], grid: Grid) -> Part:
+    """Return a part that GPTQ and AWQ store as (in, out)."""
+    return Part(suffix, dtypes, grid, "KN", fixed=True)
+
+
 def gptq(
-    bits: int,
-    group: int,
-    *,
-    zero_points: bool,
-    zero_offset: int,
-    act_order: bool,
-    g_idx: bool,
+    bits: int, group: int, *, zero_points: bool, zero_offset: int, act_order: bool, g_idx: bool
 ) -> Format:
     """GPTQ: qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), and g_idx (K,) if asked for."""
-    word = 32 // bits
     parts = {
-        "weight": Part(
-            suffix="qweight", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(1, word)
-        ),
-        "scale": Part(suffix="scales", dtypes=FLOATS, axes="KN", fixed=True, grid=(1, group)),
+        "weight": _in_out("qweight", _WORDS, (1, 32 // bits)),
+        "scale": _in_out("scales", FLOATS, (1, group)),
     }
     if bits == 4:
-        parts["zeros"] = Part(
-            suffix="qzeros", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(8, group)
-        )
+        parts["zeros"] = _in_out("qzeros", _WORDS, (8, group))
     if g_idx:
-        parts["g_idx"] = Part(suffix="g_idx", dtypes=(torch.int32,), axes="K")
+        parts["g_idx"] = Part("g_idx", _WORDS, axes="K")
     return Format(
         name="GPTQ",
         dtype=f"int{bits}",
-        group=(1, group),
         zero_points=zero_points,
         act_order=act_order,
         parts=parts,
         ignored=("qzeros", "g_idx"),
         zero_offset=zero_offset,
-        biased=bits == 8,
     )
 
 
 def awq(group: int) -> Format:
     """AWQ: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
-    return Format(
-        name="AWQ",
-        dtype="int4",
-        group=(1, group),
-        zero_points=True,
-        parts={
-            "weight": Part(
-                suffix="qweight", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(8, 1)
-            ),
-            "scale": Part(suffix="scales", dtypes=FLOATS, axes="KN", fixed=True, grid=(1, group)),
-            "zeros": Part(
-                suffix="qzeros", dtypes=(torch.int32,), axes="KN", fixed=True, grid=(8, group)
-            ),
-        },
-        order=AWQ_ORDER,
-    )
+    parts = {
+        "weight": _in_out("qweight", _WORDS, (8, 1)),
+        "scale": _in_out("scales", FLOATS, (1, group)),
+        "zeros": _in_out("qzeros", _WORDS, (8, group)),
+    }
+    return Format(name="AWQ", dtype="int4", zero_points=True, parts=parts, order=AWQ_ORDER)
 
 
 def pack_quantized(
-    bits: int,
-    group: int,
-    *,
-    zero_points: bool,
-    act_order: bool,
-    activation: OperandQuant | None,
+    bits: int, group: int, activation: OperandQuant | None, *, zero_points: bool, act_order: bool
 ) -> Format:
     """compressed-tensors integers.
 
@@ -292,40 +280,32 @@ def pack_quantized(
     and weight_shape, which holds (N, K).
     """
     parts = {
-        "weight": Part(suffix="weight_packed", dtypes=(torch.int32,), grid=(1, 32 // bits)),
-        "scale": Part(suffix="weight_scale", dtypes=FLOATS, grid=(1, group)),
-        "shape": Part(suffix="weight_shape", dtypes=(torch.int64, torch.int32), axes="", tail=(2,)),
+        "weight": Part("weight_packed", _WORDS, (1, 32 // bits)),
+        "scale": Part("weight_scale", FLOATS, (1, group)),
+        "shape": Part("weight_shape", (torch.int64, torch.int32), axes="", tail=(2,)),
     }
     if zero_points:
-        parts["zeros"] = Part(suffix="weight_zero_point", dtypes=(torch.int32,), grid=(8, group))
+        parts["zeros"] = Part("weight_zero_point", _WORDS, (8, group))
     if act_order:
-        parts["g_idx"] = Part(suffix="weight_g_idx", dtypes=(torch.int32,), axes="K")
+        parts["g_idx"] = Part("weight_g_idx", _WORDS, axes="K")
     return Format(
         name="compressed-tensors pack-quantized",
         dtype=f"int{bits}",
-        group=(1, group),
         zero_points=zero_points,
         act_order=act_order,
         activation=activation,
         parts=parts,
         ignored=("weight_g_idx", "input_scale"),
-        biased=bits == 8,
     )
 
 
 def mxfp4_blocks() -> Format:
     """gpt-oss: blocks (N, K / 32, 16), scales (N, K / 32), for any unquantized layout."""
-    byte = (torch.uint8,)
-    return Format(
-        name="mxfp4",
-        dtype="float4_e2m1",
-        group=(1, 32),
-        scale_dtype="float8_e8m0fnu",
-        parts={
-            "weight": Part(suffix="blocks", dtypes=byte, grid=(1, 32), tail=(16,), fixed=True),
-            "scale": Part(suffix="scales", dtypes=_SCALES, grid=(1, 32), fixed=True),
-        },
-    )
+    parts = {
+        "weight": Part("blocks", _BYTES, (1, 32), tail=(16,), fixed=True),
+        "scale": Part("scales", _SCALES, (1, 32), fixed=True),
+    }
+    return Format(name="mxfp4", dtype="float4_e2m1", scale_dtype="float8_e8m0fnu", parts=parts)
 
 
 def fp4_bytes(
@@ -341,18 +321,16 @@ def fp4_bytes(
     """
     scale = (*FLOATS, torch.float8_e4m3fn) if global_scale else _SCALES
     parts = {
-        "weight": Part(suffix=weight, dtypes=(torch.uint8,), grid=(1, 2)),
-        "scale": Part(suffix="weight_scale", dtypes=scale, grid=(1, group)),
+        "weight": Part(weight, _BYTES, (1, 2)),
+        "scale": Part("weight_scale", scale, (1, group)),
     }
     if global_scale:
-        parts["global_scale"] = Part(suffix=global_scale, dtypes=FLOATS, grid=(-1, -1))
+        parts["global_scale"] = Part(global_scale, FLOATS, (-1, -1))
     return Format(
         name=name,
         dtype="float4_e2m1",
-        group=(1, group),
         scale_dtype="float8_e4m3fn" if global_scale else "float8_e8m0fnu",
         activation=activation,
         parts=parts,
         ignored=("input_scale", "input_global_scale"),
-        divides=global_scale == "weight_global_scale",
     )

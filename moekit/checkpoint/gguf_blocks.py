@@ -9,7 +9,7 @@ that the results are equal bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,16 +170,13 @@ def _pairs_in_order(q: Tensor) -> Tensor:
 # -- the formats of a layer ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class BlockFormat(Format):
     """GGUF blocks, which hold weights and scales in one tensor.
 
     A layer's matrices may be of different types, because llama.cpp quantizes some more finely.
-    ``dtype`` and ``group`` describe blocks that a scheme of moekit holds: Q4_0, as int4 with zero
-    points, Q8_0 and MXFP4. Other blocks can only be dequantized.
+    Those of one type that a scheme of moekit holds, Q4_0 as int4 with zero points, Q8_0 and MXFP4,
+    have its ``dtype``. Others can only be dequantized.
     """
-
-    types: tuple[str, ...] = field(default=())
 
     @property
     def packs_rows(self) -> bool:
@@ -201,7 +198,7 @@ class BlockFormat(Format):
             q = torch.where(scale == 0, 0x88, q)
         return q.reshape(len(stored), -1)
 
-    def core_scale(self, stored: Tensor) -> Tensor:
+    def core_scale(self, stored: Tensor, factor: Tensor | None) -> Tensor:
         """Return positive fp32 scales (n, k') of blocks."""
         if self.dtype == "float4_e2m1":
             return scale_values(stored[..., 0])
@@ -225,27 +222,26 @@ def _positive_int8(blocks: Tensor) -> Tensor:
     return q * scale.sign().to(torch.int8)
 
 
+# Blocks that a scheme of moekit holds.
+_COMPUTED: Mapping[str, dict[str, Any]] = {
+    "MXFP4": {"dtype": "float4_e2m1", "scale_dtype": "float8_e8m0fnu"},
+    "Q8_0": {"dtype": "int8"},
+    "Q4_0": {"dtype": "int4", "zero_points": True},
+}
+
+
 def block_format(types: tuple[str, ...]) -> Format:
     """Return the format of a layer whose matrices have these types; "" for unquantized ones."""
     names = sorted({name or "unquantized" for name in types})
-    parts = {"weight": part_of(types[-1])}
-    found = BlockFormat(name=f"GGUF {', '.join(names)}", dtype="blocks", parts=parts, types=types)
-    if names == ["MXFP4"]:
-        parts["scale"] = parts["weight"]
-        kind = "float8_e8m0fnu"
-        return replace(found, dtype="float4_e2m1", group=(1, 32), scale_dtype=kind)
-    if names == ["Q8_0"]:
-        parts["scale"] = parts["weight"]
-        return replace(found, dtype="int8", group=(1, 32))
-    if names == ["Q4_0"]:
-        parts["scale"] = parts["zeros"] = parts["weight"]
-        return replace(found, dtype="int4", group=(1, 32), zero_points=True)
-    return found
+    said = _COMPUTED.get(names[0], {}) if len(names) == 1 else {}
+    roles = ("weight", *("scale",) * bool(said), *("zeros",) * ("zero_points" in said))
+    parts = dict.fromkeys(roles, part_of(types[-1]))
+    return BlockFormat(name=f"GGUF {', '.join(names)}", parts=parts, **{"dtype": "blocks", **said})
 
 
 def part_of(name: str) -> Part:
     """Return the part that holds a matrix of ggml's type ``name``; "" for an unquantized one."""
     if not name:
-        return Part(suffix="weight", dtypes=FLOATS)
+        return Part("weight", FLOATS)
     elements, nbytes = _SIZES[name]
-    return Part(suffix="weight", dtypes=(torch.uint8,), grid=(1, elements), tail=(nbytes,))
+    return Part("weight", (torch.uint8,), (1, elements), tail=(nbytes,))

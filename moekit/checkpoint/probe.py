@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from math import ceil, prod
 from typing import Any
 
@@ -51,8 +50,15 @@ def format_of(
     """
     if blocks := _of_blocks(checkpoint, names, layer, expert):
         return blocks
-    probe = _Probe(checkpoint, names, layer, expert, hidden_size, intermediate_size)
-    return probe.format().flipped() if probe.transposed else probe.format()
+    down, stacked = formats.filled(names.down, layer, expert), "{expert}" not in names.down
+    tensors = {
+        name: (checkpoint.shape(name)[stacked:], checkpoint.dtype(name))
+        for name in checkpoint.names(down.removesuffix("weight"))
+    }
+    transposed = _transposed(checkpoint, names, layer, expert)
+    config, sizes = checkpoint.quantization, (hidden_size, intermediate_size)
+    found = Probe(tensors, down, config, *sizes, transposed).format()
+    return found.flipped() if transposed else found
 
 
 def _of_blocks(
@@ -65,18 +71,27 @@ def _of_blocks(
     return block_format(types) if any(types) else None
 
 
-class _Probe:
-    """Examines one down projection: H outputs, I inputs."""
+class Probe:
+    """Examines one down projection: H outputs, I inputs.
+
+    Args:
+        tensors: The (shape, dtype) of each of its tensors, by name.
+        down: The name of its weight.
+        config: The quantization config.
+        transposed: It is stored (in, out).
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int, H: int, I: int
+        self,
+        tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]],
+        down: str,
+        config: Mapping[str, Any],
+        H: int,
+        I: int,
+        transposed: bool = False,
     ) -> None:
-        self.checkpoint = checkpoint
-        self.template = formats.filled(names.down, layer, expert)
-        self.stacked = "{expert}" not in names.down
-        self.transposed = _transposed(checkpoint, names, layer, expert)
-        self.n, self.k = H, I
-        self.config = checkpoint.quantization
+        self.tensors, self.template, self.config = tensors, down, config
+        self.n, self.k, self.transposed = H, I, transposed
         self.method = (self.config.get("quant_method") or "").lower()
         self.steps = [MAX_STEPS]
 
@@ -90,7 +105,7 @@ class _Probe:
             return self._weight_packed()
         if not self.has("weight"):
             return formats.plain()  # a later check names every missing tensor
-        dtype = self.checkpoint.dtype(self.name("weight"))
+        dtype = self.dtype("weight")
         if dtype in formats.FLOATS:
             return formats.plain()
         if dtype == torch.uint8 and self.has("weight_scale_2"):
@@ -108,13 +123,16 @@ class _Probe:
         return formats.stored(self.template, suffix)
 
     def has(self, suffix: str) -> bool:
-        """Whether the checkpoint has a part."""
-        return self.name(suffix) in self.checkpoint
+        """Whether there is a part."""
+        return self.name(suffix) in self.tensors
 
     def shape(self, suffix: str) -> tuple[int, ...]:
-        """Return the shape of one expert's tensor."""
-        shape = self.checkpoint.shape(self.name(suffix))
-        return shape[1:] if self.stacked and shape else shape
+        """Return the shape of a part."""
+        return self.tensors[self.name(suffix)][0]
+
+    def dtype(self, suffix: str) -> torch.dtype | str:
+        """Return the dtype of a part."""
+        return self.tensors[self.name(suffix)][1]
 
     def matrix(self, suffix: str) -> tuple[int, int]:
         """Return `shape`; raise WeightsError unless it has two dimensions."""
@@ -179,7 +197,7 @@ class _Probe:
     def _weight_packed(self) -> Format:
         groups = self.matrix("weight_scale")[1] if self.has("weight_scale") else 1
         weights, activation = self._compressed_tensors()
-        if self.checkpoint.dtype(self.name("weight_packed")) == torch.uint8:
+        if self.dtype("weight_packed") == torch.uint8:
             name, columns, scale = "mxfp4", 32, ""
             if self.has("weight_global_scale"):
                 name, columns, scale = "nvfp4", 16, "weight_global_scale"
@@ -197,9 +215,9 @@ class _Probe:
         return formats.pack_quantized(
             bits,
             group or self._columns(groups),
+            activation,
             zero_points=zero_points,
             act_order=self.has("weight_g_idx"),
-            activation=activation,
         )
 
     # -- bytes
@@ -212,12 +230,17 @@ class _Probe:
         powers = group == (1, 32) and self.has(scale) and self._are_exponents(scale)
         scale_dtype = "float8_e8m0fnu" if powers else "float32"
         activation = self._activation(dtype, group, scale_dtype)
-        found = formats.eight_bits(name, dtype, group, scale, activation, scale_dtype)
-        if activation is not None and activation.static:
-            suffix = "activation_scale" if self.has("activation_scale") else "input_scale"
-            part = formats.Part(suffix=suffix, dtypes=formats.FLOATS, grid=(-1, -1))
-            return replace(found, parts={**found.parts, "input_scale": part})
-        return found
+        inputs = "activation_scale" if self.has("activation_scale") else "input_scale"
+        static = activation is not None and activation.static
+        return formats.eight_bits(
+            name,
+            dtype,
+            group,
+            scale,
+            activation,
+            scale_dtype=scale_dtype,
+            input_scale=inputs if static else "",
+        )
 
     def _scale_grid(self, scale: str) -> Grid:
         shape = self.shape(scale)
@@ -253,7 +276,7 @@ class _Probe:
         return OperandQuant(dtype=algorithm, group=(-1, -1))  # no scheme has it
 
     def _are_exponents(self, scale: str) -> bool:
-        return self.checkpoint.dtype(self.name(scale)) in (torch.uint8, torch.float8_e8m0fnu)
+        return self.dtype(scale) in (torch.uint8, torch.float8_e8m0fnu)
 
     def _activation(self, dtype: torch.dtype, group: Grid, scale_dtype: str) -> OperandQuant | None:
         """Return the intended quantization of activations; by convention if nothing states it."""

@@ -254,14 +254,14 @@ class Reader:
             picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
             rows = range(piece.n)
         stored = self._entries(piece, "scale", expert, rows, columns)
-        scale = self.format.core_scale(stored)
-        factor = scale.new_ones(1)
+        factor = None
         if "global_scale" in self.format.parts:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
-            scale = scale / factor if self.format.divides else scale * factor
+        scale = self.format.core_scale(stored, factor)
         low, high = torch.aminmax(scale)
         # e4m3 rounds small scales to zero, and a pruned matrix has only such scales.
-        or_zero = stored.dtype == torch.float8_e4m3fn and bool((factor > 0).all())
+        positive = factor is None or bool((factor > 0).all())
+        or_zero = stored.dtype == torch.float8_e4m3fn and positive
         if not ((low >= 0 if or_zero else low > 0) and high < torch.inf):  # NaN fails this, too
             name = self._stored(piece, "scale", expert).name
             wrong = "negative or not finite" if or_zero else "not finite and positive"

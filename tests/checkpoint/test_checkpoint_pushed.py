@@ -461,3 +461,14 @@ def test_modules_that_a_config_leaves_out(ignore: str) -> None:
     said = FP8 | dict(modules_to_not_convert=["lm_head", ignore])
     assert not declared_format(said, 128, 256, "layers.3.mlp.experts").dtype
     assert declared_format(said, 128, 256, "layers.4.mlp.experts").dtype
+
+
+@pytest.mark.parametrize(
+    "target", [r"re:.*mlp\.experts\.\d+\.down_proj$", r"re:.*experts.*", "down_proj"]
+)
+def test_a_config_group_of_the_experts(target: str) -> None:
+    """Its targets name an expert's Linear as checkpoints do."""
+    groups = {"a": ct(8)["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}}
+    groups["b"] = ct(4, group=32)["config_groups"]["group_0"] | {"targets": [target]}
+    found = declared_format(ct(4) | {"config_groups": groups}, 128, 256, "layers.3.mlp.experts")
+    assert (found.dtype, found.group) == ("int4", (1, 32))
