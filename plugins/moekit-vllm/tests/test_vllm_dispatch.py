@@ -24,7 +24,6 @@ def test_ranks_get_their_own_tokens_back(ranks, tokens, hashed) -> None:
         assert said["error"] < 1e-5 and said["moves"]
         (line,) = said["said"]
         assert "at most 16 tokens, ep 2, dp 2 on cpu: naive + torch" in line
-        assert "unset MOEKIT_DISPATCHER for elastic expert parallelism" in said["moved"]
 
 
 def test_ranks_with_the_same_tokens(ranks) -> None:
@@ -41,3 +40,33 @@ def test_sequence_parallel_ranks(ranks) -> None:
 def test_another_placement_of_experts(ranks) -> None:
     for said in ranks.run(vllm_ranks.run, [4, 4], {"order": [0, 2, 4, 1, 3, 5]}):
         assert "dispatchers need vLLM's linear placement of experts" in said["refused"]
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "step"),
+    [("naive", "read"), ("naive", "pack"), ("", "read"), ("", "compose"), ("", "pack")],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_alone(ranks, dispatcher, failing, step) -> None:
+    """All ranks leave that layer to vLLM, whose ranks exchange tokens in another way."""
+    said = ranks.run(vllm_ranks.fail, failing, step, "on", dispatcher)
+    for rank, (first, second) in enumerate(said):
+        assert not first["moekit"] and second["moekit"]
+        reason = f"no memory to {step}" if rank == failing else f"expert-parallel rank {failing} "
+        assert any("stays with vLLM" in line and reason in line for line in first["said"])
+
+
+def test_no_rank_starts_if_one_fails(ranks) -> None:
+    """With MOEKIT_VLLM=require."""
+    for rank, (first, second) in enumerate(ranks.run(vllm_ranks.fail, 1, "pack", "require", "")):
+        assert ("no memory to pack" if rank == 1 else "rank 1 leaves it") in first["refused"]
+        assert second["moekit"]
+
+
+@pytest.mark.parametrize("dispatcher", ["naive", ""])
+def test_a_rank_that_joins_an_engine(ranks, dispatcher) -> None:
+    """In elastic expert parallelism, the other ranks load nothing meanwhile."""
+    found = ranks.run(vllm_ranks.join, dispatcher)[0]
+    assert found["moekit"] == (not dispatcher)
+    (line,) = found["said"]
+    assert ("unset MOEKIT_DISPATCHER for elastic" in line) == bool(dispatcher)

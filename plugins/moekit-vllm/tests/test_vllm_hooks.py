@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from types import SimpleNamespace
 
 import moekit_vllm
 import pytest
@@ -28,6 +29,7 @@ def vllm(monkeypatch):
     for name, module in standin.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
+    monkeypatch.setattr(versions, "failed_ranks", lambda failed: [0] * failed)
     monkeypatch.setattr(settings, "_said", set())
     monkeypatch.setattr(experts, "_kernels", {})
     monkeypatch.setattr(standin, "prepared", False)
@@ -232,6 +234,35 @@ def test_a_backend_that_raises_leaves_the_layer_to_vllm(monkeypatch, caplog) -> 
     assert "in the backend" in caplog.text
 
 
+def _failing_pack(monkeypatch):
+    def broken(self, weights):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(moekit.ModularKernel, "pack", broken)
+
+
+def test_an_update_that_fails_is_an_error(monkeypatch) -> None:
+    """CUDA graphs hold moekit's kernel, so vLLM's cannot take the layer over."""
+    moekit_vllm.register()
+    layer = made(weights=drawn())
+    with monkeypatch.context() as patch:
+        _failing_pack(patch)
+        with pytest.raises(MoekitError, match=r"layers\.0.*not with its new weights: .*no memory"):
+            layer.quant_method.process_weights_after_loading(layer)
+    assert not hasattr(layer, "prepared_by_vllm")
+    assert error(applied(layer, *calls()), want(drawn(), *calls())) < 1e-5
+
+
+def test_vllm_keeps_a_layer_through_updates(monkeypatch) -> None:
+    """CUDA graphs hold vLLM's kernel, so moekit does not take the layer over."""
+    moekit_vllm.register()
+    with monkeypatch.context() as patch:
+        _failing_pack(patch)
+        layer = made(weights=drawn())
+    layer.quant_method.process_weights_after_loading(layer)
+    assert applied(layer, *calls()) == "vLLM's own"
+
+
 def test_weights_are_updated_in_place() -> None:
     """vLLM writes new values into the parameters, or gives the layer new ones."""
     moekit_vllm.register()
@@ -377,15 +408,33 @@ def test_biases_and_interleaved_rows() -> None:
     assert error(applied(layer, *calls()), want(drawn(), *calls())) > 0.1
 
 
-def test_compiled_code_sees_one_operator() -> None:
+def test_compiled_code_sees_one_operator(monkeypatch) -> None:
+    """Its layer is found in the engine that runs: another one may have a layer of that name."""
+    moekit_vllm.register()
+    layers = [made(weights=drawn(seed)) for seed in range(2)]
+    assert layers[0].layer_name == layers[1].layer_name
+    for seed, layer in enumerate(layers):
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def step(x, topk_weights, ids, layer=layer):
+            return 2 * applied(layer, x, topk_weights, ids)
+
+        runner = SimpleNamespace(routed_experts=layer)
+        monkeypatch.setattr(standin, "running", {layer.layer_name: runner})
+        assert error(step(*calls()), 2 * want(drawn(seed), *calls())) < 1e-5
+
+
+def test_the_operator_fits_its_fake(monkeypatch) -> None:
+    """It has a schema without mutations, and a fake that knows shapes, dtypes and strides."""
     moekit_vllm.register()
     layer = made(weights=drawn())
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def step(x, topk_weights, ids):
-        return 2 * applied(layer, x, topk_weights, ids)
-
-    assert error(step(*calls()), 2 * want(drawn(), *calls())) < 1e-5
+    monkeypatch.setattr(
+        standin, "running", {layer.layer_name: SimpleNamespace(routed_experts=layer)}
+    )
+    x, topk_weights, ids = calls()
+    for tokens in (x, x.repeat(1, 2)[:, ::2], x[:0]):
+        given = (tokens, topk_weights[: len(tokens)], ids[: len(tokens)], layer.layer_name)
+        torch.library.opcheck(torch.ops.moekit.vllm_experts.default, given)
 
 
 def test_slow_backends_are_not_chosen_on_gpus(monkeypatch) -> None:

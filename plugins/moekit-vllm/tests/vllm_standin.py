@@ -14,6 +14,8 @@ from torch import nn
 
 op_registry_oot: dict[str, type] = {}
 prepared = False
+# The layers of the engine that runs, by name.
+running: dict[str, SimpleNamespace] = {}
 
 
 class RoutedExperts(nn.Module):
@@ -95,6 +97,9 @@ def modules() -> dict[str, ModuleType]:
     fused = "vllm.model_executor.layers.fused_moe"
     contents = {
         "vllm.model_executor.custom_op": {"op_registry_oot": op_registry_oot},
+        "vllm.forward_context": {
+            "get_forward_context": lambda: SimpleNamespace(no_compile_layers=here.running)
+        },
         "vllm.model_executor.utils": {"is_weights_pre_processed": lambda: here.prepared},
         f"{fused}.routed_experts": {"RoutedExperts": RoutedExperts},
         f"{fused}.fused_moe_method_base": {"FusedMoEMethodBase": FusedMoEMethodBase},

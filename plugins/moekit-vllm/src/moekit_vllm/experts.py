@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,12 @@ from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
 from moekit.errors import MoekitError, Unsupported
 from moekit.problem.problem import summary
 from moekit_vllm import versions, weights
-from moekit_vllm.problem import parallel_of, problem_of, too_slow
+from moekit_vllm.problem import exchanges_tokens, parallel_of, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
 
 # Seconds that a rank waits for the others: they load their weights at different speeds.
 _PEER_TIMEOUT = 600.0
 _kernels: dict[MoEProblem, ModularKernel] = {}
-_by_name: WeakValueDictionary[str, LayerExperts] = WeakValueDictionary()
 
 
 @dataclass(eq=False)
@@ -59,21 +58,23 @@ class LayerExperts:
             reason = "another process has prepared its weights for vLLM's own kernels"
             raise Unsupported(reason, [reason])
         with torch.inference_mode(False), torch.no_grad():
-            quant, loaded = weights.read(layer, method)
+            with _on_all_ranks(layer):  # before other ranks wait for this one in `compose`
+                quant, loaded = weights.read(layer, method)
+                problem = problem_of(layer, quant, loaded)
             cpu_kernel = layer.expert_map is None and versions.has_cpu_kernel(method)
             may_leave = cpu_kernel and method.moekit_mode is not Mode.REQUIRE
-            kernel = kernel_for(problem_of(layer, quant, loaded), may_leave)
-            packed = kernel.pack(loaded)
+            with _on_all_ranks(layer):
+                kernel = kernel_for(problem, may_leave)
+                packed = kernel.pack(loaded)
+                order = _order(layer, problem)
             del loaded
             if before is not None and _alike(before.packed, packed):
                 _copy(packed, into=before.packed)
                 made = before
-                made._take(kernel, layer)
+                made._take(kernel, order)
             else:
-                order = _order(layer, kernel.problem)
                 made = cls(kernel, packed, order, _held(layer, packed))
             _hold(layer, made.parameters)
-        _by_name[layer.layer_name] = made
         return made
 
     @property
@@ -89,11 +90,6 @@ class LayerExperts:
                 sum with another backend.
         """
         held = self.kernel.problem
-        if self.dispatches:
-            raise MoekitError(
-                f"{layer.layer_name} has a new expert map, but MOEKIT_DISPATCHER's dispatcher "
-                "stays in its process group: unset MOEKIT_DISPATCHER for elastic expert parallelism"
-            )
         problem = held.replace(
             num_redundant_experts=layer.global_num_experts - held.num_experts,
             parallel=parallel_of(layer),
@@ -110,10 +106,10 @@ class LayerExperts:
                 f"expert map moekit chooses {kernel.experts.spec.name!r}: set MOEKIT_EXPERTS="
                 f"{self.packed.backend} and restart the engine"
             )
-        self._take(kernel, layer)
+        self._take(kernel, _order(layer, problem))
 
-    def _take(self, kernel: ModularKernel, layer: Any) -> None:
-        self.kernel, order = kernel, _order(layer, kernel.problem)
+    def _take(self, kernel: ModularKernel, order: Tensor | None) -> None:
+        self.kernel = kernel
         if (
             order is not None
             and self.to_physical is not None
@@ -161,6 +157,30 @@ def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
     expected = f"; {explanation.expected}" if explanation.expected else ""
     say_once(f"moekit: {summary(problem)}: {explanation.chosen} ({explanation.why}){expected}")
     return kernel
+
+
+@contextmanager
+def _on_all_ranks(layer: Any) -> Iterator[None]:
+    """Raise on every rank if the context raises on one. Collective if ranks exchange tokens.
+
+    vLLM's kernels and moekit's move tokens in different ways, so that a rank which left the layer
+    to vLLM alone would wait for the others for ever.
+    """
+    if not exchanges_tokens(layer):
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    failed = versions.failed_ranks(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        ranks = ", ".join(map(str, failed))
+        reason = f"expert-parallel rank {ranks} leaves it to vLLM, and its log says why"
+        raise Unsupported(reason, [reason])
 
 
 def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
@@ -231,9 +251,8 @@ def _hold(layer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
 @torch.library.custom_op("moekit::vllm_experts", mutates_args=())
 def _operator(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: str) -> Tensor:
     """A layer's experts as one operator, for code that torch.compile compiles."""
-    experts = _by_name.get(layer)
-    if experts is None:
-        raise MoekitError(f"no layer {layer!r} of vLLM is alive whose experts moekit computes")
+    # By vLLM's table of the engine that runs: two engines of a process have layers of one name.
+    experts: LayerExperts = versions.running_layer(layer).quant_method.moekit_experts
     return experts(x, topk_weights, topk_ids)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moekit.errors import MoekitError
 from moekit.untrusted.code import message
 from moekit_vllm import versions
 from moekit_vllm.experts import LayerExperts
@@ -43,7 +44,7 @@ def _extended(stock: Any) -> Any:
     class Extended(stock):  # type: ignore[misc]  # vLLM declares no types here
         """A method whose layer moekit computes, unless vLLM keeps it.
 
-        moekit_mode: What to do with layers that moekit cannot compute.
+        moekit_mode: What to do if moekit cannot compute the layer; OFF once vLLM keeps it.
         moekit_experts: What computes the layer; None before the weights are loaded, and where
             vLLM's own method does.
         """
@@ -56,21 +57,33 @@ def _extended(stock: Any) -> Any:
 
             vLLM calls it again after each update of the weights in place. If it has quantized the
             weights itself, it calls it once more, when the layer has nothing left to quantize.
+
+            Raises:
+                MoekitError: moekit cannot take an update. It keeps the layer: CUDA graphs that were
+                    captured would go on with its former weights.
             """
             online = bool(getattr(self, "uses_meta_device", False))
             if online and getattr(layer, _QUANTIZED, False):
                 return
-            try:
-                self.moekit_experts = LayerExperts.of(layer, self, before=self.moekit_experts)
-            except Exception as error:  # whatever it is, vLLM has a kernel of its own
-                self.moekit_mode.decline(shape(layer), message(error))
-                self.moekit_experts = None
+            before = self.moekit_experts
+            if self.moekit_mode is not Mode.OFF:
+                try:
+                    self.moekit_experts = LayerExperts.of(layer, self, before)
+                except Exception as error:  # whatever it is, vLLM has a kernel of its own
+                    if before is not None:
+                        raise MoekitError(
+                            f"moekit computes {layer.layer_name}, but not with its new weights: "
+                            f"{message(error)}; restart the engine with them"
+                        ) from error
+                    self.moekit_mode.decline(shape(layer), message(error))
+                    self.moekit_mode = Mode.OFF  # vLLM keeps the layer through all updates
+            if self.moekit_experts is None:
                 super().process_weights_after_loading(layer)
-            else:
-                # vLLM would read scales from parameters that the layer no longer has.
-                self.moe_quant_config = versions.no_quant_config()
-                if online:
-                    setattr(layer, _QUANTIZED, True)
+                return
+            # vLLM would read scales from parameters that the layer no longer has.
+            self.moe_quant_config = versions.no_quant_config()
+            if online:
+                setattr(layer, _QUANTIZED, True)
 
         def apply(
             self,

@@ -74,6 +74,12 @@ def parallel_of(layer: Any) -> ParallelConfig:
     return ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=batches)
 
 
+def exchanges_tokens(layer: Any) -> bool:
+    """Whether the layer's ranks have tokens of their own, which vLLM or moekit moves."""
+    config = layer.moe_config
+    return config.moe_parallel_config.dp_size > 1 or bool(config.is_sequence_parallel)
+
+
 def dispatches(layer: Any) -> bool:
     """Whether a dispatcher of moekit moves a layer's tokens: MOEKIT_DISPATCHER names one.
 
@@ -97,7 +103,7 @@ def _refusals(layer: Any) -> list[str]:
         reasons.append("moekit has no LoRA")
     if torch.device(config.device).type == "cpu" and not versions.routes_on_cpu():
         reasons.append("this version of vLLM chooses experts inside its CPU kernels")
-    batches = split.dp_size > 1 or config.is_sequence_parallel
+    batches = exchanges_tokens(layer)
     if _batch_invariant() and split.ep_size > 1 and not dispatches(layer):
         reasons.append(
             f"{_BATCH_INVARIANT} is set, and vLLM adds up partial sums of {split.ep_size} "
@@ -109,6 +115,11 @@ def _refusals(layer: Any) -> list[str]:
         reasons.append(
             f"its ranks exchange tokens by all2all_backend={split.all2all_backend!r}; only "
             "'allgather_reducescatter' works beside moekit's experts"
+        )
+    if dispatches(layer) and versions.elastic():
+        reasons.append(
+            "MOEKIT_DISPATCHER's dispatcher stays in its process group: unset MOEKIT_DISPATCHER "
+            "for elastic expert parallelism"
         )
     hashed = getattr(layer, "hash_indices_table", None) is not None
     if batches and hashed and not dispatches(layer):

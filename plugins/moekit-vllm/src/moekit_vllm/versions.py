@@ -12,6 +12,8 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 # The sources of 0.26, 0.32 and 0.33 were read; `missing_hooks` checks every version at start.
 FIRST, LAST = (0, 26), (0, 33)
 # vLLM's builds for a CPU have a name of their own.
@@ -87,7 +89,37 @@ def has_cpu_kernel(method: Any) -> bool:
 
 def expert_parallel_group() -> Any:
     """Return the process group over which vLLM spreads whole experts."""
-    return importlib.import_module("vllm.distributed").get_ep_group().device_group
+    return _expert_ranks().device_group
+
+
+def failed_ranks(failed: bool) -> list[int]:
+    """Return which ranks of the expert-parallel group pass True. Collective, over the host.
+
+    A rank that joins an engine (elastic expert parallelism) loads its weights alone, so that it
+    does not wait for others, and gets no ranks.
+    """
+    ranks = _expert_ranks()
+    if elastic():
+        return []
+    flags = torch.zeros(ranks.world_size, dtype=torch.int32, device="cpu")
+    flags[ranks.rank_in_group] = failed
+    torch.distributed.all_reduce(flags, group=ranks.cpu_group)
+    return flags.nonzero().flatten().tolist()
+
+
+def elastic() -> bool:
+    """Whether ranks may join and leave the expert-parallel group (elastic expert parallelism)."""
+    return hasattr(_expert_ranks(), "tcp_store_group")
+
+
+def _expert_ranks() -> Any:
+    return importlib.import_module("vllm.distributed").get_ep_group()
+
+
+def running_layer(name: str) -> Any:
+    """Return the experts of a layer of the engine that is running in this thread."""
+    context = importlib.import_module("vllm.forward_context").get_forward_context()
+    return context.no_compile_layers[name].routed_experts
 
 
 def replaced_layers() -> dict[str, type]:
