@@ -56,6 +56,25 @@ def test_an_empty_moekit_tuned_reads_no_table(tuned: Path, monkeypatch) -> None:
     assert time() == 5.0
 
 
+def test_a_moekit_tuned_that_does_not_exist_is_said_once(tuned: Path, monkeypatch, caplog) -> None:
+    for kind in (table, TableFiles(tuned, dict, lambda *tiers: tiers, "tune again", owner="acme")):
+        caplog.clear()
+        missing = tuned / ("no-tables" if kind is table else "no-tables-of-a-plugin")
+        monkeypatch.setenv("MOEKIT_TUNED", str(missing))
+        kind.known()
+        kind.known()
+        (warning,) = caplog.messages
+        assert f"MOEKIT_TUNED={missing}: there is no such file or folder" in warning
+        assert "expected a folder of tuned tables" in warning and "unset the variable" in warning
+    caplog.clear()
+    for value in ("", str(tuned), str(write_table(tuned / "x.json", make_table({"a": {1: 5.0}})))):
+        monkeypatch.setenv("MOEKIT_TUNED", value)
+        table.known()
+    monkeypatch.delenv("MOEKIT_TUNED")
+    table.known()
+    assert not caplog.messages
+
+
 def test_the_users_folder(monkeypatch) -> None:
     assert table.user_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/moekit/tuned")
     assert table.user_path({"MOEKIT_TUNED": "/t.json"}) == Path("/t.json")

@@ -85,7 +85,10 @@ class TableFiles(Generic[T, M]):
 
         Files are read again only when they change. device: its file alone; default: all files.
         """
-        off = environ.get(VARIABLE) == ""
+        named = environ.get(VARIABLE)
+        off = named == ""
+        if named and not os.path.exists(named):
+            _warn_missing(named)
         pattern = device_file(device) if device else "[!.]*.json"
         place = self.user_folder(environ)
         merged: M = _merged(
@@ -104,6 +107,17 @@ class TableFiles(Generic[T, M]):
                 f"the tuned table {file} cannot be used: {type(error).__name__}: {error}; correct "
                 f"or delete it, and {self.remedy}"
             ) from error
+
+
+@lru_cache(maxsize=64)
+def _warn_missing(named: str) -> None:
+    """Warn, once for each value, that MOEKIT_TUNED names nothing that can be read."""
+    logger.warning(
+        "%s=%s: there is no such file or folder, so only shipped tables count; expected a folder "
+        "of tuned tables, or one table's file: correct the path, unset the variable, or let "
+        "`python -m moekit tune` make the tables",
+        VARIABLE, named,
+    )  # fmt: skip
 
 
 # A file, and what tells whether it changed.
