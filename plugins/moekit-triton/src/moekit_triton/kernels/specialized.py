@@ -51,6 +51,7 @@ from .warps import (
     messages,
     next_slot,
     place,
+    ring_barriers,
     schedule,
     silu_mul,
     store_tile,
@@ -119,21 +120,17 @@ def specialized_gemm(
 @gluon.jit
 def stages(a, w, out):
     """Allocate the ring of both operands' tiles, a result buffer for each consumer group, and the
-    ring's barriers: full, and empty when both groups have released a stage. Fence before use."""
+    ring's barriers. Fence before use."""
     a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
-    return a_s, w_s, buffers, full, empty
+    return a_s, w_s, buffers, ring_barriers(1)
 
 
 @gluon.jit
-def multiply(WHICH: gl.constexpr, half_blocks, w_s, full, empty, slot, phase, steps):
+def multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, steps):
     """Multiply a half block by a weight tile, over all steps of K."""
+    full, empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
     for step in range(steps):
@@ -152,8 +149,9 @@ def multiply(WHICH: gl.constexpr, half_blocks, w_s, full, empty, slot, phase, st
 
 
 @gluon.jit
-def release_stages(full, empty, slot, phase, steps):
+def release_stages(barriers, slot, phase, steps):
     """Release the stages of all steps of a tile without using them."""
+    full, empty = barriers
     for _ in range(steps):
         mbarrier.wait(full.index(slot), phase)
         mbarrier.arrive(empty.index(slot), count=1)
@@ -163,11 +161,13 @@ def release_stages(full, empty, slot, phase, steps):
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s,
-    w_s, buffers, full, empty, words, valid, GATED: gl.constexpr,
+    WHICH: gl.constexpr, results, sizes, memory, barriers, mail, GATED: gl.constexpr
 ):  # fmt: skip
     """Compute half the rows of every tile, if any of them is used (a consumer warp group)."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
+    out, sorted_ptr, num_rows_ptr, weights_ptr = results
+    N, K, padding, group_m = sizes
+    a_s, w_s, buffers = memory
     half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
@@ -175,47 +175,34 @@ def _consume(
     slot = 0
     phase = 0
     count = 0
-    tile, halves = wait_message(words, valid, count)
+    tile, halves = wait_message(mail, count)
     while tile < row_blocks * col_blocks:
         block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
-            acc, slot, phase = multiply(WHICH, half_blocks, w_s, full, empty, slot, phase, steps)
+            acc, slot, phase = multiply(WHICH, half_blocks, w_s, barriers, slot, phase, steps)
             if GATED:
-                store_tile(silu_mul(acc), buffers, WHICH, out, row, col, 1)
+                gate, up = halves_of(acc)
+                store_tile(silu_mul(gate, up), buffers, WHICH, out, row, col, 1)
             else:
                 acc = apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding)
                 left, right = halves_of(acc)
                 store_tile(left, buffers, WHICH, out, row, col, 1)
                 store_tile(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
         else:
-            slot, phase = release_stages(full, empty, slot, phase, steps)
+            slot, phase = release_stages(barriers, slot, phase, steps)
         count += 1
-        tile, halves = wait_message(words, valid, count)
+        tile, halves = wait_message(mail, count)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _upper(out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s, buffers,
-           full, empty, words, valid, GATED: gl.constexpr):  # fmt: skip
-    _consume(0, out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s,
-             buffers, full, empty, words, valid, GATED)  # fmt: skip
-
-
-@gluon.jit
-def _lower(out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s, buffers,
-           full, empty, words, valid, GATED: gl.constexpr):  # fmt: skip
-    _consume(1, out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s,
-             buffers, full, empty, words, valid, GATED)  # fmt: skip
-
-
-@gluon.jit
 def _copy(
-    unit, x_ptr, a_ptr, sorted_ptr, copied_ptr, padding, top_k, K, x_stride,
-    AT_ONCE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+    unit, copied_ptr, rows, AT_ONCE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """Copy a unit of rows of a, AT_ONCE rows and WIDTH columns at a time."""
     layout: gl.constexpr = gl.BlockedLayout([AT_ONCE // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
+    x_ptr, a_ptr, sorted_ptr, padding, top_k, K, x_stride = rows
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     for first in range(0, _UNIT, AT_ONCE):
         sorted_row = unit * _UNIT + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
@@ -236,23 +223,17 @@ def _copy(
 
 
 @gluon.jit
-def _copy_first(
-    blocks, x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K, x_stride,
-):  # fmt: skip
+def _copy_first(blocks, rows, num_rows_ptr, counters_ptr):
     """Copy this program's share of the first blocks' units."""
     each = gl.cdiv(blocks * _UNITS, gl.num_programs(0))
     first = gl.atomic_add(counters_ptr + 1, each, sem="relaxed")
     units = gl.load(num_rows_ptr) // _UNIT
     for unit in range(first, gl.minimum(first + each, units)):
-        _copy(unit, x_ptr, a_ptr, sorted_ptr, counters_ptr + OF_BLOCKS, padding, top_k, K,
-              x_stride, _UNIT, 2048, 4)  # fmt: skip
+        _copy(unit, counters_ptr + OF_BLOCKS, rows, _UNIT, 2048, 4)
 
 
 @gluon.jit
-def _copy_ahead(
-    x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K, x_stride,
-    COPY: gl.constexpr,
-):  # fmt: skip
+def _copy_ahead(rows, num_rows_ptr, counters_ptr, COPY: gl.constexpr):
     """Copy units until there are no more."""
     if COPY:
         units = gl.load(num_rows_ptr) // _UNIT
@@ -260,8 +241,7 @@ def _copy_ahead(
         while next_unit < units:
             unit = next_unit + 0
             next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
-            _copy(unit, x_ptr, a_ptr, sorted_ptr, counters_ptr + OF_BLOCKS, padding, top_k, K,
-                  x_stride, 1, 1024, 1)  # fmt: skip
+            _copy(unit, counters_ptr + OF_BLOCKS, rows, 1, 1024, 1)
         ended = gl.atomic_add(counters_ptr + 2, 1, sem="acq_rel")
         if ended == _COPIERS * gl.num_programs(0) - 1:  # the last copier: no unit is taken any more
             gl.store(counters_ptr + 1, 0)
@@ -270,16 +250,20 @@ def _copy_ahead(
 
 @gluon.jit
 def _load(
-    a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, N, K, padding, group_m, a_s,
-    w_boxes, full, empty, words, valid, GATED: gl.constexpr, HALVES: gl.constexpr,
+    operands, sizes, memory, barriers, mail, GATED: gl.constexpr, HALVES: gl.constexpr,
     COPY: gl.constexpr,
 ):  # fmt: skip
-    """Load every tile's operands (the producer warp). w_boxes: per stage one box, or gate above up.
+    """Load every tile's operands (the producer warp). Memory for weights: per stage one box, or
+    gate above up.
 
     The next tile is looked up after the first steps of this one, so that no product waits for it.
     """
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
+    a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr = operands
+    N, K, padding, group_m = sizes
+    a_s, w_boxes = memory
+    full, empty = barriers
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     tiles = row_blocks * col_blocks
@@ -293,7 +277,7 @@ def _load(
                                          sorted_ptr, padding, OUT, HALVES)  # fmt: skip
     w_row = expert * (2 * N if GATED else N) + col
     while tile < tiles:
-        commit_message(words, valid, count, (tile, halves))
+        commit_message(mail, count, (tile, halves))
         count += 1
         next_tile = tile + 0
         next_m = block_m + 0
@@ -330,7 +314,7 @@ def _load(
         block_m = next_m + 0
         w_row = next_row + 0
         halves = next_halves + 0
-    commit_message(words, valid, count, (tile, halves))
+    commit_message(mail, count, (tile, halves))
 
 
 @gluon.jit(do_not_specialize=["padding", "group_m"])
@@ -341,33 +325,29 @@ def _gemm(
 ):  # fmt: skip
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
-    a_s, w_s, buffers, full, empty = stages(a, w, out)
-    words, valid = messages(2)
+    a_s, w_s, buffers, barriers = stages(a, w, out)
+    mail = messages(2)
     fence_async_shared()
     if GATED:
         w_boxes = w_s._reinterpret(w.dtype, [2 * STAGES, WIDE // 2, STEP], w.layout)
     else:
         w_boxes = w_s
+    rows = (x_ptr, a_ptr, sorted_ptr, padding, top_k, K, x_stride)
     if COPY:
         col_blocks = gl.cdiv(N, WIDE // 2 if GATED else WIDE)
         first_blocks = group_m * gl.cdiv(gl.num_programs(0), group_m * col_blocks)
-        _copy_first(first_blocks, x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding,
-                    top_k, K, x_stride)  # fmt: skip
-    # (In triton 3.6 a named tuple would turn constants into variables.)
+        _copy_first(first_blocks, rows, num_rows_ptr, counters_ptr)
+    sizes = (N, K, padding, group_m)
+    results = (out, sorted_ptr, num_rows_ptr, weights_ptr)
+    operands = (a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr)
     gl.warp_specialize(
         [
-            (_upper, (out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s,
-                      buffers, full, empty, words, valid, GATED)),
-            (_lower, (out, sorted_ptr, num_rows_ptr, weights_ptr, N, K, padding, group_m, a_s, w_s,
-                      buffers, full, empty, words, valid, GATED)),
-            (_load, (a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, N, K, padding,
-                     group_m, a_s, w_boxes, full, empty, words, valid, GATED, HALVES, COPY)),
-            (_copy_ahead, (x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K,
-                           x_stride, COPY)),
-            (_copy_ahead, (x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K,
-                           x_stride, COPY)),
-            (_copy_ahead, (x_ptr, a_ptr, sorted_ptr, num_rows_ptr, counters_ptr, padding, top_k, K,
-                           x_stride, COPY)),
+            (_consume, (0, results, sizes, (a_s, w_s, buffers), barriers, mail, GATED)),
+            (_consume, (1, results, sizes, (a_s, w_s, buffers), barriers, mail, GATED)),
+            (_load, (operands, sizes, (a_s, w_boxes), barriers, mail, GATED, HALVES, COPY)),
+            (_copy_ahead, (rows, num_rows_ptr, counters_ptr, COPY)),
+            (_copy_ahead, (rows, num_rows_ptr, counters_ptr, COPY)),
+            (_copy_ahead, (rows, num_rows_ptr, counters_ptr, COPY)),
         ],
         [4, 1, 1, 1, 1],  # warps of all but the first
         [232, 40, 40, 40, 40],  # registers per thread: 232 + 232 + 40 = 3 * 168 of the launch

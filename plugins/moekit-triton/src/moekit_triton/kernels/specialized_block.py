@@ -32,7 +32,6 @@ from .warps import (
     STAGES,
     WIDE,
     apply_weight_before,
-    clear,
     commit_message,
     descriptor,
     halves_of,
@@ -40,7 +39,9 @@ from .warps import (
     messages,
     next_slot,
     silu_mul,
+    take_tile,
     wait_message,
+    wait_stored,
 )
 
 _HALF = gl.constexpr(COLUMNS // 2)
@@ -127,27 +128,29 @@ def _commit_result(x, buffer, ready, free, piece):
 
 
 @gluon.jit
-def _consume(
-    WHICH: gl.constexpr, sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2,
-    a_s, w_s, buffers, full, empty, ready_2, free_2, words, valid,
-):  # fmt: skip
+def _consume(WHICH: gl.constexpr, rows, sizes, memory, barriers, stored, mail):
     """Compute half the rows of every tile, if any of them is used (a consumer warp group)."""
+    sorted_ptr, num_rows_ptr, weights_ptr = rows
+    H, I, padding, group_1, group_2 = sizes
+    a_s, w_s, buffers = memory
     half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     buffer = buffers.index(WHICH)
-    ready = ready_2.index(WHICH)
-    free = free_2.index(WHICH)
+    ready = stored[0].index(WHICH)
+    free = stored[1].index(WHICH)
     row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     slot = 0
     phase = 0
     count = 0
     piece = 0
-    tile, halves = wait_message(words, valid, count)
+    tile, halves = wait_message(mail, count)
     while tile < tiles:
         steps = gl.cdiv(gl.where(tile < first_tiles, H, I), STEP)
         if halves > WHICH:
-            acc, slot, phase = multiply(WHICH, half_blocks, w_s, full, empty, slot, phase, steps)
+            acc, slot, phase = multiply(WHICH, half_blocks, w_s, barriers, slot, phase, steps)
             if tile < first_tiles:
-                piece = _commit_result(silu_mul(acc).to(buffer.dtype), buffer, ready, free, piece)
+                gate, up = halves_of(acc)
+                result = silu_mul(gate, up).to(buffer.dtype)
+                piece = _commit_result(result, buffer, ready, free, piece)
             else:
                 if weights_ptr is not None:
                     block_m, _ = _place(tile, first_tiles, row_blocks, H, I, group_1, group_2)
@@ -157,27 +160,13 @@ def _consume(
                 piece = _commit_result(left.to(buffer.dtype), buffer, ready, free, piece)
                 piece = _commit_result(right.to(buffer.dtype), buffer, ready, free, piece)
         else:
-            slot, phase = release_stages(full, empty, slot, phase, steps)
+            slot, phase = release_stages(barriers, slot, phase, steps)
             # Commit nothing, so that neither warp is ahead of the other by more than a tile.
             mbarrier.wait(free, piece & 1 ^ 1)
             mbarrier.arrive(ready, count=1)
             piece += 1
         count += 1
-        tile, halves = wait_message(words, valid, count)
-
-
-@gluon.jit
-def _upper(sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s, w_s,
-           buffers, full, empty, ready, free, words, valid):  # fmt: skip
-    _consume(0, sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s, w_s,
-             buffers, full, empty, ready, free, words, valid)  # fmt: skip
-
-
-@gluon.jit
-def _lower(sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s, w_s,
-           buffers, full, empty, ready, free, words, valid):  # fmt: skip
-    _consume(1, sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s, w_s,
-             buffers, full, empty, ready, free, words, valid)  # fmt: skip
+        tile, halves = wait_message(mail, count)
 
 
 @gluon.jit
@@ -190,35 +179,25 @@ def _store_piece(out, row, col, buffer, ready, free, piece):
 
 
 @gluon.jit
-def _wait_stored():
-    """Wait until this thread's stores are written."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _store(
-    WHICH: gl.constexpr, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready_2,
-    free_2, words, valid,
-):  # fmt: skip
+def _store(WHICH: gl.constexpr, results, sizes, buffers, stored, mail):
     """Store a consumer group's results, and release those of GEMM 1 through counters."""
+    a, y, num_rows_ptr, done_ptr = results
+    H, I, group_1, group_2 = sizes
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     buffer = buffers.index(WHICH)
-    ready = ready_2.index(WHICH)
-    free = free_2.index(WHICH)
+    ready = stored[0].index(WHICH)
+    free = stored[1].index(WHICH)
     row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     count = 0
     piece = 0
-    tile, halves = wait_message(words, valid, count)
+    tile, halves = wait_message(mail, count)
     while tile < tiles:
         block_m, block_n = _place(tile, first_tiles, row_blocks, H, I, group_1, group_2)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
             if tile < first_tiles:
                 piece = _store_piece(a, row, block_n * _HALF, buffer, ready, free, piece)
-                _wait_stored()
+                wait_stored()
             else:
                 piece = _store_piece(y, row, block_n * WIDE, buffer, ready, free, piece)
                 piece = _store_piece(y, row, block_n * WIDE + _HALF, buffer, ready, free, piece)
@@ -230,31 +209,7 @@ def _store(
             pointers = done_ptr + block_m + gl.full([32], 0, gl.int32, lanes)
             gl.atomic_add(pointers, gl.full([32], 1, gl.int32, lanes), sem="release")
         count += 1
-        tile, halves = wait_message(words, valid, count)
-
-
-@gluon.jit
-def _store_upper(a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready, free, words,
-                 valid):  # fmt: skip
-    _store(0, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready, free, words,
-           valid)  # fmt: skip
-
-
-@gluon.jit
-def _store_lower(a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready, free, words,
-                 valid):  # fmt: skip
-    _store(1, a, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers, ready, free, words,
-           valid)  # fmt: skip
-
-
-@gluon.jit
-def _schedule(counters_ptr, tiles, row_blocks):
-    """Take a tile, even the first one: no program waits for one that has not started."""
-    tile = gl.atomic_add(counters_ptr, 1, sem="relaxed")
-    if tile == tiles + gl.num_programs(0) - 1:  # the last: no program waits for a block any more
-        gl.store(counters_ptr, 0)
-        clear(counters_ptr + OF_BLOCKS, row_blocks)
-    return tile
+        tile, halves = wait_message(mail, count)
 
 
 @gluon.jit
@@ -273,25 +228,26 @@ def _tile_info(tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, exp
 
 
 @gluon.jit
-def _load(
-    x, w13, a, w2, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, H, I, padding, group_1,
-    group_2, a_s, w_boxes, full, empty, words, valid,
-):  # fmt: skip
-    """Load every tile's operands (the producer warp). w_boxes: per stage two, each half a tile's
-    weight rows. The next tile is looked up after the first steps of this one."""
+def _load(operands, sizes, memory, barriers, mail):
+    """Load every tile's operands (the producer warp). Memory for weights: per stage two boxes,
+    each half a tile's rows. The next tile is looked up after the first steps of this one."""
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
+    x, w13, a, w2, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr = operands
+    H, I, padding, group_1, group_2 = sizes
+    a_s, w_boxes = memory
+    full, empty = barriers
     row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     done_ptr = counters_ptr + OF_BLOCKS
     all_done = 2 * 32 * gl.cdiv(I, _HALF)
     slot = 0
     phase = 1
     count = 0
-    tile = _schedule(counters_ptr, tiles, row_blocks)
+    tile = take_tile(counters_ptr, tiles, row_blocks)
     block_m, w_row, halves, done = _tile_info(
         tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, experts_ptr, sorted_ptr,
         padding, done_ptr)  # fmt: skip
     while tile < tiles:
-        commit_message(words, valid, count, (tile, halves))
+        commit_message(mail, count, (tile, halves))
         count += 1
         next_tile = tile + 0
         next_m = block_m + 0
@@ -324,7 +280,7 @@ def _load(
                 )
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
-                next_tile = _schedule(counters_ptr, tiles, row_blocks)
+                next_tile = take_tile(counters_ptr, tiles, row_blocks)
                 next_m, next_row, next_halves, next_done = _tile_info(
                     next_tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, experts_ptr,
                     sorted_ptr, padding, done_ptr)  # fmt: skip
@@ -333,7 +289,7 @@ def _load(
         w_row = next_row + 0
         halves = next_halves + 0
         done = next_done + 0
-    commit_message(words, valid, count, (tile, halves))
+    commit_message(mail, count, (tile, halves))
 
 
 @gluon.jit(do_not_specialize=["padding", "group_1", "group_2"])
@@ -343,28 +299,28 @@ def _block(
 ):  # fmt: skip
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
-    a_s, w_s, buffers, full, empty = stages(x, w13, y)
+    a_s, w_s, buffers, barriers = stages(x, w13, y)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(2):
         mbarrier.init(ready.index(which), count=1)
         mbarrier.init(free.index(which), count=1)
-    words, valid = messages(2)
+    mail = messages(2)
     fence_async_shared()
     w_boxes = w_s._reinterpret(x.dtype, [2 * STAGES, WIDE // 2, STEP], w_s.layout)
-    done_ptr = counters_ptr + OF_BLOCKS
+    rows = (sorted_ptr, num_rows_ptr, weights_ptr)
+    sizes = (H, I, padding, group_1, group_2)
+    memory = (a_s, w_s, buffers)
+    stored = (ready, free)
+    operands = (x, w13, a, w2, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr)
+    results = (a_out, y, num_rows_ptr, counters_ptr + OF_BLOCKS)
     gl.warp_specialize(
         [
-            (_upper, (sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s,
-                      w_s, buffers, full, empty, ready, free, words, valid)),
-            (_lower, (sorted_ptr, num_rows_ptr, weights_ptr, H, I, padding, group_1, group_2, a_s,
-                      w_s, buffers, full, empty, ready, free, words, valid)),
-            (_load, (x, w13, a, w2, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, H, I,
-                     padding, group_1, group_2, a_s, w_boxes, full, empty, words, valid)),
-            (_store_upper, (a_out, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers,
-                            ready, free, words, valid)),
-            (_store_lower, (a_out, y, num_rows_ptr, done_ptr, H, I, group_1, group_2, buffers,
-                            ready, free, words, valid)),
+            (_consume, (0, rows, sizes, memory, barriers, stored, mail)),
+            (_consume, (1, rows, sizes, memory, barriers, stored, mail)),
+            (_load, (operands, sizes, (a_s, w_boxes), barriers, mail)),
+            (_store, (0, results, (H, I, group_1, group_2), buffers, stored, mail)),
+            (_store, (1, results, (H, I, group_1, group_2), buffers, stored, mail)),
         ],
         [4, 1, 1, 1],  # warps of all but the first
         [232, 40, 40, 40],  # registers per thread: 232 + 232 + 40 = 3 * 168 of the launch

@@ -32,6 +32,7 @@ from .warps import (
     ROWS,
     STAGES,
     WIDE,
+    add_scaled,
     apply_weight_before,
     commit_message,
     descriptor,
@@ -39,6 +40,7 @@ from .warps import (
     messages,
     next_slot,
     rcp,
+    ring_barriers,
     schedule,
     silu_divisor,
     store_tile,
@@ -131,16 +133,6 @@ def _product(a, w):
 
 
 @gluon.jit
-def _added(acc, product, factor):
-    """Return acc + product * factor of the row, computed here: LLVM would delay it past the next
-    product, and double the registers of products."""
-    factor = gl.expand_dims(factor, 1).broadcast_to(product.shape)
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", [product, factor, acc], dtype=gl.float32,
-        is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
 def _times(x, y):
     """Return x * y, computed here: earlier, it would wait for the loads."""
     return gl.inline_asm_elementwise(
@@ -154,9 +146,9 @@ def _scales(a_scales, w_scales, a_at, w_at, v_at):
 
 
 @gluon.jit
-def _scales_at(WHICH: gl.constexpr, words, valid, count, N, steps, GATED: gl.constexpr):
+def _scales_at(WHICH: gl.constexpr, mail, count, N, steps, GATED: gl.constexpr):
     """Return where the scales of a tile's rows of a and of both halves of its weights begin."""
-    block_m, col, expert, _ = wait_message(words, valid, count)
+    block_m, col, expert, _ = wait_message(mail, count)
     blocks = gl.cdiv(2 * N if GATED else N, _STEP)
     block = col // _STEP
     if GATED:
@@ -169,8 +161,7 @@ def _scales_at(WHICH: gl.constexpr, words, valid, count, N, steps, GATED: gl.con
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N,
-    K, capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED: gl.constexpr,
+    WHICH: gl.constexpr, results, sizes, memory, barriers, mail, GATED: gl.constexpr
 ):  # fmt: skip
     """Compute half the rows of every tile, if any of them is used (a consumer warp group).
 
@@ -178,6 +169,10 @@ def _consume(
     next tile. Scales of a are (K / 128, capacity), so that eight rows of a warp are one sector.
     Weight scales are loaded as vectors of one value, since a scalar load is waited for at once.
     """
+    out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr = results
+    N, K, capacity, padding = sizes
+    a_s, w_s, buffers = memory
+    full, empty = barriers
     steps = gl.cdiv(K, _STEP)
     local = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
     a_scales = a_scale_ptr + local
@@ -185,11 +180,11 @@ def _consume(
     slot = 0
     phase = 0
     count = 0
-    a_at, w_at, v_at = _scales_at(WHICH, words, valid, count, N, steps, GATED)
+    a_at, w_at, v_at = _scales_at(WHICH, mail, count, N, steps, GATED)
     a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
     w_factor = a_scale * w_scale
     v_factor = a_scale * v_scale
-    block_m, col, _, halves = wait_message(words, valid, count)
+    block_m, col, _, halves = wait_message(mail, count)
     while halves > 0:
         row = (2 * block_m + WHICH) * ROWS
         count += 1
@@ -201,7 +196,7 @@ def _consume(
                 a = a_s.index(2 * slot + WHICH)
                 product = _product(a, w_s.index(2 * slot))
                 if step == steps - 1:
-                    a_at, w_at, v_at = _scales_at(WHICH, words, valid, count, N, steps, GATED)
+                    a_at, w_at, v_at = _scales_at(WHICH, mail, count, N, steps, GATED)
                     a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
                 else:  # (ptxas moves what follows the branches past the wait.)
                     a_at += capacity
@@ -209,12 +204,12 @@ def _consume(
                     v_at += 1
                     a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
                 product = warpgroup_mma_wait(0, deps=(product,))
-                acc0 = _added(acc0, product, w_factor)
+                acc0 = add_scaled(acc0, product, w_factor)
                 mbarrier.wait(full.index(2 * slot + 1), phase)
                 product = _product(a, w_s.index(2 * slot + 1))
                 product = warpgroup_mma_wait(0, deps=(product,))
                 mbarrier.arrive(empty.index(slot), count=1)
-                acc1 = _added(acc1, product, v_factor)
+                acc1 = add_scaled(acc1, product, v_factor)
                 w_factor = _times(a_scale, w_scale)
                 v_factor = _times(a_scale, v_scale)
                 slot, phase = next_slot(slot, phase)
@@ -244,33 +239,17 @@ def _consume(
                 mbarrier.wait(full.index(2 * slot + 1), phase)
                 mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase)
-            a_at, w_at, v_at = _scales_at(WHICH, words, valid, count, N, steps, GATED)
+            a_at, w_at, v_at = _scales_at(WHICH, mail, count, N, steps, GATED)
             a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
             w_factor = a_scale * w_scale
             v_factor = a_scale * v_scale
-        block_m, col, _, halves = wait_message(words, valid, count)
+        block_m, col, _, halves = wait_message(mail, count)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _upper(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K, capacity,
-           padding, a_s, w_s, buffers, full, empty, words, valid,
-           GATED: gl.constexpr):  # fmt: skip
-    _consume(0, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K,
-             capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED)  # fmt: skip
-
-
-@gluon.jit
-def _lower(out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K, capacity,
-           padding, a_s, w_s, buffers, full, empty, words, valid,
-           GATED: gl.constexpr):  # fmt: skip
-    _consume(1, out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K,
-             capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED)  # fmt: skip
-
-
-@gluon.jit
 def _commit_tile(
-    words, valid, count, tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding, N,
+    mail, count, tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding, N,
     GATED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Commit what consumers need to know of a tile, with no halves past the last one. Return its
@@ -280,15 +259,12 @@ def _commit_tile(
                                          sorted_ptr, padding, OUT, HALVES)  # fmt: skip
     expert = gl.maximum(expert, 0)  # -1 without any rows
     halves = gl.where(tile < row_blocks * col_blocks, halves, 0)
-    commit_message(words, valid, count, (block_m, col, expert, halves))
+    commit_message(mail, count, (block_m, col, expert, halves))
     return block_m, expert * (2 * N if GATED else N) + col, halves
 
 
 @gluon.jit
-def _load(
-    a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, N, K, padding, group_m, a_s, w_s,
-    full, empty, words, valid, GATED: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
+def _load(operands, sizes, memory, barriers, mail, GATED: gl.constexpr, HALVES: gl.constexpr):
     """Load every tile's operands (the producer warp).
 
     A stage becomes full in two steps: a, without its second half if that has no rows, and the first
@@ -296,6 +272,10 @@ def _load(
     first steps of this one, because its scales are loaded in this one's last step.
     """
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
+    a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr = operands
+    N, K, padding, group_m = sizes
+    a_s, w_s = memory
+    full, empty = barriers
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     tiles = row_blocks * col_blocks
@@ -306,7 +286,7 @@ def _load(
     count = 0
     tile = gl.program_id(0)
     block_m, w_row, halves = _commit_tile(
-        words, valid, count, tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr,
+        mail, count, tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr,
         padding, N, GATED, HALVES)  # fmt: skip
     while tile < tiles:
         count += 1
@@ -334,7 +314,7 @@ def _load(
             if step == look_ahead:
                 next_tile = schedule(tile, tiles, counters_ptr, HALVES)
                 next_m, next_row, next_halves = _commit_tile(
-                    words, valid, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
+                    mail, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
                     sorted_ptr, padding, N, GATED, HALVES)  # fmt: skip
         # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
         tile = next_tile + 0
@@ -354,22 +334,18 @@ def _gemm(
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, _STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [2 * STAGES, _BOX, _STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [4] + out.block_shape, out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(2 * slot), count=1)
-        mbarrier.init(full.index(2 * slot + 1), count=1)
-        mbarrier.init(empty.index(slot), count=2)
-    words, valid = messages(4)
+    barriers = ring_barriers(2)
+    mail = messages(4)
     fence_async_shared()
+    results = (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr)
+    sizes = (N, K, capacity, padding)
+    operands = (a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr)
     gl.warp_specialize(
         [
-            (_upper, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K,
-                      capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED)),
-            (_lower, (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr, N, K,
-                      capacity, padding, a_s, w_s, buffers, full, empty, words, valid, GATED)),
-            (_load, (a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr, N, K, padding,
-                     group_m, a_s, w_s, full, empty, words, valid, GATED, HALVES)),
+            (_consume, (0, results, sizes, (a_s, w_s, buffers), barriers, mail, GATED)),
+            (_consume, (1, results, sizes, (a_s, w_s, buffers), barriers, mail, GATED)),
+            (_load, (operands, (N, K, padding, group_m), (a_s, w_s), barriers, mail, GATED,
+                     HALVES)),
         ],
         [4, 1],  # warps of the second and third partition
         [240, 24],  # registers per thread: with the first's 3 * 168 of the launch

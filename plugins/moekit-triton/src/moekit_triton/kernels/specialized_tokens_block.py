@@ -18,21 +18,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .gemm import tile_at
 from .specialized import STEP
-from .specialized_tokens import alternating, compute_tile, load_tokens, release_tile
+from .specialized_tokens import alternating, compute_tile, release_tile
 from .tiles import GemmConfig
-from .token_tiles import MOST_PIECES, TokenSizes, most_tiles, token_sizes
+from .token_tiles import TokenSizes, most_tiles, token_sizes
+from .token_warps import listed_tile, load_tokens, load_weights, token_stages
 from .warps import (
     BLOCK_M,
     OF_BLOCKS,
     STAGES,
-    clear,
     commit_message,
     descriptor,
     load_acquire,
     messages,
     next_slot,
+    ring_barriers,
+    take_tile,
     wait_message,
 )
 
@@ -85,31 +86,28 @@ def specialized_tokens_block(
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s,
-    buffers, full, empty, words, valid,
+    WHICH: gl.constexpr, results, sizes, memory, buffers, barriers, mail, done_ptr
 ):  # fmt: skip
     """Compute half the weight rows of every tile (a consumer warp group)."""
+    a, y, sorted_ptr, weights_ptr = results
+    H, I, padding = sizes
     wide_buffers = buffers._reinterpret(y.dtype, [2] + y.block_shape, y.layout)
-    slot = 0
-    phase = 0
-    count = 0
+    firsts = (a, sorted_ptr, None, padding, buffers)
+    seconds = (y, sorted_ptr, weights_ptr, padding, wide_buffers)
+    state = (0, 0, 0)
     taken = 0
     held = -1  # the row of a result that is not released yet
-    row, col, pieces, first = wait_message(words, valid, taken)
+    row, col, pieces, first = wait_message(mail, taken)
     while pieces > 0:
         if first > 0:
-            slot, phase, count = compute_tile(
-                WHICH, a, sorted_ptr, None, padding, row, col, pieces, gl.cdiv(H, STEP), w_s, x_s,
-                rest_s, buffers, full, empty, slot, phase, count, held, done_ptr, True,
-                2)  # fmt: skip
+            tile = (row, col, pieces, gl.cdiv(H, STEP))
+            state = compute_tile(WHICH, firsts, tile, memory, barriers, state, held, done_ptr, True)
             held = row + 0
         else:
-            slot, phase, count = compute_tile(
-                WHICH, y, sorted_ptr, weights_ptr, padding, row, col, pieces, gl.cdiv(I, STEP), w_s,
-                x_s, rest_s, wide_buffers, full, empty, slot, phase, count, held, None, False,
-                1)  # fmt: skip
+            tile = (row, col, pieces, gl.cdiv(I, STEP))
+            state = compute_tile(WHICH, seconds, tile, memory, barriers, state, held, None, False)
         taken += 1
-        row, col, pieces, first = wait_message(words, valid, taken)
+        row, col, pieces, first = wait_message(mail, taken)
         if (held >= 0) & (first == 0):
             release_tile(held, done_ptr)
             held = held * 0 - 1
@@ -117,75 +115,47 @@ def _consume(
 
 
 @gluon.jit
-def _upper(a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s, buffers, full,
-           empty, words, valid):  # fmt: skip
-    _consume(0, a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s, buffers,
-             full, empty, words, valid)  # fmt: skip
-
-
-@gluon.jit
-def _lower(a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s, buffers, full,
-           empty, words, valid):  # fmt: skip
-    _consume(1, a, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s, buffers,
-             full, empty, words, valid)  # fmt: skip
-
-
-@gluon.jit
-def _schedule(counters_ptr, tiles, num_rows_ptr):
-    """Take a tile, even the first one: no program waits for one that has not started."""
-    tile = gl.atomic_add(counters_ptr, 1, sem="relaxed")
-    if tile == tiles + gl.num_programs(0) - 1:  # the last: no program waits for a tile any more
-        gl.store(counters_ptr, 0)
-        clear(counters_ptr + OF_BLOCKS, gl.load(num_rows_ptr) // _BLOCK)
-    return tile
-
-
-@gluon.jit
-def _commit_tile(
-    words, valid, count, tiles_ptr, tile, first_tiles, tiles, row_tiles, H, I, group_1, group_2,
-    done_ptr,
-):  # fmt: skip
+def _commit_tile(mail, count, tile, lists, sizes, done_ptr):
     """Commit what consumers need to know of a tile: its first row and column, its pieces, none past
     the last tile, and whether it is of GEMM 1. Return its row, weight row, pieces, and its count of
     released results of GEMM 1."""
+    tiles_ptr, row_tiles, first_tiles, tiles = lists
+    H, I, group_1, group_2 = sizes
     inside = tile < tiles
     first = tile < first_tiles
     index = gl.where(inside, gl.where(first, tile, tile - first_tiles), 0)
     cols = gl.where(first, gl.cdiv(I, _HALF), gl.cdiv(H, _WEIGHTS))
     group = gl.where(first, group_1, group_2)
-    row_tile, col_tile = tile_at(index, gl.maximum(row_tiles, 1), cols, group)
-    row = gl.where(inside, gl.load(tiles_ptr + 1 + 2 * row_tile), 0)
-    word = gl.where(inside, gl.load(tiles_ptr + 2 + 2 * row_tile), 0)
-    expert = word // MOST_PIECES
-    pieces = word % MOST_PIECES
+    row, col_tile, expert, pieces = listed_tile(tiles_ptr, index, inside, row_tiles, cols, group)
     col = col_tile * gl.where(first, _HALF, _WEIGHTS)
-    is_first = gl.where(inside & first, 1, 0)
-    commit_message(words, valid, count, (row, col, pieces, is_first))
+    commit_message(mail, count, (row, col, pieces, gl.where(inside & first, 1, 0)))
     done = load_acquire(done_ptr + row // _BLOCK)
     return row, expert * gl.where(first, 2 * I, H) + col, pieces, done
 
 
 @gluon.jit
-def _load(
-    x, x_rest, w13, a, a_rest, w2, tiles_ptr, num_rows_ptr, counters_ptr, H, I, group_1, group_2,
-    w_boxes, x_boxes, rest_s, full, empty, words, valid,
-):  # fmt: skip
+def _load(operands, lists, sizes, memory, barriers, mail):
     """Load every tile's operands (the producer warp). The next tile is committed after the first
     steps of this one."""
+    x, x_rest, w13, a, a_rest, w2 = operands
+    tiles_ptr, num_rows_ptr, counters_ptr = lists
+    H, I, group_1, group_2 = sizes
+    w_boxes, x_boxes, rest_s = memory
+    full, empty = barriers
     WEIGHT_BYTES: gl.constexpr = _WEIGHTS * STEP * 2
     paired_boxes = w_boxes._reinterpret(w13.dtype, [STAGES] + w13.block_shape, w13.layout)
+    row_blocks = gl.load(num_rows_ptr) // _BLOCK
     row_tiles = gl.load(tiles_ptr)
     first_tiles = row_tiles * gl.cdiv(I, _HALF)
     tiles = first_tiles + row_tiles * gl.cdiv(H, _WEIGHTS)
     done_ptr = counters_ptr + OF_BLOCKS
     all_done = _RELEASES * gl.cdiv(I, _HALF)
+    lists = (tiles_ptr, row_tiles, first_tiles, tiles)
     slot = 0
     phase = 1
     count = 0
-    tile = _schedule(counters_ptr, tiles, num_rows_ptr)
-    row, w_row, pieces, done = _commit_tile(
-        words, valid, count, tiles_ptr, tile, first_tiles, tiles, row_tiles, H, I, group_1, group_2,
-        done_ptr)  # fmt: skip
+    tile = take_tile(counters_ptr, tiles, row_blocks)
+    row, w_row, pieces, done = _commit_tile(mail, count, tile, lists, sizes, done_ptr)
     while tile < tiles:
         count += 1
         next_tile = tile + 0
@@ -203,20 +173,18 @@ def _load(
             bar = full.index(slot)
             k = step * STEP
             if tile < first_tiles:
-                load_tokens(x, x_rest, row, k, pieces, bar, slot, x_boxes, rest_s, WEIGHT_BYTES,
-                            _TOKENS)  # fmt: skip
-                tma.async_copy_global_to_shared(
-                    w13, [w_row // 8, 0, 0, k], bar, paired_boxes.index(slot))  # fmt: skip
+                tokens = (x, x_rest, x_boxes, rest_s)
+                load_tokens(tokens, row, k, pieces, bar, slot, WEIGHT_BYTES)
+                load_weights(w13, w_row, k, bar, paired_boxes.index(slot))
             else:
-                load_tokens(a, a_rest, row, k, pieces, bar, slot, x_boxes, rest_s, WEIGHT_BYTES,
-                            _TOKENS)  # fmt: skip
-                tma.async_copy_global_to_shared(w2, [w_row, k], bar, w_boxes.index(slot))
+                tokens = (a, a_rest, x_boxes, rest_s)
+                load_tokens(tokens, row, k, pieces, bar, slot, WEIGHT_BYTES)
+                load_weights(w2, w_row, k, bar, w_boxes.index(slot))
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
-                next_tile = _schedule(counters_ptr, tiles, num_rows_ptr)
+                next_tile = take_tile(counters_ptr, tiles, row_blocks)
                 next_row, next_w, next_pieces, next_done = _commit_tile(
-                    words, valid, count, tiles_ptr, next_tile, first_tiles, tiles, row_tiles, H, I,
-                    group_1, group_2, done_ptr)  # fmt: skip
+                    mail, count, next_tile, lists, sizes, done_ptr)  # fmt: skip
         # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
         tile = next_tile + 0
         row = next_row + 0
@@ -232,28 +200,20 @@ def _block(
 ):  # fmt: skip
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
-    w_boxes = gl.allocate_shared_memory(w2.dtype, [STAGES] + w2.block_shape, w2.layout)
-    x_s = gl.allocate_shared_memory(x.dtype, [STAGES, _TOKENS, STEP], x.layout)
-    rest_s = gl.allocate_shared_memory(x.dtype, [STAGES] + x_rest.block_shape, x_rest.layout)
+    w_boxes, w_s, x_s, tokens = token_stages(x, x_rest, w2, _WEIGHTS, _TOKENS, 1)
     buffers = gl.allocate_shared_memory(y.dtype, [4] + a_out.block_shape, a_out.layout)
-    w_s = w_boxes._reinterpret(w2.dtype, [2 * STAGES, _WEIGHTS // 2, STEP], w2.layout)
-    x_boxes = x_s._reinterpret(x.dtype, [STAGES * _TOKENS // 64, 64, STEP], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
-    words, valid = messages(4)
+    barriers = ring_barriers(1)
+    mail = messages(4)
     fence_async_shared()
+    results = (a_out, y, sorted_ptr, weights_ptr)
+    memory = (w_s, x_s, tokens[3])
     done_ptr = counters_ptr + OF_BLOCKS
     gl.warp_specialize(
         [
-            (_upper, (a_out, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s,
-                      buffers, full, empty, words, valid)),
-            (_lower, (a_out, y, sorted_ptr, weights_ptr, done_ptr, H, I, padding, w_s, x_s, rest_s,
-                      buffers, full, empty, words, valid)),
-            (_load, (x, x_rest, w13, a, a_rest, w2, tiles_ptr, num_rows_ptr, counters_ptr, H, I,
-                     group_1, group_2, w_boxes, x_boxes, rest_s, full, empty, words, valid)),
+            (_consume, (0, results, (H, I, padding), memory, buffers, barriers, mail, done_ptr)),
+            (_consume, (1, results, (H, I, padding), memory, buffers, barriers, mail, done_ptr)),
+            (_load, ((x, x_rest, w13, a, a_rest, w2), (tiles_ptr, num_rows_ptr, counters_ptr),
+                     (H, I, group_1, group_2), (w_boxes, tokens[2], tokens[3]), barriers, mail)),
         ],
         [4, 1],  # warps of the second and third partition
         [232, 40],  # registers per thread: with the first's 3 * 168 of the launch

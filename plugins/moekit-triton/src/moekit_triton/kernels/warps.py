@@ -3,6 +3,10 @@
 The producer warp loads tiles of both operands into a ring of STAGES; barriers say which stages are
 full and which are empty. It is also the tile scheduler: it takes tiles from a counter and commits a
 message about each to a second ring, on which the consumer warps wait. The rest are epilogues.
+
+Tuples group what functions pass on: ``barriers`` are those of the ring, full and empty; ``mail`` is
+the ring of messages, words and barriers. (In triton 3.6 a constant in a tuple with a name becomes a
+variable, so constants are passed apart.)
 """
 
 from __future__ import annotations
@@ -55,6 +59,19 @@ def next_slot(slot, phase):
 
 
 @gluon.jit
+def ring_barriers(EACH: gl.constexpr):
+    """Allocate the ring's barriers: EACH that say that a part of a stage is full, and one, empty,
+    that both consumer groups have released it. Fence before use."""
+    full = gl.allocate_shared_memory(gl.int64, [EACH * STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        for part in gl.static_range(EACH):
+            mbarrier.init(full.index(EACH * slot + part), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    return full, empty
+
+
+@gluon.jit
 def messages(LENGTH: gl.constexpr):
     """Allocate a ring of messages of LENGTH int32 from one warp: the words, and barriers that say
     which messages are valid. Fence before use."""
@@ -67,8 +84,9 @@ def messages(LENGTH: gl.constexpr):
 
 
 @gluon.jit
-def commit_message(words, valid, count, message):
+def commit_message(mail, count, message):
     """Commit message ``count``, a tuple of integers."""
+    words, valid = mail
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     first = count % RING * len(message)
     for n in gl.static_range(len(message)):
@@ -77,8 +95,9 @@ def commit_message(words, valid, count, message):
 
 
 @gluon.jit
-def wait_message(words, valid, count):
+def wait_message(mail, count):
     """Wait for message ``count`` and return it."""
+    words, valid = mail
     mbarrier.wait(valid.index(count % RING), count // RING & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     length: gl.constexpr = words.shape[0] // RING
@@ -123,6 +142,17 @@ def schedule(tile, tiles, counters_ptr, COUNTED: gl.constexpr):
 
 
 @gluon.jit
+def take_tile(counters_ptr, tiles, row_blocks):
+    """Take a tile from the counter, even the first one, so that no program waits for one that has
+    not started. The last program clears the counters."""
+    tile = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+    if tile == tiles + gl.num_programs(0) - 1:  # no program waits for a block any more
+        gl.store(counters_ptr, 0)
+        clear(counters_ptr + OF_BLOCKS, row_blocks)
+    return tile
+
+
+@gluon.jit
 def clear(ptr, length):
     """Store ``length`` int32 zeros from ptr on, by one warp."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -154,15 +184,25 @@ def halves_of(x):
 
 
 @gluon.jit
-def apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding):
-    """Return acc, whose rows begin at sorted row ``row``, times `weight_before` of their router
-    weights; acc itself without weights. Padding rows become 0 or NaN."""
+def apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding, AXIS: gl.constexpr = 0):
+    """Return acc, whose rows (AXIS 1: columns) begin at sorted row ``row``, times `weight_before`
+    of their router weights; acc itself without weights. Padding becomes 0 or NaN."""
     if weights_ptr is not None:
-        rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        assignment = gl.load(sorted_ptr + row + gl.arange(0, acc.shape[0], rows))
+        rows: gl.constexpr = gl.SliceLayout(1 - AXIS, acc.type.layout)
+        assignment = gl.load(sorted_ptr + row + gl.arange(0, acc.shape[AXIS], rows))
         weight = gl.load(weights_ptr + assignment, mask=assignment < padding, other=0.0)
-        acc = acc * gl.expand_dims(gl.where(gl.abs(weight) > 1.0, 1.0, weight), 1)
+        acc = acc * gl.expand_dims(gl.where(gl.abs(weight) > 1.0, 1.0, weight), 1 - AXIS)
     return acc
+
+
+@gluon.jit
+def add_scaled(acc, product, factor, AXIS: gl.constexpr = 0):
+    """Return acc + product * factor of the row (AXIS 1: column), computed here: LLVM would delay it
+    past the next product, and double the registers of products."""
+    factor = gl.expand_dims(factor, 1 - AXIS).broadcast_to(product.shape)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", [product, factor, acc], dtype=gl.float32,
+        is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit
@@ -181,15 +221,15 @@ def rcp(x):
 
 @gluon.jit
 def silu_divisor(gate):
-    """Return 1 + exp(-gate), at most 2 ** 60: the product of two is finite, so that two values
-    share a reciprocal."""
+    """Return 1 + exp(-gate), at most 2 ** 60, also for NaN: the product of two is finite, so that
+    two values share a reciprocal."""
     return 1.0 + _ex2(gl.minimum(gate * -1.4426950408889634, 60.0))
 
 
 @gluon.jit
-def silu_mul(acc):
-    """Return silu(gate) * up; gate is the left half of acc's columns, up the right."""
-    gate, up = halves_of(acc)
+def silu_mul(gate, up):
+    """Return silu(gate) * up. Two columns share a reciprocal; NaN in one does not reach the other,
+    because `silu_divisor` is finite."""
     below0, below1 = halves_of(silu_divisor(gate))
     inverse = rcp(below0 * below1)
     both = gl.join(inverse * below1, inverse * below0).permute([0, 2, 1]).reshape(gate.shape)
@@ -197,10 +237,23 @@ def silu_mul(acc):
 
 
 @gluon.jit
-def store_tile(x, buffers, index, out, row, col, BUFFERS: gl.constexpr):
-    """Store x through a buffer of the ring, once its previous store has been read."""
+def store_tile(x, buffers, index, out, row, col, BUFFERS: gl.constexpr, AXIS: gl.constexpr = 0):
+    """Store x, or with AXIS 1 its transpose, of maybe fewer rows than the buffer, through a buffer
+    of the ring, once its previous store has been read."""
     tma.store_wait(BUFFERS - 1)
     buffer = buffers.index(index)
-    buffer.store(x.to(out.dtype))
+    if AXIS == 0:
+        buffer.store(x.to(out.dtype))
+    else:  # rows of the buffer beyond x's hold anything
+        buffer.slice(0, x.shape[1]).store(x.to(out.dtype).permute((1, 0)))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [row, col], buffer)
+
+
+@gluon.jit
+def wait_stored():
+    """Wait until this thread's stores are written."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip

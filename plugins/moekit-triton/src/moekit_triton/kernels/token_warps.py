@@ -1,0 +1,174 @@
+"""What the specialized warps of swap-AB kernels share: see `specialized_tokens` (Gluon, Hopper).
+
+Both operands are loaded in rows of 128 bytes: a step is 64 columns of 16 bits, or 128 of e4m3.
+Tuples group what functions pass on, besides those of `warps`: ``tokens`` is (descriptor of boxes of
+_BOX rows, descriptor of the rest, memory of the boxes, memory of the rest).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .gemm import tile_at
+from .token_tiles import MOST_PIECES, PIECE
+from .warps import STAGES, commit_message, next_slot, schedule
+
+BOX = gl.constexpr(64)  # tokens of a load
+_ROW = gl.constexpr(128)  # bytes of a row in a step
+
+
+@gluon.jit
+def token_stages(a, rest, w, WEIGHTS: gl.constexpr, TOKENS: gl.constexpr, EACH: gl.constexpr):
+    """Allocate the ring for steps of TOKENS tokens, a rest, and EACH boxes of WEIGHTS weight rows.
+
+    Returns:
+        The memory of weights, by boxes as loaded and by halves as multiplied; of tokens; and
+        ``tokens``.
+    """
+    STEP: gl.constexpr = a.block_shape[1]
+    w_boxes = gl.allocate_shared_memory(w.dtype, [EACH * STAGES] + w.block_shape, w.layout)
+    x_s = gl.allocate_shared_memory(a.dtype, [STAGES, TOKENS, STEP], a.layout)
+    rest_s = gl.allocate_shared_memory(a.dtype, [STAGES] + rest.block_shape, rest.layout)
+    w_s = w_boxes._reinterpret(w.dtype, [2 * EACH * STAGES, WEIGHTS // 2, STEP], a.layout)
+    x_boxes = x_s._reinterpret(a.dtype, [TOKENS // BOX * STAGES, BOX, STEP], a.layout)
+    return w_boxes, w_s, x_s, (a, rest, x_boxes, rest_s)
+
+
+@gluon.constexpr_function
+def _narrower(tokens, rest, most):
+    """Return the next smaller tile of tokens plus rest: of wgmmas that are not wider than it needs,
+    down to a quarter of ``most``."""
+    if rest > 0:
+        return tokens, 16 if rest > 16 and tokens == most else 0
+    return tokens // 2, most // 4 if tokens == most else 0
+
+
+@gluon.jit
+def on_least_tokens(
+    COMPUTE: gl.constexpr, WHICH: gl.constexpr, GATED: gl.constexpr, pieces, given, state,
+    TOKENS: gl.constexpr, REST: gl.constexpr, MOST: gl.constexpr,
+):  # fmt: skip
+    """Return COMPUTE(WHICH, GATED, given, state, tokens, rest), with the least tokens plus rest
+    that hold ``pieces``: TOKENS + REST, or less."""
+    LESS: gl.constexpr = _narrower(TOKENS, REST, MOST)
+    if LESS[0] < MOST // 4:
+        state = COMPUTE(WHICH, GATED, given, state, TOKENS, REST)
+    elif pieces * PIECE > LESS[0] + LESS[1]:
+        state = COMPUTE(WHICH, GATED, given, state, TOKENS, REST)
+    else:
+        state = on_least_tokens(COMPUTE, WHICH, GATED, pieces, given, state, LESS[0], LESS[1],
+                                MOST)  # fmt: skip
+    return state
+
+
+@gluon.jit
+def load_tokens(tokens, row, k, pieces, bar, slot, MORE_BYTES: gl.constexpr):
+    """Load the boxes of tokens that a tile has, and expect them and MORE_BYTES."""
+    a, rest, x_boxes, rest_s = tokens
+    REST: gl.constexpr = rest.block_shape[0]
+    BOXES: gl.constexpr = x_boxes.shape[0] // STAGES
+    boxes = gl.minimum(gl.cdiv(pieces * PIECE, BOX), BOXES)
+    more = pieces > BOXES * BOX // PIECE  # the rest
+    for box in gl.static_range(1, BOXES + 1):
+        mbarrier.expect(bar, MORE_BYTES + box * BOX * _ROW, pred=(boxes == box) & (more == 0))
+    mbarrier.expect(bar, MORE_BYTES + (BOXES * BOX + REST) * _ROW, pred=more)
+    for box in gl.static_range(BOXES):
+        x_box = x_boxes.index(BOXES * slot + box)
+        tma.async_copy_global_to_shared(a, [row + box * BOX, k], bar, x_box, pred=box < boxes)
+    last = row + BOXES * BOX
+    tma.async_copy_global_to_shared(rest, [last, k], bar, rest_s.index(slot), pred=more)
+
+
+@gluon.jit
+def listed_tile(tiles_ptr, index, inside, row_tiles, col_tiles, group_m):
+    """Return a tile's first row, column tile, expert, and pieces: none if it is not ``inside``."""
+    row_tile, col_tile = tile_at(index, gl.maximum(row_tiles, 1), col_tiles, group_m)
+    row = gl.where(inside, gl.load(tiles_ptr + 1 + 2 * row_tile), 0)
+    word = gl.where(inside, gl.load(tiles_ptr + 2 + 2 * row_tile), 0)
+    return row, col_tile, word // MOST_PIECES, word % MOST_PIECES
+
+
+@gluon.jit
+def _commit_tile(mail, count, list_of, tile, N, OUT: gl.constexpr, GATED: gl.constexpr):
+    """Commit what consumers need to know of a tile: its first row, column, expert and pieces, none
+    past the last one. Return its row, weight row and pieces."""
+    tiles_ptr, row_tiles, col_tiles, group_m = list_of
+    inside = tile < row_tiles * col_tiles
+    row, col_tile, expert, pieces = listed_tile(
+        tiles_ptr, gl.where(inside, tile, 0), inside, row_tiles, col_tiles, group_m
+    )
+    commit_message(mail, count, (row, col_tile * OUT, expert, pieces))
+    return row, expert * (2 * N if GATED else N) + col_tile * OUT, pieces
+
+
+@gluon.jit
+def load_weights(w, w_row, k, bar, box):
+    """Load a box of weight rows. With a gate, the descriptor's first dimension is of 8 rows (steps
+    of 64 columns, `alternating`) or of 16 (128, `specialized_tokens_fp8`)."""
+    if len(w.block_shape) == 2:
+        tma.async_copy_global_to_shared(w, [w_row, k], bar, box)
+    else:
+        BLOCK: gl.constexpr = w.block_shape[3] // 8
+        tma.async_copy_global_to_shared(w, [w_row // BLOCK, 0, 0, k], bar, box)
+
+
+@gluon.jit
+def load_tiles(
+    tokens, scales, weights, list_of, counters_ptr, N, K, barriers, mail, WEIGHTS: gl.constexpr,
+    EACH: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Load every tile's operands (the producer warp): its boxes of tokens, their ``scales``
+    (descriptor and memory, or None), and EACH boxes of WEIGHTS weight rows.
+
+    A stage becomes full in EACH steps, the first with tokens. The next tile is committed after the
+    first steps of this one, so that no product waits for it.
+    """
+    a, _, _, _ = tokens
+    w, w_boxes = weights
+    tiles_ptr, group_m = list_of
+    full, empty = barriers
+    STEP: gl.constexpr = a.block_shape[1]
+    OUT: gl.constexpr = EACH * WEIGHTS // 2 if GATED else EACH * WEIGHTS
+    SCALE_BYTES: gl.constexpr = 0 if scales is None else 4 * scales[0].block_shape[1]
+    row_tiles = gl.load(tiles_ptr)
+    col_tiles = gl.cdiv(N, OUT)
+    tiles = row_tiles * col_tiles
+    list_of = (tiles_ptr, row_tiles, col_tiles, group_m)
+    steps = gl.cdiv(K, STEP)
+    look_ahead = gl.minimum(steps, STAGES) - 1
+    slot = 0
+    phase = 1
+    count = 0
+    tile = gl.program_id(0)
+    row, w_row, pieces = _commit_tile(mail, count, list_of, tile, N, OUT, GATED)
+    while tile < tiles:
+        count += 1
+        next_tile = tile + 0
+        next_row = row + 0
+        next_w = w_row + 0
+        next_pieces = pieces + 0
+        for step in range(steps):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(EACH * slot)
+            k = step * STEP
+            load_tokens(tokens, row, k, pieces, bar, slot, WEIGHTS * _ROW + SCALE_BYTES)
+            if scales is not None:
+                tma.async_copy_global_to_shared(scales[0], [step, row], bar, scales[1].index(slot))
+            load_weights(w, w_row, k, bar, w_boxes.index(EACH * slot))
+            for part in gl.static_range(1, EACH):
+                bar = full.index(EACH * slot + part)
+                mbarrier.expect(bar, WEIGHTS * _ROW)
+                part_row = w_row + part * (N if GATED else WEIGHTS)
+                load_weights(w, part_row, k, bar, w_boxes.index(EACH * slot + part))
+            slot, phase = next_slot(slot, phase)
+            if step == look_ahead:
+                next_tile = schedule(tile, tiles, counters_ptr, True)
+                next_row, next_w, next_pieces = _commit_tile(mail, count, list_of, next_tile, N,
+                                                             OUT, GATED)  # fmt: skip
+        # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
+        tile = next_tile + 0
+        row = next_row + 0
+        w_row = next_w + 0
+        pieces = next_pieces + 0
