@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from math import ceil
 from typing import Any
 
@@ -101,22 +102,29 @@ def _arguments(operand: OperandQuant) -> dict[str, Any]:
 
 
 def _left_out(config: Mapping[str, Any], module: str) -> bool:
-    """Whether the config leaves the module, or one of its experts, unquantized."""
+    """Whether the config leaves the module, or one of its experts, unquantized.
+
+    Entries name a module, or modules that it contains or is in, or are expressions after "re:", or
+    patterns with wildcards, as ModelOpt writes them.
+    """
     entries = [config.get(key) for key in _NOT_CONVERTED]
-    steps = [MAX_STEPS]
+    names, steps = (module, f"{module}.0.down_proj"), [MAX_STEPS]
     for entry in itertools.chain.from_iterable(e for e in entries if isinstance(e, list)):
         if not isinstance(entry, str):
             continue
-        if entry == module or entry.startswith(f"{module}."):
+        if f"{module}.".startswith(f"{entry}.") or entry.startswith(f"{module}."):
             return True
-        if entry.startswith("re:"):
-            try:
-                if matches(entry[3:], module, steps):
-                    return True
-            except ValueError as error:
-                raise WeightsError(
-                    f"quantization_config leaves out {shown(entry)}: {error}"
-                ) from error
+        if not entry.startswith("re:"):
+            if "*" in entry and any(fnmatchcase(name, entry) for name in names):
+                return True
+            continue
+        try:
+            if any(matches(entry[3:], name, steps) for name in names):
+                return True
+        except ValueError as error:
+            raise WeightsError(
+                f"quantization_config leaves out {shown(entry)}: {error}"
+            ) from error
     return False
 
 

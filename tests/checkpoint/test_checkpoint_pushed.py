@@ -456,11 +456,18 @@ def test_configs_that_moekit_does_not_know(config: dict[str, Any], message: str)
         declared_format(config, 128, 256)
 
 
-@pytest.mark.parametrize("ignore", ["layers.3.mlp.experts", "layers.3.mlp.experts.0.w1", "re:.*3"])
+@pytest.mark.parametrize(
+    "ignore",
+    ["layers.3.mlp.experts", "layers.3.mlp.experts.0.w1", "re:.*3", "layers.3.mlp", "layers.3",
+     r"re:layers\.3\..*experts\.\d+\.down_proj$", "layers.3.*", "*.3.mlp.experts*",
+     "layers.3.mlp.experts.*"],
+)  # fmt: skip
 def test_modules_that_a_config_leaves_out(ignore: str) -> None:
-    said = FP8 | dict(modules_to_not_convert=["lm_head", ignore])
+    said = FP8 | dict(modules_to_not_convert=["lm_head", "*.mlp.gate", "re:.*mlp.gate$", ignore])
     assert not declared_format(said, 128, 256, "layers.3.mlp.experts").dtype
-    assert declared_format(said, 128, 256, "layers.4.mlp.experts").dtype
+    for other in ("layers.4.mlp.experts", "layers.30.mlp.experts", "layers.4.mlp.experts_too"):
+        quantized = ignore != "re:.*3" or "3" not in other
+        assert bool(declared_format(said, 128, 256, other).dtype) == quantized
 
 
 @pytest.mark.parametrize(
