@@ -15,6 +15,9 @@ from moekit.layer.router import RoutingConfig, RoutingFunction
 from moekit.problem.activation import NON_GATED, Activation
 from moekit.untrusted.arguments import MAX_RANKS, accept, instance, optional, real, shown, size
 
+Keywords = Mapping[str, Any]
+"""The arguments of the constructor of `moekit.compat.vllm.FusedMoE` by name, all of them."""
+
 # Arguments of moekit's layer that vLLM's does not have.
 OF_MOEKIT = frozenset(
     (
@@ -64,6 +67,14 @@ _HARMLESS = frozenset(
         "skip_padding",
     )
 )
+_NUMBERS = (
+    "swiglu_limit",
+    "swiglu_alpha",
+    "swiglu_beta",
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+)
+_OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
 _UNGATED = frozenset(name.removesuffix("_no_mul") for name in NON_GATED)
 _SIZES = {
     **dict.fromkeys(("tp_size", "ep_size", "dp_size"), optional(size(1, MAX_RANKS))),
@@ -93,99 +104,82 @@ def take_rest(keywords: Mapping[str, Any], known: Iterable[str]) -> dict[str, An
     return kept
 
 
-def activation_of(
-    activation: Activation | str, is_act_and_mul: bool, **numbers: float | None
-) -> tuple[Activation | str, bool | None]:
+def activation_of(given: Keywords) -> tuple[Activation | str, bool | None]:
     """Return ``activation`` and ``is_act_and_mul`` of moekit's layer.
 
-    Names that end in "_no_mul" have no gate, whatever ``is_act_and_mul`` says.
-
-    Args:
-        activation: A name in vLLM, or an `Activation`.
-        is_act_and_mul: Whether there is a gate.
-        numbers: The keywords of `vllm_activation`; without any, an activation has its usual ones.
+    Names that end in "_no_mul" have no gate, whatever ``is_act_and_mul`` says. Without any of the
+    keywords of `vllm_activation`, an activation has its usual numbers.
 
     Raises:
         InvalidProblem: The name is unknown, or does not go with the numbers.
     """
-    if isinstance(activation, str) and not is_act_and_mul and activation in _UNGATED:
+    activation, gated = given["activation"], given["is_act_and_mul"]
+    named = isinstance(activation, str)
+    if named and not gated and activation in _UNGATED:
         activation += "_no_mul"
-    if given := {name: value for name, value in numbers.items() if value is not None}:
-        accept(dict.fromkeys(given, real()), given)
-        if not isinstance(activation, str):
+    if numbers := {name: given[name] for name in _NUMBERS if given[name] is not None}:
+        accept(dict.fromkeys(numbers, real()), numbers)
+        if not named:
             raise InvalidProblem(
-                f"activation={shown(activation)} and {', '.join(given)} are both given: set them "
+                f"activation={shown(activation)} and {', '.join(numbers)} are both given: set them "
                 "in the Activation, or give its name"
             )
-        activation = vllm_activation(activation, **given)
-    elif isinstance(activation, str):
+        activation = vllm_activation(activation, **numbers)
+    elif named:
         activation = RENAMED.get(activation, activation)
-    return activation, None if is_act_and_mul else False
+    return activation, None if gated else False
 
 
-def routing(
-    *,
-    renormalize: bool,
-    use_grouped_topk: bool,
-    num_expert_group: int | None,
-    topk_group: int | None,
-    custom_routing_function: Callable[..., Any] | None,
-    scoring_func: str,
-    routed_scaling_factor: float,
-    e_score_correction_bias: Tensor | None,
-    zero_expert_num: int,
-    zero_expert_type: str | None,
-    hash_indices_table: Tensor | None,
-) -> RoutingConfig:
-    """Return the routing.
+def routing(given: Keywords) -> tuple[RoutingConfig, float]:
+    """Return the routing, and the factor of the layer's output.
 
     As in vLLM, groups are ignored without ``use_grouped_topk``, and a correction bias with a table
     of hashed routing.
+
+    Raises:
+        InvalidProblem: Keywords do not fit each other.
     """
-    if use_grouped_topk and (num_expert_group is None or topk_group is None):
+    grouped, custom = given["use_grouped_topk"], given["custom_routing_function"]
+    groups = {name: given[name] for name in ("num_expert_group", "topk_group")}
+    table, scoring = given["hash_indices_table"], given["scoring_func"]
+    if grouped and None in groups.values():
+        got = ", ".join(f"{name}={shown(value)}" for name, value in groups.items())
         raise InvalidProblem(
-            f"use_grouped_topk=True needs num_expert_group and topk_group (got "
-            f"num_expert_group={shown(num_expert_group)}, topk_group={shown(topk_group)})"
+            f"use_grouped_topk=True needs num_expert_group and topk_group (got {got})"
         )
-    if zero_expert_type not in (None, "identity"):
+    if given["zero_expert_type"] not in (None, "identity"):
         raise InvalidProblem(
-            f"zero_expert_type={shown(zero_expert_type)}: it must be 'identity' or None"
+            f"zero_expert_type={shown(given['zero_expert_type'])}: it must be 'identity' or None"
         )
-    if hash_indices_table is not None and (
-        use_grouped_topk or custom_routing_function is not None or scoring_func != "sqrtsoftplus"
-    ):
+    if table is not None and (grouped or custom is not None or scoring != "sqrtsoftplus"):
         raise InvalidProblem(
             "vLLM reads hash_indices_table with scoring_func='sqrtsoftplus' only, and without "
             "use_grouped_topk and custom_routing_function (got scoring_func="
-            f"{shown(scoring_func)}, use_grouped_topk={shown(use_grouped_topk)})"
+            f"{shown(scoring)}, use_grouped_topk={shown(grouped)})"
         )
-    if custom_routing_function is not None:
-        return RoutingConfig(
-            renormalize=renormalize,
-            custom_routing_function=_with_vllm_names(custom_routing_function),
-            zero_expert_num=zero_expert_num or 0,
-        )
-    return RoutingConfig(
-        renormalize=renormalize,
-        scoring_func=scoring_func,
-        e_score_correction_bias=e_score_correction_bias if hash_indices_table is None else None,
-        hash_table=hash_indices_table,
-        num_expert_group=num_expert_group if use_grouped_topk else None,
-        topk_group=topk_group if use_grouped_topk else None,
-        routed_scaling_factor=routed_scaling_factor,
-        zero_expert_num=zero_expert_num or 0,
+    factor, output_scale = _routed_scales(given)
+    common = {
+        "renormalize": given["renormalize"],
+        "zero_expert_num": given["zero_expert_num"] or 0,
+    }
+    if custom is not None:
+        config = RoutingConfig(custom_routing_function=_with_vllm_names(custom), **common)
+        return config, output_scale
+    config = RoutingConfig(
+        scoring_func=scoring,
+        e_score_correction_bias=given["e_score_correction_bias"] if table is None else None,
+        hash_table=table,
+        routed_scaling_factor=factor,
+        **(groups if grouped else {}),
+        **common,
     )
+    return config, output_scale
 
 
-def routed_scales(
-    factor: float, to_output: bool, zero_expert_num: int | None
-) -> tuple[float, float]:
-    """Return the factors of the router weights and of the output, one of which is ``factor``.
-
-    Raises:
-        InvalidProblem: vLLM scales the output, but not that of identity experts.
-    """
-    if not to_output:
+def _routed_scales(given: Keywords) -> tuple[float, float]:
+    """Return the factors of the router weights and of the output, one of which is vLLM's."""
+    factor, zero_expert_num = given["routed_scaling_factor"], given["zero_expert_num"]
+    if not given["apply_routed_scale_to_output"]:
         return factor, 1.0
     if zero_expert_num and factor != 1.0:
         raise InvalidProblem(
@@ -223,59 +217,44 @@ def _with_vllm_names(function: Callable[..., Any]) -> RoutingFunction:
     return custom
 
 
-def parallelism(
-    given: LayerParallelism | None,
-    *,
-    tp_size: int | None,
-    ep_size: int | None,
-    dp_size: int | None,
-    is_sequence_parallel: bool,
-    enable_eplb: bool,
-    num_redundant_experts: int,
-    reduce_results: bool,
-    **more: Any,
-) -> LayerParallelism:
+def parallelism(given: Keywords, rest: dict[str, Any]) -> LayerParallelism:
     """Return the parallelism of vLLM's sizes, or the one that is given instead.
 
     Args:
-        more: Further fields of LayerParallelism.
+        given: vLLM's keywords.
+        rest: Those of moekit's layer, from which this takes `LayerParallelism` and its fields.
 
     Raises:
         InvalidProblem: The sizes contradict each other or the record.
     """
-    accept(_SIZES, {**locals(), "parallelism": given})
-    if num_redundant_experts and not enable_eplb:
+    record = rest.pop("parallelism", None)
+    more = {name: rest.pop(name) for name in _OF_PARALLELISM if name in rest}
+    sizes = {name: given[name] for name in ("tp_size", "ep_size", "dp_size")}
+    accept(_SIZES, {**sizes, "parallelism": record})
+    if given["num_redundant_experts"] and not given["enable_eplb"]:
         raise InvalidProblem(
-            f"num_redundant_experts={shown(num_redundant_experts)} needs enable_eplb=True"
+            f"num_redundant_experts={shown(given['num_redundant_experts'])} needs enable_eplb=True"
         )
-    if given is not None:
-        sizes = {"tp_size": tp_size, "ep_size": ep_size, "dp_size": dp_size}
-        flags = {"is_sequence_parallel": is_sequence_parallel, "reduce_results": reduce_results}
-        said = {**sizes, **flags, "num_redundant_experts": num_redundant_experts, **more}
-        if named := [name for name, value in said.items() if value]:
+    fields = ("is_sequence_parallel", "reduce_results", "num_redundant_experts")
+    common = {**{name: given[name] for name in fields}, **more}
+    if record is not None:
+        if named := [name for name, value in {**sizes, **common}.items() if value]:
             raise InvalidProblem(
                 f"parallelism and {', '.join(named)} are both given: set them in the "
                 "LayerParallelism, or leave it out"
             )
-        return given
-    common: dict[str, Any] = {
-        "is_sequence_parallel": is_sequence_parallel,
-        "num_redundant_experts": num_redundant_experts,
-        "reduce_results": reduce_results,
-        **more,
-    }
+        return record  # type: ignore[no-any-return]
     if more.get("parallel") is not None:
-        sizes = {"tp_size": tp_size, "ep_size": ep_size, "dp_size": dp_size}
         if named := [name for name, value in sizes.items() if value is not None]:
             raise InvalidProblem(f"parallel and {', '.join(named)} are both given: give one")
         return LayerParallelism(**common)
-    tp, dp = tp_size or 1, dp_size or 1
-    if ep_size and tp_size is None and dp_size is None:
-        tp = ep_size  # the ranks hold the same tokens
-    spread = ep_size not in (None, 1)
-    if spread and ep_size != tp * dp:
+    tp, ep, dp = (sizes[name] for name in sizes)
+    if ep and tp is None and dp is None:
+        tp = ep  # the ranks hold the same tokens
+    tp, dp, spread = tp or 1, dp or 1, ep not in (None, 1)
+    if spread and ep != tp * dp:
         raise InvalidProblem(
-            f"ep_size={ep_size} must be tp_size * dp_size, because expert parallelism spreads "
+            f"ep_size={ep} must be tp_size * dp_size, because expert parallelism spreads "
             f"whole experts over all ranks (got tp_size={tp}, dp_size={dp})"
         )
     return LayerParallelism(tp_size=tp, dp_size=dp, enable_expert_parallel=spread, **common)

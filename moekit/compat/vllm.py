@@ -153,35 +153,16 @@ class FusedMoE(LoadingLayer):
         dequantize: bool = False,
         **keywords: Any,
     ) -> None:
-        accept(_KINDS, locals())
+        given = dict(locals())
+        accept(_KINDS, given)
         rest = arguments.take_rest(keywords, inspect.signature(FusedMoE).parameters)
-        spread = arguments.parallelism(
-            rest.pop("parallelism", None),
-            tp_size=tp_size,
-            ep_size=ep_size,
-            dp_size=dp_size,
-            is_sequence_parallel=is_sequence_parallel,
-            enable_eplb=enable_eplb,
-            num_redundant_experts=num_redundant_experts,
-            reduce_results=reduce_results,
-            **{name: rest.pop(name) for name in _OF_PARALLELISM if name in rest},
-        )
+        spread = arguments.parallelism(given, rest)
         sizes = (hidden_size, intermediate_size, spread.config().tp_size)
         format, scheme = resolve(
             quant_config, rest.pop("quant", None), dequantize, sizes, prefix or "experts"
         )
-        computed, is_gated = arguments.activation_of(
-            activation,
-            is_act_and_mul,
-            swiglu_limit=swiglu_limit,
-            swiglu_alpha=swiglu_alpha,
-            swiglu_beta=swiglu_beta,
-            activation_situ_beta=activation_situ_beta,
-            activation_situ_linear_beta=activation_situ_linear_beta,
-        )
-        weight_scale, output_scale = arguments.routed_scales(
-            routed_scaling_factor, apply_routed_scale_to_output, zero_expert_num
-        )
+        computed, is_gated = arguments.activation_of(given)
+        routing, output_scale = arguments.routing(given)
         if ckpt_names is not None:
             expert_mapping = self.make_expert_params_mapping(
                 **arguments.projections(ckpt_names, expert_mapping),
@@ -199,19 +180,7 @@ class FusedMoE(LoadingLayer):
             is_act_and_mul=is_gated,
             has_bias=has_bias,
             apply_router_weight_on_input=apply_router_weight_on_input,
-            routing=arguments.routing(
-                renormalize=renormalize,
-                use_grouped_topk=use_grouped_topk,
-                num_expert_group=num_expert_group,
-                topk_group=topk_group,
-                custom_routing_function=custom_routing_function,
-                scoring_func=scoring_func,
-                routed_scaling_factor=weight_scale,
-                e_score_correction_bias=e_score_correction_bias,
-                zero_expert_num=zero_expert_num,
-                zero_expert_type=zero_expert_type,
-                hash_indices_table=hash_indices_table,
-            ),
+            routing=routing,
             parallelism=spread,
             prefix=prefix or None,
             **rest,
@@ -354,7 +323,6 @@ class SharedFusedMoE(FusedMoE):
         return shared, super().forward(hidden_states, router_logits, input_ids)
 
 
-_OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
 _FLAGS = (
     "reduce_results",
     "renormalize",

@@ -254,8 +254,8 @@ def test_sizes_of_ranks() -> None:
         ((2, 4, 2), (2, 2, True)),
         ((None, 8, None), (8, 1, True)),
     ):
-        tp_size, ep_size, dp_size = sizes
-        made = parallelism(None, tp_size=tp_size, ep_size=ep_size, dp_size=dp_size, **common)
+        given = dict(zip(("tp_size", "ep_size", "dp_size"), sizes, strict=True))
+        made = parallelism(given | common, {})
         assert (made.tp_size, made.dp_size, made.enable_expert_parallel) == want
     with pytest.raises(InvalidProblem, match="the rank comes from torch.distributed"):
         make(tp_size=2)
