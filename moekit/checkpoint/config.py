@@ -11,7 +11,7 @@ import torch
 
 from moekit.checkpoint.files import Checkpoint, named
 from moekit.checkpoint.formats import Format
-from moekit.checkpoint.names import ExpertNames, layers_in, names_in
+from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
 from moekit.checkpoint.probe import format_of
 from moekit.checkpoint.schema import EXPERTS, INNER, NESTED, TOP_K
 from moekit.checkpoint.schemes import no_scheme, scheme_for
@@ -69,10 +69,7 @@ def _detect(checkpoint: Checkpoint, names: ExpertNames | None) -> Detected:
     probe = names_in(checkpoint, names or model_type, None)
     layers = layers_in(checkpoint, probe)
     if not layers:
-        raise WeightsError(
-            f"{checkpoint.path}: no layer has experts called {probe.down}; pass their names as "
-            "moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
-        )
+        raise WeightsError(no_experts(checkpoint, probe))
     hidden, inner = _size(config, "hidden_size"), _size(config, *INNER)
     format = format_of(checkpoint, probe, layers[0], 0, hidden, inner)
     return Detected(

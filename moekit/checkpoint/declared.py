@@ -22,10 +22,16 @@ from moekit.checkpoint.schema import QUANTIZATION
 from moekit.checkpoint.targets import MAX_STEPS, matches
 from moekit.errors import WeightsError
 from moekit.problem.quant import OperandQuant, QuantScheme
+from moekit.untrusted.arguments import MAX_WIDTH, NAME, accept, instance, optional, size
 from moekit.untrusted.files import shown
 
 _FP8, _F32, _BYTES, _WORDS = torch.float8_e4m3fn, torch.float32, torch.uint8, torch.int32
 _METHODS = ("fp8", "fbgemm_fp8", "modelopt", "gptq", "awq", "compressed-tensors", "mxfp4")
+_KINDS = {
+    "config": optional(instance("a quantization_config (a mapping)", Mapping)),
+    **dict.fromkeys(("hidden_size", "intermediate_size"), size(1, MAX_WIDTH)),
+    "module": NAME,
+}
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _Tensors = dict[str, tuple[tuple[int, ...], torch.dtype | str]]
 
@@ -48,6 +54,7 @@ def declared_format(
     Raises:
         WeightsError: moekit does not know the method, or the config contradicts itself.
     """
+    accept(_KINDS, locals(), WeightsError)
     if config is None or _left_out(config, module):
         return formats.plain()
     if faults := list(itertools.islice(QUANTIZATION(dict(config)), 5)):
@@ -122,9 +129,7 @@ def _left_out(config: Mapping[str, Any], module: str) -> bool:
             if any(matches(entry[3:], name, steps) for name in names):
                 return True
         except ValueError as error:
-            raise WeightsError(
-                f"quantization_config leaves out {shown(entry)}: {error}"
-            ) from error
+            raise WeightsError(f"quantization_config leaves out {shown(entry)}: {error}") from error
     return False
 
 

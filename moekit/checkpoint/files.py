@@ -33,6 +33,7 @@ from moekit.checkpoint.gguf_config import config_of
 from moekit.checkpoint.headers import DTYPES, Entry, Version, read_header, shards
 from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
 from moekit.errors import InvalidProblem, WeightsError
+from moekit.untrusted.arguments import accept, instance
 from moekit.untrusted.files import Kind, open_regular, read_json
 
 _MAX_READ = 1 << 30  # Linux reads at most 2 GiB in one call
@@ -42,6 +43,7 @@ _FAR = 1 << 14
 _SPAN = 1 << 20
 _HUGE = 1 << 22  # bytes from which on a tensor lies in huge pages
 _SHOWN = 20  # faults that one error spells out
+_PATH = instance("the path of a file or of a directory", str, os.PathLike)
 
 
 class Checkpoint:
@@ -63,6 +65,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
+        accept({"path": _PATH}, {"path": path}, WeightsError)
         self.path = Path(path)
         self.bytes_read = 0
         self.duplicates: dict[str, list[Path]] = {}

@@ -72,7 +72,10 @@ def shards(path: Path) -> list[Path]:
         whole = path / "model.safetensors"
         found = [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
         if not found:
-            raise WeightsError(f"{path}: no *.safetensors file in this directory")
+            raise WeightsError(
+                f"{path}: no *.safetensors or *.gguf file in this directory; pass the folder of a "
+                "downloaded model"
+            )
         return found
     usual = path / "model.safetensors.index.json"
     index = usual if usual in indexes else indexes[0]

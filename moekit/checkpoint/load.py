@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from moekit.checkpoint.share import Piece, Share
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights, in_order
+from moekit.untrusted.arguments import FLAG, Kind, accept, instance, optional, size
 
 THREADS = 8  # also with few cores: threads mostly wait for the disk
 _COUNTED = 10_000  # faults after which the search ends
@@ -123,6 +125,7 @@ def load_layers(
             (Packing on the CPU may copy nothing; all layers would then hold the last one's
             weights.)
     """
+    given = accept(_KINDS, locals(), WeightsError)
     opened = nullcontext(path) if isinstance(path, Checkpoint) else Checkpoint(path)
     with opened as checkpoint:
         called = model_type_of(checkpoint) if names is None else names
@@ -132,9 +135,10 @@ def load_layers(
                     f"num_experts must be at most {MAX_EXPERTS} (got {problem.num_experts}); "
                     "correct config.json"
                 )
-            local = local_experts(problem, experts)
+            local = local_experts(problem, given["experts"])
             shares = [
-                Share(checkpoint, called, layer, problem, local, dequantize) for layer in layers
+                Share(checkpoint, called, layer, problem, local, dequantize)
+                for layer in given["layers"]
             ]
             faults = (fault for share in shares for fault in share.faults())
             _raise(checkpoint, list(itertools.islice(faults, _COUNTED)))
@@ -146,6 +150,18 @@ def load_layers(
                 if not reuse or not out or out["w2"].dtype != _dtype(share):
                     out = _destination(share, pin_memory)
                 yield share.layer, _load(share, out, pool, report)
+
+
+_NUMBERS = Kind("a sequence of integers", lambda value: [operator.index(n) for n in value])
+_KINDS = {
+    "names": optional(instance("an ExpertNames, or a model type of NAMES", ExpertNames, str)),
+    "layers": _NUMBERS,
+    "problem": instance("a MoEProblem", MoEProblem),
+    "experts": optional(_NUMBERS),
+    **dict.fromkeys(("dequantize", "pin_memory", "reuse"), FLAG),
+    "threads": optional(size(1, 4096)),
+    "progress": optional(FLAG),
+}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
 from moekit.checkpoint.files import Checkpoint
 from moekit.errors import WeightsError
@@ -163,42 +164,62 @@ def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int | None
         return _of_gguf(checkpoint, layer)
     candidates = [names] if isinstance(names, ExpertNames) else _of_type(names)
     if layer is None:
-        first = [_first_layer(checkpoint, candidate) for candidate in candidates]
-        layer = min((found for found in first if found is not None), default=0)
-    for candidate in candidates:
-        for found in (candidate, *_elsewhere(checkpoint, candidate, layer)):
-            if _has(checkpoint, found, layer):
-                return found
+        layer = min((n for c in candidates for _, n in _sites(checkpoint, c.down)), default=0)
+    for found in candidates:
+        prefixes = sorted(prefix for prefix, n in _sites(checkpoint, found.down) if n == layer)
+        if _prefix(found.down) in prefixes:
+            return found
+        if len(prefixes) > 1:
+            raise WeightsError(
+                f"{checkpoint.path}: several models have a layer {layer} with experts, under "
+                f"{', '.join(map(repr, prefixes[:_SHOWN]))}: choose one with "
+                "ExpertNames(...).under(prefix)"
+            )
+        if prefixes:
+            return found.under(prefixes[0])
     return candidates[0]
 
 
 def layers_in(checkpoint: Checkpoint, names: ExpertNames) -> tuple[int, ...]:
     """Return the layers with experts under exactly these names."""
-    stem = names.down.removesuffix("weight")
-    matches = map(_pattern(stem).match, checkpoint.names(stem.partition("{")[0]))
-    return tuple(sorted({int(match["layer"] or 0) for match in matches if match}))
+    own = _prefix(names.down)
+    return tuple(sorted(n for prefix, n in _sites(checkpoint, names.down) if prefix == own))
 
 
-def _first_layer(checkpoint: Checkpoint, names: ExpertNames) -> int | None:
-    """Return the first layer with experts under these names, with any prefix."""
-    stem = names.down.partition("{expert}")[0].removesuffix("weight")
-    if stem.startswith(_MODEL):
-        stem = stem.removeprefix("model.")
-        found = map(_pattern(stem, r"(?:^|\.)").search, checkpoint.names())
-    else:
-        found = map(_pattern(stem).match, checkpoint.names(stem.partition("{")[0]))
-    return min((int(match["layer"] or 0) for match in found if match), default=None)
+def no_experts(checkpoint: Checkpoint, names: ExpertNames, layer: int = 0) -> str:
+    """Say that a layer has no experts under these names, and what to do."""
+    if layers := layers_in(checkpoint, names):
+        return (
+            f"layer {layer} has no experts called {names.down}: choose one of the {len(layers)} "
+            f"layers from {layers[0]} to {layers[-1]} that have them"
+        )
+    return (
+        f"no layer has experts called {names.down}; if they have other names, pass these as "
+        "moekit.checkpoint.ExpertNames(gate=..., up=..., down=...)"
+    )
 
 
-def _pattern(stem: str, before: str = "") -> re.Pattern[str]:
-    """Return a pattern of names that begin with ``stem``.
+def _prefix(down: str) -> str:
+    """Return the start of a template, in place of which checkpoints may have another one."""
+    return "model." if down.startswith(_MODEL) else ""
 
-    Its group "layer" is the layer's number, or empty if ``stem`` has none.
-    """
-    number = "[0-9]{1,9}"
-    pattern = re.escape(stem).replace(r"\{layer\}", f"(?P<layer>{number})", 1)
-    pattern = pattern.replace(r"\{layer\}", number).replace(r"\{expert\}", number)
-    return re.compile(before + pattern + ("" if "(?P<layer>" in pattern else "(?P<layer>)"))
+
+def _sites(checkpoint: Checkpoint, down: str) -> set[tuple[str, int]]:
+    """Return (prefix, layer) of all experts whose down projection has this template."""
+    found = _found.setdefault(checkpoint, {})
+    if down not in found:
+        number, prefix = "[0-9]{1,9}", _prefix(down)
+        stem = re.escape(down.removeprefix(prefix).removesuffix("weight"))
+        stem = stem.replace(r"\{layer\}", f"({number})", 1).replace(r"\{layer\}", number)
+        pattern = ("((?:.+[.])?)" if prefix else "()") + stem.replace(r"\{expert\}", number)
+        start = "" if prefix else down.partition("{")[0].removesuffix("weight")
+        matches = filter(None, map(re.compile(pattern, re.DOTALL).match, checkpoint.names(start)))
+        # A name without a number stands for layer 0.
+        found[down] = {(m[1], int((*m.groups(), "0")[1])) for m in matches}
+    return found[down]
+
+
+_found: WeakKeyDictionary[Checkpoint, dict[str, set[tuple[str, int]]]] = WeakKeyDictionary()
 
 
 def _of_type(model_type: str) -> list[ExpertNames]:
@@ -220,45 +241,17 @@ def _of_type(model_type: str) -> list[ExpertNames]:
     ]
 
 
-def _elsewhere(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> list[ExpertNames]:
-    """Return the names under the prefix that the checkpoint has in place of ``model.``."""
-    if not names.down.startswith(_MODEL):
-        return []
-    marker = names.down.removeprefix("model.").replace("{layer}", str(layer))
-    marker = marker.partition("{expert}")[0].removesuffix("weight")
-    found = {name.partition(marker)[0] for name in checkpoint.names() if marker in name}
-    found = {prefix for prefix in found if not prefix or prefix.endswith(".")}
-    if len(found) > 1:
-        raise WeightsError(
-            f"{checkpoint.path}: several models have a layer {layer} with experts, under "
-            f"{', '.join(map(repr, sorted(found)[:_SHOWN]))}: choose one with "
-            "ExpertNames(...).under(prefix)"
-        )
-    return [names.under(prefix) for prefix in found]
-
-
-def _has(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> bool:
-    """Whether the layer has a tensor of any expert's down projection."""
-    stem = names.down.removesuffix("weight").replace("{layer}", str(layer))
-    before, per, after = stem.partition("{expert}")
-    if not per:
-        return bool(checkpoint.names(stem))
-    return any(after in name for name in checkpoint.names(before))
-
-
 def _of_gguf(checkpoint: Checkpoint, layer: int | None) -> ExpertNames:
     """Return what a GGUF model calls the experts' tensors in ``layer``; None: in the first one.
 
     They are one tensor for all experts, with gate and up in halves or apart, or in old files one
     tensor for each expert (llama.cpp's gguf-py/gguf/constants.py, TENSOR_NAMES).
     """
-    at = _first_gguf_layer(checkpoint) if layer is None else layer
-    each = not checkpoint.names(f"blk.{at}.ffn_down_exps.")
-    if each and not checkpoint.names(f"blk.{at}.ffn_down.0."):
-        raise WeightsError(
-            f"{checkpoint.path}: layer {at} has no experts called blk.{at}.ffn_down_exps.weight or "
-            f"blk.{at}.ffn_down.0.weight"
-        )
+    at = layer
+    if at is None:
+        downs = ("blk.{layer}.ffn_down_exps.", "blk.{layer}.ffn_down.{expert}.")
+        at = min((n for down in downs for _, n in _sites(checkpoint, down)), default=0)
+    each = bool(checkpoint.names(f"blk.{at}.ffn_down.0."))
 
     def called(which: str, kind: str) -> str:
         middle = f"ffn_{which}.{{expert}}" if each else f"ffn_{which}_exps"
@@ -273,14 +266,3 @@ def _of_gguf(checkpoint: Checkpoint, layer: int | None) -> ExpertNames:
         found["up"] = called("down", "weight").replace("ffn_down", "ffn_up")  # reported as missing
     found |= {f"{role}_bias": called(role, "bias") for role in roles}
     return ExpertNames(**found)  # type: ignore[arg-type]
-
-
-def _first_gguf_layer(checkpoint: Checkpoint) -> int:
-    """Return the first layer with experts, whichever way they are called; 0 if there is none."""
-    layers = []
-    for name in checkpoint.names("blk."):
-        _, layer, what, *rest = [*name.split("."), ""]
-        each = what == "ffn_down" and len(rest) == 3
-        if layer.isdecimal() and (each or what == "ffn_down_exps"):
-            layers.append(int(layer[:9]))
-    return min(layers, default=0)

@@ -25,9 +25,12 @@ from moekit.checkpoint.stacks import Splitter
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
-from moekit.untrusted.arguments import shown
+from moekit.untrusted.arguments import accept, instance, shown
 
 _Unit = tuple[int, str]  # an expert, and "w13", "w2", or "" for both
+
+
+_KINDS = {"problem": instance("a MoEProblem", MoEProblem), "format": instance("a Format", Format)}
 
 
 class PushedExperts:
@@ -69,6 +72,7 @@ class PushedExperts:
         name: str = "experts",
         out: dict[str, Tensor] | None = None,
     ) -> None:
+        accept(_KINDS, locals(), WeightsError)
         self.problem, self.format, self.name = problem, format, name
         self._split = Splitter(problem, name, interleaved, transposed)
         self.device = torch.device(device)

@@ -388,5 +388,33 @@ def test_missing_experts(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"no layer has experts called model.layers.\{layer\}"):
         detect(tmp_path)
     problem = MoEProblem(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8, device="cpu")
-    with pytest.raises(WeightsError, match="6 tensor.*experts.0.down_proj.weight is missing"):
+    with pytest.raises(WeightsError, match="no layer has experts called .*; if they have other"):
         load_experts(tmp_path, None, 1, problem)
+
+
+def test_a_layer_without_experts(made: dict[str, files.Layer]) -> None:
+    problem = problem_from_config(made["bf16"].path, device="cpu")
+    with pytest.raises(WeightsError, match="layer 5 has no .*one of the 2 layers from 0 to 1"):
+        load_experts(made["bf16"].path, None, 5, problem)
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "path": (dict(path=3), "path=3: it must be the path of a file or of a directory"),
+    "names": (dict(names=["w1"]), "names=.*: it must be an ExpertNames, or a model type of NAMES"),
+    "layers": (dict(layers=3), "layers=3: it must be a sequence of integers"),
+    "layer": (dict(layers=["0"]), "layers=.'0'.: it must be a sequence of integers"),
+    "problem": (dict(problem=None), "problem=None: it must be a MoEProblem"),
+    "experts": (dict(experts="0123"), "experts='0123': it must be a sequence of integers"),
+    "floats": (dict(experts=[0.0, 1.0]), "experts=.0.0, 1.0.: it must be a sequence of integers"),
+    "threads": (dict(threads="8"), "threads='8': it must be an integer of at least 1"),
+    "flag": (dict(dequantize=1), "dequantize=1: it must be True or False"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_wrong_arguments(case: str, tmp_path: Path) -> None:
+    given, message = ARGUMENTS[case]
+    sizes = dict(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8)
+    usual = dict(path=tmp_path, names=None, layers=[0], problem=MoEProblem(**sizes, device="cpu"))
+    with pytest.raises(WeightsError, match=message):
+        next(load_layers(**{**usual, **given}))

@@ -444,6 +444,7 @@ def test_a_wrong_scale_makes_its_matrix_load_again(layer) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ("fp8", "config='fp8': it must be a quantization_config"),
         (dict(quant_method="bitsandbytes"), "has the quant_method 'bitsandbytes', expected fp8 or"),
         (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
         (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
