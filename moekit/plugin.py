@@ -39,7 +39,7 @@ from moekit.runtime.agreement import Agreement, Transfers, exchange, reason_of
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.overlap import Pending
 from moekit.runtime.rows import weight_and_reduce
-from moekit.runtime.shared_buffers import SharedBuffers
+from moekit.runtime.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
 
@@ -52,12 +52,14 @@ __all__ = [
     "ActivationFormat",
     "Agreement",
     "BufferSpec",
+    "CallBuffers",
     "DeviceSpec",
     "Dispatched",
     "DispatcherSpec",
     "ExpertWeights",
     "ExpertsSpec",
     "Footprint",
+    "Lease",
     "MoEProblem",
     "OperandQuant",
     "PackedWeights",

@@ -291,8 +291,9 @@ def stress(name: str, tokens: Sequence[int]) -> None:
             late = shared.randrange(dist.get_world_size())
             if call % 10 == 0:  # nobody writes or reads rows between two calls of all ranks
                 together()
-                for buffer in pair.dispatcher._held._buffers:
-                    layout = pair.dispatcher._held.layout
+                held = pair.dispatcher._lease.value
+                for buffer in held.calls.all:
+                    layout = held.layout
                     buffer.bytes[: layout.ids].fill_(0xFF)
                     buffer.bytes[layout.weights : layout.flags].fill_(0xFF)
                 together()

@@ -1,4 +1,4 @@
-"""Buffers that several layers of a process use in turn."""
+"""Buffers that several layers of a process use in turn, and a buffer for each in-flight call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import atexit
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import torch
+
+from moekit.errors import InvalidInput
 
 T = TypeVar("T")
 
@@ -28,6 +32,10 @@ class SharedBuffers(Generic[T]):
         self._held: dict[Hashable, _Shared[T]] = {}
         atexit.register(self.clear)
 
+    def lease(self, key: Hashable, make: Callable[[], T]) -> Lease[T]:
+        """Do `acquire`, and return what releases the set once."""
+        return Lease(self, key, self.acquire(key, make))
+
     def acquire(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the set of ``key``, which names the group and all sizes.
 
@@ -35,7 +43,7 @@ class SharedBuffers(Generic[T]):
         """
         shared = self._held.get(key)
         if shared is None:
-            shared = self._held[key] = _Shared(make())
+            shared = self._held[key] = _Shared(_made(make))
         shared.users += 1
         return shared.value
 
@@ -54,3 +62,100 @@ class SharedBuffers(Generic[T]):
         while self._held:
             _, shared = self._held.popitem()
             self._free(shared.value)
+
+
+class Lease(Generic[T]):
+    """One layer's use of a set of `SharedBuffers`, until `release`."""
+
+    def __init__(self, shared: SharedBuffers[T], key: Hashable, value: T) -> None:
+        self._shared, self._key = shared, key
+        self._value: T | None = value
+
+    @property
+    def held(self) -> bool:
+        """Whether it was not released."""
+        return self._value is not None
+
+    @property
+    def value(self) -> T:
+        """The set of buffers."""
+        assert self._value is not None, "called after destroy()"
+        return self._value
+
+    def release(self) -> None:
+        """Give up the set; idempotent. Collective if freeing is."""
+        if self._value is not None:
+            self._value = None
+            self._shared.release(self._key)
+
+
+class CallBuffers(Generic[T]):
+    """A buffer for each in-flight call, which has it to itself from its dispatch to its combine.
+
+    All ranks take and return buffers in one order. `keep_order` lets device work run in the order
+    of its launches, on whichever streams: kernels that wait for other ranks may fill a GPU, so two
+    ranks that run two of them in different orders would wait for each other.
+    """
+
+    def __init__(self, make: Callable[[], T], most: int | None = 2) -> None:
+        """Make the first buffer; collective if ``make`` is.
+
+        most: calls that may be in flight.
+        """
+        self._make, self._most = make, most
+        self.all = [_made(make)]
+        self._busy: set[int] = set()
+        self.stream: torch.cuda.Stream | None = None  # of the last launch
+
+    @property
+    def in_flight(self) -> int:
+        """The number of buffers that calls use."""
+        return len(self._busy)
+
+    def take(self) -> T:
+        """Return a buffer that no call uses. Collective where it must be made.
+
+        Raises InvalidInput if too many calls are in flight, or if it would be made while a CUDA
+        graph is captured.
+        """
+        buffer = next((each for each in self.all if id(each) not in self._busy), None)
+        if buffer is None:
+            calls = len(self.all)
+            if calls == self._most:
+                raise InvalidInput(
+                    f"{calls} calls are in flight, which is the limit: take the result of one "
+                    "before you start another"
+                )
+            if _has_device() and torch.cuda.is_current_stream_capturing():
+                raise InvalidInput(
+                    f"{calls + 1} calls in flight need another buffer, which cannot be made while "
+                    "a CUDA graph is captured: have as many calls in flight once before capturing"
+                )
+            buffer = _made(self._make)
+            self.all.append(buffer)
+        self._busy.add(id(buffer))
+        self.keep_order()
+        return buffer
+
+    def give_back(self, buffer: T) -> None:
+        """Return a buffer after the launch of its call's last kernel."""
+        self._busy.discard(id(buffer))
+
+    def keep_order(self) -> None:
+        """Let what is launched next run after what was launched before, outside of CUDA graphs."""
+        if not _has_device() or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream()
+        if self.stream is not None and stream != self.stream:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+
+
+def _made(make: Callable[[], T]) -> T:
+    """Return ``make()``, whose tensors can be written in and outside of inference mode."""
+    with torch.inference_mode(False):
+        return make()
+
+
+def _has_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moekit.errors import PeerFailed
+from moekit.errors import InvalidInput, PeerFailed
 from moekit.runtime.agreement import Agreement, CollectiveCheck
-from moekit.runtime.shared_buffers import SharedBuffers
+from moekit.runtime.shared_buffers import CallBuffers, SharedBuffers
 from moekit.runtime.store import StoreLost, access
 from moekit.testing.distributed import RankPool
 
@@ -233,3 +233,65 @@ def test_buffers_live_as_long_as_their_users():
     buffers.clear()
     buffers.clear()
     assert freed == ["a", "b"]
+
+
+def test_a_lease_is_released_once():
+    freed: list[str] = []
+    buffers = SharedBuffers[str](freed.append)
+    first, second = (buffers.lease("key", lambda: "a") for _ in range(2))
+    assert first.value is second.value and first.held
+    first.release()
+    first.release()
+    assert second.held and not first.held and freed == []
+    with pytest.raises(AssertionError, match="called after destroy"):
+        first.value  # noqa: B018
+    second.release()
+    assert freed == ["a"]
+
+
+def test_each_call_in_flight_has_a_buffer():
+    made: list[torch.Tensor] = []
+
+    def make() -> torch.Tensor:
+        made.append(torch.zeros(1))
+        return made[-1]
+
+    with torch.inference_mode():
+        buffers = CallBuffers(make)
+        first, second = buffers.take(), buffers.take()
+    assert len(made) == buffers.in_flight == 2 and first is not second
+    second += 1  # made in inference mode, and written outside of it
+    with pytest.raises(InvalidInput, match="2 calls are in flight, which is the limit: take"):
+        buffers.take()
+    buffers.give_back(first)
+    assert buffers.take() is first and len(made) == 2
+    buffers.give_back(first)
+    buffers.give_back(second)
+    assert buffers.in_flight == 0 and buffers.take() is first
+
+
+def test_calls_on_several_streams_run_in_order(monkeypatch):
+    waited: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other) -> None:
+            waited.append((self.name, other.name))
+
+    now, capturing = [Stream("a")], [False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    buffers = CallBuffers(object, most=3)
+    first = buffers.take()
+    now[0] = Stream("b")
+    buffers.take()
+    buffers.keep_order()
+    assert waited == [("b", "a")]
+    capturing[0], now[0] = True, Stream("capture")
+    buffers.give_back(first)
+    assert buffers.take() is first and waited == [("b", "a")], "a graph is ordered by its replays"
+    with pytest.raises(InvalidInput, match="3 calls in flight need another buffer.*captured"):
+        buffers.take()

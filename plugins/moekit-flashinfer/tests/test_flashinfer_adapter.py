@@ -78,7 +78,7 @@ def test_buffers_are_shared_and_freed(pool):
 
 def views_outlive_the_memory(rank, ranks):
     d = made(rank, ranks)
-    tensor = d._buffers._buffers[0].memory.tensor
+    tensor = d._buffers.calls.all[0].memory.tensor
     view, descriptor = tensor[0, :8], weakref.ref(tensor._capsule_wrapper)
     del tensor
     d.destroy()
@@ -102,7 +102,7 @@ def a_third_call_in_flight_is_refused(rank, ranks):
     for call in calls:
         d.finalize(torch.zeros_like(call.x), call, torch.empty_like(x)).result()
     d.abandon(d.prepare(x, routing(p, 3), None).result())
-    assert not any(buffer.busy for buffer in d._buffers._buffers)
+    assert d._buffers.calls.in_flight == 0
     d.destroy()
 
 

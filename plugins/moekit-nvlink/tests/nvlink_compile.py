@@ -1,12 +1,12 @@
 """Compile every kernel for compute capability 9.0, without a GPU, and print what they take.
 
-    python plugins/moekit-nvlink/tests/nvlink_compile.py [--quick]
+    python plugins/moekit-nvlink/tests/nvlink_compile.py [--quick] [80 | 86 | 89 | 90 | 100 | 120]
 
 Needs a triton wheel with the NVIDIA backend, as PyPI's; the version is that of PYTHONPATH. One line
 for each kernel and layer: registers and bytes of stack a thread, shared memory, and how many copies
 from global to shared memory run asynchronously (cp.async). Exits with 1 if a kernel does not
-compile, spills more than a few values that are used once, or needs more shared memory than a
-multiprocessor of an H100 has.
+compile, spills more than a few values that are used once, or needs more shared memory than a block
+of that capability can have.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from triton.compiler import ASTSource
 import moekit
 from moekit.plugin import Routing
 
-_SHARED_LIMIT, _STACK_LIMIT = 232448, 32
+_STACK_LIMIT = 32
+_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
+_CAPABILITY = next((each for each in sys.argv[1:] if each in _SHARED), "90")
 _TYPES = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32",
           torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8"}  # fmt: skip
 _LAUNCHERS = [
@@ -124,7 +126,7 @@ def compiled(kernel, args, constants):
             attrs[(i,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(kernel.arg_names[len(args) :], "constexpr")
     source = ASTSource(kernel, signature, constants, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", int(_CAPABILITY), 32), options=options)
 
 
 def facts(made) -> tuple[int, int, int, int]:
@@ -150,7 +152,7 @@ def main() -> int:
                 continue
             seen.add(key)
             registers, stack, shared, copies = facts(compiled(kernel, args, constants))
-            wrong = stack > _STACK_LIMIT or shared > _SHARED_LIMIT
+            wrong = stack > _STACK_LIMIT or shared > _SHARED[_CAPABILITY]
             bad += wrong
             print(
                 f"{kernel.__name__:22}{'WRONG ' * wrong} {registers:4} registers {stack:4} "

@@ -120,9 +120,11 @@ def delayed_calls(rank: int, world: int, name: str, calls: int) -> None:
         for call in range(calls):
             if call % 4 == 0:  # nobody writes or reads rows between two calls of all ranks
                 dist.barrier()
-                for buffer in held._held._buffers:
-                    buffer.bytes[: held._held.layout.ids] = 0xFF
-                    buffer.bytes[held._held.layout.weights : held._held.layout.flags] = 0xFF
+                for buffer in held._lease.value.calls.all:
+                    buffer.bytes[: held._lease.value.layout.ids] = 0xFF
+                    buffer.bytes[
+                        held._lease.value.layout.weights : held._lease.value.layout.flags
+                    ] = 0xFF
                 dist.barrier()
             flights = [_started(held, own.randrange(7), draw) for _ in range(shared.randint(1, 2))]
             for x, routing, tokens in flights:
@@ -136,12 +138,41 @@ def delayed_calls(rank: int, world: int, name: str, calls: int) -> None:
         held.destroy()
 
 
+def refused_input(rank: int, world: int, name: str) -> None:
+    """Let one rank, then all ranks, refuse a call of an unchecked kernel; the next one is right.
+
+    The buffers are made in inference mode, and used in and outside of it.
+    """
+    spec = registry().dispatcher(name)
+    problem = problems(world, 1, 5, 3, 16, 6, dtype=torch.float32)[rank]
+    draw = torch.Generator().manual_seed(rank)
+    with torch.inference_mode():
+        held = spec.load()(spec, problem)
+    try:
+        for refuse in ((), (1,), (), tuple(range(world)), ()):
+            x, routing = _tokens(4, draw)
+            if rank in refuse:
+                held.abort("7 tokens, but max_num_tokens=6")
+                continue
+            tokens, out = held.prepare(x, routing, None).result(), torch.empty_like(x)
+            held.finalize(_returned(tokens), tokens, out).result()
+            times = torch.where(routing.topk_ids >= 0, routing.topk_weights, 0.0).sum(1)
+            right = ((out - x * times[:, None]).abs() < 1e-5).all()
+            assert out.isnan().all() if refuse else right, f"rank {rank}, where {refuse} refuse"
+    finally:
+        held.destroy()
+
+
 def _started(held, tokens: int, draw: torch.Generator):
+    x, routing = _tokens(tokens, draw)
+    return x, routing, held.prepare(x, routing, None).result()
+
+
+def _tokens(tokens: int, draw: torch.Generator) -> tuple[Tensor, Routing]:
     x = torch.randn(tokens, 16, generator=draw)
     ids = torch.rand(tokens, 5, generator=draw).argsort(1)[:, :3].int()
     ids[torch.rand(ids.shape, generator=draw) < 0.3] = -1
-    routing = Routing(torch.rand(tokens, 3, generator=draw), ids)
-    return x, routing, held.prepare(x, routing, None).result()
+    return x, Routing(torch.rand(tokens, 3, generator=draw), ids)
 
 
 def _returned(tokens) -> Tensor:

@@ -236,6 +236,17 @@ def test_ids_beyond_the_last_expert_go_nowhere(batched, push) -> None:
     call.check(host.combine(flight, call._experts))
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["ht", "ll"])
+def test_tokens_that_begin_within_a_word(batched) -> None:
+    shape = Shape(batched, False, 2, dtype=torch.bfloat16)
+    host, draw = shape.host(), torch.Generator().manual_seed(2)
+    call = Call(shape, host, (3, 5), "random", draw)
+    for b, x in enumerate(call.xs):
+        call.xs[b] = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    call.dispatch()
+    call.combine()
+
+
 @WAYS
 def test_equal_inputs_give_equal_bits(batched, push) -> None:
     shape, outs = Shape(batched, push, 3, dtype=torch.bfloat16), []

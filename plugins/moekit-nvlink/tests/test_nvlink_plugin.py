@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from moekit_nvlink import buffers, moekit_dispatchers
 from moekit_nvlink.buffers import Buffers, Lost
 from moekit_nvlink.footprint import Layout, footprint
 from moekit_nvlink.settings import COMBINE_VARIABLE, PROGRAMS_VARIABLE, Settings
+from moekit_nvlink.transfer import Tile
 from nvlink_host import problems
 
 import moekit
-from moekit.errors import GroupMismatch, InvalidInput, PeerFailed
+from moekit.errors import BackendError, GroupMismatch, InvalidInput, PeerFailed
 
 HT, LL = moekit_dispatchers()
 
@@ -61,7 +64,7 @@ def test_rows_that_an_int32_cannot_number() -> None:
 @pytest.mark.parametrize("name", [COMBINE_VARIABLE, PROGRAMS_VARIABLE])
 def test_settings_are_checked(name: str, monkeypatch) -> None:
     monkeypatch.setenv(name, "fast")
-    with pytest.raises(InvalidInput, match=f"{name}='fast': expected"):
+    with pytest.raises(InvalidInput, match=f"{name}='fast': expected .*; set one"):
         Settings.read()
     assert any(name in each for each in HT.unsupported(layer()))
 
@@ -71,6 +74,15 @@ def test_settings_of_the_environment(monkeypatch) -> None:
     monkeypatch.setenv(COMBINE_VARIABLE, " Push ")
     monkeypatch.setenv(PROGRAMS_VARIABLE, "24")
     assert Settings.read() == Settings(push=True, programs=24)
+
+
+def test_steps_in_flight_fit_the_smallest_shared_memory() -> None:
+    """A block has 99 KB on GPUs of compute capability 8.6 and 8.9."""
+    for entries in range(1, 65):
+        for size in (2, 4):
+            tile = Tile.of_combine(4096, 7168, size, entries, 32)
+            step = tile.tokens * tile.columns * size * entries
+            assert (tile.stages - 1) * step <= 98 * 1024, entries
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
@@ -110,8 +122,6 @@ class Group:
 @pytest.fixture
 def machine(monkeypatch):
     """GPUs a, b and c of this host; the second exchange says whom other ranks cannot reach."""
-    import json
-    from types import SimpleNamespace
 
     def exchange(what: str, mine: str, group: Group) -> list[str]:
         others = [json.dumps(each) for each in group.ranks] if "where" in what else group.reach
@@ -127,13 +137,14 @@ def machine(monkeypatch):
     monkeypatch.setattr(buffers, "exchange", exchange)
     monkeypatch.setattr(buffers.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(buffers.torch, "cuda", cuda)
+    monkeypatch.setattr(buffers.ctypes, "CDLL", lambda name: SimpleNamespace())
     return torch.device("cuda", 0)
 
 
 def test_ranks_must_reach_each_other(machine) -> None:
     meet = buffers._meet
-    assert not meet(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
-    assert meet(Group([("here", "a"), ("here", "a")], ["[]", "[]"]), machine)
+    meet(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
+    meet(Group([("here", "a"), ("here", "a")], ["[]", "[]"]), machine)
     with pytest.raises(GroupMismatch, match=r"GPU of rank 0 .* ranks \[1\]; use 'naive'"):
         meet(Group([("here", "a"), ("here", "c")], ["[]", "[]"]), machine)
     with pytest.raises(GroupMismatch, match=r"GPU of rank 1 .* ranks \[0\]"):
@@ -142,19 +153,64 @@ def test_ranks_must_reach_each_other(machine) -> None:
         meet(Group([("here", "a"), ("there", "b")], ["[]", "[]"]), machine)
 
 
-def test_sharing_a_gpu_is_allowed_for_one_rendezvous(monkeypatch) -> None:
-    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    monkeypatch.delenv(name, raising=False)
-    with buffers._shared_devices(True):
-        assert buffers.os.environ[name] == "1"
-    assert name not in buffers.os.environ
-    monkeypatch.setenv(name, "0")
-    with buffers._shared_devices(False):
-        assert buffers.os.environ[name] == "0"
+def test_peers_without_atomics_are_out_of_reach(machine, monkeypatch) -> None:
+    """GPUs over PCIe may read and write each other's memory, but flags are atomic."""
+    asked = []
+
+    def ask(value, attribute: int, mine: int, other: int) -> int:
+        asked.append((attribute, mine, other))
+        value._obj.value = 0
+        return 0
+
+    driver = SimpleNamespace(cuDeviceGetP2PAttribute=ask)
+    monkeypatch.setattr(buffers.ctypes, "CDLL", lambda name: driver)
+    with pytest.raises(GroupMismatch, match=r"GPU of rank 0 .* ranks \[1\].* PCIe lacks"):
+        buffers._meet(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
+    assert asked == [(3, 0, 1)]
+
+
+class Symmetric:
+    """Stands for torch's symmetric memory; another rank may have no room."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.seen = room, []
+
+    def empty(self, nbytes: int, **_):
+        if nbytes > self.room:
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def rendezvous(self, memory, group):
+        self.seen = [buffers.os.environ.get(name) for name in buffers._TORCH]
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * 2)
+
+
+def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
+    """The rendezvous waits for every rank, so no rank may fail alone before it."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    fake, others = Symmetric(100), [""]
+    monkeypatch.setattr(buffers, "_meet", lambda *_: None)
+    monkeypatch.setattr(buffers, "exchange", lambda what, mine, group: [mine, *others])
+    for name in ("empty", "rendezvous"):
+        monkeypatch.setattr(symmetric, name, getattr(fake, name))
+    first, second = buffers._TORCH
+    monkeypatch.delenv(first, raising=False)
+    monkeypatch.setenv(second, "0")
+    memory, addresses, _ = buffers.open_memory(64, None, torch.device("cpu"))
+    assert addresses == [memory.data_ptr()] * 2
+    # Ranks may share a GPU or see one GPU each, and multicast is not used.
+    assert fake.seen == ["1", "1"]
+    assert first not in buffers.os.environ and buffers.os.environ[second] == "0"
+    with pytest.raises(BackendError, match="rank 0: OutOfMemoryError.*; lower max_num_tokens"):
+        buffers.open_memory(101, None, torch.device("cpu"))
+    others[0] = "RuntimeError: no room"
+    with pytest.raises(BackendError, match="rank 1: RuntimeError: no room"):
+        buffers.open_memory(64, None, torch.device("cpu"))
 
 
 def test_buffers_in_flight(monkeypatch) -> None:
-    """A second buffer is made for a second call; a third call, and a lost rank, are errors."""
+    """A second buffer is made for a second call; a lost rank is an error."""
     at = Layout.of(problems(2, 1, 4, 2, 16, 4)[0], True, False)
 
     def open_memory(nbytes: int, *_):
@@ -166,11 +222,7 @@ def test_buffers_in_flight(monkeypatch) -> None:
     held = Buffers(Group([0, 1], []), at, torch.device("cpu"))
     first, second = held.take(), held.take()
     assert held.nbytes == 2 * at.nbytes and first is not second
-    with pytest.raises(InvalidInput, match="2 calls are in flight"):
-        held.take()
-    second.busy = False
-    assert held.take() is second
-    second.busy = False
+    held.calls.give_back(second)
     first.lost.ranks[1] = 1
     with pytest.raises(PeerFailed, match="rank 1 did not come"):
         held.take()

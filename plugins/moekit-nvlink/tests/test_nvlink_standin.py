@@ -48,3 +48,8 @@ def three_ranks():
 @pytest.mark.parametrize("name", [spec.name for spec in nvlink_standin.specs()])
 def test_calls_with_delays(three_ranks: RankPool, name: str) -> None:
     three_ranks.run(nvlink_standin.delayed_calls, name, 5)
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in nvlink_standin.specs()])
+def test_refused_input_makes_nan_once(three_ranks: RankPool, name: str) -> None:
+    three_ranks.run(nvlink_standin.refused_input, name)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.errors import InvalidInput
 from moekit.plugin import (
+    CallBuffers,
     Dispatched,
     MoEProblem,
     Pending,
@@ -39,22 +39,20 @@ if TYPE_CHECKING:
 # The library sends an assignment with id -1 to rank 0, which is cheaper than a kernel up to here.
 REROUTED_FROM = 256
 
-_IN_FLIGHT = 2
 _COUNTS = "MOE_A2A_RECV_COUNTERS_OFFSET_INDEX"
 
 
 @dataclass
 class CallBuffer:
-    """Memory for one call, which no other call may use from its dispatch to its combine."""
+    """Memory for one call."""
 
     memory: SharedMemory
     metainfo: Tensor
     counts_G: Tensor
-    busy: bool = False
 
 
-class CallBuffers:
-    """A buffer for each in-flight call. All ranks take and return them in the same order."""
+class Buffers:
+    """The buffers of a group's in-flight calls."""
 
     def __init__(self, group: dist.ProcessGroup, capacity: int, row_bytes: tuple[int, int]) -> None:
         """Allocate the first buffer; collective.
@@ -69,7 +67,7 @@ class CallBuffers:
         )
         names, values = self.library.get_moe_alltoall_module().moe_a2a_get_metainfo_index_pairs()
         self._index = dict(zip(map(str, names), map(int, values), strict=True))
-        self._buffers = [self._open()]
+        self.calls = CallBuffers(self._open)
 
     def _open(self) -> CallBuffer:
         """Allocate another buffer; collective."""
@@ -85,33 +83,15 @@ class CallBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
-
-    def take(self) -> CallBuffer:
-        buffer = next((s for s in self._buffers if not s.busy), None)
-        if buffer is None:
-            if len(self._buffers) == _IN_FLIGHT:
-                raise InvalidInput(
-                    f"{_IN_FLIGHT} calls are in flight, which is the limit: take the result of one "
-                    "before you start another"
-                )
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise InvalidInput(
-                    "a second in-flight call needs a second buffer, which cannot be allocated "
-                    "while a graph is captured: run two calls in flight once before capturing"
-                )
-            buffer = self._open()
-            self._buffers.append(buffer)
-        buffer.busy = True
-        return buffer
+        return sum(buffer.memory.nbytes for buffer in self.calls.all)
 
     def free(self) -> None:
-        for buffer in self._buffers:
+        for buffer in self.calls.all:
             del buffer.counts_G
             buffer.memory.free()
 
 
-_shared: SharedBuffers[CallBuffers] = SharedBuffers(CallBuffers.free)
+_shared: SharedBuffers[Buffers] = SharedBuffers(Buffers.free)
 
 
 @dataclass(frozen=True)
@@ -126,8 +106,8 @@ class OneSidedDispatcher(PrepareAndFinalize):
 
     Each of the ep_size ranks has its own tokens; R = ranks * max_num_tokens for every T. All layers
     of the same group and sizes share buffers, and a second in-flight call allocates a second one.
-    Construction and that allocation are collective. All calls on shared buffers belong on one
-    stream.
+    Construction and that allocation are collective. Calls run in the order of their launches, on
+    whichever streams.
 
     If a rank never calls, the library's kernels trap after minutes; the collective check of
     ``checked`` kernels reports it earlier.
@@ -141,15 +121,13 @@ class OneSidedDispatcher(PrepareAndFinalize):
         super().__init__(spec, problem, resolve(problem, group, protocol(spec.name)))
         capacity, sizes, made_in = problem.max_num_tokens, self._row_bytes(), self.group
         assert capacity is not None and made_in is not None
-        self._key = (tuple(dist.get_process_group_ranks(made_in)), capacity, sizes)
-        self._held: CallBuffers | None = _shared.acquire(
-            self._key, lambda: CallBuffers(made_in, capacity, sizes)
+        self._lease = _shared.lease(
+            (made_in, capacity, sizes), lambda: Buffers(made_in, capacity, sizes)
         )
 
     @property
-    def _buffers(self) -> CallBuffers:
-        assert self._held is not None, "called after destroy()"
-        return self._held
+    def _buffers(self) -> Buffers:
+        return self._lease.value
 
     def _row_bytes(self) -> tuple[int, int]:
         return footprint.one_sided_row_bytes(self.problem)
@@ -168,14 +146,14 @@ class OneSidedDispatcher(PrepareAndFinalize):
             targets = reroute(ids, nowhere=p.local_experts.start)
         # The library packs payloads without gaps: the widest alignment first keeps all aligned.
         names = sorted(payloads, key=lambda name: -_alignment(payloads[name]))
-        buffer = self._buffers.take()
+        buffer = self._buffers.calls.take()
         try:
             received, offset = self._buffers.library.moe_a2a_dispatch(
                 targets, [payloads[name] for name in names], buffer.memory.tensor, buffer.metainfo,
                 self._buffers.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
             )  # fmt: skip
         except Exception:
-            buffer.busy = False
+            self._buffers.calls.give_back(buffer)
             raise
         got = {name: t.flatten(0, 1) for name, t in zip(names, received, strict=True)}
         tokens = Dispatched(
@@ -204,6 +182,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
     def _combine(self, y_RH: Tensor, call: _Call) -> Tensor:
         p, buffers, buffer = self.problem, self._buffers, call.buffer
         ranks = buffers.ranks
+        buffers.calls.keep_order()
         mine = buffer.memory.tensor[ranks.rank]
         in_place = y_RH.data_ptr() == mine.data_ptr() + call.offset
         combined: Tensor = buffers.library.moe_a2a_combine(
@@ -211,7 +190,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
             buffer.memory.tensor, buffer.metainfo, buffers.capacity, ranks.rank, ranks.size,
             p.top_k, call.offset, in_place,
         )  # fmt: skip
-        buffer.busy = False
+        buffers.calls.give_back(buffer)
         return combined
 
     def abandon(self, dispatched: Dispatched) -> None:
@@ -219,7 +198,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
 
         A rank that does not fail itself then sees that something is missing.
         """
-        if self._held is not None:
+        if self._lease.held:
             self._combine(self.output(dispatched).fill_(float("nan")), dispatched.handle)
 
     # -- memory -----------------------------------------------------------------------------
@@ -228,16 +207,14 @@ class OneSidedDispatcher(PrepareAndFinalize):
         return self._buffers.ranks.size * self._buffers.capacity
 
     def buffer_bytes(self) -> int:
-        return 0 if self._held is None else self._held.nbytes
+        return self._buffers.nbytes if self._lease.held else 0
 
     def transient_bytes(self, num_tokens: int) -> int:
         rows = self.max_rows(num_tokens)
         return footprint.one_sided_transient(self.problem, num_tokens, rows)
 
     def destroy(self) -> None:
-        if self._held is not None:
-            self._held = None
-            _shared.release(self._key)
+        self._lease.release()
 
 
 def quantized_payloads(

@@ -81,14 +81,12 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         super().__init__(spec, problem, resolve(problem, group, protocol(spec.name)))
         made_in = self.group
         assert made_in is not None and problem.max_num_tokens is not None
-        self._key = tuple(dist.get_process_group_ranks(made_in))
-        self._held: Fifos | None = _shared.acquire(self._key, lambda: Fifos(made_in))
+        self._lease = _shared.lease(made_in, lambda: Fifos(made_in))
         self._capacity = problem.max_num_tokens
 
     @property
     def _fifos(self) -> Fifos:
-        assert self._held is not None, "called after destroy()"
-        return self._held
+        return self._lease.value
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
@@ -144,7 +142,7 @@ class TwoSidedDispatcher(PrepareAndFinalize):
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Send NaN rows, as other ranks may wait for this rank's rows."""
-        if self._held is not None:
+        if self._lease.held:
             y_RH = dispatched.x.new_full(
                 (self.max_rows(0), self.problem.hidden_size), float("nan"), dtype=self.problem.dtype
             )
@@ -156,13 +154,11 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         return self._fifos.ranks.size * self._capacity
 
     def buffer_bytes(self) -> int:
-        return 0 if self._held is None else self._held.nbytes
+        return self._fifos.nbytes if self._lease.held else 0
 
     def transient_bytes(self, num_tokens: int) -> int:
         rows = self.max_rows(num_tokens)
         return footprint.two_sided_transient(self.problem, num_tokens, rows, self._capacity)
 
     def destroy(self) -> None:
-        if self._held is not None:
-            self._held = None
-            _shared.release(self._key)
+        self._lease.release()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.errors import GroupMismatch, InvalidInput, PeerFailed
-from moekit.plugin import exchange
+from moekit.errors import BackendError, GroupMismatch, PeerFailed
+from moekit.plugin import CallBuffers, exchange, reason_of
 
 from .footprint import Layout
 
-_IN_FLIGHT = 2
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's interface.
+_ATOMICS = 3
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,6 @@ class Buffer:
     epoch: Tensor
     lost: Lost
     handle: Any = None
-    busy: bool = False
 
     @classmethod
     def of(cls, memory: Tensor, addresses: list[int], lost: Lost, handle: Any = None) -> Buffer:
@@ -91,12 +92,12 @@ class Buffer:
 
 
 class Buffers:
-    """One buffer for each in-flight call. All ranks take them in one order."""
+    """The buffers of a group's in-flight calls."""
 
     def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
         self.group, self.layout, self._device = group, layout, device
-        self._lost = Lost.of(group.size(), device)
-        self._buffers = [self._open()]
+        self.lost = Lost.of(group.size(), device)
+        self.calls = CallBuffers(self._open)
 
     def _open(self) -> Buffer:
         """Make a buffer that all ranks reach; collective."""
@@ -107,35 +108,19 @@ class Buffers:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         exchange("open a buffer", "", self.group)
-        return Buffer.of(memory, addresses, self._lost, handle)
+        return Buffer.of(memory, addresses, self.lost, handle)
 
     @property
     def nbytes(self) -> int:
-        return self.layout.nbytes * len(self._buffers)
+        return self.layout.nbytes * len(self.calls.all)
 
     def take(self) -> Buffer:
         """Return a buffer that no call uses. Collective where it must be made."""
-        self._lost.check()
-        buffer = next((s for s in self._buffers if not s.busy), None)
-        if buffer is None:
-            if len(self._buffers) == _IN_FLIGHT:
-                raise InvalidInput(
-                    f"{_IN_FLIGHT} calls are in flight, and this would be one more: take the "
-                    "result of one first"
-                )
-            cuda = self._device.type == "cuda"
-            if cuda and torch.cuda.is_current_stream_capturing():
-                raise InvalidInput(
-                    "a second call in flight needs a second buffer, which cannot be made while a "
-                    "graph is captured: have two calls in flight once before capturing"
-                )
-            buffer = self._open()
-            self._buffers.append(buffer)
-        buffer.busy = True
-        return buffer
+        self.lost.check()
+        return self.calls.take()
 
     def free(self) -> None:
-        self._buffers.clear()
+        self.calls.all.clear()
 
 
 def open_memory(
@@ -143,18 +128,34 @@ def open_memory(
 ) -> tuple[Tensor, list[int], Any]:
     """Return memory (nbytes,) uint8, all ranks' addresses of theirs, and what keeps them valid.
 
-    Collective. Raises GroupMismatch on all ranks if some cannot reach each other's memory.
+    Collective. Raises GroupMismatch on all ranks if some cannot reach each other's memory, and
+    BackendError if some have too little.
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    with _shared_devices(_meet(group, device)):
-        memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    _meet(group, device)
+    memory, fault = torch.empty(0), ""
+    with _variables(_TORCH):
+        try:
+            memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # the other ranks would wait for this one's address
+            fault = reason_of(error)
+        faults = [
+            f"rank {rank}: {said}"
+            for rank, said in enumerate(exchange("allocate a buffer", fault, group))
+            if said
+        ]
+        if faults:
+            raise BackendError(
+                f"every rank needs {nbytes:,} bytes of symmetric memory, and some have none: "
+                f"{'; '.join(faults)}; lower max_num_tokens"
+            )
         handle = symmetric.rendezvous(memory, group)
     return memory, list(handle.buffer_ptrs), handle
 
 
-def _meet(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether ranks share a GPU. Raises GroupMismatch unless all reach each other."""
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise GroupMismatch unless all ranks reach each other's memory."""
     mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
     ranks = [json.loads(said) for said in exchange("say where ranks are", json.dumps(mine), group)]
     hosts = [host for host, _ in ranks]
@@ -168,31 +169,45 @@ def _meet(group: dist.ProcessGroup, device: torch.device) -> bool:
     apart = [
         rank
         for rank, (_, uuid) in enumerate(ranks)
-        if uuid != mine[1]
-        and uuid in here
-        and not torch.cuda.can_device_access_peer(index, here.index(uuid))
+        if uuid != mine[1] and uuid in here and not _reaches(index, here.index(uuid))
     ]
     faults = [
-        f"the GPU of rank {rank} cannot reach the memory of the GPUs of ranks {said}"
+        f"the GPU of rank {rank} cannot reach the memory of the GPUs of ranks {said}, or not with "
+        "the atomic operations that NVLink has and PCIe lacks"
         for rank, said in enumerate(exchange("say which ranks are in reach", str(apart), group))
         if said != "[]"
     ]
     if faults:
         raise GroupMismatch("; ".join(faults) + "; use 'naive', which needs no such access")
-    return len({uuid for _, uuid in ranks}) < len(ranks)
+
+
+def _reaches(mine: int, other: int) -> bool:
+    """Return whether a GPU can access another one's memory, atomically too."""
+    if not torch.cuda.can_device_access_peer(mine, other):
+        return False
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
+    except (OSError, AttributeError):  # it cannot be asked
+        return True
+    value = ctypes.c_int(1)
+    return ask(ctypes.byref(value), _ATOMICS, mine, other) != 0 or value.value != 0
+
+
+# Torch would refuse ranks that share a GPU, and ranks that each see one GPU only, and set up
+# multicast, which some hosts announce and lack.
+_TORCH = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 @contextmanager
-def _shared_devices(shared: bool) -> Iterator[None]:
-    """Let torch's symmetric memory take ranks that share a GPU, which run in turns."""
-    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    before = os.environ.get(name)
-    if shared:
-        os.environ[name] = "1"
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and put back what they were."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if shared and before is None:
-            del os.environ[name]
-        elif shared:
-            os.environ[name] = str(before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

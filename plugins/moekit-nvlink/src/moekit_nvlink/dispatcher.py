@@ -11,12 +11,14 @@ The host waits for nothing, so that a call can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moekit.errors import MoekitError
 from moekit.plugin import (
     Dispatched,
     MoEProblem,
@@ -47,11 +49,13 @@ class _Dispatcher(PrepareAndFinalize):
 
     Experts may be sliced over ``tp_size`` consecutive ranks, and consecutive ranks may hold the
     same tokens. Buffers are shared by all layers of the same group and sizes, and a second one is
-    made when two calls are in flight: construction and that growth are collective. All calls on
-    shared buffers belong on one stream.
+    made when two calls are in flight: construction and that growth are collective. Calls run in the
+    order of their launches, on whichever streams. Replay no CUDA graph between the dispatch and the
+    combine of another call.
 
     Where a rank does not come to a call for about 100 seconds, the output is NaN, and the next call
-    raises PeerFailed, which names that rank; checked kernels find out before.
+    raises PeerFailed, which names that rank. Where a rank refuses its input, the output is NaN on
+    all ranks, and the next call is right. Checked kernels raise before.
     """
 
     _transfers: ClassVar[type[Transfer]]
@@ -69,9 +73,8 @@ class _Dispatcher(PrepareAndFinalize):
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.num_sms = settings.programs
-        self._key = (tuple(dist.get_process_group_ranks(made_in)), layout, device.index)
-        self._held: Buffers | None = _shared.acquire(
-            self._key, lambda: Buffers(made_in, layout, device)
+        self._lease = _shared.lease(
+            (made_in, layout, device.index), lambda: Buffers(made_in, layout, device)
         )
 
     # -- calls ------------------------------------------------------------------------------
@@ -87,14 +90,13 @@ class _Dispatcher(PrepareAndFinalize):
             x, scale = quantize(x_TH, (routing.topk_ids >= 0).any(dim=1) if shared else None)
             # A scale of the whole tensor differs between ranks: it travels with every token.
             scale = scale.float().expand(len(x_TH), scale.shape[-1]).contiguous()
-        assert self._held is not None, "called after destroy()"
-        buffer = self._held.take()
+        buffer = self._lease.value.take()
         try:
             steps, arrived = self._transfer.send(buffer, x, scale, routing)
             for step in steps:
                 step()
         except BaseException:
-            buffer.busy = False
+            self._lease.value.calls.give_back(buffer)
             raise
         return Pending.ready(arrived)
 
@@ -112,7 +114,7 @@ class _Dispatcher(PrepareAndFinalize):
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Tell the other ranks that this rank is done: they wait for it before their next call."""
-        if self._held is None:
+        if not self._lease.held:
             return
         call: Call = dispatched.handle
         self.output(dispatched).fill_(float("nan"))
@@ -120,11 +122,26 @@ class _Dispatcher(PrepareAndFinalize):
                               device=call.places.device)  # fmt: skip
         self._gather(call, nothing)
 
+    def abort(self, reason: str) -> None:
+        """Take part in the call without tokens, and make it NaN on all ranks: none waits."""
+        if not self._lease.held:
+            return
+        p, lost = self.problem, self._lease.value.lost.flags
+        ids = torch.empty((0, p.top_k), dtype=torch.int32, device=lost.device)
+        x = torch.empty((0, p.hidden_size), dtype=p.dtype, device=lost.device)
+        with suppress(MoekitError):  # the caller's own error matters
+            tokens = self.prepare(x, Routing(ids.float(), ids), None).result()
+            lost[:1].fill_(1)
+            self.abandon(tokens)
+            torch.amax(lost[1:], 0, keepdim=True, out=lost[:1])
+
     def _gather(self, call: Call, out_TH: Tensor) -> None:
         out = out_TH if out_TH.stride(1) == 1 else torch.empty_like(out_TH).contiguous()
+        calls = self._lease.value.calls
+        calls.keep_order()
         for step in self._transfer.gather(call, out):
             step()
-        call.buffer.busy = False
+        calls.give_back(call.buffer)
         if out is not out_TH:
             out_TH.copy_(out)
 
@@ -135,15 +152,13 @@ class _Dispatcher(PrepareAndFinalize):
         return layout.slots if layout.batched else layout.rows
 
     def buffer_bytes(self) -> int:
-        return 0 if self._held is None else self._held.nbytes
+        return self._lease.value.nbytes if self._lease.held else 0
 
     def transient_bytes(self, num_tokens: int) -> int:
         return transient_bytes(self.problem, num_tokens, self._transfers.batched)
 
     def destroy(self) -> None:
-        if self._held is not None:
-            self._held = None
-            _shared.release(self._key)
+        self._lease.release()
 
 
 class HighThroughputDispatcher(_Dispatcher):

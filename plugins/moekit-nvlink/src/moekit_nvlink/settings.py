@@ -27,10 +27,14 @@ class Settings:
         """Return the settings of the environment. Raises InvalidInput."""
         combine = os.environ.get(COMBINE_VARIABLE, "pull").strip().lower()
         if combine not in ("push", "pull"):
-            raise InvalidInput(f"{COMBINE_VARIABLE}={combine!r}: expected 'push' or 'pull'")
+            raise InvalidInput(
+                f"{COMBINE_VARIABLE}={combine!r}: expected 'pull' or 'push'; set one of them on "
+                "all ranks, or unset the variable for 'pull'"
+            )
         programs = os.environ.get(PROGRAMS_VARIABLE, str(cls.programs)).strip()
         if not (programs.isdecimal() and 1 <= int(programs) <= _MOST_PROGRAMS):
             raise InvalidInput(
-                f"{PROGRAMS_VARIABLE}={programs!r}: expected a number from 1 to {_MOST_PROGRAMS}"
+                f"{PROGRAMS_VARIABLE}={programs!r}: expected a number from 1 to {_MOST_PROGRAMS}; "
+                f"set one, or unset the variable for {cls.programs}"
             )
         return cls(combine == "push", int(programs))

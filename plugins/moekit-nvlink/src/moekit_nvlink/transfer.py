@@ -53,7 +53,8 @@ class Tile:
     stages: int = 1
 
     few, few_programs = 512, 128
-    step_bytes, shared_bytes = 32768, 163840
+    # Triton keeps one step less in shared memory, of which a block has 99 KB at least (8.6, 8.9).
+    step_bytes, shared_bytes = 32768, 147456
 
     @classmethod
     def of_dispatch(cls, tokens: int, words: int, most: int) -> Tile:
@@ -86,7 +87,8 @@ class Tile:
         widest = triton.next_power_of_2(columns)
         if tokens <= cls.few:
             share = triton.next_power_of_2(max(1, tokens * columns // cls.few_programs))
-            tile = min(max(share, 1024), 8192, widest)
+            # More rows in wider steps take more registers than 16 warps have.
+            tile = min(max(share, 1024), 8192 if entries <= 16 else 4096, widest)
             steps = max(1, tokens * -(-columns // tile))
             return cls(min(steps, cls.few_programs), 1, tile, 8 if tile <= 4096 else 16)
         tile = min(1024, widest)
@@ -278,5 +280,6 @@ def _first_experts(arrived: Dispatched, experts: int) -> Dispatched:
 
 def _words(x: Tensor, otherwise: Tensor) -> tuple[Tensor, int]:
     """Return x as 4-byte words, or a tensor that nothing reads where x is empty; words of a row."""
+    x = x.clone() if x.data_ptr() % 4 else x
     return (x.view(torch.uint8).view(torch.int32) if len(x) else otherwise,
             x.shape[1] * x.itemsize // 4)  # fmt: skip

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import BackendError, PeerFailed
-from moekit.plugin import Agreement, SharedBuffers, exchange
+from moekit.plugin import Agreement, CallBuffers, SharedBuffers, exchange
 
 from .layout import Layout, Wire
 
@@ -52,13 +52,11 @@ class Lanes:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Create no lane yet; ``library`` is the class AllToAll."""
+        """Create the first lane; collective. ``library`` is the class AllToAll."""
         self._library, self._group, self._layout, self._wire = library, group, layout, wire
         self._dtype, self._device = dtype, device
         self._agreement = Agreement(group, _PATIENCE)
-        self._all: list[Lane] = []
-        self._idle: list[Lane] = []
-        self._stream: torch.cuda.Stream | None = None
+        self.calls = CallBuffers(self._make, most=None)
 
     @property
     def lane_bytes(self) -> int:
@@ -66,59 +64,27 @@ class Lanes:
 
     @property
     def nbytes(self) -> int:
-        return len(self._all) * self.lane_bytes
-
-    def take(self) -> Lane:
-        """Return an idle lane or a new one.
-
-        Raises:
-            BackendError: The free memory of a rank is too small.
-        """
-        if self._idle:
-            return self._idle.pop()
-        lane = self._make()
-        self._all.append(lane)
-        return lane
-
-    def give_back(self, lane: Lane) -> None:
-        """Return a lane after the launch of its call's last kernel."""
-        self._idle.append(lane)
-
-    def keep_order(self) -> None:
-        """Make later launches run after earlier ones, on whichever streams they are.
-
-        The library's kernels fill the GPU and wait for other ranks, so two ranks that run two
-        kernels in different orders would wait for each other forever.
-        """
-        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return
-        stream = torch.cuda.current_stream()
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        return len(self.calls.all) * self.lane_bytes
 
     def free(self) -> None:
         """Free all lanes. Collective, with a short timeout for ranks that failed."""
-        if not self._all:
-            return
         finished = self._finished()
         try:
             self._agreement.agree("free pplx's buffers", None if finished else "its GPU hangs")
         except (PeerFailed, RuntimeError) as error:
             logger.warning("freeing pplx's buffers without the other ranks: %s", error)
-        for each in (each for lane in self._all for each in lane.objects):
+        for each in (each for lane in self.calls.all for each in lane.objects):
             if finished:
                 each.destroy()
             else:  # freeing would wait for the GPU; the end of the process frees
                 each.destroy = _nothing
-        self._all.clear()
-        self._idle.clear()
+        self.calls.all.clear()
 
     def _finished(self) -> bool:
         """Return whether the GPU finishes in time; a kernel may wait for a rank that has ended."""
         if self._device.type != "cuda":
             return True
-        streams = [torch.cuda.current_stream(), self._stream or torch.cuda.current_stream()]
+        streams = [now := torch.cuda.current_stream(), self.calls.stream or now]
         deadline = time.monotonic() + _PATIENCE
         while not all(stream.query() for stream in streams):
             if time.monotonic() > deadline:
@@ -145,8 +111,7 @@ class Lanes:
             for _ in range(at.rounds)
         )
         shape = (at.slabs, at.slab_rows, at.hidden_size)
-        with torch.inference_mode(False):  # later calls may be outside of it
-            y_SCH = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        y_SCH = torch.zeros(shape, dtype=self._dtype, device=self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         # No rank may write to memory that its owner is still clearing.
@@ -159,8 +124,8 @@ class Lanes:
             return
         if torch.cuda.is_current_stream_capturing():
             raise BackendError(
-                f"all {len(self._all)} sets of pplx buffers are in use, and none can be created "
-                "while a CUDA graph is captured: run the same calls once before (kernel.warmup)"
+                "pplx's buffers cannot be created while a CUDA graph is captured: run the same "
+                "calls once before (kernel.warmup)"
             )
         needed, (free, _) = self.lane_bytes, torch.cuda.mem_get_info()
         if free < needed:

@@ -97,7 +97,7 @@ class PplxDispatcher(PrepareAndFinalize):
         wire = Wire(at.hidden_size * x.itemsize, 0 if scale_TS is None else scale_TS.shape[1])
         ids, weights = translate(routing, self._destinations, p.num_physical_experts)
         lanes = self._lanes_for(wire)
-        call = _Call(lanes, lanes.take(), ids, weights)
+        call = _Call(lanes, lanes.calls.take(), ids, weights)
         counts = torch.empty(at.slabs, dtype=torch.int32, device=x.device)
         x_SCH = x.new_empty((at.slabs, at.slab_rows, at.hidden_size))
         scale_SCG = None
@@ -105,7 +105,7 @@ class PplxDispatcher(PrepareAndFinalize):
             scale_SCG = x.new_empty((*x_SCH.shape[:2], scale_columns(groups)), dtype=torch.float32)
 
         def dispatch(send: bool) -> None:
-            lanes.keep_order()
+            lanes.calls.keep_order()
             for part, each in zip(at.parts(x.shape[0]), call.lane.objects, strict=True):
                 each.dispatch(
                     counts,
@@ -180,7 +180,7 @@ class PplxDispatcher(PrepareAndFinalize):
         # Rounds overlap if all send before any waits; a single round takes one launch.
         steps = ((True, True),) if self._layout.rounds == 1 else ((True, False), (False, True))
         parts = self._layout.parts(out.shape[0])
-        call.lanes.keep_order()
+        call.lanes.calls.keep_order()
         for send, receive in steps:
             for part, each in zip(parts, call.lane.objects, strict=True):
                 each.combine(
@@ -192,7 +192,7 @@ class PplxDispatcher(PrepareAndFinalize):
                     do_send=send,
                     do_recv=receive,
                 )
-        call.lanes.give_back(call.lane)
+        call.lanes.calls.give_back(call.lane)
 
     def _lanes_for(self, wire: Wire) -> Lanes:
         assert self.group is not None

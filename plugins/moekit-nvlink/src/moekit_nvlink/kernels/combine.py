@@ -2,8 +2,8 @@
 
 Pull: ranks say that their experts are done, and each rank reads its tokens' rows from the others.
 Push: each rank writes the rows of its experts to the ranks of their tokens (``back``), and says
-that they are there; then each rank reads its own memory alone. The rows are read and written once
-more, and on two H200 that took longer than pull.
+that they are there; then each rank reads its own memory alone. That is one kernel more, which reads
+and writes every row once more: on two H200 push took longer than pull at every number of programs.
 
 LISTED: the rows of a token are one for each of its K assignments (`nvlink_ll`), with weights, and
 not one for each share of the experts (`nvlink_ht`).
