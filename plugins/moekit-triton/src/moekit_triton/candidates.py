@@ -52,7 +52,7 @@ def attempts(problem: MoEProblem, rows: int, *, token_tiles: bool = False) -> It
     if sort:
         for tile in _sorted_tiles(p, wide, token_tiles):
             yield Attempt("gemm_1", Copied(tile, tile))
-            if tile.specialized and not tile.swapped and p.quant.weight is None:
+            if tile.specialized and not tile.token_tile and p.quant.weight is None:
                 yield Attempt("gemm_1", CopiedAhead(tile, tile))
         for tile in _sorted_tiles(p, 1, token_tiles):
             yield Attempt("gemm_2", Copied(tile, tile))

@@ -92,7 +92,7 @@ class Planner:
     def tiles(self, per_expert: float, *, sort: bool) -> TilePlan:
         """Return the plan by tiles for so many rows per expert. sort: expert-sorted if faster."""
         plan = self._tiles(per_expert, sort)
-        return plan if specializable(self._problem) else _without_specialized(plan)
+        return plan if specializable(self._problem) else plan.unspecialized()
 
     def _tiles(self, per_expert: float, sort: bool) -> TilePlan:
         p = self._problem
@@ -107,8 +107,7 @@ class Planner:
         # Tiles for 16 bits also serve gathered rows; those for fp8 blocks do not.
         if p.quant.weight is not None:
             return heuristic(p, per_expert)
-        plain = _without_specialized(plan) if plan.first.swapped or plan.second.swapped else plan
-        return Gathered(plain.first, plain.second, True)
+        return plan.gathered()
 
 
 def choose_plan(
@@ -165,26 +164,6 @@ def _nearest(
     if isinstance(plan, Gathered):
         plan = replace(plan, fused=plan.fused and fusable(problem, plan.first.block_n))
     return plan
-
-
-def _without_specialized(plan: TilePlan) -> TilePlan:
-    """Replace specialized tiles by the nearest others."""
-    first, second = _unspecialized(plan.first, 128), _unspecialized(plan.second, 256)
-    if isinstance(plan, (CopiedAhead, Joined)):
-        return Copied(first, second)
-    return replace(plan, first=first, second=second)
-
-
-def _unspecialized(tile: GemmConfig, block_n: int) -> GemmConfig:
-    """With a gate (block_n below 256), registers are too few for persistence. block_n: of a tile
-    that is not swapped."""
-    if not tile.specialized:
-        return tile
-    block_n = block_n if tile.swapped else tile.block_n
-    wide = block_n == 256
-    return replace(
-        tile, block_n=block_n, specialized=False, swapped=False, persistent=wide, halves=not wide
-    )
 
 
 # -- a few tokens -------------------------------------------------------------------------------

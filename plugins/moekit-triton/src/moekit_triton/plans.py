@@ -21,7 +21,7 @@ included), L local experts, C capacity, H hidden size, I intermediate size, N = 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -113,20 +113,31 @@ class _Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _TwoGemms(_Plan):
+class _Tiles(_Plan):
+    """A plan with a tile for each GEMM."""
+
+    first: GemmConfig
+    second: GemmConfig
+
+    @property
+    def block_m(self) -> int:
+        return self.first.block_m
+
+    def unspecialized(self) -> TilePlan:
+        """Return the plan with the nearest tiles that need no specialized warps."""
+        first, second = self.first.unspecialized(128), self.second.unspecialized(256)
+        return replace(self, first=first, second=second)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _TwoGemms(_Tiles):
     """Both GEMMs by `kernels.gemm`.
 
     fused: GEMM 1 applies the activation, and quantizes its result where groups or a static scale
     allow it; otherwise another kernel does.
     """
 
-    first: GemmConfig
-    second: GemmConfig
     fused: bool
-
-    @property
-    def block_m(self) -> int:
-        return self.first.block_m
 
     def gemm_1(self, call: Call | BatchedCall, operands: _Operands) -> None:
         """Compute GEMM 2's input from x: GEMM 1 and the activation."""
@@ -283,16 +294,17 @@ class _SortedOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sorted(_Plan):
+class Sorted(_Tiles):
     """GEMM 1 gathers tokens and stores expert-sorted rows; GEMM 2 reads them by descriptors."""
 
     kind: ClassVar[str] = "sorted"
-    first: GemmConfig
-    second: GemmConfig
 
-    @property
-    def block_m(self) -> int:
-        return self.first.block_m
+    def gathered(self) -> Gathered:
+        """Return the plan that gathers rows with these tiles, of 16 bits; tiles of tokens are
+        replaced, since they need expert-sorted rows."""
+        of_tokens = self.first.token_tile or self.second.token_tile
+        plan = self.unspecialized() if of_tokens else self
+        return Gathered(plan.first, plan.second, True)
 
     @property
     def specialized(self) -> bool:
@@ -397,6 +409,11 @@ class Copied(Sorted):
 
     kind: ClassVar[str] = "copied"
 
+    def unspecialized(self) -> Copied:
+        """Return the plan with the nearest tiles that need no specialized warps, in two launches
+        after the copy."""
+        return Copied(self.first.unspecialized(128), self.second.unspecialized(256))
+
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Copy x, then compute GEMM 2's input."""
         o = operands
@@ -439,14 +456,14 @@ class Joined(Copied):
         # A block's y overwrites its x only after the last read of x.
         tensors = o.x_SH, call.weights["w13"], o.a_SI, call.weights["w2"], o.y_SH, o.aligned
         options = self.first, self.second, call.ids_RK.numel(), o.num_sms, call.early_weights
-        if (tiles := o.tiles[0]) is not None:
+        if o.tiles[0] is None:  # Gluon: only where it is known
+            from .kernels.specialized_block import specialized_block
+
+            specialized_block(*tensors, *options)
+        else:
             from .kernels.specialized_tokens_block import specialized_tokens_block
 
-            specialized_tokens_block(*tensors, tiles, *options)
-            return
-        from .kernels.specialized_block import specialized_block  # Gluon: only where it is known
-
-        specialized_block(*tensors, *options)
+            specialized_tokens_block(*tensors, o.tiles[0], *options)
 
     def gemm_2(self, call: Call, operands: _SortedOperands) -> None:
         """Do nothing: `gemm_1` computes both GEMMs."""
@@ -460,6 +477,15 @@ TilePlan = Gathered | Sorted
 _SORTED = {plan.kind: plan for plan in (Sorted, Copied, CopiedAhead, Joined)}
 
 
+def joinable(first: GemmConfig, second: GemmConfig) -> bool:
+    """Return whether one launch can compute both GEMMs with these specialized tiles; tiles of
+    tokens if both are, of 256 weight rows."""
+    if first.token_tile or second.token_tile:
+        wide = (first.block_n, second.block_n) == (128, 256)
+        return first.token_tile and second.token_tile and wide
+    return first.specialized and second.specialized
+
+
 def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     """Make a plan of a tuned table's record. Raises ValueError for one that cannot be read."""
     kind = values["kind"]
@@ -468,12 +494,11 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     first, second = gemm_config(values["first"]), gemm_config(values["second"])
     if first.block_m != second.block_m:
         raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
-    swapped = [tile for tile in (first, second) if tile.specialized and tile.swapped]
-    if swapped and kind not in (Copied.kind, Joined.kind):
-        raise ValueError(f"specialized swapped tiles are for kind='copied', not {kind!r}")
-    joinable = len(swapped) == 2 and (first.block_n, second.block_n) == (128, 256)
-    if swapped and kind == Joined.kind and not joinable:
-        raise ValueError("kind='joined' needs swapped tiles of 256 weight rows, or none")
+    if first.token_tile or second.token_tile:
+        if kind not in (Copied.kind, Joined.kind):
+            raise ValueError(f"specialized swapped tiles are for kind='copied', not {kind!r}")
+        if kind == Joined.kind and not joinable(first, second):
+            raise ValueError("kind='joined' needs swapped tiles of 256 weight rows, or none")
     if kind == Gathered.kind:
         return Gathered(first, second, bool(values["fused"]))
     return _SORTED[kind](first, second)

@@ -25,7 +25,7 @@ from moekit.plugin import MoEProblem, PackedWeights
 from .calls import Buffers, Call, Layer
 from .candidates import Attempt, Step, attempts, variations
 from .heuristics import workspace
-from .plans import Copied, Gathered, Joined, Sorted, TilePlan
+from .plans import Copied, Gathered, Joined, Sorted, TilePlan, joinable
 
 # Microseconds above which a launch's own time is small beside the kernel's.
 _LONG = 200.0
@@ -216,10 +216,11 @@ class Search:
             if firsts[0].us + seconds[0].us < _CLOSE * fastest
             for first, second in itertools.product(firsts[:_FINALISTS], seconds[:_FINALISTS])
         ]
+        plain = self._case.problem.quant.weight is None
         return finalists + [
             (Joined(plan.first, plan.second), first, second)
             for plan, first, second in finalists
-            if type(plan) is Copied and joinable(self._case.problem, plan)
+            if plain and type(plan) is Copied and joinable(plan.first, plan.second)
         ]
 
     def _together(self, plans: Sequence[TilePlan]) -> list[float]:
@@ -228,16 +229,6 @@ class Search:
         for plan in plans:
             timer.add(self._case.launches(plan, "gemm_1", "gemm_2"))
         return timer.microseconds(_STABLE, 5)
-
-
-def joinable(problem: MoEProblem, plan: Sorted) -> bool:
-    """Return whether both GEMMs can run in one launch."""
-    if problem.quant.weight is not None:
-        return False
-    tiles = plan.first, plan.second
-    if any(tile.swapped for tile in tiles):  # both have tiles of 256 weight rows
-        return all(tile.swapped for tile in tiles) and [t.block_n for t in tiles] == [128, 256]
-    return all(tile.specialized for tile in tiles)
 
 
 def _tile(step: Step, plan: TilePlan) -> Any:

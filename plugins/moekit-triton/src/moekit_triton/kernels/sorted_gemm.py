@@ -10,6 +10,7 @@ not mix, output by assignment has none, and those of expert-sorted output become
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import (
+    SCALE_GROUP,
     Activation,
     activate,
     activate_gated,
@@ -45,6 +47,56 @@ class Scales:
     out_GS: torch.Tensor | None = None
 
 
+class SortedOperands(NamedTuple):
+    """The arguments of `sorted_gemm` for specialized tiles, whose kernels store undefined rows for
+    padding. gated: w holds gate and up, and the result is silu(gate) * up."""
+
+    a_SK: torch.Tensor
+    w_LNK: torch.Tensor
+    out: torch.Tensor
+    aligned: SortedAssignments
+    config: GemmConfig
+    num_assignments: int
+    num_sms: int
+    gated: bool
+    weights_RK: torch.Tensor | None
+    scales: Scales | None
+    x_RK: torch.Tensor | None
+    token_tiles: torch.Tensor | None
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Check shapes and layouts, and return L, the rows of w, N and K."""
+        num_experts, w_rows, k = self.w_LNK.shape
+        n, capacity = w_rows // 2 if self.gated else w_rows, self.aligned.capacity
+        assert self.a_SK.shape == (capacity, k) and self.out.shape == (capacity, n)
+        assert self.w_LNK.is_contiguous() and (self.weights_RK is None or not self.gated)
+        if self.scales is not None:
+            w, a_GS, out_GS = self.scales.w, self.scales.a_GS, self.scales.out_GS
+            groups = triton.cdiv(k, SCALE_GROUP)
+            assert a_GS.shape == (groups, capacity) and a_GS.is_contiguous() and k % 16 == 0
+            assert w.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
+            assert w.is_contiguous() and groups * capacity < 2**31 and w.numel() < 2**31
+            if self.gated:
+                assert n % SCALE_GROUP == 0 and out_GS is not None and out_GS.is_contiguous()
+                assert out_GS.shape == (n // SCALE_GROUP, capacity)
+        return num_experts, w_rows, n, k
+
+    def launch(self) -> None:
+        """Launch the kernel that serves the tile and the scales. Gluon: only where it is known."""
+        if self.config.token_tile:
+            assert self.x_RK is None and self.token_tiles is not None
+            if self.scales is None:
+                from .specialized_tokens import specialized_tokens_gemm as gemm
+            else:
+                from .specialized_tokens_fp8 import specialized_tokens_fp8_gemm as gemm
+        elif self.scales is None:
+            from .specialized import specialized_gemm as gemm
+        else:
+            assert self.x_RK is None
+            from .specialized_fp8 import specialized_fp8_gemm as gemm
+        gemm(self)
+
+
 def sorted_gemm(
     a_SK: torch.Tensor,
     w_LNK: torch.Tensor,
@@ -71,8 +123,9 @@ def sorted_gemm(
         a_SK: (capacity, K), 16 bits with rows of whole 16 bytes; e4m3 with ``scales``.
         w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
         out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
-        aligned: the sorted assignments.
-        config: the tile.
+        aligned: the sorted assignments; with counters for halves, tiles of tokens and ``x_RK``.
+        config: the tile. Specialized tiles are BLOCK_M x COLUMNS or `token_sizes`, and of the rest
+            only group_m and halves count.
         num_assignments: what ``aligned.assignments_S`` holds for padding.
         num_sms: programs of a persistent or specialized tile.
         bias_LN: (L, rows of w).
@@ -82,35 +135,18 @@ def sorted_gemm(
         by_assignment: store by assignment.
         scales: of e4m3, specialized only.
         x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
-        token_tiles: the list of `list_token_tiles`; for specialized swapped tiles.
+        token_tiles: the list of `list_token_tiles` for a tile of tokens, with ``aligned.ends_L``.
     """
     assert weights_RK is None or (activation is None and (by_assignment or config.specialized))
     assert weights_RK is None or weights_RK.is_contiguous()
     if config.specialized:
-        gated = activation is not None
         assert bias_LN is None and not by_assignment
         assert activation is None or (activation.name == "silu" and activation.gated)
         assert activation is None or activation.limit is None
-        options = aligned, config, num_assignments, num_sms
-        if config.swapped:
-            assert x_RK is None and token_tiles is not None
-            _token_tiles_gemm(
-                a_SK, w_LNK, out, scales, aligned, token_tiles, *options[1:], gated, weights_RK
-            )
-        elif scales is None:
-            from .specialized import specialized_gemm
-
-            specialized_gemm(
-                a_SK, w_LNK, out, *options, gated=gated, x_RK=x_RK, weights_RK=weights_RK
-            )
-        else:
-            assert x_RK is None
-            from .specialized_fp8 import specialized_fp8_gemm
-
-            specialized_fp8_gemm(
-                a_SK, scales.a_GS, w_LNK, scales.w, out, *options,
-                out_scale_GS=scales.out_GS if gated else None, weights_RK=weights_RK,
-            )  # fmt: skip
+        SortedOperands(
+            a_SK, w_LNK, out, aligned, config, num_assignments, num_sms, activation is not None,
+            weights_RK, scales, x_RK, token_tiles,
+        ).launch()  # fmt: skip
         return
     assert scales is None and x_RK is None, "only specialized tiles take these"
     num_experts, w_rows, k = w_LNK.shape
@@ -139,33 +175,6 @@ def sorted_gemm(
         PERSISTENT=config.persistent, HALVES=config.halves,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-
-
-def _token_tiles_gemm(
-    a_SK: torch.Tensor,
-    w_LNK: torch.Tensor,
-    out_SN: torch.Tensor,
-    scales: Scales | None,
-    aligned: SortedAssignments,
-    tiles: torch.Tensor,
-    config: GemmConfig,
-    num_assignments: int,
-    num_sms: int,
-    gated: bool,
-    weights_RK: torch.Tensor | None,
-) -> None:
-    options = aligned, tiles, config, num_assignments, num_sms
-    if scales is None:
-        from .specialized_tokens import specialized_tokens_gemm
-
-        specialized_tokens_gemm(a_SK, w_LNK, out_SN, *options, gated=gated, weights_RK=weights_RK)
-        return
-    from .specialized_tokens_fp8 import specialized_tokens_fp8_gemm
-
-    specialized_tokens_fp8_gemm(
-        a_SK, scales.a_GS, w_LNK, scales.w, out_SN, *options,
-        out_scale_GS=scales.out_GS if gated else None, weights_RK=weights_RK,
     )  # fmt: skip
 
 

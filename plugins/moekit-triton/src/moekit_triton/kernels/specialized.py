@@ -19,9 +19,7 @@ Padding rows may hold anything: rows do not mix, and their results are undefined
 
 from __future__ import annotations
 
-import torch
 import triton
-from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .tiles import GemmConfig
+from .sorted_gemm import SortedOperands
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -66,54 +64,26 @@ _COPIERS = gl.constexpr(3)
 _COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # count of a copied block: 128 per unit
 
 
-def specialized_gemm(
-    a_SK: torch.Tensor,
-    w_LNK: torch.Tensor,
-    out_SN: torch.Tensor,
-    aligned: SortedAssignments,
-    config: GemmConfig,
-    num_assignments: int,
-    num_sms: int,
-    *,
-    gated: bool = False,
-    x_RK: torch.Tensor | None = None,
-    weights_RK: torch.Tensor | None = None,
-) -> None:
+def specialized_gemm(g: SortedOperands) -> None:
     """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up.
 
-    Tiles are BLOCK_M x COLUMNS; of ``config`` only group_m and halves count. Padding rows become
-    undefined.
-
-    Args:
-        a_SK: (capacity, K), 16 bits, rows of whole 16 bytes. With ``x_RK``, written on the way.
-        w_LNK: (L, N, K), or (L, 2N, K) with a gate; a's dtype.
-        out_SN: (capacity, N), a's dtype.
-        aligned: the sorted assignments; with counters for halves or ``x_RK``.
-        config: the tile.
-        num_assignments: what ``aligned.assignments_S`` holds for padding.
-        num_sms: programs.
-        gated: whether w holds gate and up.
-        x_RK: (R, K): copied to ``a_SK`` as `copy_rows` does, ahead of the tiles that read it.
-        weights_RK: fp32 router weights; out[s] is multiplied by `weight_before`. Not gated.
+    With ``x_RK``, a is written on the way.
     """
-    num_experts, w_rows, k = w_LNK.shape
-    wide = 2 if gated else 1
-    n, capacity = w_rows // wide, aligned.capacity
-    assert a_SK.shape == (capacity, k) and out_SN.shape == (capacity, n)
-    assert aligned.block_m == BLOCK_M and w_LNK.is_contiguous()
+    num_experts, w_rows, n, k = g.sizes()
+    aligned, config, x_RK, wide = g.aligned, g.config, g.x_RK, 2 if g.gated else 1
+    assert aligned.block_m == BLOCK_M
     assert aligned.counters is not None or not config.halves and x_RK is None
-    assert weights_RK is None or not gated
     assert x_RK is None or x_RK.shape[1] == k and x_RK.stride(1) == 1
-    tiles = capacity // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
+    tiles = aligned.capacity // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
-        (min(tiles, num_sms),),
-        descriptor(a_SK, BLOCK_M, 64),
-        descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
-        descriptor(out_SN, BLOCK_M // 2, COLUMNS // 2),
-        x_RK, None if x_RK is None else a_SK, aligned.experts_B, aligned.assignments_S,
-        aligned.num_rows, aligned.counters, weights_RK, n, k, num_assignments, config.group_m,
-        *((1, 0) if x_RK is None else (num_assignments // len(x_RK), x_RK.stride(0))),
-        GATED=gated, HALVES=config.halves, COPY=x_RK is not None, num_warps=4,
+        (min(tiles, g.num_sms),),
+        descriptor(g.a_SK, BLOCK_M, 64),
+        descriptor(g.w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
+        descriptor(g.out, BLOCK_M // 2, COLUMNS // 2),
+        x_RK, None if x_RK is None else g.a_SK, aligned.experts_B, aligned.assignments_S,
+        aligned.num_rows, aligned.counters, g.weights_RK, n, k, g.num_assignments, config.group_m,
+        *((1, 0) if x_RK is None else (g.num_assignments // len(x_RK), x_RK.stride(0))),
+        GATED=g.gated, HALVES=config.halves, COPY=x_RK is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 import triton
-from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import QMAX, SCALE_GROUP, TINY
 from triton.experimental import gluon
@@ -25,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .tiles import GemmConfig
+from .sorted_gemm import SortedOperands
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -56,64 +55,22 @@ _QMAX = gl.constexpr(QMAX[torch.float8_e4m3fn])
 _TINY = gl.constexpr(TINY)
 
 
-def specialized_fp8_gemm(
-    a_SK: torch.Tensor,
-    a_scale_GS: torch.Tensor,
-    w_LNK: torch.Tensor,
-    w_scale_LBG: torch.Tensor,
-    out_SN: torch.Tensor,
-    aligned: SortedAssignments,
-    config: GemmConfig,
-    num_assignments: int,
-    num_sms: int,
-    *,
-    out_scale_GS: torch.Tensor | None = None,
-    weights_RK: torch.Tensor | None = None,
-) -> None:
-    """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; with ``out_scale_GS``,
-    silu(gate) * up, quantized by groups of 128 columns.
-
-    Tiles are BLOCK_M x COLUMNS; of ``config`` only group_m and halves count. Padding rows become
-    undefined.
-
-    Args:
-        a_SK: e4m3 (capacity, K), K a multiple of 16.
-        a_scale_GS: fp32 (ceil(K / 128), capacity).
-        w_LNK: e4m3 (L, rows of w, K).
-        w_scale_LBG: fp32 (L, ceil(rows of w / 128), ceil(K / 128)).
-        out_SN: 16 bits (capacity, rows of w), a multiple of 8; or e4m3 (capacity, half of them), a
-            multiple of 128, with ``out_scale_GS``.
-        aligned: the sorted assignments; with counters for halves.
-        config: the tile.
-        num_assignments: what ``aligned.assignments_S`` holds for padding.
-        num_sms: programs.
-        out_scale_GS: fp32 (N / 128, capacity), written.
-        weights_RK: fp32 router weights, without ``out_scale_GS``; out[s] is multiplied by
-            `weight_before`.
-    """
-    num_experts, w_rows, k = w_LNK.shape
-    gated = out_scale_GS is not None
-    wide = 2 if gated else 1
-    n, capacity, groups = w_rows // wide, aligned.capacity, triton.cdiv(k, SCALE_GROUP)
-    assert a_SK.shape == (capacity, k) and out_SN.shape == (capacity, n) and k % 16 == 0
-    assert a_scale_GS.shape == (groups, capacity) and a_scale_GS.is_contiguous()
-    assert w_scale_LBG.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
-    assert w_scale_LBG.is_contiguous() and w_LNK.is_contiguous() and aligned.block_m == BLOCK_M
-    assert groups * capacity < 2**31 and w_scale_LBG.numel() < 2**31
-    assert aligned.counters is not None or not config.halves
-    assert weights_RK is None or not gated
-    if gated:
-        assert n % SCALE_GROUP == 0 and out_scale_GS is not None
-        assert out_scale_GS.shape == (n // SCALE_GROUP, capacity) and out_scale_GS.is_contiguous()
-    tiles = capacity // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
+def specialized_fp8_gemm(g: SortedOperands) -> None:
+    """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up,
+    quantized by groups of 128 columns."""
+    num_experts, w_rows, n, k = g.sizes()
+    aligned, scales, capacity = g.aligned, g.scales, g.aligned.capacity
+    assert scales is not None and aligned.block_m == BLOCK_M
+    assert aligned.counters is not None or not g.config.halves
+    tiles = capacity // BLOCK_M * triton.cdiv(n, COLUMNS // (2 if g.gated else 1))
     _launch_gemm(
-        (min(tiles, num_sms),),
-        descriptor(a_SK, BLOCK_M // 2, SCALE_GROUP),
-        descriptor(w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
-        descriptor(out_SN, BLOCK_M // 2, COLUMNS // 4),
-        out_scale_GS, a_scale_GS, w_scale_LBG, aligned.experts_B, aligned.assignments_S,
-        aligned.num_rows, aligned.counters, weights_RK, n, k, capacity, num_assignments,
-        config.group_m, GATED=gated, HALVES=config.halves, num_warps=4,
+        (min(tiles, g.num_sms),),
+        descriptor(g.a_SK, BLOCK_M // 2, SCALE_GROUP),
+        descriptor(g.w_LNK.view(num_experts * w_rows, k), COLUMNS // 2, SCALE_GROUP),
+        descriptor(g.out, BLOCK_M // 2, COLUMNS // 4),
+        scales.out_GS if g.gated else None, scales.a_GS, scales.w, aligned.experts_B,
+        aligned.assignments_S, aligned.num_rows, aligned.counters, g.weights_RK, n, k, capacity,
+        g.num_assignments, g.config.group_m, GATED=g.gated, HALVES=g.config.halves, num_warps=4,
     )  # fmt: skip
 
 

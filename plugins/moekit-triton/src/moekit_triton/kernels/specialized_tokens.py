@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 import triton
-from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .sorted_gemm import SortedOperands
 from .specialized import STEP
-from .tiles import GemmConfig
 from .token_tiles import PIECE, most_tiles, token_sizes
 from .token_warps import BOX, load_tiles, on_least_tokens, token_stages
 from .warps import (
@@ -51,55 +50,28 @@ _PART = gl.constexpr(32)  # tokens of a store
 _BLOCK = gl.constexpr(BLOCK_M)
 
 
-def specialized_tokens_gemm(
-    a_SK: torch.Tensor,
-    w_LNK: torch.Tensor,
-    out_SN: torch.Tensor,
-    aligned: SortedAssignments,
-    tiles: torch.Tensor,
-    config: GemmConfig,
-    num_assignments: int,
-    num_sms: int,
-    *,
-    gated: bool = False,
-    weights_RK: torch.Tensor | None = None,
-) -> None:
+def specialized_tokens_gemm(g: SortedOperands) -> None:
     """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up.
 
-    Of ``config`` only block_n and group_m count. Padding rows become undefined.
-
-    Args:
-        a_SK: (capacity, K), 16 bits, rows of whole 16 bytes.
-        w_LNK: (L, N, K), or (L, 2N, K) with a gate, N a multiple of 8; a's dtype.
-        out_SN: (capacity, N), a's dtype.
-        aligned: the sorted assignments, with counters.
-        tiles: the list of `list_token_tiles`, for `token_sizes` of the tile.
-        config: the tile.
-        num_assignments: what ``aligned.assignments_S`` holds for padding.
-        num_sms: programs.
-        gated: whether w holds gate and up.
-        weights_RK: fp32 router weights; out[s] is multiplied by `weight_before`. Not gated.
+    N is a multiple of 8.
     """
-    num_experts, w_rows, k = w_LNK.shape
-    wide = 2 if gated else 1
-    n, capacity, weights = w_rows // wide, aligned.capacity, config.block_n * wide
-    sizes = token_sizes(config, gated)
-    assert sizes is not None and sizes.rest == _REST.value
-    tokens = sizes.tokens
-    assert a_SK.shape == (capacity, k) and out_SN.shape == (capacity, n)
-    assert aligned.block_m % BOX.value == 0 and w_LNK.is_contiguous() and tokens in (128, 256)
-    assert aligned.counters is not None and (weights_RK is None or not gated) and n % 8 == 0
-    most = most_tiles(num_assignments, num_experts, tokens)
-    if gated:
-        w = alternating(w_LNK, weights)
+    num_experts, w_rows, n, k = g.sizes()
+    aligned, config, sizes = g.aligned, g.config, token_sizes(g.config, g.gated)
+    weights = config.block_n * (2 if g.gated else 1)
+    assert sizes is not None and sizes.rest == _REST.value and sizes.tokens in (128, 256)
+    assert aligned.block_m % BOX.value == 0 and aligned.counters is not None and n % 8 == 0
+    most = most_tiles(g.num_assignments, num_experts, sizes.tokens)
+    if g.gated:
+        w = alternating(g.w_LNK, weights)
     else:
-        w = descriptor(w_LNK.view(num_experts * w_rows, k), weights, 64)
+        w = descriptor(g.w_LNK.view(num_experts * w_rows, k), weights, 64)
     _launch_gemm(
-        (min(most * triton.cdiv(n, config.block_n), num_sms),),
-        descriptor(a_SK, BOX.value, 64), descriptor(a_SK, _REST.value, 64), w,
-        descriptor(out_SN, _PART.value, config.block_n // 2),
-        tiles, aligned.assignments_S, aligned.counters, weights_RK, n, k, num_assignments,
-        config.group_m, GATED=gated, WEIGHTS=weights, TOKENS=tokens, num_warps=4,
+        (min(most * triton.cdiv(n, config.block_n), g.num_sms),),
+        descriptor(g.a_SK, BOX.value, 64), descriptor(g.a_SK, _REST.value, 64), w,
+        descriptor(g.out, _PART.value, config.block_n // 2),
+        g.token_tiles, aligned.assignments_S, aligned.counters, g.weights_RK, n, k,
+        g.num_assignments, config.group_m, GATED=g.gated, WEIGHTS=weights, TOKENS=sizes.tokens,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import torch
 import triton
-from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import QMAX, SCALE_GROUP, TINY
 from triton.experimental import gluon
@@ -33,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .tiles import GemmConfig
+from .sorted_gemm import SortedOperands
 from .token_tiles import PIECE, TokenSizes, most_tiles, token_sizes
 from .token_warps import BOX, load_tiles, on_least_tokens, token_stages
 from .warps import (
@@ -61,54 +60,26 @@ _QMAX = gl.constexpr(QMAX[torch.float8_e4m3fn])
 _TINY = gl.constexpr(TINY)
 
 
-def specialized_tokens_fp8_gemm(
-    a_SK: torch.Tensor,
-    a_scale_GS: torch.Tensor,
-    w_LNK: torch.Tensor,
-    w_scale_LBG: torch.Tensor,
-    out_SN: torch.Tensor,
-    aligned: SortedAssignments,
-    tiles: torch.Tensor,
-    config: GemmConfig,
-    num_assignments: int,
-    num_sms: int,
-    *,
-    out_scale_GS: torch.Tensor | None = None,
-    weights_RK: torch.Tensor | None = None,
-) -> None:
-    """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; with ``out_scale_GS``,
-    silu(gate) * up, quantized by groups of 128 columns.
-
-    Of ``config`` only group_m counts. Padding rows become undefined. Arguments are those of
-    `specialized_fp8_gemm`, and ``tiles``, what `list_token_tiles` made for `token_sizes` of the
-    tile.
-    """
-    num_experts, w_rows, k = w_LNK.shape
-    gated = out_scale_GS is not None
-    wide = 2 if gated else 1
-    n, capacity, groups = w_rows // wide, aligned.capacity, triton.cdiv(k, SCALE_GROUP)
-    assert a_SK.shape == (capacity, k) and out_SN.shape == (capacity, n) and k % 16 == 0
-    assert a_scale_GS.shape == (groups, capacity) and a_scale_GS.is_contiguous()
-    assert w_scale_LBG.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
-    assert w_scale_LBG.is_contiguous() and w_LNK.is_contiguous()
-    assert aligned.block_m % BOX.value == 0 and aligned.counters is not None
-    assert groups * capacity < 2**31 and w_scale_LBG.numel() < 2**31
-    assert token_sizes(config, gated) == TokenSizes(_TOKENS.value, _REST.value)
-    assert weights_RK is None or not gated
-    if gated:
-        assert n % SCALE_GROUP == 0 and out_scale_GS is not None
-        assert out_scale_GS.shape == (n // SCALE_GROUP, capacity) and out_scale_GS.is_contiguous()
-        w = _paired(w_LNK)
+def specialized_tokens_fp8_gemm(g: SortedOperands) -> None:
+    """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up,
+    quantized by groups of 128 columns."""
+    num_experts, w_rows, n, k = g.sizes()
+    aligned, scales = g.aligned, g.scales
+    assert scales is not None and aligned.block_m % BOX.value == 0 and aligned.counters is not None
+    assert token_sizes(g.config, g.gated) == TokenSizes(_TOKENS.value, _REST.value)
+    if g.gated:
+        w = _paired(g.w_LNK)
     else:
-        w = descriptor(w_LNK.view(num_experts * w_rows, k), _WEIGHTS.value, SCALE_GROUP)
-    most = most_tiles(num_assignments, num_experts, _TOKENS.value)
+        w = descriptor(g.w_LNK.view(num_experts * w_rows, k), _WEIGHTS.value, SCALE_GROUP)
+    most = most_tiles(g.num_assignments, num_experts, _TOKENS.value)
     _launch_gemm(
-        (min(most * triton.cdiv(w_rows, 2 * _WEIGHTS.value), num_sms),),
-        descriptor(a_SK, BOX.value, SCALE_GROUP),
-        descriptor(a_SK, _REST.value, SCALE_GROUP),
-        descriptor(a_scale_GS, 1, _SCALES.value), w, descriptor(out_SN, _PART.value, 64),
-        out_scale_GS, w_scale_LBG, tiles, aligned.assignments_S, aligned.counters, weights_RK, n, k,
-        capacity, num_assignments, config.group_m, GATED=gated, num_warps=4,
+        (min(most * triton.cdiv(w_rows, 2 * _WEIGHTS.value), g.num_sms),),
+        descriptor(g.a_SK, BOX.value, SCALE_GROUP),
+        descriptor(g.a_SK, _REST.value, SCALE_GROUP),
+        descriptor(scales.a_GS, 1, _SCALES.value), w, descriptor(g.out, _PART.value, 64),
+        scales.out_GS if g.gated else None, scales.w, g.token_tiles, aligned.assignments_S,
+        aligned.counters, g.weights_RK, n, k, aligned.capacity, g.num_assignments, g.config.group_m,
+        GATED=g.gated, num_warps=4,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 CHUNK = 128
@@ -53,6 +53,26 @@ class GemmConfig(_Tile):
     wide: bool = False
     specialized: bool = False
     swapped: bool = False
+
+    @property
+    def token_tile(self) -> bool:
+        """Whether this is a tile of tokens, which has as many of them as it needs: see
+        `kernels.token_tiles`."""
+        return self.specialized and self.swapped
+
+    def unspecialized(self, block_n: int) -> GemmConfig:
+        """Return the nearest tile for other kernels; block_n: in place of a tile of tokens'.
+
+        With a gate (block_n below 256), registers are too few for persistence.
+        """
+        if not self.specialized:
+            return self
+        block_n = block_n if self.swapped else self.block_n
+        wide = block_n == 256
+        return replace(
+            self, block_n=block_n, specialized=False, swapped=False, persistent=wide,
+            halves=not wide,
+        )  # fmt: skip
 
     def describe(self) -> str:
         """Return for example ``16x128x128 w4 s3 tma``."""

@@ -37,7 +37,7 @@ class TokenSizes(NamedTuple):
 
 def token_sizes(config: GemmConfig, gated: bool = False) -> TokenSizes | None:
     """Return the sizes for a tile; None for one that is not of tokens."""
-    if not (config.specialized and config.swapped):
+    if not config.token_tile:
         return None
     tokens = 128 * 256 // (config.block_n * (2 if gated else 1))
     return TokenSizes(tokens, 16 if config.block_k == SCALE_GROUP else 32)
