@@ -29,13 +29,18 @@ def padded(problem: MoEProblem, multiples: Multiples) -> MoEProblem:
         changes["intermediate_size"] = _up(inner, of_inner) * problem.parallel.tp_size
     try:
         return problem.replace(**changes) if changes else problem
-    except InvalidProblem:  # too large; the backend's own check says what it needs
+    except InvalidProblem:  # too large: `faults` says so
         return problem
 
 
-def faults(problem: MoEProblem, made: MoEProblem) -> list[str]:
-    """Return why padding to ``made`` would not be exact."""
+def faults(problem: MoEProblem, made: MoEProblem, multiples: Multiples) -> list[str]:
+    """Return why padding to ``made`` would not be exact, or is not possible at all."""
     weight, inner = problem.quant.weight, problem.local_intermediate_size
+    if made.hidden_size % multiples[0] or _inner(made) % multiples[1]:
+        return [
+            f"H={problem.hidden_size} and I={inner} must be multiples of {multiples[0]} and "
+            f"{multiples[1]}, and are too large to be padded"
+        ]
     if weight is None or made == problem:
         return []
     if weight.packed and (problem.hidden_size % 2 or inner % 2):

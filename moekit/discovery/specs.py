@@ -383,10 +383,11 @@ class ExpertsSpec(BackendSpec):
         return sizes.words(problem, self.padded(problem))
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
-        made = self.padded(problem)
-        reasons = super().unsupported(made) + sizes.faults(problem, made)
-        found = self._multiples(problem)
-        return [*reasons, found] if isinstance(found, str) else reasons
+        made, multiples = self.padded(problem), self._multiples(problem)
+        reasons = super().unsupported(made)
+        if isinstance(multiples, str):
+            return [*reasons, multiples]
+        return reasons + sizes.faults(problem, made, multiples)
 
     def _multiples(self, problem: MoEProblem) -> sizes.Multiples | str:
         """Return what `multiples` returns for ``problem``, or how it failed."""

@@ -191,6 +191,13 @@ def test_blocks_over_gate_and_up_cannot_be_padded() -> None:
         moekit.compose(problem(128, 200, quant="fp8_block"), None, "picky", backends=made)
 
 
+@pytest.mark.parametrize(("H", "of"), [(2**24, (96, 1)), (64, (1, 4095))])
+def test_sizes_too_large_to_be_padded_are_a_reason(H: int, of: tuple[int, int]) -> None:
+    spec = backends(of=lambda p: of).expert("picky")
+    (reason,) = spec.unsupported(problem(H, 2**24 if H == 64 else 64))
+    assert f"must be multiples of {of[0]} and {of[1]}, and are too large to be padded" in reason
+
+
 @pytest.mark.parametrize(
     "of", [lambda p: 64, lambda p: (64,), lambda p: (0, 1), lambda p: (64, 1.5), lambda p: 1 / 0]
 )

@@ -124,14 +124,14 @@ def test_more_threads_than_cores_warn(monkeypatch, caplog):
     assert library.THREADS_VARIABLE in caplog.text
 
 
-def test_sizes_that_crash_the_library_are_refused():
+def test_sizes_that_crash_the_library_are_padded():
     assert kinds.unsupported(problem()) == []
-    (reason,) = kinds.unsupported(problem(hidden_size=200))
-    assert "hidden size 200 must be a multiple of 32" in reason
-    (reason,) = kinds.unsupported(problem(quant="fp8_block", intermediate_size=192))
-    assert "multiple of 128" in reason
-    (reason,) = kinds.unsupported(problem(quant="int4_w4a16_g64", intermediate_size=96))
-    assert "multiple of 64" in reason
+    for changes, of in (
+        ({"hidden_size": 200}, 32),
+        ({"quant": "fp8_block", "intermediate_size": 192}, 128),
+        ({"quant": "int4_w4a16_g64", "intermediate_size": 96}, 64),
+    ):
+        assert kinds.multiples(problem(**changes)) == (of, of)
 
 
 def test_listing_imports_nothing():

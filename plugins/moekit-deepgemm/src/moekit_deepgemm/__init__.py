@@ -20,15 +20,6 @@ def _check(problem: MoEProblem) -> list[str]:
             "on Blackwell DeepGEMM reads power-of-two scales, packed four in an int32; this plugin "
             "does not requantize weights to that form yet"
         )
-    multiple = _MULTIPLE.get(problem.quant.name)
-    if multiple is None:
-        return reasons
-    for name, size in (
-        ("hidden_size", problem.hidden_size),
-        ("intermediate size on a rank", problem.local_intermediate_size),
-    ):
-        if size % multiple:
-            reasons.append(f"{name} {size} is not a multiple of {multiple} ({problem.quant.name})")
     return reasons
 
 

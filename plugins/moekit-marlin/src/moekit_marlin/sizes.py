@@ -59,13 +59,12 @@ def multiples(problem: MoEProblem) -> tuple[int, int]:
 
 def unsupported(problem: MoEProblem) -> list[str]:
     """Return why the operator does not support the problem's sizes or dtype."""
-    hidden, group, weight = problem.hidden_size, group_of(problem), problem.quant.weight
+    weight = problem.quant.weight
     if weight is not None and weight.microscaled and problem.dtype_name == "float16":
         return ["the operator multiplies power-of-two (e8m0) scales in bfloat16 only, not float16"]
-    if hidden % 64:
-        return [f"hidden_size={hidden} is not a multiple of 64"]
-    if group > 1 and hidden % group:
-        return [f"hidden_size={hidden} is not a multiple of the scales' group of {group}"]
     if not padded_intermediate(problem):
-        return [f"no tile of the operator divides hidden_size={hidden}, padded intermediate_size"]
+        return [
+            f"no tile of the operator divides hidden_size={problem.hidden_size}, padded "
+            "intermediate_size"
+        ]
     return []
