@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moekit_nvlink import buffers, moekit_dispatchers
-from moekit_nvlink.buffers import Buffers, Lost
+from moekit_nvlink.buffers import Buffers, Lost, open_memory
 from moekit_nvlink.footprint import Layout, footprint
 from moekit_nvlink.settings import COMBINE_VARIABLE, PROGRAMS_VARIABLE, Settings
 from moekit_nvlink.transfer import Tile
@@ -145,7 +145,9 @@ def test_ranks_must_reach_each_other(machine) -> None:
     meet = buffers._meet
     meet(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
     meet(Group([("here", "a"), ("here", "a")], ["[]", "[]"]), machine)
-    with pytest.raises(GroupMismatch, match=r"GPU of rank 0 .* ranks \[1\]; use 'naive'"):
+    with pytest.raises(
+        GroupMismatch, match=r"GPU of rank 0 .* ranks \[1\] over NVLink.* use 'naive'"
+    ):
         meet(Group([("here", "a"), ("here", "c")], ["[]", "[]"]), machine)
     with pytest.raises(GroupMismatch, match=r"GPU of rank 1 .* ranks \[0\]"):
         meet(Group([("here", "a"), ("here", "z")], ["[]", "[0]"]), machine)
@@ -197,27 +199,27 @@ def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
     first, second = buffers._TORCH
     monkeypatch.delenv(first, raising=False)
     monkeypatch.setenv(second, "0")
-    memory, addresses, _ = buffers.open_memory(64, None, torch.device("cpu"))
+    memory, addresses, _ = open_memory(64, None, torch.device("cpu"))
     assert addresses == [memory.data_ptr()] * 2
     # Ranks may share a GPU or see one GPU each, and multicast is not used.
     assert fake.seen == ["1", "1"]
     assert first not in buffers.os.environ and buffers.os.environ[second] == "0"
     with pytest.raises(BackendError, match="rank 0: OutOfMemoryError.*; lower max_num_tokens"):
-        buffers.open_memory(101, None, torch.device("cpu"))
+        open_memory(101, None, torch.device("cpu"))
     others[0] = "RuntimeError: no room"
     with pytest.raises(BackendError, match="rank 1: RuntimeError: no room"):
-        buffers.open_memory(64, None, torch.device("cpu"))
+        open_memory(64, None, torch.device("cpu"))
 
 
 def test_buffers_in_flight(monkeypatch) -> None:
     """A second buffer is made for a second call; a lost rank is an error."""
     at = Layout.of(problems(2, 1, 4, 2, 16, 4)[0], True, False)
 
-    def open_memory(nbytes: int, *_):
+    def opened(nbytes: int, *_):
         memory = torch.empty(nbytes, dtype=torch.uint8)
         return memory, [memory.data_ptr()] * 2, None
 
-    monkeypatch.setattr(buffers, "open_memory", open_memory)
+    monkeypatch.setattr(buffers, "open_memory", opened)
     monkeypatch.setattr(buffers, "exchange", lambda *_: [])
     held = Buffers(Group([0, 1], []), at, torch.device("cpu"))
     first, second = held.take(), held.take()

@@ -172,13 +172,15 @@ def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
         if uuid != mine[1] and uuid in here and not _reaches(index, here.index(uuid))
     ]
     faults = [
-        f"the GPU of rank {rank} cannot reach the memory of the GPUs of ranks {said}, or not with "
-        "the atomic operations that NVLink has and PCIe lacks"
+        f"the GPU of rank {rank} cannot reach the memory of the GPUs of ranks {said}"
         for rank, said in enumerate(exchange("say which ranks are in reach", str(apart), group))
         if said != "[]"
     ]
     if faults:
-        raise GroupMismatch("; ".join(faults) + "; use 'naive', which needs no such access")
+        raise GroupMismatch(
+            "; ".join(faults) + " over NVLink, and PCIe lacks its atomic operations; use 'naive', "
+            "which needs no such access"
+        )
 
 
 def _reaches(mine: int, other: int) -> bool:
