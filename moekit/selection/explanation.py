@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from moekit.problem import MoEProblem
@@ -40,6 +41,7 @@ class Explanation:
     rejected_dispatchers, rejected_experts: every reason, by the backend's name.
     note: what else users should know of the choice; may be empty.
     named: the backends that are insisted on, as keys of `reasons`.
+    faults: the reasons that quote a variable of the environment, or that a failing check made.
     hints: the commands that install what rejected backends lack.
     expected: the chosen experts' times in the tuned tables, and their gain over the experts that
         priority prefers; empty where the tables have neither.
@@ -54,6 +56,7 @@ class Explanation:
     named: frozenset[str] = frozenset()
     hints: frozenset[str] = frozenset()
     expected: str = ""
+    faults: frozenset[str] = frozenset()
 
     @property
     def chosen(self) -> Combination | None:
@@ -91,8 +94,9 @@ class Explanation:
     def text(self, *, every: bool = False) -> str:
         """Return what people should know: the choice, why, and what else there is.
 
-        Without ``every`` these are two runners-up and the reasons against backends that were
-        named. If nothing can do the problem and no named backend is why, all reasons are there.
+        Without ``every`` these are two runners-up, the reasons against backends that were named,
+        and `faults`. If nothing can do the problem and no named backend is why, all reasons are
+        there.
         """
         runners_up = self.combinations[1:] if every else self.combinations[1 : 1 + _RUNNERS_UP]
         named = [name for name in self.reasons() if name in self.named]
@@ -102,7 +106,10 @@ class Explanation:
         lines += [f"  {line}" for line in (self.expected, self.note) if line]
         lines += [f"  then: {each}" for each in runners_up]
         lines += [f"  not {line}" for line in self.refusals(told)]
-        if others := len(self.reasons()) - len(told):
+        left = {name: why for name, why in self.reasons().items() if name not in told}
+        for fault in sorted(self.faults.intersection(chain(*left.values()))):
+            lines.append(f"  not {', '.join(n for n, why in left.items() if fault in why)}: {fault}")
+        if others := sum(not self.faults.issuperset(why) for why in left.values()):
             words = "1 other" if others == 1 else f"{others} others"
             lines.append(f"  {words} cannot run it: python -m moekit explain --all")
         return "\n".join(lines)

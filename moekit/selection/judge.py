@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import BackendSpec, SpecT
+from moekit.discovery.specs import CHECK_FAILED, BackendSpec, SpecT
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
 from moekit.selection.composite import find_experts
@@ -67,6 +68,7 @@ class Selection:
         notes = [ranking.note] if ranking.note else []
         for best in ranking.candidates[:1]:
             notes += best.notes(self.problem)
+        rejected = (*self.rejected_dispatchers.values(), *self.rejected_experts.values())
         return Explanation(
             self.problem,
             tuple(candidate.combination for candidate in ranking.candidates),
@@ -81,6 +83,7 @@ class Selection:
             ),
             self.hints,
             expected(self.problem, ranking.candidates),
+            frozenset(filter(_is_fault, chain(*rejected))),
         )
 
     def without(self, spec: BackendSpec, reason: str) -> Selection:
@@ -128,6 +131,15 @@ def judge(
     hints = frozenset(s.install_hint for s in (*dispatchers, *every) if s.install_hint)
     rejected = rejected_dispatchers, rejected_experts
     return Selection(problem, backends, *asked, ranking, *rejected, hints)
+
+
+def _is_fault(reason: str) -> bool:
+    """Return whether a reason is a failed check, or quotes a variable (``NAME=value``) that is set.
+
+    Users may not know of either, unlike of what a backend does not support.
+    """
+    quoted = re.findall(r"\b([A-Z][A-Z0-9_]+)=", reason)
+    return reason.startswith(CHECK_FAILED) or any(name in os.environ for name in quoted)
 
 
 def _divide(

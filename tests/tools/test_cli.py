@@ -169,6 +169,35 @@ def test_explain_is_short_unless_asked_for_all(only, capsys) -> None:
     assert "others" not in out
 
 
+def test_explain_names_a_wrong_variable(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that takes backends out of the choice is named once, with these backends."""
+    fakes = only("picky")
+    check = """
+def check(problem):
+    import os
+    value = os.environ.get("ACME_MODE", "fast")
+    return [] if value == "fast" else [f"ACME_MODE={value!r}: expected 'fast'", "is too slow"]
+"""
+    fakes.install("picky", check + offers("a", "b", more=", check=check"))
+    args = ["explain", *SIZES, "--device", "cpu"]
+    assert main(args) == 0
+    assert "ACME_MODE" not in capsys.readouterr().out
+    monkeypatch.setenv("ACME_MODE", "fats")
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert "\n  not experts a, experts b: ACME_MODE='fats': expected 'fast'\n" in out
+    assert "too slow" not in out and "\n  2 others cannot run it" in out
+
+
+def test_explain_names_a_check_that_fails(only, capsys) -> None:
+    fakes = only("weak")
+    fakes.install("weak", offers("a", more=", check=lambda problem: 1 / 0"))
+    assert main(["explain", *SIZES, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  not experts a: its check failed: ZeroDivisionError: division by zero" in out
+    assert "cannot run it" not in out
+
+
 @pytest.mark.parametrize(
     "quant", ["none", "int8_w8a16", "nvfp4_w4a16", "fp8_tensor_static", "nvfp4"]
 )
