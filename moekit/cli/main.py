@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 
 import moekit
@@ -133,16 +133,23 @@ _OWN = ("plugins", "explain", "check", "doctor", "demo")
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0 (got {text})")
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e6:
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0 (got {text!r})")
 
 
 def _check(args: argparse.Namespace) -> int:
     known = registry()
     unknown = []
     if "|" in args.name and args.name not in known.experts:
+        if ":" not in args.name:
+            rule = args.name.replace("|", ":64|", 1)
+            raise MoekitError(
+                f"`check` needs a composite with numbers, since no table has the sizes that it "
+                f"tests (got {args.name!r}): name the largest number of tokens that each backend "
+                f"but the last serves, for example {rule!r}"
+            )
         known.register(find_experts(args.name, known))
     for find in (known.dispatcher, known.expert):
         try:

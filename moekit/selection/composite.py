@@ -106,7 +106,8 @@ class CompositeSpec(ExpertsSpec):
 
 def find_experts(name: str, backends: Registry) -> ExpertsSpec:
     """Return the backend or composite of that name. Raises UnknownBackend or NameClash."""
-    return composite(name, backends.expert) if "|" in name else backends.expert(name)
+    rule = "|" in name or ":" in name
+    return composite(name, backends.expert) if rule else backends.expert(name)
 
 
 def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
@@ -155,12 +156,13 @@ def _parse(name: str) -> tuple[tune.Buckets, list[str]]:
     bounds = [int(part[2]) for part in matches if part[2]]
     rising = all(a < b for a, b in zip([0, *bounds], bounds, strict=False))
     complete = len(bounds) == len(parts) - 1 and matches[-1:] and not matches[-1][2]
-    if len(matches) < max(2, len(parts)) or not rising or not (complete or not bounds):
+    names = [part[1] for part in matches]
+    once = len(set(names)) == len(parts)
+    if len(matches) < max(2, len(parts)) or not rising or not (complete if bounds else once):
         raise UnknownBackend(
             f"experts {name!r} is no composite: give backends with the largest number of tokens "
             "that each but the last serves, in rising order, as in 'triton:64|deepgemm'; or give "
-            "no numbers, and the tuned table divides the sizes"
+            "no numbers and each backend once, and the tuned table divides the sizes"
         )
-    names = [part[1] for part in matches]
     buckets = tuple(zip((*bounds, None), names, strict=True)) if bounds else ()
     return buckets, list(dict.fromkeys(names))

@@ -108,7 +108,8 @@ class Explanation:
         lines += [f"  not {line}" for line in self.refusals(told)]
         left = {name: why for name, why in self.reasons().items() if name not in told}
         for fault in sorted(self.faults.intersection(chain(*left.values()))):
-            lines.append(f"  not {', '.join(n for n, why in left.items() if fault in why)}: {fault}")
+            blamed = ", ".join(name for name, why in left.items() if fault in why)
+            lines.append(f"  not {blamed}: {fault}")
         if others := sum(not self.faults.issuperset(why) for why in left.values()):
             words = "1 other" if others == 1 else f"{others} others"
             lines.append(f"  {words} cannot run it: python -m moekit explain --all")

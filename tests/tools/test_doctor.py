@@ -198,6 +198,14 @@ def test_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 2 and "--nonsense" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "soon", "nan"])
+def test_a_time_limit_is_a_number(capsys: pytest.CaptureFixture[str], limit: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", f"--time-limit={limit}"])
+    assert caught.value.code == 2
+    assert f"must be a number of seconds above 0 (got '{limit}')" in capsys.readouterr().err
+
+
 def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are timed between every two devices, here of the CPU."""
     three = [torch.device("cpu", i) for i in range(3)]
