@@ -380,6 +380,11 @@ def test_a_cell_without_a_right_result_is_exit_code_1(capsys, baselines):
         ["--baselines", "/no/such/folder"],
         ["--ceilings", "fast"],
         ["--device", "warp"],
+        ["--device", "meta"],
+        ["--tokens", "²"],
+        ["--shapes", "²:2:32:48"],
+        ["--json", str(ROOT)],
+        ["--markdown", "/dev/null/x.md"],
         ["--from", "/no/such/file.json"],
         ["--baselines", str(BASELINES / "quack.py"), "--only-baselines", "quark"],
     ],
@@ -390,13 +395,39 @@ def test_wrong_questions(capsys, wrong):
     assert code == 2 and out == "" and err.startswith("error: ")
 
 
-@pytest.mark.parametrize("option", ["--replays", "--inputs"])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--device", "meta"], "torch sees no META device here; leave out --device to use"),
+        (["--experts", "torch,torch"], "torch is named twice: name it once in --experts"),
+        (["--quant", "fp9"], "--quant 'fp9': fp9 is unknown; choose from none, fp8_tensor"),
+        (["--json", str(ROOT)], f"{ROOT} cannot be written (Is a directory): name a file in"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(capsys, wrong, said):
+    code, _, err = run(capsys, *wrong)
+    assert code == 2 and said in err and "[1/" not in err
+    assert not list(ROOT.parent.glob(f".{ROOT.name}.*")), "a partial file is left"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [("--replays", "0", 1), ("--inputs", "²", 1), ("--seed", "9" * 20, -(2**31))],
+)
 @pytest.mark.parametrize("command", [["bench"], ["bench", "--dispatch"]])
-def test_options_that_count(capsys, command, option):
+def test_options_that_count(capsys, command, option, value, least):
     with pytest.raises(SystemExit) as caught:
-        main([*command, option, "0"])
+        main([*command, option, value])
     assert caught.value.code == 2
-    assert f"{option}: expected a whole number from 1 on (got '0')" in capsys.readouterr().err
+    said = f"{option}: expected a whole number from {least} to {2**31 - 1} (got {value!r})"
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_is_named_where_modes_contradict(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "--layers", "--dispatch"])
+    assert caught.value.code == 2
+    assert "python -m moekit bench: error: argument --dispatch: not" in capsys.readouterr().err
 
 
 def test_shapes_are_listed(capsys):

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 from moekit_bench import Table, Timing
-from moekit_bench.codec import from_json, merge, read_recording, to_json
+from moekit_bench.codec import (
+    check_writable,
+    from_json,
+    merge,
+    read_recording,
+    replace_file,
+    to_json,
+)
 from moekit_bench.records import (
     DispatcherResult,
     DispatchRun,
@@ -73,6 +81,17 @@ def test_ranks_become_one_record() -> None:
     assert merged.graph_us is None and merged.dispatch_deepep_gbs == 30 * 1000 / 2 / 1e3
     lost = merge([rank(10, 0.1, 7), rank(10, math.nan, 7)])
     assert lost.error is None and not lost.right
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
+    """So is /dev/null, which a run by root would turn into a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_writable(pipe)
+    replace_file(pipe, "µs")
+    assert os.read(reader, 10).decode() == "µs" and pipe.is_fifo()
+    os.close(reader)
 
 
 def test_json_has_no_nan() -> None:

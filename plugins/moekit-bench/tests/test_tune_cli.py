@@ -229,6 +229,7 @@ def test_wrong_questions(cells: Cells, capsys, argv: list[str]) -> None:
         (["--regret", "--from", "/no/such/file.json"], "expected a recording made with --json"),
         (["--ep=2"], "--ep 2 measures combinations of dispatcher and experts: add --select"),
         (["--json=x.json"], "add --select or --regret"),
+        (["reference"], "to measure them: python -m moekit tune --select --experts reference"),
     ],
 )
 def test_errors_say_what_to_do(capsys, argv: list[str], said: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +22,8 @@ from .experts import ExpertsWorkload
 from .implementations import Implementation, backends, baselines, beside
 from .layers import LayersWorkload
 from .limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
-from .options import names, numbers, settings_of, whole
-from .ranks import fewer_devices, moving_dispatchers, number_of_ranks, open_ranks
+from .options import names, names_if_given, numbers, settings_of, whole
+from .ranks import RanksWorkload, fewer_devices, moving_dispatchers, number_of_ranks, open_ranks
 from .records import (
     DispatchRun,
     DispatchSettings,
@@ -33,11 +34,10 @@ from .records import (
     Run,
     all_right,
 )
-from .shapes import ROUTINGS, SHAPES, shape
+from .shapes import ROUTINGS, SHAPES, Shape, shape
 from .sweep import Files, Sweep
 
 R = TypeVar("R", bound=Run)
-_Command = Callable[[argparse.Namespace, str], int]
 
 _IN_MODE = "also time each backend in batch-invariant mode, beside its default"
 _LAYER_EXPERTS = "torch,triton,triton_batched,deepgemm,deepgemm_batched"
@@ -50,22 +50,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: every cell has a right result (with --dispatch and --layers: all results are right),
         1: not so, 2: the arguments are wrong.
     """
-    modes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    program = "python -m moekit bench"
+    modes = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     which = modes.add_mutually_exclusive_group()
-    for option, (*_, text) in list(_MODES.items())[1:]:
-        text = f"{text} `{option} --help` has the options."
+    for option, mode in list(_MODES.items())[1:]:
+        text = f"{mode.text} `{option} --help` has the options."
         which.add_argument(option, dest="mode", action="store_const", const=option, help=text)
     found, rest = modes.parse_known_args(argv)
-    words = ["bench", *filter(None, [found.mode])]
-    add_options, run, text = _MODES[found.mode or ""]
+    words, mode = ["bench", *filter(None, [found.mode])], _MODES[found.mode or ""]
     parser = argparse.ArgumentParser(
         prog=" ".join(["python -m moekit", *words]),
-        description=f"{text} See docs/bench.md.",
+        description=f"{mode.text} See docs/bench.md.",
         parents=[] if found.mode else [modes],
     )
-    add_options(parser)
+    mode.add_options(parser)
     args = parser.parse_args(rest)
-    return options.answered(lambda: run(args, command(*words, *rest)))
+    return options.answered(lambda: _run(mode, args, command(*words, *rest)))
+
+
+def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
+    if getattr(args, "list_shapes", False):
+        print(_shape_list())
+        return 0
+    files = Files(mode.report, args.json, args.markdown, mode.complete)
+    if args.recorded is not None:
+        run, ok = recorded(mode.record, args.recorded), True
+    else:
+        sweep = mode.sweep(args, command, files)
+        run, ok = sweep.run, sweep.complete and mode.right(sweep.run)
+        if not sweep.leader:
+            return int(not ok)
+    files.finish(run)
+    if isinstance(run, ExpertsRun) and args.plot is not None:
+        try:
+            for file in experts_report.plot(run, args.plot):
+                print(f"plot: {file}", file=sys.stderr)
+        except (MoekitError, OSError) as error:  # measurements are worth more than pictures
+            print(f"no plots: {error}", file=sys.stderr)
+    return int(not ok)
 
 
 def recorded(cls: type[R], file: Path) -> R:
@@ -119,36 +141,14 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     add("--list-shapes", action="store_true", help="print the named shapes, and stop")
 
 
-def _experts(args: argparse.Namespace, command: str) -> int:
-    if args.list_shapes:
-        print(_shape_list())
-        return 0
-    files = Files(experts_report.markdown, args.json, args.markdown)
-    ok = True
-    if args.recorded is not None:
-        run = recorded(ExpertsRun, args.recorded)
-    else:
-        asked = None if args.experts is None else names(args.experts)
-        found = backends(asked, args.dispatcher)
-        if args.batch_invariant:
-            found = backends(
-                beside([each.name for each in found if not each.left_out]), args.dispatcher
-            ) + [each for each in found if each.left_out]
-        only = None if args.only_baselines is None else names(args.only_baselines)
-        found += baselines(args.baselines, only)
-        workload = experts_workload(args, found, command, args.routing, args.ep, args.ceilings)
-        sweep = Sweep(workload, lambda run: files.keep(experts_report.summarized(run)))
-        run = sweep.measure()
-        ok = sweep.complete and experts.succeeded(run)
-    run = experts_report.summarized(run)
-    files.finish(run)
-    if args.plot is not None:
-        try:
-            for file in experts_report.plot(run, args.plot):
-                print(f"plot: {file}", file=sys.stderr)
-        except MoekitError as error:  # the measurements are worth more than the picture
-            print(f"no plots: {error}", file=sys.stderr)
-    return int(not ok)
+def _experts(args: argparse.Namespace, command: str, files: Files) -> Sweep:
+    found = backends(names_if_given(args.experts), args.dispatcher)
+    if args.batch_invariant:
+        both = beside([each.name for each in found if not each.left_out])
+        found = backends(both, args.dispatcher) + [each for each in found if each.left_out]
+    found += baselines(args.baselines, names_if_given(args.only_baselines))
+    workload = experts_workload(args, found, command, args.routing, args.ep, args.ceilings)
+    return Sweep(workload, files.keep).measure()
 
 
 def experts_workload(
@@ -211,30 +211,20 @@ def _add_dispatch(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def _dispatch(args: argparse.Namespace, command: str) -> int:
-    files = Files(dispatch_report.markdown, args.json, args.markdown)
-    if args.recorded is not None:
-        files.finish(recorded(DispatchRun, args.recorded))
-        return 0
-    device = options.device_spec(args.device)
+def _dispatch(args: argparse.Namespace, command: str, files: Files) -> Sweep:
     sizes = numbers(args.sizes.replace(":", ","), "--sizes")
     if len(sizes) != 3:
         raise MoekitError(
             f"--sizes must be EXPERTS:TOP_K:HIDDEN, as in 256:8:7168 (got {args.sizes})"
         )
     workload = DispatchWorkload(
-        sizes,
-        moving_dispatchers(None if args.dispatchers is None else names(args.dispatchers)),
-        options.choices(args.quant, SCHEMES, "--quant"),
-        options.choices(args.routing, ROUTINGS, "--routing"),
-        numbers(args.tokens, "--tokens"),
-        device,
-        number_of_ranks(args.ranks, device),
-        DispatchSettings(**settings_of(args, sizes=args.sizes)),
-        command,
+        Shape(sizes[0], sizes[1], sizes[2], sizes[2]),
+        routings=options.choices(args.routing, ROUTINGS, "--routing"),
+        settings=DispatchSettings(**settings_of(args, sizes=args.sizes)),
+        command=command,
+        **_over_ranks(args, names_if_given(args.dispatchers)),
     )
-    run, complete = sweep_on_ranks(workload, args.ranks, files)
-    return int(not (complete and all_right(run)))
+    return swept(workload, args.ranks, files.keep)
 
 
 def _add_layers(parser: argparse.ArgumentParser) -> None:
@@ -253,25 +243,20 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def _layers(args: argparse.Namespace, command: str) -> int:
-    files = Files(layers_report.markdown, args.json, args.markdown)
-    if args.recorded is not None:
-        files.finish(recorded(LayersRun, args.recorded))
-        return 0
+def _layers(args: argparse.Namespace, command: str, files: Files) -> Sweep:
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)
     workload = layers_workload(
         args,
         args.layer,
         beside(experts) if args.batch_invariant else experts,
-        None if args.dispatchers is None else names(args.dispatchers),
+        names_if_given(args.dispatchers),
         command,
         share=args.share_devices,
         overlap=args.overlap,
         seconds=args.seconds,
     )
-    run, complete = sweep_on_ranks(workload, args.ranks, files)
-    return int(not (complete and all_right(run)))
+    return swept(workload, args.ranks, files.keep)
 
 
 def layers_workload(
@@ -282,69 +267,89 @@ def layers_workload(
     command: str,
     *,
     share: bool = False,
-    overlap: bool = False,
-    seconds: float | None = None,
+    **more: Any,
 ) -> LayersWorkload:
     """Return the workload of a layer over ``args.ranks`` ranks."""
-    device = options.device_spec(args.device)
-    count = number_of_ranks(args.ranks, device)
+    given = _over_ranks(args, dispatchers)
     routing, *_ = options.choices(args.routing, ROUTINGS, "--routing")
-    share = share and fewer_devices(count, device)
+    share = share and fewer_devices(given["num_ranks"], given["device"])
+    settings = settings_of(args, layer=layer, routing=routing, share_devices=share)
     return LayersWorkload(
         shape(layer),
-        moving_dispatchers(dispatchers),
-        experts,
-        options.choices(args.quant, SCHEMES, "--quant"),
-        numbers(args.tokens, "--tokens"),
-        device,
-        count,
-        LayerSettings(**settings_of(args, layer=layer, routing=routing, share_devices=share)),
-        command,
-        overlap,
-        seconds,
+        routings=[routing],
+        settings=LayerSettings(**settings),
+        command=command,
+        experts=experts,
+        **given,
+        **more,
     )
 
 
-def sweep_on_ranks(
-    workload: DispatchWorkload | LayersWorkload,
-    asked: int | None,
-    files: Files | None = None,
-    keep: Callable[[Any], None] | None = None,
-) -> tuple[Any, bool]:
-    """Measure a workload on ranks; return the run, and whether no cell is missing.
+def _over_ranks(args: argparse.Namespace, dispatchers: list[str] | None) -> dict[str, Any]:
+    """Return the fields of `RanksWorkload` that options hold for all kinds."""
+    device = options.device_spec(args.device)
+    return {
+        "dispatchers": moving_dispatchers(dispatchers),
+        "schemes": options.choices(args.quant, SCHEMES, "--quant"),
+        "tokens": numbers(args.tokens, "--tokens"),
+        "device": device,
+        "num_ranks": number_of_ranks(args.ranks, device),
+    }
+
+
+def swept(workload: RanksWorkload, asked: int | None, keep: Callable[[Any], None]) -> Sweep:
+    """Return the sweep of a workload after it was measured on ranks.
 
     Args:
-        files: Where the leader writes the run and its report.
-        keep: Called instead after every cell, without ``files``.
+        asked: How many ranks to start; None: torchrun's, or the default.
+        keep: Called by the leader with the run so far after every cell.
     """
-    device, count = workload.device, workload.header.ranks
     share = getattr(workload.settings, "share_devices", False)
-    with open_ranks(count, device, asked, share=share) as ranks:
+    with open_ranks(workload.num_ranks, workload.device, asked, share=share) as ranks:
         workload.ranks = ranks
-        sweep = Sweep(workload, files.keep if files is not None else keep, leader=ranks.leader)
-        run = sweep.measure()
-        if ranks.leader and files is not None:
-            files.finish(run)
-        return run, sweep.complete
+        return Sweep(workload, keep, leader=ranks.leader).measure()
 
 
-# Option -> (how it adds its options, what runs it, what it is).
-_MODES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], _Command, str]] = {
-    "": (
-        _add_experts,
-        _experts,
+@dataclass(frozen=True)
+class _Mode:
+    """What `bench` can measure: its options, its sweep, and what becomes of the run.
+
+    right: whether the run's results are. complete: adds what follows from the cells.
+    """
+
+    text: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    sweep: Callable[[argparse.Namespace, str, Files], Sweep]
+    record: type[Run]
+    report: Callable[[Any], str]
+    right: Callable[[Any], bool] = all_right
+    complete: Callable[[Any], Any] = lambda run: run
+
+
+_MODES = {
+    "": _Mode(
         "Time experts backends and baselines on the whole routed-experts block, each checked "
         "against the fp32 oracle.",
+        _add_experts,
+        _experts,
+        ExpertsRun,
+        experts_report.markdown,
+        experts.succeeded,
+        experts_report.summarized,
     ),
-    "--dispatch": (
+    "--dispatch": _Mode(
+        "Time dispatchers without experts, over tokens on each rank; each is checked.",
         _add_dispatch,
         _dispatch,
-        "Time dispatchers without experts, over tokens on each rank; each is checked.",
+        DispatchRun,
+        dispatch_report.markdown,
     ),
-    "--layers": (
-        _add_layers,
-        _layers,
+    "--layers": _Mode(
         "Time whole layers over ranks, every dispatcher with every experts backend, each checked "
         "against the fp32 oracle.",
+        _add_layers,
+        _layers,
+        LayersRun,
+        layers_report.markdown,
     ),
 }

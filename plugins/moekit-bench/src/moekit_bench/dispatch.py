@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moekit.plugin import (
-    DeviceSpec,
     Dispatched,
     DispatcherSpec,
     MoEProblem,
@@ -30,13 +28,11 @@ from moekit.plugin import (
 
 from .accuracy import relative_error
 from .codec import merge
-from .environment import device_facts, versions
-from .internals import DTYPES
-from .ranks import Ranks, Task, cause, local_device
-from .records import DispatcherCell, DispatchRun, DispatchSettings, Refusal
+from .ranks import RanksWorkload, Task, cause, local_device
+from .records import DispatcherCell, DispatchRun
 from .results import DispatcherResult
 from .shapes import inputs
-from .sweep import Cell, Log, cells
+from .sweep import Cell, Log
 from .timer import Prepared, Timer, time_one
 
 # Each rank adds one rounding of its part, and the sum is rounded; quantization is not counted.
@@ -202,71 +198,21 @@ class _RoundTrips:
 
 
 @dataclass
-class DispatchWorkload:
-    """Every scheme, routing and number of tokens, for every dispatcher.
-
-    sizes: experts, top-k and hidden size. ranks: where it runs; set before `measure`.
-    """
-
-    sizes: Sequence[int]
-    dispatchers: Sequence[DispatcherSpec]
-    schemes: Sequence[str]
-    routings: Sequence[str]
-    tokens: Sequence[int]
-    device: DeviceSpec
-    num_ranks: int
-    settings: DispatchSettings
-    command: str = ""
-    ranks: Ranks = field(init=False)
+class DispatchWorkload(RanksWorkload):
+    """Dispatchers alone."""
 
     def __post_init__(self) -> None:
-        self.header = DispatchRun(
-            command=self.command,
-            versions=versions([], self.dispatchers),
-            device=device_facts(torch.device(self.device.type), self.device),
-            ranks=self.num_ranks,
-            settings=self.settings,
-        )
+        self.header = DispatchRun(**self.facts())
 
-    def cells(self) -> list[Cell]:
-        return cells([""], self.schemes, self.routings, self.tokens)
-
-    def measure(self, cell: Cell, log: Log) -> DispatcherCell:
-        problem, results = self._problem(cell), []
-        for spec in self.dispatchers:
-            log.doing(f"{cell}: {spec.name}")
-            if why := "; ".join(spec.unsupported(problem)):
-                log.refuse(
-                    Refusal(scheme=cell.scheme, tokens=cell.tokens, name=spec.name, reason=why)
-                )
-            else:
-                results.append(self._result(spec, problem, cell))
-        return DispatcherCell(
-            scheme=cell.scheme, routing=cell.routing, tokens=cell.tokens, results=tuple(results)
-        )
-
-    def _problem(self, cell: Cell) -> MoEProblem:
-        experts, top_k, hidden = self.sizes
-        return MoEProblem(
-            num_experts=experts,
-            top_k=top_k,
-            hidden_size=hidden,
-            intermediate_size=hidden,
-            dtype=DTYPES[self.settings.dtype],
-            quant=cell.scheme,
-            max_num_tokens=cell.tokens,
-            parallel=ParallelConfig(ep_size=self.num_ranks),
-            device=self.device,
-        )
-
-    def _result(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> DispatcherResult:
-        s = self.settings
-        task = Task(
-            spec, problem, cell.tokens, (), cell.routing, s.inputs, s.replays, not s.no_graph,
-            seed=s.seed,
-        )  # fmt: skip
+    def results(
+        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, log: Log
+    ) -> list[DispatcherResult]:
         try:
-            results: list[DispatcherResult] = self.ranks.run(measure_dispatch, task)
-            return merge(results).with_rates()
+            return [merge(self.run(measure_dispatch, spec, problem, cell)).with_rates()]
         except Exception as error:
-            return DispatcherResult(name=spec.name, reason=cause(error))
+            return [DispatcherResult(name=spec.name, reason=cause(error))]
+
+    def record(self, cell: Cell, results: tuple[DispatcherResult, ...]) -> DispatcherCell:
+        return DispatcherCell(
+            scheme=cell.scheme, routing=cell.routing, tokens=cell.tokens, results=results
+        )

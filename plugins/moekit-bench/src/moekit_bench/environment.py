@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -68,6 +69,18 @@ def made_with(
         except MoekitError:  # reported when the backend is created
             pass
     return ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+
+
+def about(
+    command: str,
+    device: torch.device,
+    spec: DeviceSpec,
+    implementations: Iterable[Implementation] = (),
+    dispatchers: Iterable[DispatcherSpec] = (),
+) -> dict[str, Any]:
+    """Return the fields of a `Run` that say how and with what it was made."""
+    found = versions(implementations, dispatchers)
+    return {"command": command, "versions": found, "device": device_facts(device, spec)}
 
 
 def device_facts(device: torch.device, spec: DeviceSpec) -> DeviceFacts:

@@ -11,7 +11,7 @@ from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem
 
 from .accuracy import oracle_rows, relative_error, sampled_rows
-from .environment import device_facts, versions
+from .environment import about
 from .implementations import Implementation, KernelCall
 from .internals import DTYPES, benchmark_bound
 from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
@@ -151,13 +151,8 @@ class ExpertsWorkload:
             for s in shapes
             for q in schemes
         }
-        self.header = ExpertsRun(
-            command=command,
-            versions=versions(implementations),
-            device=device_facts(device, spec),
-            settings=settings,
-            ceilings=ceilings,
-        )
+        facts = about(command, device, spec, implementations)
+        self.header = ExpertsRun(**facts, settings=settings, ceilings=ceilings)
         self.wanted: Callable[[Cell], bool] = lambda cell: True
         self._every = cells([s.name for s in shapes], schemes, routings, tokens)
         self._group = ("", "")
@@ -275,7 +270,9 @@ def without_duplicates(implementations: Sequence[Implementation]) -> list[Implem
     """Raise MoekitError if two implementations have one name, or if there is none."""
     names = [i.name for i in implementations]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise MoekitError(f"two implementations are called {', '.join(twice)}: rename the baseline")
+        raise MoekitError(
+            f"{', '.join(twice)} is named twice: name it once in --experts, or rename the baseline"
+        )
     if not names:
         raise MoekitError("nothing to measure: name --experts or --baselines")
     return list(implementations)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import moekit
 from moekit.plugin import (
-    DeviceSpec,
     DispatcherSpec,
     ExpertWeights,
     MoEProblem,
@@ -30,15 +29,14 @@ from moekit.plugin import (
 
 from .accuracy import oracle_rows, relative_error, sampled_rows
 from .codec import merge
-from .environment import device_facts, versions
 from .implementations import asked_of, backends
 from .internals import benchmark_bound, find_experts
 from .overlap import OverlapTimer
-from .ranks import Ranks, Task, cause, local_device
-from .records import LayerCell, LayerSettings, LayersRun, Refusal
+from .ranks import RanksWorkload, Task, cause, local_device
+from .records import LayerCell, LayersRun
 from .results import LayerResult, combination, copied_share
-from .shapes import Inputs, Shape, inputs, random_weights
-from .sweep import Cell, Log, cells
+from .shapes import Inputs, inputs, random_weights
+from .sweep import Cell, Log
 from .timer import (
     Prepared,
     Timer,
@@ -240,92 +238,52 @@ def _gathered(mine: Tensor) -> list[Tensor]:
 
 
 @dataclass
-class LayersWorkload:
-    """Every scheme and number of tokens, for every combination of dispatcher and experts.
+class LayersWorkload(RanksWorkload):
+    """Every dispatcher with every experts backend.
 
     overlap: also time calls in flight and shared experts. seconds: no measurement begins later.
-    ranks: where it runs; set before `measure`. wanted: (problem, dispatcher, experts) -> whether to
-    measure.
+    wanted: (problem, dispatcher, experts) -> whether to measure.
     """
 
-    shape: Shape
-    dispatchers: Sequence[DispatcherSpec]
     experts: Sequence[str]
-    schemes: Sequence[str]
-    tokens: Sequence[int]
-    device: DeviceSpec
-    num_ranks: int
-    settings: LayerSettings
-    command: str = ""
     overlap: bool = False
     seconds: float | None = None
     wanted: Callable[[MoEProblem, str, str], bool] = lambda *_: True
-    ranks: Ranks = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.experts:
             raise moekit.MoekitError("nothing to measure: name --experts")
         self.begin = time.monotonic()
-        self.header = LayersRun(
-            command=self.command,
-            versions=versions(backends(self.experts), self.dispatchers),
-            device=device_facts(torch.device(self.device.type), self.device),
-            ranks=self.num_ranks,
-            layer=self.shape,
-            settings=self.settings,
-        )
+        self.header = LayersRun(**self.facts(backends(self.experts)), layer=self.shape)
 
-    def cells(self) -> list[Cell]:
-        return cells([""], self.schemes, [""], self.tokens)
+    def record(self, cell: Cell, results: tuple[LayerResult, ...]) -> LayerCell:
+        return LayerCell(scheme=cell.scheme, tokens=cell.tokens, results=results)
 
-    def problem(self, scheme: str, tokens: int) -> MoEProblem:
-        """Return the problem of capacity ``tokens``, as rank 0 sees it."""
-        return self.header.problem(scheme, tokens).replace(device=self.device)
-
-    def measure(self, cell: Cell, log: Log) -> LayerCell:
-        problem, results = self.problem(cell.scheme, cell.tokens), list[LayerResult]()
-        for spec in self.dispatchers:
-            log.doing(f"{cell}: {spec.name}")
-            if self._late():
-                self._refuse(cell, spec.name, f"--seconds {self.seconds:g} were over", log)
-                continue
-            names = [
-                name
-                for name in self._able(cell, spec, problem, log)
-                if self.wanted(problem, spec.name, name)
-            ]
-            if names:
-                results += self._results(spec, problem, cell.tokens, names)
-        return LayerCell(scheme=cell.scheme, tokens=cell.tokens, results=tuple(results))
-
-    def _able(self, cell: Cell, spec: DispatcherSpec, problem: MoEProblem, log: Log) -> list[str]:
-        """Return the experts that go with the dispatcher; the others are refused."""
-        if why := spec.unsupported(problem):
-            self._refuse(cell, spec.name, "; ".join(why), log)
+    def results(
+        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, log: Log
+    ) -> list[LayerResult]:
+        if self._late():
+            self.refuse(cell, spec.name, f"--seconds {self.seconds:g} were over", log)
             return []
-        able = []
+        names = []
         for name in self.experts:
             base, asked = asked_of(name, problem)
             if why := spec.unsupported(asked) or find_experts(base, registry()).unsupported(asked):
-                self._refuse(cell, combination(spec.name, name), "; ".join(why), log)
-            else:
-                able.append(name)
-        return able
+                self.refuse(cell, combination(spec.name, name), "; ".join(why), log)
+            elif self.wanted(problem, spec.name, name):
+                names.append(name)
+        return self._measured(spec, problem, cell, names) if names else []
 
-    def _results(
-        self, spec: DispatcherSpec, problem: MoEProblem, tokens: int, names: Sequence[str]
+    def _measured(
+        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, names: Sequence[str]
     ) -> list[LayerResult]:
-        s = self.settings
-        task = Task(
-            spec, problem, tokens, tuple(names), s.routing, s.inputs, s.replays, not s.no_graph,
-            self.overlap, s.seed,
-        )  # fmt: skip
+        more = {"experts": tuple(names), "overlap": self.overlap}
         try:
-            ranks = self.ranks.run(measure_layers, task)
+            ranks = self.run(measure_layers, spec, problem, cell, **more)
             return [merge(results) for results in zip(*ranks, strict=True)]
         except Exception as error:
             if len(names) > 1:  # which of them it was, and the others' times
-                return [r for n in names for r in self._results(spec, problem, tokens, [n])]
+                return [r for n in names for r in self._measured(spec, problem, cell, [n])]
             return [LayerResult(dispatcher=spec.name, experts=names[0], reason=cause(error))]
 
     def _late(self) -> bool:
@@ -333,9 +291,6 @@ class LayersWorkload:
         if self.seconds is None:
             return False
         return bool(self.ranks.run(_first, time.monotonic() - self.begin > self.seconds)[0])
-
-    def _refuse(self, cell: Cell, name: str, reason: str, log: Log) -> None:
-        log.refuse(Refusal(scheme=cell.scheme, tokens=cell.tokens, name=name, reason=reason))
 
 
 def _first(rank: int, world_size: int, value: bool) -> bool:

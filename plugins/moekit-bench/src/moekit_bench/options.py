@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from .shapes import ROUTINGS
 from .timer import first_line
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number of at least ``least``."""
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number within these bounds."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number from {least} on (got {text!r})"
-            )
-        return int(text)
+        with suppress(ValueError):
+            if least <= int(text) <= most:
+                return int(text)
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from {least} to {most} (got {text!r})"
+        )
 
     return number
 
@@ -60,7 +62,7 @@ def add_sweep(
     )  # fmt: skip
     turns = "turns; default: %(default)s"
     add("--replays", type=whole(1), default=replays, metavar="N", help=turns)
-    add("--seed", type=int, default=0, metavar="N")
+    add("--seed", type=whole(-(2**31)), default=0, metavar="N")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -89,19 +91,24 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def names_if_given(text: str | None) -> list[str] | None:
+    """Return the parts of a list; None if the option was not given."""
+    return None if text is None else names(text)
+
+
 def choices(text: str, known: Collection[str], option: str) -> list[str]:
     """Return the parts of a list, all of which must be ``known``."""
     found = names(text)
     if not found or (unknown := [name for name in found if name not in known]):
-        wrong = ", ".join(unknown) if found else "nothing"
-        raise MoekitError(f"{option} must be of {', '.join(known)} (got {wrong})")
+        wrong = f"{', '.join(unknown)} is unknown" if found else "nothing is named"
+        raise MoekitError(f"{option} {text!r}: {wrong}; choose from {', '.join(known)}")
     return found
 
 
 def numbers(text: str, option: str) -> list[int]:
     """Return the parts of a list of positive whole numbers."""
     parts = names(text)
-    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise MoekitError(
             f"{option} must be positive whole numbers, such as 1,16,64 (got {text!r})"
         )
@@ -110,15 +117,19 @@ def numbers(text: str, option: str) -> list[int]:
 
 def torch_device(name: str | None) -> torch.device:
     """Return the device of that name, or this machine's accelerator or CPU, and make it current."""
+    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if name is not None:
         try:
             device = torch.device(name)
         except RuntimeError as error:
             raise MoekitError(f"device {name!r}: {first_line(error)}") from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise MoekitError(f"device {name!r} was asked for, but torch sees no CUDA device here")
+        if device.type not in ("cpu", here.type):
+            raise MoekitError(
+                f"device {name!r} was asked for, but torch sees no {device.type.upper()} device "
+                f"here; leave out --device to use {here.type!r}"
+            )
     else:
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        device = here
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     return device

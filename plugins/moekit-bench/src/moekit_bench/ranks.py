@@ -1,13 +1,14 @@
-"""Where ranks come from: processes that this one starts, or torchrun's."""
+"""Where ranks come from, processes that this one starts or torchrun's, and what they measure."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +18,11 @@ import torch.distributed as dist
 from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, registry
 
+from .environment import about
+from .implementations import Implementation
+from .records import Refusal
+from .shapes import Shape
+from .sweep import Cell, Log, cells
 from .timer import first_line, from_all_ranks
 
 _SECONDS_A_CELL = 180.0
@@ -185,3 +191,71 @@ def local_device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+# -- what they measure ------------------------------------------------------------------------
+
+
+@dataclass
+class RanksWorkload(ABC):
+    """Every scheme, routing and number of tokens, for every dispatcher.
+
+    header: the run without cells. ranks: where it runs; set before `measure`.
+    """
+
+    shape: Shape
+    dispatchers: Sequence[DispatcherSpec]
+    schemes: Sequence[str]
+    routings: Sequence[str]
+    tokens: Sequence[int]
+    device: DeviceSpec
+    num_ranks: int
+    settings: Any
+    command: str
+    header: Any = field(init=False)
+    ranks: Ranks = field(init=False)
+
+    def facts(self, implementations: Sequence[Implementation] = ()) -> dict[str, Any]:
+        """Return the fields that the headers of all runs over ranks have."""
+        device = torch.device(self.device.type)
+        found = about(self.command, device, self.device, implementations, self.dispatchers)
+        return found | {"ranks": self.num_ranks, "settings": self.settings}
+
+    def cells(self) -> list[Cell]:
+        return cells([""], self.schemes, self.routings, self.tokens)
+
+    def problem(self, scheme: str, tokens: int) -> MoEProblem:
+        return self.shape.on_ranks(self.num_ranks, self.device, scheme, self.settings.dtype, tokens)
+
+    def measure(self, cell: Cell, log: Log) -> Any:
+        problem, results = self.problem(cell.scheme, cell.tokens), list[Any]()
+        for spec in self.dispatchers:
+            log.doing(f"{cell}: {spec.name}")
+            if why := spec.unsupported(problem):
+                self.refuse(cell, spec.name, "; ".join(why), log)
+            else:
+                results += self.results(spec, problem, cell, log)
+        return self.record(cell, tuple(results))
+
+    @abstractmethod
+    def results(
+        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, log: Log
+    ) -> list[Any]: ...
+
+    @abstractmethod
+    def record(self, cell: Cell, results: tuple[Any, ...]) -> Any: ...
+
+    def run(
+        self, function: Callable[..., Any], spec: DispatcherSpec, problem: MoEProblem, cell: Cell,
+        **more: Any,
+    ) -> list[Any]:  # fmt: skip
+        """Return what ``function`` returns on each rank for a task."""
+        s = self.settings
+        task = Task(
+            spec, problem, cell.tokens, routing=cell.routing, inputs=s.inputs, replays=s.replays,
+            graph=not s.no_graph, seed=s.seed, **more,
+        )  # fmt: skip
+        return self.ranks.run(function, task)
+
+    def refuse(self, cell: Cell, name: str, reason: str, log: Log) -> None:
+        log.refuse(Refusal(scheme=cell.scheme, tokens=cell.tokens, name=name, reason=reason))

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, MoEProblem, ParallelConfig
+from moekit.plugin import DeviceSpec, MoEProblem
 
 from .codec import named
-from .internals import DTYPES
 from .limits import Ceilings
 from .results import IN_MODE, DispatcherResult, ExpertsResult, LayerResult
 from .shapes import Shape
@@ -197,12 +196,8 @@ class LayersRun(Run):
 
     def problem(self, scheme: str, tokens: int) -> MoEProblem:
         """Return the problem of a cell, as rank 0 sees it."""
-        return self.layer.problem(
-            quant=scheme,
-            dtype=DTYPES[self.settings.dtype],
-            max_num_tokens=tokens,
-            parallel=ParallelConfig(ep_size=self.ranks),
-            device=self.device.spec(),
+        return self.layer.on_ranks(
+            self.ranks, self.device.spec(), scheme, self.settings.dtype, tokens
         )
 
     def title(self, scheme: str) -> str:

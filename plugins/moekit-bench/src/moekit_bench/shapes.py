@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moekit import simulate_routing
 from moekit.errors import InvalidProblem
-from moekit.plugin import ExpertWeights, MoEProblem, ParallelConfig, Routing
+from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem, ParallelConfig, Routing
 
-from .internals import SIMULATED
+from .internals import DTYPES, SIMULATED
 
 ROUTINGS = SIMULATED
 """The kinds of `moekit.simulate_routing`."""
@@ -51,6 +51,18 @@ class Shape:
         given["parallel"] = ParallelConfig(ep_size=ep, dp_size=1)
         return MoEProblem(**{**given, **changes})
 
+    def on_ranks(
+        self, ranks: int, device: DeviceSpec, scheme: str, dtype: str, tokens: int
+    ) -> MoEProblem:
+        """Return the problem of capacity ``tokens`` on each of several ranks, as rank 0 sees it."""
+        return self.problem(
+            quant=scheme,
+            dtype=DTYPES[dtype],
+            max_num_tokens=tokens,
+            parallel=ParallelConfig(ep_size=ranks),
+            device=device,
+        )
+
 
 _GPT_OSS: Mapping[str, Any] = {"activation": "swigluoai", "has_bias": True}
 
@@ -85,7 +97,7 @@ def shape(text: str) -> Shape:
     if text in SHAPES:
         return SHAPES[text]
     parts = text.split(":")
-    if len(parts) == 4 and all(part.isdigit() for part in parts):
+    if len(parts) == 4 and all(part.isdecimal() for part in parts):
         experts, top_k, hidden, inner = map(int, parts)
         return Shape(experts, top_k, hidden, inner, text)
     raise InvalidProblem(

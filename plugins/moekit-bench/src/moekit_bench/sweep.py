@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from .codec import replace_file, to_json
+from .codec import check_writable, replace_file, to_json
 from .records import Refusal, Run
 from .timer import DeviceLost
 
@@ -111,7 +111,7 @@ class Sweep:
     ) -> None:
         self.workload, self.run = workload, workload.header
         self.cells = workload.cells()
-        self._keep, self._leader, self._end = keep, leader, end
+        self.leader, self._keep, self._end = leader, keep, end
         self._progress: Progress | None = None
 
     @property
@@ -119,9 +119,9 @@ class Sweep:
         """Whether no cell is missing."""
         return len(self.run.cells) == len(self.cells)
 
-    def measure(self) -> Any:
-        """Measure and return the run; Ctrl-C and a lost device end it early."""
-        self._progress = Progress(len(self.cells)) if self._leader else None
+    def measure(self) -> Sweep:
+        """Measure, and return this; Ctrl-C and a lost device end it early."""
+        self._progress = Progress(len(self.cells)) if self.leader else None
         try:
             for done, cell in enumerate(self.cells):
                 if self._end is not None and time.monotonic() > self._end:
@@ -136,7 +136,7 @@ class Sweep:
         finally:
             if self._progress is not None:
                 self._progress.close()
-        return self.run
+        return self
 
     def _measure(self, cell: Cell) -> None:
         made = self.workload.measure(cell, self)
@@ -165,23 +165,33 @@ class Sweep:
 
 
 class Files:
-    """Where a run goes: ``--json`` and ``--markdown``, or standard output for the report."""
+    """Where a run goes: ``--json`` and ``--markdown``, or standard output for the report.
+
+    complete: adds to a run what follows from its cells.
+    """
 
     def __init__(
-        self, report: Callable[[Any], str], json: Path | None = None, markdown: Path | None = None
+        self,
+        report: Callable[[Any], str] = str,
+        json: Path | None = None,
+        markdown: Path | None = None,
+        complete: Callable[[Any], Any] = lambda run: run,
     ) -> None:
+        for file in filter(None, (json, markdown)):
+            check_writable(file)
         self._report, self._json, self._markdown = report, json, markdown
+        self._complete = complete
 
     def keep(self, run: Run) -> None:
         """Rewrite the files."""
         if self._json is not None:
-            data = to_json(run)
+            data = to_json(self._complete(run))
             replace_file(self._json, json.dumps(data, indent=1, allow_nan=False) + "\n")
         if self._markdown is not None:
-            replace_file(self._markdown, self._report(run))
+            replace_file(self._markdown, self._report(self._complete(run)))
 
     def finish(self, run: Run) -> None:
         """Rewrite the files, and print the report if it has none."""
         self.keep(run)
         if self._markdown is None:
-            print(self._report(run), end="")
+            print(self._report(self._complete(run)), end="")

@@ -10,8 +10,9 @@ from filelock import FileLock
 from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec, MoEProblem
 
-from .codec import replace_file
+from .codec import check_writable, replace_file
 from .internals import Key, Record, Table, device_file, tuned_tables
+from .results import ExpertsResult, LayerResult
 
 
 def table_file(output: Path | None, device: DeviceSpec) -> Path:
@@ -22,7 +23,7 @@ def table_file(output: Path | None, device: DeviceSpec) -> Path:
 
 def add_to(file: Path, table: Table) -> None:
     """Merge ``table`` into ``file`` atomically; other writers wait."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(file)
     with FileLock(file.with_name(f".{file.name}.lock")):
         old = tuned_tables.read(file) if file.exists() else {}
         replace_file(file, tuned_tables.encode(tuned_tables.merge([old, table])))
@@ -57,19 +58,27 @@ class TunedTable:
         self,
         problem: MoEProblem,
         tokens: int,
-        results: Mapping[tuple[str, str], tuple[float | None, float | None]],
+        measured: Mapping[tuple[str, str], ExpertsResult | LayerResult],
         date: str,
     ) -> None:
-        """Write (microseconds, share of weights that is copied) of each combination."""
-        times = {
-            names: {tokens: Record(rounded(us), copied, date, self.made_with[names])}
-            for names, (us, copied) in results.items()
-        }
-        add_to(self.file, {Key.of(problem): times})
+        """Write what was measured of each combination."""
+        add_times(self.file, problem, tokens, measured, date, self.made_with)
 
 
-def rounded(us: float | None) -> float | None:
-    return None if us is None else round(us, 3)
+def add_times(
+    file: Path,
+    problem: MoEProblem,
+    tokens: int,
+    measured: Mapping[tuple[str, str], ExpertsResult | LayerResult],
+    date: str,
+    made_with: Mapping[tuple[str, str], str],
+) -> None:
+    """Merge the results of each combination into ``file``; wrong ones have no time."""
+    times = {}
+    for names, r in measured.items():
+        us = round(r.us, 3) if r.right and r.us is not None else None
+        times[names] = {tokens: Record(us, r.copied, date, made_with[names])}
+    add_to(file, {Key.of(problem): times})
 
 
 def check_single(names: list[str], *, auto: str = "auto") -> None:

@@ -16,19 +16,20 @@ import moekit
 from moekit.errors import MoekitError
 from moekit.plugin import MoEProblem, registry
 
-from . import layers, options, regret
-from .bench import add_experts_sweep, experts_workload, layers_workload, recorded, sweep_on_ranks
+from . import options, regret
+from .bench import add_experts_sweep, experts_workload, layers_workload, recorded, swept
 from .codec import from_json, read_recording, replace_file
 from .environment import command, made_with
-from .experts import ExpertsWorkload
-from .experts_report import markdown, summarized
+from .experts_report import summarized
 from .implementations import AUTO, Implementation, backends
 from .internals import Key, tuned_tables
-from .options import names, whole
+from .layers import LayersWorkload
+from .options import names, names_if_given, whole
 from .processes import on_devices
 from .records import ExpertsRun, LayersRun, all_right, now
-from .sweep import Files, Sweep
-from .tables import TunedTable, add_to, check_single, rounded, table_file
+from .results import ExpertsResult
+from .sweep import Cell, Files, Sweep
+from .tables import TunedTable, add_times, check_single, table_file
 
 Tuner = Callable[[Sequence[str]], int]
 """Takes --shapes, --quant and --seconds, as `tune` does, and returns an exit code."""
@@ -114,7 +115,10 @@ def _parser() -> argparse.ArgumentParser:
 def _own_tuner(name: str, argv: Sequence[str]) -> int:
     loaded = registry().expert(name).load()
     if not hasattr(loaded, "tune"):
-        raise MoekitError(f"experts {name!r} have no tuner; see `tune --help`")
+        raise MoekitError(
+            f"experts {name!r} have no tuner of their own; to measure them: python -m moekit tune "
+            f"--select --experts {name}"
+        )
     return int(loaded.tune(list(argv)))
 
 
@@ -162,7 +166,7 @@ def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choic
     text = regret.markdown(title, choices, args.limit)
     if args.markdown is None:
         print(text, end="")
-    elif args.markdown != Path(os.devnull):
+    else:
         replace_file(args.markdown, text)
 
 
@@ -170,53 +174,47 @@ def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choic
 
 
 def _backends(args: argparse.Namespace) -> list[Implementation]:
-    return backends(None if args.experts is None else names(args.experts), args.dispatcher)
+    return backends(names_if_given(args.experts), args.dispatcher)
 
 
 def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     found = _backends(args)
     check_single([i.name for i in found])
     workload = experts_workload(args, found, "")
-    able = {
-        group: _able(problem, args.dispatcher, found)
-        for group, problem in workload.problems.items()
+    problems, known = workload.problems, registry().experts
+    able = {group: _able(problem, args.dispatcher, found) for group, problem in problems.items()}
+    made = {
+        (args.dispatcher, i.name): made_with(i, known.get(i.name))
+        for i in found
+        if any(i.name in names for names in able.values())
     }
-    table = TunedTable(
-        table_file(args.output, workload.header.device.spec()),
-        {
-            (args.dispatcher, i.name): made_with(i, registry().experts.get(i.name))
-            for i in found
-            if any(i.name in group for group in able.values())
-        },
-        again=args.again,
-    )
-    workload.wanted = lambda cell: (
-        not all(
-            table.knows(
-                workload.problems[cell.shape, cell.scheme], (args.dispatcher, name), cell.tokens
-            )
-            for name in able[cell.shape, cell.scheme]
-        )
-    )
+    spec = workload.header.device.spec()
+    table = TunedTable(table_file(args.output, spec), made, again=args.again)
+
+    def wanted(cell: Cell) -> bool:
+        group = cell.shape, cell.scheme
+        asked = ((args.dispatcher, name) for name in able[group])
+        return not all(table.knows(problems[group], names, cell.tokens) for names in asked)
 
     def keep(run: ExpertsRun) -> None:
         cell = run.cells[-1]
         group, results = (cell.shape, cell.scheme), {r.name: r for r in cell.results}
-        times = {}
-        for name in able[group]:
-            r = results.get(name)
-            us = r.us if r is not None and r.right else None
-            times[args.dispatcher, name] = us, None if r is None else r.copied
-        table.add(workload.problems[group], cell.tokens, times, now())
+        missing = ExpertsResult(name="")
+        measured = {(args.dispatcher, n): results.get(n, missing) for n in able[group]}
+        table.add(problems[group], cell.tokens, measured, now())
 
+    workload.wanted = wanted
     sweep = Sweep(workload, keep, end=_end(args))
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
     if args.gpus:
         complete = on_devices(args.gpus, workload.device.type, sweep.cells, table.file, argv)
     else:
-        sweep.measure()
-        complete = sweep.complete
-    choices = _choices_of_table(workload, able, table, args.dispatcher)
+        complete = sweep.measure().complete
+    read, choices = table.read(), list[regret.Choice]()
+    for group, problem in problems.items():
+        candidates = [name for name in able[group] if known[name].priority_for(problem) >= 0]
+        title, key = " ".join(group), Key.of(problem)
+        choices += regret.of_table(title, key, read, args.dispatcher, candidates)
     _report(args, f"Tuned table {table.file.name}", choices)
     return int(not complete)
 
@@ -227,39 +225,17 @@ def _able(problem: MoEProblem, dispatcher: str, found: Sequence[Implementation])
     return [name for name in names if moekit.explain(problem, dispatcher, name).chosen]
 
 
-def _choices_of_table(
-    workload: ExpertsWorkload,
-    able: dict[tuple[str, str], list[str]],
-    table: TunedTable,
-    dispatcher: str,
-) -> list[regret.Choice]:
-    read, choices = table.read(), list[regret.Choice]()
-    for group, problem in workload.problems.items():
-        candidates = [n for n in able[group] if registry().expert(n).priority_for(problem) >= 0]
-        choices += regret.of_table(
-            " ".join(group), Key.of(problem), read, dispatcher, candidates
-        )  # fmt: skip
-    return choices
-
-
 def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
     complete = True
     if args.recorded is not None:
         run = _recording(args.recorded)
     else:
         found = [*backends([AUTO], args.dispatcher), *_backends(args)]
-        files = Files(markdown, args.json)
-        sweep = Sweep(
-            experts_workload(args, found, command("tune", *argv)),
-            lambda run: files.keep(summarized(run)),
-            end=_end(args),
-        )
-        run = sweep.measure()
-        complete = sweep.complete
-    if isinstance(run, LayersRun):
-        choices = regret.of_layers(run)
-    else:
-        choices = regret.of_experts(run)
+        files = Files(json=args.json, complete=summarized)
+        workload = experts_workload(args, found, command("tune", *argv))
+        sweep = Sweep(workload, files.keep, end=_end(args)).measure()
+        run, complete = sweep.run, sweep.complete
+    choices = regret.of(run)
     _report(args, f"The choice on {run.device.name}", choices)
     return int(not (complete and regret.worst(choices) <= args.limit))
 
@@ -277,35 +253,32 @@ def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
     choices, complete, title, end = list[regret.Choice](), True, "The choice", _end(args)
+    experts = names_if_given(args.experts)
+    if experts is None:
+        experts = [s.name for s in registry().experts.values() if s.priority >= 0]
+    dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
     for layer in names(args.shapes):
-        experts = args.experts
-        if experts is None:
-            experts = ",".join(s.name for s in registry().experts.values() if s.priority >= 0)
-        dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
+        seconds = None if end is None else end - time.monotonic()
         workload = layers_workload(
-            args, layer, names(experts), dispatchers, command("tune", *argv),
-            seconds=None if end is None else end - time.monotonic(),
-        )  # fmt: skip
+            args, layer, experts, dispatchers, command("tune", *argv), seconds=seconds
+        )
         if args.regret:
-            files = Files(_no_report, args.json)
-            run, whole = sweep_on_ranks(workload, args.ranks, keep=files.keep)
-            complete &= whole and all_right(run)
+            sweep = swept(workload, args.ranks, Files(json=args.json).keep)
+            run = sweep.run
+            complete &= sweep.complete and all_right(run)
             choices += regret.of_layers(run)
             title = f"The choice on {run.ranks} x {run.device.name}"
         else:
             table = _layers_table(args, workload)
-            run, whole = sweep_on_ranks(workload, args.ranks, keep=partial(_add_cell, table))
-            complete &= whole and not any(r.reason for c in run.cells for r in c.results)
-            choices += _choices_of_layers_table(run, workload, table)
+            sweep = swept(workload, args.ranks, partial(_add_cell, table))
+            results = (r for cell in sweep.run.cells for r in cell.results)
+            complete &= sweep.complete and not any(r.reason for r in results)
+            choices += _choices_of_layers_table(workload, table)
             title = f"Tuned table {table.file.name}"
     if os.environ.get("RANK", "0") == "0":
         _report(args, title, choices)
     missed = args.regret and regret.worst(choices) > args.limit
     return int(not complete or missed)
-
-
-def _no_report(run: LayersRun) -> str:
-    return ""
 
 
 def _check_ranks(args: argparse.Namespace) -> None:
@@ -322,19 +295,16 @@ def _check_ranks(args: argparse.Namespace) -> None:
         raise MoekitError(f"--json holds one shape: leave it out, or one of --shapes {args.shapes}")
 
 
-def _layers_table(args: argparse.Namespace, workload: layers.LayersWorkload) -> TunedTable:
+def _layers_table(args: argparse.Namespace, workload: LayersWorkload) -> TunedTable:
     """Return the table, and leave out of the workload what it knows."""
     check_single(list(workload.experts))
-    implementations = {i.name: i for i in backends(workload.experts)}
-    table = TunedTable(
-        table_file(args.output, workload.device),
-        {
-            (d.name, e): made_with(implementations[e], registry().experts[e], d)
-            for d in workload.dispatchers
-            for e in workload.experts
-        },
-        again=args.again,
-    )
+    known = registry().experts
+    made = {
+        (d.name, i.name): made_with(i, known[i.name], d)
+        for d in workload.dispatchers
+        for i in backends(workload.experts)
+    }
+    table = TunedTable(table_file(args.output, workload.device), made, again=args.again)
     workload.wanted = lambda problem, dispatcher, experts: (
         not table.knows(problem, (dispatcher, experts), problem.max_num_tokens or 0)
     )
@@ -344,22 +314,18 @@ def _layers_table(args: argparse.Namespace, workload: layers.LayersWorkload) -> 
 def _add_cell(table: TunedTable, run: LayersRun) -> None:
     cell = run.cells[-1]
     if cell.results:
-        times = {
-            (r.dispatcher, r.experts): (r.us if r.right else None, r.copied) for r in cell.results
-        }
-        table.add(run.problem(cell.scheme, cell.tokens), cell.tokens, times, now())
+        measured = {(r.dispatcher, r.experts): r for r in cell.results}
+        table.add(run.problem(cell.scheme, cell.tokens), cell.tokens, measured, now())
 
 
-def _choices_of_layers_table(
-    run: LayersRun, workload: layers.LayersWorkload, table: TunedTable
-) -> list[regret.Choice]:
-    read, choices = table.read(), list[regret.Choice]()
+def _choices_of_layers_table(workload: LayersWorkload, table: TunedTable) -> list[regret.Choice]:
+    read, choices, known = table.read(), list[regret.Choice](), registry().experts
     for scheme in workload.schemes:
         largest = workload.problem(scheme, max(workload.tokens))
-        known = registry().experts
         experts = [e for e in workload.experts if known[e].priority_for(largest) >= 0]
         able = {d.name: experts for d in workload.dispatchers}
-        choices += regret.of_combinations(run.title(scheme), Key.of(largest), read, able)
+        title = workload.header.title(scheme)
+        choices += regret.of_combinations(title, Key.of(largest), read, able)
     return choices
 
 
@@ -369,22 +335,19 @@ def _select_recorded(args: argparse.Namespace) -> int:
     run.check_timed()
     versions = {name: v for name, v in run.versions.items() if name != "python"}
     made = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-    choices: dict[str, list[regret.Choice]] = {}
+    file, known = table_file(args.output, run.device.spec()), registry().experts
+    keys: dict[str, Key] = {}
     able: dict[str, dict[str, list[str]]] = {}
     for cell in run.cells:
-        problem, title = run.problem(cell.scheme, cell.tokens), run.title(cell.scheme)
-        file, times = table_file(args.output, problem.device), {}
-        for r in cell.results:
-            us = rounded(r.us) if r.right else None
-            one = tuned_tables.Record(us, r.copied, run.date, made)
-            times[r.dispatcher, r.experts] = {cell.tokens: one}
-            spec = registry().experts.get(r.experts)
-            if spec is None or spec.priority_for(problem) >= 0:
-                able.setdefault(title, {}).setdefault(r.dispatcher, []).append(r.experts)
-        key = Key.of(problem)
-        add_to(file, {key: times})
-        read = tuned_tables.read(file)
-        choices[title] = regret.of_combinations(title, key, read, able.get(title, {}))
-    shown = [choice for group in choices.values() for choice in group]
-    _report(args, f"Tuned table, from {args.recorded.name}", shown)
+        problem = run.problem(cell.scheme, cell.tokens)
+        measured = {(r.dispatcher, r.experts): r for r in cell.results}
+        add_times(file, problem, cell.tokens, measured, run.date, dict.fromkeys(measured, made))
+        keys[cell.scheme], behind = Key.of(problem), able.setdefault(cell.scheme, {})
+        for dispatcher, experts in measured:
+            if (spec := known.get(experts)) is None or spec.priority_for(problem) >= 0:
+                behind.setdefault(dispatcher, []).append(experts)
+    read, choices = tuned_tables.read(file) if keys else {}, list[regret.Choice]()
+    for scheme, key in keys.items():
+        choices += regret.of_combinations(run.title(scheme), key, read, able[scheme])
+    _report(args, f"Tuned table, from {args.recorded.name}", choices)
     return 0
