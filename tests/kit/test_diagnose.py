@@ -107,7 +107,7 @@ def test_a_dropped_clamp_is_named():
 
 
 def test_an_earlier_result_is_named():
-    old = [torch.ones(3, 96), cases.make_case(PROBLEM, 17, key=2).reference(), RIGHT]
+    old = [torch.ones(3, 96), cases.make_case(PROBLEM, 64, key=2).reference(), RIGHT]
     assert diagnose(old[1], CASE, old) == "the output is that of 2 calls before"
 
 
