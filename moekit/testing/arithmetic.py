@@ -14,7 +14,7 @@ from moekit.errors import WeightsError
 from moekit.layer.replicas import to_physical
 from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS, ALPHAS, CLAMPABLE, GATED, NON_GATED, Activation
-from moekit.problem.quant import SCHEMES, WIRE_SCHEMES, OperandQuant
+from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases
 from moekit.testing.base import over
 from moekit.testing.calls import (
@@ -56,12 +56,7 @@ _PER_ROW_WEIGHTS = sorted(
 )
 
 
-def _shares_scale(activation: OperandQuant) -> bool:
-    """Return whether all tokens of a call share a scale."""
-    return activation.per_tensor or activation.scale_dtype == "float8_e4m3fn"
-
-
-def _one_of_each_tolerance(schemes: Iterable[str]) -> list[str]:
+def one_of_each_kind(schemes: Iterable[str]) -> list[str]:
     """Return the first of the schemes that have the same tolerance and the same mistakes."""
     kinds: dict[object, str] = {}
     for name in schemes:
@@ -84,7 +79,22 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("scheme", SCHEMES)
     def test_scheme(self, scheme: str) -> None:
+        """In the main form, and with a bias, the other kind of activation and another dtype."""
         self._check(self._problem(quant=scheme), kind="masked")
+        if self._interpreted:
+            return
+        spec, main = self._spec(), self._main
+        others = (NON_GATED if main["activation"] in GATED else GATED) & spec.activations
+        changes: dict[str, Any] = {"activation": min(others)} if others else {}
+        if spec.bias:
+            changes["has_bias"] = True
+        draw = cases.generator("another dtype", scheme)
+        dtypes = sorted(spec.dtypes)
+        changes["dtype"] = DTYPES[dtypes[int(torch.randint(len(dtypes), (), generator=draw))]]
+        while changes:
+            if isinstance(found := self._find_problem(quant=scheme, **changes), MoEProblem):
+                return self._check(found, kind="masked", key="another form")
+            changes.popitem()  # the spec's reasons may concern the combination
 
     @over("dtype", DTYPES)
     def test_dtype(self, dtype: str) -> None:
@@ -92,14 +102,22 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("name", sorted(ACTIVATIONS))
     def test_activation(self, name: str) -> None:
-        """In the most precise dtype, because bfloat16 hardly distinguishes gelu and gelu_tanh."""
-        self._check(self._precise(activation=name))
+        """In the most precise dtype, because bfloat16 hardly distinguishes gelu and gelu_tanh.
+
+        Activations are right for large values, too, whose exponential is infinite.
+        """
+        problem = self._precise({}, activation=name)
+        self._check(problem)
+        case = cases.scaled(make_case(problem, 5), 2.0**6)
+        check_call(self._compose(problem, self._native), case)
 
     @over("name", sorted(CLAMPABLE))
     def test_clamp(self, name: str) -> None:
-        """A limit that most rows exceed, and another alpha for kinds that have one."""
+        """A limit that most rows exceed, another alpha for kinds that have one, and biases."""
         alpha = 1.2 if name in ALPHAS else None
-        self._check(self._precise(activation=Activation(name, alpha=alpha, limit=1.5)))
+        bias = [{"has_bias": True}] if self._spec().bias else []
+        activation = Activation(name, alpha=alpha, limit=1.5)
+        self._check(self._precise(*bias, {}, activation=activation))
 
     @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
     def test_bias(self, gated: bool) -> None:
@@ -147,28 +165,32 @@ class ExpertsNumbers(ExpertsBase):
         check_call(self._compose(problem, self._native), case)
 
     def test_tokens_are_independent(self) -> None:
-        """A token that holds NaN or infinity changes its own output and no other.
+        """A token that holds NaN, infinity or large numbers changes its own output and no other.
 
-        Schemes whose tokens share a scale are left out. (Sizes are multiples of 32, because
-        oneDNN's products on AMX mix rows of bfloat16 otherwise.)
+        Values beyond a static scale saturate. Schemes whose tokens share a scale are left out.
+        (Sizes are multiples of 32, because oneDNN's products on AMX mix rows of bfloat16
+        otherwise.)
         """
-        shared = {n for n, s in SCHEMES.items() if s.activation and _shares_scale(s.activation)}
-        schemes = [n for n in SCHEMES if n in self._spec().schemes - shared]
-        sixteen = [n for n in schemes if SCHEMES[n].activation is None][:1]
-        quantized = [n for n in schemes if SCHEMES[n].activation is not None][:1]
-        for scheme in (*sixteen, *quantized):
+        kinds: dict[object, str] = {}
+        for name, s in SCHEMES.items():
+            if name in self._spec().schemes and not s.shared_scale:
+                kinds.setdefault((s.activation is None, s.activation and s.activation.static), name)
+        for scheme in kinds.values():
             sizes = {} if SCHEMES[scheme].weight else {"hidden_size": 96, "intermediate_size": 64}
             problem = self._problem(quant=scheme, **(sizes if self._on_cpu else {}))
             case = make_case(problem, self._T)
             case.x[3], case.x[self._T // 2, 5] = float("nan"), float("inf")
+            case.x[5] *= 64
             out = call(
                 kernel := self._compose(problem, self._native), pack(kernel, case.weights), case
             )
             right = torch.isfinite(case.x).all(dim=1)
+            right[5] = False
             routing = Routing(case.routing.topk_weights[right], case.routing.topk_ids[right])
             rest = replace(case, x=case.x[right], routing=routing)
             what = "the other tokens' output"
             assert_close(out[right], rest.reference(), problem, what, case=rest)
+            assert bool(torch.isfinite(out[5]).all()), "large numbers became NaN or infinite"
 
     def test_top_1(self) -> None:
         self._check(self._problem(top_k=1), kind="rows")
@@ -314,14 +336,17 @@ class ExpertsNumbers(ExpertsBase):
     def test_input_form(self, scheme: str, wire: str) -> None:
         """Tokens quantized before the transfer, or after a bridge, and scales per row.
 
-        NaN of tokens without an expert must not reach a shared scale. T = 0 is included.
-        `test_scheme` has tokens that the experts or the kernel quantize in the native format.
+        NaN of tokens without an expert must not reach a shared scale. No tokens, and tokens of
+        zeros, are included. `test_scheme` has tokens that the experts or the kernel quantize in the
+        native format.
         """
         problem = self._problem(quant=scheme)
         kernel = self._compose(problem, self._bridged if wire == _BRIDGED else wire)
         packed = pack(kernel, random_weights(problem))
         for num_tokens in (self._T // 2, 0):
             check_call(kernel, make_case(problem, num_tokens, "rows"), packed)
+        case = make_case(problem, 1)
+        check_call(kernel, replace(case, x=torch.zeros_like(case.x)), packed)
 
     # -- combinations and controls ----------------------------------------------------------------
 
@@ -360,7 +385,7 @@ class ExpertsNumbers(ExpertsBase):
         spec, bias = self._spec(), {"has_bias": True} if self._spec().bias else {}
         clampable = sorted(CLAMPABLE & spec.activations)
         clamps = clampable and (clampable[0] != "silu" or spec.silu_clamp)
-        for scheme in _one_of_each_tolerance(n for n in SCHEMES if n in spec.schemes):
+        for scheme in one_of_each_kind(n for n in SCHEMES if n in spec.schemes):
             problem = self._find_problem(quant=scheme, **bias)
             if isinstance(problem, MoEProblem):
                 check_negative_controls(problem)

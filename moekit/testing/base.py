@@ -25,7 +25,7 @@ from moekit.problem.quant import SCHEMES
 from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
 from moekit.testing import cases, collection
-from moekit.testing.calls import kit_registry
+from moekit.testing.calls import kit_registry, unchanged_process
 
 # Attributes that a subclass may set. It may redefine nothing else of the kit.
 KNOBS = frozenset({"backend", "device", "backends", "expected_failures", "world_sizes"})
@@ -176,6 +176,8 @@ class Conformance(ABC):
                 wanted = {**self._main, **changes, "device": device}
                 sizes = self._sizes(wanted["quant"], DeviceSpec.parse(device))[0]
                 problem = MoEProblem(**{**sizes, **wanted})
+                described = spec.description(problem)
+                assert not described.startswith("its description failed"), described
                 reasons = spec.unsupported(problem)
                 assert not any(r.startswith(CHECK_FAILED) for r in reasons), reasons
                 again = spec.unsupported(problem)
@@ -305,14 +307,15 @@ class Conformance(ABC):
     ) -> ModularKernel:
         """Compose a checked kernel of this backend with its own workspace."""
         names = self._names()
-        return compose(
-            problem,
-            names.get("dispatcher", dispatcher),
-            names.get("experts", experts),
-            backends=self._registry(),
-            workspace=Workspace(),
-            checked=True,
-        )
+        with unchanged_process():
+            return compose(
+                problem,
+                names.get("dispatcher", dispatcher),
+                names.get("experts", experts),
+                backends=self._registry(),
+                workspace=Workspace(),
+                checked=True,
+            )
 
     def _skip(self, reason: str) -> NoReturn:
         pytest.skip(reason)

@@ -15,6 +15,7 @@ from moekit.contract import Dispatched, PackedWeights, Quantizer, Routing
 from moekit.discovery.registry import Registry, registry
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.kernel import ModularKernel
+from moekit.problem import MoEProblem
 from moekit.problem.quant import WIRE_SCHEMES
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.overlap import Pending
@@ -27,6 +28,33 @@ QUANTIZED_WIRE = (
     "kit_quantized_wire"  # quantized before the "transfer", where the experts take that
 )
 ROW_SCALES = "kit_row_scales"  # a per-tensor scale arrives as one per row, which differs by source
+
+
+def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> None:
+    """Assert that quantized tokens (..., R, H) and their scale have the forms of `Dispatched`."""
+    activation = problem.quant.activation
+    assert activation is not None
+    columns = problem.hidden_size // (2 if activation.packed else 1)
+    assert x.dtype == activation.torch_dtype, f"x is {x.dtype}, expected {activation.torch_dtype}"
+    assert x.shape[-1] == columns, f"x has {x.shape[-1]} columns, expected {columns}"
+    assert scale is not None and scale.dtype == torch.float32, "expected x_scale in float32"
+    allowed = {(*x.shape[:-1], activation.scale_shape(1, problem.hidden_size)[1])}
+    if activation.per_tensor:
+        allowed.add((1,) * x.dim())
+    assert tuple(scale.shape) in allowed, f"x_scale is {tuple(scale.shape)}, expected {allowed}"
+
+
+class QuantizedWire(LocalDispatcher):
+    """Checks the form of quantized tokens, on which other dispatchers rely."""
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        pending = super().prepare(x_TH, routing, quantize)
+        if quantize is not None:
+            tokens = pending.result()
+            check_quantized(tokens.x, tokens.x_scale, self.problem)
+        return pending
 
 
 class RowScales(LocalDispatcher):
@@ -64,7 +92,7 @@ def kit_registry(
     copy._added.extend(base._added)
     wire = replace(copy.dispatcher("local"), wire_schemes=WIRE_SCHEMES, priority=-1000)
     dispatchers = (
-        replace(wire, name=QUANTIZED_WIRE),
+        replace(wire, name=QUANTIZED_WIRE, target=f"{__name__}:QuantizedWire"),
         replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales", batch_invariant=False),
     )
     for spec in (*dispatchers, *extra):
@@ -104,7 +132,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
     """Return ``kernel.pack(weights)``, and assert that the weights are unchanged."""
     watch = Watch.weights(weights)
-    packed = kernel.pack(weights)
+    with unchanged_process():
+        packed = kernel.pack(weights)
     watch.check("pack")
     return packed
 
@@ -120,6 +149,33 @@ def unchanged_process() -> Iterator[None]:
         value, restore = before[name]
         restore(value)
     assert not changed, f"the call changed torch's {', '.join(changed)} for the whole process"
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Change torch's default dtype and device, as engines do while they load and run a model.
+
+    Args:
+        device: of the tensors. Those of the CPU must not be on the default device either.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta" if device.type == "cpu" else device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def threads_of_torch(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _same(a: object, b: object) -> bool:
@@ -160,7 +216,8 @@ def call(
     x, routing = case.x, case.routing
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
     packed_watch = Watch(**packed.experts, **packed.shared)
-    workspace, kernel.workspace = kernel.workspace, PoisonedWorkspace()
+    guarded = PoisonedWorkspace()
+    workspace, kernel.workspace = kernel.workspace, guarded
     if out is None:
         out = poison(torch.empty_like(x, memory_format=torch.contiguous_format))
     try:
@@ -171,6 +228,7 @@ def call(
     assert result.data_ptr() == out.data_ptr() and result.shape == out.shape, (
         "the call did not return the `out` it was given"
     )
+    guarded.check()
     watch.check("the call")
     packed_watch.check("the call")
     return result

@@ -239,9 +239,14 @@ def make_case(
     key: object = 0,
     weights: ExpertWeights | None = None,
 ) -> Case:
-    """Return a random call. Tokens without any expert are NaN."""
+    """Return a random call. Tokens without any expert are NaN.
+
+    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0.
+    """
     routing = random_routing(problem, num_tokens, kind, key)
     x = random_x(problem, num_tokens, key)
+    if kind in ("masked", "rows") and num_tokens > 3:
+        x[1] = 0
     x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
     return Case(problem, weights or random_weights(problem), x, routing)
 
@@ -288,11 +293,14 @@ def output_factor(case: Case) -> float:
 
 
 def strided(weights: ExpertWeights) -> ExpertWeights:
-    """Return the same weights in strided tensors, as slices of a larger checkpoint are."""
+    """Return the same weights in strided tensors, as slices of a larger checkpoint are.
+
+    None of them begins where its storage does.
+    """
 
     def stretch(t: Tensor) -> Tensor:
-        wide = torch.stack((t, torch.zeros_like(t)), dim=-1)
-        return wide[..., 0]
+        wide = torch.stack((torch.zeros_like(t), t), dim=-1)
+        return wide[..., 1]
 
     return weights._map(lambda t: stretch(t) if t.dim() else t)
 

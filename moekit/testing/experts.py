@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,18 @@ from moekit.problem.activation import GATED
 from moekit.problem.quant import SCHEMES
 from moekit.runtime.workspace import Workspace
 from moekit.testing import cases
-from moekit.testing.arithmetic import ExpertsNumbers
+from moekit.testing.arithmetic import ExpertsNumbers, one_of_each_kind
 from moekit.testing.base import over
-from moekit.testing.calls import bits, call, check_call, check_graph, pack, same_bits
+from moekit.testing.calls import (
+    bits,
+    call,
+    check_call,
+    check_graph,
+    defaults,
+    pack,
+    same_bits,
+    threads_of_torch,
+)
 from moekit.testing.cases import Case, device_of, make_case, random_weights
 from moekit.testing.diagnose import assert_close
 from moekit.testing.invariance import ExpertsInvariance
@@ -25,6 +35,8 @@ from moekit.testing.memory import measure, poison, slack
 from moekit.testing.sizes import ExpertsSizes
 from moekit.testing.threads import ExpertsThreads
 
+# Rows of memory around a call's tensors: more than a tile of rows, which a kernel may overrun.
+_AROUND = 256
 # Counters and rings of buffers in engines and libraries wrap after up to 60 calls.
 _MANY_CALLS = 70
 
@@ -43,13 +55,19 @@ def strided(case: Case) -> Case:
 
 
 class Inputs:
-    """Buffers that hold the tokens and routings of every call, as engines have."""
+    """Buffers that hold the tokens and routings of every call, as engines have.
+
+    A call's tensors are contiguous, and begin behind other rows of their storage.
+    """
 
     def __init__(self, problem: MoEProblem, most: int) -> None:
-        device, shape = device_of(problem), (most, problem.top_k)
-        self._x = torch.empty(most, problem.hidden_size, dtype=problem.dtype, device=device)
-        self._weights = torch.empty(shape, dtype=torch.float32, device=device)
-        self._ids = torch.empty(shape, dtype=torch.int64, device=device)
+        def rows(columns: int, dtype: torch.dtype) -> Tensor:
+            whole = torch.empty(_AROUND + most, columns, dtype=dtype, device=device_of(problem))
+            return poison(whole)[_AROUND:]
+
+        self._x = rows(problem.hidden_size, problem.dtype)
+        self._weights = rows(problem.top_k, torch.float32)
+        self._ids = rows(problem.top_k, torch.int64)
 
     def hold(self, case: Case, packed: PackedWeights) -> tuple[Tensor, PackedWeights, Routing]:
         """Copy ``case`` into the buffers, and return a kernel's arguments."""
@@ -66,7 +84,8 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
     def test_repeated_calls(self) -> None:
         """Calls with more and fewer tokens: no earlier call changes a result.
 
-        Tokens and routings have the same addresses in every call.
+        Tokens and routings have the same addresses in every call. Some calls run in inference mode,
+        and on the CPU with another number of threads.
         """
         problem = self._problem()
         kernel = self._compose(problem, self._native)
@@ -74,7 +93,9 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         inputs = Inputs(problem, self._T + 9)
         for index, num_tokens in enumerate((self._T, 3, 0, 1, self._T + 9, 5, self._T)):
             case = make_case(problem, num_tokens, ("random", "masked")[index % 2], key=index)
-            out = kernel(*inputs.hold(case, packed))
+            arguments = inputs.hold(case, packed)
+            with torch.inference_mode(index % 3 == 0), threads_of_torch(2 if index < 3 else 1):
+                out = kernel(*arguments)
             assert_close(
                 out, case.reference(), problem, f"call {index} with T={num_tokens}", case=case
             )
@@ -140,7 +161,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         for turn in range(2):
             case = make_case(problem, 5, weights=random_weights(problem, turn))
             for name, tensor in pack(kernel, case.weights).experts.items():
-                packed.experts[name].copy_(tensor)
+                packed.experts[name].data.copy_(tensor)  # as transfers do, without a new version
             out = kernel(case.x, packed, case.routing)
             assert_close(out, case.reference(), problem, f"weights {turn} in place", case=case)
 
@@ -187,22 +208,32 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         assert torch.equal(bits(out), kept), "a later call changed an earlier output"
 
     def test_given_output(self) -> None:
-        """A strided `out` is written entirely and returned; the memory around it is unchanged."""
+        """`out` is written entirely and returned; the memory around it is unchanged.
+
+        The experts may write a contiguous `out` themselves, and a strided one is a copy.
+        """
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         packed = pack(kernel, random_weights(problem))
         case = make_case(problem, self._T, "rows")
         T, H = case.x.shape
-        wide = poison(torch.empty(T + 2, H + 16, dtype=case.x.dtype, device=case.x.device))
-        out = call(kernel, packed, case, out=wide[1:-1, 8:-8])
-        assert_close(out, case.reference(), problem, case=case)
-        wide[1:-1, 8:-8] = float("nan")
-        assert bool(torch.isnan(wide).all()), "wrote outside the given output"
+        for columns in (0, 8):
+            shape = T + 2 * _AROUND, H + 2 * columns
+            whole = poison(torch.empty(shape, dtype=case.x.dtype, device=case.x.device))
+            given = whole[_AROUND:-_AROUND, columns : columns + H]
+            out = call(kernel, packed, case, out=given)
+            assert_close(out, case.reference(), problem, case=case)
+            given.fill_(float("nan"))
+            assert bool(torch.isnan(whole).all()), "wrote outside the given output"
 
     @pytest.mark.parametrize("kind", ["hot", "rows"])
     def test_format(self, kind: str) -> None:
-        """Tokens in the other format come through the core's bridge."""
-        self._check(self._problem(), kind=kind, dispatcher=self._bridged)
+        """Tokens in the other format come through the core's bridge.
+
+        It gives STANDARD experts more rows than max_num_tokens, as other ranks' tokens would.
+        """
+        problem = self._problem(max_num_tokens=self._T)
+        self._check(problem, kind=kind, dispatcher=self._bridged)
 
     def test_strided_input(self) -> None:
         """x, ids, router weights and expert weights that are not contiguous."""
@@ -213,17 +244,13 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
 
     @pytest.mark.parametrize("default", ["bfloat16", "float64"])
     def test_default_dtype(self, default: str) -> None:
-        """An engine may set torch's default dtype, so every tensor needs a dtype of its own."""
+        """An engine may set torch's default dtype and device, so every tensor needs its own."""
         problem = self._problem()
         case = make_case(problem, self._T)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(getattr(torch, default))
-        try:
+        with defaults(getattr(torch, default), case.x.device):
             kernel = self._compose(problem, self._native)
             packed = pack(kernel, case.weights)
             out = call(kernel, packed, case)
-        finally:
-            torch.set_default_dtype(before)
         assert_close(out, case.reference(), problem, case=case)
 
     def test_int32_ids(self) -> None:
@@ -245,28 +272,31 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
     @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
     def test_memory_is_stated(self, dispatcher: str) -> None:
         """The peak of a call is at most kernel.memory(), including the workspace."""
-        self._check_memory(dispatcher)
+        schemes = one_of_each_kind(n for n in SCHEMES if n in self._spec().schemes)
+        for scheme in schemes[: 1 if self._interpreted else None]:
+            self._check_memory(dispatcher, quant=scheme)
 
     @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
     def test_batch_invariant_memory(self, dispatcher: str) -> None:
         self._invariant()
         self._check_memory(dispatcher, batch_invariant=True)
 
-    def _check_memory(self, dispatcher: str, **changes: bool) -> None:
-        found = self._find_problem(num_experts=8, top_k=4, **changes)
-        problem = found if isinstance(found, MoEProblem) else self._problem(**changes)
-        case = make_case(problem, 64 if self._device().type == "cpu" else 1000)
+    def _check_memory(self, dispatcher: str, **changes: Any) -> None:
+        problem = self._at({"num_experts": 8, "top_k": 4}, {}, **changes)
+        case = make_case(problem, 64 if self._device().type == "cpu" else 1000, "hot")
         kernel = self._compose(problem, dispatcher)
         packed = pack(kernel, case.weights)
         out = torch.empty_like(case.x)
         if case.x.device.type != "cpu":  # libraries allocate at their first call
             kernel(case.x, packed, case.routing, out=out)
         kernel.workspace = Workspace()
-        peak, _ = measure(case.x.device, lambda: kernel(case.x, packed, case.routing, out=out))
+        peak, _ = measure(
+            case.x.device, lambda: kernel(case.x, packed, case.routing, out=out), collect=False
+        )
         stated = kernel.memory(case.x.shape[0])
         assert peak <= stated.total + slack(case.x.device, stated.total), (
             f"a call held {peak} bytes, stated are {stated.total}: {stated}; state the rest in "
-            "workspace() or transient_bytes()"
+            f"workspace() or transient_bytes() ({problem!r})"
         )
 
     def test_deterministic(self) -> None:

@@ -15,9 +15,9 @@ from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
 
-# The tests of numbers of tokens; on the CPU those up to 33.
-TOKENS = (0, 1, 2, 33, 257, 1000)
-_MOST_TOKENS_ON_CPU = 33
+# Numbers of tokens, some around common tiles; in Triton's interpreter those up to 33.
+TOKENS = (0, 1, 2, 33, 127, 128, 129, 257, 1000, 1024, 1025)
+_MOST_TOKENS_INTERPRETED = 33
 
 
 def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
@@ -93,7 +93,7 @@ class ExpertsBase(Conformance):
     def _declares(self, name: str, value: Any) -> bool:
         spec = self._spec()
         if name == "num_tokens":
-            return not self._on_cpu or value <= _MOST_TOKENS_ON_CPU
+            return not self._interpreted or value <= _MOST_TOKENS_INTERPRETED
         if name == "name":
             return value in spec.activations
         return value in {"scheme": spec.schemes, "dtype": spec.dtypes}[name]
@@ -115,19 +115,16 @@ class ExpertsBase(Conformance):
         case = make_case(problem, self._T if num_tokens is None else num_tokens, kind, **data)
         check_call(self._compose(problem, dispatcher or self._native), case)
 
-    def _precise(self, **changes: Any) -> MoEProblem:
-        """Return a problem with these changes in the most precise dtype that the backend has."""
+    def _precise(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
+        """Do as `_at`, in the most precise dtype in which the backend does each choice."""
         names = [n for n in ("float32", "float16", "bfloat16") if n in self._spec().dtypes]
-        for name in names[:-1]:
-            found = self._find_problem(dtype=DTYPES[name], **changes)
-            if isinstance(found, MoEProblem):
-                return found
-        return self._problem(dtype=DTYPES[names[-1]], **changes)
+        dtypes = [{"dtype": DTYPES[name]} for name in names]
+        return self._at(*({**each, **dtype} for each in choices for dtype in dtypes), **changes)
 
     def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
-        """Return the first of the problems with these sizes that the backend does, or skip."""
-        for sizes in choices:
-            found = self._find_problem(**{**sizes, **changes})
+        """Return the first of the problems with these changes that the backend does, or skip."""
+        for choice in choices:
+            found = self._find_problem(**{**choice, **changes})
             if isinstance(found, MoEProblem):
                 return found
             reasons = found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moekit.contract import Dispatched, Routing
 from moekit.problem import MoEProblem
-from moekit.testing.calls import Watch, check_graph
+from moekit.testing.calls import Watch, check_graph, check_quantized
 from moekit.testing.cases import device_of, generator
 from moekit.testing.memory import poison
 from moekit.testing.ranks import Call, Job, Rank
@@ -200,8 +200,7 @@ def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
 def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     """Assert that tokens travel quantized: quantized values arrive with their scales."""
     r = Rank(rank, world_size, job)
-    p, activation = r.problem, r.problem.quant.activation
-    assert activation is not None
+    p = r.problem
     case, _ = r.case(wanted)
     ids = case.routing.topk_ids.to(r.kernel._ids_dtype)
     tokens = r.kernel.dispatcher.prepare(
@@ -209,15 +208,8 @@ def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
         Routing(case.routing.topk_weights, ids),
         lambda x, valid: r.kernel.experts.quantize(x, r.packed, valid),
     ).result()
-    assert tokens.x.dtype == activation.torch_dtype, f"x arrived as {tokens.x.dtype}"
-    scale, rows = tokens.x_scale, tokens.x.shape[:-1]
-    assert scale is not None and scale.dtype == torch.float32
-    groups = activation.scale_shape(1, p.hidden_size)[1]
-    allowed = {(*rows, groups)}
-    if activation.per_tensor:
-        allowed.add((1,) * len(tokens.x.shape))
-    assert tuple(scale.shape) in allowed, f"x_scale is {tuple(scale.shape)}, expected {allowed}"
-    y = torch.zeros((*rows, p.hidden_size), dtype=p.dtype, device=case.x.device)
+    check_quantized(tokens.x, tokens.x_scale, p)
+    y = torch.zeros((*tokens.x.shape[:-1], p.hidden_size), dtype=p.dtype, device=case.x.device)
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"

@@ -35,13 +35,32 @@ def poison(tensor: Tensor) -> Tensor:
 
 
 class PoisonedWorkspace(Workspace):
-    """A workspace that is full of NaN whenever it is lent."""
+    """A workspace that is full of NaN whenever it is lent, also behind each buffer."""
+
+    _GUARD = BufferSpec((1 << 18,), torch.uint8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guards: list[Tensor] = []
 
     def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> Scratch:
-        scratch = super().take(wanted, device)
+        self.check()  # the next call's buffers may lie there
+        specs = wanted._specs if isinstance(wanted, Layout) else wanted
+        scratch = super().take([each for spec in specs for each in (spec, self._GUARD)], device)
         for buffer in scratch[:1]:  # all of them lie in one storage
             poison(buffer)
+        self._guards = scratch[1::2]
+        del scratch[1::2]
         return scratch
+
+    def check(self) -> None:
+        """Assert that no call wrote behind its buffers."""
+        for index, guard in enumerate(self._guards):
+            written = int((guard != _POISON).sum())
+            assert not written, (
+                f"the call wrote {written} bytes behind the end of workspace buffer {index}: "
+                "workspace() asks for too little"
+            )
 
 
 class _PoisonFresh(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -106,17 +125,23 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from _tensors(tuple(tree.values()))
 
 
-def measure(device: torch.device, function: Callable[[], Any]) -> tuple[int, int]:
+def measure(
+    device: torch.device, function: Callable[[], Any], *, collect: bool = True
+) -> tuple[int, int]:
     """Return the bytes that ``function`` holds at its peak, and those that it leaves behind.
 
     Its result is dropped before the second count. On an accelerator the allocator counts. On the
     CPU every torch operation is watched; memory that an operation frees itself is not seen.
+
+    Args:
+        collect: whether to collect garbage before the second count, which takes a second.
     """
     if device.type == "cpu":
         mode = _Live()
         with mode:
             function()
-        gc.collect()
+        if collect:
+            gc.collect()
         return mode.peak, mode.live
     gc.collect()
     module = torch.get_device_module(device)

@@ -27,7 +27,7 @@ class ScratchOfTheDefaultDtype(Plain):
     """Sums in a tensor of torch's default dtype."""
 
     def apply(self, y, tokens, weights, workspace):
-        total = torch.empty(workspace[0].shape).fill_(0.0)
+        total = torch.empty(workspace[0].shape, device=y.device).fill_(0.0)
         super().apply(y, tokens, weights, (total,))
 
 

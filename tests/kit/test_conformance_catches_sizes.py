@@ -1,4 +1,4 @@
-"""Wrong experts that are right in single calls with small, contiguous, moderate inputs."""
+"""Wrong experts that are right for the usual sizes, and forms of problems."""
 
 from __future__ import annotations
 
@@ -7,20 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance_catches import killed_by, mutants_of
-from right_experts import Batched, Plain
-
-from moekit.problem.activation import apply_activation
-
-
-class Skips(Plain):
-    """Computes the assignments that `kept` keeps, and drops the others."""
-
-    def kept(self, ids, tokens):
-        raise NotImplementedError
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = torch.where(self.kept(tokens.topk_ids, tokens), tokens.topk_ids, -1)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+from right_experts import Plain, Skips
 
 
 def rank_in_expert(ids):
@@ -61,8 +48,10 @@ class NeedsSixteen(OfEight):
 class EightAssignments(Skips):
     """Drops a token's assignments from the ninth on."""
 
+    LIMIT = 8
+
     def kept(self, ids, tokens):
-        return torch.arange(ids.shape[1]) < 8
+        return torch.arange(ids.shape[1]) < self.LIMIT
 
 
 @killed_by("test_many_experts")
@@ -143,8 +132,10 @@ class SingleRows(Skips):
 class Assignments16Bit(Skips):
     """Drops assignments from 32768 on: their index is an int16."""
 
+    LIMIT = 32768
+
     def kept(self, ids, tokens):
-        return (torch.arange(ids.numel()) < 32768).view_as(ids)
+        return (torch.arange(ids.numel()) < self.LIMIT).view_as(ids)
 
 
 @killed_by("test_many_assignments")
@@ -222,370 +213,125 @@ class OneExpertSqueezed(Plain):
             y.zero_()
 
 
-# -- values ---------------------------------------------------------------------------------------
+# -- more sizes, and forms of problems ------------------------------------------------------------
 
 
-class Values(Plain):
-    """Computes with what `x` and `router` make of tokens and router weights."""
+@killed_by("test_many_experts")
+class SixteenAssignments(EightAssignments):
+    """Drops a token's assignments from the 17th on."""
 
-    def x(self, x):
-        return x
-
-    def router(self, weights):
-        return weights
-
-    def apply(self, y, tokens, weights, workspace):
-        if tokens.x_scale is None:
-            tokens = replace(tokens, x=self.x(tokens.x))
-        tokens = replace(tokens, topk_weights=self.router(tokens.topk_weights))
-        super().apply(y, tokens, weights, workspace)
+    LIMIT = 16
 
 
-@killed_by("test_magnitude", 64.0)
-class Clamp8(Values):
-    """Clamps x to +-8."""
-
-    def x(self, x):
-        return x.clamp(-8, 8)
-
-
-@killed_by("test_magnitude", 64.0)
-class Clamp100(Values):
-    """Clamps x to +-100."""
-
-    def x(self, x):
-        return x.clamp(-100, 100)
-
-
-@killed_by("test_magnitude", 2.0**-20)
-class SmallFlushed(Values):
-    """Rounds values below 1e-4 to zero."""
-
-    def x(self, x):
-        return torch.where(x.abs() < 1e-4, 0.0, x)
-
-
-@killed_by("test_magnitude", 64.0, says="NaN or infinite|relative error")
-class InFloat16(Plain):
-    """Keeps activations of a bfloat16 problem in float16, whose range ends at 65504."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if y.dtype != torch.bfloat16 or not weights["w13"].is_floating_point():
-            return
-        w13 = weights["w13"].float()
-        h = torch.einsum("th,lnh->ltn", tokens.x.float(), w13)
-        act = apply_activation(h, self.problem.activation)
-        if bool((act.nan_to_num(0.0).abs() > 65504).any()):
-            y.fill_(float("inf"))
-
-
-@killed_by("test_dtype", "bfloat16")
-class RouterClamped(Values):
-    """Clamps router weights to 2."""
-
-    def router(self, weights):
-        return weights.clamp(max=2)
-
-
-@killed_by("test_routing", "signed")
-class RouterMadePositive(Values):
-    """Takes the absolute value of router weights."""
-
-    def router(self, weights):
-        return weights.abs()
-
-
-@killed_by("test_routing", "signed", says="NaN")
-class RouterDivides(Values):
-    """Turns a weight of zero into NaN."""
-
-    def router(self, weights):
-        return weights * weights / weights
-
-
-@killed_by("test_routing", "signed")
-class NegativeWeightsDropped(Skips):
-    """Drops assignments with negative weights."""
+@killed_by("test_many_experts")
+class AssignmentsInTwos(Skips):
+    """Takes a token's assignments two at a time, and drops the last of an odd number."""
 
     def kept(self, ids, tokens):
-        return tokens.topk_weights >= 0
+        K = ids.shape[1]
+        return torch.arange(K) < max(K // 2 * 2, 1)
 
 
-@killed_by("test_dtype", "float32")
-class RouterNormalized(Values):
-    """Normalizes the router weights of each token."""
+@killed_by("test_many_experts")
+class Experts1024(Experts256):
+    """Drops experts from 1024 on."""
 
-    def router(self, weights):
-        return weights / weights.nan_to_num(0.0).sum(dim=1, keepdim=True)
+    LIMIT = 1024
 
 
-@killed_by("test_tokens_are_independent", says="other tokens")
-class NanSpreads(Plain):
-    """Computes a scale that tokens share over all of them, including NaN."""
+@killed_by("test_many_experts")
+class ExpertsInTwos(Skips):
+    """Drops the last of an odd number of experts."""
+
+    def kept(self, ids, tokens):
+        return ids < max(self.problem.num_local_experts // 2 * 2, 1)
+
+
+@killed_by("test_num_tokens", 128)
+class FullTileOfTokens(Skips):
+    """Drops the last token if tokens fill tiles of 128."""
+
+    MORE = 0
+
+    def kept(self, ids, tokens):
+        T = len(ids)
+        return (torch.arange(T) < T - (T > 1 and T % 128 == self.MORE))[:, None]
+
+
+@killed_by("test_num_tokens", 129)
+class OneTokenBeyondATile(FullTileOfTokens):
+    """Drops the last token if there is one more than tiles of 128 hold."""
+
+    MORE = 1
+
+
+@killed_by("test_many_assignments")
+class AssignmentsUnsigned16Bit(Assignments16Bit):
+    """Drops assignments from 65536 on: their index is a uint16."""
+
+    LIMIT = 65536
+
+
+@killed_by("test_large")
+class HiddenInTilesOf256(Plain):
+    """Writes no columns behind the last whole tile of 256 if H is a multiple of 128."""
 
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
-        used = (tokens.topk_ids >= 0).any(dim=1)
-        y += tokens.x.float()[used].sum() * 0
+        H = y.shape[1]
+        if H % 256 == 128:
+            y[:, H - 128 :] = 0
 
 
-@killed_by("test_tokens_are_independent", says="other tokens")
-class InfSpreads(Plain):
-    """Adds every token's output to its neighbour's, times zero."""
+@killed_by("test_format", "rows", says="NaN|exact zeros|relative error")
+class RowsOfOwnTokens(Skips):
+    """Computes max_num_tokens rows at most, although other ranks send rows, too."""
 
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        used = (tokens.topk_ids >= 0).any(dim=1)
-        y[used] += y[used].roll(1, dims=0) * 0
-
-
-@killed_by("test_dtype", "bfloat16", says=r"scale 0\.00[3-7]")
-class HalfAPercent(Plain):
-    """Is 0.5 % too large in bfloat16."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if y.dtype == torch.bfloat16:
-            y.copy_(y.float() * 1.005)
+    def kept(self, ids, tokens):
+        most = self.problem.max_num_tokens or len(ids)
+        return torch.arange(len(ids))[:, None] < most
 
 
-class Rounds(Plain):
-    """Rounds to bfloat16 as `rounded` does."""
+class DropsBiases(Plain):
+    """Drops biases where `dropped`."""
 
-    def apply(self, y, tokens, weights, workspace):
-        if y.dtype != torch.bfloat16:
-            return super().apply(y, tokens, weights, workspace)
-        wide = torch.empty(y.shape)
-        super().apply(wide, tokens, weights, workspace)
-        y.copy_(self.rounded(wide))
-
-    def rounded(self, wide):
+    def dropped(self):
         raise NotImplementedError
 
-
-@killed_by("test_rows_per_expert", says="scale -0.00")
-class Truncates(Rounds):
-    """Truncates to bfloat16 instead of rounding."""
-
-    def rounded(self, wide):
-        return (wide.view(torch.int32) & -65536).view(torch.float32)
-
-
-@killed_by("test_rows_per_expert", says="mean 0.00")
-class Offset(Rounds):
-    """Is too large by 0.2 % of the RMS."""
-
-    def rounded(self, wide):
-        used = (wide != 0).any(dim=1, keepdim=True)
-        return wide + 0.002 * wide[used[:, 0]].square().mean().sqrt() * used
-
-
-@killed_by("test_dtype", "float32")
-class TensorFloat32(Values):
-    """Rounds fp32 to TF32 (11 bits)."""
-
-    def x(self, x):
-        return ((x.float().view(torch.int32) + 4096) & -8192).view(torch.float32).to(x.dtype)
-
-
-@killed_by("test_dtype", "float32")
-class RouterIn16Bits(Values):
-    """Rounds router weights to bfloat16, also in fp32 problems."""
-
-    def router(self, weights):
-        return weights.bfloat16().float()
-
-
-# -- weights --------------------------------------------------------------------------------------
-
-
-@killed_by("test_strided_input")
-class StridesIgnored(Plain):
-    """Reads weights as if they were contiguous."""
-
     def pack(self, weights):
-        def misread(t):
-            flat = t.contiguous().shape
-            strides = torch.empty(flat).stride()
-            return torch.as_strided(t, flat, strides, t.storage_offset())
-
-        return super().pack(
-            replace(weights, **{n: misread(t) for n, t in weights.tensors().items()})
-        )
+        if self.dropped():
+            weights = replace(weights, w13_bias=None, w2_bias=None)
+        return super().pack(weights)
 
 
-@killed_by("test_weights_change_in_place")
-class WeightsCachedByAddress(Plain):
-    """Caches converted weights by their address."""
+@killed_by("test_scheme", "fp8_block")
+class BiasDroppedInBlocks(DropsBiases):
+    """Drops biases in fp8_block alone."""
 
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        key = tuple(t.data_ptr() for t in weights.experts.values())
-        copies = {n: t.clone() for n, t in weights.experts.items()}
-        weights = replace(weights, experts=kept.setdefault(key, copies))
-        super().apply(y, tokens, weights, workspace)
-
-
-@killed_by("test_scheme", "none")
-class LastExpertSwapped(Plain):
-    """Swaps gate and up of the last expert."""
-
-    def pack(self, weights):
-        w13 = weights.w13.clone()
-        w13[-1] = w13[-1].roll(w13.shape[1] // 2, dims=0)
-        return super().pack(replace(weights, w13=w13))
+    def dropped(self):
+        return self.problem.quant.name == "fp8_block"
 
 
 @killed_by("test_clamp", "silu")
-class GateAloneClamped(Plain):
-    """Clamps the gate, but not the up projection."""
+class BiasDroppedWithClamp(DropsBiases):
+    """Drops biases if there is a clamp."""
 
-    def apply(self, y, tokens, weights, workspace):
-        asked = self.problem
-        limit = asked.activation.limit
-        if limit is not None and asked.activation.name == "silu":
-            rows = asked.local_intermediate_size
-            w13, w2 = weights["w13"].clone(), weights["w2"]
-            w13[:, rows:] /= 1024
-            experts = {**weights.experts, "w13": w13, "w2": w2 * 1024}
-            weights = replace(weights, experts=experts)
-        super().apply(y, tokens, weights, workspace)
+    def dropped(self):
+        return self.problem.activation.limit is not None
 
 
-# -- calls ----------------------------------------------------------------------------------------
+@killed_by("test_scheme", "int8_w8a16")
+class ScalesOfTwoHalves(Plain):
+    """Takes w13's scales of the first half of its rows for the second, where there is no gate."""
 
-
-@killed_by("test_repeated_calls", says="relative error|exact zeros|NaN")
-class ResultCachedByAddress(Plain):
-    """Returns an earlier result for tokens at the same address."""
-
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        key = (tokens.x.data_ptr(), tokens.x.shape)
-        if key not in kept:
-            super().apply(y, tokens, weights, workspace)
-            kept[key] = y.clone()
-        y.copy_(kept[key])
-
-
-@killed_by("test_repeated_calls", says="relative error|exact zeros|NaN")
-class RoutingCachedByAddress(Plain):
-    """Sorts ids once for each address and shape."""
-
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        key = (tokens.topk_ids.data_ptr(), tokens.topk_ids.shape)
-        ids = kept.setdefault(key, tokens.topk_ids.clone())
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
-
-
-@killed_by("test_many_calls", says="call 19 of one shape")
-class Stale20(Plain):
-    """Returns the previous output at every 20th call of a shape."""
-
-    EVERY = 20
-
-    def apply(self, y, tokens, weights, workspace):
-        counts, kept = self.__dict__.setdefault("counts", ({}, {}))
-        counts[y.shape] = counts.get(y.shape, 0) + 1
-        if counts[y.shape] % self.EVERY:
-            super().apply(y, tokens, weights, workspace)
-            kept[y.shape] = y.clone()
-        else:
-            y.copy_(kept[y.shape])
-
-
-@killed_by("test_many_calls", says="call 59 of one shape")
-class Stale60(Stale20):
-    """Returns the previous output at every 60th call of a shape."""
-
-    EVERY = 60
-
-
-@killed_by("test_nothing_is_kept", says="bytes are left")
-class KeepsInputs(Plain):
-    """Keeps the tokens of every call."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        self.__dict__.setdefault("kept", []).append(tokens)
-
-
-@killed_by("test_nothing_is_kept", says="bytes are left")
-class KeepsOutputs(Plain):
-    """Keeps a copy of every result."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        self.__dict__.setdefault("kept", []).append(y.clone())
-
-
-@killed_by("test_kernels_in_turns")
-class SharedByClass(Plain):
-    """Uses the first kernel's activation in all kernels of the same sizes."""
-
-    COMPILED = {}
-
-    def apply(self, y, tokens, weights, workspace):
-        asked = self.problem
-        key = (asked.num_experts, asked.hidden_size, asked.local_intermediate_size, len(y))
-        self.problem = asked.replace(activation=self.COMPILED.setdefault(key, asked.activation))
-        super().apply(y, tokens, weights, workspace)
-        self.problem = asked
-
-
-@killed_by("test_dtype", "float32", says="default dtype")
-class DefaultDtypeChanged(Plain):
-    """Changes the process's default dtype."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        torch.set_default_dtype(torch.float64)
-
-
-@killed_by("test_dtype", "float32", says="random numbers")
-class Reseeded(Plain):
-    """Seeds the process's random numbers."""
-
-    def apply(self, y, tokens, weights, workspace):
-        torch.manual_seed(0)
-        super().apply(y, tokens, weights, workspace)
-
-
-@killed_by("test_routing", "masked")
-class StopsAtTheFirstMaskedId(Skips):
-    """Drops a token's assignments behind its first id of -1."""
-
-    def kept(self, ids, tokens):
-        return (ids >= 0).cumprod(dim=1).bool()
-
-
-@killed_by("test_dtype", "float32")
-class IdsAscend(Values):
-    """Sorts a token's ids, but not its weights."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = tokens.topk_ids.sort(dim=1).values
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
-
-
-@killed_by("test_repeated_calls", says="relative error|NaN|exact zeros")
-class CountsOfTheFirstCall(Batched):
-    """Reads the experts' counts on the host once for each shape."""
-
-    def counts(self, tokens):
-        kept = self.__dict__.setdefault("kept", {})
-        return kept.setdefault(tokens.x.shape, super().counts(tokens))
-
-
-@killed_by("test_rows_per_expert", says="relative error|NaN|exact zeros")
-class First64Rows(Batched):
-    """Computes an expert's first 64 rows, if its capacity is at least 128."""
-
-    def counts(self, tokens):
-        counts = super().counts(tokens)
-        return [min(n, 64) for n in counts] if tokens.x.shape[1] >= 128 else counts
+    def pack(self, weights):
+        packed = super().pack(weights)
+        if self.problem.activation.gated or "w13_scale" not in packed.experts:
+            return packed
+        scale = packed["w13_scale"].clone()
+        half = scale.shape[1] // 2
+        scale[:, half : 2 * half] = scale[:, :half]
+        return replace(packed, experts={**packed.experts, "w13_scale": scale})
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

@@ -6,14 +6,18 @@ import inspect
 from pathlib import Path
 
 import conformance_catches
+import test_conformance_catches_calls
 import test_conformance_catches_experts
 import test_conformance_catches_invariance
 import test_conformance_catches_sizes
+import test_conformance_catches_values
 
 PAGE = Path(__file__).parents[2] / "docs" / "kit_mutants.md"
 MODULES = (
     test_conformance_catches_experts,
     test_conformance_catches_sizes,
+    test_conformance_catches_values,
+    test_conformance_catches_calls,
     test_conformance_catches_invariance,
 )
 

@@ -78,7 +78,7 @@ def test_every_scheme_has_the_expected_size(scheme, on_input):
     )
     case = cases.make_case(problem, 64, "rows")
     found = rounding_errors(case).row_T
-    idle = (case.routing.topk_ids < 0).all(dim=1)
+    idle = (case.routing.topk_ids < 0).all(dim=1) | (case.x == 0).all(dim=1)
     assert not found[idle].any() and found[~idle].all()
     relative = found[~idle] / case.reference()[~idle].square().mean(dim=1).sqrt()
     one = {"float8_e4m3fn": 2.6e-2, "int8": 8e-3, "float4_e2m1": 9.5e-2}

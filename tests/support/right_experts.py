@@ -1,6 +1,8 @@
-"""Right experts in a few lines each, from which the mutants derive."""
+"""Right experts in a few lines each, from which the mutants derive, and bases of mutants."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -47,6 +49,17 @@ class Plain(PermuteExpertsUnpermute):
 
     def weighted(self, result, weights):
         return result * weights
+
+
+class Skips(Plain):
+    """Computes the assignments that `kept` keeps, and drops the others."""
+
+    def kept(self, ids, tokens):
+        raise NotImplementedError
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = torch.where(self.kept(tokens.topk_ids, tokens), tokens.topk_ids, -1)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
 
 
 class Batched(PermuteExpertsUnpermute):

@@ -1,0 +1,346 @@
+"""Wrong experts that are right in a single call by itself."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from conformance_catches import killed_by, mutants_of
+from right_experts import Batched, Plain, Skips
+
+
+@killed_by("test_repeated_calls", says="relative error|exact zeros|NaN")
+class ResultCachedByAddress(Plain):
+    """Returns an earlier result for tokens at the same address."""
+
+    def apply(self, y, tokens, weights, workspace):
+        kept = self.__dict__.setdefault("kept", {})
+        key = (tokens.x.data_ptr(), tokens.x.shape)
+        if key not in kept:
+            super().apply(y, tokens, weights, workspace)
+            kept[key] = y.clone()
+        y.copy_(kept[key])
+
+
+@killed_by("test_repeated_calls", says="relative error|exact zeros|NaN")
+class RoutingCachedByAddress(Plain):
+    """Sorts ids once for each address and shape."""
+
+    def apply(self, y, tokens, weights, workspace):
+        kept = self.__dict__.setdefault("kept", {})
+        key = (tokens.topk_ids.data_ptr(), tokens.topk_ids.shape)
+        ids = kept.setdefault(key, tokens.topk_ids.clone())
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+@killed_by("test_many_calls", says="call 19 of one shape")
+class Stale20(Plain):
+    """Returns the previous output at every 20th call of a shape."""
+
+    EVERY = 20
+
+    def apply(self, y, tokens, weights, workspace):
+        counts, kept = self.__dict__.setdefault("counts", ({}, {}))
+        counts[y.shape] = counts.get(y.shape, 0) + 1
+        if counts[y.shape] % self.EVERY:
+            super().apply(y, tokens, weights, workspace)
+            kept[y.shape] = y.clone()
+        else:
+            y.copy_(kept[y.shape])
+
+
+@killed_by("test_many_calls", says="call 59 of one shape")
+class Stale60(Stale20):
+    """Returns the previous output at every 60th call of a shape."""
+
+    EVERY = 60
+
+
+@killed_by("test_nothing_is_kept", says="bytes are left")
+class KeepsInputs(Plain):
+    """Keeps the tokens of every call."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        self.__dict__.setdefault("kept", []).append(tokens)
+
+
+@killed_by("test_nothing_is_kept", says="bytes are left")
+class KeepsOutputs(Plain):
+    """Keeps a copy of every result."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        self.__dict__.setdefault("kept", []).append(y.clone())
+
+
+@killed_by("test_kernels_in_turns")
+class SharedByClass(Plain):
+    """Uses the first kernel's activation in all kernels of the same sizes."""
+
+    COMPILED = {}
+
+    def apply(self, y, tokens, weights, workspace):
+        asked = self.problem
+        key = (asked.num_experts, asked.hidden_size, asked.local_intermediate_size, len(y))
+        self.problem = asked.replace(activation=self.COMPILED.setdefault(key, asked.activation))
+        super().apply(y, tokens, weights, workspace)
+        self.problem = asked
+
+
+@killed_by("test_dtype", "float32", says="default dtype")
+class DefaultDtypeChanged(Plain):
+    """Changes the process's default dtype."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        torch.set_default_dtype(torch.float64)
+
+
+@killed_by("test_dtype", "float32", says="random numbers")
+class Reseeded(Plain):
+    """Seeds the process's random numbers."""
+
+    def apply(self, y, tokens, weights, workspace):
+        torch.manual_seed(0)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_routing", "masked")
+class StopsAtTheFirstMaskedId(Skips):
+    """Drops a token's assignments behind its first id of -1."""
+
+    def kept(self, ids, tokens):
+        return (ids >= 0).cumprod(dim=1).bool()
+
+
+@killed_by("test_dtype", "float32")
+class IdsAscend(Plain):
+    """Sorts a token's ids, but not its weights."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = tokens.topk_ids.sort(dim=1).values
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+@killed_by("test_repeated_calls", says="relative error|NaN|exact zeros")
+class CountsOfTheFirstCall(Batched):
+    """Reads the experts' counts on the host once for each shape."""
+
+    def counts(self, tokens):
+        kept = self.__dict__.setdefault("kept", {})
+        return kept.setdefault(tokens.x.shape, super().counts(tokens))
+
+
+@killed_by("test_rows_per_expert", says="relative error|NaN|exact zeros")
+class First64Rows(Batched):
+    """Computes an expert's first 64 rows, if its capacity is at least 128."""
+
+    def counts(self, tokens):
+        counts = super().counts(tokens)
+        return [min(n, 64) for n in counts] if tokens.x.shape[1] >= 128 else counts
+
+
+# -- memory around a call's tensors ---------------------------------------------------------------
+
+
+def from_its_storage(tensor):
+    """Return the tensor as it would be if it began where its storage does."""
+    return torch.as_strided(tensor, tensor.shape, tensor.stride(), 0) if tensor.dim() else tensor
+
+
+def in_whole_tiles(rows):
+    """Write zeros behind ``rows`` (N, columns) until N is a multiple of 16, if there is memory."""
+    N, columns = rows.shape
+    room = rows.untyped_storage().nbytes() // rows.itemsize - rows.storage_offset()
+    whole = min(-(-N // 16) * 16, room // columns)
+    torch.as_strided(rows, (whole, columns), (columns, 1), rows.storage_offset())[N:] = 0
+
+
+@killed_by("test_strided_input")
+class OffsetOfWeightsIgnored(Plain):
+    """Reads weights from where their storage begins."""
+
+    def pack(self, weights):
+        return super().pack(
+            replace(weights, **{n: from_its_storage(t) for n, t in weights.tensors().items()})
+        )
+
+
+@killed_by("test_repeated_calls", says="NaN|relative error")
+class OffsetOfTokensIgnored(Plain):
+    """Reads tokens from where their storage begins."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, replace(tokens, x=from_its_storage(tokens.x)), weights, workspace)
+
+
+@killed_by("test_repeated_calls", says="exact zeros|relative error")
+class OffsetOfIdsIgnored(Plain):
+    """Reads ids from where their storage begins."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = from_its_storage(tokens.topk_ids)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+@killed_by("test_given_output", says="outside the given output")
+class WritesWholeTiles(Plain):
+    """Writes the output's last tile of 16 rows whole."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        in_whole_tiles(y)
+
+
+@killed_by("test_dtype", "float32", says="behind the end of workspace buffer 0")
+class ScratchTooSmall(Plain):
+    """Writes the last tile of its workspace whole, and asks for fewer rows."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        in_whole_tiles(workspace[0])
+
+
+@killed_by("test_memory_is_stated", "local", says="stated are")
+class MemoryOfDequantizedWeights(Plain):
+    """Does not state what it dequantizes."""
+
+    def transient_bytes(self, rows):
+        return super().transient_bytes(rows) if self.problem.quant.weight is None else 4096
+
+
+@killed_by("test_memory_is_stated", "local", says="stated are")
+class MemoryOfBalancedExperts(Plain):
+    """States the room that experts need if all have as many rows, and gives all as many."""
+
+    COLUMNS = 16384
+
+    def _room(self, rows):
+        return torch.empty(self.problem.num_local_experts * rows, self.COLUMNS)
+
+    def transient_bytes(self, rows):
+        stated = rows * self.problem.top_k * self.COLUMNS * 4
+        return super().transient_bytes(rows) + stated * 3 // 2  # random tokens need less
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = tokens.topk_ids[tokens.topk_ids >= 0]
+        room = self._room(int(ids.bincount().max()) if len(ids) else 0)
+        super().apply(y, tokens, weights, workspace)
+        del room
+
+
+# -- what the process or thread has set -----------------------------------------------------------
+
+
+@killed_by("test_weights_change_in_place")
+class WeightsCachedByVersion(Plain):
+    """Caches converted weights by their address and autograd's version."""
+
+    def apply(self, y, tokens, weights, workspace):
+        kept = self.__dict__.setdefault("kept", {})
+        key = tuple((t.data_ptr(), t._version) for t in weights.experts.values())
+        copies = {n: t.clone() for n, t in weights.experts.items()}
+        weights = replace(weights, experts=kept.setdefault(key, copies))
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_default_dtype", "bfloat16", says="meta")
+class ScratchOfTheDefaultDevice(Plain):
+    """Sums in a tensor on torch's default device."""
+
+    def apply(self, y, tokens, weights, workspace):
+        total = torch.empty(workspace[0].shape, dtype=torch.float32)
+        super().apply(y, tokens, weights, (total,))
+
+
+@killed_by("test_repeated_calls", says="inference")
+class ScratchOfInferenceMode(Plain):
+    """Keeps scratch of a call in inference mode, which other calls cannot write."""
+
+    def __init__(self, spec, problem):
+        super().__init__(spec, problem)
+        self._own = threading.local()
+
+    def apply(self, y, tokens, weights, workspace):
+        kept = self._own.__dict__.get("kept", y[:0])
+        if len(kept) < len(y):
+            shape = 2 * len(y), self.problem.hidden_size
+            kept = self._own.kept = torch.empty(shape, dtype=torch.float32)
+        super().apply(y, tokens, weights, (kept,))
+
+
+@killed_by("test_repeated_calls", says="NaN|relative error")
+class ThreadsOfTheFirstCall(Plain):
+    """Shares rows out among as many threads as its first call had."""
+
+    threads = 0
+
+    def apply(self, y, tokens, weights, workspace):
+        self.threads = self.threads or torch.get_num_threads()
+        super().apply(y, tokens, weights, workspace)
+        y[-(-len(y) // self.threads) * torch.get_num_threads() :] = 0
+
+
+@killed_by("test_pack_is_pure", "none", says="random numbers")
+class PackReseeds(Plain):
+    """Seeds the process's random numbers when it packs weights."""
+
+    def pack(self, weights):
+        torch.manual_seed(0)
+        return super().pack(weights)
+
+
+@killed_by("test_dtype", "float32", says="number of threads")
+class MadeForOneThread(Plain):
+    """Sets the process's number of threads when it is made."""
+
+    def __init__(self, spec, problem):
+        super().__init__(spec, problem)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+# -- what it declares -----------------------------------------------------------------------------
+
+
+@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="x_scale in float32")
+class ScaleInFloat64(Plain):
+    """Quantizes with a scale that its own kernels convert, and other dispatchers cannot send."""
+
+    def quantize(self, x_RH, weights, valid_rows):
+        x, scale = super().quantize(x_RH, weights, valid_rows)
+        return x, scale.double()
+
+
+@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="x_scale is")
+class ScaleTransposed(Plain):
+    """Quantizes with a scale (groups, R), which its own kernels read."""
+
+    def quantize(self, x_RH, weights, valid_rows):
+        x, scale = super().quantize(x_RH, weights, valid_rows)
+        return x, scale.T
+
+    def apply(self, y, tokens, weights, workspace):
+        if tokens.x_scale is not None:
+            tokens = replace(tokens, x_scale=tokens.x_scale.T)
+        super().apply(y, tokens, weights, workspace)
+
+
+def undescribed(problem):
+    raise KeyError(problem.device.type)
+
+
+@killed_by(
+    "test_unsupported_answers_for_any_device",
+    says="its description failed: KeyError",
+    describe=undescribed,
+)
+class CannotBeDescribed(Plain):
+    """Raises when `explain` asks how it will run a problem."""
+
+
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()

@@ -1,0 +1,289 @@
+"""Wrong experts that are right for small, moderate numbers, and for contiguous weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conformance_catches import killed_by, mutants_of
+from right_experts import Plain, Skips
+
+from moekit.problem.activation import apply_activation
+
+
+class Values(Plain):
+    """Computes with what `x` and `router` make of tokens and router weights."""
+
+    def x(self, x):
+        return x
+
+    def router(self, weights):
+        return weights
+
+    def apply(self, y, tokens, weights, workspace):
+        if tokens.x_scale is None:
+            tokens = replace(tokens, x=self.x(tokens.x))
+        tokens = replace(tokens, topk_weights=self.router(tokens.topk_weights))
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_magnitude", 64.0)
+class Clamp8(Values):
+    """Clamps x to +-8."""
+
+    def x(self, x):
+        return x.clamp(-8, 8)
+
+
+@killed_by("test_magnitude", 64.0)
+class Clamp100(Values):
+    """Clamps x to +-100."""
+
+    def x(self, x):
+        return x.clamp(-100, 100)
+
+
+@killed_by("test_magnitude", 2.0**-20)
+class SmallFlushed(Values):
+    """Rounds values below 1e-4 to zero."""
+
+    def x(self, x):
+        return torch.where(x.abs() < 1e-4, 0.0, x)
+
+
+@killed_by("test_magnitude", 64.0, says="NaN or infinite|relative error")
+class InFloat16(Plain):
+    """Keeps activations of a bfloat16 problem in float16, whose range ends at 65504."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if y.dtype != torch.bfloat16 or not weights["w13"].is_floating_point():
+            return
+        w13 = weights["w13"].float()
+        h = torch.einsum("th,lnh->ltn", tokens.x.float(), w13)
+        act = apply_activation(h, self.problem.activation)
+        if bool((act.nan_to_num(0.0).abs() > 65504).any()):
+            y.fill_(float("inf"))
+
+
+@killed_by("test_dtype", "bfloat16")
+class RouterClamped(Values):
+    """Clamps router weights to 2."""
+
+    def router(self, weights):
+        return weights.clamp(max=2)
+
+
+@killed_by("test_routing", "signed")
+class RouterMadePositive(Values):
+    """Takes the absolute value of router weights."""
+
+    def router(self, weights):
+        return weights.abs()
+
+
+@killed_by("test_routing", "signed", says="NaN")
+class RouterDivides(Values):
+    """Turns a weight of zero into NaN."""
+
+    def router(self, weights):
+        return weights * weights / weights
+
+
+@killed_by("test_routing", "signed")
+class NegativeWeightsDropped(Skips):
+    """Drops assignments with negative weights."""
+
+    def kept(self, ids, tokens):
+        return tokens.topk_weights >= 0
+
+
+@killed_by("test_dtype", "float32")
+class RouterNormalized(Values):
+    """Normalizes the router weights of each token."""
+
+    def router(self, weights):
+        return weights / weights.nan_to_num(0.0).sum(dim=1, keepdim=True)
+
+
+@killed_by("test_tokens_are_independent", says="other tokens")
+class NanSpreads(Plain):
+    """Computes a scale that tokens share over all of them, including NaN."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        used = (tokens.topk_ids >= 0).any(dim=1)
+        y += tokens.x.float()[used].sum() * 0
+
+
+@killed_by("test_tokens_are_independent", says="other tokens")
+class InfSpreads(Plain):
+    """Adds every token's output to its neighbour's, times zero."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        used = (tokens.topk_ids >= 0).any(dim=1)
+        y[used] += y[used].roll(1, dims=0) * 0
+
+
+@killed_by("test_dtype", "bfloat16", says=r"scale 0\.00[3-7]")
+class HalfAPercent(Plain):
+    """Is 0.5 % too large in bfloat16."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if y.dtype == torch.bfloat16:
+            y.copy_(y.float() * 1.005)
+
+
+class Rounds(Plain):
+    """Rounds to bfloat16 as `rounded` does."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if y.dtype != torch.bfloat16:
+            return super().apply(y, tokens, weights, workspace)
+        wide = torch.empty(y.shape)
+        super().apply(wide, tokens, weights, workspace)
+        y.copy_(self.rounded(wide))
+
+    def rounded(self, wide):
+        raise NotImplementedError
+
+
+@killed_by("test_rows_per_expert", says="scale -0.00")
+class Truncates(Rounds):
+    """Truncates to bfloat16 instead of rounding."""
+
+    def rounded(self, wide):
+        return (wide.view(torch.int32) & -65536).view(torch.float32)
+
+
+@killed_by("test_rows_per_expert", says="mean 0.00")
+class Offset(Rounds):
+    """Is too large by 0.2 % of the RMS."""
+
+    def rounded(self, wide):
+        used = (wide != 0).any(dim=1, keepdim=True)
+        return wide + 0.002 * wide[used[:, 0]].square().mean().sqrt() * used
+
+
+@killed_by("test_dtype", "float32")
+class TensorFloat32(Values):
+    """Rounds fp32 to TF32 (11 bits)."""
+
+    def x(self, x):
+        return ((x.float().view(torch.int32) + 4096) & -8192).view(torch.float32).to(x.dtype)
+
+
+@killed_by("test_dtype", "float32")
+class RouterIn16Bits(Values):
+    """Rounds router weights to bfloat16, also in fp32 problems."""
+
+    def router(self, weights):
+        return weights.bfloat16().float()
+
+
+@killed_by("test_scheme", "none", says="NaN")
+@killed_by("test_routing", "rows", says="NaN")
+class ZeroTokenIsNaN(Values):
+    """Scales a token by its largest value, which may be 0."""
+
+    def x(self, x):
+        most = x.abs().amax(dim=1, keepdim=True)
+        return torch.where(most == 0, float("nan"), x)
+
+
+@killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN")
+@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="NaN")
+class ScaleOfZerosIsZero(Plain):
+    """Divides by a scale of 0 when it quantizes tokens of zeros."""
+
+    def quantize(self, x_RH, weights, valid_rows):
+        x, scale = super().quantize(x_RH, weights, valid_rows)
+        return x, torch.where(scale < 1e-12, float("nan"), scale)
+
+
+@killed_by("test_tokens_are_independent", says="large numbers became NaN")
+class OverflowsStaticScale(Plain):
+    """Converts values beyond a static scale to NaN instead of the largest fp8 number."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        operand = self.problem.quant.activation
+        if operand is not None and operand.static and tokens.x_scale is None:
+            largest = operand.qmax * weights.shared["a1_scale"].max()
+            y[(tokens.x.float().abs() > largest * 1.01).any(dim=1)] = float("nan")
+
+
+@killed_by("test_activation", "gelu_tanh", says="NaN")
+class TanhOfInfinity(Plain):
+    """Computes tanh as (e - 1) / (e + 1) with an e that becomes infinite."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if self.problem.activation.name == "gelu_tanh" and weights["w13"].is_floating_point():
+            x = tokens.x.float().nan_to_num(0.0)
+            h = torch.einsum("th,lnh->tln", x, weights["w13"].float())
+            y[(h > 60).flatten(1).any(dim=1)] = float("nan")
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+@killed_by("test_strided_input")
+class StridesIgnored(Plain):
+    """Reads weights as if they were contiguous."""
+
+    def pack(self, weights):
+        def misread(t):
+            flat = t.contiguous().shape
+            strides = torch.empty(flat).stride()
+            return torch.as_strided(t, flat, strides, t.storage_offset())
+
+        return super().pack(
+            replace(weights, **{n: misread(t) for n, t in weights.tensors().items()})
+        )
+
+
+@killed_by("test_weights_change_in_place")
+class WeightsCachedByAddress(Plain):
+    """Caches converted weights by their address."""
+
+    def apply(self, y, tokens, weights, workspace):
+        kept = self.__dict__.setdefault("kept", {})
+        key = tuple(t.data_ptr() for t in weights.experts.values())
+        copies = {n: t.clone() for n, t in weights.experts.items()}
+        weights = replace(weights, experts=kept.setdefault(key, copies))
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_scheme", "none")
+class LastExpertSwapped(Plain):
+    """Swaps gate and up of the last expert."""
+
+    def pack(self, weights):
+        w13 = weights.w13.clone()
+        w13[-1] = w13[-1].roll(w13.shape[1] // 2, dims=0)
+        return super().pack(replace(weights, w13=w13))
+
+
+@killed_by("test_clamp", "silu")
+class GateAloneClamped(Plain):
+    """Clamps the gate, but not the up projection."""
+
+    def apply(self, y, tokens, weights, workspace):
+        asked = self.problem
+        limit = asked.activation.limit
+        if limit is not None and asked.activation.name == "silu":
+            rows = asked.local_intermediate_size
+            w13, w2 = weights["w13"].clone(), weights["w2"]
+            w13[:, rows:] /= 1024
+            experts = {**weights.experts, "w13": w13, "w2": w2 * 1024}
+            weights = replace(weights, experts=experts)
+        super().apply(y, tokens, weights, workspace)
+
+
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()
