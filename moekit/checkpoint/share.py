@@ -13,7 +13,7 @@ from torch import Tensor
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import FLOATS, Format, Part, filled, stored
 from moekit.checkpoint.gguf_blocks import BlockFormat, part_of
-from moekit.checkpoint.names import ExpertNames, names_in, no_experts
+from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
 from moekit.checkpoint.probe import format_of
 from moekit.checkpoint.scales import neuron_ranges
 from moekit.checkpoint.schemes import cuts_groups, mismatch, scheme_for
@@ -215,7 +215,8 @@ class Share:
 
     def faults(self) -> list[str]:
         """Return everything that prevents this layer from being loaded, by name."""
-        if not any(name in self.checkpoint for name, _, _ in self.wanted(self.experts)):
+        held = any(name in self.checkpoint for name, _, _ in self.wanted(self.experts))
+        if not held and self.layer not in layers_in(self.checkpoint, self.names):
             return [no_experts(self.checkpoint, self.names, self.layer)]
         if wrong := self.setting_fault():
             return [f"layer {self.layer}: {wrong}"]

@@ -173,14 +173,14 @@ def _tensors() -> Iterator[tuple[str, bytes, tuple[str, ...]]]:
     yield "two dimensions", down(shape=(H, I)), (DOWN,)
     yield "no elements", down(shape=(E, H, 0)), (DOWN,)
     yield "a tensor twice", down(name="blk.0.ffn_up_exps.weight"), ("twice",)
-    yield "no down", down(name="other"), ("has no experts",)
+    yield "no down", down(name="other"), ("no layer has experts",)
     yield "overlapping", down(offset=_SIZE), ("overlaps",)
     yield "an odd offset", down(offset=2 * _SIZE + 2), ("multiple of 32",)
     yield "unaligned", down(offset=1), ("multiple of 32",)
     same = [info(f"t{index}", (E, H, I), 1, 0) for index in range(1000)]
     yield "a thousand of the same bytes", file(None, [*infos(), *same]), ("overlaps",)
     huge = infos(name="blk.0.ffn_down.99999999999999999999.weight")
-    yield "an expert of many digits", file(None, huge), ("has no experts",)
+    yield "an expert of many digits", file(None, huge), ("no layer has experts",)
     for value in (float("nan"), float("inf")):
         bits = struct.pack("<e", value)
         yield f"a value {value}", file(data=3 * _SIZE - 2, rest=bits), (DOWN, "not finite")
