@@ -17,8 +17,7 @@ The modules, from the files up:
     schemes          which quantization scheme of moekit computes with a stored format
     share, scales    which part of a layer one rank loads, and its scales where blocks are cut
     read, load       reading that part, expert by expert
-    held, stacks     tensors in memory in place of files, and those of several matrices
-    pushed           reading from tensors that a caller passes one by one
+    pushed, stacks   reading from tensors that a caller passes one by one, of one matrix or several
     declared         the format that a quantization config declares
 """
 

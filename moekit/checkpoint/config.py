@@ -113,7 +113,7 @@ def problem_from_config(
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     found = detect(checkpoint, names)
-    described = {field: getattr(found, field) for field in _FIELDS}
+    described = {k: v for k, v in vars(found).items() if k in MoEProblem.__dataclass_fields__}
     with named(checkpoint):
         problem = MoEProblem(**{**described, "quant": "none", **given})
         if dequantize or "quant" in given:
@@ -123,19 +123,6 @@ def problem_from_config(
             tp_size = problem.parallel.tp_size
             raise WeightsError(no_scheme(found.format, found.intermediate_size, tp_size))
         return problem.replace(quant=scheme)
-
-
-# Fields that Detected and MoEProblem have in common.
-_FIELDS = (
-    "num_experts",
-    "top_k",
-    "hidden_size",
-    "intermediate_size",
-    "dtype",
-    "activation",
-    "has_bias",
-    "apply_router_weight_on_input",
-)
 
 
 # -- config.json --------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.files import listed
+from moekit.checkpoint.files import Checkpoint, listed
 from moekit.checkpoint.formats import Format, Part
-from moekit.checkpoint.held import HeldTensors
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.read import Reader
@@ -83,17 +83,14 @@ class PushedExperts:
             raise WeightsError(f"{name}: {wrong}")
         if not format.dtype:  # convert to the problem's dtype, as engines do
             self._share.dequantize = True
-        self._wanted = {
-            tensor: (part, shape)
-            for tensor, part, shape in self._share.wanted(sorted(set(self._share.experts)))
-        }
+        wanted = self._share.wanted(sorted(set(self._share.experts)))
+        self._wanted = dict.fromkeys(tensor for tensor, _, _ in wanted)
         self._in_order = not (problem.parallel.tp_size > 1 and "g_idx" in format.parts)
         self._direct = not format.dtype or (self._in_order and not dequantize)
         self._units = self._make_units()
         self._unit_of = {tensor: unit for unit, of in self._units.items() for tensor in of}
         self._reader: Reader | None = None
         self._pushed: dict[str, int] = {}  # each name, and the physical expert it was pushed for
-        self._left: dict[_Unit, set[str]] = {}
         self.out: dict[str, Tensor] = {}
         if out is not None:
             self.out = out
@@ -174,7 +171,6 @@ class PushedExperts:
                 for tensor in self.out.values():
                     tensor.zero_()
             self._pushed = {}
-            self._left = {unit: set(of) for unit, of in self._units.items()}
             self._reader = Reader(self._share, self.out)
         return self._reader
 
@@ -295,10 +291,7 @@ class PushedExperts:
                 self._place(reader, unit, name)
             finally:
                 self._held.drop(name)
-        if unit is None:
-            return
-        self._left[unit].discard(name)
-        if not self._left[unit]:
+        if unit is not None and self._units[unit] <= self._pushed.keys():
             self._complete(reader, unit)
 
     def _place(self, reader: Reader, unit: _Unit, name: str | None = None) -> None:
@@ -326,7 +319,6 @@ class PushedExperts:
                     reader.finish(slot, matrix, order)
             self._raise(reader)
         except WeightsError as error:
-            self._left[unit] = set(self._units[unit])
             for name in self._units[unit]:
                 self._pushed.pop(name, None)
             again = f"load all {which or 'w13 and w2'} tensors of the expert again"
@@ -356,3 +348,36 @@ def _names(problem: MoEProblem) -> ExpertNames:
         up_bias=f"{stem}.{up}.bias" if biased else "",
         down_bias=f"{stem}.w2.bias" if biased else "",
     )
+
+
+class HeldTensors(Checkpoint):
+    """Tensors in memory in place of files; ``name`` stands for the path in errors."""
+
+    def __init__(self, name: str) -> None:
+        self.path = Path(name)
+        self.metadata = {}
+        self._held: dict[str, Tensor] = {}
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor under a name."""
+        self._held[name] = tensor
+
+    def drop(self, name: str) -> None:
+        """Forget a tensor, if it is held."""
+        self._held.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(name for name in self._held if name.startswith(prefix))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._held[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._held[name].dtype
+
+    def _read(self, out: Tensor, name: str, full: Sequence[int], ranges: Sequence[range]) -> None:
+        cuts = tuple(slice(r.start, r.stop) for r in ranges)
+        out.copy_(self._held[name].reshape(tuple(full))[cuts])
