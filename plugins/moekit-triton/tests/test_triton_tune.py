@@ -219,21 +219,24 @@ def test_a_run_whose_time_is_over_is_continued(monkeypatch, tmp_path, capsys) ->
             searched.append(None)
             return None
         searched.append(job)
+        tile = GemmConfig(16, 64, 64)
         size = {"rows_per_expert": job.rows, "us": [1.0, 2.0]}
+        size |= Gathered(tile, tile, True).to_json()
         found = tune.shape(job.shape).problem(quant=job.scheme, device="sm90")
         return tune._key(found) | {"plans": [size]}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     gpu = DeviceSpec("cuda", (9, 0), "a GPU")
     monkeypatch.setattr(DeviceSpec, "of", classmethod(lambda cls, device: gpu))
-    monkeypatch.setattr(tune, "_pool", lambda workers, gpus: ThreadPoolExecutor(1))
+    monkeypatch.setattr(tune, "_pool", lambda workers, devices: ThreadPoolExecutor(1))
     monkeypatch.setattr(tune, "_tune", search_plan)
     monkeypatch.setattr(
         tune, "compile_all", lambda sizes, end, token_tiles: compiled.append(list(sizes))
     )
     assert tune.main(argv) == 1
-    assert "1 of 4 plans are left after 60 s: run it again" in capsys.readouterr().err
+    assert "1 of 4 plans are left: run it again to continue" in capsys.readouterr().err
     assert [str(job) for job in searched if job] == [
         "64:2:128:64 none, 1 rows an expert",
         "64:2:128:64 none, 4 rows an expert",

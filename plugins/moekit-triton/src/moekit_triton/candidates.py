@@ -12,10 +12,10 @@ from moekit_kernels.numerics import SCALE_GROUP
 from moekit.plugin import MoEProblem
 
 from .capabilities import (
-    HOPPER_SHARED,
     PACKED_BLOCK_M,
     fusable,
     operand_bits,
+    shared_memory,
     specializable,
     swap_ab_pays,
     tma_possible,
@@ -69,7 +69,7 @@ def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmCo
     blocks_m = [b for b in (16, 32, 64, 128) if b == 16 or per_expert * 3 >= b]
     blocks_m = blocks_m[-2:] if per_expert < 200 else [64, 128]
     if w_bits == 4:
-        return _packed_candidates([8, 16] if per_expert <= 4 else blocks_m, wide)
+        return _packed_candidates(problem, [8, 16] if per_expert <= 4 else blocks_m, wide)
     found: list[GemmConfig] = []
     if swap_ab_pays(problem):
         found += _swapped_candidates(problem, [b for b in blocks_m if b < 64], wide)
@@ -80,7 +80,8 @@ def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmCo
     ):
         if columns // wide < 32 or not _fits_registers(block_m, columns, warps, a_bits):
             continue
-        for stages in _stage_counts(block_m, columns, block_k, warps, a_bits, w_bits):
+        stage = (block_m * a_bits + columns * w_bits) * block_k // 8
+        for stages in _stage_counts(block_m, columns, warps, stage, shared_memory(problem)):
             tile = GemmConfig(block_m, columns // wide, block_k, 8, warps, stages, tma)
             found.append(replace(tile, halves=block_m == 128))
     return found + (_wide_candidates(problem, blocks_m) if a_bits == 8 and wide == 1 else [])
@@ -97,14 +98,12 @@ def _fits_registers(block_m: int, columns: int, warps: int, a_bits: int) -> bool
     return 8 <= per_thread <= 256 and not too_many_warps
 
 
-def _stage_counts(
-    block_m: int, columns: int, block_k: int, warps: int, a_bits: int, w_bits: int
-) -> list[int]:
-    stage = (block_m * a_bits + columns * w_bits) * block_k // 8
-    stages = min(5 if block_m <= 32 else 4, (HOPPER_SHARED - block_m * columns) // stage)
+def _stage_counts(block_m: int, columns: int, warps: int, stage: int, shared: int) -> list[int]:
+    """Return how many stages of ``stage`` bytes are worth timing."""
+    stages = min(5 if block_m <= 32 else 4, (shared - block_m * columns) // stage)
     choices = {stages}
     if block_m >= 64 and warps == 4:  # a second program on the multiprocessor
-        choices.add(min(stages, HOPPER_SHARED // 2 // stage))
+        choices.add(min(stages, shared // 2 // stage))
     return [stages for stages in choices if stages >= 2]
 
 
@@ -125,11 +124,11 @@ def _swapped_candidates(
 ) -> list[GemmConfig]:
     """Return swap-AB tiles for few rows of fp8: weights are wgmma's 64 rows, and up to three
     programs share a multiprocessor."""
-    found = []
+    found, shared = [], shared_memory(problem)
     tiles = ((64, 4), (128, 4), (128, 8)) if wide == 2 else ((64, 4), (128, 4), (256, 4), (256, 8))
     for block_m, (block_n, warps), tma in itertools.product(blocks_m, tiles, _descriptors(problem)):
         stage = (block_m + block_n * wide) * SCALE_GROUP
-        most = {min(6, HOPPER_SHARED // programs // stage) for programs in (1, 2, 3)}
+        most = {min(6, shared // programs // stage) for programs in (1, 2, 3)}
         found += [
             GemmConfig(block_m, block_n, SCALE_GROUP, 8, warps, stages, tma, swapped=True)
             for stages in sorted(most)
@@ -138,7 +137,7 @@ def _swapped_candidates(
     return found
 
 
-def _packed_candidates(blocks_m: Sequence[int], wide: int) -> list[GemmConfig]:
+def _packed_candidates(problem: MoEProblem, blocks_m: Sequence[int], wide: int) -> list[GemmConfig]:
     """Return tiles for 4 bits: a warp makes 16 weight rows, or 32 for few columns."""
     found = []
     tiles = ((16, 1), (32, 2), (64, 4), (64, 2), (128, 8), (128, 4))
@@ -148,7 +147,7 @@ def _packed_candidates(blocks_m: Sequence[int], wide: int) -> list[GemmConfig]:
         per_thread = block_m * block_n * wide / (32 * warps)  # sums; partial sums need as many
         if per_thread <= (32 if block_n > 16 * warps else 64):
             stage = (16 * block_m + 4 * block_n * wide) * CHUNK // 8
-            if stages * stage <= HOPPER_SHARED and (block_m < 64 or block_n >= 64):
+            if stages * stage <= shared_memory(problem) and (block_m < 64 or block_n >= 64):
                 found.append(GemmConfig(block_m, block_n, CHUNK, 8, warps, stages))
     return found
 

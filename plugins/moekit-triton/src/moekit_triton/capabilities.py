@@ -20,7 +20,8 @@ HOPPER_SMS = 132
 """Multiprocessors that the heuristics assume."""
 # Shared memory where it is less than Hopper's.
 _SHARED = {
-    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
+    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10,
+    (12, 1): 99 << 10,
 }  # fmt: skip
 # Gluon still changes between Triton's versions: MOEKIT_TRITON_GLUON=0 turns its kernels off.
 _GLUON = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"

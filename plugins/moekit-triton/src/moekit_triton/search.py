@@ -176,7 +176,9 @@ class Search:
                 timer.add(launches)
                 (us,) = timer.microseconds(0.0, 4)
                 us /= len(launches)
-        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
+        except Exception as error:
+            if not _tile_is_impossible(error):
+                raise
             return
         bisect.insort(found, Timed(us, plan))
 
@@ -231,6 +233,14 @@ class Search:
         return timer.microseconds(_STABLE, 5)
 
 
+def _tile_is_impossible(error: Exception) -> bool:
+    """Return whether an error says that the device or Triton cannot run a tile: too much shared
+    memory or too many registers, or one of the compiler's passes or ptxas fails."""
+    if isinstance(error, triton.TritonError):
+        return True
+    return type(error) is RuntimeError and "PassManager" in str(error)
+
+
 def _tile(step: Step, plan: TilePlan) -> Any:
     return plan.first if step == "gemm_1" else plan.second
 
@@ -256,5 +266,6 @@ def compile_attempts(case: Case, wanted: Sequence[Attempt]) -> None:
     for step, plan in wanted:
         try:
             case.launches(plan, step)[0]()
-        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
-            continue
+        except Exception as error:
+            if not _tile_is_impossible(error):
+                raise

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import triton
+
 from moekit.plugin import MoEProblem, TableFiles, nearest, size_distance
 
 from .plans import TilePlan, plan_from_json
@@ -54,8 +56,12 @@ _KEY_TYPES = dict.fromkeys(_SIZES, int) | {"scheme": str, "dtype": str, "gated":
 
 
 def parse(table: Any) -> list[Entry]:
-    """Read a table's JSON. Raises ValueError, TypeError or LookupError for one that is wrong."""
-    return [_entry(values) for values in table["entries"]]
+    """Read a table's JSON. Raises ValueError, TypeError or LookupError for one that is wrong.
+
+    Entries measured with this version of triton come last, so they count before others.
+    """
+    entries = sorted(table["entries"], key=lambda e: e.get("triton") == triton.__version__)
+    return [_entry(values) for values in entries]
 
 
 def _entry(values: Mapping[str, Any]) -> Entry:

@@ -6,19 +6,20 @@ A pool of processes first compiles every candidate into Triton's cache; then eac
 graph over several routings, one shape, scheme and number of rows per GPU at a time. Each plan is
 written when it is found, atomically. Numbers of rows that the file already has are skipped, so a
 run that was stopped, or whose --seconds were over, is continued by the same command, and --rows
-adds to what is there.
+adds to what is there. Only GPUs of one kind, that of the current device, are timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import concurrent.futures.process
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,9 +29,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from moekit_bench import random_weights, shape
+from moekit_bench.options import seconds, whole
 
-from moekit.plugin import MoEProblem, PackedWeights, device_file
+from moekit.errors import MoekitError
+from moekit.plugin import DeviceSpec, MoEProblem, PackedWeights, device_file
 
+from . import moekit_experts
 from .candidates import Attempt, attempts
 from .packing import pack_weights
 from .search import Case, compile_attempts, fastest_plan
@@ -112,7 +116,7 @@ def compile_attempts_of(
         for i in range(0, len(found), 3)
     ]
     begin, count = time.monotonic(), sum(len(found) for found in small.values())
-    with _pool(min(48, os.cpu_count() or 1), torch.cuda.device_count()) as pool:
+    with _pool(min(48, os.cpu_count() or 1), _devices(torch.cuda.device_count())) as pool:
         done = sum(pool.map(_compile, jobs, itertools.repeat(end)))
     print(
         f"compiled {done} of {count} candidates in {time.monotonic() - begin:.0f} s",
@@ -120,17 +124,24 @@ def compile_attempts_of(
     )
 
 
-def _pool(workers: int, gpus: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Return processes that share the first ``gpus`` devices evenly."""
+def _devices(most: int) -> list[int]:
+    """Return up to ``most`` devices of the current one's kind, beginning with it."""
+    current, name = torch.cuda.current_device(), torch.cuda.get_device_name()
+    others = [i for i in range(torch.cuda.device_count()) if i != current]
+    return [current, *(i for i in others if torch.cuda.get_device_name(i) == name)][:most]
+
+
+def _pool(workers: int, devices: Sequence[int]) -> concurrent.futures.ProcessPoolExecutor:
+    """Return processes that share the devices evenly."""
     context = multiprocessing.get_context("spawn")
     return concurrent.futures.ProcessPoolExecutor(
-        workers, context, _take_device, (context.Value("i", 0), gpus)
+        workers, context, _take_device, (context.Value("i", 0), devices)
     )
 
 
-def _take_device(counter: Any, gpus: int) -> None:
+def _take_device(counter: Any, devices: Sequence[int]) -> None:
     with counter.get_lock():
-        torch.cuda.set_device(counter.value % gpus)
+        torch.cuda.set_device(devices[counter.value % len(devices)])
         counter.value += 1
 
 
@@ -163,7 +174,8 @@ class _Weights:
 
 
 def _tune(job: Job, end: float, token_tiles: bool) -> dict[str, Any] | None:
-    """Return the table's entry of a job; None after ``end``, by `time.monotonic`."""
+    """Return the table's entry of a job, with no plan if no tile runs here; None after ``end``, by
+    `time.monotonic`."""
     if time.monotonic() > end:
         return None
     problem = shape(job.shape).problem(quant=job.scheme, device="cuda")
@@ -226,6 +238,25 @@ def dumps(table: Mapping[str, Any]) -> str:
     return '{"entries": [\n ' + ",\n ".join(entries) + "\n]}\n"
 
 
+def _table(out: Path) -> dict[str, Any]:
+    """Return the JSON of the table in ``out``, an empty one if there is none. Raises MoekitError if
+    it cannot be read or written, before hours are spent."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise MoekitError(
+            f"the table {out} cannot be written: {error.strerror}; name another file with --out, "
+            "or a folder that can be written in MOEKIT_TUNED"
+        ) from error
+    if not out.exists():
+        return {"entries": []}
+    FILES.read(out)
+    table: dict[str, Any] = json.loads(out.read_text())
+    return table
+
+
 def _write(table: Mapping[str, Any], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
@@ -242,13 +273,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    rows = ",".join(map(str, ROWS_PER_EXPERT))
     parser.add_argument("--shapes", default="mixtral,qwen3-30b,dsv3-ep8", help="names or E:K:H:I")
     parser.add_argument("--quant", default="none,fp8_block", help="quantization schemes")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS_PER_EXPERT)), help="per expert")
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--out", type=Path, help="default: the table that moekit reads")
+    parser.add_argument("--rows", type=_positive, default=rows, help="per expert")
+    parser.add_argument("--gpus", type=whole(1), default=torch.cuda.device_count())
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin no plan after this time"
+        "--out", type=Path, help="a file, or a folder; default: the table that moekit reads"
+    )
+    parser.add_argument(
+        "--seconds", type=seconds, default=math.inf, help="begin no plan after this time"
     )
     parser.add_argument(
         "--token-tiles", action="store_true",
@@ -264,6 +298,32 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _positive(text: str) -> list[float]:
+    """Read a list of numbers above 0."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < number < math.inf for number in found):
+        raise argparse.ArgumentTypeError(
+            f"expected numbers above 0, such as 1,16,64 (got {text!r})"
+        )
+    return found
+
+
+def _runnable(
+    problems: Mapping[tuple[str, str], MoEProblem],
+) -> dict[tuple[str, str], MoEProblem]:
+    """Return the problems that this device supports, and say which it does not."""
+    device, spec, found = DeviceSpec.of(torch.device("cuda")), moekit_experts()[0], {}
+    for (name, scheme), problem in problems.items():
+        if reasons := spec.unsupported(problem.replace(device=device)):
+            print(f"{name} {scheme} is left out: {'; '.join(reasons)}", file=sys.stderr)
+        else:
+            found[name, scheme] = problem
+    return found
+
+
 def _jobs(
     table: Mapping[str, Any], problems: Mapping[tuple[str, str], MoEProblem], sizes: list[float]
 ) -> list[Job]:
@@ -276,44 +336,82 @@ def _jobs(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code: 1 if something is left to do."""
+    """Run the command, and return its exit code: 1 if something is left to do, 130 if stopped.
+
+    Raises:
+        MoekitError: The table cannot be read or written, or a worker process died.
+    """
     begin = time.monotonic()
     args = _arguments(argv)
-    end = begin + args.seconds
-    out = args.out or FILES.user_folder() / device_file(torch.cuda.get_device_name())
-    table = json.loads(out.read_text()) if out.exists() else {"entries": []}
-    jobs = _jobs(table, args.problems, [float(rows) for rows in args.rows.split(",")])
+    name = torch.cuda.get_device_name()
+    out = args.out or FILES.user_folder() / device_file(name)
+    if out.is_dir():
+        out /= device_file(name)
+    table = _table(out)
+    jobs = _jobs(table, _runnable(args.problems), args.rows)
     if not jobs:
         print(f"{out} already has all of them", file=sys.stderr)
         return 0
+    devices = _devices(args.gpus)
+    if len(devices) < args.gpus:
+        print(f"{len(devices)} of {args.gpus} GPUs are of the kind {name}", file=sys.stderr)
     problems = [(shape(j.shape).problem(quant=j.scheme, device="cuda"), j.rows) for j in jobs]
-    # Timing needs the other half of the time.
-    compile_all(
-        ((p, token_count(p, rows)) for p, rows in problems),
-        begin + args.seconds / 2,
-        token_tiles=args.token_tiles,
-    )
-    began, left = time.monotonic(), 0
-    with _pool(min(args.gpus, len(jobs)), args.gpus) as pool:
-        running = {pool.submit(_tune, job, end, args.token_tiles): job for job in jobs}
-        for done, future in enumerate(concurrent.futures.as_completed(running), 1):
-            entry = future.result()
-            if entry is None:
-                left += 1
-                continue
-            merge(table, entry)
-            _write(table, out)
-            seconds = (time.monotonic() - began) / done * (len(jobs) - done)
-            print(
-                f"[{done}/{len(jobs)}] {running[future]}: about {seconds:.0f} s left",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-    if left:
-        print(
-            f"{left} of {len(jobs)} plans are left after {args.seconds:.0f} s: run it again",
-            file=sys.stderr,
+    try:
+        # Timing needs the other half of the time.
+        compile_all(
+            ((p, token_count(p, rows)) for p, rows in problems),
+            begin + args.seconds / 2,
+            token_tiles=args.token_tiles,
         )
+        with _pool(min(len(devices), len(jobs)), devices) as pool:
+            end = begin + args.seconds
+            running = {pool.submit(_tune, job, end, args.token_tiles): job for job in jobs}
+            try:
+                left = _collect(running, table, out)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    except KeyboardInterrupt:
+        print(f"stopped; {out} has what was found: run it again to continue", file=sys.stderr)
+        return 130
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise MoekitError(
+            "a worker process died: the GPU failed (its error is above), or memory was short; "
+            f"{out} has what was found: run it again to continue"
+        ) from error
+    if left:
+        print(f"{left} of {len(jobs)} plans are left: run it again to continue", file=sys.stderr)
     return int(left > 0)
+
+
+def _collect(
+    running: Mapping[concurrent.futures.Future[dict[str, Any] | None], Job],
+    table: dict[str, Any],
+    out: Path,
+) -> int:
+    """Write each plan when it is found, and return how many jobs found none."""
+    began, left = time.monotonic(), 0
+    for done, future in enumerate(concurrent.futures.as_completed(running), 1):
+        job = running[future]
+        why = ""
+        try:
+            entry = future.result()
+        except torch.OutOfMemoryError:
+            entry, why = None, "it needs more memory than the GPU has"
+        if entry is not None and not entry["plans"]:
+            entry, why = None, "no tile compiles and runs on this GPU"
+        if entry is None:
+            left += 1
+            if why:
+                print(f"[{done}/{len(running)}] {job}: no plan, {why}", file=sys.stderr, flush=True)
+            continue
+        merge(table, entry)
+        _write(table, out)
+        to_go = (time.monotonic() - began) / done * (len(running) - done)
+        print(
+            f"[{done}/{len(running)}] {job}: about {to_go:.0f} s left", file=sys.stderr, flush=True
+        )
+    return left
 
 
 if __name__ == "__main__":
