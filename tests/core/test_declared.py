@@ -98,3 +98,13 @@ def test_a_plugin_declares_what_it_imports(name) -> None:
 def test_what_is_not_declared_is_found(tmp_path) -> None:
     (tmp_path / "a.py").write_text("import os, torch\ndef f():\n    from numpy import array\n")
     assert undeclared("moekit", tmp_path, {"torch"}) == {"numpy": "a.py"}
+
+
+def test_every_package_is_tested_with_the_settings_of_the_whole() -> None:
+    """pytest takes those of the folder that it is given, and then finds no tests/support."""
+    own = [
+        name
+        for name in PACKAGES
+        if "[tool.pytest" in (PACKAGES[name] / "pyproject.toml").read_text()
+    ]
+    assert own == ["moekit"]
