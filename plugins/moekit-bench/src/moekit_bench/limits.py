@@ -35,12 +35,15 @@ class Ceilings:
     read: float
 
 
-# By the start of torch's device name. The H200's are those of an 8192^3 matmul; int8 is taken to be
-# what fp8 is, as the tensor cores' rates are equal.
+# By the start of torch's device name; of 8192^3 matmuls. int8 is taken to be what fp8 is, as the
+# tensor cores' rates are equal.
 CEILINGS = {
     "NVIDIA H200": Ceilings(
         {"bf16": 791e12, "fp16": 791e12, "fp8": 1424e12, "int8": 1424e12}, 4.49e12
-    )
+    ),
+    "NVIDIA H100 80GB HBM3": Ceilings(
+        {"bf16": 788e12, "fp16": 788e12, "fp8": 1433e12, "int8": 1433e12}, 3.11e12
+    ),
 }
 
 
