@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
 from moekit.runtime.rows import quantize_dispatched, weight_and_reduce
 from moekit.runtime.workspace import Layout, Workspace, settle
-from moekit.selection.explanation import Explanation
+
+if TYPE_CHECKING:
+    from moekit.selection.explanation import Explanation
 
 logger = logging.getLogger("moekit")
 

@@ -13,8 +13,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from moekit.discovery.entry_points import PluginState, mark_clashes, probe, probing, sources
-from moekit.discovery.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
+from moekit.discovery.entry_points import SWITCHES as SWITCHES
+from moekit.discovery.entry_points import PluginState as PluginState
+from moekit.discovery.entry_points import mark_clashes, probe, probing, sources
+from moekit.discovery.hooks import GROUP as GROUP
+from moekit.discovery.hooks import MoekitSpecs as MoekitSpecs
+from moekit.discovery.hooks import hookimpl as hookimpl
+from moekit.discovery.specs import BackendSpec as BackendSpec
+from moekit.discovery.specs import DispatcherSpec as DispatcherSpec
+from moekit.discovery.specs import ExpertsSpec as ExpertsSpec
+from moekit.discovery.specs import SpecT as SpecT
+from moekit.discovery.specs import importable as importable
 from moekit.errors import BackendError, NameClash, UnknownBackend
 from moekit.untrusted.code import shown
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moekit.contract import PackedWeights
 from moekit.errors import GroupMismatch, InvalidInput, PeerFailed, WeightsError
-from moekit.problem.placement import Placement
+from moekit.layer.placement import Placement
 from moekit.runtime.agreement import exchange, reason_of
 from moekit.runtime.group import has_backend
 from moekit.untrusted.arguments import GROUP, accept, instance, optional

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import InvalidInput, InvalidProblem
-from moekit.problem.placement import Placement
+from moekit.layer.placement import Placement
 from moekit.untrusted.arguments import (
     FUNCTION,
     MAX_EXPERTS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moekit.contract import PackedWeights
 from moekit.layer.flow import LayerFlow
+from moekit.layer.placement import Placement
 from moekit.problem import MoEProblem
-from moekit.problem.placement import Placement
 from moekit.problem.problem import summary
 
 _SHOWN = 4  # experts of a rank

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from moekit.errors import InvalidProblem
+from moekit.layer.placement import Placement
 from moekit.problem import MoEProblem, ParallelConfig
-from moekit.problem.placement import Placement
 from moekit.untrusted.arguments import (
     FLAG,
     GROUP,

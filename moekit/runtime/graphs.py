@@ -15,15 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
 from moekit.errors import InvalidInput, Unsupported
-from moekit.kernel import ModularKernel
 from moekit.runtime.workspace import is_capturing
+
+if TYPE_CHECKING:
+    from moekit.kernel import ModularKernel
 
 logger = logging.getLogger("moekit")
 

@@ -20,8 +20,8 @@ from moekit.discovery.registry import Registry, registry
 from moekit.discovery.specs import ExpertsSpec
 from moekit.eplb.migrate import migrate
 from moekit.errors import BackendBroken, UnknownBackend, Unsupported
+from moekit.layer.placement import Placement
 from moekit.problem import ActivationFormat
-from moekit.problem.placement import Placement
 from moekit.selection.composite import composite
 from moekit.testing import assert_close
 from moekit.testing.calls import QUANTIZED_WIRE, check_call, kit_registry

@@ -44,6 +44,7 @@ def test_every_old_module_imports_and_warns() -> None:
         "from moekit.local import LocalDispatcher, local_ids",
         "from moekit.overlap import Beside",
         "from moekit.parallel import parallel_config",
+        "from moekit.plugins import SWITCHES, DispatcherSpec, MoekitSpecs, hookimpl, importable",
         "from moekit.reference import oracle",
         "from moekit.select import compose, explain",
         "from moekit.workspace import Workspace",

@@ -19,7 +19,7 @@ import moekit
 from moekit import LayerParallelism, ParallelConfig
 from moekit.compat.vllm import FusedMoE, SharedFusedMoE
 from moekit.errors import WeightsError
-from moekit.problem.placement import Placement
+from moekit.layer.placement import Placement
 from moekit.testing.cases import random_weights
 
 
