@@ -65,12 +65,23 @@ _MOST_SPLITS, _MOST_ADDENDS = 4, 16
 
 
 class Planner:
-    """Chooses the plans of one layer. Tuned tables are read once, when it is made."""
+    """Chooses the plans of one layer. Tuned tables are read once, when it is made.
 
-    def __init__(self, problem: MoEProblem, *, batched: bool = False) -> None:
+    measured: plans to use in place of the tables'.
+    """
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        *,
+        batched: bool = False,
+        measured: Sequence[Measured] | None = None,
+    ) -> None:
         self._problem = problem
         self._batched = batched
-        self._measured = () if INTERPRETED else measured_plans(problem)
+        if measured is None:
+            measured = () if INTERPRETED else measured_plans(problem)
+        self._measured = measured
         self._invariant = invariant_plan(problem) if problem.batch_invariant else None
 
     def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:

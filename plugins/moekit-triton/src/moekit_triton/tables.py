@@ -109,15 +109,15 @@ def measured_plans(problem: MoEProblem) -> Sequence[Measured]:
     if not problem.device.name:
         return ()
     for device in (problem.device.name, _SERVES.get(problem.device.capability)):
-        if device is not None and (plans := _plans_on(device, problem)):
+        if device is not None and (plans := nearest_plans(FILES.known(device), problem)):
             return plans
     return ()
 
 
-def _plans_on(device: str, problem: MoEProblem) -> Sequence[Measured]:
+def nearest_plans(entries: Sequence[Entry], problem: MoEProblem) -> Sequence[Measured]:
+    """Return the plans of the entry that is nearest to ``problem``, none if none is near."""
     wanted = table_key(problem)
     sizes = [wanted[name] for name in _SIZES]
-    entries = FILES.known(device)
     for scheme in (wanted["scheme"], _TILES_OF.get(wanted["scheme"])):
         for bias in (True, False) if wanted["bias"] else (False,):
             same = wanted | {"scheme": scheme, "bias": bias}
