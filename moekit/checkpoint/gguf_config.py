@@ -13,42 +13,14 @@ from moekit.checkpoint.headers import Entry
 _DTYPES = {"F16": "float16", "F32": "float32"}
 
 # The activation of the routed experts of each architecture, as llama.cpp's graphs compute it.
-_ACTIVATIONS = {
-    **dict.fromkeys(
-        (
-            "afmoe",
-            "arctic",
-            "bailingmoe",
-            "bailingmoe2",
-            "dbrx",
-            "deepseek",
-            "deepseek2",
-            "dots1",
-            "ernie4_5-moe",
-            "glm4moe",
-            "granitehybrid",
-            "granitemoe",
-            "hunyuan-moe",
-            "jamba",
-            "lfm2moe",
-            "llada-moe",
-            "llama",
-            "llama4",
-            "minimax-m2",
-            "olmoe",
-            "phimoe",
-            "qwen2moe",
-            "qwen35moe",
-            "qwen3moe",
-            "qwen3next",
-            "qwen3vlmoe",
-        ),
-        "silu",
-    ),
-    "gpt-oss": "swigluoai",
-    "grok": "gelu",
-    "nemotron_h_moe": "relu2",
-}
+_SILU = (
+    "afmoe", "arctic", "bailingmoe", "bailingmoe2", "dbrx", "deepseek", "deepseek2", "dots1",
+    "ernie4_5-moe", "glm4moe", "granitehybrid", "granitemoe", "hunyuan-moe", "jamba", "lfm2moe",
+    "llada-moe", "llama", "llama4", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe",
+    "qwen3moe", "qwen3next", "qwen3vlmoe",
+)  # fmt: skip
+_OTHERS = {"gpt-oss": "swigluoai", "grok": "gelu", "nemotron_h_moe": "relu2"}
+_ACTIVATIONS = dict.fromkeys(_SILU, "silu") | _OTHERS
 # Architectures that moekit treats differently, by the name that transformers has for them.
 _MODEL_TYPES = {"gpt-oss": "gpt_oss", "llama4": "llama4_text"}
 

@@ -13,11 +13,10 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from moekit.checkpoint.headers import Entry, Version, missing
+from moekit.checkpoint.headers import LFS, Entry, Version, opened
 from moekit.errors import WeightsError
-from moekit.untrusted.files import open_regular, shown
+from moekit.untrusted.files import shown
 
-_LFS = b"version https://git-lfs"
 _MAX_HEADER = 100_000_000
 _MAX_VALUES = 4_000_000  # in one file; the largest vocabularies have under a million
 _MAX_KEPT = 1 << 14  # elements of a kept array, one for each layer
@@ -35,40 +34,16 @@ _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=
 
 # Types of tensors: number -> (name, elements of a block, bytes of a block), as in ggml.h.
 TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 40),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-}
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+}  # fmt: skip
 
 
 def is_gguf(file: Path) -> bool:
@@ -116,17 +91,9 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version, dict[str, Any]]:
     Raises:
         WeightsError: The file is missing, truncated, or not of this format.
     """
-    try:
-        with open(open_regular(file), "rb", buffering=0) as stream:
-            version = Version.of(stream.fileno())
-            entries, metadata = _Header(file, _Cursor(stream, version.size)).read()
-            return entries, version, metadata
-    except FileNotFoundError as error:
-        raise missing(file) from error
-    except (OSError, ValueError) as error:
-        raise WeightsError(
-            f"{file}: truncated or not a GGUF file ({error}); download it again"
-        ) from error
+    with opened(file, "a GGUF file") as (stream, version):
+        entries, metadata = _Header(file, _Cursor(stream, version.size)).read()
+        return entries, version, metadata
 
 
 class _Cursor:
@@ -199,7 +166,7 @@ class _Header:
         if cursor.size < 24:
             raise ValueError(f"it has {cursor.size} bytes")
         if (magic := cursor.take(4)) != b"GGUF":
-            if _LFS.startswith(magic):
+            if LFS.startswith(magic):
                 raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")
             raise ValueError(f"it begins with {magic!r} instead of b'GGUF'")
         if (version := cursor.number("I")) not in (2, 3):

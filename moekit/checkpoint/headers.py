@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -13,24 +15,13 @@ from moekit.errors import WeightsError
 from moekit.untrusted.files import open_regular, parse_json, read_json, shown
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
-}
-_LFS = b"version https://git-lfs"
+}  # fmt: skip
+LFS = b"version https://git-lfs"
 # The library has the same limit of a header; no model in use comes near the other limits.
 _MAX_HEADER = 100_000_000
 _MAX_NAME = 4096
@@ -117,41 +108,41 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
     Raises:
         WeightsError: The file is missing, truncated, or not of this format.
     """
-    try:
-        with open(open_regular(file), "rb") as stream:
-            version = Version.of(stream.fileno())
-            start = stream.read(len(_LFS))
-            if start == _LFS:
-                raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")
-            if len(start) < 8:
-                raise ValueError(f"it has {version.size} bytes")
-            length = int.from_bytes(start[:8], "little")
-            if length > version.size - 8 or length > _MAX_HEADER:
-                raise ValueError(f"its header would be {length} bytes long")
-            stream.seek(8)
-            if stream.read(1) != b"{":
-                raise ValueError("its header is no JSON object")
-            header = parse_json(b"{" + stream.read(length - 1))
-    except FileNotFoundError as error:
-        raise missing(file) from error
-    except (OSError, ValueError) as error:
-        raise _not_safetensors(file, error) from error
-    try:
+    with opened(file, "a safetensors file") as (stream, version):
+        start = stream.read(len(LFS))
+        if start == LFS:
+            raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")
+        if len(start) < 8:
+            raise ValueError(f"it has {version.size} bytes")
+        length = int.from_bytes(start[:8], "little")
+        if length > version.size - 8 or length > _MAX_HEADER:
+            raise ValueError(f"its header would be {length} bytes long")
+        stream.seek(8)
+        if stream.read(1) != b"{":
+            raise ValueError("its header is no JSON object")
+        header = parse_json(b"{" + stream.read(length - 1))
         if not isinstance(header.pop("__metadata__", {}), dict):
             raise ValueError("__metadata__ is no object")
         return _entries(file, header, 8 + length, version.size), version
-    except ValueError as error:
-        raise _not_safetensors(file, error) from error
 
 
-def missing(file: Path) -> WeightsError:
-    """Return the error for a file of a checkpoint that is not there."""
-    why = (
-        "the checkpoint is incomplete"
-        if file.parent.is_dir() and file.suffix
-        else "there is no such folder either: download the model and pass its folder"
-    )
-    return WeightsError(f"{file}: no such file; {why}")
+@contextmanager
+def opened(file: Path, what: str) -> Iterator[tuple[BinaryIO, Version]]:
+    """Open a file to read its header; raise WeightsError for every fault that is found in it."""
+    try:
+        with open(open_regular(file), "rb") as stream:
+            yield stream, Version.of(stream.fileno())
+    except FileNotFoundError as error:
+        why = (
+            "the checkpoint is incomplete"
+            if file.parent.is_dir() and file.suffix
+            else "there is no such folder either: download the model and pass its folder"
+        )
+        raise WeightsError(f"{file}: no such file; {why}") from error
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"{file}: truncated or not {what} ({error}); download it again"
+        ) from error
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
@@ -194,7 +185,3 @@ def _entry(file: Path, name: str, tensor: Any, data: int) -> Entry:
     if known and math.prod(shape) * known.itemsize != entry.nbytes:
         raise ValueError(f"{name} has {entry.nbytes} bytes for shape {shown(entry.shape)}")
     return entry
-
-
-def _not_safetensors(file: Path, error: Exception) -> WeightsError:
-    return WeightsError(f"{file}: truncated or not a safetensors file ({error}); download it again")

@@ -100,31 +100,16 @@ _GATE_UP_DOWN = _projections("mlp")
 _GPT_OSS = f"{_MODEL}mlp.experts"
 _GRANITE = f"{_MODEL}block_sparse_moe"
 
+_PROJECTED = (
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_omni_moe_text",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4v_moe_text", "olmoe",
+    "flex_olmo", "ernie4_5_moe", "dots1", "hunyuan_v1_moe",
+)  # fmt: skip
 # The names in the models' own checkpoints, by the model_type of the (text) config.
 NAMES: Mapping[str, ExpertNames] = MappingProxyType(
     {
         **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "phimoe"), _MIXTRAL),
-        **dict.fromkeys(
-            (
-                "qwen2_moe",
-                "qwen3_moe",
-                "qwen3_next",
-                "qwen3_5_moe_text",
-                "qwen3_omni_moe_text",
-                "deepseek_v2",
-                "deepseek_v3",
-                "deepseek_v32",
-                "kimi_k2",
-                "glm4_moe",
-                "glm4v_moe_text",
-                "olmoe",
-                "flex_olmo",
-                "ernie4_5_moe",
-                "dots1",
-                "hunyuan_v1_moe",
-            ),
-            _GATE_UP_DOWN,
-        ),
+        **dict.fromkeys(_PROJECTED, _GATE_UP_DOWN),
         "jamba": _projections("feed_forward"),
         "granitemoe": ExpertNames(
             gate_up=f"{_GRANITE}.input_linear.weight", down=f"{_GRANITE}.output_linear.weight"

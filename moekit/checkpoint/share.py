@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from moekit.checkpoint.schemes import cuts_groups, mismatch, scheme_for
 from moekit.problem import MoEProblem
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Piece:
     """This rank's rows and columns of one stored matrix (n, k).
 
@@ -108,20 +108,8 @@ class Share:
             for run in self.neurons:
                 rows = range(base + per * run.start, base + per * run.stop)
                 room = per * self._room(run)
-                pieces.append(
-                    Piece(
-                        template=template,
-                        n=n,
-                        k=H,
-                        rows=rows,
-                        columns=range(H),
-                        neurons=run,
-                        room=room,
-                        at=at,
-                        base=base,
-                        per_neuron=per,
-                    )
-                )
+                piece = Piece(template, n, H, rows, range(H), run, room, at)
+                pieces.append(replace(piece, base=base, per_neuron=per))
                 at += room
         return tuple(pieces)
 
@@ -129,19 +117,9 @@ class Share:
         H, I = self.problem.hidden_size, self.problem.intermediate_size
         pieces, left = [], 0
         for run in self.neurons:
-            pieces.append(
-                Piece(
-                    template=self.names.down,
-                    n=H,
-                    k=I,
-                    rows=range(H),
-                    columns=run,
-                    neurons=run,
-                    room=self._room(run),
-                    left=left,
-                )
-            )
-            left += self._room(run)
+            room = self._room(run)
+            pieces.append(Piece(self.names.down, H, I, range(H), run, run, room, left=left))
+            left += room
         return tuple(pieces)
 
     def _room(self, run: range) -> int:
