@@ -21,7 +21,7 @@ from moekit.checkpoint.probe import Probe, config_group
 from moekit.checkpoint.schema import QUANTIZATION
 from moekit.checkpoint.targets import MAX_STEPS, matches
 from moekit.errors import WeightsError
-from moekit.problem.quant import OperandQuant, QuantScheme
+from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import MAX_WIDTH, NAME, accept, instance, optional, size
 from moekit.untrusted.files import shown
 
@@ -72,40 +72,34 @@ def declared_format(
     return Probe(stored, f"{down}.weight", config, n, k).format()
 
 
-def config_of(scheme: QuantScheme) -> dict[str, Any] | None:
-    """Return a quantization config whose format ``scheme`` computes with; None for "none".
+def format_of_scheme(scheme: QuantScheme) -> Format:
+    """Return a format that ``scheme`` computes with.
 
-    fp8 per tensor and in blocks is named as in DeepSeek's and Mixtral's fp8 checkpoints, all else
-    as compressed-tensors does.
+    Tensors are called as in compressed-tensors' checkpoints; in those of fp8 in blocks with
+    quantized activations, as in DeepSeek's.
     """
     weight, activation = scheme.weight, scheme.activation
     if weight is None:
-        return None
-    if weight.dtype == "float8_e4m3fn" and weight.group[0] != 1 and activation is not None:
-        blocks = {} if weight.per_tensor else {"weight_block_size": list(weight.group)}
-        static = "static" if activation.static else "dynamic"
-        return {"quant_method": "fp8", "activation_scheme": static, **blocks}
-    inputs = None if activation is None else {**_arguments(activation), "dynamic": True}
-    group = {"targets": ["Linear"], "weights": _arguments(weight), "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized" if weight.dtype == "int8" else "pack-quantized",
-        "config_groups": {"group_0": group},
-    }
-
-
-def _arguments(operand: OperandQuant) -> dict[str, Any]:
-    """Return compressed-tensors' QuantizationArgs."""
-    bits = 4 if operand.packed else 8
-    kind = "int" if operand.dtype.startswith("int") else "float"
-    rows, columns = operand.group
-    said: dict[str, Any] = {"num_bits": bits, "type": kind, "symmetric": not operand.zero_points}
-    if rows > 1:
-        return {**said, "strategy": "block", "block_structure": [rows, columns]}
-    if columns > 0:
-        order = {"actorder": "group"} if operand.act_order else {}
-        return {**said, "strategy": "group", "group_size": columns, **order}
-    return {**said, "strategy": "channel" if rows == 1 else "tensor"}
+        return formats.plain()
+    rows, columns = weight.group
+    if weight.dtype == "int4":
+        zeros, order = weight.zero_points, weight.act_order
+        return formats.pack_quantized(4, columns, activation, zero_points=zeros, act_order=order)
+    if weight.packed:
+        name, scale = ("nvfp4", "weight_global_scale") if columns == 16 else ("mxfp4", "")
+        name = f"compressed-tensors {name}"
+        return formats.fp4_bytes(name, "weight_packed", columns, scale, activation)
+    label = "int8" if weight.dtype == "int8" else "fp8"
+    blocks = rows > 1 and activation is not None
+    return formats.eight_bits(
+        label if blocks else f"compressed-tensors {label}",
+        weight.torch_dtype,
+        weight.group,
+        "weight_scale_inv" if blocks else "weight_scale",
+        activation,
+        scale_dtype=weight.scale_dtype,
+        input_scale="input_scale" if activation is not None and activation.static else "",
+    )
 
 
 def _left_out(config: Mapping[str, Any], module: str) -> bool:

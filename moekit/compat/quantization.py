@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moekit.checkpoint.declared import config_of, declared_format
+from moekit.checkpoint.declared import declared_format, format_of_scheme
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.schemes import mismatch, no_scheme, scheme_for
 from moekit.errors import InvalidProblem, WeightsError
@@ -43,16 +43,15 @@ def resolve(
     """
     accept({"quant": _QUANT}, {"quant": quant})
     chosen = scheme(quant) if isinstance(quant, str) else quant
+    H, I, tp_size = sizes
     if isinstance(given, str | QuantScheme):
         found = scheme(given) if isinstance(given, str) else given
-        config, chosen = config_of(found), chosen or found
+        format, chosen = format_of_scheme(found), chosen or found
     else:
-        config = _config(given)
-    H, I, tp_size = sizes
-    try:
-        format = declared_format(config, H, I, module)
-    except WeightsError as error:
-        raise InvalidProblem(f"quant_config: {error}") from error
+        try:
+            format = declared_format(_config(given), H, I, module)
+        except WeightsError as error:
+            raise InvalidProblem(f"quant_config: {error}") from error
     if dequantize:
         return format, scheme("none")
     if chosen is not None:
