@@ -156,7 +156,7 @@ def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Change torch's default dtype and device, as engines do while they load and run a model.
 
     Args:
-        device: of the tensors. Those of the CPU must not be on the default device either.
+        device: of the tensors. On the CPU, the default device is another one.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

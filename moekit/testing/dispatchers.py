@@ -17,7 +17,7 @@ from moekit.contract import PrepareAndFinalize
 from moekit.discovery.specs import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
-from moekit.testing import cases, interface, rank_threads, ranks
+from moekit.testing import cases, interface, rank_failures, rank_threads, ranks
 from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.diagnose import check_negative_controls
 from moekit.testing.distributed import RankError, RankPool
@@ -34,7 +34,15 @@ _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not N
 _THREAD_SECONDS = 20.0
 
 # (experts, replicas, top-k): first more than published models have, then theirs.
-_MODELS = ((512, 64, 12), (512, 0, 10), (512, 0, 8), (384, 0, 8), (256, 0, 8), (128, 0, 6))
+_MODELS = (
+    (512, 64, 23),
+    (512, 64, 12),
+    (512, 0, 10),
+    (512, 0, 8),
+    (384, 0, 8),
+    (256, 0, 8),
+    (128, 0, 6),
+)
 
 # Tokens of each rank. Fewer ranks take the last numbers: two ranks take the last two of four.
 _COUNTS = {
@@ -193,8 +201,9 @@ class DispatcherConformance(Conformance):
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
         if device.type == "cpu":
             if SCHEMES[scheme].activation is not None:
-                # With fewer neurons, the error of the worst rows is many times the usual one.
-                return [_sizes(h, 32, 128) for h in (48, 128, 512)]
+                # With fewer neurons, the error of the worst rows is many times the usual one. A
+                # token has several scales of 128 columns.
+                return [_sizes(h, 32, 128) for h in (272, 512)]
             return [_sizes(48, 32), _sizes(128, 32), _sizes(512, 32, 128)]
         return [_sizes(h, 256, 256) for h in (272, 512, 1024, 2048, 4096, 7168)]
 
@@ -229,13 +238,22 @@ class DispatcherConformance(Conformance):
         kind = self._device().type
         return kind == "cpu" or torch.get_device_module(kind).device_count() >= ranks or _shares()
 
-    def _run_at_once(self, world: int, tasks: Sequence[ranks.Task]) -> list[Any]:
-        """Run each task in its own group of ``world`` ranks; return the first group's results."""
+    def _run_at_once(self, world: int, tasks: Sequence[ranks.Task], copies: int = 1) -> list[Any]:
+        """Run each task in its own group of ``world`` ranks; return the first group's results.
+
+        Args:
+            copies: how many groups of the same ranks each task has.
+        """
         processes, kind = world * len(tasks), self._device().type
         if not self._devices_for(processes):
             self._skip(f"{processes} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
-        pool = _pool(processes, kind)
-        groups = [Members(each, pool.failures) for each in _groups(world, len(tasks))]
+        # Three ranks are a group of four processes: these exist already.
+        pool = _pool(4 if processes == 3 and self._devices_for(4) else processes, kind)
+        groups = [
+            Members(each, pool.failures, copy)
+            for copy in range(copies)
+            for each in _groups(world, len(tasks))
+        ]
         results = pool.run(ranks.in_groups, groups, tasks)
         refused = [result for result in results if isinstance(result, ranks.Refused)]
         if refused and len(tasks) > 1 and len(refused) == processes:
@@ -278,6 +296,11 @@ class DispatcherConformance(Conformance):
     def test_experts_do_not_divide_by_ranks(self, world: int) -> None:
         experts = 7 if world < 7 else 2 * world - 1
         self._run(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_experts=experts)
+
+    def test_three_ranks(self) -> None:
+        """A number of ranks that is no power of two, with unequal shares of the experts."""
+        self._needs_ranks()
+        self._run(3, ranks.calls, [Call((3, 0, 9)), Call((5, 6, 4), "masked")])
 
     def test_replicas(self, world: int) -> None:
         self._run(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_redundant_experts=2)
@@ -378,11 +401,11 @@ class DispatcherConformance(Conformance):
         self._run(world, ranks.calls, sequence, "fresh")
 
     def test_long_run_of_one_shape(self, most: int) -> None:
-        """72 calls of one shape are right, and keep no tensors."""
+        """260 calls of one shape are right, and keep no tensors."""
         self._run(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
-        """Two layers of different sizes share a group, also after one of them is destroyed."""
+        """Two layers of different sizes share a group: both in flight, in turn, and one alone."""
         job = self._job(several)
         smaller = {"num_experts": 16, "top_k": 4, "max_num_tokens": 16}
         changes = self._first(
@@ -414,24 +437,24 @@ class DispatcherConformance(Conformance):
     @pytest.mark.parametrize("fault", ["shape", "ids", "capacity"])
     def test_bad_input_on_one_rank(self, fault: str, world: int) -> None:
         """All ranks raise instead of hanging, and the next call works."""
-        self._run(world, ranks.one_rank_fails, fault)
+        self._run(world, rank_failures.one_rank_fails, fault)
 
     def test_failure_after_dispatch(self, world: int) -> None:
         """One rank's experts raise: all ranks raise and name it, and the next call works."""
-        self._run(world, ranks.experts_fail)
+        self._run(world, rank_failures.experts_fail)
 
     def test_failure_without_checks(self, several: int) -> None:
         """One rank fails before `prepare`: `abort` makes the others raise and name it."""
         if not self._spec().aborts:
             self._skip("the spec does not declare aborts")
-        self._run(several, ranks.unchecked_rank_fails)
+        self._run(several, rank_failures.unchecked_rank_fails)
 
     # -- groups -----------------------------------------------------------------------------------
 
     def test_group_is_resolved(self, several: int) -> None:
         """The constructor calls `resolve` and keeps the group that it returns."""
         self._needs_ranks()
-        self._run(several, ranks.resolves)
+        self._run(several, rank_failures.resolves)
 
     def test_groups_at_once(self) -> None:
         """Ranks 1 and 3 of four are one group, while ranks 0 and 2 run another layer."""
@@ -452,7 +475,9 @@ class DispatcherConformance(Conformance):
         if self._device().type != "cpu":
             self._skip("on a device, kernels that wait for other ranks must start in one order")
         try:
-            self._run(most, rank_threads.in_opposite_orders, Call((5, 0, 3, 9)), _THREAD_SECONDS)
+            arguments = Call((5, 0, 3, 9)), _THREAD_SECONDS
+            task = rank_threads.in_opposite_orders, self._job(most), arguments
+            self._run_at_once(most, [task], copies=2)
         except RankError:
             for pool in _pools().values():  # threads that are blocked keep their locks
                 pool.close(patience=0.0)
@@ -466,14 +491,20 @@ class DispatcherConformance(Conformance):
             experts, parallel = max(problem.num_experts, size), ParallelConfig(ep_size=size)
             other = problem.replace(num_experts=experts, parallel=parallel)
             if size != world and not self._spec().unsupported(other):
-                self._run(world, ranks.group_mismatch, other)
+                self._run(world, rank_failures.group_mismatch, other)
                 return
         self._skip(f"does this problem on no other number of ranks than {world}")
 
     # -- memory, determinism, graphs --------------------------------------------------------------
 
     def test_memory_is_stated(self, ends: int) -> None:
-        self._run(ends, ranks.memory, 32, num_experts=8, top_k=4)
+        """In the main form, and with tokens that travel quantized."""
+        sizes: dict[str, Any] = {"num_experts": 8, "top_k": 4}
+        self._run(ends, ranks.memory, 32, **sizes)
+        for scheme in [n for n in SCHEMES if n in self._spec().wire_schemes][:1]:
+            changes = {"quant": scheme, "parallel": self._parallel(ends), **sizes}
+            if isinstance(self._find_problem(**changes), MoEProblem):
+                self._run(ends, ranks.memory, 32, **changes)
 
     def test_deterministic(self, ends: int) -> None:
         if not self._spec().deterministic:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moekit.contract import PackedWeights, Routing
+from moekit.contract import Routing
 from moekit.errors import MoekitError
 from moekit.problem import MoEProblem
 from moekit.problem.activation import GATED
@@ -69,11 +69,11 @@ class Inputs:
         self._weights = rows(problem.top_k, torch.float32)
         self._ids = rows(problem.top_k, torch.int64)
 
-    def hold(self, case: Case, packed: PackedWeights) -> tuple[Tensor, PackedWeights, Routing]:
-        """Copy ``case`` into the buffers, and return a kernel's arguments."""
+    def hold(self, case: Case) -> Case:
+        """Return the same call with its tokens and routing in the buffers."""
         T, r = len(case.x), case.routing
         routing = Routing(self._weights[:T].copy_(r.topk_weights), self._ids[:T].copy_(r.topk_ids))
-        return self._x[:T].copy_(case.x), packed, routing
+        return replace(case, x=self._x[:T].copy_(case.x), routing=routing)
 
 
 class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
@@ -93,9 +93,9 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         inputs = Inputs(problem, self._T + 9)
         for index, num_tokens in enumerate((self._T, 3, 0, 1, self._T + 9, 5, self._T)):
             case = make_case(problem, num_tokens, ("random", "masked")[index % 2], key=index)
-            arguments = inputs.hold(case, packed)
+            held = inputs.hold(case)
             with torch.inference_mode(index % 3 == 0), threads_of_torch(2 if index < 3 else 1):
-                out = kernel(*arguments)
+                out = kernel(held.x, packed, held.routing)
             assert_close(
                 out, case.reference(), problem, f"call {index} with T={num_tokens}", case=case
             )
@@ -111,7 +111,8 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         made = [make_case(problem, 3, key=key, weights=weights) for key in range(2)]
         wanted, earlier = [case.reference() for case in made], list[Tensor]()
         for index in range(_MANY_CALLS):
-            out = kernel(*inputs.hold(made[index % 2], packed))
+            held = inputs.hold(made[index % 2])
+            out = kernel(held.x, packed, held.routing)
             what = f"call {index} of one shape"
             assert_close(
                 out, wanted[index % 2], problem, what, case=made[index % 2], earlier=earlier

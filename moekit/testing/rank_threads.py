@@ -26,7 +26,7 @@ def in_opposite_orders(rank: int, world_size: int, job: Job, wanted: Call, secon
         seconds: how long a step may take.
     """
     assert job.members is not None
-    groups = job.members, replace(job.members, copy=1)
+    groups = job.members, replace(job.members, copy=1)  # `in_groups` has made both
     layers = [Rank(rank, world_size, replace(job, members=g), checked=False) for g in groups]
 
     def at_once(what: str, step: Callable[[int], Any]) -> list[Any]:

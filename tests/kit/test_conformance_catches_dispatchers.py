@@ -204,7 +204,7 @@ def test_dispatcher_declares_wrongly():
     wire = frozenset({"fp8_block"})
     suite(Batched_, "batched_reference", wire_schemes=wire).test_quantized_wire("fp8_block", 1)
     wrong = suite(SendsUnquantized, "batched_reference", wire_schemes=wire)
-    with pytest.raises(AssertionError, match="arrived as torch.bfloat16"):
+    with pytest.raises(AssertionError, match="x is torch.bfloat16, expected torch.float8_e4m3fn"):
         wrong.test_quantized_wire("fp8_block", 1)
     # It says that it exchanges tokens: two rank processes show that it does not.
     args = ("test_tokens_per_rank", "uneven", 2)

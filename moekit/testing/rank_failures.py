@@ -1,0 +1,145 @@
+"""What ranks run in the tests of failures: one rank's error, and groups or layers that differ.
+
+The functions are called as those of `moekit.testing.ranks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from moekit.contract import Routing
+from moekit.errors import GroupMismatch, InvalidInput, MoekitError
+from moekit.problem import MoEProblem
+from moekit.testing.calls import call
+from moekit.testing.ranks import Call, Job, Rank
+
+
+def _culprit(r: Rank, round_: int) -> int:
+    """Return the rank that fails in a round: the last one, then the one before it, and so on."""
+    return (r.world_size - 1 - round_) % r.world_size
+
+
+def _check_next(r: Rank, key: object) -> None:
+    case, ref = r.case(Call((5, 3)), key)
+    out = call(r.kernel, r.packed, case)
+    r.compare(out, ref, "the call after the failed one")
+
+
+def one_rank_fails(rank: int, world_size: int, job: Job, fault: str) -> None:
+    """Give one rank bad input: every rank raises a MoekitError, and the next call is right."""
+    r = Rank(rank, world_size, job)
+    good = Call((5, 3))
+    for round_ in range(2):
+        culprit = _culprit(r, round_)
+        mine = r.alone or rank == culprit
+        case, _ = r.case(good, round_)
+        x, ids = case.x, case.routing.topk_ids
+        if mine and fault == "shape":
+            x = x[:, :-1]
+        if mine and fault == "ids":
+            ids = ids + r.problem.num_physical_experts
+        if mine and fault == "capacity":
+            assert r.problem.max_num_tokens is not None
+            case, _ = r.case(Call((r.problem.max_num_tokens + 1,)), round_)
+            x, ids = case.x, case.routing.topk_ids
+        try:
+            r.kernel(x, r.packed, Routing(case.routing.topk_weights, ids))
+        except MoekitError:
+            pass
+        else:
+            raise AssertionError(f"rank {rank} got no error although rank {culprit}'s input is bad")
+        _check_next(r, (round_, "after"))
+    r.finish()
+
+
+def unchecked_rank_fails(rank: int, world_size: int, job: Job) -> None:
+    """Let one rank of an unchecked kernel fail before `prepare`: `abort` tells the others."""
+    r = Rank(rank, world_size, job, checked=False)
+    for round_ in range(2):
+        culprit = _culprit(r, round_)
+        case, _ = r.case(Call((5, 3)), round_)
+        x = case.x[:, :-1] if rank == culprit else case.x
+        try:
+            r.kernel(x, r.packed, case.routing)
+        except MoekitError as error:
+            r.expect(
+                rank == culprit or f"rank {culprit}" in str(error),
+                f"rank {rank} learns of a failure, but not that it is rank {culprit}'s: {error}",
+            )
+        else:
+            raise AssertionError(
+                f"rank {rank} got no error although rank {culprit} failed before prepare: abort() "
+                "did not tell it"
+            )
+        _check_next(r, (round_, "after"))
+    r.finish()
+
+
+def experts_fail(rank: int, world_size: int, job: Job) -> None:
+    """Let one rank's experts raise: every rank raises a MoekitError, and the next call is right."""
+    r = Rank(rank, world_size, job)
+    apply = r.kernel.experts.apply
+
+    def broken(*args: object, **more: object) -> None:
+        raise InvalidInput("experts that fail on purpose")
+
+    for round_ in range(4):  # more often than a library has buffers
+        culprit = _culprit(r, round_)
+        mine = r.alone or rank == culprit
+        case, _ = r.case(Call((5, 3)), round_)
+        if mine:
+            r.kernel.experts.apply = broken  # type: ignore[method-assign]
+        try:
+            r.kernel(case.x, r.packed, case.routing)
+        except MoekitError as error:
+            r.expect(mine or f"rank {culprit} failed" in str(error), str(error))
+        else:
+            raise AssertionError(f"rank {rank} got no error although rank {culprit}'s experts fail")
+        r.kernel.experts.apply = apply  # type: ignore[method-assign]
+        _check_next(r, (round_, "after"))
+    r.finish()
+
+
+def resolves(rank: int, world_size: int, job: Job) -> None:
+    """Assert that the dispatcher keeps its group, and that ranks that differ are refused."""
+    r = Rank(rank, world_size, job)
+    kept = r.kernel.dispatcher.group
+    assert kept is not None, (
+        "tokens move, but the dispatcher's `group` is None, so checked calls check nothing: "
+        "pass moekit.plugin.resolve(problem, group) to super().__init__()"
+    )
+    given = None if job.members is None else job.members.group
+    wanted = dist.get_process_group_ranks(given)
+    assert dist.get_process_group_ranks(kept) == wanted, (
+        f"the dispatcher was given the group of ranks {wanted}, and keeps that of ranks "
+        f"{dist.get_process_group_ranks(kept)}"
+    )
+    last = rank == world_size - 1
+    other = r.problem.replace(intermediate_size=2 * r.problem.intermediate_size)
+    try:
+        r.compose(other if last else r.problem)
+    except GroupMismatch:
+        pass
+    else:
+        raise AssertionError(
+            f"rank {rank}: ranks compose for different layers, and get no GroupMismatch: call "
+            "moekit.plugin.resolve(problem, group) in the constructor"
+        )
+    _check_next(r, "after")
+    r.finish()
+
+
+def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
+    """Assert that every rank refuses ``other``, whose number of ranks is not the group's."""
+    r = Rank(rank, world_size, job)
+    size = other.parallel.ep_size
+    mine = replace(other.parallel, ep_rank=rank % size)
+    try:
+        r.compose(other.replace(parallel=mine))
+    except GroupMismatch:
+        pass
+    else:
+        raise AssertionError(f"a group of {world_size} ranks was taken for {size}")
+    r.finish()

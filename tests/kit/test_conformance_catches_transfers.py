@@ -1,0 +1,273 @@
+"""Wrong dispatchers that are right for few calls, for two or four ranks, and by themselves."""
+
+from __future__ import annotations
+
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+from moekit_naive.dispatcher import NaiveDispatcher
+from right_naive import caught_naive
+
+from moekit import Routing
+from moekit.runtime.overlap import Pending
+
+# -- what travels ------------------------------------------------------------------------
+
+
+class OneScaleColumn(NaiveDispatcher):
+    """Sends the scale of a token's first group for all its groups."""
+
+    def _to_send(self, x_TH, routing, quantize):
+        x, columns = super()._to_send(x_TH, routing, quantize)
+        first = 2 * self.problem.top_k
+        columns[:, first:] = columns[:, first : first + 1]
+        return x, columns
+
+
+def test_scales_of_other_groups():
+    caught_naive(OneScaleColumn, "test_quantized_tokens", "fp8_block", 4, says="relative error")
+
+
+class SixteenChoices(NaiveDispatcher):
+    """Drops a token's assignments from the 17th on."""
+
+    def _to_send(self, x_TH, routing, quantize):
+        ids = routing.topk_ids.clone()
+        ids[:, 16:] = -1
+        return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
+
+
+class Assignments65536(NaiveDispatcher):
+    """Counts assignments in 16 bits without a sign."""
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        tokens.topk_ids.view(-1)[65536:] = -1
+        return tokens
+
+
+@pytest.mark.parametrize("wrong", [SixteenChoices, Assignments65536])
+def test_more_assignments(wrong):
+    caught_naive(wrong, "test_many_assignments", 4, says="tokens are wrong")
+
+
+class ForPowersOfTwo(NaiveDispatcher):
+    """Exchanges tokens in pairs of ranks, so that one of three gets none."""
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        if self.group.size() == 3 and self.group.rank() == 2:
+            tokens.topk_ids.fill_(-1)
+        return tokens
+
+
+def test_number_of_ranks():
+    caught_naive(ForPowersOfTwo, "test_three_ranks", says="relative error")
+
+
+# -- how it is called --------------------------------------------------------------------
+
+
+class FromItsStorage(NaiveDispatcher):
+    """Reads tokens from where their storage begins."""
+
+    def prepare(self, x_TH, routing, quantize):
+        x = torch.as_strided(x_TH, x_TH.shape, x_TH.stride(), 0)
+        return super().prepare(x, routing, quantize)
+
+
+class CombineBuffer(NaiveDispatcher):
+    """Combines through a tensor that `kept` returns."""
+
+    def kept(self, out):
+        raise NotImplementedError
+
+    def finalize(self, y, dispatched, out_TH):
+        pending = super().finalize(y, dispatched, out_TH)
+
+        def arrive():
+            out = pending.result()
+            return out.copy_(self.kept(out).copy_(out))
+
+        return Pending(arrive)
+
+
+class BufferOfInferenceMode(CombineBuffer):
+    """Keeps the buffer that a call in inference mode made, which other calls cannot write."""
+
+    _own = None
+
+    def kept(self, out):
+        if self._own is None:
+            self._own = out.new_empty(64, out.shape[1])
+        return self._own[: len(out)]
+
+
+class DefaultDtype(CombineBuffer):
+    """Adds float32 to a tensor of torch's default dtype."""
+
+    def kept(self, out):
+        rows = torch.arange(len(out), device=out.device)
+        return torch.zeros(out.shape, device=out.device).index_add_(0, rows, out.float())
+
+
+class DefaultDevice(CombineBuffer):
+    """Combines on torch's default device."""
+
+    def kept(self, out):
+        return torch.empty(out.shape, dtype=out.dtype)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (FromItsStorage, "NaN|relative error"),
+        (BufferOfInferenceMode, "inference"),
+        (DefaultDtype, "same scalar type"),
+        (DefaultDevice, "meta"),
+    ],
+)
+def test_what_engines_set(wrong, says):
+    caught_naive(wrong, "test_many_calls", 2, says=says)
+
+
+class ConstructorReseeds(NaiveDispatcher):
+    """Seeds the process's random numbers when it is made."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        torch.manual_seed(0)
+
+
+def test_constructor_changes_the_process():
+    caught_naive(ConstructorReseeds, "test_tokens_per_rank", "even", 2, says="random numbers")
+
+
+class ByteOfCalls(NaiveDispatcher):
+    """Returns the last result of a shape again when its number of calls is 256."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._calls, self._last = 0, None
+
+    def finalize(self, y, dispatched, out_TH):
+        pending = super().finalize(y, dispatched, out_TH)
+        self._calls += 1
+        again = self._calls == 256
+
+        def arrive():
+            out = pending.result()
+            new = out.clone()
+            if again:
+                out.copy_(self._last)
+            self._last = new
+            return out
+
+        return Pending(arrive)
+
+
+def test_number_of_calls_in_a_byte():
+    caught_naive(ByteOfCalls, "test_long_run_of_one_shape", 4, says="call 256 of one shape")
+
+
+class OnlyInItsThread(NaiveDispatcher):
+    """Keeps what it needs where other threads do not find it."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._own = threading.local()
+        self._own.free = True
+
+    def prepare(self, *args):
+        assert self._own.free
+        return super().prepare(*args)
+
+
+def test_other_threads_than_its_constructor_s():
+    caught_naive(OnlyInItsThread, "test_groups_in_threads", 4, says="has no attribute 'free'")
+
+
+class BuffersOfLayersInTurn(NaiveDispatcher):
+    """Layers of a group share two receive buffers, and each layer uses them in turn."""
+
+    _shared: ClassVar = {}
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._calls = 0
+
+    def _gather(self, mine, sizes, works):
+        everyone = super()._gather(mine, sizes, works)
+        for work in works:
+            work.wait()
+        if mine.dtype is torch.int32:
+            return everyone
+        self._calls += 1
+        key = self.group, self._calls % 2
+        buffer = self._shared.setdefault(key, everyone.new_empty((1024, everyone.shape[1])))
+        buffer[: len(everyone)] = everyone
+        return buffer[: len(everyone)]
+
+
+def test_buffers_of_two_layers_in_flight():
+    says = "layer 0, while both were in flight"
+    caught_naive(BuffersOfLayersInTurn, "test_layers_in_turn", 2, says=says)
+
+
+# -- memory ------------------------------------------------------------------------------
+
+
+class KeptAfterDestroy(NaiveDispatcher):
+    """Keeps its buffer, whose bytes it states, when it is destroyed."""
+
+    _kept: ClassVar = []
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._kept.append(torch.zeros(1 << 20, dtype=torch.uint8))
+
+    def buffer_bytes(self):
+        return 1 << 20
+
+
+class RoomForTheFullest(NaiveDispatcher):
+    """Gives every expert the room of the fullest, and states that of equally full ones."""
+
+    def _bytes(self, rows):
+        return (1 << 16) * self.problem.num_local_experts * rows
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        ids = tokens.topk_ids[tokens.topk_ids >= 0]
+        room = torch.empty(self._bytes(int(ids.bincount().max()) if len(ids) else 0))
+        del room
+        return tokens
+
+    def transient_bytes(self, num_tokens):
+        p = self.problem
+        share = num_tokens * p.parallel.dp_size * p.top_k // p.num_physical_experts
+        return super().transient_bytes(num_tokens) + 4 * self._bytes(share) * 3 // 2
+
+
+class QuantizedUnstated(NaiveDispatcher):
+    """Does not state what it allocates for tokens that travel quantized."""
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        room = torch.empty(0 if tokens.x_scale is None else 1 << 24)
+        del room
+        return tokens
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (KeptAfterDestroy, "stay allocated after destroy"),
+        (RoomForTheFullest, "a call held"),
+        (QuantizedUnstated, "a call held"),
+    ],
+)
+def test_memory(wrong, says):
+    caught_naive(wrong, "test_memory_is_stated", 4, says=says)
