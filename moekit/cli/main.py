@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 
 import moekit
@@ -29,11 +29,14 @@ def main(argv: Sequence[str] | None = None, *, owns_stdout: bool = False) -> int
     owns_stdout: the process has no other purpose, so that file descriptor 1 may be redirected.
     """
     given = list(sys.argv[1:] if argv is None else argv)
+    if owns_stdout:
+        _open_streams()
     args = argparse.Namespace(out=sys.stdout)
     try:
         if given and given[0] not in _OWN and not given[0].startswith("-"):
             code = commands.run(given[0], given[1:])
             if code is not None:
+                args.out.flush()
                 return code
         _parser(given).parse_args(given, args)
         with _alone_on_stdout(args, owns_stdout) if args.answers else nullcontext():
@@ -41,11 +44,20 @@ def main(argv: Sequence[str] | None = None, *, owns_stdout: bool = False) -> int
             args.out.flush()
         return code
     except BrokenPipeError:  # the reader, `head` for example, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), args.out.fileno())
+        if not args.out.closed:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), args.out.fileno())
         return 0
     except MoekitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _open_streams() -> None:
+    """Make stdout and stderr take every text, also where they are closed or take ASCII alone."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 @contextmanager
@@ -55,12 +67,14 @@ def _alone_on_stdout(args: argparse.Namespace, owns_stdout: bool) -> Iterator[No
     In a process that owns stdout this includes what a C library writes to file descriptor 1, and
     what is written after the answer.
     """
-    if owns_stdout and sys.stdout is not None and sys.stdout.fileno() == 1:
-        sys.stdout.flush()
-        own = os.dup(1)
-        args.out = open(own, "w", encoding=sys.stdout.encoding, errors="backslashreplace")
-        os.dup2(2, 1)
-    with redirect_stdout(sys.stderr):
+    with ExitStack() as stack:
+        if owns_stdout and sys.stdout.fileno() == 1:
+            sys.stdout.flush()
+            own = os.dup(1)
+            args.out = open(own, "w", encoding=sys.stdout.encoding, errors="backslashreplace")
+            stack.callback(args.out.close)
+            os.dup2(2, 1)
+        stack.enter_context(redirect_stdout(sys.stderr))
         yield
 
 
@@ -140,6 +154,11 @@ def _seconds(text: str) -> float:
 
 
 def _check(args: argparse.Namespace) -> int:
+    if not __debug__:
+        raise MoekitError(
+            "Python runs without assertions (-O or PYTHONOPTIMIZE), so no test could fail: run "
+            "`check` without that"
+        )
     known = registry()
     unknown = []
     if "|" in args.name and args.name not in known.experts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -437,6 +438,49 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert caught.value.code in (0, None)
     assert capsys.readouterr().out == f"moekit {moekit.__version__}\n"
+
+
+def test_texts_that_the_terminal_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of commands of other packages, such as the reports of `bench`."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(commands, "run", lambda *_: print("5 µs") or 0)
+    assert main(["other"], owns_stdout=True) == 0
+    assert raw.getvalue() == rb"5 \xb5s" + b"\n"
+
+
+def test_a_reader_that_has_had_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m moekit bench | head -1` ends without a word, and is no failure."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        monkeypatch.setattr(commands, "run", lambda *_: print("a report") or 1)
+        assert main(["other"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "closed", "code", "said"),
+    [
+        ("-W error::ResourceWarning -m moekit plugins", (), 0, ""),
+        ("-m moekit plugins", (1,), 0, ""),
+        ("-O -m moekit check torch", (), 2, "so no test could fail: run `check` without"),
+    ],
+)
+def test_python_started_otherwise(
+    options: str, closed: tuple[int, ...], code: int, said: str
+) -> None:
+    """With warnings as errors, with stdout closed, and without assertions."""
+    done = subprocess.run(
+        [sys.executable, *options.split()],
+        preexec_fn=lambda: [os.close(number) for number in closed],
+        stdout=None if closed else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code and said in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 def test_fast_and_without_vendors(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def answered(question: Callable[[], int]) -> int:
     """Return a command's exit code: 2, with the reason on standard error, for a wrong question."""
     try:
         return question()
+    except BrokenPipeError:  # the reader of the report has had enough
+        raise
     except (MoekitError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
