@@ -8,7 +8,7 @@ that cannot be converted without them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 
@@ -296,39 +296,38 @@ class PushedExperts:
 
     def _place(self, reader: Reader, unit: _Unit, name: str | None = None) -> None:
         """Place the weights of a unit, or those of one tensor."""
-        expert, which = unit
-        share = self._share
-        for slot in self._slots(expert):
-            order = None if self._in_order else reader.order(slot)
-            for matrix in (which,) if which else ("w13", "w2"):
-                for piece in share.of(matrix):
-                    suffix = self.weight_suffix
-                    if name in (None, share.name(piece.template, expert, suffix)):
-                        reader.place(slot, matrix, piece, order)
+        share, suffix = self._share, self.weight_suffix
+        for slot, matrix, order in self._matrices(reader, unit):
+            for piece in share.of(matrix):
+                if name in (None, share.name(piece.template, unit[0], suffix)):
+                    reader.place(slot, matrix, piece, order)
         self._raise(reader)
 
     def _complete(self, reader: Reader, unit: _Unit) -> None:
         """Convert a unit whose tensors are all here. If that fails, all must be loaded again."""
-        expert, which = unit
         try:
             if not self._direct:
                 self._place(reader, unit)
-            for slot in self._slots(expert):
-                order = None if self._in_order else reader.order(slot)
-                for matrix in (which,) if which else ("w13", "w2"):
-                    reader.finish(slot, matrix, order)
+            for matrix in self._matrices(reader, unit):
+                reader.finish(*matrix)
             self._raise(reader)
         except WeightsError as error:
             for name in self._units[unit]:
                 self._pushed.pop(name, None)
-            again = f"load all {which or 'w13 and w2'} tensors of the expert again"
+            again = f"load all {unit[1] or 'w13 and w2'} tensors of the expert again"
             raise WeightsError(f"{error}; {again}") from error
         finally:
             for name in self._units[unit]:
                 self._held.drop(name)
 
-    def _slots(self, expert: int) -> list[int]:
-        return [slot for slot, held in enumerate(self._share.experts) if held == expert]
+    def _matrices(self, reader: Reader, unit: _Unit) -> Iterator[tuple[int, str, Tensor | None]]:
+        """Yield (slot, "w13" or "w2", order of neurons) of each matrix of a unit."""
+        expert, which = unit
+        for slot, held in enumerate(self._share.experts):
+            if held == expert:
+                order = None if self._in_order else reader.order(slot)
+                for matrix in (which,) if which else ("w13", "w2"):
+                    yield slot, matrix, order
 
     def _raise(self, reader: Reader) -> None:
         if faults := list(dict.fromkeys(reader.faults)):

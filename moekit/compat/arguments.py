@@ -19,21 +19,10 @@ Keywords = Mapping[str, Any]
 """The arguments of the constructor of `moekit.compat.vllm.FusedMoE` by name, all of them."""
 
 # Arguments of moekit's layer that vLLM's does not have.
-OF_MOEKIT = frozenset(
-    (
-        "checked",
-        "device",
-        "dispatcher",
-        "expert_placement_strategy",
-        "experts",
-        "group",
-        "max_num_tokens",
-        "parallel",
-        "parallelism",
-        "peer_timeout",
-        "quant",
-    )
-)
+OF_MOEKIT = (
+    "checked", "device", "dispatcher", "expert_placement_strategy", "experts", "group",
+    "max_num_tokens", "parallel", "parallelism", "peer_timeout", "quant",
+)  # fmt: skip
 _IN_THE_MODEL = "compute it in the model, outside the layer"
 _BY_NAME = "moekit has no classes of it: choose dispatcher=... and experts=... by name"
 # What to do instead, for keywords of some versions that this layer does not have.
@@ -56,24 +45,14 @@ _INSTEAD = {
 }
 # Hints for some of vLLM's kernels, and what counts only beside keywords of `_INSTEAD`. moekit
 # routes in fp32, whatever the logits' dtype, and padding needs no hint.
-_HARMLESS = frozenset(
-    (
-        "image_sentinel_lo",
-        "intermediate_pad",
-        "n_shared_experts",
-        "router_logits_dtype",
-        "routing_method_type",
-        "shared_expert_prefix",
-        "skip_padding",
-    )
-)
+_HARMLESS = (
+    "image_sentinel_lo", "intermediate_pad", "n_shared_experts", "router_logits_dtype",
+    "routing_method_type", "shared_expert_prefix", "skip_padding",
+)  # fmt: skip
 _NUMBERS = (
-    "swiglu_limit",
-    "swiglu_alpha",
-    "swiglu_beta",
-    "activation_situ_beta",
+    "swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta",
     "activation_situ_linear_beta",
-)
+)  # fmt: skip
 _OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
 _UNGATED = frozenset(name.removesuffix("_no_mul") for name in NON_GATED)
 _SIZES = {

@@ -324,18 +324,10 @@ class SharedFusedMoE(FusedMoE):
 
 
 _FLAGS = (
-    "reduce_results",
-    "renormalize",
-    "use_grouped_topk",
-    "apply_router_weight_on_input",
-    "is_act_and_mul",
-    "enable_eplb",
-    "has_bias",
-    "is_sequence_parallel",
-    "apply_routed_scale_to_output",
-    "is_fused_checkpoint_transposed",
-    "dequantize",
-)
+    "reduce_results", "renormalize", "use_grouped_topk", "apply_router_weight_on_input",
+    "is_act_and_mul", "enable_eplb", "has_bias", "is_sequence_parallel",
+    "apply_routed_scale_to_output", "is_fused_checkpoint_transposed", "dequantize",
+)  # fmt: skip
 _SHARED = {"shared_experts": optional(FUNCTION), "gate": optional(FUNCTION), "use_overlapped": FLAG}
 _KINDS = {
     **dict.fromkeys(_FLAGS, FLAG),
