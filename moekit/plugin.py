@@ -38,7 +38,7 @@ from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange, reason_of
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.overlap import Pending
-from moekit.runtime.rows import weight_and_reduce
+from moekit.runtime.rows import quantize_for_transfer, weight_and_reduce
 from moekit.runtime.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
@@ -85,6 +85,7 @@ __all__ = [
     "nearest",
     "partition",
     "quant",
+    "quantize_for_transfer",
     "reason_of",
     "registry",
     "resolve",

@@ -78,6 +78,10 @@ def _is_priority(value: Any) -> bool:
     return type(value) is int and abs(value) <= MOST_PRIORITY
 
 
+def _is_most(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 1)
+
+
 def _are_scheme_priorities(value: Any) -> bool:
     return (
         type(value) is tuple
@@ -108,6 +112,8 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
     "requires": _tuple_of("importable names", _is_dotted),
     "install_hint": _expect("a string", lambda value: type(value) is str),
     "priority": _expect(f"an int within +-{MOST_PRIORITY}", _is_priority),
+    "most_top_k": _expect("an int of at least 1, or None", _is_most),
+    "most_ranks": _expect("an int of at least 1, or None", _is_most),
     "scheme_priority": _expect("a tuple of (scheme, int), each once", _are_scheme_priorities),
     "ids_dtype": _expect("'int32' or 'int64'", lambda value: value in ("int32", "int64")),
     "check": _FUNCTION,
@@ -118,7 +124,8 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
         (
             "graph_safe", "deterministic", "moves_tokens", "needs_capacity", "overlaps",
             "spans_hosts", "silu_clamp", "bias", "reduces", "takes_quantized", "takes_unquantized",
-            "emulates", "movable", "weights_in_fp32", "aborts", "batch_invariant",
+            "emulates", "movable", "weights_in_fp32", "aborts", "batch_invariant", "sliced_experts",
+            "shared_tokens", "uneven_experts",
         ),
         _BOOL,
     ),
@@ -287,6 +294,10 @@ class DispatcherSpec(BackendSpec):
     overlaps: `prepare` returns before tokens have arrived, and its transfer does not occupy the
         current stream; the same holds for `finalize` if the library supports it.
     spans_hosts: its ranks may be on several hosts.
+    sliced_experts: experts may be sliced over ranks (tp_size above 1).
+    shared_tokens: consecutive ranks may hold the same tokens (dp_size below the number of ranks).
+    uneven_experts: the number of experts need not be a multiple of ep_size.
+    most_top_k, most_ranks: limits; None for none.
     aborts: if a rank of an unchecked kernel fails, `abort` makes the other ranks raise.
     footprint: returns the memory it needs on a rank, without creating it; None if unknown.
     """
@@ -301,6 +312,11 @@ class DispatcherSpec(BackendSpec):
     overlaps: bool = False
     spans_hosts: bool = False
     aborts: bool = False
+    sliced_experts: bool = True
+    shared_tokens: bool = True
+    uneven_experts: bool = True
+    most_top_k: int | None = None
+    most_ranks: int | None = None
     footprint: Callable[[MoEProblem], Footprint] | None = None
     schemes: frozenset[str] = frozenset(SCHEMES)
 
@@ -324,6 +340,33 @@ class DispatcherSpec(BackendSpec):
             )
         if self.needs_capacity and problem.max_num_tokens is None:
             reasons.append("its buffers have a fixed size: set max_num_tokens in the problem")
+        if parallel.moves_tokens and self.moves_tokens:
+            reasons += self._unsupported_ranks(problem)
+        return reasons
+
+    def _unsupported_ranks(self, problem: MoEProblem) -> list[str]:
+        p, ranks, dp = problem.parallel, problem.parallel.num_ranks, problem.parallel.dp_size
+        experts, reasons = problem.num_physical_experts, []
+        if p.tp_size > 1 and not self.sliced_experts:
+            reasons.append(f"tensor parallelism is not supported (tp_size={p.tp_size})")
+        elif dp != ranks and not self.shared_tokens:
+            reasons.append(
+                "every rank must have a batch of tokens: dp_size must equal the number of ranks "
+                f"(dp_size={dp}, {ranks} ranks)"
+            )
+        elif ranks % dp:
+            reasons.append(
+                f"the number of ranks must be a multiple of dp_size ({ranks} ranks, dp_size={dp})"
+            )
+        if experts % p.ep_size and not self.uneven_experts:
+            reasons.append(
+                f"{experts} experts must be a multiple of ep_size={p.ep_size}; add redundant "
+                "experts"
+            )
+        if self.most_top_k is not None and problem.top_k > self.most_top_k:
+            reasons.append(f"top_k={problem.top_k} exceeds {self.most_top_k}")
+        if self.most_ranks is not None and ranks > self.most_ranks:
+            reasons.append(f"{ranks} ranks exceed {self.most_ranks}")
         return reasons
 
 

@@ -12,7 +12,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moekit.contract import Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.contract import Dispatched, PackedWeights, PermuteExpertsUnpermute, Quantizer
+from moekit.problem import MoEProblem
+
+
+def quantize_for_transfer(
+    x_TH: Tensor, ids_TK: Tensor, quantize: Quantizer, problem: MoEProblem
+) -> tuple[Tensor, Tensor]:
+    """Quantize the tokens of `PrepareAndFinalize.prepare`; return contiguous rows and scales.
+
+    The scales are (T, groups) fp32, also where a rank's tokens share one: it differs between
+    ranks, so it travels with every row. Tokens without an expert do not influence it.
+    """
+    activation = problem.quant.activation
+    assert activation is not None
+    nvfp4 = activation.scale_dtype == "float8_e4m3fn"  # its second scale covers all rows
+    shared = (activation.per_tensor or nvfp4) and not activation.static
+    x, scale = quantize(x_TH, (ids_TK >= 0).any(dim=1) if shared else None)
+    return x.contiguous(), scale.float().expand(len(x_TH), scale.shape[-1]).contiguous()
 
 
 def quantize_dispatched(

@@ -470,6 +470,9 @@ from moekit_deepep.normal import NormalDispatcher as NormalDispatcher  # noqa: E
 from moekit.discovery.registry import Registry  # noqa: E402
 from moekit.discovery.registry import registry as installed  # noqa: E402
 from moekit.discovery.specs import DispatcherSpec  # noqa: E402
+from moekit.testing import interpreter  # noqa: E402
+
+interpreter.prepare_once()  # ranks may call from several threads
 
 
 def specs() -> list[DispatcherSpec]:

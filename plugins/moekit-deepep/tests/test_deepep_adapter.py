@@ -15,12 +15,12 @@ if torch.cuda.is_available():
 
 import deepep_standin  # noqa: E402
 from moekit_deepep import buffers  # noqa: E402
-from moekit_deepep.dispatcher import Transfer, quantized_rows  # noqa: E402
+from moekit_deepep.dispatcher import Transfer  # noqa: E402
 
 import moekit  # noqa: E402
 from moekit import MoEProblem, ParallelConfig, Routing
-from moekit.errors import CapacityExceeded, GroupMismatch  # noqa: E402
-from moekit.problem import quant  # noqa: E402
+from moekit.errors import GroupMismatch  # noqa: E402
+from moekit.plugin import quant, quantize_for_transfer  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 
 NAMES = ("deepep_ht_standin", "deepep_ll_standin", "deepep_elastic_standin")
@@ -172,7 +172,7 @@ def test_scales_are_contiguous_rows():
     x, routing = tokens_of(4, 0)
     routing.topk_ids[1] = -1
     x[1] = float("nan")
-    q, scale = quantized_rows(
+    q, scale = quantize_for_transfer(
         x,
         routing.topk_ids,
         lambda x, valid: quant.quantize(x, problem.quant.activation, None, valid),
@@ -268,19 +268,6 @@ def test_a_transfer_is_waited_for_once():
     del transfer
     Transfer(dropped)
     assert event.waits == dropped.waits == 1
-
-
-def too_many_tokens(rank, ranks, name):
-    dispatcher = dispatcher_of(name, problem_of(rank))
-    x, routing = tokens_of(17, rank)
-    with pytest.raises(CapacityExceeded, match="17 tokens, but max_num_tokens=16"):
-        dispatcher.prepare(x, routing, None)
-    dispatcher.destroy()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_capacity(pool, name):
-    pool.run(too_many_tokens, name)
 
 
 # -- buffers ------------------------------------------------------------------------------------

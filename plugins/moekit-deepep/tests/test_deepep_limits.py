@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import moekit_deepep
 import pytest
@@ -19,26 +20,22 @@ SIZES = {
     "max_num_tokens": 128,
     "device": "sm90",
 }
-CHECKS = {
-    "deepep_ht": moekit_deepep.check_ht,
-    "deepep_ll": moekit_deepep.check_ll,
-    "deepep_elastic": moekit_deepep.check_elastic,
-}
+SPECS = {spec.name: replace(spec, requires=()) for spec in moekit_deepep.moekit_dispatchers()}
 
 
 def reasons(name: str, ep: int = 8, tp: int = 1, dp: int = 0, **changes) -> list[str]:
     parallel = ParallelConfig(ep_size=ep, tp_size=tp, dp_size=dp)
-    return CHECKS[name](MoEProblem(**{**SIZES, "parallel": parallel, **changes}))
+    return SPECS[name].unsupported(MoEProblem(**{**SIZES, "parallel": parallel, **changes}))
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_ordinary_problems_are_taken(name, ep):
     assert reasons(name, ep) == []
     assert reasons(name, ep, quant="fp8_block", num_experts=63, num_redundant_experts=1) == []
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -81,13 +78,13 @@ def test_queue_depth_moves_the_token_limit(monkeypatch):
 
 
 def test_where_nothing_moves_there_are_no_limits():
-    for name in CHECKS:
+    for name in SPECS:
         assert reasons(name, 3, dp=1, hidden_size=24, num_experts=64, top_k=40) == []
 
 
 def test_missing_library_is_a_reason():
     moving = MoEProblem(**SIZES, parallel=ParallelConfig(ep_size=8))
-    for name in CHECKS:
+    for name in SPECS:
         spec = moekit.registry().dispatcher(name)
         if not spec.unsupported(moving):
             pytest.skip("the library is installed")

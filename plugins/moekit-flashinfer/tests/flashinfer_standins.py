@@ -21,6 +21,10 @@ import torch.nn.functional as F
 from moekit_flashinfer import library
 from torch import Tensor
 
+from moekit.testing import interpreter
+
+interpreter.prepare_once()  # ranks may call from several threads
+
 FP8 = torch.float8_e4m3fn
 GARBAGE = 0xFF  # NaN in every float format, -1 in the integers
 

@@ -183,7 +183,7 @@ def reasons(name: str, **changes) -> str:
     ("name", "changes", "reason"),
     [
         ("flashinfer_alltoall", {"top_k": 3}, "top_k=3 has no compiled kernel"),
-        ("flashinfer_alltoall", {"num_experts": 128, "ranks": 128}, "exceeds 64 ranks"),
+        ("flashinfer_alltoall", {"num_experts": 128, "ranks": 128}, "128 ranks exceed 64"),
         ("flashinfer_alltoall", {"num_experts": 6}, "6 experts must be a multiple of ep_size=4"),
         ("flashinfer_alltoall", {"max_num_tokens": None}, "set max_num_tokens"),
         (

@@ -9,6 +9,7 @@ deepep_elastic  STANDARD, `deep_ep.ElasticBuffer`: room for all rows, and the ho
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
@@ -23,36 +24,19 @@ _INSTALL_HINT = (
 )
 
 
-def _check_ranks(problem: MoEProblem, most_local_experts: int, most_top_k: int) -> list[str]:
-    p, parallel, reasons = problem, problem.parallel, []
-    if parallel.tp_size != 1:
-        reasons.append(f"tensor parallelism is not supported (tp_size={parallel.tp_size})")
-    if parallel.dp_size != parallel.ep_size:
-        reasons.append(
-            f"every rank must have a batch of tokens: dp_size must equal ep_size "
-            f"(dp_size={parallel.dp_size}, ep_size={parallel.ep_size})"
-        )
-    if parallel.ep_size not in RANKS:
-        reasons.append(
-            f"ep_size={parallel.ep_size} is not supported: choose 2, 4 or 8 ranks of one host"
-        )
-    local, rest = divmod(p.num_physical_experts, parallel.ep_size)
-    if rest:
-        reasons.append(
-            f"{p.num_physical_experts} experts must be a multiple of ep_size={parallel.ep_size}; "
-            "add redundant experts"
-        )
-    if local > most_local_experts:
+def _check_ranks(problem: MoEProblem, most_local_experts: int) -> list[str]:
+    ranks, reasons = problem.parallel.ep_size, []
+    if ranks not in RANKS:
+        reasons.append(f"ep_size={ranks} is not supported: choose 2, 4 or 8 ranks of one host")
+    if (local := problem.num_physical_experts // ranks) > most_local_experts:
         reasons.append(f"{local} experts per rank exceed {most_local_experts}")
-    if p.top_k > most_top_k:
-        reasons.append(f"top_k={p.top_k} exceeds {most_top_k}")
     return reasons
 
 
 def check_ht(problem: MoEProblem) -> list[str]:
     if not problem.parallel.moves_tokens:
         return []
-    reasons = _check_ranks(problem, most_local_experts=128, most_top_k=32)
+    reasons = _check_ranks(problem, most_local_experts=128)
     # A row is sent in two halves of 16-byte words, and each half must fit a warp's shared memory.
     multiple = 16 if problem.quant.activation is None else 32
     if problem.hidden_size % multiple:
@@ -67,7 +51,7 @@ def check_ll(
 ) -> list[str]:
     if not problem.parallel.moves_tokens:
         return []
-    reasons = _check_ranks(problem, most_local_experts=1024, most_top_k=11)
+    reasons = _check_ranks(problem, most_local_experts=1024)
     if problem.hidden_size not in hidden_sizes:
         known = ", ".join(map(str, hidden_sizes))
         reasons.append(
@@ -85,7 +69,7 @@ def check_ll(
 def check_elastic(problem: MoEProblem) -> list[str]:
     if not problem.parallel.moves_tokens:
         return []
-    reasons = _check_ranks(problem, most_local_experts=256, most_top_k=32)
+    reasons = _check_ranks(problem, most_local_experts=256)
     if problem.hidden_size % 256:
         reasons.append(f"hidden_size {problem.hidden_size} is not a multiple of 256")
     return reasons
@@ -93,56 +77,48 @@ def check_elastic(problem: MoEProblem) -> list[str]:
 
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
-    return [
-        DispatcherSpec(
-            name="deepep_ht",
-            target="moekit_deepep.normal:NormalDispatcher",
-            format=ActivationFormat.STANDARD,
-            dtypes=frozenset({"bfloat16"}),
-            devices=("cuda==9.0",),
-            requires=("deep_ep", "triton"),
-            install_hint=_INSTALL_HINT,
-            priority=10,
-            moves_tokens=True,
-            wire_schemes=WIRE_SCHEMES,
-            overlaps=True,
-            graph_safe=True,
-            deterministic=True,
-            footprint=footprint.ht,
-            check=check_ht,
-        ),
-        DispatcherSpec(
-            name="deepep_ll",
-            target="moekit_deepep.low_latency:LowLatencyDispatcher",
-            format=ActivationFormat.BATCHED,
-            dtypes=frozenset({"bfloat16"}),
-            devices=("cuda==9.0",),
-            requires=("deep_ep", "triton"),
-            install_hint=_INSTALL_HINT,
-            priority=6,
-            moves_tokens=True,
-            wire_schemes=frozenset({"fp8_block"}),
-            needs_capacity=True,
-            overlaps=True,
-            graph_safe=True,
-            footprint=footprint.ll,
-            check=check_ll,
-        ),
-        DispatcherSpec(
-            name="deepep_elastic",
-            target="moekit_deepep.elastic:ElasticDispatcher",
-            format=ActivationFormat.STANDARD,
-            dtypes=frozenset({"bfloat16"}),
-            devices=("cuda==9.0",),
-            requires=("deep_ep", "triton"),
-            install_hint=_INSTALL_HINT,
-            priority=8,
-            moves_tokens=True,
-            wire_schemes=WIRE_SCHEMES,
-            needs_capacity=True,
-            overlaps=True,
-            graph_safe=True,
-            footprint=footprint.elastic,
-            check=check_elastic,
-        ),
-    ]
+    normal = DispatcherSpec(
+        name="deepep_ht",
+        target="moekit_deepep.normal:NormalDispatcher",
+        format=ActivationFormat.STANDARD,
+        dtypes=frozenset({"bfloat16"}),
+        devices=("cuda==9.0",),
+        requires=("deep_ep", "triton"),
+        install_hint=_INSTALL_HINT,
+        priority=10,
+        moves_tokens=True,
+        sliced_experts=False,
+        shared_tokens=False,
+        uneven_experts=False,
+        most_top_k=32,
+        wire_schemes=WIRE_SCHEMES,
+        overlaps=True,
+        graph_safe=True,
+        deterministic=True,
+        footprint=footprint.ht,
+        check=check_ht,
+    )
+    low_latency = replace(
+        normal,
+        name="deepep_ll",
+        target="moekit_deepep.low_latency:LowLatencyDispatcher",
+        format=ActivationFormat.BATCHED,
+        priority=6,
+        most_top_k=11,
+        wire_schemes=frozenset({"fp8_block"}),
+        needs_capacity=True,
+        deterministic=False,
+        footprint=footprint.ll,
+        check=check_ll,
+    )
+    elastic = replace(
+        normal,
+        name="deepep_elastic",
+        target="moekit_deepep.elastic:ElasticDispatcher",
+        priority=8,
+        needs_capacity=True,
+        deterministic=False,
+        footprint=footprint.elastic,
+        check=check_elastic,
+    )
+    return [normal, low_latency, elastic]

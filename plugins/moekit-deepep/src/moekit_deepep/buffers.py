@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import GroupMismatch, PeerFailed
-from moekit.plugin import Agreement, SharedBuffers
+from moekit.plugin import Agreement, Lease, SharedBuffers
 
 from .footprint import LEGACY_WORKSPACE_BYTES, NUM_SMS
 
@@ -26,48 +26,28 @@ _FAREWELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
+    """An object of deep_ep, and the bytes that it holds. The last lease frees it: collective."""
+
     buffer: Any
     nbytes: int
     group: dist.ProcessGroup
     farewell: Agreement
 
 
-class Lease:
-    """One dispatcher's use of a shared buffer.
+def _lease(
+    group: dist.ProcessGroup, kind: tuple[str | int, ...], make: Callable[[], tuple[Any, int]]
+) -> Lease[Held]:
+    """Take a buffer of a kind; collective if there is none yet. make: return one and its bytes."""
 
-    Attributes:
-        buffer: The object of deep_ep.
-        nbytes: The bytes that it holds.
-    """
+    def hold() -> Held:
+        buffer, nbytes = make()
+        return Held(buffer, nbytes, group, Agreement(group, _FAREWELL_SECONDS))
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        kind: tuple[str | int, ...],
-        make: Callable[[], tuple[Any, int]],
-    ) -> None:
-        """Take a buffer of a kind; collective if there is none yet.
-
-        Args:
-            make: Return a new buffer and its bytes.
-        """
-
-        def hold() -> _Held:
-            buffer, nbytes = make()
-            return _Held(buffer, nbytes, group, Agreement(group, _FAREWELL_SECONDS))
-
-        self._key = (group, kind)
-        held = _shared.acquire(self._key, hold)
-        self.buffer, self.nbytes = held.buffer, held.nbytes
-
-    def release(self) -> None:
-        """Give the buffer back; the last lease frees it, which is collective."""
-        self.buffer = None
-        _shared.release(self._key)
+    return _shared.lease((group, kind), hold)
 
 
-def _free(held: _Held) -> None:
+def _free(held: Held) -> None:
     """Destroy a buffer if all ranks do, as the library waits on the GPU for every rank."""
     if why := _missing(held):
         logger.warning("DeepEP's buffers are left to the end of the process: %s", why)
@@ -76,7 +56,7 @@ def _free(held: _Held) -> None:
     _connected.pop(held.buffer, None)
 
 
-def _missing(held: _Held) -> str:
+def _missing(held: Held) -> str:
     """Return why some rank does not free its part, or an empty string."""
     if held.group in _unresponsive:
         return "a rank did not answer before"
@@ -91,7 +71,7 @@ def _missing(held: _Held) -> str:
     return ""
 
 
-_shared: SharedBuffers[_Held] = SharedBuffers(_free)
+_shared: SharedBuffers[Held] = SharedBuffers(_free)
 _unresponsive: set[dist.ProcessGroup] = set()
 # The ranks that each low-latency buffer connects over NVSHMEM.
 _connected: dict[Any, list[int]] = {}
@@ -118,7 +98,7 @@ def normal_configs(ranks: int) -> tuple[Any, Any]:
         deep_ep.Buffer.set_num_sms(before)
 
 
-def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease:
+def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease[Held]:
     """Take a `deep_ep.Buffer` for bf16 rows. Its size does not depend on the number of tokens."""
     ranks = group.size()
     nbytes = max(c.get_nvl_buffer_size_hint(2 * hidden_size, ranks) for c in normal_configs(ranks))
@@ -127,12 +107,12 @@ def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease:
         buffer = deep_ep.Buffer(group, num_nvl_bytes=nbytes, explicitly_destroy=True)
         return buffer, nbytes + LEGACY_WORKSPACE_BYTES
 
-    return Lease(group, ("normal", nbytes), make)
+    return _lease(group, ("normal", nbytes), make)
 
 
 def low_latency(
     group: dist.ProcessGroup, capacity: int, hidden_size: int, num_experts: int
-) -> Lease:
+) -> Lease[Held]:
     """Take a `deep_ep.Buffer` in low-latency mode, for ``capacity`` tokens of each rank.
 
     Raises:
@@ -159,12 +139,12 @@ def low_latency(
         _connected[buffer] = ranks
         return buffer, nbytes + LEGACY_WORKSPACE_BYTES
 
-    return Lease(group, ("low_latency", capacity, hidden_size, num_experts), make)
+    return _lease(group, ("low_latency", capacity, hidden_size, num_experts), make)
 
 
 def elastic(
     group: dist.ProcessGroup, capacity: int, hidden_size: int, top_k: int, device_type: str
-) -> Lease:
+) -> Lease[Held]:
     """Take a `deep_ep.ElasticBuffer` for ``capacity`` bf16 tokens of each rank."""
 
     def make() -> tuple[Any, int]:
@@ -181,7 +161,7 @@ def elastic(
             )
         return buffer, buffer.num_bytes
 
-    return Lease(group, ("elastic", capacity, hidden_size, top_k), make)
+    return _lease(group, ("elastic", capacity, hidden_size, top_k), make)
 
 
 @contextmanager

@@ -5,20 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.errors import CapacityExceeded
-from moekit.plugin import (
-    Dispatched,
-    MoEProblem,
-    Pending,
-    PrepareAndFinalize,
-    Quantizer,
-    Routing,
-    resolve,
-)
+from moekit.plugin import Lease, MoEProblem, Pending, PrepareAndFinalize, resolve
 
 from . import buffers
 
@@ -41,44 +31,17 @@ class DeepEPDispatcher(PrepareAndFinalize):
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, self._protocol()))
         assert self.group is not None
-        self._lease: buffers.Lease | None = self._acquire(self.group)
+        self._lease = self._acquire(self.group)
 
     def _protocol(self) -> str:
         return buffers.protocol()
 
     @abstractmethod
-    def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease: ...
-
-    @abstractmethod
-    def _dispatch(
-        self, buffer: Any, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
-    ) -> Pending[Dispatched]:
-        """Implement `prepare` with deep_ep's ``buffer``."""
-
-    @abstractmethod
-    def _combine(
-        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
-    ) -> Pending[Tensor]:
-        """Implement `finalize` with deep_ep's ``buffer``; without ``out_TH`` return its tensor."""
-
-    def prepare(
-        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
-    ) -> Pending[Dispatched]:
-        most = self.problem.max_num_tokens
-        if most is not None and x_TH.shape[0] > most:
-            raise CapacityExceeded(
-                f"{x_TH.shape[0]} tokens, but max_num_tokens={most}: split the call, or compose "
-                "for more"
-            )
-        return self._dispatch(self._buffer, x_TH, routing, quantize)
-
-    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
-        return self._combine(self._buffer, y, dispatched, out_TH)
+    def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Held]: ...
 
     @property
     def _buffer(self) -> Any:
-        assert self._lease is not None, "called after destroy()"
-        return self._lease.buffer
+        return self._lease.value.buffer
 
     def max_rows(self, num_tokens: int) -> int:
         assert self.group is not None
@@ -95,12 +58,10 @@ class DeepEPDispatcher(PrepareAndFinalize):
     def _transient_bytes(self, num_tokens: int, rows: int) -> int: ...
 
     def buffer_bytes(self) -> int:
-        return 0 if self._lease is None else self._lease.nbytes
+        return self._lease.value.nbytes if self._lease.held else 0
 
     def destroy(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        self._lease.release()
 
 
 class Transfer:
@@ -121,16 +82,16 @@ class Transfer:
     __del__ = wait
 
 
-def quantized_rows(
-    x_TH: Tensor, topk_ids: Tensor, quantize: Quantizer, problem: MoEProblem
-) -> tuple[Tensor, Tensor]:
-    """Quantize x for the transfer: one byte per element, and scales (T, groups) fp32.
+def combined(event: Any, combined_TH: Tensor, out_TH: Tensor | None) -> Pending[Tensor]:
+    """Return the library's output once ``event`` has happened, in ``out_TH`` if that is given."""
+    transfer = Transfer(event)
 
-    A scale for the whole tensor differs between ranks, so every row carries it.
-    """
-    activation = problem.quant.activation
-    assert activation is not None
-    shared = activation.per_tensor and not activation.static
-    x, scale = quantize(x_TH, (topk_ids >= 0).any(dim=1) if shared else None)
-    scale = scale.to(torch.float32).expand(x.shape[0], scale.shape[1])
-    return x.contiguous(), scale.contiguous()
+    def arrive() -> Tensor:
+        transfer.wait()
+        if out_TH is None:
+            return combined_TH
+        if combined_TH.data_ptr() != out_TH.data_ptr():
+            out_TH.copy_(combined_TH)
+        return out_TH
+
+    return Pending(arrive)

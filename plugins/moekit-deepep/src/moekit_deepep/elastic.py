@@ -10,32 +10,30 @@ sent to, nor their ids, so this module sets those ids to -1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import deep_ep
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.plugin import Dispatched, Pending, Quantizer, Routing
+from moekit.plugin import Dispatched, Lease, Pending, Quantizer, Routing, quantize_for_transfer
 
 from . import buffers, footprint
-from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
+from .dispatcher import DeepEPDispatcher, Transfer, combined
 from .kernels import clear_unused
 
 
 class ElasticDispatcher(DeepEPDispatcher):
     """STANDARD, R = ranks * max_num_tokens for every call."""
 
-    def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease:
+    def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Held]:
         p, device = self.problem, self.problem.device.type
         return buffers.elastic(group, self._tokens(0), p.hidden_size, p.top_k, device)
 
-    def _dispatch(
-        self, buffer: Any, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         ids = routing.topk_ids.to(deep_ep.topk_idx_t)
-        received, ids_RK, weights_RK, handle, event = buffer.dispatch(
-            x_TH if quantize is None else quantized_rows(x_TH, ids, quantize, self.problem),
+        received, ids_RK, weights_RK, handle, event = self._buffer.dispatch(
+            x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem),
             topk_idx=ids,
             topk_weights=routing.topk_weights,
             num_experts=self.problem.num_physical_experts,
@@ -54,17 +52,11 @@ class ElasticDispatcher(DeepEPDispatcher):
 
         return Pending(arrive)
 
-    def _combine(
-        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
-    ) -> Pending[Tensor]:
-        combined_TH, _, event = buffer.combine(y, dispatched.handle, async_with_compute_stream=True)
-        transfer = Transfer(event)
-
-        def arrive() -> Tensor:
-            transfer.wait()
-            return combined_TH if out_TH is None else out_TH.copy_(combined_TH)
-
-        return Pending(arrive)
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
+        combined_TH, _, event = self._buffer.combine(
+            y, dispatched.handle, async_with_compute_stream=True
+        )
+        return combined(event, combined_TH, out_TH)
 
     def _tokens(self, num_tokens: int) -> int:
         most = self.problem.max_num_tokens

@@ -11,16 +11,14 @@ second call could not start before the first one's tokens were received.
 
 from __future__ import annotations
 
-from typing import Any
-
 import deep_ep
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.plugin import Dispatched, Pending, Quantizer, Routing
+from moekit.plugin import Dispatched, Lease, Pending, Quantizer, Routing
 
 from . import buffers, footprint
-from .dispatcher import DeepEPDispatcher, Transfer
+from .dispatcher import DeepEPDispatcher, Transfer, combined
 
 
 class LowLatencyDispatcher(DeepEPDispatcher):
@@ -32,15 +30,15 @@ class LowLatencyDispatcher(DeepEPDispatcher):
     def _protocol(self) -> str:
         return f"{super()._protocol()}, NVSHMEM between ranks {buffers.connected()}"
 
-    def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease:
+    def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Held]:
         p = self.problem
         return buffers.low_latency(group, self._tokens(0), p.hidden_size, p.num_physical_experts)
 
-    def _dispatch(
-        self, buffer: Any, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         ids = routing.topk_ids.to(deep_ep.topk_idx_t)
-        received, counts_L, handle, event, _ = buffer.low_latency_dispatch(
+        received, counts_L, handle, event, _ = self._buffer.low_latency_dispatch(
             x_TH,
             ids,
             self._tokens(0),
@@ -62,12 +60,9 @@ class LowLatencyDispatcher(DeepEPDispatcher):
 
         return Pending(arrive)
 
-    def _combine(
-        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
-    ) -> Pending[Tensor]:
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
         handle, ids, topk_weights = dispatched.handle
-        combined_TH: Tensor
-        combined_TH, event, _ = buffer.low_latency_combine(
+        combined_TH, event, _ = self._buffer.low_latency_combine(
             y,
             ids,
             topk_weights,
@@ -75,15 +70,7 @@ class LowLatencyDispatcher(DeepEPDispatcher):
             async_finish=True,
             out=out_TH if out_TH is not None and out_TH.is_contiguous() else None,
         )
-        transfer = Transfer(event)
-
-        def arrive() -> Tensor:
-            transfer.wait()
-            if out_TH is None or combined_TH.data_ptr() == out_TH.data_ptr():
-                return combined_TH
-            return out_TH.copy_(combined_TH)
-
-        return Pending(arrive)
+        return combined(event, combined_TH, out_TH)
 
     def _tokens(self, num_tokens: int) -> int:
         most = self.problem.max_num_tokens

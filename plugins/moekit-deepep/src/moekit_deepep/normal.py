@@ -10,18 +10,16 @@ The buffer is a set of queues, so its size does not grow with the number of toke
 
 from __future__ import annotations
 
-from typing import Any
-
 import deep_ep
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import InvalidInput
-from moekit.plugin import Dispatched, Pending, Quantizer, Routing
+from moekit.plugin import Dispatched, Lease, Pending, Quantizer, Routing, quantize_for_transfer
 
 from . import buffers, footprint
-from .dispatcher import DeepEPDispatcher, Transfer, quantized_rows
+from .dispatcher import DeepEPDispatcher, Transfer, combined
 
 
 class NormalDispatcher(DeepEPDispatcher):
@@ -31,20 +29,20 @@ class NormalDispatcher(DeepEPDispatcher):
     the host does not wait.
     """
 
-    def _acquire(self, group: dist.ProcessGroup) -> buffers.Lease:
+    def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Held]:
         self._dispatch_config, self._combine_config = buffers.normal_configs(group.size())
         self._most_rows = group.size() * (self.problem.max_num_tokens or 0)
         return buffers.normal(group, self.problem.hidden_size)
 
-    def _dispatch(
-        self, buffer: Any, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         ids = routing.topk_ids.to(deep_ep.topk_idx_t)
-        x = x_TH if quantize is None else quantized_rows(x_TH, ids, quantize, self.problem)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+        x = x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem)
+        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
             ids, self.problem.num_physical_experts, async_finish=True
         )
-        received, ids_RK, weights_RK, _, handle, event = buffer.dispatch(
+        received, ids_RK, weights_RK, _, handle, event = self._buffer.dispatch(
             x,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
@@ -64,19 +62,11 @@ class NormalDispatcher(DeepEPDispatcher):
 
         return Pending(arrive)
 
-    def _combine(
-        self, buffer: Any, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None
-    ) -> Pending[Tensor]:
-        combined_TH, _, event = buffer.combine(
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
+        combined_TH, _, event = self._buffer.combine(
             y, dispatched.handle, config=self._combine_config, async_finish=True
         )
-        transfer = Transfer(event)
-
-        def arrive() -> Tensor:
-            transfer.wait()
-            return combined_TH if out_TH is None else out_TH.copy_(combined_TH)
-
-        return Pending(arrive)
+        return combined(event, combined_TH, out_TH)
 
     def _fixed_rows(self, x_TH: Tensor) -> int:
         """Return R if it is the same for every call, else 0."""

@@ -9,6 +9,8 @@ The all-to-alls map the memory of the other GPUs of a host. This needs NVLink or
 and the right to pass file descriptors between processes (root, or ptrace permission).
 """
 
+from dataclasses import replace
+
 from moekit.plugin import (
     WIRE_SCHEMES,
     ActivationFormat,
@@ -22,8 +24,6 @@ from . import footprint, library
 
 # Compiled into the library's kernels.
 _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)
-_ONE_SIDED_RANKS = 64
-_TWO_SIDED_TOP_K = 32
 
 # Payloads are rows of bytes, so rows with a scale for 16 or 32 columns travel like others.
 _WIRE_SCHEMES = WIRE_SCHEMES | {"mxfp8", "mxfp4_w4a8", "nvfp4"}
@@ -32,40 +32,16 @@ _WIRE_SCHEMES = WIRE_SCHEMES | {"mxfp8", "mxfp4_w4a8", "nvfp4"}
 _MULTIPLE = {"none": 8, "fp8_tensor_static": 16, "fp8_block": 128}
 
 
-def _check_ranks(problem: MoEProblem) -> list[str]:
-    parallel = problem.parallel
-    if not parallel.moves_tokens:
-        return []
-    reasons = []
-    if parallel.tp_size > 1:
-        reasons.append(f"tensor parallelism is not supported (tp_size={parallel.tp_size})")
-    if parallel.dp_size != parallel.ep_size:
-        reasons.append(
-            f"every rank must have a batch of tokens: dp_size must equal ep_size "
-            f"(dp_size={parallel.dp_size}, ep_size={parallel.ep_size})"
-        )
-    if problem.num_physical_experts % parallel.ep_size:
-        reasons.append(
-            f"{problem.num_physical_experts} experts must be a multiple of "
-            f"ep_size={parallel.ep_size}; add redundant experts"
-        )
-    return reasons
-
-
 def _check_one_sided(problem: MoEProblem) -> list[str]:
-    reasons = [*library.FLASHINFER.unsupported(), *_check_ranks(problem)]
+    reasons = library.FLASHINFER.unsupported()
     if problem.top_k not in _ONE_SIDED_TOP_K:
         known = ", ".join(map(str, _ONE_SIDED_TOP_K))
         reasons.append(f"top_k={problem.top_k} has no compiled kernel (available: {known})")
-    if problem.parallel.ep_size > _ONE_SIDED_RANKS:
-        reasons.append(f"ep_size={problem.parallel.ep_size} exceeds {_ONE_SIDED_RANKS} ranks")
     return reasons
 
 
 def _check_two_sided(problem: MoEProblem) -> list[str]:
-    reasons = [*library.FLASHINFER.unsupported(), *_check_ranks(problem)]
-    if problem.top_k > _TWO_SIDED_TOP_K:
-        reasons.append(f"top_k={problem.top_k} exceeds {_TWO_SIDED_TOP_K}")
+    reasons = library.FLASHINFER.unsupported()
     if problem.num_physical_experts % 4:
         reasons.append(f"{problem.num_physical_experts} experts are not a multiple of 4")
     rows = {problem.hidden_size * problem.dtype.itemsize}
@@ -74,16 +50,6 @@ def _check_two_sided(problem: MoEProblem) -> list[str]:
     if any(nbytes % 16 for nbytes in rows):
         reasons.append(f"rows of hidden_size={problem.hidden_size} are not a multiple of 16 bytes")
     return reasons
-
-
-def _check_allgather(problem: MoEProblem) -> list[str]:
-    parallel = problem.parallel
-    ranks = parallel.ep_size * parallel.tp_size
-    if parallel.moves_tokens and parallel.dp_size != ranks:
-        return [
-            f"every rank must have a batch of tokens (dp_size={parallel.dp_size}, {ranks} ranks)"
-        ]
-    return []
 
 
 def _check_experts(problem: MoEProblem) -> list[str]:
@@ -107,56 +73,50 @@ def _multiples(problem: MoEProblem) -> tuple[int, int]:
 
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
-    return [
-        DispatcherSpec(
-            name="flashinfer_alltoall",
-            target="moekit_flashinfer.one_sided:OneSidedDispatcher",
-            format=ActivationFormat.STANDARD,
-            devices=("cuda>=9.0",),
-            requires=(*library.REQUIRES, "pynvml"),
-            install_hint=library.INSTALL_HINT,
-            priority=20,
-            moves_tokens=True,
-            wire_schemes=_WIRE_SCHEMES,
-            needs_capacity=True,
-            ids_dtype="int32",
-            graph_safe=True,
-            footprint=footprint.one_sided,
-            check=_check_one_sided,
-        ),
-        DispatcherSpec(
-            name="flashinfer_alltoall_two_sided",
-            target="moekit_flashinfer.two_sided:TwoSidedDispatcher",
-            format=ActivationFormat.STANDARD,
-            devices=("cuda>=9.0",),
-            requires=(*library.REQUIRES, "pynvml"),
-            install_hint=library.INSTALL_HINT,
-            priority=4,
-            moves_tokens=True,
-            wire_schemes=_WIRE_SCHEMES,
-            needs_capacity=True,
-            ids_dtype="int32",
-            graph_safe=True,
-            footprint=footprint.two_sided,
-            check=_check_two_sided,
-        ),
-        DispatcherSpec(
-            name="flashinfer_allgather",
-            target="moekit_flashinfer.allgather:AllGatherDispatcher",
-            format=ActivationFormat.STANDARD,
-            priority=-10,
-            moves_tokens=True,
-            wire_schemes=_WIRE_SCHEMES,
-            needs_capacity=True,
-            ids_dtype="int32",
-            graph_safe=True,
-            deterministic=True,
-            overlaps=True,
-            spans_hosts=True,
-            footprint=footprint.allgather,
-            check=_check_allgather,
-        ),
-    ]
+    gather = DispatcherSpec(
+        name="flashinfer_allgather",
+        target="moekit_flashinfer.allgather:AllGatherDispatcher",
+        format=ActivationFormat.STANDARD,
+        priority=-10,
+        moves_tokens=True,
+        shared_tokens=False,
+        wire_schemes=_WIRE_SCHEMES,
+        needs_capacity=True,
+        ids_dtype="int32",
+        graph_safe=True,
+        deterministic=True,
+        overlaps=True,
+        spans_hosts=True,
+        footprint=footprint.allgather,
+    )
+    one_sided = replace(
+        gather,
+        name="flashinfer_alltoall",
+        target="moekit_flashinfer.one_sided:OneSidedDispatcher",
+        devices=("cuda>=9.0",),
+        requires=(*library.REQUIRES, "pynvml"),
+        install_hint=library.INSTALL_HINT,
+        priority=20,
+        sliced_experts=False,
+        uneven_experts=False,
+        most_ranks=64,
+        deterministic=False,
+        overlaps=False,
+        spans_hosts=False,
+        footprint=footprint.one_sided,
+        check=_check_one_sided,
+    )
+    two_sided = replace(
+        one_sided,
+        name="flashinfer_alltoall_two_sided",
+        target="moekit_flashinfer.two_sided:TwoSidedDispatcher",
+        priority=4,
+        most_ranks=None,
+        most_top_k=32,
+        footprint=footprint.two_sided,
+        check=_check_two_sided,
+    )
+    return [one_sided, two_sided, gather]
 
 
 @hookimpl

@@ -26,6 +26,7 @@ from moekit.plugin import (
     Quantizer,
     Routing,
     SharedBuffers,
+    quantize_for_transfer,
     resolve,
 )
 
@@ -221,14 +222,8 @@ def quantized_payloads(
     x_TH: Tensor, ids_TK: Tensor, quantize: Quantizer, problem: MoEProblem
 ) -> dict[str, Tensor]:
     """Quantize x for the transfer; scales (T, groups) fp32 travel with every token."""
-    activation = problem.quant.activation
-    assert activation is not None
-    nvfp4 = activation.scale_dtype == "float8_e4m3fn"  # its second scale covers all rows
-    shared = (activation.per_tensor or nvfp4) and not activation.static
-    x, scale = quantize(x_TH, (ids_TK >= 0).any(dim=1) if shared else None)
-    # A scale for the whole tensor differs between ranks.
-    scale = scale.float().expand(len(x_TH), scale.shape[-1])
-    return {"x": x.contiguous(), "scale": scale.contiguous()}
+    x, scale = quantize_for_transfer(x_TH, ids_TK, quantize, problem)
+    return {"x": x, "scale": scale}
 
 
 def _alignment(rows: Tensor) -> int:

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
+from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, hookimpl
 
 from .footprint import footprint
-
-
-def _check(problem: MoEProblem) -> list[str]:
-    parallel = problem.parallel
-    ranks = parallel.ep_size * parallel.tp_size
-    if parallel.moves_tokens and ranks % parallel.dp_size:
-        return [
-            f"the number of ranks must be a multiple of dp_size (ep_size={parallel.ep_size} x "
-            f"tp_size={parallel.tp_size} = {ranks} ranks, dp_size={parallel.dp_size})"
-        ]
-    return []
 
 
 @hookimpl
@@ -36,6 +25,5 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             batch_invariant=True,
             weights_in_fp32=True,
             graph_safe=True,
-            check=_check,
         )
     ]

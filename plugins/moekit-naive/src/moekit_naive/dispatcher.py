@@ -41,6 +41,7 @@ from moekit.plugin import (
     exchange,
     has_backend,
     local_ids,
+    quantize_for_transfer,
     reason_of,
     resolve,
     weight_and_reduce,
@@ -226,9 +227,7 @@ class NaiveDispatcher(PrepareAndFinalize):
         x = x_TH
         columns = [ids.int(), routing.topk_weights.view(torch.int32)]
         if quantize is not None:
-            x, scale = quantize(x_TH, (ids >= 0).any(dim=1))
-            # A scale for the whole tensor differs between ranks: it travels with every row.
-            scale = scale.float().expand(x_TH.shape[0], scale.shape[-1]).contiguous()
+            x, scale = quantize_for_transfer(x_TH, ids, quantize, self.problem)
             columns.append(scale.view(torch.int32))
         return x.contiguous(), torch.cat(columns, dim=1)
 

@@ -21,7 +21,7 @@ from moekit.plugin import (
 if TYPE_CHECKING:
     from moekit.plugin import Footprint
 
-_MOST_TOP_K, _MOST_RANKS, _MOST_ROWS = 32, 64, 2**31 - 1
+_MOST_ROWS = 2**31 - 1
 
 
 def _check(problem: MoEProblem) -> list[str]:
@@ -29,22 +29,13 @@ def _check(problem: MoEProblem) -> list[str]:
 
     from .settings import Settings
 
-    parallel, reasons = problem.parallel, []
+    reasons = []
     try:
         Settings.read()
     except InvalidInput as error:
         reasons.append(str(error))
     if problem.device.arch:
         reasons.append(f"needs NVIDIA GPUs, and was asked for {problem.device}")
-    if problem.top_k > _MOST_TOP_K:
-        reasons.append(f"top_k={problem.top_k} exceeds {_MOST_TOP_K}")
-    if parallel.num_ranks > _MOST_RANKS:
-        reasons.append(f"{parallel.num_ranks} ranks exceed {_MOST_RANKS}")
-    if parallel.moves_tokens and parallel.num_ranks % parallel.dp_size:
-        reasons.append(
-            f"the number of ranks must be a multiple of dp_size ({parallel.num_ranks} ranks, "
-            f"dp_size={parallel.dp_size})"
-        )
     if problem.hidden_size % 16:
         reasons.append(f"hidden_size must be a multiple of 16 (got {problem.hidden_size})")
     return reasons
@@ -90,6 +81,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         moves_tokens=True,
         wire_schemes=WIRE_SCHEMES,
         needs_capacity=True,
+        most_top_k=32,
+        most_ranks=64,
         ids_dtype="int32",
         deterministic=True,
         graph_safe=True,

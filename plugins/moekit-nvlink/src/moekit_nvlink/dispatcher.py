@@ -27,6 +27,7 @@ from moekit.plugin import (
     Quantizer,
     Routing,
     SharedBuffers,
+    quantize_for_transfer,
     resolve,
 )
 
@@ -84,12 +85,7 @@ class _Dispatcher(PrepareAndFinalize):
     ) -> Pending[Dispatched]:
         x, scale = x_TH, None
         if quantize is not None:
-            activation = self.problem.quant.activation
-            assert activation is not None
-            shared = activation.per_tensor and not activation.static
-            x, scale = quantize(x_TH, (routing.topk_ids >= 0).any(dim=1) if shared else None)
-            # A scale of the whole tensor differs between ranks: it travels with every token.
-            scale = scale.float().expand(len(x_TH), scale.shape[-1]).contiguous()
+            x, scale = quantize_for_transfer(x_TH, routing.topk_ids, quantize, self.problem)
         buffer = self._lease.value.take()
         try:
             steps, arrived = self._transfer.send(buffer, x, scale, routing)

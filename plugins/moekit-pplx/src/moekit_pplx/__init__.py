@@ -12,16 +12,9 @@ _LARGEST_ROW = 48 * 1024 - 1024
 
 
 def _check(problem: MoEProblem) -> list[str]:
-    parallel, reasons = problem.parallel, []
-    if not parallel.moves_tokens:
+    if not problem.parallel.moves_tokens:
         return []
-    if parallel.tp_size != 1:
-        reasons.append(f"tensor parallelism is not supported (tp_size={parallel.tp_size})")
-    elif parallel.dp_size != parallel.ep_size:
-        reasons.append(
-            f"every rank must have a batch of tokens: dp_size must equal ep_size "
-            f"(dp_size={parallel.dp_size}, ep_size={parallel.ep_size})"
-        )
+    reasons = []
     row = problem.hidden_size * problem.dtype.itemsize
     multiple = 8 if problem.quant.activation is None else 16
     if problem.hidden_size % multiple:
@@ -52,6 +45,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             check=_check,
             footprint=footprint,
             moves_tokens=True,
+            sliced_experts=False,
+            shared_tokens=False,
             wire_schemes=WIRE_SCHEMES,
             needs_capacity=True,
             overlaps=True,

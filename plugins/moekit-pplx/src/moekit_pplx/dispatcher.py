@@ -27,6 +27,7 @@ from moekit.plugin import (
     Quantizer,
     Routing,
     has_backend,
+    quantize_for_transfer,
     resolve,
 )
 
@@ -91,9 +92,9 @@ class PplxDispatcher(PrepareAndFinalize):
         at, p = self._layout, self.problem
         x, scale_TS, groups = x_TH, None, 0
         if quantize is not None:
-            x, scale = quantize(x_TH, self._valid(routing))
+            x, scale = quantize_for_transfer(x_TH, routing.topk_ids, quantize, p)
             groups = scale.shape[1]
-            scale_TS = _for_library(scale, x.shape[0])
+            scale_TS = _for_library(scale)
         wire = Wire(at.hidden_size * x.itemsize, 0 if scale_TS is None else scale_TS.shape[1])
         ids, weights = translate(routing, self._destinations, p.num_physical_experts)
         lanes = self._lanes_for(wire)
@@ -207,13 +208,6 @@ class PplxDispatcher(PrepareAndFinalize):
             self._library, self.group, self._layout, wire, self.problem.dtype, self._device
         )
 
-    def _valid(self, routing: Routing) -> Tensor | None:
-        """Return which tokens have an expert (T,), where all tokens share one dynamic scale."""
-        activation = self.problem.quant.activation
-        assert activation is not None
-        shared_scale = activation.group[0] < 0 and not activation.static
-        return (routing.topk_ids >= 0).any(dim=1) if shared_scale else None
-
 
 def _device(problem: MoEProblem) -> torch.device:
     if problem.device.type == "cuda":
@@ -221,9 +215,8 @@ def _device(problem: MoEProblem) -> torch.device:
     return torch.device(problem.device.type)
 
 
-def _for_library(scale: Tensor, tokens: int) -> Tensor:
+def _for_library(scale_TG: Tensor) -> Tensor:
     """Return scales (T, S) fp32 with S a multiple of 4; repeated values are not copied."""
-    scale = scale.float().expand(tokens, -1)
-    if scale.shape[1] == 1:
-        return scale.expand(-1, 4)
-    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
+    if scale_TG.shape[1] == 1:
+        return scale_TG.expand(-1, 4)
+    return torch.nn.functional.pad(scale_TG, (0, -scale_TG.shape[1] % 4))
