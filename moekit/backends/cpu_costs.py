@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from moekit.untrusted.files import cache_folder
+
 logger = logging.getLogger("moekit")
 
 # Numbers of rows that an expert is timed with; costs in between are interpolated. They are not
@@ -163,10 +165,9 @@ def find(
 
 
 def _file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     machine = f"{cpu_name()} {torch.__version__} {CACHE_VERSION}"
     digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
-    return Path(home) / "moekit" / f"cpu-{digest}.json"
+    return cache_folder() / "moekit" / f"cpu-{digest}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:

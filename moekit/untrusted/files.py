@@ -20,6 +20,22 @@ _DIGITS = 40
 _MAX_VALUES = 4_000_000  # in one file; a header has about eight for each tensor
 
 
+def home_folder() -> Path:
+    """Return the user's home; where there is none, a folder that this user cannot make.
+
+    Containers run processes as users without a name, whose home nobody states.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/nonexistent")
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder where the user's caches are."""
+    return Path(environ.get("XDG_CACHE_HOME") or home_folder() / ".cache")
+
+
 def open_regular(path: Path) -> int:
     """Return a file descriptor for reading. Raises OSError unless it is a regular file.
 

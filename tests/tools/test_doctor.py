@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_plugins import Fakes, offers, only_named
 
+from moekit.backends import cpu_costs
 from moekit.cli.doctor import devices, system
 from moekit.cli.main import main
 
@@ -109,6 +110,20 @@ def test_caches(
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)
     code, found = examined(capsys)
     assert code == 1 and "Read-only file system" in found["TRITON_CACHE_DIR"][1]
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs processes as a user without a name: no command may fail."""
+
+    def nowhere() -> NoReturn:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    for variable in ("XDG_CACHE_HOME", "MOEKIT_TUNED", "TRITON_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    places = {name: text for name, _, text in system.caches({})}
+    assert "/nonexistent/.cache/moekit/tuned" in places["tuned tables"]
+    assert cpu_costs._file().parent == Path("/nonexistent/.cache/moekit")
 
 
 CHECKS = """

@@ -15,6 +15,7 @@ import torch
 
 import moekit
 from moekit.selection.tuned.files import user_path
+from moekit.untrusted.files import cache_folder, home_folder
 
 _FEW_BYTES = 1 << 30
 _PREFIXES = ("MOEKIT_", "NCCL_", "NVSHMEM_", "GLOO_", "TRITON_", "CUDA_", "TORCH_NCCL_")
@@ -83,10 +84,10 @@ def _cards(folder: Path, modules: Path) -> _Found:
 
 def caches(environ: Mapping[str, str]) -> _Found:
     """Yield the folders that keep kernels and tables: named by a variable, or a default."""
-    home = Path.home()
+    home = home_folder()
     folders = {
         "tuned tables": user_path(environ),
-        "cache": Path(environ.get("XDG_CACHE_HOME") or home / ".cache"),
+        "cache": cache_folder(environ),
         "TRITON_CACHE_DIR": Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache",
         "temporary files": Path(tempfile.gettempdir()),
     }
@@ -105,7 +106,11 @@ def _try_folder(path: Path) -> tuple[str, str]:
             file.write(b"moekit")
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return "bad", f"{path}: {error.strerror or error}; kernels would be compiled at every start"
+        why = error.strerror or error
+        return "bad", (
+            f"{path}: {why}; kernels would be compiled at every start: name a folder of yours by "
+            "HOME, XDG_CACHE_HOME or the cache's own variable"
+        )
     if free < _FEW_BYTES:
         return "bad", f"{path}: {free / 2**20:.0f} MiB free, at least {_FEW_BYTES >> 20} are needed"
     return "ok", str(path)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from moekit.errors import MoekitError
-from moekit.untrusted.files import read_json
+from moekit.untrusted.files import cache_folder, read_json
 
 logger = logging.getLogger("moekit")
 
@@ -51,8 +51,7 @@ def user_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the file or folder of the user's tables."""
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
-    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "moekit" / "tuned"
+    return cache_folder(environ) / "moekit" / "tuned"
 
 
 @dataclass(frozen=True)
