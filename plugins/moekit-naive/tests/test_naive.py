@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import GroupMismatch
 from moekit.problem.quant import quantize
-from moekit.testing.distributed import RankPool
+from moekit.testing.distributed import RankError, RankPool
 from moekit.testing.memory import measure, slack
 
 QUANTIZED = dict(num_experts=4, hidden_size=256, intermediate_size=128, dtype="bfloat16")
@@ -218,6 +221,52 @@ def test_a_bad_call_on_one_rank_is_an_error_on_all(pool, fault, kind, text):
     for said, _, _ in others:
         assert said.startswith(f"PeerFailed: rank {pool.world_size - 1} failed") and text in said
     assert all(finite and again == "ok" for _, finite, again in (*others, bad))
+
+
+def dies_before_it_sends(rank, world_size, counts):
+    case = Case(((),))
+    problem = my_problem(case, rank, world_size)
+    kernel = moekit.compose(problem, "naive", "torch", checked=False)
+    packed = kernel.pack(my_weights(whole_weights(whole_problem(case, "cpu")), problem))
+    x, routing = tokens(case, counts[rank], rank, "cpu")
+    assert outcome(lambda: kernel(x, packed, routing)) == "ok"
+    if rank == 1:
+        kernel.dispatcher._gather = lambda *_: os._exit(3)
+    said = outcome(lambda: kernel(x, packed, routing))
+    raise RuntimeError(f"after the fault: {said}")
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4), (5, 2, 0)], ids=["even", "uneven"])
+def test_a_rank_that_dies_after_it_told_its_size_is_named(counts) -> None:
+    """The others wait for its tokens, in a call that no check guards."""
+    with RankPool(3, timeout=60) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(dies_before_it_sends, counts)
+    assert caught.value.died == {1: 3} and not caught.value.hung
+    for rank in (0, 2):
+        said = caught.value.tracebacks[rank]
+        assert "after the fault: PeerFailed" in said and "rank 1" in said, said
+
+
+def test_an_error_at_allocation_leaves_no_launch_begun(pool) -> None:
+    assert all(pool.run(runs_out_of_memory))
+
+
+def runs_out_of_memory(rank, world_size):
+    """On GPUs torch has no end to a launch that an error interrupts."""
+    case, begun = Case(((),)), []
+    kernel = moekit.compose(my_problem(case, rank, world_size), "naive", "torch", checked=False)
+    x, routing = tokens(case, 3, rank, "cpu")
+
+    @contextlib.contextmanager
+    def one_launch(sizes):
+        begun.append(sizes)
+        yield []
+
+    kernel.dispatcher._one_launch = one_launch
+    full = mock.patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("full"))
+    with full, pytest.raises(torch.OutOfMemoryError):
+        kernel.dispatcher.prepare(x, routing, None)
+    return not begun
 
 
 def test_ranks_that_send_different_forms_all_raise(pool):

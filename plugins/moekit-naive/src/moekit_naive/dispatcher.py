@@ -129,9 +129,11 @@ class NaiveDispatcher(PrepareAndFinalize):
             raise
         with self._transfers:
             sizes = self._agree(x.shape[0], x.dtype, meta.shape[1] - 2 * self.problem.top_k)
+            # Here, as torch coalesces for ever after an error within the launch.
+            x_RH, meta_RM = (t.new_empty((sizes.rows, t.shape[1])) for t in (x, meta))
             with self._one_launch(sizes) as works:
-                x_RH = self._gather(x, sizes, works)
-                meta_RM = self._gather(meta, sizes, works)
+                self._gather(x, x_RH, sizes, works)
+                self._gather(meta, meta_RM, sizes, works)
 
         def arrive(sent: object = (x, meta)) -> Dispatched:  # held until they are sent
             with self._transfers:
@@ -299,10 +301,9 @@ class NaiveDispatcher(PrepareAndFinalize):
             yield works
         works[:] = [together]
 
-    def _gather(self, mine: Tensor, sizes: _Sizes, works: list[Any]) -> Tensor:
+    def _gather(self, mine: Tensor, everyone: Tensor, sizes: _Sizes, works: list[Any]) -> None:
         """Start (T, N) -> (R, N) in rank order; ``works`` get the handles to wait for."""
         assert self.group is not None
-        everyone = mine.new_empty((sizes.rows, mine.shape[1]))
         if sizes.rows and len(set(sizes.sent)) == 1:
             works.append(
                 _all_gather(_bytes(everyone), _bytes(mine), group=self.group, async_op=True)
@@ -316,7 +317,6 @@ class NaiveDispatcher(PrepareAndFinalize):
                 works.append(
                     dist.broadcast(_bytes(part), group=self.group, group_src=rank, async_op=True)
                 )
-        return everyone
 
     def _shares(self, y_RH: Tensor, sizes: _Sizes) -> list[Tensor]:
         """For every rank, the rows of the tokens it holds."""
