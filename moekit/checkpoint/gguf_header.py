@@ -97,16 +97,11 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version, dict[str, Any]]:
 
 
 class _Cursor:
-    """Reads a file of ``size`` bytes from its beginning, as far as it is asked for."""
+    """Reads a file of ``size`` bytes from its beginning."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self.stream, self.size = stream, size
-        self.data, self.at, self.values = b"", 0, 0
-        self.dropped = 0  # bytes before ``data``
-
-    @property
-    def position(self) -> int:
-        return self.dropped + self.at
+        self.position = self.values = 0
 
     def take(self, count: int) -> bytes:
         """Return the next bytes. Raises ValueError if the file or a header ends before them."""
@@ -114,18 +109,12 @@ class _Cursor:
             raise ValueError(
                 f"{shown(count)} bytes should be at byte {self.position} of {self.size}"
             )
-        if self.position + count > _MAX_HEADER:
+        self.position += count
+        if self.position > _MAX_HEADER:
             raise ValueError(f"its header has more than {_MAX_HEADER} bytes")
-        if self.at + count > len(self.data):
-            self.dropped += self.at
-            rest, self.at = self.data[self.at :], 0
-            self.data = rest + self.stream.read(max(count - len(rest), 1 << 20))
-            while len(self.data) < count:
-                if not (more := self.stream.read(count - len(self.data))):
-                    raise ValueError("it was truncated while it was read")
-                self.data += more
-        self.at += count
-        return self.data[self.at - count : self.at]
+        if len(data := self.stream.read(count)) < count:
+            raise ValueError("it was truncated while it was read")
+        return data
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
@@ -145,16 +134,6 @@ class _Cursor:
         if length > most:
             raise ValueError(f"a name has {length} bytes, more than {most}")
         return self.take(length).decode()
-
-    def skip_texts(self, count: int) -> None:
-        for _ in range(count):
-            start, end = self.at + 8, len(self.data)
-            if start <= end:  # the usual case: it is in memory
-                start += int.from_bytes(self.data[self.at : start], "little")
-            if start <= end:
-                self.at = start
-            else:
-                self.take(self.number("Q"))
 
 
 class _Header:
@@ -208,10 +187,10 @@ class _Header:
             data = cursor.take(count * struct.calcsize("<" + code))
             return list(struct.unpack(f"<{count}{code}", data)) if count <= _MAX_KEPT else None
         count = cursor.count("values", 8)
-        if of == _STRING:
-            cursor.skip_texts(count)
-            return None
         for _ in range(count):
+            if of == _STRING:
+                cursor.take(int.from_bytes(cursor.take(8), "little"))
+                continue
             self._value(of, depth + 1)
         return None
 
