@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -290,19 +291,27 @@ class LoadingLayer(Layer):
         self._show_storage()
         super().destroy()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoadingLayer:
-        held, self._parameters = self._parameters, {}  # they stay as the layer was composed
+    @contextmanager
+    def _without_parameters(self) -> Iterator[None]:
+        """Hide the parameters: they hold weights in moekit's layout, until these are packed."""
+        held, self._parameters = self._parameters, {}
         try:
-            super()._apply(fn, recurse)
+            yield
         finally:
             self._parameters = held
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoadingLayer:
+        with self._without_parameters():  # they stay as the layer was composed
+            super()._apply(fn, recurse)
         return self
 
     def _save_to_state_dict(self, *args: Any, **keywords: Any) -> None:
-        """Save nothing: parameters hold weights in moekit's layout, until they are packed."""
+        """Save nothing."""
 
     def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
-        """Load nothing: see `weight_loader`."""
+        """Load nothing, and report parameters as unexpected: `weight_loader` loads them."""
+        with self._without_parameters():
+            super()._load_from_state_dict(*args, **keywords)
 
 
 _MAPPING = {

@@ -41,6 +41,12 @@ def read(
         Unsupported: moekit cannot compute the module; the error names its class.
         WeightsError: A parameter has no data.
     """
+    if on_input and top_k != 1:
+        raise _unsupported(
+            module,
+            "router weights scale its input, which moekit computes for one expert of each token "
+            f"(got num_experts_per_tok={top_k})",
+        )
     weights, gated = _weights(module)
     activation, interleaved = _activation(module, gated)
     weights = replace(weights, interleaved=interleaved)

@@ -155,6 +155,11 @@ class Router:
         if self.config.custom_routing_function is None:
             # `route` checks the options on one token without values.
             bias = self.config.e_score_correction_bias
+            if bias is not None and bias.shape != (self.width,):
+                raise InvalidInput(
+                    f"e_score_correction_bias must have shape ({self.width},), a number for each "
+                    f"expert (got {tuple(bias.shape)})"
+                )
             logits = torch.empty((1, self.width), device="meta")
             token = torch.zeros(1, dtype=torch.int64, device="meta")
             meta = None if table is None else (table.to("meta"), token)

@@ -233,6 +233,10 @@ def test_casts_and_state_dicts_leave_the_weights_alone() -> None:
     assert layer.w13_weight.dtype == torch.float8_e4m3fn
     assert not layer.state_dict()
     layer.load_state_dict({})
+    model, weight = nn.ModuleDict({"experts": layer}), torch.zeros(E, H, I)
+    with pytest.raises(RuntimeError, match="Unexpected key.*experts.w2_weight"):
+        model.load_state_dict({"experts.w2_weight": weight})
+    assert model.load_state_dict({"experts.w2_weight": weight}, strict=False).unexpected_keys
 
 
 def call_without_weights(layer: FusedMoE) -> None:

@@ -39,7 +39,7 @@ ROUTING = moekit.route(torch.randn(5, E), K)
         (
             {"e_score_correction_bias": torch.zeros(E), "zero_expert_num": 2},
             InvalidInput,
-            r"correction_bias must have shape \(8,\)",
+            r"e_score_correction_bias must have shape \(8,\)",
         ),
         ({"zero_expert_num": -1}, InvalidProblem, "zero_expert_num=-1"),
         (

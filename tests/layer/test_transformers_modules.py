@@ -259,6 +259,11 @@ def test_an_activation_that_moekit_does_not_know() -> None:
         experts_forward(module, *inputs())
 
 
+def test_weights_on_the_input_of_several_experts() -> None:
+    with pytest.raises(Unsupported, match=r"Odd: router weights .* num_experts_per_tok=2"):
+        experts_forward(Odd(), *inputs(), weight_on_input=True)
+
+
 def test_a_norm_after_each_expert() -> None:
     module = Odd()
     module.has_post_expert_norm = True
