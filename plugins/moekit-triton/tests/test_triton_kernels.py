@@ -10,7 +10,8 @@ from moekit_kernels.rows import (
     ValidRows,
     activate_rows,
 )
-from moekit_triton.kernels.gemm import Epilogue, Rows, grouped_gemm
+from moekit_triton.kernels.gemm import grouped_gemm
+from moekit_triton.kernels.operands import Epilogue, Rows
 from moekit_triton.kernels.tiles import GemmConfig
 from triton_checks import run_align
 

@@ -9,7 +9,8 @@ from moekit_kernels.numerics import Activation
 from moekit_triton import heuristics, packing
 from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels import packed
-from moekit_triton.kernels.gemm import Epilogue, Rows, grouped_gemm
+from moekit_triton.kernels.gemm import grouped_gemm
+from moekit_triton.kernels.operands import Epilogue, Rows
 from moekit_triton.kernels.tiles import CHUNK, GemmConfig
 from moekit_triton.plans import Direct
 

@@ -9,7 +9,8 @@ from moekit_kernels.numerics import INTERPRETED, Activation
 from moekit_kernels.rows import quantize_rows
 from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from moekit_triton.heuristics import choose_plan
-from moekit_triton.kernels.gemm import Epilogue, Rows, grouped_gemm
+from moekit_triton.kernels.gemm import grouped_gemm
+from moekit_triton.kernels.operands import Epilogue, Rows
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.plans import Copied, Sorted

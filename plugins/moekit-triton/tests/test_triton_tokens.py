@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
 from moekit_triton.candidates import attempts, sorted_candidates, token_candidates
-from moekit_triton.kernels.sorted_gemm import Scales, sorted_gemm
+from moekit_triton.kernels.operands import Scales
+from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.kernels.token_tiles import (
     TokenSizes,

@@ -44,11 +44,12 @@ from .calls import (
     sort_assignments,
 )
 from .capabilities import BLOCKS_M, num_sms
-from .kernels.gemm import Epilogue, Rows, grouped_gemm
+from .kernels.gemm import grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
-from .kernels.sorted_gemm import Scales, sorted_gemm
+from .kernels.operands import Epilogue, Rows, Scales
+from .kernels.sorted_gemm import sorted_gemm
 from .kernels.tiles import GemmConfig, GemvConfig, gemm_config
-from .kernels.token_tiles import TokenSizes, list_token_tiles, tile_list_entries, token_sizes
+from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, token_sizes
 
 
 class _Plan:
@@ -373,12 +374,7 @@ class Sorted(_Tiles):
         aligned = sort_assignments(
             call, self.block_m, rows_A=True, counters=True, ends_L=ends_L, reserved=sum(entries)
         )
-        made: dict[TokenSizes | None, Tensor | None] = {None: None}
-        for size, tiles in zip(sizes, lists, strict=True):
-            if size is not None and size not in made:
-                list_token_tiles(aligned, tiles, size)
-                made[size] = tiles
-        return aligned, (made[sizes[0]], made[sizes[1]])
+        return aligned, list_both_token_tiles(aligned, lists, sizes)
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input from x: GEMM 1 with the activation."""

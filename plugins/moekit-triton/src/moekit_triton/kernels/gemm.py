@@ -5,13 +5,11 @@ expert l are the first counts_L[l] of its C rows.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import (
     INTERPRETED,
@@ -28,72 +26,11 @@ from moekit_kernels.numerics import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .operands import Epilogue, Rows
 from .packed import packed_products
 from .tiles import CHUNK, GemmConfig
 
-
-@dataclass(frozen=True)
-class Epilogue:
-    """What GEMM 1 does with its fp32 sums before it stores them.
-
-    Args:
-        activation: the activation to apply.
-        quantize: "none", "group" (one scale per row and 128 columns, written to ``scale``) or
-            "tensor" (by the one value in ``scale``).
-        scale: fp32; see ``quantize``.
-    """
-
-    activation: Activation
-    quantize: str = "none"
-    scale: torch.Tensor | None = None
-
-
 _STORE = Epilogue(Activation("none", gated=False, alpha=0.0))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which rows a launch multiplies, in row blocks of the config's block_m.
-
-    Args:
-        kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K),
-            and each assignment is a block of its own; "batched": ``experts`` are the used rows of
-            each expert, of ``capacity`` rows.
-        experts: int32 or int64.
-        blocks: row blocks.
-        assignments: int32, of "aligned".
-        top_k: assignments that share a row of the input.
-        capacity: rows of each expert in the batched layout.
-        in_order: the output is expert-sorted, not by assignment.
-    """
-
-    kind: str
-    experts: torch.Tensor
-    blocks: int
-    assignments: torch.Tensor | None = None
-    top_k: int = 1
-    capacity: int = 0
-    in_order: bool = False
-
-    @classmethod
-    def aligned(
-        cls, aligned: SortedAssignments, top_k: int = 1, *, in_order: bool = False
-    ) -> "Rows":
-        """Take the blocks of ``aligned``."""
-        experts, assignments = aligned.experts_B, aligned.assignments_S
-        assert experts is not None
-        return cls("aligned", experts, experts.numel(), assignments, top_k, in_order=in_order)
-
-    @classmethod
-    def direct(cls, ids_RK: torch.Tensor, top_k: int = 1) -> "Rows":
-        """Make each assignment of ``ids_RK`` a block."""
-        return cls("direct", ids_RK, ids_RK.numel(), None, top_k)
-
-    @classmethod
-    def batched(cls, counts_L: torch.Tensor, capacity: int, block_m: int) -> "Rows":
-        """Take the first counts_L[l] rows of every expert."""
-        blocks = counts_L.numel() * triton.cdiv(capacity, block_m)
-        return cls("batched", counts_L, blocks, capacity=capacity)
 
 
 def grouped_gemm(

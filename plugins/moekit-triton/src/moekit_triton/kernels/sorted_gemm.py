@@ -9,16 +9,12 @@ not mix, output by assignment has none, and those of expert-sorted output become
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import (
-    SCALE_GROUP,
     Activation,
     activate,
     activate_gated,
@@ -29,72 +25,8 @@ from moekit_kernels.numerics import (
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .gemm import tile_at
+from .operands import Scales, SortedOperands
 from .tiles import GemmConfig
-
-
-@dataclass(frozen=True)
-class Scales:
-    """fp32 scales of fp8 blocks.
-
-    Args:
-        w: (L, ceil(rows / 128), ceil(K / 128)), of blocks of 128 x 128 weights.
-        a_GS: (ceil(K / 128), capacity), of groups of 128 columns of a.
-        out_GS: (N / 128, capacity), written: of the activation's result.
-    """
-
-    w: torch.Tensor
-    a_GS: torch.Tensor
-    out_GS: torch.Tensor | None = None
-
-
-class SortedOperands(NamedTuple):
-    """The arguments of `sorted_gemm` for specialized tiles, whose kernels store undefined rows for
-    padding. gated: w holds gate and up, and the result is silu(gate) * up."""
-
-    a_SK: torch.Tensor
-    w_LNK: torch.Tensor
-    out: torch.Tensor
-    aligned: SortedAssignments
-    config: GemmConfig
-    num_assignments: int
-    num_sms: int
-    gated: bool
-    weights_RK: torch.Tensor | None
-    scales: Scales | None
-    x_RK: torch.Tensor | None
-    token_tiles: torch.Tensor | None
-
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Check shapes and layouts, and return L, the rows of w, N and K."""
-        num_experts, w_rows, k = self.w_LNK.shape
-        n, capacity = w_rows // 2 if self.gated else w_rows, self.aligned.capacity
-        assert self.a_SK.shape == (capacity, k) and self.out.shape == (capacity, n)
-        assert self.w_LNK.is_contiguous() and (self.weights_RK is None or not self.gated)
-        if self.scales is not None:
-            w, a_GS, out_GS = self.scales.w, self.scales.a_GS, self.scales.out_GS
-            groups = triton.cdiv(k, SCALE_GROUP)
-            assert a_GS.shape == (groups, capacity) and a_GS.is_contiguous() and k % 16 == 0
-            assert w.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
-            assert w.is_contiguous() and groups * capacity < 2**31 and w.numel() < 2**31
-            if self.gated:
-                assert n % SCALE_GROUP == 0 and out_GS is not None and out_GS.is_contiguous()
-                assert out_GS.shape == (n // SCALE_GROUP, capacity)
-        return num_experts, w_rows, n, k
-
-    def launch(self) -> None:
-        """Launch the kernel that serves the tile and the scales. Gluon: only where it is known."""
-        if self.config.token_tile:
-            assert self.x_RK is None and self.token_tiles is not None
-            if self.scales is None:
-                from .specialized_tokens import specialized_tokens_gemm as gemm
-            else:
-                from .specialized_tokens_fp8 import specialized_tokens_fp8_gemm as gemm
-        elif self.scales is None:
-            from .specialized import specialized_gemm as gemm
-        else:
-            assert self.x_RK is None
-            from .specialized_fp8 import specialized_fp8_gemm as gemm
-        gemm(self)
 
 
 def sorted_gemm(

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .sorted_gemm import SortedOperands
+from .operands import SortedOperands
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -49,6 +49,7 @@ from .warps import (
     messages,
     next_slot,
     place,
+    renamed,
     ring_barriers,
     schedule,
     silu_mul,
@@ -249,10 +250,7 @@ def _load(
     while tile < tiles:
         commit_message(mail, count, (tile, halves))
         count += 1
-        next_tile = tile + 0
-        next_m = block_m + 0
-        next_row = w_row + 0
-        next_halves = halves + 0
+        following = renamed((tile, block_m, w_row, halves))
         if COPY:
             copied = 0
             while copied < _COPIED:
@@ -279,11 +277,8 @@ def _load(
                     next_tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding,
                     OUT, HALVES)  # fmt: skip
                 next_row = next_expert * (2 * N if GATED else N) + next_col
-        # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
-        tile = next_tile + 0
-        block_m = next_m + 0
-        w_row = next_row + 0
-        halves = next_halves + 0
+                following = (next_tile, next_m, next_row, next_halves)
+        tile, block_m, w_row, halves = renamed(following)
     commit_message(mail, count, (tile, halves))
 
 

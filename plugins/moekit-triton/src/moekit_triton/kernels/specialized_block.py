@@ -38,6 +38,7 @@ from .warps import (
     load_acquire,
     messages,
     next_slot,
+    renamed,
     silu_mul,
     take_tile,
     wait_message,
@@ -228,13 +229,21 @@ def _tile_info(tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, exp
 
 
 @gluon.jit
+def _load_step(a, w, block_m, w_row, apart, k, bar, slot, memory):
+    """Load a step of a block, and of both boxes of weight rows, ``apart`` from each other."""
+    a_s, w_boxes = memory
+    tma.async_copy_global_to_shared(a, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
+    tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(2 * slot))
+    tma.async_copy_global_to_shared(w, [w_row + apart, k], bar, w_boxes.index(2 * slot + 1))
+
+
+@gluon.jit
 def _load(operands, sizes, memory, barriers, mail):
     """Load every tile's operands (the producer warp). Memory for weights: per stage two boxes,
     each half a tile's rows. The next tile is looked up after the first steps of this one."""
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     x, w13, a, w2, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr = operands
     H, I, padding, group_1, group_2 = sizes
-    a_s, w_boxes = memory
     full, empty = barriers
     row_blocks, first_tiles, tiles = _tiles(num_rows_ptr, H, I)
     done_ptr = counters_ptr + OF_BLOCKS
@@ -249,14 +258,8 @@ def _load(operands, sizes, memory, barriers, mail):
     while tile < tiles:
         commit_message(mail, count, (tile, halves))
         count += 1
-        next_tile = tile + 0
-        next_m = block_m + 0
-        next_row = w_row + 0
-        next_halves = halves + 0
-        next_done = done + 0
-        first = tile < first_tiles
-        apart = gl.where(first, I, _HALF)  # weight rows between the two boxes
-        steps = gl.cdiv(gl.where(first, H, I), STEP)
+        following = renamed((tile, block_m, w_row, halves, done))
+        steps = gl.cdiv(gl.where(tile < first_tiles, H, I), STEP)
         look_ahead = gl.minimum(steps, STAGES) - 1
         if tile >= first_tiles:
             while done < all_done:
@@ -267,28 +270,16 @@ def _load(operands, sizes, memory, barriers, mail):
             mbarrier.expect(bar, BYTES)
             k = step * STEP
             if tile < first_tiles:
-                tma.async_copy_global_to_shared(x, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
-                tma.async_copy_global_to_shared(w13, [w_row, k], bar, w_boxes.index(2 * slot))
-                tma.async_copy_global_to_shared(
-                    w13, [w_row + apart, k], bar, w_boxes.index(2 * slot + 1)
-                )
+                _load_step(x, w13, block_m, w_row, I, k, bar, slot, memory)
             else:
-                tma.async_copy_global_to_shared(a, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
-                tma.async_copy_global_to_shared(w2, [w_row, k], bar, w_boxes.index(2 * slot))
-                tma.async_copy_global_to_shared(
-                    w2, [w_row + apart, k], bar, w_boxes.index(2 * slot + 1)
-                )
+                _load_step(a, w2, block_m, w_row, _HALF, k, bar, slot, memory)
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = take_tile(counters_ptr, tiles, row_blocks)
-                next_m, next_row, next_halves, next_done = _tile_info(
+                following = (next_tile,) + _tile_info(
                     next_tile, first_tiles, tiles, row_blocks, H, I, group_1, group_2, experts_ptr,
                     sorted_ptr, padding, done_ptr)  # fmt: skip
-        tile = next_tile + 0
-        block_m = next_m + 0
-        w_row = next_row + 0
-        halves = next_halves + 0
-        done = next_done + 0
+        tile, block_m, w_row, halves, done = renamed(following)
     commit_message(mail, count, (tile, halves))
 
 

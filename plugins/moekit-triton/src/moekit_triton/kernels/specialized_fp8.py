@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .sorted_gemm import SortedOperands
+from .operands import SortedOperands
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -39,6 +39,7 @@ from .warps import (
     messages,
     next_slot,
     rcp,
+    renamed,
     ring_barriers,
     schedule,
     silu_divisor,
@@ -247,10 +248,7 @@ def _load(operands, sizes, memory, barriers, mail, GATED: gl.constexpr, HALVES: 
         padding, N, GATED, HALVES)  # fmt: skip
     while tile < tiles:
         count += 1
-        next_tile = tile + 0
-        next_m = block_m + 0
-        next_row = w_row + 0
-        next_halves = halves + 0
+        following = renamed((tile, block_m, w_row, halves))
         a_row = block_m * 2 * ROWS
         both = halves == 2
         for step in range(steps):
@@ -270,14 +268,10 @@ def _load(operands, sizes, memory, barriers, mail, GATED: gl.constexpr, HALVES: 
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = schedule(tile, tiles, counters_ptr, HALVES)
-                next_m, next_row, next_halves = _commit_tile(
+                following = (next_tile,) + _commit_tile(
                     mail, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
                     sorted_ptr, padding, N, GATED, HALVES)  # fmt: skip
-        # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
-        tile = next_tile + 0
-        block_m = next_m + 0
-        w_row = next_row + 0
-        halves = next_halves + 0
+        tile, block_m, w_row, halves = renamed(following)
 
 
 @gluon.jit(do_not_specialize=["capacity", "padding", "group_m"])

@@ -32,6 +32,7 @@ from .warps import (
     load_acquire,
     messages,
     next_slot,
+    renamed,
     ring_barriers,
     take_tile,
     wait_message,
@@ -158,11 +159,7 @@ def _load(operands, lists, sizes, memory, barriers, mail):
     row, w_row, pieces, done = _commit_tile(mail, count, tile, lists, sizes, done_ptr)
     while tile < tiles:
         count += 1
-        next_tile = tile + 0
-        next_row = row + 0
-        next_w = w_row + 0
-        next_pieces = pieces + 0
-        next_done = done + 0
+        following = renamed((tile, row, w_row, pieces, done))
         steps = gl.cdiv(gl.where(tile < first_tiles, H, I), STEP)
         look_ahead = gl.minimum(steps, STAGES) - 1
         if tile >= first_tiles:
@@ -183,14 +180,9 @@ def _load(operands, lists, sizes, memory, barriers, mail):
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = take_tile(counters_ptr, tiles, row_blocks)
-                next_row, next_w, next_pieces, next_done = _commit_tile(
-                    mail, count, next_tile, lists, sizes, done_ptr)  # fmt: skip
-        # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
-        tile = next_tile + 0
-        row = next_row + 0
-        w_row = next_w + 0
-        pieces = next_pieces + 0
-        done = next_done + 0
+                following = (next_tile,) + _commit_tile(mail, count, next_tile, lists, sizes,
+                                                        done_ptr)  # fmt: skip
+        tile, row, w_row, pieces, done = renamed(following)
 
 
 @gluon.jit(do_not_specialize=["padding", "group_1", "group_2"])

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .sorted_gemm import SortedOperands
+from .operands import SortedOperands
 from .token_tiles import PIECE, TokenSizes, most_tiles, token_sizes
 from .token_warps import BOX, load_tiles, on_least_tokens, token_stages
 from .warps import (

@@ -6,6 +6,7 @@ most ``rest`` rows joins the tile before it, so that no weight tile is read agai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,23 @@ def list_token_tiles(aligned: SortedAssignments, tiles: torch.Tensor, sizes: Tok
         TOKENS=sizes.tokens, REST=sizes.rest,
         BINS=max(int(triton.next_power_of_2(experts)), 32), num_warps=4,
     )  # fmt: skip
+
+
+def list_both_token_tiles(
+    aligned: SortedAssignments,
+    memory: Sequence[torch.Tensor],
+    sizes: tuple[TokenSizes | None, TokenSizes | None],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the lists of both GEMMs, one for both if their ``sizes`` are equal; None without.
+
+    memory: for each list what `list_token_tiles` takes.
+    """
+    lists: dict[TokenSizes | None, torch.Tensor | None] = {None: None}
+    for size, tiles in zip(sizes, memory, strict=True):
+        if size is not None and size not in lists:
+            list_token_tiles(aligned, tiles, size)
+            lists[size] = tiles
+    return lists[sizes[0]], lists[sizes[1]]
 
 
 @triton.jit(do_not_specialize=["experts"])

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .gemm import tile_at
 from .token_tiles import MOST_PIECES, PIECE
-from .warps import STAGES, commit_message, next_slot, schedule
+from .warps import STAGES, commit_message, next_slot, renamed, schedule
 
 BOX = gl.constexpr(64)  # tokens of a load
 _ROW = gl.constexpr(128)  # bytes of a row in a step
@@ -145,10 +145,7 @@ def load_tiles(
     row, w_row, pieces = _commit_tile(mail, count, list_of, tile, N, OUT, GATED)
     while tile < tiles:
         count += 1
-        next_tile = tile + 0
-        next_row = row + 0
-        next_w = w_row + 0
-        next_pieces = pieces + 0
+        following = renamed((tile, row, w_row, pieces))
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(EACH * slot)
@@ -165,10 +162,6 @@ def load_tiles(
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = schedule(tile, tiles, counters_ptr, True)
-                next_row, next_w, next_pieces = _commit_tile(mail, count, list_of, next_tile, N,
-                                                             OUT, GATED)  # fmt: skip
-        # (triton 3.6 does not carry a name that is assigned another carried name: + 0.)
-        tile = next_tile + 0
-        row = next_row + 0
-        w_row = next_w + 0
-        pieces = next_pieces + 0
+                following = (next_tile,) + _commit_tile(mail, count, list_of, next_tile, N, OUT,
+                                                        GATED)  # fmt: skip
+        tile, row, w_row, pieces = renamed(following)

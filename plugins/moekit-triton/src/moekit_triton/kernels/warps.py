@@ -59,6 +59,16 @@ def next_slot(slot, phase):
 
 
 @gluon.jit
+def renamed(integers):
+    """Return a tuple of integers under new names: triton 3.6 does not carry a name from one step of
+    a loop to the next that is assigned another carried name."""
+    found = ()
+    for i in gl.static_range(len(integers)):
+        found += (integers[i] + 0,)
+    return found
+
+
+@gluon.jit
 def ring_barriers(EACH: gl.constexpr):
     """Allocate the ring's barriers: EACH that say that a part of a stage is full, and one, empty,
     that both consumer groups have released it. Fence before use."""

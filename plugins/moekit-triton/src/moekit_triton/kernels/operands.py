@@ -1,0 +1,137 @@
+"""What the GEMMs take: the rows of a launch, scales, and what GEMM 1 does with its sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from moekit_kernels.align import SortedAssignments
+from moekit_kernels.numerics import SCALE_GROUP, Activation
+
+from .tiles import GemmConfig
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What GEMM 1 does with its fp32 sums before it stores them.
+
+    Args:
+        activation: the activation to apply.
+        quantize: "none", "group" (one scale per row and 128 columns, written to ``scale``) or
+            "tensor" (by the one value in ``scale``).
+        scale: fp32; see ``quantize``.
+    """
+
+    activation: Activation
+    quantize: str = "none"
+    scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows a launch multiplies, in row blocks of the config's block_m.
+
+    Args:
+        kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K),
+            and each assignment is a block of its own; "batched": ``experts`` are the used rows of
+            each expert, of ``capacity`` rows.
+        experts: int32 or int64.
+        blocks: row blocks.
+        assignments: int32, of "aligned".
+        top_k: assignments that share a row of the input.
+        capacity: rows of each expert in the batched layout.
+        in_order: the output is expert-sorted, not by assignment.
+    """
+
+    kind: str
+    experts: torch.Tensor
+    blocks: int
+    assignments: torch.Tensor | None = None
+    top_k: int = 1
+    capacity: int = 0
+    in_order: bool = False
+
+    @classmethod
+    def aligned(cls, aligned: SortedAssignments, top_k: int = 1, *, in_order: bool = False) -> Rows:
+        """Take the blocks of ``aligned``."""
+        experts, assignments = aligned.experts_B, aligned.assignments_S
+        assert experts is not None
+        return cls("aligned", experts, experts.numel(), assignments, top_k, in_order=in_order)
+
+    @classmethod
+    def direct(cls, ids_RK: torch.Tensor, top_k: int = 1) -> Rows:
+        """Make each assignment of ``ids_RK`` a block."""
+        return cls("direct", ids_RK, ids_RK.numel(), None, top_k)
+
+    @classmethod
+    def batched(cls, counts_L: torch.Tensor, capacity: int, block_m: int) -> Rows:
+        """Take the first counts_L[l] rows of every expert."""
+        blocks = counts_L.numel() * triton.cdiv(capacity, block_m)
+        return cls("batched", counts_L, blocks, capacity=capacity)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """fp32 scales of fp8 blocks.
+
+    Args:
+        w: (L, ceil(rows / 128), ceil(K / 128)), of blocks of 128 x 128 weights.
+        a_GS: (ceil(K / 128), capacity), of groups of 128 columns of a.
+        out_GS: (N / 128, capacity), written: of the activation's result.
+    """
+
+    w: torch.Tensor
+    a_GS: torch.Tensor
+    out_GS: torch.Tensor | None = None
+
+
+class SortedOperands(NamedTuple):
+    """The arguments of `sorted_gemm` for specialized tiles, whose kernels store undefined rows for
+    padding. gated: w holds gate and up, and the result is silu(gate) * up."""
+
+    a_SK: torch.Tensor
+    w_LNK: torch.Tensor
+    out: torch.Tensor
+    aligned: SortedAssignments
+    config: GemmConfig
+    num_assignments: int
+    num_sms: int
+    gated: bool
+    weights_RK: torch.Tensor | None
+    scales: Scales | None
+    x_RK: torch.Tensor | None
+    token_tiles: torch.Tensor | None
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Check shapes and layouts, and return L, the rows of w, N and K."""
+        num_experts, w_rows, k = self.w_LNK.shape
+        n, capacity = w_rows // 2 if self.gated else w_rows, self.aligned.capacity
+        assert self.a_SK.shape == (capacity, k) and self.out.shape == (capacity, n)
+        assert self.w_LNK.is_contiguous() and (self.weights_RK is None or not self.gated)
+        if self.scales is not None:
+            w, a_GS, out_GS = self.scales.w, self.scales.a_GS, self.scales.out_GS
+            groups = triton.cdiv(k, SCALE_GROUP)
+            assert a_GS.shape == (groups, capacity) and a_GS.is_contiguous() and k % 16 == 0
+            assert w.shape == (num_experts, triton.cdiv(w_rows, SCALE_GROUP), groups)
+            assert w.is_contiguous() and groups * capacity < 2**31 and w.numel() < 2**31
+            if self.gated:
+                assert n % SCALE_GROUP == 0 and out_GS is not None and out_GS.is_contiguous()
+                assert out_GS.shape == (n // SCALE_GROUP, capacity)
+        return num_experts, w_rows, n, k
+
+    def launch(self) -> None:
+        """Launch the kernel that serves the tile and the scales. Gluon: only where it is known."""
+        if self.config.token_tile:
+            assert self.x_RK is None and self.token_tiles is not None
+            if self.scales is None:
+                from .specialized_tokens import specialized_tokens_gemm as gemm
+            else:
+                from .specialized_tokens_fp8 import specialized_tokens_fp8_gemm as gemm
+        elif self.scales is None:
+            from .specialized import specialized_gemm as gemm
+        else:
+            assert self.x_RK is None
+            from .specialized_fp8 import specialized_fp8_gemm as gemm
+        gemm(self)
