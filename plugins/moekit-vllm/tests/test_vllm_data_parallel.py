@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 import vllm_collectives  # noqa: E402
 import vllm_models as models  # noqa: E402
+import vllm_plugins  # noqa: E402
 from test_vllm_engine import ONE_PROCESS, assert_same, run  # noqa: E402
 from vllm_engine import PROMPTS  # noqa: E402
 
@@ -31,7 +32,7 @@ def test_ranks_with_their_own_tokens(tmp_path, name, experts, dispatcher) -> Non
     if dispatcher:
         pytest.importorskip("moekit_naive")
     else:
-        vllm_collectives.install(tmp_path)
+        vllm_plugins.install(vllm_collectives, tmp_path)
     model = str(models.save(name, tmp_path / "model"))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

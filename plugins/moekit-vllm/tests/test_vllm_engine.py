@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import zip_longest
@@ -33,21 +34,24 @@ def saved(tmp_path_factory):
 
 
 def run(model: str, engine: dict, modes=("off", "require"), env=None, **more) -> dict:
-    """Return what `vllm_engine.py` prints."""
-    import os
+    """Return what `vllm_engine.py` prints of one model."""
+    return run_each([{"model": model, "modes": modes, "engine": engine, **more}], env)[0]
 
-    asked = json.dumps({"model": model, "modes": modes, "engine": engine, **more})
+
+def run_each(asked: list[dict], env=None) -> list[dict]:
+    """Return what `vllm_engine.py` prints of several, with one process for all."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO", **(env or {})}
     done = subprocess.run(
-        [sys.executable, str(ENGINE), asked],
+        [sys.executable, str(ENGINE), json.dumps(asked)],
         capture_output=True, text=True, timeout=900, env=environment,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert lines, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     answers = json.loads(lines[0].removeprefix("ANSWERS "))
-    for mode, answer in answers.items():
-        answer["text"] = done.stdout + done.stderr
-        assert "error" not in answer or mode in more.get("fails", ()), answer["error"]
+    for each in answers:
+        for answer in each.values():
+            answer["text"] = done.stdout + done.stderr
+            assert "error" not in answer, answer["error"]
     return answers
 
 
@@ -85,6 +89,52 @@ def test_same_tokens(saved, case) -> None:
     assert not found["off"]["log"]
     (line,) = found["require"]["log"]
     assert line.startswith("moekit: ") and "local + torch" in line
+
+
+@pytest.mark.full
+def test_families(saved) -> None:
+    """Models with other routing, activations, shared experts and ways to call vLLM's layer."""
+    asked = [
+        {"model": saved(name), "modes": ["off", "require"], "engine": ONE_PROCESS}
+        for name in models.FAMILIES
+    ]
+    for name, found in zip(models.FAMILIES, run_each(asked), strict=True):
+        assert_same(found["off"]["first"], found["require"]["first"], "float32")
+        assert any("local + torch" in line for line in found["require"]["log"]), name
+
+
+def test_ways_to_serve(saved, tmp_path) -> None:
+    """Cached prefixes, prompts in chunks, and tokens that are guessed and verified."""
+    chunks = {"enable_prefix_caching": True, "max_num_batched_tokens": 16}
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    ours = {"model": saved("qwen3_moe"), "modes": ["require"]}
+    stock, cached, guessed = run_each(
+        [
+            {**ours, "modes": ["off"], "engine": ONE_PROCESS},
+            {**ours, "engine": ONE_PROCESS | chunks, "again": True},
+            {**ours, "engine": ONE_PROCESS | {"speculative_config": guesses}},
+        ]
+    )
+    first = stock["off"]["first"]
+    for found in (cached["require"], guessed["require"]):
+        assert "local + torch" in found["log"][0]
+        assert_same(first, found["first"], "float32")
+    assert_same(first, cached["require"]["again"], "float32")
+
+
+def test_experts_are_written_while_serving(saved, tmp_path) -> None:
+    """`load_weights` of a running model; on CPUs vLLM's other layers cannot be written to."""
+    other = models.with_experts_of(saved("qwen3_moe"), saved("qwen3_moe", 1), tmp_path)
+    both = {"modes": ["require"], "engine": ONE_PROCESS}
+    written, fresh = run_each(
+        [
+            {**both, "model": saved("qwen3_moe"), "load": saved("qwen3_moe", 1)},
+            {**both, "model": str(other), "modes": ["off"]},
+        ]
+    )
+    assert_same(fresh["off"]["first"], written["require"]["loaded"], "float32")
+    with pytest.raises(AssertionError):
+        assert_same(fresh["off"]["first"], written["require"]["first"], "float32")
 
 
 def test_vllm_keeps_its_faster_kernel(saved) -> None:

@@ -213,6 +213,13 @@ def test_weights_of_another_process_stay_with_vllm(monkeypatch, caplog) -> None:
     assert "another process has prepared its weights" in caplog.text
 
 
+def test_weights_on_the_host_stay_with_vllm(monkeypatch, caplog) -> None:
+    moekit_vllm.register()
+    monkeypatch.setattr(standin, "offloader", object())
+    assert made(weights=drawn()).prepared_by_vllm
+    assert "vLLM offloads weights to the host" in caplog.text
+
+
 def test_a_version_without_a_router_for_cpus_keeps_their_layers(monkeypatch, caplog) -> None:
     monkeypatch.delitem(sys.modules, versions._CPU_ROUTER)
     moekit_vllm.register()

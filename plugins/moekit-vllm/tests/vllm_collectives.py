@@ -6,7 +6,6 @@ CPUs has no such methods, so its data parallel engines fail there in their first
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,17 +18,6 @@ def register() -> None:
 
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
-
-
-def install(folder: Path) -> None:
-    """Make an installed package of this module in ``folder``, which PYTHONPATH then names."""
-    (folder / f"{__name__}.py").write_text(Path(__file__).read_text())
-    info = folder / f"{__name__}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {__name__}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\n{__name__} = {__name__}:register\n"
-    )
 
 
 def all_gatherv(

@@ -1,6 +1,6 @@
-"""Run a real vLLM engine on the CPU, and print what it generates as JSON.
+"""Run real vLLM engines on the CPU, and print what they generate as JSON.
 
-    python vllm_engine.py '{"model": DIR, "modes": ["off", "require"], "engine": {...}}'
+    python vllm_engine.py '[{"model": DIR, "modes": ["off", "require"], "engine": {...}}, ...]'
 
 Each mode is one value of MOEKIT_VLLM, with an engine of its own in this process.
 """
@@ -33,12 +33,16 @@ def main() -> None:
     # One process, where vLLM has a choice: the other ones would import everything again.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    answers = {mode: generate(mode, asked) for mode in asked["modes"]}
+    answers = [{mode: generate(mode, each) for mode in each["modes"]} for each in asked]
     print("ANSWERS " + json.dumps(answers), flush=True)
 
 
 def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens and their log probabilities for every prompt, before and after a reload."""
+    """Return tokens and their log probabilities for every prompt, before and after an update.
+
+    asked: "reload" names a checkpoint for vLLM's ``reload_weights``, and "load" one whose experts
+        are written into the model while it serves. "again" asks for the same completions once more.
+    """
     os.environ["MOEKIT_VLLM"] = mode
     import moekit_vllm.hooks
     from moekit_vllm import settings
@@ -56,11 +60,24 @@ def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
     if reload := asked.get("reload"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": reload})
         found["reloaded"] = complete(llm, asked.get("prompts", PROMPTS))
+    if path := asked.get("load"):
+        llm.collective_rpc(load_experts, args=(path,))
+        found["loaded"] = complete(llm, asked.get("prompts", PROMPTS))
+    if asked.get("again"):
+        found["again"] = complete(llm, asked.get("prompts", PROMPTS))
     found["log"] = sorted(settings._said)
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
     return found
+
+
+def load_experts(worker: Any, folder: str) -> None:
+    """Write a checkpoint's experts into a worker's model, as frameworks for RL do."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(f"{folder}/model.safetensors").items()
+    worker.model_runner.model.load_weights((n, t) for n, t in tensors if ".experts." in n)
 
 
 def complete(llm: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:

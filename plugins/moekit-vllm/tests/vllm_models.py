@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 512
 _COMMON = {
@@ -70,17 +72,104 @@ def save_tokenizer(folder: Path) -> None:
     hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+_KV = {"num_key_value_heads": 2}
+_SOME_DENSE = {"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_GROUPS = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
+_FULL = {"sliding_window": 64, "layer_types": ["full_attention", "full_attention"]}
+# The names of the classes of transformers, and their configuration.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": (
+        "Qwen2Moe",
+        _SOME_DENSE | _KV | dict(shared_expert_intermediate_size=96, num_experts=8),
+    ),
+    "olmoe": ("Olmoe", _KV | dict(intermediate_size=64, num_experts=8, num_experts_per_tok=3)),
+    "granitemoe": (
+        "GraniteMoe",
+        _KV | dict(intermediate_size=96, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        _SOME_DENSE | _KV | _GROUPS | dict(n_routed_experts=8, n_shared_experts=1, head_dim=32),
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        dict(intermediate_size=256, moe_intermediate_size=64, moe_num_experts=8, moe_k=2)
+        | dict(moe_num_shared_experts=1, moe_layer_start_index=1, moe_layer_end_index=1)
+        | _KV,
+    ),
+    "dots1": (
+        "Dots1",
+        _SOME_DENSE | _KV | _GROUPS | dict(n_routed_experts=8, n_shared_experts=1, head_dim=32),
+    ),
+    "llama4": (
+        "Llama4",
+        dict(intermediate_size=64, intermediate_size_mlp=256, num_local_experts=4)
+        | dict(num_experts_per_tok=1, interleave_moe_layer_step=1, head_dim=32)
+        | dict(no_rope_layers=[1, 1], attention_chunk_size=512, rope_scaling=None)
+        | _KV,
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _SOME_DENSE
+        | _GROUPS
+        | dict(n_routed_experts=8, n_shared_experts=1, kv_lora_rank=512, q_lora_rank=None)
+        | dict(qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, num_key_value_heads=4)
+        | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        dict(intermediate_size=64, num_experts=4, moe_topk=2, num_shared_expert=1, head_dim=32)
+        | _KV,
+    ),
+    "afmoe": (
+        "Afmoe",
+        dict(num_experts=8, num_dense_layers=1, num_shared_experts=1, score_func="sigmoid")
+        | dict(route_norm=True, route_scale=1.5, n_group=1, topk_group=1, head_dim=32)
+        | _SOME_DENSE | _KV | _FULL,
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        dict(num_experts=8, num_shared_experts=1, n_group=1, topk_group=1, head_dim=32)
+        | dict(first_k_dense_replace=1, mlp_layer_types=["dense", "sparse"])
+        | _SOME_DENSE | _KV | _FULL,
+    ),
+    "lfm2_moe": ("Lfm2Moe", _SOME_DENSE | _KV | _FULL | dict(num_experts=8, num_dense_layers=1)),
+    "cohere2_moe": (
+        "Cohere2Moe",
+        dict(intermediate_size=64, num_experts=8, num_experts_per_tok=2, head_dim=32) | _KV | _FULL,
+    ),
+}  # fmt: skip
+
+
+def family(name: str) -> hf.PreTrainedModel:
+    stem, fields = FAMILIES[name]
+    config = f"{stem}Text" if stem == "Llama4" else stem
+    return getattr(hf, f"{stem}ForCausalLM")(getattr(hf, f"{config}Config")(**_COMMON | fields))
+
+
 MODELS = {m.__name__: m for m in (qwen3_moe, mixtral, deepseek_v2, gpt_oss)}
 
 
 def save(name: str, folder: Path, seed: int = 0) -> Path:
     """Save a model with random weights; its router prefers some experts clearly."""
-    model = MODELS[name]()
+    model = MODELS[name]() if name in MODELS else family(name)
     draw = torch.Generator().manual_seed(seed)
     for path, p in model.named_parameters():
         if p.dim() > 1:
             p.data.normal_(0.0, 0.1, generator=draw)
         else:
             p.data.normal_(float("norm" in path), 0.05, generator=draw)
+    for path, buffer in model.named_buffers():
+        if path.endswith("correction_bias"):
+            buffer.normal_(0.0, 0.05, generator=draw)
     model.save_pretrained(folder)
+    return folder
+
+
+def with_experts_of(model: str, other: str, folder: Path) -> Path:
+    """Save a model with the experts of another one of its kind."""
+    tensors, experts = (load_file(f"{path}/model.safetensors") for path in (model, other))
+    tensors |= {name: tensor for name, tensor in experts.items() if ".experts." in name}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(Path(model, "config.json").read_text())
     return folder

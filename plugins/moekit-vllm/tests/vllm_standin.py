@@ -48,6 +48,13 @@ class RoutedExperts(nn.Module):
             setattr(self, name, nn.Parameter(value, requires_grad=False))
 
 
+class NoopOffloader:
+    pass
+
+
+offloader: object = NoopOffloader()
+
+
 class ModelRoutedExperts(RoutedExperts):
     """A model's own class."""
 
@@ -101,6 +108,10 @@ def modules() -> dict[str, ModuleType]:
             "get_forward_context": lambda: SimpleNamespace(no_compile_layers=here.running)
         },
         "vllm.model_executor.utils": {"is_weights_pre_processed": lambda: here.prepared},
+        "vllm.model_executor.offloader.base": {
+            "NoopOffloader": NoopOffloader,
+            "get_offloader": lambda: here.offloader,
+        },
         f"{fused}.routed_experts": {"RoutedExperts": RoutedExperts},
         f"{fused}.fused_moe_method_base": {"FusedMoEMethodBase": FusedMoEMethodBase},
         f"{fused}.router.cpu_router": {},

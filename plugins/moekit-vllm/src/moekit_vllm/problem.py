@@ -101,6 +101,8 @@ def _refusals(layer: Any) -> list[str]:
     reasons = []
     if config.is_lora_enabled:
         reasons.append("moekit has no LoRA")
+    if versions.offloads_weights():
+        reasons.append("vLLM offloads weights to the host, and moekit holds its own on the device")
     if torch.device(config.device).type == "cpu" and not versions.routes_on_cpu():
         reasons.append("this version of vLLM chooses experts inside its CPU kernels")
     batches = exchanges_tokens(layer)

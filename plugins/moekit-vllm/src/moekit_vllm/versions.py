@@ -27,6 +27,7 @@ _MODELS = tuple(
 _METHOD = "vllm.model_executor.layers.fused_moe.fused_moe_method_base"
 _CONFIG = "vllm.model_executor.layers.fused_moe.config"
 _CUSTOM_OP = "vllm.model_executor.custom_op"
+_OFFLOADER = "vllm.model_executor.offloader.base"
 _CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
@@ -66,6 +67,12 @@ def prepared_elsewhere() -> bool:
     """Whether vLLM is loading weights that another process has prepared for vLLM's kernels."""
     utils = importlib.import_module("vllm.model_executor.utils")
     return bool(getattr(utils, "is_weights_pre_processed", bool)())  # 0.26 has no such loader
+
+
+def offloads_weights() -> bool:
+    """Whether vLLM keeps weights in the host's memory, and moves them to the device for a call."""
+    offloader = importlib.import_module(_OFFLOADER)
+    return not isinstance(offloader.get_offloader(), offloader.NoopOffloader)
 
 
 def routes_on_cpu() -> bool:
