@@ -31,7 +31,7 @@ def test_replicas_move(tmp_path) -> None:
     assert_same(stock["first"], found["require"]["first"], "float32")
     said = found["require"]["text"]
     assert f", {REDUNDANT} redundant, ep 2 on cpu: local + torch" in said
-    maps = [json.loads(line) for line in re.findall(r"PLACES (.*)", said)]
+    maps = [json.loads(line) for line in re.findall(r"PLACES (\[\[.*?\]\])", said)]
     places = {tuple(layer) for layers in maps for layer in layers}
     assert len(places) > 2, "vLLM has moved no experts"
     assert all(len(layer) == EXPERTS + REDUNDANT for layer in places)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("vllm")
 
@@ -137,6 +139,87 @@ def test_experts_move_between_ranks(name: str, tmp_path: Path) -> None:
         made.path, made.sizes, made.gate[order], made.up[order], made.down[order], made.tensors
     )
     check_output(layer, moved)
+
+
+# -- memory that vLLM takes away, and files that it writes ---------------------------------
+
+
+class Allocated(TorchDispatchMode):
+    """Keeps the memory of all tensors that are made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.storages[storage.data_ptr()] = storage
+        return made
+
+    def discard(self, kept: Iterable[torch.Tensor]) -> None:
+        """Overwrite all but ``kept``."""
+        known = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        for address, storage in self.storages.items():
+            if address not in known:
+                torch.tensor([], dtype=torch.uint8).set_(storage).fill_(0xA5)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "gptq", "ct-mxfp4", "modelopt-fp8"])
+def test_sleep_of_level_2(name: str, tmp_path: Path) -> None:
+    """vLLM takes the memory that it allocated for weights, saves buffers, and loads anew."""
+    format = layers.FORMATS[name]
+    made = files.write(tmp_path, format.packer, format.config, E=layers.E, H=H, I=I)
+    with Allocated() as weights:
+        layer = layers.load(extended(format), made)
+        layer.quant_method.process_weights_after_loading(layer)
+    check_output(layer, made)
+    weights.discard([*layer.buffers(), *made.tensors.values()])
+    with pytest.raises(AssertionError):
+        check_output(layer, made)
+    with_new_parameters(layer, made)
+    check_output(layer, made)
+
+
+def test_sleep_of_level_2_with_another_order_of_experts(half_of_the_experts: Any) -> None:
+    """moekit's table of the order is in that memory, too."""
+    made, layer = half_of_the_experts
+    with Allocated() as weights:
+        move(layer, 0, "round_robin")
+    check_share(layer, made, [0, 2])
+    weights.discard([*layer.buffers(), *made.tensors.values()])
+    with_new_parameters(layer, made)
+    rows = (made.gate[[0, 2]], made.up[[0, 2]], made.down[[0, 2]])
+    check_share(layer, files.Layer(made.path, made.sizes, *rows, made.tensors), [0, 2])
+
+
+# Formats whose packed weights are the loaded ones. Others have other names, which vLLM refuses.
+_AS_LOADED = ("fp8-block", "fp8-block-e8m0", "ct-fp8-block", "ct-fp8-channel", "ct-int8")
+
+
+@pytest.mark.parametrize("name", layers.FORMATS)
+def test_sharded_state(name: str, tmp_path: Path) -> None:
+    """vLLM writes the parameters of a layer to files by their names, and loads them elsewhere."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+    format = layers.FORMATS[name]
+    made = files.write(tmp_path / "hf", format.packer, format.config, E=layers.E, H=H, I=I)
+    layer = layers.load(extended(format), made)
+    layer.quant_method.process_weights_after_loading(layer)
+    ShardedStateLoader.save_model(layer, str(tmp_path))
+    fresh, loader = extended(format), ShardedStateLoader(LoadConfig(load_format="sharded_state"))
+    folder = SimpleNamespace(model=str(tmp_path), model_weights=None)
+    try:
+        loader.load_weights(fresh, folder)
+    except KeyError as error:
+        assert "moekit_" in str(error) and name not in _AS_LOADED
+        return
+    fresh.quant_method.process_weights_after_loading(fresh)
+    check_output(fresh, made)
+    assert name in _AS_LOADED
 
 
 # -- expert maps that change ---------------------------------------------------------------
