@@ -5,7 +5,8 @@
 Each turn is an engine in a process of its own, with MOEKIT_VLLM=off or require. Decode is the time
 of a step of the whole batch: a long completion minus that of one token. Prefill is the time of
 one prompt and its first token. Each time is printed when it is measured, and the report has the
-fastest turn of each. On a GPU the engine captures CUDA graphs of the batches' sizes.
+fastest turn of each. On a GPU the engine captures CUDA graphs of the batches' sizes. With --profile
+each kind's kernels follow that take the longest, by torch's profiler in a run of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=2, help="engines of each kind")
     parser.add_argument("--eager", action="store_true", help="no torch.compile and CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the memory to use")
+    parser.add_argument("--profile", type=int, default=0, help="kernels to list by their time")
     parser.add_argument("--log", help="a file for what the engines say")
     parser.add_argument("--turn", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -119,6 +122,8 @@ def _run(mode: str, log: str) -> dict[str, float]:
                 seconds, name = line.removeprefix("TIME ").strip().split(" ", 1)
                 times[name] = float(seconds)
                 print(f"  {name}: {1e3 * times[name]:.2f} ms", flush=True)
+            elif line.startswith("PROFILE "):
+                print("  " + line.removeprefix("PROFILE ").rstrip(), flush=True)
             elif "moekit: " in line:
                 print("  " + line[line.index("moekit: ") :].rstrip(), flush=True)
     if "DONE\n" not in said:
@@ -170,9 +175,32 @@ def turn(args: argparse.Namespace) -> None:
             short = min(seconds(size, 16, 1) for _ in range(3))
             long = min(seconds(size, 16, args.steps + 1) for _ in range(3))
             print(f"\nTIME {(long - short) / args.steps} decode, batch {size}", flush=True)
+            if args.profile:
+                profile(lambda size=size: seconds(size, 16, args.steps + 1), args.profile)
         seconds(1, args.prefill, 1)
         fastest = min(seconds(1, args.prefill, 1) for _ in range(3))
         print(f"\nTIME {fastest} prefill of {args.prefill}", flush=True)
+        if args.profile:
+            profile(lambda: seconds(1, args.prefill, 1), args.profile)
+
+
+def profile(call: Callable[[], Any], count: int) -> None:
+    """Print the kernels of a call that take the longest; operators of torch without a GPU."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    cuda = torch.cuda.is_available()
+    kind, field = (
+        (ProfilerActivity.CUDA, "self_device_time_total")
+        if cuda
+        else (ProfilerActivity.CPU, "self_cpu_time_total")
+    )
+    with torch.profiler.profile(activities=[kind]) as record:
+        call()
+    rows = [(getattr(row, field) / 1e3, row.count, row.key) for row in record.key_averages()]
+    total = sum(row[0] for row in rows)
+    for ms, calls, name in sorted(rows, reverse=True)[:count]:
+        print(f"PROFILE {ms / total:5.1%} {ms:9.2f} ms {calls:6} x {name[:110]}", flush=True)
 
 
 if __name__ == "__main__":

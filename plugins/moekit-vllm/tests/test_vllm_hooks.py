@@ -213,6 +213,26 @@ def test_weights_of_another_process_stay_with_vllm(monkeypatch, caplog) -> None:
     assert "another process has prepared its weights" in caplog.text
 
 
+def test_kernels_that_cuda_graphs_cannot_hold(monkeypatch, caplog) -> None:
+    moekit_vllm.register()
+    compiled = standin.engine.compilation_config
+    monkeypatch.setattr(compiled, "cudagraph_mode", standin.graphs.PIECEWISE)
+    assert made(weights=drawn()).prepared_by_vllm
+    assert "'torch' cannot be in the CUDA graphs that vLLM captures" in caplog.text
+    monkeypatch.setattr(standin, "engine", None)  # as in a call of `reload_weights`
+    assert not hasattr(made(weights=drawn()), "prepared_by_vllm")
+
+
+def test_an_update_to_another_form_is_an_error() -> None:
+    """CUDA graphs would read the former memory."""
+    moekit_vllm.register()
+    layer = made(weights=drawn())
+    for name, value in drawn(inner=2 * INNER).items():
+        setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+    with pytest.raises(MoekitError, match=r"not with its new weights: .*other shapes"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
 def test_weights_on_the_host_stay_with_vllm(monkeypatch, caplog) -> None:
     moekit_vllm.register()
     monkeypatch.setattr(standin, "offloader", object())

@@ -53,6 +53,8 @@ class NoopOffloader:
 
 
 offloader: object = NoopOffloader()
+graphs = Enum("CUDAGraphMode", ["NONE", "PIECEWISE"])
+engine = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=graphs.NONE))
 
 
 class ModelRoutedExperts(RoutedExperts):
@@ -103,6 +105,7 @@ def modules() -> dict[str, ModuleType]:
     here = sys.modules[__name__]
     fused = "vllm.model_executor.layers.fused_moe"
     contents = {
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: here.engine},
         "vllm.model_executor.custom_op": {"op_registry_oot": op_registry_oot},
         "vllm.forward_context": {
             "get_forward_context": lambda: SimpleNamespace(no_compile_layers=here.running)

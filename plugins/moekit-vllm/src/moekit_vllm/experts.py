@@ -67,13 +67,15 @@ class LayerExperts:
                 kernel = kernel_for(problem, may_leave)
                 packed = kernel.pack(loaded)
                 order = _order(layer, problem)
+                if reasons := _against(kernel, packed, before):
+                    raise Unsupported("; ".join(reasons), reasons)
             del loaded
-            if before is not None and _alike(before.packed, packed):
-                _copy(packed, into=before.packed)
-                made = before
-                made._take(kernel, order)
-            else:
+            if before is None:
                 made = cls(kernel, packed, order, _held(layer, packed))
+            else:
+                made = before
+                _copy(packed, into=made.packed)
+                made._take(kernel, order)
             _hold(layer, made.parameters)
         return made
 
@@ -207,9 +209,21 @@ def _tensors(packed: PackedWeights) -> Mapping[str, Tensor]:
     return {**packed.experts, **packed.shared}
 
 
-def _alike(one: PackedWeights, other: PackedWeights) -> bool:
-    forms = ({n: _form(t) for n, t in _tensors(p).items()} for p in (one, other))
-    return one.backend == other.backend and next(forms) == next(forms)
+def _against(
+    kernel: ModularKernel, packed: PackedWeights, before: LayerExperts | None
+) -> list[str]:
+    """Return why CUDA graphs cannot hold the kernel and its weights; empty if they can."""
+    if before is not None:
+        forms = ({n: _form(t) for n, t in _tensors(p).items()} for p in (before.packed, packed))
+        if before.packed.backend == packed.backend and next(forms) == next(forms):
+            return []
+        return ["its packed weights have other shapes, dtypes or a backend other than before"]
+    specs = (kernel.dispatcher.spec, kernel.experts.spec)
+    unfit = [repr(spec.name) for spec in specs if not spec.graph_safe]
+    if not unfit or not versions.captures_graphs():
+        return []
+    names = " and ".join(unfit)
+    return [f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"]
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

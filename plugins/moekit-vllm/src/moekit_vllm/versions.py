@@ -75,6 +75,13 @@ def offloads_weights() -> bool:
     return not isinstance(offloader.get_offloader(), offloader.NoopOffloader)
 
 
+def captures_graphs() -> bool:
+    """Whether the engine that is loading its model will capture calls in CUDA graphs."""
+    config = importlib.import_module("vllm.config").get_current_vllm_config_or_none()
+    mode = None if config is None else config.compilation_config.cudagraph_mode
+    return mode is not None and mode.name != "NONE"
+
+
 def routes_on_cpu() -> bool:
     """Whether vLLM has a router for CPUs; the CPU kernels of 0.26 choose experts themselves."""
     try:
