@@ -6,9 +6,12 @@
 pairs    every installed dispatcher that moves tokens, bf16 and fp8 blocks: both parts in a graph,
          and each part between events in a graph
 ways     nvlink_ht and nvlink_ll with combine by pull and by push, with 16, 32 and 64 programs
+dedup    nvlink_ht with a row for each token and rank, and with a row for each assignment (as many
+         tokens of one expert each)
 tiles    nvlink_ht with other tiles, one part changed at a time
 kraken   4096 tokens of 4096 columns, one expert each: 33.5 MB of a rank, as in kraken's figures
 stress   1000 eager calls with changing T, delays of random ranks and poisoned memory; 200 replays
+edges    calls whose numbers exceed 2**31, on two streams by turns, and one that a rank refuses
 layers   whole layers (`python -m moekit bench --layers`): Qwen3-30B, DeepSeek-V3
 
 Hidden size 7168, top 8 of 256 experts. Experts return what they get; each dispatcher's output is
@@ -44,6 +47,7 @@ from moekit.plugin import ActivationFormat, DispatcherSpec, Routing, quant, regi
 EXPERTS, TOP_K, HIDDEN = 256, 8, 7168
 DEVICE = "cuda"
 REPEATS, PAIRS = 7, 8
+PROGRAMS = "NVLINK_PAIRS_PROGRAMS"  # for the ranks' processes
 HEAD = "| dispatcher | scheme | T | pair | dispatch | combine | error | buffers MB | SMs |"
 # Of nvlink_ht: part, then programs, tokens, columns, warps, stages.
 TILES = {
@@ -244,7 +248,7 @@ def pairs(name: str, tokens: Sequence[int]) -> None:
 
 def ways(name: str, tokens: Sequence[int]) -> None:
     for combine in ("pull", "push"):
-        for programs in (16, 32, 64):
+        for programs in map(int, os.environ[PROGRAMS].split(",")):
             way = {"MOEKIT_NVLINK_COMBINE": combine, "MOEKIT_NVLINK_SMS": str(programs)}
             label = f"{name} {combine} {programs}"
             for each in tokens:
@@ -268,6 +272,15 @@ def tiles(name: str, tokens: Sequence[int]) -> None:
                 pair = stack.enter_context(made(label, name, each))
                 if pair is not None:
                     pair.line(label, "none")
+
+
+def dedup(name: str, tokens: Sequence[int]) -> None:
+    for each in tokens:
+        for label, count, top_k in (("rank", each, TOP_K), ("assignment", each * TOP_K, 1)):
+            what = f"{name}, a row for each {label}"
+            with made(what, name, count, "none", top_k=top_k) as pair:
+                if pair is not None:
+                    pair.line(what, "none")
 
 
 def kraken(name: str, tokens: Sequence[int]) -> None:
@@ -315,6 +328,32 @@ def stress(name: str, tokens: Sequence[int]) -> None:
             want = x.float() * factor
             wrong += not bool((pair.out.float() - want).norm() <= 2e-2 * want.norm())
         print(f"{name}: rank {rank}: {wrong} of 1200 calls wrong", flush=True)
+
+
+def edges(name: str, tokens: Sequence[int]) -> None:
+    ranks, rank, last, refused = dist.get_world_size(), dist.get_rank(), 2**31 - 5, 6
+    with made(name, name, 128) as pair:
+        if pair is None:
+            return
+        held, wrong, kept = pair.dispatcher._lease.value, 0, []
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for buffer in held.calls.all:
+            flags = buffer.region(held.layout.flags, (3, ranks), torch.int64)
+            flags.fill_(last << 32)
+            buffer.epoch.fill_(last)
+        together()
+        for call in range(12):
+            with torch.cuda.stream(streams[call % 2]):
+                pair.x, pair.out = torch.randn_like(pair.x), torch.zeros_like(pair.x)
+                kept.append((pair.x, pair.out))  # the other stream may still use them
+                if call == refused and rank == ranks - 1:
+                    pair.dispatcher.abort("refused on purpose")
+                    continue
+                pair.combine(pair.dispatch(), copy=True)
+                want = pair.x.float() * pair.factor
+                error = (pair.out.float() - want).norm() / want.norm()
+                wrong += not bool(error.isnan() if call == refused else error <= 2e-2)
+        print(f"{name}: rank {rank}: {wrong} of 12 calls at the edges wrong", flush=True)
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -367,12 +406,13 @@ def movers() -> list[DispatcherSpec]:
 
 
 def main() -> None:
-    names = ("pairs", "ways", "tiles", "kraken", "stress", "layers")
+    names = ("pairs", "ways", "dedup", "tiles", "kraken", "stress", "edges", "layers")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", help=f"some of: {', '.join(names)}; default: all")
-    parser.add_argument("--dispatchers", help="of `pairs`; default: all that are installed")
+    parser.add_argument("--dispatchers", help="default: all that are installed")
+    parser.add_argument("--programs", default="16,32,64", help="of `ways`")
     parser.add_argument("--tokens", default="16,128,4096")
     parser.add_argument("--seconds", type=int, default=75, help="for each group of lines")
     args = parser.parse_args()
@@ -383,9 +423,11 @@ def main() -> None:
     parts, tokens = args.parts or names, [int(each) for each in args.tokens.split(",")]
     installed = [spec.name for spec in movers() if not spec.missing()]
     chosen = args.dispatchers.split(",") if args.dispatchers else installed
-    own = [name for name in ("nvlink_ht", "nvlink_ll") if name in installed]
-    jobs = [("stress", name) for name in own] + [("pairs", name) for name in chosen]
-    jobs += [("ways", name) for name in own] + [("kraken", "nvlink_ht"), ("tiles", "nvlink_ht")]
+    own = [name for name in ("nvlink_ht", "nvlink_ll") if name in installed and name in chosen]
+    os.environ[PROGRAMS] = args.programs
+    jobs = [(part, name) for part in ("edges", "stress") for name in own]
+    jobs += [("pairs", name) for name in chosen] + [("ways", name) for name in own]
+    jobs += [(part, "nvlink_ht") for part in ("dedup", "kraken", "tiles")]
     print(f"torch {torch.__version__}, {torch.cuda.device_count()} x "
           f"{torch.cuda.get_device_name()}, dispatchers {', '.join(installed)}\n")  # fmt: skip
     print(f"{HEAD}\n{'|---' * HEAD.count(' | ')}|---|", flush=True)
