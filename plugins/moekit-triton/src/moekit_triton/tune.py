@@ -286,7 +286,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--token-tiles", action="store_true",
-        help="also try the swap-AB tiles of large GEMMs, which have not run on a GPU yet",
+        help="also try the swap-AB tiles of large GEMMs, which no table or rule chooses yet",
     )  # fmt: skip
     args = parser.parse_args(argv)
     args.problems = {
