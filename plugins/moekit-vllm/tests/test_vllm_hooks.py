@@ -14,6 +14,7 @@ import torch
 import vllm_standin as standin
 from moekit_vllm import describe, experts, hooks, problem, settings, versions
 from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from tuned_tables import make_table, write_table
 
 import moekit
@@ -171,6 +172,7 @@ LEFT = {
         {},
         "all2all_backend='deepep_low_latency'",
     ),
+    "prompts": (dict(pcp_size=2, ep_size=2, use_ep=True), {}, "prefill context parallelism"),
     "hash": (dict(dp_size=2), {"hash_indices_table": 1}, "routes by token ids"),
     "activation": (dict(activation="swiglu_of_tomorrow"), {}, "'swiglu_of_tomorrow'"),
     "beta": (
@@ -346,6 +348,20 @@ def test_a_new_expert_map_is_followed() -> None:
         layer.update_expert_map_info()
         own = layer.next_expert_map[ids.long()]
         assert error(applied(layer, x, topk_weights, ids), want(held, x, topk_weights, own)) < 1e-5
+
+
+def test_a_call_reads_no_values(monkeypatch) -> None:
+    """Tensors without values suffice, so that the host need not wait for the device."""
+    moekit_vllm.register()
+    where = torch.tensor([-1, 0, -1, 1, -1, 2], dtype=torch.int32)
+    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
+    layer = made(config, {n: w[:3].clone() for n, w in drawn().items()}, expert_map=where)
+    computing = layer.quant_method.moekit_experts
+    monkeypatch.setattr(computing, "kernel", lambda x, packed, routing: routing)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x, topk_weights, ids = (mode.from_tensor(t) for t in calls())
+        routing = applied(layer, x, topk_weights.bfloat16(), ids)
+    assert routing.topk_ids.shape == ids.shape and routing.topk_weights.dtype == torch.float32
 
 
 def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:

@@ -87,7 +87,7 @@ def config(E, K, H, inner, activation="silu", **changes):
     """Return what moekit reads of vLLM's FusedMoEConfig and FusedMoEParallelConfig."""
     split = dict(ep_size=1, ep_rank=0, dp_size=1, use_ep=False)
     split |= dict(all2all_backend="allgather_reducescatter")
-    split |= {n: changes.pop(n) for n in list(changes) if n in split or n == "sp_size"}
+    split |= {n: changes.pop(n) for n in list(changes) if n in (*split, "sp_size", "pcp_size")}
     fields = dict(
         num_experts=E, num_logical_experts=E, experts_per_token=K, hidden_dim=H,
         hidden_dim_unpadded=H, intermediate_size_per_partition=inner,

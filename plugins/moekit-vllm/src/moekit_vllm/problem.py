@@ -118,6 +118,11 @@ def _refusals(layer: Any) -> list[str]:
             f"its ranks exchange tokens by all2all_backend={split.all2all_backend!r}; only "
             "'allgather_reducescatter' works beside moekit's experts"
         )
+    if split.use_ep and getattr(split, "pcp_size", 1) > 1:
+        reasons.append(
+            "its ranks split prompts (prefill context parallelism), and only vLLM's own kernels "
+            "exchange their tokens between expert-parallel ranks"
+        )
     if dispatches(layer) and versions.elastic():
         reasons.append(
             "MOEKIT_DISPATCHER's dispatcher stays in its process group: unset MOEKIT_DISPATCHER "
