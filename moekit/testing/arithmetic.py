@@ -23,7 +23,6 @@ from moekit.testing.calls import (
     call,
     check_call,
     pack,
-    same_bits,
 )
 from moekit.testing.cases import ROUTINGS, SIGNED, Case, make_case, random_weights
 from moekit.testing.diagnose import assert_close, check_negative_controls
@@ -44,16 +43,7 @@ _INPUT_FORMS = [
     if wire != QUANTIZED_WIRE or name in WIRE_SCHEMES
     if wire != ROW_SCALES or name in _PER_TENSOR_INPUT  # others always have them
 ]
-_PER_TENSOR_WEIGHTS = sorted(
-    n for n, s in SCHEMES.items() if s.weight is not None and s.weight.per_tensor
-)
 _ACT_ORDER = [n for n, s in SCHEMES.items() if s.weight is not None and s.weight.act_order]
-# Act-order concerns columns, so that its rows are those of the scheme without it.
-_PER_ROW_WEIGHTS = sorted(
-    n
-    for n, s in SCHEMES.items()
-    if s.weight is None or (s.weight.group[0] in (1, -1) and n not in _ACT_ORDER)
-)
 
 
 def one_of_each_kind(schemes: Iterable[str]) -> list[str]:
@@ -289,21 +279,6 @@ class ExpertsNumbers(ExpertsBase):
 
     # -- forms of weights and input -------------------------------------------------------------
 
-    @over("scheme", _PER_ROW_WEIGHTS)
-    def test_interleaved_weights(self, scheme: str) -> None:
-        """Checkpoints whose w13 alternates rows of gate and up, as gpt-oss's does."""
-        gated = sorted(GATED & self._spec().activations)
-        if not gated:
-            self._skip("declares no gated activation")
-        bias = {"has_bias": True} if self._spec().bias else {}
-        main = self._main["activation"]
-        name = main if main in gated else gated[0]
-        problem = self._problem(quant=scheme, activation=name, **bias)
-        kernel, weights = self._compose(problem, self._native), random_weights(problem)
-        plain, mixed = pack(kernel, weights), pack(kernel, cases.interleaved(weights))
-        for tensor, want in zip(mixed.experts.values(), plain.experts.values(), strict=True):
-            assert same_bits(tensor, want)
-
     def test_columns_in_order(self) -> None:
         """Act-order without g_idx for w2 (as tensor parallelism cuts it), for w13, or for both."""
         declared = [name for name in _ACT_ORDER if name in self._spec().schemes]
@@ -314,23 +289,6 @@ class ExpertsNumbers(ExpertsBase):
         for without in (("w2_g_idx",), ("w13_g_idx",), ("w13_g_idx", "w2_g_idx")):
             left: dict[str, Any] = dict.fromkeys(without)
             check_call(kernel, make_case(problem, self._T, weights=replace(weights, **left)))
-
-    @over("scheme", _PER_TENSOR_WEIGHTS)
-    def test_scale_each_for_gate_and_up(self, scheme: str) -> None:
-        """Per-tensor scales of w13 of shape (L, 2): checkpoints quantize gate and up separately."""
-        problem = self._problem(quant=scheme)
-        if not problem.activation.gated:
-            self._skip(f"{problem.activation.name} has no gate")
-        plain = random_weights(problem)
-        assert plain.w13_scale is not None
-        pair = plain.w13_scale.view(-1, 1) * torch.tensor([1.0, 0.5], device=plain.w13.device)
-        weights = replace(plain, w13_scale=pair)
-        case = make_case(problem, self._T, weights=weights)
-        # The oracle, too, must distinguish the scales.
-        assert not torch.allclose(
-            case.reference(), make_case(problem, self._T, weights=plain).reference()
-        )
-        check_call(self._compose(problem, self._native), case)
 
     @over("scheme,wire", _INPUT_FORMS)
     def test_input_form(self, scheme: str, wire: str) -> None:

@@ -25,7 +25,7 @@ from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocation
 
 # The kit's variants of `local`, named by the form in which tokens reach the experts.
 QUANTIZED_WIRE = (
-    "kit_quantized_wire"  # quantized before the "transfer", where the experts take that
+    "kit_quantized_wire"  # quantized before the "transfer", where the experts take that; int32 ids
 )
 ROW_SCALES = "kit_row_scales"  # a per-tensor scale arrives as one per row, which differs by source
 
@@ -92,7 +92,7 @@ def kit_registry(
     copy._added.extend(base._added)
     wire = replace(copy.dispatcher("local"), wire_schemes=WIRE_SCHEMES, priority=-1000)
     dispatchers = (
-        replace(wire, name=QUANTIZED_WIRE, target=f"{__name__}:QuantizedWire"),
+        replace(wire, name=QUANTIZED_WIRE, target=f"{__name__}:QuantizedWire", ids_dtype="int32"),
         replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales", batch_invariant=False),
     )
     for spec in (*dispatchers, *extra):

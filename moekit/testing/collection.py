@@ -65,7 +65,6 @@ def _activation(name: str) -> str:
 _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
     "test_scheme": lambda scheme: _path(scheme),
     "test_batch_invariant_scheme": lambda scheme: _order(scheme),
-    "test_scale_each_for_gate_and_up": lambda scheme: SCHEMES[scheme].weight,
     "test_input_form": lambda scheme, wire: (
         (SCHEMES[scheme].activation, wire) if wire != "other_format" else wire
     ),

@@ -19,6 +19,7 @@ from moekit.testing import cases
 from moekit.testing.arithmetic import ExpertsNumbers, one_of_each_kind
 from moekit.testing.base import over
 from moekit.testing.calls import (
+    QUANTIZED_WIRE,
     bits,
     call,
     check_call,
@@ -120,20 +121,20 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             earlier = [out]
 
     def test_nothing_is_kept(self) -> None:
-        """Calls keep neither the caller's tensors nor their own.
+        """Calls and packing keep neither the caller's tensors nor their own.
 
         A backend may keep what its last call needed, but it must not keep more after more calls.
         """
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         case = make_case(problem, 1 if self._interpreted else 5)
-        packed = pack(kernel, case.weights)
 
         def left(times: int) -> int:
             return measure(case.x.device, lambda: calls(times))[1]
 
         def calls(times: int) -> None:
             for _ in range(times):
+                packed = kernel.pack(case.weights._map(torch.clone))
                 routing = Routing(case.routing.topk_weights.clone(), case.routing.topk_ids.clone())
                 kernel(case.x.clone(), packed, routing)
 
@@ -255,10 +256,12 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         assert_close(out, case.reference(), problem, case=case)
 
     def test_int32_ids(self) -> None:
+        """From the caller, and from dispatchers whose ids have 32 bits."""
         problem = self._problem()
         case = make_case(problem, self._T, "masked")
         ids = replace(case.routing, topk_ids=case.routing.topk_ids.int())
-        check_call(self._compose(problem, self._native), replace(case, routing=ids))
+        for dispatcher in (self._native, QUANTIZED_WIRE):
+            check_call(self._compose(problem, dispatcher), replace(case, routing=ids))
 
     def test_bad_input_leaves_nothing_behind(self) -> None:
         """A refused call raises a MoekitError, and the next call is right."""

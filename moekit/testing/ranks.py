@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
+from moekit.discovery.footprint import Footprint
 from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel
@@ -425,6 +426,8 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
         f"rank {rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
         "rest in buffer_bytes() or transient_bytes()",
     )
+    if job.spec.footprint is not None and not r.alone:
+        _check_footprint(r, job.spec.footprint(r.problem))
     r.kernel.destroy()
     kept: list[ModularKernel] = []
 
@@ -450,6 +453,21 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     live = min(measure(device, compose_and_destroy)[1] for _ in range(times))
     r.expect(live <= slack(device, 0), f"rank {rank}: {live} bytes stay allocated after destroy()")
     r.finish()
+
+
+def _check_footprint(r: Rank, said: Footprint) -> None:
+    """Record a fault if the dispatcher needs more than its spec's footprint says."""
+    made, most = r.kernel.dispatcher, r.problem.max_num_tokens
+    assert most is not None
+    for what, bytes_or_rows, needed in (
+        ("rows", said.rows, made.max_rows(most)),
+        ("bytes of buffers", said.buffer_bytes, made.buffer_bytes()),
+        ("bytes for a call", said.transient, made.transient_bytes(most)),
+    ):
+        r.expect(
+            bytes_or_rows >= needed,
+            f"the spec's footprint says {bytes_or_rows} {what}, and the dispatcher {needed}",
+        )
 
 
 def batch_invariant(rank: int, world_size: int, job: Job, sequence: Iterable[Call]) -> None:

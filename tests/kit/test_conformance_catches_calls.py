@@ -68,6 +68,15 @@ class KeepsInputs(Plain):
 
 
 @killed_by("test_nothing_is_kept", says="bytes are left")
+class KeepsWeights(Plain):
+    """Keeps all weights that it has packed."""
+
+    def pack(self, weights):
+        self.__dict__.setdefault("kept", []).append(weights)
+        return super().pack(weights)
+
+
+@killed_by("test_nothing_is_kept", says="bytes are left")
 class KeepsOutputs(Plain):
     """Keeps a copy of every result."""
 
@@ -157,6 +166,15 @@ def in_whole_tiles(rows):
     room = rows.untyped_storage().nbytes() // rows.itemsize - rows.storage_offset()
     whole = min(-(-N // 16) * 16, room // columns)
     torch.as_strided(rows, (whole, columns), (columns, 1), rows.storage_offset())[N:] = 0
+
+
+@killed_by("test_int32_ids", says="relative error|exact zeros|shape|size")
+class IdsOf64Bits(Plain):
+    """Reads the memory of ids as int64."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = tokens.topk_ids.view(torch.int64)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
 
 
 @killed_by("test_strided_input")

@@ -292,6 +292,45 @@ class RowsOfOwnTokens(Skips):
         return torch.arange(len(ids))[:, None] < most
 
 
+@killed_by("test_top_1")
+class TopOneUnweighted(Plain):
+    """Takes the weight of a token's only expert to be 1."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.top_k == 1:
+            tokens = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_every_token_to_every_expert")
+class EveryExpertInOrder(Plain):
+    """Takes weights in the order of the experts if each token has all of them."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids = tokens.topk_ids
+        if ids.shape[1] == self.problem.num_local_experts:
+            ids = torch.where(ids < 0, -1, torch.arange(ids.shape[1])).to(ids)
+        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+
+@killed_by("test_replicas")
+class LogicalExperts(Skips):
+    """Drops the assignments of replicas."""
+
+    def kept(self, ids, tokens):
+        return ids < self.problem.num_experts
+
+
+@killed_by("test_tensor_parallel_slices")
+class GateOfAllSlices(Plain):
+    """Looks for the up projection behind the gates of all tensor-parallel ranks."""
+
+    def pack(self, weights):
+        p = self.problem
+        more = p.intermediate_size - p.local_intermediate_size
+        return super().pack(replace(weights, w13=weights.w13.roll(more, dims=1)))
+
+
 class DropsBiases(Plain):
     """Drops biases where `dropped`."""
 

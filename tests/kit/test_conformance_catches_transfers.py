@@ -11,6 +11,7 @@ from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
 from moekit import Routing
+from moekit.discovery.footprint import Footprint
 from moekit.runtime.overlap import Pending
 
 # -- what travels ------------------------------------------------------------------------
@@ -261,6 +262,15 @@ class QuantizedUnstated(NaiveDispatcher):
         return tokens
 
 
+def small_footprint(problem):
+    return Footprint(rows=problem.max_num_tokens, buffers={}, transient=0, source="a guess")
+
+
+def test_footprint_of_less_than_it_needs():
+    test, says = "test_memory_is_stated", "footprint says 32 rows, and the dispatcher 128"
+    caught_naive(NaiveDispatcher, test, 4, says=says, footprint=small_footprint)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -270,4 +280,4 @@ class QuantizedUnstated(NaiveDispatcher):
     ],
 )
 def test_memory(wrong, says):
-    caught_naive(wrong, "test_memory_is_stated", 4, says=says)
+    caught_naive(wrong, "test_memory_is_stated", 4, says=says, footprint=None)
