@@ -99,8 +99,9 @@ def test_families(saved) -> None:
         for name in models.FAMILIES
     ]
     for name, found in zip(models.FAMILIES, run_each(asked), strict=True):
+        print(name)  # pytest shows the last one if it fails
         assert_same(found["off"]["first"], found["require"]["first"], "float32")
-        assert any("local + torch" in line for line in found["require"]["log"]), name
+        assert any("local + torch" in line for line in found["require"]["log"])
 
 
 def test_ways_to_serve(saved, tmp_path) -> None:

@@ -205,6 +205,7 @@ def test_vllm_keeps_a_layer(monkeypatch, caplog, why, mode) -> None:
     for layer in layers:
         assert layer.prepared_by_vllm and applied(layer, *calls()) == "vLLM's own"
         assert layer.quant_method.maybe_make_prepare_finalize() == "vLLM's dispatcher"
+        assert layer.quant_method.get_fused_moe_quant_config(layer) == "vLLM's scales"
         assert layer.quant_method.is_monolithic == (why == "method")
 
 

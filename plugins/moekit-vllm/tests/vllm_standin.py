@@ -71,6 +71,9 @@ class FusedMoEMethodBase:
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         return "vLLM's own"
 
+    def get_fused_moe_quant_config(self, layer):
+        return "vLLM's scales"
+
     def maybe_make_prepare_finalize(self):
         return "vLLM's dispatcher"
 

@@ -80,8 +80,7 @@ def _extended(stock: Any) -> Any:
             if self.moekit_experts is None:
                 super().process_weights_after_loading(layer)
                 return
-            # vLLM would read scales from parameters that the layer no longer has.
-            self.moe_quant_config = versions.no_quant_config()
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             if online:
                 setattr(layer, _QUANTIZED, True)
 
@@ -101,6 +100,15 @@ def _extended(stock: Any) -> Any:
             if torch.compiler.is_compiling():
                 return torch.ops.moekit.vllm_experts(x, topk_weights, topk_ids, layer.layer_name)
             return experts(x, topk_weights, topk_ids)
+
+        def get_fused_moe_quant_config(self, layer: Any) -> Any:
+            """Return what vLLM's kernel and its warm-up of DeepGEMM read of the layer.
+
+            vLLM's method would look for scales among parameters that the layer no longer has.
+            """
+            if self.moekit_experts is not None:
+                return versions.no_quant_config()
+            return super().get_fused_moe_quant_config(layer)
 
         @property
         def is_monolithic(self) -> bool:
