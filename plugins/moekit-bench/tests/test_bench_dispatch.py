@@ -16,6 +16,7 @@ from moekit_bench.codec import merge
 from moekit_bench.dispatch import measure_dispatch
 from moekit_bench.ranks import Task
 from moekit_bench.records import DispatcherCell
+from moekit_bench.timer import first_fault, from_all_ranks
 
 import moekit
 from moekit.cli.main import main
@@ -224,3 +225,15 @@ def test_under_torchrun(tmp_path):
     assert "# moekit bench --dispatch" in outputs[0][0] and outputs[1][0] == ""
     data = json.loads(file.read_text())
     assert data["ranks"] == 2 and data["cells"][0]["dispatchers"][0]["right"]
+
+
+def told_by_ranks(rank, world_size):
+    """What this rank hears of all, where torch has no numpy."""
+    torch.Tensor.numpy = None  # this process's alone, which ends with the test
+    return from_all_ranks("a longer text" * rank), first_fault("" if rank == 0 else "it broke")
+
+
+def test_ranks_tell_each_other_without_numpy():
+    with RankPool(2) as ranks:
+        for texts, fault in ranks.run(told_by_ranks):
+            assert texts == ["", "a longer text"] and fault == "it broke"

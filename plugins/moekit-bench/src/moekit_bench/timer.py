@@ -7,6 +7,7 @@ several of them in turns. docs/bench.md says how times are taken.
 from __future__ import annotations
 
 import gc
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -332,7 +333,15 @@ def first_fault(fault: str) -> str:
 
 
 def from_all_ranks(value: T) -> list[T]:
-    """Return the values of all ranks of the default process group. Collective."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Return the values of all ranks of the default process group. Collective.
+
+    `torch.distributed.all_gather_object` does the same, but needs numpy, which may be missing.
+    """
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    most = max(int(size) for size in sizes)
+    every = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(every, torch.nn.functional.pad(mine, (0, most - len(mine))))
+    both = zip(every, sizes, strict=True)
+    return [pickle.loads(bytes(each[: int(size)].tolist())) for each, size in both]
