@@ -68,6 +68,10 @@ class Selection:
         notes = [ranking.note] if ranking.note else []
         for best in ranking.candidates[:1]:
             notes += best.notes(self.problem)
+        if self.problem.parallel.moves_tokens and not any(
+            spec.moves_tokens for spec in self.backends.dispatchers.values()
+        ):
+            notes.append("no dispatcher that moves tokens is installed: pip install moekit-naive")
         rejected = (*self.rejected_dispatchers.values(), *self.rejected_experts.values())
         return Explanation(
             self.problem,
@@ -104,8 +108,10 @@ class Selection:
         return (self.dispatcher if spec.kind == "dispatcher" else self.experts).name is not None
 
     def why_not(self) -> str:
-        """Return a line for each rejected backend, and for each plugin at fault."""
-        return "\n  ".join([*self.explanation().refusals(), *self.backends.faults()])
+        """Return a line for each rejected backend and each plugin at fault, and what is missing."""
+        found = self.explanation()
+        notes = [found.note] if found.note and found.chosen is None else []
+        return "\n  ".join([*found.refusals(), *self.backends.faults(), *notes])
 
 
 def judge(

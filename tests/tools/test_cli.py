@@ -190,6 +190,19 @@ def check(problem):
     assert "too slow" not in out and "\n  2 others cannot run it" in out
 
 
+def test_explain_says_what_moves_tokens(only, capsys) -> None:
+    """Where no installed package has such a dispatcher, as after `pip install .`."""
+    said = "no dispatcher that moves tokens is installed: pip install moekit-naive"
+    assert main(["explain", *SIZES, "--device", "cpu", "--ep", "2"]) == 1
+    assert said in capsys.readouterr().out
+    parallel = moekit.ParallelConfig(ep_size=2, dp_size=1)
+    problem = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
+    assert said not in moekit.explain(moekit.MoEProblem(**problem, parallel=parallel)).note
+    parallel = moekit.ParallelConfig(ep_size=2)
+    with pytest.raises(moekit.errors.NoBackend, match=said):
+        moekit.compose(moekit.MoEProblem(**problem, parallel=parallel))
+
+
 def test_explain_names_a_check_that_fails(only, capsys) -> None:
     fakes = only("weak")
     fakes.install("weak", offers("a", more=", check=lambda problem: 1 / 0"))
