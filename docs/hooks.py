@@ -80,7 +80,7 @@ def plot(file: Path, heading: str) -> str:
     """Return an SVG of the times in the table under ``heading``: one panel per value of column 1.
 
     Without a column in front of T there is one panel. The vertical axis is the fastest time of a
-    row divided by the contestant's time.
+    row divided by the column's time.
     """
     import matplotlib
 
