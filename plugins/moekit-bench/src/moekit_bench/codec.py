@@ -35,27 +35,14 @@ def merged_by(merge: Callable[[Sequence[Any]], Any], key: str = "", **options: A
     return field(metadata={"merge": merge, **({"key": key} if key else {})}, **options)
 
 
-def median(values: Sequence[float | None]) -> float | None:
-    """Return the median, or None if a rank has no value."""
-    return None if None in values else statistics.median(v for v in values if v is not None)
+def _known(reduce: Callable[[Any], Any]) -> Callable[[Sequence[Any]], Any]:
+    """Return ``reduce`` for the values of all ranks; its result is None if a rank has no value."""
+    return lambda values: None if None in values else reduce(values)
 
 
-def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean, or None if a rank has no value."""
-    return None if None in values else statistics.fmean(v for v in values if v is not None)
-
-
-def worst(values: Sequence[Any]) -> Any:
-    """Return the largest value, or None if a rank has no value."""
-    return None if None in values else max(values)
-
-
-def widest(spreads: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
-    """Return the range that holds all ranges, or None if a rank has none."""
-    known = [spread for spread in spreads if spread is not None]
-    if len(known) < len(spreads):
-        return None
-    return min(s[0] for s in known), max(s[1] for s in known)
+median, mean, worst = _known(statistics.median), _known(statistics.fmean), _known(max)
+# The range that holds all ranges.
+widest = _known(lambda ranges: (min(low for low, _ in ranges), max(high for _, high in ranges)))
 
 
 def merge(records: Sequence[T]) -> T:

@@ -37,22 +37,18 @@ def summarized(run: ExpertsRun) -> ExpertsRun:
     for scheme in distinct(c.scheme for c in run.cells):
         cells = [c for c in run.cells if c.scheme == scheme]
         names = distinct(r.name for c in cells for r in c.results)
-        pickers: dict[str, Picker] = {name: _named(name) for name in names}
-        pickers |= {BEST_MOEKIT: _best_backend, BEST_BASELINE: _best_baseline}
+        pickers = {name: _fastest(name=name) for name in names}
+        pickers |= {BEST_MOEKIT: _fastest(kind=BACKEND), BEST_BASELINE: _best_baseline}
         rows += [_summary_row(scheme, name, pick, cells) for name, pick in pickers.items()]
     return replace(run, summary=tuple(row for row in rows if row.cells))
 
 
-def _named(name: str) -> Picker:
-    return lambda cell: fastest(r for r in cell.results if r.name == name)
+def _fastest(**facts: str) -> Picker:
+    """Return what picks a cell's fastest right result with these fields."""
+    return lambda cell: fastest(r for r in cell.results if facts.items() <= vars(r).items())
 
 
-def _best_backend(cell: ExpertsCell) -> ExpertsResult | None:
-    return fastest(r for r in cell.results if r.kind == BACKEND)
-
-
-def _best_baseline(cell: ExpertsCell) -> ExpertsResult | None:
-    return fastest(r for r in cell.results if r.kind == BASELINE)
+_best_baseline = _fastest(kind=BASELINE)
 
 
 def _summary_row(
@@ -243,7 +239,7 @@ def _panel(panel: Any, cells: Sequence[ExpertsCell]) -> None:
         points = [
             (c.tokens, getattr(r, value))
             for c in cells
-            if (r := _named(name)(c)) is not None and getattr(r, value) is not None
+            if (r := _fastest(name=name)(c)) is not None and getattr(r, value) is not None
         ]
         if points:
             style = "o--" if kind == BASELINE else "o-"
