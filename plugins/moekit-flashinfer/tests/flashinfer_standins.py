@@ -8,6 +8,7 @@ library's place, in this process.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import tempfile
 from collections.abc import Callable
@@ -20,10 +21,14 @@ import torch
 import torch.nn.functional as F
 from moekit_flashinfer import library
 from torch import Tensor
+from torch.utils._device import device_decorator
 
 from moekit.testing import interpreter
 
 interpreter.prepare_once()  # ranks may call from several threads
+
+# A library's tensors are on its device, whatever torch's default device is.
+_on_cpu = functools.partial(device_decorator, torch.device("cpu"))
 
 FP8 = torch.float8_e4m3fn
 GARBAGE = 0xFF  # NaN in every float format, -1 in the integers
@@ -106,6 +111,7 @@ def moe_a2a_get_workspace_size_per_rank(ranks: int, capacity: int, there: int, b
     return _PAYLOAD_OFFSET + _pad(ranks * capacity * there) + _pad(ranks * capacity * back)
 
 
+@_on_cpu
 def moe_a2a_initialize(workspace: Tensor, rank: int, ranks: int, capacity: int) -> Tensor:
     assert workspace.dtype == torch.uint8 and workspace.shape[0] == ranks
     workspace[rank].zero_()
@@ -120,6 +126,7 @@ def _state(workspace: Tensor, rank: int) -> Tensor:
     return workspace[rank, _STATE_OFFSET : _STATE_OFFSET + 4].view(torch.int32)
 
 
+@_on_cpu
 def moe_a2a_dispatch(
     ids: Tensor, payloads: list[Tensor], workspace: Tensor, metainfo: Tensor, most: int, rank: int,
     ranks: int, top_k: int, experts: int,
@@ -170,6 +177,7 @@ def moe_a2a_dispatch(
     return received, _pad(offset)
 
 
+@_on_cpu
 def moe_a2a_combine(
     payload: Tensor, tokens: int, workspace: Tensor, metainfo: Tensor, most: int, rank: int,
     ranks: int, top_k: int, offset: int, in_place: bool = False,
@@ -215,6 +223,7 @@ def _cumsum(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
     return ends, torch.tensor([i for part in lists for i in part], dtype=torch.int32)
 
 
+@_on_cpu
 def _prepare(
     ids: Tensor, weights: Tensor, statics: None, workspace: Tensor, most: int, rank: int,
     ranks: int, experts: int, slots: int, top_k: int,
@@ -233,7 +242,7 @@ def _prepare(
                 first[target].append(token * top_k + targets.index(target))
     everyone = Memory.comm.allgather((ids, weights, to_rank))
     received_ids = torch.full((most * ranks, top_k), slots, dtype=torch.int32)
-    received_weights = torch.full((most * ranks, top_k), float("nan"))
+    received_weights = weights.new_full((most * ranks, top_k), float("nan"))
     arriving, row = [], 0
     for their_ids, their_weights, their_targets in everyone:
         tokens = their_targets[rank]
@@ -256,6 +265,7 @@ def _prepare(
     return info, received_ids, received_weights, None
 
 
+@_on_cpu
 def moe_comm(
     rows: Tensor, send_ends: Tensor, send: Tensor, out: Tensor, receive_ends: Tensor,
     receive: Tensor, workspace: Tensor, rank: int, ranks: int,
@@ -270,6 +280,7 @@ def moe_comm(
         out.view(torch.uint8)[places] = everyone[source][rank]
 
 
+@_on_cpu
 def _alltoallv(x: Tensor, info: Any, workspace: Tensor, rank: int, ranks: int) -> Tensor:
     out = torch.empty(info.local_token_allocation_count, x.shape[1], dtype=x.dtype)
     out.view(torch.uint8).fill_(GARBAGE)
@@ -326,6 +337,7 @@ def _fp8_groups(x: Tensor) -> Tensor:
     return ((groups / scale).to(FP8).float() * scale).flatten(1)
 
 
+@_on_cpu
 def cutlass_fused_moe(
     input: Tensor,
     token_selected_experts: Tensor,

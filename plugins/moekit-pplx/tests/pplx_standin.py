@@ -14,9 +14,15 @@ finds by its own `indices` what came back.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from moekit_pplx.dispatcher import PplxDispatcher
+from torch.utils._device import device_decorator
+
+# A library's tensors are on its device, whatever torch's default device is.
+_on_cpu = functools.partial(device_decorator, torch.device("cpu"))
 
 NUM_SMS = 132
 
@@ -63,6 +69,7 @@ class AllToAll:
 
     # -- dispatch ---------------------------------------------------------------------------
 
+    @_on_cpu
     def dispatch(
         self,
         out_expert_num_tokens,
@@ -149,6 +156,7 @@ class AllToAll:
 
     # -- combine ----------------------------------------------------------------------------
 
+    @_on_cpu
     def combine(self, out_tokens, indices, weights, expert_y, bound_m, do_send=True, do_recv=True):
         assert bound_m is None
         assert out_tokens.is_contiguous() and out_tokens.dim() == 2

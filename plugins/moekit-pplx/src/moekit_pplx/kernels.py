@@ -28,7 +28,8 @@ def translate(routing: Routing, destinations: Tensor, num_experts: int) -> tuple
     known = (ids >= 0) & (ids < num_experts)
     spare = num_experts + torch.arange(ids.shape[1], device=ids.device)
     sent = destinations[torch.where(known, ids.long(), spare)]
-    sent_weights = torch.where(known, weights, torch.where(ids < 0, 0.0, float("nan")))
+    missing = torch.full_like(weights, float("nan")).masked_fill(ids < 0, 0.0)
+    sent_weights = torch.where(known, weights, missing)
     return sent.view(torch.uint32), sent_weights
 
 
