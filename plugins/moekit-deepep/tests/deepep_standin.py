@@ -264,8 +264,10 @@ class Buffer(_Base):
 
     @staticmethod
     def get_low_latency_rdma_size_hint(tokens, hidden, num_ranks, num_experts):
-        row = max(2 * hidden + 16, hidden // 128 * 4 + 2 * hidden)
-        return -(-(4 * num_experts * (tokens * row + 4) + 512) // 128) * 128
+        there, back = 16 + 2 * hidden, hidden // 128 * 4 + 2 * hidden
+        rows, counts = num_experts * tokens, -(-4 * num_experts // 128) * 128
+        both = max(tokens * there, rows * back) + rows * max(there, back) + counts
+        return (2 * both // 128 + 1) * 128  # two sets, and a signal
 
     def _check_low_latency(self, tokens, hidden, num_experts):
         self._check_open()
