@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -92,7 +92,12 @@ def kit_registry(
     copy._added.extend(base._added)
     wire = replace(copy.dispatcher("local"), wire_schemes=WIRE_SCHEMES, priority=-1000)
     dispatchers = (
-        replace(wire, name=QUANTIZED_WIRE, target=f"{__name__}:QuantizedWire", ids_dtype="int32"),
+        replace(
+            wire,
+            name=QUANTIZED_WIRE,
+            target=f"{__name__}:{QuantizedWire.__name__}",
+            ids_dtype="int32",
+        ),
         replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales", batch_invariant=False),
     )
     for spec in (*dispatchers, *extra):
@@ -152,16 +157,17 @@ def unchanged_process() -> Iterator[None]:
 
 
 @contextmanager
-def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def defaults(dtype: torch.dtype, device: torch.device | None = None) -> Iterator[None]:
     """Change torch's default dtype and device, as engines do while they load and run a model.
 
     Args:
-        device: of the tensors. On the CPU, the default device is another one.
+        device: of the tensors; on the CPU, the default device is another one. None: leave it.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta" if device.type == "cpu" else device):
+        other = "meta" if device is not None and device.type == "cpu" else device
+        with nullcontext() if other is None else torch.device(other):
             yield
     finally:
         torch.set_default_dtype(before)

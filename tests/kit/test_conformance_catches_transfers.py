@@ -114,20 +114,12 @@ class DefaultDtype(CombineBuffer):
         return torch.zeros(out.shape, device=out.device).index_add_(0, rows, out.float())
 
 
-class DefaultDevice(CombineBuffer):
-    """Combines on torch's default device."""
-
-    def kept(self, out):
-        return torch.empty(out.shape, dtype=out.dtype)
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         (FromItsStorage, "NaN|relative error"),
         (BufferOfInferenceMode, "inference"),
         (DefaultDtype, "same scalar type"),
-        (DefaultDevice, "meta"),
     ],
 )
 def test_what_engines_set(wrong, says):
