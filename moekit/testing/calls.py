@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -157,17 +157,16 @@ def unchanged_process() -> Iterator[None]:
 
 
 @contextmanager
-def defaults(dtype: torch.dtype, device: torch.device | None = None) -> Iterator[None]:
+def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Change torch's default dtype and device, as engines do while they load and run a model.
 
     Args:
-        device: of the tensors; on the CPU, the default device is another one. None: leave it.
+        device: of the tensors. On the CPU, the default device is another one.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        other = "meta" if device is not None and device.type == "cpu" else device
-        with nullcontext() if other is None else torch.device(other):
+        with torch.device("meta" if device.type == "cpu" else device):
             yield
     finally:
         torch.set_default_dtype(before)

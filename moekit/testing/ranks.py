@@ -299,7 +299,7 @@ def calls(
             r.expect(bool(torch.isnan(wide).all()), "wrote outside the given output")
         elif how == "fresh":
             packed, case = r.packed, Inputs(r.problem, T).hold(case)
-            with torch.inference_mode(index % 2 == 0), defaults(torch.float64):
+            with torch.inference_mode(index % 2 == 0), defaults(torch.float64, case.x.device):
                 out = r.kernel(case.x, packed, case.routing)
         else:
             out = call(r.kernel, r.packed, case)

@@ -114,9 +114,17 @@ class DefaultDtype(CombineBuffer):
         return torch.zeros(out.shape, device=out.device).index_add_(0, rows, out.float())
 
 
+class DefaultDevice(CombineBuffer):
+    """Combines on torch's default device."""
+
+    def kept(self, out):
+        return torch.empty(out.shape, dtype=out.dtype)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
+        (DefaultDevice, "meta"),
         (FromItsStorage, "NaN|relative error"),
         (BufferOfInferenceMode, "inference"),
         (DefaultDtype, "same scalar type"),
