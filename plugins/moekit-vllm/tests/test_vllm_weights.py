@@ -20,7 +20,7 @@ from moekit_vllm.problem import problem_of  # noqa: E402
 import moekit  # noqa: E402
 from moekit import ExpertWeights, MoEProblem, ParallelConfig, Routing  # noqa: E402
 from moekit.checkpoint import Checkpoint, load_experts  # noqa: E402
-from moekit.errors import Unsupported  # noqa: E402
+from moekit.errors import MoekitError, Unsupported  # noqa: E402
 from moekit.problem.tolerance import rms_bound  # noqa: E402
 
 H, I = 256, 512
@@ -243,3 +243,22 @@ def test_tensor_scales_with_a_scale_for_each_token(checkpoint: Make) -> None:
     w13, w2 = numbers(read, problem_of(layer, scheme, read))
     assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1))
     assert torch.equal(w2, made.down)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor", "ct-int8", "ct-int4"])
+def test_dummy_scales_of_both_signs(name: str, checkpoint: Make, monkeypatch: Any) -> None:
+    """vLLM draws them around zero with --load-format dummy."""
+    from vllm.config import get_current_vllm_config
+
+    layer = loaded(name, checkpoint(name))
+    scheme, read = readers.read(layer, layer.quant_method)
+    problem = problem_of(layer, scheme, read)
+    right = numbers(read, problem)
+    for found, scale in layer.named_parameters():
+        if "scale" in found:
+            scale.data[::2].neg_()
+    with pytest.raises(MoekitError, match="not finite and positive"):
+        numbers(readers.read(layer, layer.quant_method)[1], problem)
+    monkeypatch.setattr(get_current_vllm_config().load_config, "load_format", "dummy")
+    made = numbers(readers.read(layer, layer.quant_method)[1], problem)
+    assert all(map(torch.equal, made, right))

@@ -54,7 +54,10 @@ class NoopOffloader:
 
 offloader: object = NoopOffloader()
 graphs = Enum("CUDAGraphMode", ["NONE", "PIECEWISE"])
-engine = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=graphs.NONE))
+engine = SimpleNamespace(
+    compilation_config=SimpleNamespace(cudagraph_mode=graphs.NONE),
+    load_config=SimpleNamespace(load_format="auto"),
+)
 
 
 class ModelRoutedExperts(RoutedExperts):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -80,6 +81,13 @@ def captures_graphs() -> bool:
     config = importlib.import_module("vllm.config").get_current_vllm_config_or_none()
     mode = None if config is None else config.compilation_config.cudagraph_mode
     return mode is not None and mode.name != "NONE"
+
+
+def has_dummy_weights() -> bool:
+    """Return whether an engine runs, on random weights (``--load-format dummy``)."""
+    module = sys.modules.get("vllm.config")
+    config = None if module is None else module.get_current_vllm_config_or_none()
+    return config is not None and bool(config.load_config.load_format == "dummy")
 
 
 def routes_on_cpu() -> bool:

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from moekit import ExpertWeights, QuantScheme
 from moekit.errors import Unsupported
+from moekit_vllm import versions
 from moekit_vllm.problem import interleaved
+
+_SIGNED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def refusal(reason: str) -> Unsupported:
@@ -30,8 +33,14 @@ def parameter(layer: Any, name: str) -> Tensor:
 
 
 def pair(layer: Any, suffix: str) -> tuple[Tensor, Tensor]:
-    """Return the parameters ``w13_<suffix>`` and ``w2_<suffix>``."""
-    return parameter(layer, f"w13_{suffix}"), parameter(layer, f"w2_{suffix}")
+    """Return the parameters ``w13_<suffix>`` and ``w2_<suffix>``.
+
+    vLLM draws dummy scales of both signs. Of these, the magnitudes are returned.
+    """
+    both = parameter(layer, f"w13_{suffix}"), parameter(layer, f"w2_{suffix}")
+    if "scale" in suffix and both[0].dtype in _SIGNED and versions.has_dummy_weights():
+        return both[0].abs(), both[1].abs()
+    return both
 
 
 def backend(method: Any, name: str) -> str:
