@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_QWEN3 = {
+QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "torch_dtype": "bfloat16",
@@ -37,16 +37,16 @@ _QWEN3 = {
     "tie_word_embeddings": False,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-30b": _QWEN3
+    "qwen3-30b": QWEN3
     | dict(num_hidden_layers=48, hidden_size=2048, intermediate_size=6144, num_experts=128)
     | dict(num_experts_per_tok=8, moe_intermediate_size=768, num_attention_heads=32)
     | dict(num_key_value_heads=4, head_dim=128, vocab_size=151936),
-    "small": _QWEN3
+    "small": QWEN3
     | dict(num_hidden_layers=8, hidden_size=1024, intermediate_size=3072, num_experts=32)
     | dict(num_experts_per_tok=4, moe_intermediate_size=512, num_attention_heads=16)
     | dict(num_key_value_heads=4, head_dim=64, vocab_size=32000),
 }
-_FP8_BLOCKS = {
+FP8_BLOCKS = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
@@ -138,7 +138,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         return config
     gates = [f"model.layers.{n}.mlp.gate" for n in range(config["num_hidden_layers"])]
     kept = {"modules_to_not_convert": ["lm_head", *gates]}
-    return config | {"quantization_config": _FP8_BLOCKS | kept}
+    return config | {"quantization_config": FP8_BLOCKS | kept}
 
 
 def turn(args: argparse.Namespace) -> None:
