@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +171,36 @@ def test_fp8_blocks_that_tensor_parallelism_cuts(checkpoint: Make) -> None:
         assert int(w2.count_nonzero()) == int(made.down[:, :, mine].count_nonzero())
         total += output(problem, read, x, routing)
     assert layers.relative_rms(total, want) < rms_bound(problem)
+
+
+# -- what moekit knows of vLLM -------------------------------------------------------------
+
+# What a method offers to the rest of vLLM, in 0.26 to 0.33. `Extended` replaces what depends on
+# vLLM's kernel or on parameters that moekit has packed.
+_KNOWN_MEMBERS = {
+    "apply", "apply_monolithic", "create_weights", "get_fused_moe_quant_config",
+    "has_unpadded_output", "is_monolithic", "maybe_make_prepare_finalize", "maybe_roundup_sizes",
+    "method_name", "mk_can_overlap_shared_experts", "select_gemm_impl", "skip_forward_padding",
+    "supports_eplb", "supports_internal_mk", "topk_indices_dtype", "uses_weight_scale_2_pattern",
+}  # fmt: skip
+
+
+def test_methods_offer_nothing_new() -> None:
+    """A version that fails here has a member to read about, and perhaps to replace."""
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+    members = {name for name in vars(FusedMoEMethodBase) if not name.startswith("_")}
+    assert members <= _KNOWN_MEMBERS
+
+
+def test_vllm_has_the_methods_that_are_read() -> None:
+    import vllm.model_executor.layers
+
+    (folder,) = vllm.model_executor.layers.__path__
+    sources = [*Path(folder, "quantization").rglob("*.py"), *Path(folder, "fused_moe").glob("*.py")]
+    defined = {name for f in sources for name in re.findall(r"^class (\w+)", f.read_text(), re.M)}
+    missing = readers.READERS.keys() - defined
+    assert missing == {"CompressedTensorsWNA16MarlinMoEMethod"}  # of 0.26
 
 
 # -- what stays with vLLM --------------------------------------------------------------------

@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import moekit_vllm
-import test_vllm_hooks as one
 import torch
 import torch.distributed as dist
+import vllm_layers as one
 import vllm_standin as standin
 from moekit_vllm import experts, settings, versions, weights
 

@@ -159,8 +159,8 @@ def missing_hooks() -> list[str]:
     try:
         (layer, *_) = layer_classes()
         base = importlib.import_module(_METHOD).FusedMoEMethodBase
-        no_quant_config()
-        replaced_layers()
+        for used in (no_quant_config, replaced_layers, offloads_weights, captures_graphs):
+            used()
     except (ImportError, AttributeError) as error:
         return [f"vLLM has other modules than expected ({type(error).__name__}: {error})"]
     wanted = {layer: ("register_oot",), base: ("apply", "process_weights_after_loading")}
