@@ -27,12 +27,13 @@ from moekit.problem.weights import ExpertWeights
 
 def expert_mlp(x_NH: Tensor, weights: ExpertWeights, expert: int, problem: MoEProblem) -> Tensor:
     """Run one expert on its rows: (N, H) fp32 -> (N, H) fp32. ``weights`` are fp32."""
-    h = x_NH @ weights.w13[expert].T
-    if weights.w13_bias is not None:
-        h = h + weights.w13_bias[expert].float()
-    y = apply_activation(h, problem.activation) @ weights.w2[expert].T
-    if weights.w2_bias is not None:
-        y = y + weights.w2_bias[expert].float()
+    with torch.autocast(x_NH.device.type, enabled=False):
+        h = x_NH @ weights.w13[expert].T
+        if weights.w13_bias is not None:
+            h = h + weights.w13_bias[expert].float()
+        y = apply_activation(h, problem.activation) @ weights.w2[expert].T
+        if weights.w2_bias is not None:
+            y = y + weights.w2_bias[expert].float()
     return y
 
 

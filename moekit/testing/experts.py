@@ -255,6 +255,17 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             out = call(kernel, packed, case)
         assert_close(out, case.reference(), problem, case=case)
 
+    def test_autocast(self) -> None:
+        """torch.autocast changes no number, since the problem names the dtype."""
+        problem = self._precise({})
+        kernel = self._compose(problem, self._native)
+        for num_tokens in (1, self._T):
+            case = make_case(problem, num_tokens)
+            packed, want = pack(kernel, case.weights), case.reference()
+            with torch.autocast(case.x.device.type, dtype=torch.bfloat16):
+                out = call(kernel, packed, case)
+            assert_close(out, want, problem, f"output of T={num_tokens}", case=case)
+
     def test_int32_ids(self) -> None:
         """From the caller, and from dispatchers whose ids have 32 bits."""
         problem = self._problem()

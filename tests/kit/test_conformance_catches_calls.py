@@ -274,6 +274,17 @@ class ScratchOfTheDefaultDevice(Plain):
         super().apply(y, tokens, weights, (total,))
 
 
+@killed_by("test_autocast", says="relative error")
+class ProductsOfAutocast(Plain):
+    """Multiplies in the dtype that torch.autocast chooses."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if torch.is_autocast_enabled(y.device.type):
+            dtype = torch.get_autocast_dtype(y.device.type)
+            tokens = replace(tokens, x=tokens.x.to(dtype).to(tokens.x.dtype))
+        super().apply(y, tokens, weights, workspace)
+
+
 @killed_by("test_repeated_calls", says="inference")
 class ScratchOfInferenceMode(Plain):
     """Keeps scratch of a call in inference mode, which other calls cannot write."""

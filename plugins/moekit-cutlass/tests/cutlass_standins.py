@@ -34,7 +34,11 @@ _GATED = {
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
 }
 
+# torch.autocast does not reach into libraries.
+_AS_IT_IS = torch.autocast("cpu", enabled=False)
 
+
+@_AS_IT_IS
 def quack_gemm_act(
     A: Tensor,
     B: Tensor,
@@ -70,6 +74,7 @@ def quack_gemm_act(
         postact_out[start:end] = out.to(postact_out.dtype)
 
 
+@_AS_IT_IS
 def scaled_grouped_mm(
     a: Tensor,
     b: Tensor,
@@ -96,6 +101,7 @@ def scaled_grouped_mm(
     return out
 
 
+@_AS_IT_IS
 def cutlass_moe_mm(
     out: Tensor,
     a: Tensor,
@@ -147,6 +153,7 @@ def _nibbles(words: Tensor) -> Tensor:
     return torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2)
 
 
+@_AS_IT_IS
 def cutlass_w4a8_moe_mm(
     out: Tensor,
     a: Tensor,

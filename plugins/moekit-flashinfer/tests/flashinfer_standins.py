@@ -338,6 +338,7 @@ def _fp8_groups(x: Tensor) -> Tensor:
 
 
 @_on_cpu
+@torch.autocast("cpu", enabled=False)  # it does not reach into libraries
 def cutlass_fused_moe(
     input: Tensor,
     token_selected_experts: Tensor,
