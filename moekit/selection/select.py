@@ -103,7 +103,7 @@ def compose(
         accept(_COMPOSED, locals())
         selection = judge(problem, dispatcher, experts, backends or registry())
         made = _make_best(selection, group)
-    except MoekitError as error:
+    except Exception as error:
         if moves:  # the other ranks wait for this one's choice
             with suppress(GroupMismatch):
                 same_choice("", group, f"{type(error).__name__}: {message(error)}", peer_timeout)

@@ -10,6 +10,7 @@ import socket
 import pytest
 from group_faults_on_ranks import (
     checked_differs,
+    choosing_fails,
     interrupted,
     interrupted_waiting,
     late,
@@ -80,6 +81,12 @@ def test_checked_on_some_ranks_only(pool) -> None:
     for text, again in pool.run(checked_differs):
         assert "ranks disagree on checked: True on ranks [0], False on ranks [1]" in text
         assert again == "right"
+
+
+def test_a_rank_that_fails_to_choose(pool) -> None:
+    (other, seconds), (own, _) = pool.run(choosing_fails)
+    assert own == "ZeroDivisionError: a fault of moekit"
+    assert "rank" in other and "a fault of moekit" in other and seconds < 15
 
 
 @pytest.mark.parametrize("again", [False, True])

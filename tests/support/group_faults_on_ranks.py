@@ -19,6 +19,7 @@ from moekit.contract import Routing
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.kernel import ModularKernel
 from moekit.runtime.workspace import Workspace
+from moekit.selection import select
 
 E, K, H, INNER, T = 4, 2, 32, 16, 3
 
@@ -183,6 +184,23 @@ def checked_differs(rank: int, world_size: int) -> tuple[str, str]:
     except GroupMismatch as error:
         return str(error), Layer(group, 5.0).call()
     return "no error", ""
+
+
+def choosing_fails(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 1 raises what is no MoekitError while it chooses backends. What all raise, and when."""
+
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("a fault of moekit")
+
+    group, start, judge = dist.new_group(), time.monotonic(), select.judge
+    select.judge = fail if rank == 1 else judge
+    try:
+        Layer(group, 30.0)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    finally:
+        select.judge = judge
+    return "no error", 0.0
 
 
 def never_composes(rank: int, world_size: int, again: bool) -> tuple[str, float]:
