@@ -1,9 +1,9 @@
-"""Time tiles of tokens of moekit-triton's large calls beside today's plans on a GPU.
+"""Time tiles of tokens of moekit-triton's large calls, 16 bits, beside other plans on a GPU.
 
-    python benchmarks/device/triton_middle.py [--cells qwen3-30b:4096 ...] [--quant none fp8_block]
+    python benchmarks/device/triton_middle.py [--cells qwen3-30b:4096 ...]
 
 For every cell: both GEMMs apart, tile by tile (GEMM 1's time includes copying x), then whole blocks
-with today's plan, `sorted_plan`'s, and the best few tiles of both GEMMs. Uniform routing, three
+with the chosen plan, `sorted_plan`'s, and the best few tiles of both GEMMs. Uniform routing, three
 routings in a CUDA graph each; turns of 10 ms, medians of 5, after half a second of work, since
 clocks fall under load. Every plan's result is compared with the fp32 oracle (relative RMS). The
 last table has each cell's fastest plan in the form of the tuned tables. Exit code 1 if a result is
@@ -28,7 +28,7 @@ from moekit_bench import random_weights, shape
 from moekit_triton.calls import Buffers, Call
 from moekit_triton.candidates import Attempt, Step, token_candidates
 from moekit_triton.heuristics import Planner, sorted_plan
-from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.kernels.tiles import GemmConfig, token_tile
 from moekit_triton.packing import pack_weights
 from moekit_triton.plans import Copied, Joined, TilePlan
 from moekit_triton.search import Case, Timer
@@ -41,37 +41,31 @@ from moekit.problem.weights import ExpertWeights
 
 CELLS = ("qwen3-30b:1024", "qwen3-30b:4096", "qwen3-30b:16384", "dsv3-ep8:1024", "dsv3-ep8:4096",
          "mixtral:1024")  # fmt: skip
-LIMITS = {"none": 8e-3, "fp8_block": 9e-2}
+_LIMIT = 8e-3
 _BEST = 2  # tiles of each GEMM that whole blocks are timed with
 _WIDE = {"gemm_1": 2, "gemm_2": 1}  # weight rows of an output column
 
 
 def tiles(problem: MoEProblem, step: Step, groups: Sequence[int] = (1, 4, 8)) -> list[GemmConfig]:
-    """Return the tiles of a GEMM: today's, and all of tokens."""
+    """Return the tiles of a GEMM: `sorted_plan`'s, and all of tokens."""
     usual = sorted_plan(problem, 256.0)
     first = usual.first if step == "gemm_1" else usual.second
-    new = token_candidates(problem, _WIDE[step])
+    new = dict.fromkeys(replace(t, group_m=1) for t in token_candidates(problem, _WIDE[step]))
     wanted = dict.fromkeys(
         replace(tile, group_m=group) for tile in (first, *new) for group in groups
     )
     return list(wanted)
 
 
-def joined_plans(problem: MoEProblem, group: int) -> list[TilePlan]:
-    """Return the plan of both GEMMs in one launch, for 16 bits."""
-    if problem.quant.weight is not None:
-        return []
-    first, second = (
-        next(t for t in tiles(problem, step, [group]) if t.swapped and t.block_n == block_n)
-        for step, block_n in (("gemm_1", 128), ("gemm_2", 256))
-    )
-    return [Joined(first, second)]
+def joined_plan(group: int) -> TilePlan:
+    """Return the plan of both GEMMs in one launch."""
+    return Joined(token_tile(128, group), token_tile(256, group))
 
 
 def calls_of(
     problem: MoEProblem, weights: ExpertWeights, rows: int, routings: int
 ) -> tuple[Case, torch.Tensor]:
-    """Return a cell's calls, whose x is not quantized yet, and the oracle's result of the first."""
+    """Return a cell's calls, and the oracle's result of the first."""
     packed = pack_weights("triton", weights, problem)
     made = Case.make(problem, packed, rows, routings).calls
     x = torch.randn(rows, problem.hidden_size, device="cuda").to(problem.dtype)
@@ -135,7 +129,7 @@ def cell(problem: MoEProblem, weights: ExpertWeights, rows: int, name: str) -> s
     first, second = (best_tiles(case, step, name) for step in ("gemm_1", "gemm_2"))
     usual = sorted_plan(problem, 256.0)
     plans: dict[str, Any] = {
-        "today": Planner(problem).plan(rows, problem.top_k),
+        "chosen": Planner(problem).plan(rows, problem.top_k),
         "sorted": Copied(usual.first, usual.second),
     }
     for i, (one, two) in enumerate(itertools.product(first, second)):
@@ -144,13 +138,13 @@ def cell(problem: MoEProblem, weights: ExpertWeights, rows: int, name: str) -> s
         plans["tokens first"] = Copied(first[0], usual.second)
         plans["tokens second"] = Copied(usual.first, second[0])
     for group in (1, 4, 8):
-        plans |= {f"tokens joined {group}": joined for joined in joined_plans(problem, group)}
+        plans[f"tokens joined {group}"] = joined_plan(group)
     errors = [error_of(plan, case.calls[0], want) for plan in plans.values()]
     us = timed(case, list(plans.values()))
     for took, error, (label, plan) in sorted(
         zip(us, errors, plans.items(), strict=True), key=lambda each: each[0]
     ):
-        right = verdict(f"{name} {label}", error, LIMITS[problem.quant.name])
+        right = verdict(f"{name} {label}", error, _LIMIT)
         groups = f"g{plan.first.group_m} g{plan.second.group_m}"
         say(f"| {name} | {label} | {took:.1f} | {us[0] / took:.3f} | {error:.2e} {right} | "
             f"{plan.describe()} {groups} |")  # fmt: skip
@@ -164,7 +158,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cells", nargs="+", default=CELLS, help="SHAPE:TOKENS")
-    parser.add_argument("--quant", nargs="+", default=["none", "fp8_block"])
     parser.add_argument("--limit", type=int, default=300, help="seconds, after which it ends")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.limit, exit=True)  # a kernel may wait forever
@@ -173,23 +166,23 @@ def main() -> None:
     steps: tuple[Step, ...] = ("gemm_1", "gemm_2")
     names = dict.fromkeys(cell.rsplit(":", 1)[0] for cell in args.cells)
     wanted: dict[MoEProblem, list[Attempt]] = {}
-    for name, scheme in itertools.product(names, args.quant):
-        problem = shape(name).problem(quant=scheme, device="cuda")
+    for name in names:
+        problem = shape(name).problem(device="cuda")
         # Tiles that differ in group_m alone are one kernel.
         found = [Attempt(s, Copied(t, t)) for s in steps for t in tiles(problem, s, groups=[8])]
-        found += [Attempt("gemm_1", plan) for plan in joined_plans(problem, 8)]
+        found.append(Attempt("gemm_1", joined_plan(8)))
         for tokens in tokens_of(args.cells, name):
             found += [Attempt(s, Planner(problem).plan(tokens, problem.top_k)) for s in steps]
         wanted[problem] = found
     compile_attempts_of(wanted)
-    say("\n| cell | what | us | TFLOP/s; or today's time / this | tile; or error | plan |")
+    say("\n| cell | what | us | TFLOP/s; or chosen plan's time / this | tile; or error | plan |")
     say("|---|---|---|---|---|---|")
     lines: list[str] = []
-    for scheme, name in itertools.product(args.quant, names):
-        problem = shape(name).problem(quant=scheme, device="cuda")
+    for name in names:
+        problem = shape(name).problem(device="cuda")
         weights = random_weights(problem, torch.device("cuda"))
         for tokens in tokens_of(args.cells, name):
-            with part(title := f"{name} {scheme} {tokens}"):
+            with part(title := f"{name} {tokens}"):
                 lines.append(cell(problem, weights, tokens, title))
             torch.cuda.empty_cache()
     say("\n".join(["", *lines, f"{len(failures)} failures", *failures]))

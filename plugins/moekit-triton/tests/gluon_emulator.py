@@ -20,7 +20,7 @@ _SECONDS = 20.0
 _ATOMIC = threading.Lock()
 _DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int32": torch.int32,
-    "int64": torch.int64, "fp8e4nv": torch.float8_e4m3fn,
+    "int64": torch.int64,
 }  # fmt: skip
 
 
@@ -53,10 +53,7 @@ class Value:
         return self.data.dtype
 
     def to(self, dtype: Any) -> Value:
-        wanted = _dtype(dtype)
-        if wanted == torch.float8_e4m3fn:  # saturates
-            return Value(self.data.float().clamp(-448, 448).to(wanted))
-        return Value(self.data.to(wanted))
+        return Value(self.data.to(_dtype(dtype)))
 
     def reshape(self, shape: list[int]) -> Value:
         return Value(self.data.reshape(shape))
@@ -67,12 +64,6 @@ class Value:
     def split(self) -> tuple[Value, Value]:
         assert self.data.shape[-1] == 2
         return Value(self.data[..., 0]), Value(self.data[..., 1])
-
-    def broadcast_to(self, shape: list[int]) -> Value:
-        return Value(self.data.broadcast_to(shape))
-
-    def __getitem__(self, at: Any) -> Value:
-        return Value(self.data[at])
 
 
 def _plain(x: Any) -> Any:
@@ -128,9 +119,6 @@ class Shared:
 
     def permute(self, order: Any) -> Shared:
         return Shared(self.data.permute(*order), self.layout)
-
-    def reshape(self, shape: list[int]) -> Shared:
-        return Shared(self.data.view(shape), self.layout)
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
         assert _dtype(dtype) == self.data.dtype and self.data.is_contiguous()
@@ -257,8 +245,6 @@ class _Tma:
 _ASM = {
     "ex2.approx.ftz.f32 $0, $1;": torch.exp2,
     "rcp.approx.ftz.f32 $0, $1;": torch.reciprocal,
-    "mul.rn.f32 $0, $1, $2;": torch.mul,
-    "fma.rn.f32 $0, $1, $2, $3;": lambda x, y, z: x * y + z,
 }
 
 
@@ -306,7 +292,7 @@ class _Language:
         self.load, self.store = _load, _store
         self.minimum, self.maximum = _elementwise(torch.fmin, min), _elementwise(torch.fmax, max)
         self.where = _elementwise(torch.where, lambda c, a, b: a if c else b)
-        self.abs, self.fdiv = _elementwise(torch.abs, abs), _elementwise(torch.div, None)
+        self.abs = _elementwise(torch.abs, abs)
         self.convert_layout = lambda value, *_, **__: value
 
     def program_id(self, axis: int) -> int:
@@ -331,10 +317,6 @@ class _Language:
         return Value(torch.full(shape, value, dtype=_dtype(dtype)))
 
     @staticmethod
-    def full_like(like: Value, value: Any) -> Value:
-        return Value(torch.full_like(like.data, value))
-
-    @staticmethod
     def arange(start: int, end: int, layout: Any = None) -> Value:
         return Value(torch.arange(start, end, dtype=torch.int32))
 
@@ -356,7 +338,7 @@ class _Language:
         if layout == "barriers":
             return Barriers(shape[0])
         memory = torch.empty(shape, dtype=_dtype(dtype))
-        memory.view(torch.uint8).fill_(0x7F if memory.element_size() == 1 else 0xFF)
+        memory.view(torch.uint8).fill_(0xFF)
         return Shared(memory, layout)
 
     @staticmethod

@@ -15,15 +15,9 @@ import torch.nn.functional as F
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
 from moekit_triton.candidates import attempts, sorted_candidates, token_candidates
-from moekit_triton.kernels.operands import Scales
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
-from moekit_triton.kernels.tiles import GemmConfig
-from moekit_triton.kernels.token_tiles import (
-    TokenSizes,
-    list_token_tiles,
-    tile_list_entries,
-    token_sizes,
-)
+from moekit_triton.kernels.tiles import GemmConfig, token_tile
+from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries, tile_tokens
 from moekit_triton.plans import Copied, Joined, plan_from_json
 from triton_checks import check_block, compiled, real_rows, relative, use_plan
 
@@ -46,9 +40,7 @@ def gemm(request, monkeypatch) -> None:
         return
     for name, launcher in (
         ("specialized_tokens", "_launch_gemm"),
-        ("specialized_tokens_fp8", "_launch_gemm"),
         ("specialized_tokens_block", "_launch_block"),
-        ("specialized_fp8", "_launch_gemm"),
     ):
         module = pytest.importorskip(f"moekit_triton.kernels.{name}")
         run = partial(gluon_emulator.launch, getattr(module, launcher)._kernel)
@@ -61,9 +53,8 @@ def problem(device: str) -> MoEProblem:
     )
 
 
-def tile(weights: int, gated: bool, block_k: int = 64) -> GemmConfig:
-    block_n = weights // (2 if gated else 1)
-    return GemmConfig(128, block_n, block_k, group_m=3, specialized=True, swapped=True)
+def tile(weights: int, gated: bool) -> GemmConfig:
+    return token_tile(weights // (2 if gated else 1), group_m=3)
 
 
 def sort(counts: list[int], device: torch.device) -> tuple[SortedAssignments, torch.Tensor]:
@@ -82,16 +73,16 @@ def sort(counts: list[int], device: torch.device) -> tuple[SortedAssignments, to
 
 
 @pytest.mark.parametrize("name", list(COUNTS))
-@pytest.mark.parametrize("sizes", [(128, 16), (128, 32), (256, 32)])
-def test_list(name, sizes, device):
-    (tokens, rest), counts = sizes, COUNTS[name]
+@pytest.mark.parametrize("tokens", [128, 256])
+def test_list(name, tokens, device):
+    counts = COUNTS[name]
     aligned, tiles = sort(counts, device)
-    list_token_tiles(aligned, tiles, TokenSizes(tokens, rest))
+    list_token_tiles(aligned, tiles, tokens)
     want, start = [], 0
     for expert, count in enumerate(counts):
         first, left = start, count
         while left > 0:
-            rows = left if left <= tokens + rest else tokens
+            rows = left if left <= tokens + 32 else tokens
             want.append([first, expert * 32 + -(-rows // 16)])
             first, left = first + rows, left - rows
         start += -(-count // 128) * 128
@@ -130,7 +121,7 @@ def check_gemm(
     """Compare a GEMM with fp32 products; padding rows are NaN, and unused blocks stay so."""
     aligned, tiles = sort(counts, device)
     config, count = tile(weights, gated), aligned.rows_A.numel()
-    list_token_tiles(aligned, tiles, token_sizes(config, gated))
+    list_token_tiles(aligned, tiles, tile_tokens(config, gated))
     real = real_rows(aligned)
     a = torch.full((aligned.capacity, k), torch.nan, dtype=dtype, device=device)
     a[real] = torch.randn(int(real.sum()), k, device=device).to(dtype)
@@ -173,59 +164,6 @@ def compare(
             assert error < limit, f"expert {expert}, {some} rows: relative error {error}"
 
 
-@pytest.mark.parametrize(
-    ("name", "k", "n", "gated", "early"),
-    [
-        ("edges", 320, 200, False, False),
-        ("rests", 128, 264, False, True),
-        ("edges", 320, 384, True, False),
-        ("rests", 128, 256, True, False),
-        ("nothing", 128, 128, True, False),
-    ],
-)
-def test_fp8_gemm(gemm, name, k, n, gated, early, device):
-    """fp8 blocks, against fp32 products and against tiles of 128 rows."""
-    counts = COUNTS[name]
-    aligned, tiles = sort(counts, device)
-    config, count = tile(256, gated, 128), aligned.rows_A.numel()
-    list_token_tiles(aligned, tiles, token_sizes(config, gated))
-    real, capacity = real_rows(aligned), aligned.capacity
-    experts, groups, rows = len(counts), -(-k // 128), n * (2 if gated else 1)
-
-    def fp8(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, device=device) * 100).to(torch.float8_e4m3fn)
-
-    a = torch.where(real[:, None], fp8(capacity, k).float(), torch.nan).to(torch.float8_e4m3fn)
-    a_scale = torch.rand(groups, capacity, device=device).where(real, torch.nan) * 0.02
-    w, w_scale = fp8(experts, rows, k), torch.rand(experts, -(-rows // 128), groups, device=device)
-    w_scale *= 0.02 * k**-0.5
-    share = torch.rand(count, device=device) * 2 if early else None
-    whole = replace(config, swapped=False, halves=True)
-    outs = []
-    for each in (config, whole):
-        out = torch.full((capacity, n), torch.nan, device=device)
-        out = out.to(torch.float8_e4m3fn if gated else torch.bfloat16)
-        out_scale = torch.full((-(-n // 128), capacity), torch.nan, device=device)
-        scales = Scales(w_scale, a_scale, out_scale if gated else None)
-        sorted_gemm(
-            a, w, out, aligned, each, count, 5, token_tiles=tiles, weights_RK=share,
-            activation=Activation("silu") if gated else None, scales=scales,
-        )  # fmt: skip
-        assert not aligned.counters.any(), "a next call would miss tiles"
-        out = out.float()
-        outs.append(out * widened(out_scale.T, 1, n) if gated else out)
-    of_w = widened(widened(w_scale, 1, rows), 2, k)
-    compare(outs[0], a.float() * widened(a_scale.T, 1, k), w.float() * of_w, aligned, counts,
-            gated, share, 4e-2 if gated else 6e-3)  # fmt: skip
-    if sum(counts):
-        assert relative(outs[0][real], outs[1][real]) < 1e-3
-
-
-def widened(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Return each scale for its 128 values."""
-    return scales.repeat_interleave(128, dim).narrow(dim, 0, size)
-
-
 @pytest.mark.parametrize("name", list(COUNTS))
 @pytest.mark.parametrize("early", [False, True])
 def test_both_gemms(gemm, name, early, device):
@@ -235,7 +173,7 @@ def test_both_gemms(gemm, name, early, device):
     counts, hidden, inner = COUNTS[name], 264, 200
     aligned, tiles = sort(counts, device)
     first, second, count = tile(256, True), tile(256, False), aligned.rows_A.numel()
-    list_token_tiles(aligned, tiles, token_sizes(second))
+    list_token_tiles(aligned, tiles, tile_tokens(second))
     real, capacity = real_rows(aligned), aligned.capacity
 
     def rand(*shape: int) -> torch.Tensor:
@@ -256,17 +194,12 @@ def test_both_gemms(gemm, name, early, device):
 
 
 @pytest.mark.parametrize("weights", [(128, 128), (256, 256), (256, 128)])
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
-def test_experts(specialized, monkeypatch, weights, scheme):
+def test_experts(specialized, monkeypatch, weights):
     """The whole block, with the buffers of the workspace, which overlap."""
-    if scheme == "fp8_block" and weights != (256, 256):
-        pytest.skip("fp8 blocks have one size of tile")
-    block_k = 64 if scheme == "none" else 128
-    first, second = tile(weights[0], True, block_k), tile(weights[1], False, block_k)
-    kinds = (Copied, Joined) if weights == (256, 256) and scheme == "none" else (Copied,)
-    for kind in kinds:
+    first, second = tile(weights[0], True), tile(weights[1], False)
+    for kind in (Copied, Joined) if weights == (256, 256) else (Copied,):
         use_plan(monkeypatch, kind(first, second))
-        check_block(problem("cuda").replace(quant=scheme), 1100)
+        check_block(problem("cuda"), 1100)
 
 
 def test_plan_of_a_table():
@@ -280,19 +213,20 @@ def test_plan_of_a_table():
 
 
 def test_candidates(monkeypatch):
+    """Tiles of tokens are timed for 16 bits, up to 1024 rows an expert."""
     compiled(monkeypatch, triton_version="3.6.0")
     p = problem("sm90")
     for wide in (1, 2):
-        assert not any(t.specialized and t.swapped for t in sorted_candidates(p, wide))
+        assert not any(t.token_tile for t in sorted_candidates(p, wide))
         found = token_candidates(p, wide)
-        assert {token_sizes(t, wide == 2) for t in found} == {(128, 32), (256, 32)}
-        assert token_sizes(replace(found[0], swapped=False)) is None
-        found = token_candidates(p.replace(quant="fp8_block"), wide)
-        assert {token_sizes(t, wide == 2) for t in found} == {(128, 16)}
-    asked = {
-        plan.first.swapped
-        for _, plan in attempts(p, 4096, token_tiles=True)
-        if isinstance(plan, Copied) and plan.first.specialized
-    }
-    assert asked == {True, False}
-    assert not any(plan.first.swapped for _, plan in attempts(p, 4096))
+        assert {tile_tokens(t, wide == 2) for t in found} == {128, 256}
+        assert tile_tokens(replace(found[0], swapped=False)) is None
+
+    def timed(p: MoEProblem, rows: int) -> set[tuple[str, type]]:
+        return {(step, type(plan)) for step, plan in attempts(p, rows) if plan.first.token_tile}
+
+    for rows in (512, 4096):
+        assert timed(p, rows) == {("gemm_1", Copied), ("gemm_2", Copied)}
+    for other in (p.replace(quant="fp8_block"), p.replace(has_bias=True), p.replace(device="sm89")):
+        assert not timed(other, 1024)
+    assert not timed(p, 4100) and not timed(p, 64)

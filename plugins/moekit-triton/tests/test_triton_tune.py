@@ -214,7 +214,7 @@ def test_a_run_whose_time_is_over_is_continued(monkeypatch, tmp_path, capsys) ->
     argv = ["--shapes", "64:2:128:64", "--quant", "none,fp8_block", "--rows", "1,4", "--gpus", "1"]
     argv += ["--out", str(out), "--seconds", "60"]
 
-    def search_plan(job: tune.Job, end: float, token_tiles: bool):
+    def search_plan(job: tune.Job, end: float):
         if len(searched) % 3 == 2:  # the time is over after two
             searched.append(None)
             return None
@@ -232,9 +232,7 @@ def test_a_run_whose_time_is_over_is_continued(monkeypatch, tmp_path, capsys) ->
     monkeypatch.setattr(DeviceSpec, "of", classmethod(lambda cls, device: gpu))
     monkeypatch.setattr(tune, "_pool", lambda workers, devices: ThreadPoolExecutor(1))
     monkeypatch.setattr(tune, "_tune", search_plan)
-    monkeypatch.setattr(
-        tune, "compile_all", lambda sizes, end, token_tiles: compiled.append(list(sizes))
-    )
+    monkeypatch.setattr(tune, "compile_all", lambda sizes, end: compiled.append(list(sizes)))
     assert tune.main(argv) == 1
     assert "1 of 4 plans are left: run it again to continue" in capsys.readouterr().err
     assert [str(job) for job in searched if job] == [
@@ -252,7 +250,7 @@ def test_a_run_whose_time_is_over_is_continued(monkeypatch, tmp_path, capsys) ->
 
 
 def test_nothing_begins_when_the_time_is_over() -> None:
-    assert tune._tune(tune.Job("mixtral", "none", 1.0), time.monotonic() - 1, False) is None
+    assert tune._tune(tune.Job("mixtral", "none", 1.0), time.monotonic() - 1) is None
     assert tune._compile((problem(), []), time.monotonic() - 1) == 0
 
 

@@ -21,8 +21,11 @@ from .capabilities import (
     tma_possible,
 )
 from .heuristics import sorted_wins, sorting_pays
-from .kernels.tiles import CHUNK, GemmConfig
+from .kernels.tiles import CHUNK, GemmConfig, token_tile
 from .plans import Copied, CopiedAhead, Gathered, TilePlan
+
+# Rows per expert up to which tiles of tokens are timed.
+_TOKEN_TILES_MOST = 1024
 
 Step = Literal["gemm_1", "gemm_2"]
 """The methods of a plan that are timed apart."""
@@ -35,9 +38,9 @@ class Attempt(NamedTuple):
     plan: TilePlan
 
 
-def attempts(problem: MoEProblem, rows: int, *, token_tiles: bool = False) -> Iterator[Attempt]:
+def attempts(problem: MoEProblem, rows: int) -> Iterator[Attempt]:
     """Yield what is worth timing for ``rows`` tokens: gathered rows only where expert-sorted rows
-    have not won everywhere, and `token_candidates` if asked for."""
+    have not won everywhere."""
     p, wide = problem, 2 if problem.activation.gated else 1
     per_expert = rows * p.top_k / p.num_experts
     sort = sorting_pays(p, rows, p.top_k)
@@ -50,17 +53,18 @@ def attempts(problem: MoEProblem, rows: int, *, token_tiles: bool = False) -> It
                 yield Attempt("gemm_1", Gathered(tile, tile, False))
             yield Attempt("gemm_2", Gathered(tile, tile, True))
     if sort:
-        for tile in _sorted_tiles(p, wide, token_tiles):
+        for tile in _sorted_tiles(p, per_expert, wide):
             yield Attempt("gemm_1", Copied(tile, tile))
             if tile.specialized and not tile.token_tile and p.quant.weight is None:
                 yield Attempt("gemm_1", CopiedAhead(tile, tile))
-        for tile in _sorted_tiles(p, 1, token_tiles):
+        for tile in _sorted_tiles(p, per_expert, 1):
             yield Attempt("gemm_2", Copied(tile, tile))
 
 
-def _sorted_tiles(problem: MoEProblem, wide: int, token_tiles: bool) -> list[GemmConfig]:
+def _sorted_tiles(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmConfig]:
     usual = sorted_candidates(problem, wide)
-    return usual + token_candidates(problem, wide) if token_tiles else usual
+    of_tokens = per_expert <= _TOKEN_TILES_MOST
+    return usual + token_candidates(problem, wide) if of_tokens else usual
 
 
 def candidates(problem: MoEProblem, per_expert: float, wide: int) -> list[GemmConfig]:
@@ -177,14 +181,12 @@ def sorted_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
 
 
 def token_candidates(problem: MoEProblem, wide: int) -> list[GemmConfig]:
-    """Return specialized swap-AB tiles, see `kernels.token_tiles`: 128 or 256 weight rows."""
-    if not specializable(problem):
+    """Return specialized swap-AB tiles of 16 bits, see `kernels.token_tiles`."""
+    if problem.quant.weight is not None or not specializable(problem):
         return []
-    scaled = problem.quant.weight is not None
-    block_k = SCALE_GROUP if scaled else 64
     return [
-        GemmConfig(128, rows // wide, block_k, group, 8, 4, True, specialized=True, swapped=True)
-        for rows, group in itertools.product((256,) if scaled else (128, 256), (1, 4, 8))
+        token_tile(weights // wide, group)
+        for weights, group in itertools.product((128, 256), (1, 4))
     ]
 
 

@@ -49,7 +49,7 @@ from .kernels.gemv import gemv_down, gemv_up
 from .kernels.operands import Epilogue, Rows, Scales
 from .kernels.sorted_gemm import sorted_gemm
 from .kernels.tiles import GemmConfig, GemvConfig, gemm_config
-from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, token_sizes
+from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, tile_tokens
 
 
 class _Plan:
@@ -364,8 +364,8 @@ class Sorted(_Tiles):
         """Sort the assignments, and list the token tiles of swapped GEMMs."""
         experts = call.layer.problem.num_local_experts
         gated = call.layer.problem.activation.gated
-        sizes = token_sizes(self.first, gated), token_sizes(self.second)
-        if sizes == (None, None):
+        tokens = tile_tokens(self.first, gated), tile_tokens(self.second)
+        if tokens == (None, None):
             counters = self.specialized
             aligned = sort_assignments(call, self.block_m, rows_A=True, counters=counters)
             return aligned, (None, None)
@@ -374,7 +374,7 @@ class Sorted(_Tiles):
         aligned = sort_assignments(
             call, self.block_m, rows_A=True, counters=True, ends_L=ends_L, reserved=sum(entries)
         )
-        return aligned, list_both_token_tiles(aligned, lists, sizes)
+        return aligned, list_both_token_tiles(aligned, lists, tokens)
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input from x: GEMM 1 with the activation."""

@@ -250,12 +250,10 @@ def _key(step: Step, plan: TilePlan) -> Key:
     return step, plan.block_m, Sorted if sorts else type(plan)
 
 
-def fastest_plan(
-    case: Case, rows: int, *, token_tiles: bool = False
-) -> tuple[TilePlan, Timed, Timed] | None:
+def fastest_plan(case: Case, rows: int) -> tuple[TilePlan, Timed, Timed] | None:
     """Search all candidates for ``rows`` tokens; see `Search.settle`."""
     search = Search(case)
-    for attempt in attempts(case.problem, rows, token_tiles=token_tiles):
+    for attempt in attempts(case.problem, rows):
         search.attempt(*attempt)
     search.refine()
     return search.settle()

@@ -88,15 +88,11 @@ def _compile(job: tuple[MoEProblem, list[Attempt]], end: float) -> int:
     return len(wanted)
 
 
-def compile_all(
-    sizes: Iterable[tuple[MoEProblem, int]], end: float = math.inf, *, token_tiles: bool = False
-) -> None:
+def compile_all(sizes: Iterable[tuple[MoEProblem, int]], end: float = math.inf) -> None:
     """Compile all candidates of problems and numbers of rows."""
     wanted: dict[MoEProblem, dict[Attempt, None]] = {}
     for problem, rows in sizes:
-        wanted.setdefault(problem, {}).update(
-            dict.fromkeys(attempts(problem, rows, token_tiles=token_tiles))
-        )
+        wanted.setdefault(problem, {}).update(dict.fromkeys(attempts(problem, rows)))
     compile_attempts_of(wanted, end)
 
 
@@ -173,7 +169,7 @@ class _Weights:
         return cls._packed
 
 
-def _tune(job: Job, end: float, token_tiles: bool) -> dict[str, Any] | None:
+def _tune(job: Job, end: float) -> dict[str, Any] | None:
     """Return the table's entry of a job, with no plan if no tile runs here; None after ``end``, by
     `time.monotonic`."""
     if time.monotonic() > end:
@@ -182,7 +178,7 @@ def _tune(job: Job, end: float, token_tiles: bool) -> dict[str, Any] | None:
     rows, plans = token_count(problem, job.rows), []
     routings = 8 if rows <= 64 else 3 if rows < 4096 else 2
     case = make_case(problem, rows, routings, _Weights.of(job, problem))
-    found = fastest_plan(case, rows, token_tiles=token_tiles)
+    found = fastest_plan(case, rows)
     del case
     if found is not None:
         plan, first, second = found
@@ -284,10 +280,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=seconds, default=math.inf, help="begin no plan after this time"
     )
-    parser.add_argument(
-        "--token-tiles", action="store_true",
-        help="also try the swap-AB tiles of large GEMMs, which no table or rule chooses yet",
-    )  # fmt: skip
     args = parser.parse_args(argv)
     args.problems = {
         (name, scheme): shape(name).problem(quant=scheme, device="sm90")
@@ -361,11 +353,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         compile_all(
             ((p, token_count(p, rows)) for p, rows in problems),
             begin + args.seconds / 2,
-            token_tiles=args.token_tiles,
         )
         with _pool(min(len(devices), len(jobs)), devices) as pool:
             end = begin + args.seconds
-            running = {pool.submit(_tune, job, end, args.token_tiles): job for job in jobs}
+            running = {pool.submit(_tune, job, end): job for job in jobs}
             try:
                 left = _collect(running, table, out)
             except BaseException:

@@ -125,10 +125,7 @@ class SortedOperands(NamedTuple):
         """Launch the kernel that serves the tile and the scales. Gluon: only where it is known."""
         if self.config.token_tile:
             assert self.x_RK is None and self.token_tiles is not None
-            if self.scales is None:
-                from .specialized_tokens import specialized_tokens_gemm as gemm
-            else:
-                from .specialized_tokens_fp8 import specialized_tokens_fp8_gemm as gemm
+            from .specialized_tokens import specialized_tokens_gemm as gemm
         elif self.scales is None:
             from .specialized import specialized_gemm as gemm
         else:

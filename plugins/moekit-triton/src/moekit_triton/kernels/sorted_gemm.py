@@ -56,7 +56,7 @@ def sorted_gemm(
         w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
         out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
         aligned: the sorted assignments; with counters for halves, tiles of tokens and ``x_RK``.
-        config: the tile. Specialized tiles are BLOCK_M x COLUMNS or `token_sizes`, and of the rest
+        config: the tile. Specialized tiles are BLOCK_M x COLUMNS or `tile_tokens`, and of the rest
             only group_m and halves count.
         num_assignments: what ``aligned.assignments_S`` holds for padding.
         num_sms: programs of a persistent or specialized tile.

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .operands import SortedOperands
 from .specialized import STEP
-from .token_tiles import PIECE, most_tiles, token_sizes
+from .token_tiles import PIECE, REST, most_tiles, tile_tokens
 from .token_warps import BOX, load_tiles, on_least_tokens, token_stages
 from .warps import (
     BLOCK_M,
@@ -45,7 +45,6 @@ from .warps import (
     wait_stored,
 )
 
-_REST = gl.constexpr(32)  # most tokens beyond a full tile
 _PART = gl.constexpr(32)  # tokens of a store
 _BLOCK = gl.constexpr(BLOCK_M)
 
@@ -56,21 +55,21 @@ def specialized_tokens_gemm(g: SortedOperands) -> None:
     N is a multiple of 8.
     """
     num_experts, w_rows, n, k = g.sizes()
-    aligned, config, sizes = g.aligned, g.config, token_sizes(g.config, g.gated)
+    aligned, config, tokens = g.aligned, g.config, tile_tokens(g.config, g.gated)
     weights = config.block_n * (2 if g.gated else 1)
-    assert sizes is not None and sizes.rest == _REST.value and sizes.tokens in (128, 256)
+    assert tokens in (128, 256) and g.scales is None
     assert aligned.block_m % BOX.value == 0 and aligned.counters is not None and n % 8 == 0
-    most = most_tiles(g.num_assignments, num_experts, sizes.tokens)
+    most = most_tiles(g.num_assignments, num_experts, tokens)
     if g.gated:
         w = alternating(g.w_LNK, weights)
     else:
         w = descriptor(g.w_LNK.view(num_experts * w_rows, k), weights, 64)
     _launch_gemm(
         (min(most * triton.cdiv(n, config.block_n), g.num_sms),),
-        descriptor(g.a_SK, BOX.value, 64), descriptor(g.a_SK, _REST.value, 64), w,
+        descriptor(g.a_SK, BOX.value, 64), descriptor(g.a_SK, REST.value, 64), w,
         descriptor(g.out, _PART.value, config.block_n // 2),
         g.token_tiles, aligned.assignments_S, aligned.counters, g.weights_RK, n, k,
-        g.num_assignments, config.group_m, GATED=g.gated, WEIGHTS=weights, TOKENS=sizes.tokens,
+        g.num_assignments, config.group_m, GATED=g.gated, WEIGHTS=weights, TOKENS=tokens,
         num_warps=4,
     )  # fmt: skip
 
@@ -226,7 +225,7 @@ def compute_tile(
     col += WHICH * (w_s.shape[1] // 2 if GATED else w_s.shape[1])
     given = (results, (row, col, pieces, steps), memory, barriers, held, done_ptr)
     TOKENS: gl.constexpr = x_s.shape[1]
-    return on_least_tokens(_tile, WHICH, GATED, pieces, given, state, TOKENS, _REST, TOKENS)
+    return on_least_tokens(_tile, WHICH, GATED, pieces, given, state, TOKENS, REST, TOKENS)
 
 
 @gluon.jit
@@ -254,7 +253,7 @@ def _gemm(
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
     BUFFERS: gl.constexpr = 4 if out.block_shape[1] <= 64 else 2
-    w_boxes, w_s, x_s, tokens = token_stages(a, rest, w, WEIGHTS, TOKENS, 1)
+    w_boxes, w_s, x_s, tokens = token_stages(a, rest, w, WEIGHTS, TOKENS)
     buffers = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_shape, out.layout)
     barriers = ring_barriers(1)
     mail = messages(4)
@@ -265,8 +264,8 @@ def _gemm(
         [
             (_consume, (0, results, K, memory, barriers, mail, GATED)),
             (_consume, (1, results, K, memory, barriers, mail, GATED)),
-            (load_tiles, (tokens, None, (w, w_boxes), (tiles_ptr, group_m), counters_ptr, N, K,
-                          barriers, mail, WEIGHTS, 1, GATED)),
+            (load_tiles, (tokens, (w, w_boxes), (tiles_ptr, group_m), counters_ptr, N, K, barriers,
+                          mail, WEIGHTS, GATED)),
         ],
         [4, 1],  # warps of the second and third partition
         [240, 24],  # registers per thread: with the first's 3 * 168 of the launch

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .specialized import STEP
 from .specialized_tokens import alternating, compute_tile, release_tile
 from .tiles import GemmConfig
-from .token_tiles import TokenSizes, most_tiles, token_sizes
+from .token_tiles import REST, most_tiles, tile_tokens
 from .token_warps import listed_tile, load_tokens, load_weights, token_stages
 from .warps import (
     BLOCK_M,
@@ -63,23 +63,22 @@ def specialized_tokens_block(
     s].T, for the sorted rows s.
 
     Arguments are those of `specialized_block`, and ``tiles``, what `list_token_tiles` made for
-    `token_sizes` of the tiles.
+    `tile_tokens` of the tiles.
     """
     num_experts, w_rows, hidden = w13_LNH.shape
     inner, capacity = w_rows // 2, aligned.capacity
     assert x_SH.shape == y_SH.shape == (capacity, hidden) and a_SI.shape == (capacity, inner)
     assert w2_LHI.shape == (num_experts, hidden, inner) and aligned.counters is not None
-    sizes = TokenSizes(_TOKENS.value, 32)
-    assert token_sizes(first, True) == token_sizes(second) == sizes and inner % 8 == 0
+    assert tile_tokens(first, True) == tile_tokens(second) == _TOKENS.value and inner % 8 == 0
     assert aligned.block_m == BLOCK_M and w13_LNH.is_contiguous() and w2_LHI.is_contiguous()
     cols = triton.cdiv(inner, _HALF.value) + triton.cdiv(hidden, _WEIGHTS.value)
     _launch_block(
         (min(most_tiles(num_assignments, num_experts) * cols, num_sms),),
-        descriptor(x_SH, 64, 64), descriptor(x_SH, sizes.rest, 64),
-        alternating(w13_LNH, _WEIGHTS.value), descriptor(a_SI, sizes.rest, _HALF.value // 2),
-        descriptor(a_SI, 64, 64), descriptor(a_SI, sizes.rest, 64),
+        descriptor(x_SH, 64, 64), descriptor(x_SH, REST.value, 64),
+        alternating(w13_LNH, _WEIGHTS.value), descriptor(a_SI, REST.value, _HALF.value // 2),
+        descriptor(a_SI, 64, 64), descriptor(a_SI, REST.value, 64),
         descriptor(w2_LHI.view(num_experts * hidden, inner), _WEIGHTS.value, 64),
-        descriptor(y_SH, sizes.rest, _WEIGHTS.value // 2),
+        descriptor(y_SH, REST.value, _WEIGHTS.value // 2),
         tiles, aligned.assignments_S, aligned.num_rows, aligned.counters, weights_RK, hidden, inner,
         num_assignments, first.group_m, second.group_m, num_warps=4,
     )  # fmt: skip
@@ -192,7 +191,7 @@ def _block(
 ):  # fmt: skip
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
-    w_boxes, w_s, x_s, tokens = token_stages(x, x_rest, w2, _WEIGHTS, _TOKENS, 1)
+    w_boxes, w_s, x_s, tokens = token_stages(x, x_rest, w2, _WEIGHTS, _TOKENS)
     buffers = gl.allocate_shared_memory(y.dtype, [4] + a_out.block_shape, a_out.layout)
     barriers = ring_barriers(1)
     mail = messages(4)

@@ -83,6 +83,14 @@ class GemmConfig(_Tile):
         return " ".join(words + [flag for flag in flags if getattr(self, flag)])
 
 
+def token_tile(block_n: int, group_m: int = 1) -> GemmConfig:
+    """Return the tile of tokens with ``block_n`` output columns."""
+    return GemmConfig(
+        128, block_n, 64, group_m, num_warps=8, num_stages=4, tma=True, specialized=True,
+        swapped=True,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class GemvConfig(_Tile):
     """Launch parameters of a dot product kernel.

@@ -1,20 +1,18 @@
 """Divide every expert's rows into tiles of tokens, for swap-AB over expert-sorted rows.
 
 With tokens on wgmma's N, a tile has as many tokens as its rows need, in pieces of 16. A rest of at
-most ``rest`` rows joins the tile before it, so that no weight tile is read again for a few rows.
+most REST rows joins the tile before it, so that no weight tile is read again for a few rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
-from moekit_kernels.numerics import SCALE_GROUP
 
 from .tiles import GemmConfig
 
@@ -22,26 +20,13 @@ PIECE = tl.constexpr(16)
 """Rows of a piece."""
 MOST_PIECES = tl.constexpr(32)
 """Words hold expert * MOST_PIECES + pieces."""
+REST = tl.constexpr(32)
+"""Most rows that join the tile before."""
 
 
-class TokenSizes(NamedTuple):
-    """How an expert's rows are divided.
-
-    Args:
-        tokens: rows of a full tile, 128 or 256.
-        rest: most rows that join the tile before.
-    """
-
-    tokens: int
-    rest: int
-
-
-def token_sizes(config: GemmConfig, gated: bool = False) -> TokenSizes | None:
-    """Return the sizes for a tile; None for one that is not of tokens."""
-    if not config.token_tile:
-        return None
-    tokens = 128 * 256 // (config.block_n * (2 if gated else 1))
-    return TokenSizes(tokens, 16 if config.block_k == SCALE_GROUP else 32)
+def tile_tokens(config: GemmConfig, gated: bool = False) -> int | None:
+    """Return the rows of a full tile, 128 or 256; None for a tile that is not of tokens."""
+    return 128 * 256 // (config.block_n * (2 if gated else 1)) if config.token_tile else None
 
 
 def most_tiles(num_assignments: int, num_experts: int, tokens: int = 128) -> int:
@@ -54,44 +39,43 @@ def tile_list_entries(num_assignments: int, num_experts: int) -> int:
     return 1 + 2 * most_tiles(num_assignments, num_experts)
 
 
-def list_token_tiles(aligned: SortedAssignments, tiles: torch.Tensor, sizes: TokenSizes) -> None:
+def list_token_tiles(aligned: SortedAssignments, tiles: torch.Tensor, tokens: int) -> None:
     """Fill the list of tiles: their number, then (first row, expert * MOST_PIECES + pieces) each.
 
     Args:
         aligned: the sorted assignments, with ``ends_L``.
         tiles: int32, at least `tile_list_entries` entries.
-        sizes: how rows are divided.
+        tokens: rows of a full tile.
     """
     assert aligned.ends_L is not None and aligned.block_m % 64 == 0
     experts = aligned.ends_L.numel()
     _launch_list(
         (1,), aligned.ends_L, tiles, experts, BLOCK_M=aligned.block_m,
-        TOKENS=sizes.tokens, REST=sizes.rest,
-        BINS=max(int(triton.next_power_of_2(experts)), 32), num_warps=4,
+        TOKENS=tokens, BINS=max(int(triton.next_power_of_2(experts)), 32), num_warps=4,
     )  # fmt: skip
 
 
 def list_both_token_tiles(
     aligned: SortedAssignments,
     memory: Sequence[torch.Tensor],
-    sizes: tuple[TokenSizes | None, TokenSizes | None],
+    tokens: tuple[int | None, int | None],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the lists of both GEMMs, one for both if their ``sizes`` are equal; None without.
+    """Return the lists of both GEMMs, one for both if their ``tokens`` are equal; None without.
 
     memory: for each list what `list_token_tiles` takes.
     """
-    lists: dict[TokenSizes | None, torch.Tensor | None] = {None: None}
-    for size, tiles in zip(sizes, memory, strict=True):
-        if size is not None and size not in lists:
-            list_token_tiles(aligned, tiles, size)
-            lists[size] = tiles
-    return lists[sizes[0]], lists[sizes[1]]
+    lists: dict[int | None, torch.Tensor | None] = {None: None}
+    for each, tiles in zip(tokens, memory, strict=True):
+        if each is not None and each not in lists:
+            list_token_tiles(aligned, tiles, each)
+            lists[each] = tiles
+    return lists[tokens[0]], lists[tokens[1]]
 
 
 @triton.jit(do_not_specialize=["experts"])
 def _list(
-    ends_ptr, tiles_ptr, experts, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, REST: tl.constexpr,
-    BINS: tl.constexpr, PDL: tl.constexpr,
+    ends_ptr, tiles_ptr, experts, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_then_launch_dependents()

@@ -1,6 +1,6 @@
 """What the specialized warps of swap-AB kernels share: see `specialized_tokens` (Gluon, Hopper).
 
-Both operands are loaded in rows of 128 bytes: a step is 64 columns of 16 bits, or 128 of e4m3.
+Both operands are loaded in rows of 128 bytes: a step is 64 columns.
 Tuples group what functions pass on, besides those of `warps`: ``tokens`` is (descriptor of boxes of
 _BOX rows, descriptor of the rest, memory of the boxes, memory of the rest).
 """
@@ -20,18 +20,17 @@ _ROW = gl.constexpr(128)  # bytes of a row in a step
 
 
 @gluon.jit
-def token_stages(a, rest, w, WEIGHTS: gl.constexpr, TOKENS: gl.constexpr, EACH: gl.constexpr):
-    """Allocate the ring for steps of TOKENS tokens, a rest, and EACH boxes of WEIGHTS weight rows.
+def token_stages(a, rest, w, WEIGHTS: gl.constexpr, TOKENS: gl.constexpr):
+    """Allocate the ring for steps of TOKENS tokens, a rest, and WEIGHTS weight rows.
 
     Returns:
-        The memory of weights, by boxes as loaded and by halves as multiplied; of tokens; and
-        ``tokens``.
+        The memory of weights, as loaded and by halves as multiplied; of tokens; and ``tokens``.
     """
     STEP: gl.constexpr = a.block_shape[1]
-    w_boxes = gl.allocate_shared_memory(w.dtype, [EACH * STAGES] + w.block_shape, w.layout)
+    w_boxes = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)
     x_s = gl.allocate_shared_memory(a.dtype, [STAGES, TOKENS, STEP], a.layout)
     rest_s = gl.allocate_shared_memory(a.dtype, [STAGES] + rest.block_shape, rest.layout)
-    w_s = w_boxes._reinterpret(w.dtype, [2 * EACH * STAGES, WEIGHTS // 2, STEP], a.layout)
+    w_s = w_boxes._reinterpret(w.dtype, [2 * STAGES, WEIGHTS // 2, STEP], a.layout)
     x_boxes = x_s._reinterpret(a.dtype, [TOKENS // BOX * STAGES, BOX, STEP], a.layout)
     return w_boxes, w_s, x_s, (a, rest, x_boxes, rest_s)
 
@@ -105,33 +104,29 @@ def _commit_tile(mail, count, list_of, tile, N, OUT: gl.constexpr, GATED: gl.con
 
 @gluon.jit
 def load_weights(w, w_row, k, bar, box):
-    """Load a box of weight rows. With a gate, the descriptor's first dimension is of 8 rows (steps
-    of 64 columns, `alternating`) or of 16 (128, `specialized_tokens_fp8`)."""
+    """Load a box of weight rows. With a gate, the descriptor's first dimension is of 8 rows
+    (`alternating`)."""
     if len(w.block_shape) == 2:
         tma.async_copy_global_to_shared(w, [w_row, k], bar, box)
     else:
-        BLOCK: gl.constexpr = w.block_shape[3] // 8
-        tma.async_copy_global_to_shared(w, [w_row // BLOCK, 0, 0, k], bar, box)
+        tma.async_copy_global_to_shared(w, [w_row // 8, 0, 0, k], bar, box)
 
 
 @gluon.jit
 def load_tiles(
-    tokens, scales, weights, list_of, counters_ptr, N, K, barriers, mail, WEIGHTS: gl.constexpr,
-    EACH: gl.constexpr, GATED: gl.constexpr,
+    tokens, weights, list_of, counters_ptr, N, K, barriers, mail, WEIGHTS: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
-    """Load every tile's operands (the producer warp): its boxes of tokens, their ``scales``
-    (descriptor and memory, or None), and EACH boxes of WEIGHTS weight rows.
+    """Load every tile's operands (the producer warp): its boxes of tokens, and WEIGHTS weight rows.
 
-    A stage becomes full in EACH steps, the first with tokens. The next tile is committed after the
-    first steps of this one, so that no product waits for it.
+    The next tile is committed after the first steps of this one, so that no product waits for it.
     """
     a, _, _, _ = tokens
     w, w_boxes = weights
     tiles_ptr, group_m = list_of
     full, empty = barriers
     STEP: gl.constexpr = a.block_shape[1]
-    OUT: gl.constexpr = EACH * WEIGHTS // 2 if GATED else EACH * WEIGHTS
-    SCALE_BYTES: gl.constexpr = 0 if scales is None else 4 * scales[0].block_shape[1]
+    OUT: gl.constexpr = WEIGHTS // 2 if GATED else WEIGHTS
     row_tiles = gl.load(tiles_ptr)
     col_tiles = gl.cdiv(N, OUT)
     tiles = row_tiles * col_tiles
@@ -148,17 +143,10 @@ def load_tiles(
         following = renamed((tile, row, w_row, pieces))
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
-            bar = full.index(EACH * slot)
+            bar = full.index(slot)
             k = step * STEP
-            load_tokens(tokens, row, k, pieces, bar, slot, WEIGHTS * _ROW + SCALE_BYTES)
-            if scales is not None:
-                tma.async_copy_global_to_shared(scales[0], [step, row], bar, scales[1].index(slot))
-            load_weights(w, w_row, k, bar, w_boxes.index(EACH * slot))
-            for part in gl.static_range(1, EACH):
-                bar = full.index(EACH * slot + part)
-                mbarrier.expect(bar, WEIGHTS * _ROW)
-                part_row = w_row + part * (N if GATED else WEIGHTS)
-                load_weights(w, part_row, k, bar, w_boxes.index(EACH * slot + part))
+            load_tokens(tokens, row, k, pieces, bar, slot, WEIGHTS * _ROW)
+            load_weights(w, w_row, k, bar, w_boxes.index(slot))
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = schedule(tile, tiles, counters_ptr, True)

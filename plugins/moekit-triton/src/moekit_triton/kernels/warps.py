@@ -44,7 +44,6 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float32: gl.float32,
 }
 
 
@@ -206,10 +205,10 @@ def apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding, AXIS: gl.con
 
 
 @gluon.jit
-def add_scaled(acc, product, factor, AXIS: gl.constexpr = 0):
-    """Return acc + product * factor of the row (AXIS 1: column), computed here: LLVM would delay it
-    past the next product, and double the registers of products."""
-    factor = gl.expand_dims(factor, 1 - AXIS).broadcast_to(product.shape)
+def add_scaled(acc, product, factor):
+    """Return acc + product * factor of the row, computed here: LLVM would delay it past the next
+    product, and double the registers of products."""
+    factor = gl.expand_dims(factor, 1).broadcast_to(product.shape)
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", [product, factor, acc], dtype=gl.float32,
         is_pure=False, pack=1)  # fmt: skip
