@@ -210,6 +210,10 @@ def test_plan_of_a_table():
             plan_from_json(plan.to_json() | {"kind": kind})
     joined = Joined(tile(256, True), tile(256, False))
     assert plan_from_json(joined.to_json()) == joined
+    for name, value in (("block_n", 32), ("block_n", 255), ("block_k", 128), ("num_stages", 3)):
+        wrong = plan.first.to_json() | {name: value}
+        with pytest.raises(ValueError, match="first: expected .* 128x64x64 .* or 128x128x64"):
+            plan_from_json(plan.to_json() | {"first": wrong})
 
 
 def test_candidates(monkeypatch):

@@ -48,7 +48,7 @@ from .kernels.gemm import grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
 from .kernels.operands import Epilogue, Rows, Scales
 from .kernels.sorted_gemm import sorted_gemm
-from .kernels.tiles import GemmConfig, GemvConfig, gemm_config
+from .kernels.tiles import GemmConfig, GemvConfig, gemm_config, token_tile
 from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, tile_tokens
 
 
@@ -495,6 +495,12 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
             raise ValueError(f"specialized swapped tiles are for kind='copied', not {kind!r}")
         if kind == Joined.kind and not joinable(first, second):
             raise ValueError("kind='joined' needs swapped tiles of 256 weight rows, or none")
+    for name, tile, sizes in (("first", first, (64, 128)), ("second", second, (128, 256))):
+        known = [token_tile(block_n, tile.group_m) for block_n in sizes]
+        if tile.token_tile and tile not in known:
+            words = " or ".join(each.describe() for each in known)
+            raise ValueError(f"{name}: expected a specialized swapped tile {words}, "
+                             f"got {tile.describe()}")  # fmt: skip
     if kind == Gathered.kind:
         return Gathered(first, second, bool(values["fused"]))
     return _SORTED[kind](first, second)
