@@ -93,7 +93,7 @@ def cells(
                 continue
             per_expert, sort = rows_per_expert(p, tokens), sorting_pays(p, tokens, p.top_k)
             yield Cell(
-                p, tokens, Planner(p, measured=entry.plans).tiles(per_expert, sort=sort),
+                p, tokens, Planner(p, measured=entry.plans, own=True).tiles(per_expert, sort=sort),
                 {name: each.tiles(per_expert, sort=sort) for name, each in planners.items()},
             )  # fmt: skip
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 from moekit_kernels.align import align_capacity
-from moekit_triton import tables
+from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
 from moekit_triton.experts import TritonExperts
 from moekit_triton.heuristics import choose_plan, heuristic, invariant_plan
-from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.kernels.tiles import GemmConfig, token_tile
 from moekit_triton.plans import (
     Batched,
     Copied,
@@ -269,6 +271,78 @@ def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
     buffers = TritonExperts(registry().expert("triton"), p).workspace(rows)
     x_SH = align_capacity(rows * p.top_k, 8, 128) * p.hidden_size
     assert max(math.prod(b.shape) for b in buffers) >= x_SH
+
+
+H100 = DeviceSpec("cuda", (9, 0), "NVIDIA H100 80GB HBM3")
+WIDE = Copied(token_tile(128), token_tile(256))
+NARROW = Copied(token_tile(64), token_tile(128))
+
+
+def tokens(per_expert: float, p: MoEProblem) -> int:
+    return math.ceil(per_expert * p.num_experts / p.top_k)
+
+
+@pytest.mark.parametrize("device", [H100, H200, DeviceSpec("cuda", (9, 0), "NVIDIA H20")])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "inner"),
+    [(16, 4, 6144, 10752), (8, 2, 4096, 12288), (8, 2, 5120, 14336), (40, 8, 1536, 768)],
+)
+def test_tiles_of_tokens_without_a_table(monkeypatch, device, experts, top_k, hidden, inner):
+    """The rules choose them, and older plans of near shapes do not count there."""
+    choose_as_compiled(monkeypatch, triton_version="3.6.0")
+    p = problem(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner,
+                device=device)  # fmt: skip
+    for per_expert, wanted in (
+        (96, WIDE), (128, WIDE), (191, WIDE), (192, NARROW), (256, NARROW), (639, NARROW)
+    ):  # fmt: skip
+        plan = choose_plan(p, tokens(per_expert, p), top_k)
+        # A near shape of the H200's table was measured with such tiles.
+        near = inner != 10752 and plan.first.token_tile and plan.second.token_tile
+        assert plan == wanted or near and device != H100 and per_expert < 192
+        half = choose_plan(p.replace(dtype=torch.float16), tokens(per_expert, p), top_k)
+        assert half == wanted
+    others = (
+        p.replace(quant="fp8_block"), p.replace(has_bias=True), p.replace(activation="gelu"),
+        p.replace(device="sm100"), p.replace(intermediate_size=512), p.replace(dtype=torch.float32),
+        p.replace(hidden_size=hidden + 4),
+    )  # fmt: skip
+    for other in others:
+        plan = choose_plan(other, tokens(256, p), top_k)
+        assert not plan.first.token_tile and not plan.second.token_tile
+    for per_expert in (95, 4096):
+        assert not choose_plan(p, tokens(per_expert - 1, p), top_k).first.token_tile
+    monkeypatch.setattr(capabilities, "_GLUON", False)
+    assert not choose_plan(p, tokens(256, p), top_k).first.token_tile
+
+
+def test_which_measured_plans_count_where_tiles_of_tokens_win(monkeypatch, table) -> None:
+    choose_as_compiled(monkeypatch, triton_version="3.6.0")
+    old = Copied(*(replace(t, swapped=False, block_n=n) for t, n in ((TILE, 128), (TILE, 256))))
+    new = Joined(WIDE.first, replace(WIDE.second, group_m=4))
+
+    def chosen(hidden: int, rows: float, plan: TilePlan, per_expert: float, device=H200):
+        key = tables.table_key(problem(hidden_size=hidden))
+        table(tables.Entry(key, [(rows, plan)]))
+        return choose_plan(problem(device=device), tokens(per_expert, problem()), 2)
+
+    assert chosen(4096, 128.0, old, 128) == old, "this very shape, measured there"
+    assert chosen(4096, 128.0, old, 256) == old
+    assert chosen(4096, 64.0, old, 128) == chosen(4096, 1024.0, old, 128) == WIDE
+    assert chosen(4096, 1024.0, old, 640) == chosen(2048, 256.0, old, 640) == old
+    assert chosen(2048, 128.0, old, 128) == WIDE and chosen(2048, 256.0, old, 256) == NARROW
+    assert chosen(4096, 256.0, old, 256, DeviceSpec("cuda", (9, 0), "NVIDIA H20")) == NARROW
+    for hidden, rows in ((4096, 64.0), (2048, 128.0), (4096, 1024.0)):
+        assert chosen(hidden, rows, new, 200) == new, "it has such tiles"
+
+
+def test_other_kernels_replace_tiles_of_tokens() -> None:
+    """Without specialized warps both the width and the order of tiles are those of others."""
+    for plan in (WIDE, NARROW):
+        other = plan.unspecialized()
+        assert (other.first.block_n, other.second.block_n) == (128, 256)
+        for tile in (other.first, other.second):
+            assert tile.group_m == 8 and not tile.specialized and not tile.swapped
+        assert plan.gathered() == Gathered(other.first, other.second, True)
 
 
 def test_devices_without_a_near_shape_take_the_h200s_plans() -> None:

@@ -28,7 +28,7 @@ from .capabilities import (
     swap_ab_pays,
     tma_possible,
 )
-from .kernels.tiles import CHUNK, GemmConfig, GemvConfig
+from .kernels.tiles import CHUNK, GemmConfig, GemvConfig, token_tile
 from .plans import (
     Batched,
     Copied,
@@ -41,7 +41,7 @@ from .plans import (
     StandardPlan,
     TilePlan,
 )
-from .tables import Measured, measured_plans
+from .tables import Measured, has_shape, measured_plans
 
 # Rows per expert from which expert-sorted rows pay: 16 bits, fp8 blocks.
 _SORTED_FROM, _SORTED_FROM_FP8 = 128, 32
@@ -51,6 +51,9 @@ _COPIED_WIDTH, _COPIED_WIDTH_SPECIALIZED = 1024, 768
 # From so many rows per expert and that width, expert-sorted rows have won wherever tiles can be
 # specialized: 16 bits, fp8 blocks.
 _SORTED_ALWAYS_FROM, _SORTED_ALWAYS_FROM_FP8 = 200, 56
+# Rows per expert from which tiles of tokens win in 16 bits, of 256 weight rows; from which those of
+# 128 weight rows do; and up to which. They were fitted on an H100 and an H200.
+_TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
 # Rows per expert from which GEMM 1 hides the copying; and tiles of GEMM 2 per multiprocessor from
 # which one launch for both GEMMs wins: with fewer, its end dominates.
 _AHEAD_FROM, _JOINED_FROM = 700, 4
@@ -67,7 +70,7 @@ _MOST_SPLITS, _MOST_ADDENDS = 4, 16
 class Planner:
     """Chooses the plans of one layer. Tuned tables are read once, when it is made.
 
-    measured: plans to use in place of the tables'.
+    measured: plans to use in place of the tables', of another shape unless ``own``.
     """
 
     def __init__(
@@ -76,12 +79,15 @@ class Planner:
         *,
         batched: bool = False,
         measured: Sequence[Measured] | None = None,
+        own: bool = False,
     ) -> None:
         self._problem = problem
         self._batched = batched
         if measured is None:
             measured = () if INTERPRETED else measured_plans(problem)
+            own = bool(measured) and has_shape(problem)
         self._measured = measured
+        self._own = own
         self._invariant = invariant_plan(problem) if problem.batch_invariant else None
 
     def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
@@ -107,9 +113,12 @@ class Planner:
 
     def _tiles(self, per_expert: float, sort: bool) -> TilePlan:
         p = self._problem
-        plan = _nearest(p, self._measured, per_expert)
-        if plan is None:
+        found = _nearest(p, self._measured, per_expert)
+        if sort and tokens_win(p, per_expert) and not (found and self._overrules(*found)):
+            return token_plan(per_expert)
+        if found is None:
             return sorted_plan(p, per_expert) if sort else heuristic(p, per_expert)
+        _, plan = found
         if sort:
             gathers = isinstance(plan, Gathered)
             return sorted_plan(p, per_expert) if gathers and sorted_wins(p, per_expert) else plan
@@ -119,6 +128,13 @@ class Planner:
         if p.quant.weight is not None:
             return heuristic(p, per_expert)
         return plan.gathered()
+
+    def _overrules(self, rows: float, plan: TilePlan) -> bool:
+        """Return whether a measured plan counts where tiles of tokens win: if it has such tiles, or
+        was measured there on this device for this very shape. Other plans may be older than these
+        tiles."""
+        here = self._own and tokens_win(self._problem, rows)
+        return here or plan.first.token_tile or plan.second.token_tile
 
 
 def choose_plan(
@@ -163,18 +179,19 @@ def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
 
 def _nearest(
     problem: MoEProblem, measured: Sequence[Measured], per_expert: float
-) -> TilePlan | None:
-    """Return the plan that was measured for the nearest number of rows per expert, log scale."""
+) -> Measured | None:
+    """Return the plan that was measured for the nearest number of rows per expert, log scale, and
+    that number."""
     if not measured:
         return None
     wanted = math.log(max(per_expert, 1e-3))
-    _, plan = min(measured, key=lambda m: abs(math.log(m[0]) - wanted))
+    rows, plan = min(measured, key=lambda m: abs(math.log(m[0]) - wanted))
     if not tma_possible(problem):  # the measured sizes are near these, not equal
         first, second = (replace(tile, tma=False) for tile in (plan.first, plan.second))
         plan = replace(plan, first=first, second=second)
     if isinstance(plan, Gathered):
         plan = replace(plan, fused=plan.fused and fusable(problem, plan.first.block_n))
-    return plan
+    return rows, plan
 
 
 # -- a few tokens -------------------------------------------------------------------------------
@@ -247,7 +264,8 @@ def sorting_pays(problem: MoEProblem, rows: int, top_k: int) -> bool:
     if shared_memory(problem) < HOPPER_SHARED:  # four stages of such tiles need it
         return False
     per_expert = rows * top_k / problem.num_physical_experts
-    return per_expert >= (_SORTED_FROM_FP8 if scaled else _SORTED_FROM) and tma_possible(problem)
+    least = _SORTED_FROM_FP8 if scaled else _SORTED_FROM
+    return (per_expert >= least or tokens_win(problem, per_expert)) and tma_possible(problem)
 
 
 def sorted_wins(problem: MoEProblem, per_expert: float) -> bool:
@@ -255,6 +273,21 @@ def sorted_wins(problem: MoEProblem, per_expert: float) -> bool:
     wide = problem.local_intermediate_size >= _COPIED_WIDTH_SPECIALIZED
     least = _SORTED_ALWAYS_FROM if problem.quant.weight is None else _SORTED_ALWAYS_FROM_FP8
     return per_expert >= least and wide and specializable(problem)
+
+
+def tokens_win(problem: MoEProblem, per_expert: float) -> bool:
+    """Return whether tiles of tokens have won for so many rows per expert, where expert-sorted rows
+    are possible: 16 bits, where x is copied for specialized tiles."""
+    if problem.quant.weight is not None or not _TOKENS_FROM <= per_expert < _TOKENS_BELOW:
+        return False
+    wide = problem.local_intermediate_size >= _COPIED_WIDTH_SPECIALIZED
+    return wide and problem.dtype.itemsize == 2 and specializable(problem)
+
+
+def token_plan(per_expert: float) -> Copied:
+    """Return the plan by tiles of tokens: of 256 weight rows, of 128 for more rows."""
+    weights = 256 if per_expert < _TOKENS_NARROW_FROM else 128
+    return Copied(token_tile(weights // 2), token_tile(weights))
 
 
 def sorted_plan(problem: MoEProblem, per_expert: float) -> Sorted:

@@ -114,6 +114,12 @@ def measured_plans(problem: MoEProblem) -> Sequence[Measured]:
     return ()
 
 
+def has_shape(problem: MoEProblem) -> bool:
+    """Return whether this very shape was measured on the problem's device."""
+    key = table_key(problem)
+    return any(entry.key == key for entry in FILES.known(problem.device.name))
+
+
 def nearest_plans(entries: Sequence[Entry], problem: MoEProblem) -> Sequence[Measured]:
     """Return the plans of the entry that is nearest to ``problem``, none if none is near."""
     wanted = table_key(problem)

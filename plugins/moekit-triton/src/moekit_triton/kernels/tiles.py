@@ -61,18 +61,16 @@ class GemmConfig(_Tile):
         return self.specialized and self.swapped
 
     def unspecialized(self, block_n: int) -> GemmConfig:
-        """Return the nearest tile for other kernels; block_n: in place of a tile of tokens'.
+        """Return the nearest tile for other kernels; block_n: in place of a tile of tokens', whose
+        group_m is not kept either.
 
         With a gate (block_n below 256), registers are too few for persistence.
         """
         if not self.specialized:
             return self
-        block_n = block_n if self.swapped else self.block_n
-        wide = block_n == 256
-        return replace(
-            self, block_n=block_n, specialized=False, swapped=False, persistent=wide,
-            halves=not wide,
-        )  # fmt: skip
+        usual = replace(self, block_n=block_n, group_m=8, swapped=False) if self.swapped else self
+        wide = usual.block_n == 256
+        return replace(usual, specialized=False, persistent=wide, halves=not wide)
 
     def describe(self) -> str:
         """Return for example ``16x128x128 w4 s3 tma``."""
