@@ -282,7 +282,7 @@ def beyond_float16(case: Case, factor: float | None = None) -> Case:
     name = "w2" if case.problem.quant.weight is None else "w2_scale"
     changes = {name: getattr(w, name) * (factor or output_factor(case))}
     return replace(
-        case, weights=replace(w, **changes), routing=Routing(r.topk_weights / 64, r.topk_ids)
+        case, weights=replace(w, **changes), routing=Routing(r.topk_weights / 512, r.topk_ids)
     )
 
 

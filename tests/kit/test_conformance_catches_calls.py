@@ -136,11 +136,11 @@ class IdsAscend(Plain):
 
 @killed_by("test_repeated_calls", says="relative error|NaN|exact zeros")
 class CountsOfTheFirstCall(Batched):
-    """Reads the experts' counts on the host once for each shape."""
+    """Reads the experts' counts on the host once for each 32 rows of a buffer."""
 
     def counts(self, tokens):
         kept = self.__dict__.setdefault("kept", {})
-        return kept.setdefault(tokens.x.shape, super().counts(tokens))
+        return kept.setdefault(-(-tokens.x.shape[1] // 32), super().counts(tokens))
 
 
 @killed_by("test_rows_per_expert", says="relative error|NaN|exact zeros")
@@ -251,18 +251,6 @@ class MemoryOfBalancedExperts(Plain):
 
 
 # -- what the process or thread has set -----------------------------------------------------------
-
-
-@killed_by("test_weights_change_in_place")
-class WeightsCachedByVersion(Plain):
-    """Caches converted weights by their address and autograd's version."""
-
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        key = tuple((t.data_ptr(), t._version) for t in weights.experts.values())
-        copies = {n: t.clone() for n, t in weights.experts.items()}
-        weights = replace(weights, experts=kept.setdefault(key, copies))
-        super().apply(y, tokens, weights, workspace)
 
 
 @killed_by("test_default_dtype", "bfloat16", says="meta")

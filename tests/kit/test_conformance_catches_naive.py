@@ -51,15 +51,14 @@ class SharesByGlobalRank(NaiveDispatcher):
 
 
 class SendsFromGlobalRanks(NaiveDispatcher):
-    def _gather(self, mine, sizes, works):
+    def _gather(self, mine, everyone, sizes, works):
         if len(set(sizes.sent)) == 1:
-            return super()._gather(mine, sizes, works)
-        everyone = mine.new_empty((sizes.rows, mine.shape[1]))
+            super()._gather(mine, everyone, sizes, works)
+            return
         for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
             if rank == dist.get_rank():
                 part.copy_(mine)
             dist.broadcast(part.view(torch.uint8), src=rank, group=self.group)
-        return everyone
 
 
 @pytest.mark.parametrize(
@@ -141,13 +140,11 @@ class TensorRanksStarved(NaiveDispatcher):
 class PlaceByExpertRank(NaiveDispatcher):
     """Takes ep_rank for the rank in the group."""
 
-    def _gather(self, mine, sizes, works):
-        everyone = mine.new_empty((sizes.rows, mine.shape[1]))
+    def _gather(self, mine, everyone, sizes, works):
         for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
             if rank == self.problem.parallel.ep_rank and len(part) == len(mine):
                 part.copy_(mine)
             dist.broadcast(part.view(torch.uint8), group=self.group, group_src=rank)
-        return everyone
 
 
 SLICES = ParallelConfig(ep_size=2, tp_size=2, dp_size=4)
@@ -329,16 +326,16 @@ class OneReceiveBuffer(NaiveDispatcher):
 
     _buffer = None
 
-    def _gather(self, mine, sizes, works):
-        everyone = super()._gather(mine, sizes, works)
+    def _gather(self, mine, everyone, sizes, works):
+        super()._gather(mine, everyone, sizes, works)
         for work in works:
             work.wait()
         if mine.dtype is torch.int32:
-            return everyone
+            return
         if self._buffer is None:
             self._buffer = everyone.new_empty((1024, everyone.shape[1]))
         self._buffer[: len(everyone)] = everyone
-        return self._buffer[: len(everyone)]
+        everyone.set_(self._buffer[: len(everyone)])
 
 
 def test_receive_buffer_of_a_call_in_flight_overwritten():

@@ -25,7 +25,7 @@ def check(problem) -> list[str]:
 def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     count = torch.Size(shape).numel()
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
@@ -91,7 +91,7 @@ class _MOE:
         x_RH = at(x, (rows, c.hidden_size), torch.bfloat16).float()
         ids_RK = at(ids, (rows, slots), torch.int64)
         weights_RK = at(weights, (rows, slots), torch.float32)
-        total = torch.zeros(rows, c.hidden_size)
+        total = torch.zeros(rows, c.hidden_size, device="cpu")
         for row, slot in (ids_RK >= 0).nonzero().tolist():
             expert = int(ids_RK[row, slot])
             assert expert < c.expert_num
@@ -136,7 +136,7 @@ class AVX2MXFP8_MOE(_MOE):
 
 
 class AVX2MXFP4_MOE(_MOE):
-    codes = torch.tensor([*E2M1, *(-v for v in E2M1)])
+    codes = torch.tensor([*E2M1, *(-v for v in E2M1)], device="cpu")
 
     def matrix(self, weight: int, scale: int, n: int, k: int) -> Tensor:
         q = self.c.quant_config
@@ -148,7 +148,7 @@ class AVX2MXFP4_MOE(_MOE):
 
 
 class AVX2RawInt4_MOE(AVX2MXFP4_MOE):
-    codes = torch.arange(16.0) - 8
+    codes = torch.arange(16.0, device="cpu") - 8
 
 
 moe = SimpleNamespace(
