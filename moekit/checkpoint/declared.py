@@ -103,7 +103,7 @@ def format_of_scheme(scheme: QuantScheme) -> Format:
 
 
 def _left_out(config: Mapping[str, Any], module: str) -> bool:
-    """Whether the config leaves the module, or one of its experts, unquantized.
+    """Return whether the config leaves the module, or one of its experts, unquantized.
 
     Entries name a module, or modules that it contains or is in, or are expressions after "re:", or
     patterns with wildcards, as ModelOpt writes them.

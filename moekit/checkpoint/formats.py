@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a checkpoint stores each expert matrix.
+    """The form in which a checkpoint stores each expert matrix.
 
     Args:
         name: The format's name, for errors.
@@ -109,17 +109,17 @@ class Format:
 
     @property
     def biased(self) -> bool:
-        """Whether int8 values are stored plus 128."""
+        """Return whether int8 values are stored plus 128."""
         return self.dtype == "int8" and self.weight.dtypes == _WORDS
 
     @property
     def packed(self) -> bool:
-        """Whether a byte of the core's tensor holds two columns."""
+        """Return whether a byte of the core's tensor holds two columns."""
         return self.dtype in _PACKED
 
     @property
     def packs_rows(self) -> bool:
-        """Whether an entry of the stored weights holds several rows."""
+        """Return whether an entry of the stored weights holds several rows."""
         return self.weight.grid[0] > 1
 
     def flipped(self) -> Format:

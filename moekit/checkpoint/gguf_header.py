@@ -47,7 +47,7 @@ TYPES: dict[int, tuple[str, int, int]] = {
 
 
 def is_gguf(file: Path) -> bool:
-    """Whether a file's name says that it is of this format."""
+    """Return whether a file's name says that it is of this format."""
     return file.suffix == ".gguf"
 
 

@@ -1,4 +1,4 @@
-"""What checkpoints call the tensors of their experts."""
+"""The names of experts' tensors in checkpoints."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Probe:
         return formats.stored(self.template, suffix)
 
     def has(self, suffix: str) -> bool:
-        """Whether there is a part."""
+        """Return whether there is a part."""
         return self.name(suffix) in self.tensors
 
     def shape(self, suffix: str) -> tuple[int, ...]:
@@ -350,7 +350,7 @@ def _operand(args: Mapping[str, Any] | None) -> OperandQuant | None:
 
 
 def _transposed(checkpoint: Checkpoint, names: ExpertNames, layer: int, expert: int) -> bool:
-    """Whether matrices are stored (in, out); the shapes decide if ``names`` leave it open."""
+    """Return whether matrices are stored (in, out): shapes decide if ``names`` leave it open."""
     if names.transposed is not None:
         return names.transposed
     templates = (names.gate_up or names.up, names.down)

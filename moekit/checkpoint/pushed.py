@@ -156,7 +156,7 @@ class PushedExperts:
 
     @property
     def loading(self) -> bool:
-        """Whether a round of loading has begun and is not finished."""
+        """Return whether a round of loading has begun and is not finished."""
         return self._reader is not None
 
     def missing(self) -> list[str]:

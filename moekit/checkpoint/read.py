@@ -389,7 +389,7 @@ class Reader:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite; true for integers.
+    """Return whether no value is NaN or infinite; true for integers.
 
     This costs a fraction of the time that reading the tensor takes.
     """

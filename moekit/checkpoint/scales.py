@@ -20,7 +20,7 @@ _CHUNK = 256  # rows that are rounded at a time
 
 
 def refines(stored: tuple[int, int], group: tuple[int, int]) -> bool:
-    """Whether scales per ``stored``, repeated, are also scales per ``group``."""
+    """Return whether scales per ``stored``, repeated, are also scales per ``group``."""
     return all(s < 0 or (g > 0 and s % g == 0) for s, g in zip(stored, group, strict=True))
 
 
@@ -33,7 +33,7 @@ def sources(extent: range, group: int) -> Tensor:
 
 
 def cuts_a_cell(extents: Sequence[range], stored: int, group: int) -> bool:
-    """Whether a group of the joined ``extents`` covers several stored entries."""
+    """Return whether a group of the joined ``extents`` covers several stored entries."""
     first = [0 if stored < 0 else extent.start // stored for extent in extents]
     entries = [sources(extent, stored) + n for extent, n in zip(extents, first, strict=True)]
     return _mixed(_cells(torch.cat(entries), group))

@@ -58,7 +58,7 @@ def mismatch(format: Format, scheme: QuantScheme) -> str:
 def cuts_groups(
     format: Format, weight: OperandQuant | None, intermediate_size: int, tp_size: int
 ) -> bool:
-    """Whether a rank of tensor parallelism would have two stored groups of w2 in one group.
+    """Return whether a rank of tensor parallelism has two stored groups of w2 in one group.
 
     Blocks of rows and columns are never cut; see `MoEProblem.local_neurons`.
     """

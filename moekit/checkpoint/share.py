@@ -128,7 +128,7 @@ class Share:
 
     @property
     def padded(self) -> bool:
-        """Whether the rank's neurons are padded with zeros."""
+        """Return whether the rank's neurons are padded with zeros."""
         return sum(map(len, self.neurons)) < self.problem.local_intermediate_size
 
     @property
@@ -142,7 +142,7 @@ class Share:
 
     @property
     def static(self) -> bool:
-        """Whether the scheme needs the checkpoint's activation scales."""
+        """Return whether the scheme needs the checkpoint's activation scales."""
         activation = self.problem.quant.activation
         return activation is not None and activation.static
 
@@ -290,7 +290,7 @@ class Share:
 
 
 def fits(shape: Sequence[int], wanted: Sequence[int], part: Part | None) -> bool:
-    """Whether a stored shape is the wanted one.
+    """Return whether a stored shape is the wanted one.
 
     Scales and the like may have more or fewer dimensions of 1, and one scale may serve all experts.
     """

@@ -53,7 +53,7 @@ class Splitter:
         return gate, up
 
     def _flips(self, part: Part | None, tensor: Tensor) -> bool:
-        """Whether a tensor is a stack of matrices (in, out)."""
+        """Return whether a tensor is a stack of matrices (in, out)."""
         return self.transposed and tensor.dim() == 3 and part is not None and not part.fixed
 
     def by_expert(

@@ -304,7 +304,7 @@ class SharedFusedMoE(FusedMoE):
 
     @property
     def is_internal_router(self) -> bool:
-        """Whether the layer computes the router's logits, and ignores those it is given."""
+        """Return whether the layer computes the router's logits, and ignores those it is given."""
         return self.gate is not None
 
     def forward(  # type: ignore[override]

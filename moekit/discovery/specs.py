@@ -322,7 +322,7 @@ class DispatcherSpec(BackendSpec):
 
     @property
     def applies_weights(self) -> bool:
-        """Whether its combine applies the router weights and sums over K, in every problem."""
+        """Return whether its combine always applies the router weights and sums over K."""
         return self.format is ActivationFormat.BATCHED
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:

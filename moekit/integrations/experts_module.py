@@ -150,7 +150,7 @@ def _parameters(module: nn.Module, first: str) -> dict[str, Tensor]:
 
 
 def _transposed(module: nn.Module, w13: Tensor, w2: Tensor) -> bool:
-    """Whether weights are stored for x @ w. Llama 4's module has no flag, so shapes decide."""
+    """Return whether weights are for x @ w. Llama 4's module has no flag, so shapes decide."""
     stated = getattr(module, "is_transposed", None)
     return w13.shape[2] != w2.shape[1] if stated is None else bool(stated)
 

@@ -196,7 +196,7 @@ class Layer:
 
     @property
     def freed(self) -> bool:
-        """Whether a parameter of the module has no data."""
+        """Return whether a parameter of the module has no data."""
         module = self._module()
         return module is not None and _freed(module)
 

@@ -302,7 +302,7 @@ class FusedMoE(nn.Module):
 
     @property
     def partial(self) -> bool:
-        """Whether outputs are partial sums, which the caller adds up over the ranks."""
+        """Return whether outputs are partial sums, which the caller adds up over the ranks."""
         return self.ranks.partial
 
     def run(self, inputs: LayerInputs) -> Tensor:

@@ -62,7 +62,7 @@ def register(layer: NamedLayer, name: str | None) -> str:
 
 
 def _taken(name: str) -> bool:
-    """Whether a layer uses ``name``.
+    """Return whether a layer uses ``name``.
 
     A layer whose constructor raised does not count, although a traceback may keep it alive. One
     that another thread has not finished does.
@@ -100,7 +100,7 @@ def _run(
 
 
 def tracks(inputs: LayerInputs) -> bool:
-    """Whether a gradient is asked for, which the operator refuses.
+    """Return whether a gradient is asked for, which the operator refuses.
 
     The operator takes tensors and integers only, so arguments of other types do not count; the
     layer itself reports them.

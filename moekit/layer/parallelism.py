@@ -1,4 +1,4 @@
-"""How a layer is spread over ranks: the user's record, and what it means for each rank."""
+"""The user's record of how a layer is spread over ranks, and what it means for each rank."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def parallel_config(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParallelism:
-    """How a `FusedMoE` layer is spread over ranks.
+    """Settings that spread a `FusedMoE` layer over ranks.
 
     Args:
         tp_size: Tensor-parallel ranks; see `parallel_config`. None: ``group.size() / dp_size`` if

@@ -1,4 +1,4 @@
-"""What the ranks of a layer exchange in addition to the tokens that its dispatcher moves."""
+"""Exchanges between the ranks of a layer, in addition to the tokens that its dispatcher moves."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LayerRanks:
 
     @property
     def partial(self) -> bool:
-        """Whether a rank's output is a partial sum, which the caller adds up over the ranks."""
+        """Return whether outputs are partial sums, which the caller adds up over the ranks."""
         return self.size > 1 and not (self.moves or self.sums)
 
     def num_chunks(self, tokens: int, max_tokens: int | None) -> int:

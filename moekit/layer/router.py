@@ -33,7 +33,7 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingConfig:
-    """How a `FusedMoE` layer chooses experts from router logits; see `moekit.route`.
+    """The way a `FusedMoE` layer chooses experts from router logits; see `moekit.route`.
 
     Args:
         renormalize: Scale each token's weights to a sum of one.

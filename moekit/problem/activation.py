@@ -110,7 +110,7 @@ class Activation:
 
     @property
     def clamped(self) -> bool:
-        """Whether silu is clamped. Other kinds do not count: a limit is a part of them."""
+        """Return whether silu is clamped. Other kinds do not count: a limit is a part of them."""
         return self.name == "silu" and self.limit is not None
 
 

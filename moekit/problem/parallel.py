@@ -1,4 +1,4 @@
-"""How one MoE layer is spread over ranks."""
+"""The parallelism of one MoE layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RANKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How one MoE layer is spread over ranks, seen from one of them.
+    """The parallelism of one MoE layer, seen from one rank.
 
     A rank's place in the layer's process group is ``ep_rank * tp_size + tp_rank``.
 

@@ -76,7 +76,7 @@ _OPERAND = {
 
 @dataclass(frozen=True, kw_only=True)
 class OperandQuant:
-    """How one operand is quantized.
+    """The quantization of one operand.
 
     ``group`` (rows, columns) share one scale; -1 means the whole extent: (-1, -1) per tensor,
     (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
@@ -107,12 +107,12 @@ class OperandQuant:
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds two values."""
+        """Return whether a byte holds two values."""
         return self.dtype in ("int4", "float4_e2m1")
 
     @property
     def microscaled(self) -> bool:
-        """Whether scales are powers of two (e8m0)."""
+        """Return whether scales are powers of two (e8m0)."""
         return self.scale_dtype == "float8_e8m0fnu"
 
     @property
@@ -143,7 +143,7 @@ class QuantScheme:
 
     @property
     def shared_scale(self) -> bool:
-        """Whether the tokens of a call share a scale that is computed from all of them."""
+        """Return whether the tokens of a call share a scale that is computed from all of them."""
         operand = self.activation
         if operand is None or operand.static:
             return False

@@ -1,4 +1,4 @@
-"""How large relative errors of a correct backend may be, by dtype and scheme.
+"""Bounds on the relative errors of a correct backend, by dtype and scheme.
 
 An error is RMS(out - oracle) / RMS(oracle), where the oracle computes in fp32 with dequantized
 weights. The conformance kit and the benchmarks take their bounds from these tables.

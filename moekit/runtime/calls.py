@@ -1,4 +1,4 @@
-"""How the calls of a kernel run: on this rank alone, or with collective checks between its ranks.
+"""Drivers of a kernel's calls: on this rank alone, or with collective checks between its ranks.
 
 `ModularKernel` writes the flow of a call as a generator. It pauses four times: when the arguments
 are checked, when the dispatch is launched, when the experts are launched, and when the combine is

@@ -73,7 +73,7 @@ class Lease(Generic[T]):
 
     @property
     def held(self) -> bool:
-        """Whether it was not released."""
+        """Return whether it was not released."""
         return self._value is not None
 
     @property

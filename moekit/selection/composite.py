@@ -25,7 +25,7 @@ from moekit.selection import tuned as tune
 
 @dataclass(frozen=True, kw_only=True)
 class CompositeSpec(ExpertsSpec):
-    """What all members have in common.
+    """A composite's spec, which declares what all members can do.
 
     buckets: which member serves which sizes; empty if the tuned table divides them.
     """

@@ -35,7 +35,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which combinations can do ``problem``, best first, and why each other backend cannot.
+    """The combinations that can do ``problem``, best first, and why each other backend cannot.
 
     why: what decided the order: names, variables, measurements or priorities.
     rejected_dispatchers, rejected_experts: every reason, by the backend's name.

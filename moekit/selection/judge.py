@@ -49,7 +49,7 @@ Rejected = Mapping[str, tuple[str, ...]]  # every reason, by the backend's name
 
 @dataclass(frozen=True)
 class Selection:
-    """What can do a problem, in order, and what cannot."""
+    """The backends that can do a problem, in order, and those that cannot."""
 
     problem: MoEProblem
     backends: Registry

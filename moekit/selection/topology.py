@@ -30,7 +30,7 @@ from moekit.untrusted.code import Fault, contained, shown
 
 @dataclass(frozen=True)
 class OnHosts:
-    """What a dispatcher needs on the hosts of a problem.
+    """The needs of a dispatcher on the hosts of a problem.
 
     footprint: None if the dispatcher computes none.
     experts: the best experts backend for it; empty if it cannot do the problem.

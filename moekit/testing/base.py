@@ -133,7 +133,7 @@ class Conformance(ABC):
 
     @property
     def _interpreted(self) -> bool:
-        """Whether Triton's interpreter runs experts, one program after the other."""
+        """Return whether Triton's interpreter runs experts, one program after the other."""
         return False
 
     def test_backend_runs_here(self) -> None:
@@ -192,7 +192,7 @@ class Conformance(ABC):
             assert not reasons, f"{name} is declared, but always refused: {reasons}"
 
     def test_undeclared_raises(self) -> None:
-        """What `unsupported` refuses raises at composition (`_find_problem` checks it)."""
+        """Composition raises for what `unsupported` refuses (`_find_problem` checks it)."""
         for _, changes, _ in self._capabilities():
             self._find_problem(**changes)
 

@@ -1,4 +1,4 @@
-"""Which tests of the kit pytest collects, and which of them an interpreter need not run each time.
+"""Choose the kit's tests that pytest collects, and those that an interpreter need not always run.
 
 A class whose backend's spec excludes this machine's device keeps the tests of the declaration, and
 one test that skips with the reason. Tests marked ``kit_full`` repeat, in Triton's interpreter, a

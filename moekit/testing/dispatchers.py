@@ -328,7 +328,7 @@ class DispatcherConformance(Conformance):
         assert sorted(d[:keep] for d in arrived) == sorted(d[:keep] for d in sent)
 
     def test_many_assignments(self, most: int) -> None:
-        """As many experts and assignments as models have, a long batch, values of any size."""
+        """Calls have as many experts and assignments as models, many tokens, values of any size."""
         parallel = self._parallel(most)
         batched = self._spec().format is ActivationFormat.BATCHED
         changes = self._first(
@@ -427,7 +427,7 @@ class DispatcherConformance(Conformance):
         self._run(ends, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
 
     def test_full_capacity(self, world: int) -> None:
-        """As many tokens as max_num_tokens on every rank, all to one expert."""
+        """Every rank has max_num_tokens tokens, all for one expert."""
         most = self._problem(parallel=self._parallel(world)).max_num_tokens
         assert most is not None
         self._run(world, ranks.calls, [Call((most,), "hot"), Call((most,), "one_expert")])

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of failures: one rank's error, and groups or layers that differ.
+"""Functions that ranks run to test failures: one rank's error, and groups or layers that differ.
 
 The functions are called as those of `moekit.testing.ranks`.
 """

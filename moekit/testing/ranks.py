@@ -190,7 +190,7 @@ class Rank:
 
     @property
     def alone(self) -> bool:
-        """Whether no token moves: ranks hold the same tokens, and each returns a partial sum."""
+        """Return whether no token moves: each rank returns a partial sum over the same tokens."""
         return not self.problem.parallel.moves_tokens
 
     def tokens(self, call: Call) -> int:
@@ -267,7 +267,7 @@ class Rank:
 
     @property
     def _rounds_unseen(self) -> bool:
-        """Whether something rounds activations to the scheme, and `expected` does not see it."""
+        """Return whether activations are rounded to the scheme in a way `expected` does not see."""
         by_dispatcher = self.kernel._sends_quantized and not self._quantizes
         return by_dispatcher or self.job.experts not in _UNROUNDED
 

@@ -1,4 +1,4 @@
-"""How much the rounding of activations to a scheme changes each token's output.
+"""Measure how much rounding activations to a scheme changes each token's output.
 
 Some tokens are many times as sensitive as the usual one: a neuron or two decide their output, and
 the activation function makes the errors of these larger.

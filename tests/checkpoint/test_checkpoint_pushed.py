@@ -124,7 +124,7 @@ def test_under_another_default_device(name: str, layer) -> None:
 
 
 def test_weights_are_not_kept() -> None:
-    """Of a layer that is loaded half, there are scales and the places of its weights."""
+    """A half-loaded layer holds scales and the places of weights, but no pushed tensor."""
     pushed = loader(problem_for("fp8_block"))
     for shard, stack in random_stacks().items():
         tensor = stack.to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""What callers may catch: ValueError is for wrong arguments only."""
+"""Callers can catch errors by their kind: ValueError is for wrong arguments only."""
 
 from __future__ import annotations
 

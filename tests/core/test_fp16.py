@@ -15,7 +15,7 @@ from moekit.testing.cases import random_weights
 
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which values overflow depends on the draw, so that it is always the same one."""
+    """Fix the draw: it decides which values overflow."""
     monkeypatch.setenv("MOEKIT_TEST_SEED", "2")
     torch.manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Which calls are replayed, and which are not. The graphs are stand-ins that run on the CPU."""
+"""Some calls are replayed, others are not. The graphs are stand-ins that run on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call asks of the host besides the experts' launches: torch operators cost the most."""
+"""The host's work in a call besides the experts' launches: torch operators cost the most."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Operators(TorchDispatchMode):
 
 @torch.no_grad()
 def operators(call: Any, *args: Any, **kwargs: Any) -> list[str]:
-    """Of the second call, as later ones are."""
+    """Return the operators of the second call, which is like all later ones."""
     call(*args, **kwargs)
     with Operators() as seen:
         call(*args, **kwargs)

@@ -37,7 +37,7 @@ def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def faults() -> dict[str, list[str]]:
-    """What each case did that it may not: one process that forks for each."""
+    """Return the faults of each case, from one process that forks for each."""
     done = run(str(HERE / "hostile_driver.py"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Which parts of the project may import which. Ruff can ban modules, but not allow a few alone."""
+"""Parts of the project import allowed parts only: ruff can ban modules, but not allow a few."""
 
 import ast
 import graphlib

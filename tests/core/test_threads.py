@@ -45,7 +45,7 @@ def quick_switches() -> Iterator[None]:
 
 
 def at_once(function: Callable[..., Any], threads: int = THREADS) -> list[Any]:
-    """What ``function`` returns in each thread; all begin together."""
+    """Return what ``function`` returns in each thread; all begin together."""
     begin = threading.Barrier(threads)
 
     def run(thread: int) -> Any:

@@ -150,7 +150,7 @@ def test_costs_between_and_beyond_the_timed_rows() -> None:
 
 
 def test_shipped_tables_name_every_loop_way() -> None:
-    """Where nothing may be timed, each dtype finds a method for every number of rows."""
+    """Each dtype finds a method for every number of rows even where nothing may be timed."""
     for dtype in ("bfloat16", "float16", "float32"):
         costs = cpu_costs.shipped(dtype, 3 * 2048 * 768)
         for rows in (1, 7, 500, 5000):

@@ -36,7 +36,7 @@ def layer(**routing: Any) -> FusedMoE:
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_the_table_chooses_and_scores_weigh(scoring: str, renormalize: bool, dtype: Any) -> None:
-    """By DeepSeek-V4's definition, written out one token at a time."""
+    """`route` agrees with DeepSeek-V4's definition, written out one token at a time."""
     logits, table = torch.randn(9, E), hash_table().to(dtype)
     tokens = torch.randint(V, (9,), dtype=dtype)
     found = moekit.route(

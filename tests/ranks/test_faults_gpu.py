@@ -117,7 +117,7 @@ def test_a_rank_that_raises_in_combine_is_named(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", able("cpu"))
 def test_no_call_gets_what_a_failed_one_left(name: str) -> None:
-    """What the others sent to a combine that the culprit never made lies in its sockets."""
+    """The culprit's sockets hold what others sent to a combine that it never made."""
     with RankPool(RANKS) as pool:
         other, culprit = pool.run(after_a_fault, job_for(name, "cpu", RANKS))
     assert culprit[0] == "RuntimeError: planted"
@@ -159,7 +159,7 @@ def test_other_sizes_are_found_at_construction(pools, device: str, name: str, wh
 @pytest.mark.parametrize("destroys", [True, False], ids=["destroyed", "left"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_processes_end(device: str, destroys: bool) -> None:
-    """Of themselves, with and without `destroy`, after kernels of all dispatchers."""
+    """Processes end by themselves, with and without `destroy`, after kernels of all dispatchers."""
     pool = RankPool(RANKS, device, timeout=120)
     for name in able(device):
         pool.run(leave, job_for(name, device, RANKS), destroys)

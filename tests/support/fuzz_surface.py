@@ -508,7 +508,7 @@ SURFACE: dict[str, tuple[Callable[[Draw], Call], int]] = {
 
 
 def fault_of(call: Call, seconds: float = CASE_SECONDS) -> BaseException | None:
-    """What ``call`` raised beside MoekitError; Late if it took longer."""
+    """Return what ``call`` raised, unless it is a MoekitError; Late if it took longer."""
 
     def late(*_: object) -> None:
         raise Late

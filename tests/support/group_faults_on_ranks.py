@@ -1,4 +1,4 @@
-"""What each rank does in test_group_faults.py."""
+"""Functions that each rank runs in test_group_faults.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Layer:
         self.packed = self.kernel.pack(self.whole.select(range(rank * each, (rank + 1) * each)))
 
     def call(self, seed: int = 0) -> str:
-        """What a call comes to: "right", "wrong", or the error it raises."""
+        """Return "right" or "wrong" for a call's output, or the error that it raises."""
         draw = torch.Generator().manual_seed(100 * seed + self.rank)
         x = torch.randn(T, H, generator=draw)
         ids = torch.rand(T, E, generator=draw).topk(K).indices

@@ -58,7 +58,7 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSpec:
-    """How logits_TE become topk_ids_TK and topk_weights_TK, and the dtype of each step."""
+    """The steps from logits_TE to topk_ids_TK and topk_weights_TK, and the dtype of each."""
 
     scoring: Literal["softmax", "sigmoid"]
     topk_first: bool = False  # top-k of the logits, then score those K (softmax: over K alone)

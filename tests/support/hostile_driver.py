@@ -63,7 +63,7 @@ class Fork:
                 os._exit(0)
 
     def faults(self) -> list[str]:
-        """What a function raised, or what ended the fork."""
+        """Return what the function raised, or what ended the fork; empty if nothing did."""
         _, status = os.waitpid(self.pid, 0)
         with self.said:
             self.said.seek(0)

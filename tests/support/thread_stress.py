@@ -49,7 +49,7 @@ Call = Callable[[int], Sequence[tuple[int, Tensor]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is called, and by how many threads."""
+    """The backend to call, and by how many threads."""
 
     device: str = "cpu"
     experts: str = "torch"

@@ -191,7 +191,7 @@ def check(problem):
 
 
 def test_explain_says_what_moves_tokens(only, capsys) -> None:
-    """Where no installed package has such a dispatcher, as after `pip install .`."""
+    """The hint appears if no installed dispatcher moves tokens, as after `pip install .`."""
     said = "no dispatcher that moves tokens is installed: pip install moekit-naive"
     assert main(["explain", *SIZES, "--device", "cpu", "--ep", "2"]) == 1
     assert said in capsys.readouterr().out

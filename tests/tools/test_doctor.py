@@ -113,7 +113,7 @@ def test_caches(
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs processes as a user without a name: no command may fail."""
+    """No command fails for a user without a name, as some containers run processes."""
 
     def nowhere() -> NoReturn:
         raise RuntimeError("Could not determine home directory.")

@@ -1,4 +1,4 @@
-"""How `explain` and `compose` choose by tuned tables."""
+"""`explain` and `compose` choose by tuned tables."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_measured_combinations_order_dispatchers_too(tuned: Path) -> None:
 
 
 def test_a_dispatcher_that_cannot_be_made_is_skipped(monkeypatch, caplog) -> None:
-    """Where nothing moves, a local dispatcher takes the name of one that moves tokens."""
+    """A local dispatcher, since nothing moves here, takes the name of one that moves tokens."""
 
     def check(tokens, run=select.check_dispatcher):
         if tokens.spec.name == "rows":

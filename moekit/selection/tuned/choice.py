@@ -1,4 +1,4 @@
-"""What the tuned tables know of a problem, and which backends they choose for it."""
+"""The measurements of a problem in the tuned tables, and the backends they choose for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """What the tables know of a problem.
+    """The measurements that the tables have for a problem.
 
     key: the problem or the nearest shape that was measured; distance: 0 if it is the problem.
     high: the most tokens that a call can have, as the table counts them; None if the problem sets

@@ -25,7 +25,7 @@ SHARING = 0.05
 
 @dataclass(frozen=True)
 class Plan:
-    """Which backend serves which calls.
+    """The division of calls between backends.
 
     cost: the mean of log time over log T, to compare plans; infinite if the plan serves no calls of
         some size that another backend serves.

@@ -25,7 +25,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 @dataclass(frozen=True)
 class Key:
-    """What a time depends on, apart from backends and tokens.
+    """Everything a time depends on, apart from backends and tokens.
 
     device, arch: names; experts, top_k, hidden, inner: sizes on one rank; gated, scheme, dtype: the
     arithmetic; ranks: how many ranks exchange tokens (1: none).

@@ -1,4 +1,4 @@
-"""What moekit-bench tells ``python -m moekit doctor``."""
+"""moekit-bench's findings for ``python -m moekit doctor``."""
 
 from __future__ import annotations
 

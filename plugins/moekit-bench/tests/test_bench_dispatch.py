@@ -195,7 +195,7 @@ def test_rows_by_hand(pool):
 
 
 def test_under_torchrun(tmp_path):
-    """Of ranks that another program started, the first one writes."""
+    """If another program started the ranks, the first one alone writes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -228,7 +228,7 @@ def test_under_torchrun(tmp_path):
 
 
 def told_by_ranks(rank, world_size):
-    """What this rank hears of all, where torch has no numpy."""
+    """Return what all ranks send to this one while torch has no numpy."""
     torch.Tensor.numpy = None  # this process's alone, which ends with the test
     return from_all_ranks("a longer text" * rank), first_fault("" if rank == 0 else "it broke")
 

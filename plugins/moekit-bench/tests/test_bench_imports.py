@@ -1,4 +1,4 @@
-"""What the package takes from moekit beyond public names comes through one module."""
+"""One module imports everything that the package needs from moekit beyond public names."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def tokens_of(count, seed, top_k=K, dtype=torch.bfloat16):
 
 
 def experts_that_return_their_input(tokens):
-    """As the contract has it for each format; padding is NaN."""
+    """Return the rows that the contract asks of experts in each format; padding is NaN."""
     x = tokens.x.float()
     if tokens.x_scale is not None:
         groups = tokens.x_scale.shape[-1]

@@ -1,4 +1,4 @@
-"""What the specs say, without the library."""
+"""The specs' reasons and needs, without the library."""
 
 from __future__ import annotations
 

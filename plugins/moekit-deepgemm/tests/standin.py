@@ -1,4 +1,4 @@
-"""What this plugin uses of DeepGEMM, in plain torch, as picky about its input as the library.
+"""The part of DeepGEMM that this plugin uses, in plain torch, as picky about its input.
 
 Like the library it computes whole blocks, so padding rows of used blocks come out as garbage (NaN
 here), and rows of unused blocks stay as they are.

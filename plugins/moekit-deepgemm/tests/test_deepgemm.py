@@ -209,7 +209,7 @@ def test_stage_slabs_widens(device):
 @pytest.mark.parametrize("scales", ["rows", "columns"])
 @pytest.mark.parametrize("slab", [20, 128])
 def test_quantized_slabs(device, monkeypatch, scales, slab):
-    """As DeepEP's low-latency dispatch delivers them, with scales in either order."""
+    """Batched rows are as DeepEP's low-latency dispatch delivers them, scales in either order."""
     if device.type == "cuda":
         pytest.skip("the stand-in is for the CPU")
     monkeypatch.setattr(library, "load", lambda: standin)

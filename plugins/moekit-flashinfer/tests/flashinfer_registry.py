@@ -16,7 +16,7 @@ _TARGETS = {
 
 
 def dispatchers() -> dict[str, DispatcherSpec]:
-    """By the name of the true one."""
+    """Return the stand-ins by the names of the true dispatchers."""
     made = {}
     for spec in moekit_dispatchers():
         if spec.name in _TARGETS:

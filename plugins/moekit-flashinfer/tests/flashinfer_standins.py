@@ -1,4 +1,4 @@
-"""What this plugin uses of FlashInfer, in plain torch on the CPU, as picky as the library.
+"""The part of FlashInfer that this plugin uses, in plain torch on the CPU, as picky.
 
 Ranks share memory as they do on GPUs: one-sided ranks write into each other's mapped file, unused
 rows hold garbage, and a slot's dispatch and combine must alternate. `install` puts all of it in the
@@ -49,7 +49,7 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 class Descriptor:
-    """What torch reads when the last view of the memory goes; Python must not drop it before."""
+    """A record that torch reads when the last view of the memory goes; Python must keep it."""
 
 
 class Memory:
@@ -93,7 +93,7 @@ class Memory:
 
 
 def target_rank(expert: int, per_rank: int) -> int:
-    """As C divides: -1 belongs to rank 0, unless a rank has one expert only."""
+    """Divide as C does: -1 belongs to rank 0, unless a rank has one expert only."""
     return int(expert / per_rank)
 
 

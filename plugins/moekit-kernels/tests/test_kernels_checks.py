@@ -1,4 +1,4 @@
-"""What the package tells ``python -m moekit doctor``."""
+"""The package's findings for ``python -m moekit doctor``."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_schemes(operator_device, backends, dispatcher, experts, dtype, scheme):
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
 def test_mxfp4(operator_device, backends, dispatcher, experts):
-    """As gpt-oss has it: biases, its clamped activation, gate and up rows alternating."""
+    """Layers are like gpt-oss's: biases, its clamped activation, gate and up rows alternating."""
     problem = make_problem(operator_device, quant=MXFP4, activation="swigluoai", has_bias=True)
     torch.manual_seed(1)
     weights = make_weights(problem)
@@ -223,7 +223,7 @@ def test_act_order(operator_device, backends, dispatcher, experts, scheme):
 
 @pytest.mark.parametrize("in_order", ["w13_g_idx", "w2_g_idx"])
 def test_act_order_of_one_matrix(operator_device, backends, in_order):
-    """As tensor parallelism leaves w2; 192 columns are a group of 128 and a half."""
+    """Tensor parallelism leaves w2 so; 192 columns are a group of 128 and a half."""
     problem = make_problem(operator_device, quant="int4_w4a16_g128_zp_act_order")
     torch.manual_seed(1)
     weights = in_act_order(make_weights(problem), 128)

@@ -1,4 +1,4 @@
-"""What runs on each rank: a layer spread over the ranks, compared with the whole layer."""
+"""Run a layer spread over the ranks, and compare it with the whole layer, on each rank."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_deterministic_on_gpus(gpus):
 
 
 def peak_bytes(rank, world_size, device, quant, tp, batch_invariant=False):
-    """What the dispatcher alone allocates in a call, keeps, and says; what a measurement allows."""
+    """Return the bytes that a call allocates, keeps and declares, and a measurement's slack."""
     case = Case(((),), tp=tp, dp=world_size // tp, quant=quant, **LARGE)
     problem = my_problem(case, rank, world_size, device).replace(batch_invariant=batch_invariant)
     dispatcher = moekit.compose(problem, "naive", "torch").dispatcher

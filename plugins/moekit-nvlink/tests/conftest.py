@@ -1,4 +1,4 @@
-"""Which cases of the stand-ins' kits run by default: they are slow in Triton's interpreter."""
+"""Choose the default cases of the stand-ins' kits, which are slow in Triton's interpreter."""
 
 from __future__ import annotations
 

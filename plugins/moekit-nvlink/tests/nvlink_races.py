@@ -53,7 +53,7 @@ class Thread(NamedTuple):
 
 
 class Clock:
-    """What happened before: all kernels of each rank up to some number, and times of threads."""
+    """A vector clock: all kernels of each rank up to some number, and times of threads."""
 
     def __init__(self, ended: Sequence[int], seen: dict[Thread, int] | None = None) -> None:
         self.ended, self.seen = list(ended), dict(seen or {})

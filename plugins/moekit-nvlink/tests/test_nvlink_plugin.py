@@ -1,4 +1,4 @@
-"""What the plugin says before anything runs: reasons, memory, settings."""
+"""The plugin's answers before anything runs: reasons, memory, settings."""
 
 from __future__ import annotations
 

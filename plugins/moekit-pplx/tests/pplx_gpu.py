@@ -1,4 +1,4 @@
-"""What the ranks of the GPU tests do, over the true library."""
+"""Functions that the ranks of the GPU tests run, over the true library."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from moekit.testing.device import device  # noqa: F401 (a fixture)
 
 @pytest.fixture
 def specialized() -> None:
-    """Where Gluon's kernels run: they are not interpreted, and known as they are in triton 3.6."""
+    """Skip the test except on Hopper with triton 3.6: Gluon's kernels have no interpreter."""
     import triton
 
     if not torch.cuda.is_available() or not triton.__version__.startswith("3.6."):

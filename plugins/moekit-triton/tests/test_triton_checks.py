@@ -1,4 +1,4 @@
-"""What moekit-triton tells ``python -m moekit doctor``."""
+"""moekit-triton's findings for ``python -m moekit doctor``."""
 
 from __future__ import annotations
 

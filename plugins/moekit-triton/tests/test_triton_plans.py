@@ -1,4 +1,4 @@
-"""Which plan is chosen: the shipped tables, their nearest entries, and the heuristics."""
+"""The choice of a plan: the shipped tables, their nearest entries, and the heuristics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TABLES = sorted(tables.FILES.shipped.glob("*.json"))
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """As on a GPU: the interpreter uses no tuned tables."""
+    """Choose plans as on a GPU: the interpreter uses no tuned tables."""
     choose_as_compiled(monkeypatch)
 
 

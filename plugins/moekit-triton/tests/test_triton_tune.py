@@ -90,7 +90,7 @@ def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) 
     "scheme", ["none", "fp8_block", "fp8_tensor_static", "int8_channel_token", "int4_w4a16_g32"]
 )
 def test_steps_compute_the_call(device, monkeypatch, scheme) -> None:
-    """What the tuner times is what a call launches, for every routing."""
+    """The tuner times the same launches that a call makes, for every routing."""
     sizes = dict(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
     p = MoEProblem(**sizes, quant=scheme, device=device.type)
     monkeypatch.setattr(heuristics, "sorting_pays", lambda *_: scheme == "none")
@@ -153,7 +153,7 @@ def test_the_tuner_combines_steps(monkeypatch) -> None:
 
 
 def test_whole_plans_decide_among_the_best_few(monkeypatch) -> None:
-    """What is fastest alone may be slow after another kernel; both GEMMs run for each routing."""
+    """The fastest tile alone may be slow after another kernel; both GEMMs run for each routing."""
     alone = {("gemm_1", 64): 10.0, ("gemm_1", 32): 11.0, ("gemm_2", 64): 5.0, ("gemm_2", 32): 6.0}
 
     class Case:

@@ -1,4 +1,4 @@
-"""What several test files share: alignment into guarded lists, and the whole block's check."""
+"""Checks that test files share: alignment into guarded lists, and that of the whole block."""
 
 from __future__ import annotations
 

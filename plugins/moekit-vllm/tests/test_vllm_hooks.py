@@ -1,4 +1,4 @@
-"""What moekit takes of vLLM's layers, what it leaves, and what it says. vLLM is a stand-in."""
+"""moekit takes some of vLLM's layers, leaves others, and says why. vLLM is a stand-in."""
 
 from __future__ import annotations
 

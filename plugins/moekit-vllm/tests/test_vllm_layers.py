@@ -1,4 +1,4 @@
-"""What moekit computes of a layer of vLLM, and how it takes updates. vLLM is a stand-in."""
+"""moekit computes layers of vLLM and takes updates of their weights. vLLM is a stand-in."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def swept(workload: RanksWorkload, asked: int | None, keep: Callable[[Any], None
 
 @dataclass(frozen=True)
 class _Mode:
-    """What `bench` can measure: its options, its sweep, and what becomes of the run.
+    """A kind of measurement of `bench`: its options, its sweep, its record and its report.
 
     right: whether the run's results are. complete: adds what follows from the cells.
     """

@@ -27,7 +27,7 @@ _MAX_INPUTS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """What all implementations of a cell are given. work: of one call, averaged over the inputs."""
+    """The input of all implementations of a cell. work: of one call, averaged over the inputs."""
 
     problem: MoEProblem
     weights: ExpertWeights
@@ -262,7 +262,7 @@ class ExpertsWorkload:
 
 
 def succeeded(run: ExpertsRun) -> bool:
-    """Whether every cell has a right result."""
+    """Return whether every cell has a right result."""
     return all(any(r.right for r in cell.results) for cell in run.cells)
 
 

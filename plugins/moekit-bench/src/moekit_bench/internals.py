@@ -1,4 +1,4 @@
-"""What this package needs from moekit beyond its public names.
+"""The names that this package needs from moekit beyond its public ones.
 
 Everything else is imported from `moekit`, `moekit.plugin`, `moekit.errors` and `moekit.testing`.
 The README lists these names too; a change of one of them in the core is a change here.

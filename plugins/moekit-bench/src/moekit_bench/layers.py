@@ -70,7 +70,7 @@ def measure_layers(rank: int, world_size: int, task: Task) -> list[LayerResult]:
 
 @dataclass
 class _Held:
-    """What the cells of a rank have in common: weights, and what was made of them."""
+    """The weights that the cells of a rank share, and what was made of them."""
 
     key: object = None
     weights: ExpertWeights | None = None
@@ -287,7 +287,7 @@ class LayersWorkload(RanksWorkload):
             return [LayerResult(dispatcher=spec.name, experts=names[0], reason=cause(error))]
 
     def _late(self) -> bool:
-        """Whether the time is over, by the first rank's clock."""
+        """Return whether the time is over, by the first rank's clock."""
         if self.seconds is None:
             return False
         return bool(self.ranks.run(_first, time.monotonic() - self.begin > self.seconds)[0])

@@ -26,7 +26,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device was measured to reach.
+    """The rates that a device was measured to reach.
 
     flops: FLOP/s by arithmetic (bf16, fp8, ...). read: memory read bandwidth in bytes/s.
     """

@@ -1,4 +1,4 @@
-"""What overlapping saves: micro-batches in flight, and shared experts beside a call."""
+"""Measure what overlapping saves: micro-batches in flight, and shared experts beside a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks come from, processes that this one starts or torchrun's, and what they measure."""
+"""Run measurements on ranks, which this process or torchrun starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SECONDS_A_CELL = 180.0
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank measures, and how.
+    """One measurement, which every rank takes part in.
 
     problem: as rank 0 sees it. experts: the backends to combine the dispatcher with, if any.
     overlap: also time calls in flight and shared experts.
@@ -52,7 +52,7 @@ class Task:
 
 
 class Ranks(Protocol):
-    """What runs ``function(rank, world_size, *args)`` on every rank and returns all results.
+    """Processes of a group, which run ``function(rank, world_size, *args)`` and return its results.
 
     leader: whether this process reports.
     """
@@ -72,7 +72,7 @@ def number_of_ranks(asked: int | None, device: DeviceSpec) -> int:
 
 
 def fewer_devices(ranks: int, device: DeviceSpec) -> bool:
-    """Whether there are GPUs, but fewer than ranks."""
+    """Return whether there are GPUs, but fewer than ranks."""
     return device.type == "cuda" and 0 < torch.cuda.device_count() < ranks
 
 

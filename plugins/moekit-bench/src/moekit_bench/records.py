@@ -1,4 +1,4 @@
-"""What a run leaves: typed records, which docs/bench.md documents as JSON.
+"""Typed records of a run, which docs/bench.md documents as JSON.
 
 A `Run` has cells, and a cell has a result for each implementation, dispatcher or combination. The
 names of JSON's keys are older than those of the fields, where they differ.
@@ -115,7 +115,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run measures."""
+    """The settings with which a run measures."""
 
     dtype: str = "bfloat16"
     inputs: int
@@ -144,7 +144,7 @@ class LayerSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every run records, apart from its cells and settings."""
+    """The fields that every run records, apart from its cells and settings."""
 
     format: int = FORMAT
     command: str = ""
@@ -213,6 +213,6 @@ class LayersRun(Run):
 
 
 def all_right(run: DispatchRun | LayersRun) -> bool:
-    """Whether something was measured, and all of it ran and is right."""
+    """Return whether something was measured, and all of it ran and is right."""
     results = [r for cell in run.cells for r in cell.results]
     return bool(results) and all(r.right for r in results)

@@ -1,4 +1,4 @@
-"""What the choice loses: in every cell what is chosen, its time, and the fastest backend's."""
+"""Compute what the choice loses: in every cell, its time against the fastest backend's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .shapes import shape
 
 @dataclass(frozen=True)
 class Choice:
-    """What is chosen in a cell.
+    """The choice in a cell, beside the times of all candidates.
 
     times: the microseconds of every candidate, None where it failed or is wrong. pick: what is
     chosen. us: the time of that.
@@ -34,7 +34,7 @@ class Choice:
 
     @property
     def regret(self) -> float:
-        """How much longer the choice takes than the fastest, in percent; infinite if it fails."""
+        """Return how many percent slower than the fastest the choice is; infinite if it fails."""
         best = min((us for us in self.times.values() if us is not None), default=math.inf)
         return math.inf if self.us is None else 100 * (self.us / best - 1)
 

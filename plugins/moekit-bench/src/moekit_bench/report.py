@@ -32,7 +32,7 @@ class Table:
         return iter(self._lines)
 
     def __bool__(self) -> bool:
-        """Whether there is a row."""
+        """Return whether there is a row."""
         return len(self._lines) > 2
 
 

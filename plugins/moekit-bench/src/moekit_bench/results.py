@@ -1,4 +1,4 @@
-"""What is measured of one implementation, dispatcher or combination: the results in a cell."""
+"""The results in a cell: measurements of one implementation, dispatcher or combination."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Measurement:
 
     @property
     def eager(self) -> bool:
-        """Whether the time that counts is an eager one although graphs exist on the device."""
+        """Return whether the time that counts is an eager one on a device that has graphs."""
         return self.graph_us is None and (self.host_us is not None or bool(self.note))
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class DispatcherResult(Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What overlapping saves, and the relative differences of outputs from sequential work.
+    """The times of overlapped work, and how far its outputs are from those of sequential work.
 
     sequential, in_flight, run_ahead: two micro-batches; the second one is dispatched before the
     experts of the first one run, or its experts run, too, before the first result is awaited.

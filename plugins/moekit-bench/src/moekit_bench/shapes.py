@@ -1,4 +1,4 @@
-"""What is measured: the sizes of real models, routings, inputs and weights."""
+"""The sizes of real models, routings, inputs and weights to measure."""
 
 from __future__ import annotations
 

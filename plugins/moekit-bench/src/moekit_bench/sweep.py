@@ -41,7 +41,7 @@ def cells(
 
 
 class Log(Protocol):
-    """What a workload tells while it measures a cell."""
+    """The sweep as a workload sees it: it takes messages while a cell is measured."""
 
     def doing(self, text: str) -> None: ...
 
@@ -49,7 +49,7 @@ class Log(Protocol):
 
 
 class Workload(Protocol):
-    """What a sweep measures.
+    """The cells of a sweep, and how one is measured.
 
     header: the run without cells. cells: what to measure, in order.
     """
@@ -116,7 +116,7 @@ class Sweep:
 
     @property
     def complete(self) -> bool:
-        """Whether no cell is missing."""
+        """Return whether no cell is missing."""
         return len(self.run.cells) == len(self.cells)
 
     def measure(self) -> Sweep:
@@ -165,7 +165,7 @@ class Sweep:
 
 
 class Files:
-    """Where a run goes: ``--json`` and ``--markdown``, or standard output for the report.
+    """The files of a run: ``--json`` and ``--markdown``, or standard output for the report.
 
     complete: adds to a run what follows from its cells.
     """

@@ -1,4 +1,4 @@
-"""Where `tune --select` puts measurements: the tuned table's file, and what it knows already."""
+"""The tuned table into which `tune --select` puts measurements, and what it has already."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TunedTable:
         return tuned_tables.read(self.file)
 
     def knows(self, problem: MoEProblem, names: tuple[str, str], tokens: int) -> bool:
-        """Whether the table had a measurement of the same versions when the run began."""
+        """Return whether the table had a measurement of the same versions when the run began."""
         record = self._known.get(Key.of(problem), {}).get(names, {}).get(tokens)
         known = record is not None and record.made_with == self.made_with[names]
         return known and not self._again

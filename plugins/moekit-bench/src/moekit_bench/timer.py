@@ -1,4 +1,4 @@
-"""How long calls take: in CUDA graphs over several inputs, eagerly, and on the host alone.
+"""Measure how long calls take: in CUDA graphs over several inputs, eagerly, and on the host.
 
 `Timer` is the clock, `Prepared` a call with its inputs and its graph, and `take_turns` times
 several of them in turns. docs/bench.md says how times are taken.
@@ -32,7 +32,7 @@ class DeviceLost(MoekitError, RuntimeError):
 
 
 class Call(Protocol):
-    """What is timed: (x (T, H), routing) -> out (T, H).
+    """A function to time: (x (T, H), routing) -> out (T, H).
 
     Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens)``.
     """

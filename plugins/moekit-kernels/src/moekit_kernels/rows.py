@@ -42,7 +42,7 @@ AMAX_PARTIALS = 4 if INTERPRETED else 256
 
 @dataclass(frozen=True)
 class ValidRows:
-    """Which rows of a matrix exist; with no argument, all of them.
+    """The rows of a matrix that exist; with no argument, all of them.
 
     Args:
         mask: bool (rows,).
@@ -194,7 +194,7 @@ def _warps(cols: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How rows are cut into lines, each quantized by itself.
+    """The division of rows into lines, each quantized by itself.
 
     A program takes ``lines`` lines, each as ``chunks`` tiles of ``block`` columns.
     """

@@ -9,7 +9,7 @@ from moekit_ktransformers import kinds, library
 
 
 def _check(problem: MoEProblem) -> list[str]:
-    """Whether this machine has the library matters only where it would be loaded: on a CPU."""
+    """Look for the library only for a CPU, the one device where it would be loaded."""
     if problem.device.type != "cpu":
         return []
     return [*library.unsupported(), *kinds.unsupported(problem)]

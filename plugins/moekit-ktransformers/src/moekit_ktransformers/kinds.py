@@ -1,4 +1,4 @@
-"""Which of the library's classes computes a scheme, and for which sizes.
+"""Find the library's class that computes a scheme, and the sizes that it takes.
 
 Only classes that multiply 16-bit activations are listed. Those that round activations to int8 for
 int4 weights (AMXInt4_KGroup_MOE, AVXVNNI256*) are off by 1.2e-2 to 1.7e-2, beyond what a scheme

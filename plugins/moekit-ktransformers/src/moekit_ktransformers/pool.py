@@ -24,7 +24,7 @@ logger = logging.getLogger("moekit.ktransformers")
 
 @dataclass(frozen=True)
 class Settings:
-    """What an object of the library is made for; limit 0 means that silu is not clamped."""
+    """The settings of an object of the library; limit 0 means that silu is not clamped."""
 
     kind: Kind
     experts: int

@@ -1,4 +1,4 @@
-"""Which problems the operator has kernels for, and how I is padded for its tiles.
+"""Tell which problems the operator has kernels for, and pad I for its tiles.
 
 The operator's tiles are (K, N) = (128, 128), (64, 128), (64, 256) and (128, 64), of which one must
 divide the weight matrix; its scale groups along K are 32, 64 or 128 (fp8: 128; mxfp4: 32; nvfp4:

@@ -131,7 +131,7 @@ def _make(group: dist.ProcessGroup, timeout: float) -> HostBoard | None:
 
 
 def _place() -> str:
-    """What processes have in common that see each other's memory files and process ids."""
+    """Return a name that processes share if they see each other's memory files and process ids."""
     try:
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt")]
         return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])

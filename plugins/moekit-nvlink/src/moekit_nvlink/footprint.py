@@ -13,7 +13,7 @@ PHASES = 3  # of a call: see `kernels.flags`
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this rank is, and how experts and tokens lie on the ranks.
+    """This rank's place, and how experts and tokens lie on the ranks.
 
     rank: its place in the group of ``count`` ranks; ``copies`` consecutive ranks hold the same
     tokens. ``shares`` ranks share the experts: ``share`` each, and one more for ``larger`` of them;

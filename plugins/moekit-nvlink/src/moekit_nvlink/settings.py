@@ -1,4 +1,4 @@
-"""What users choose by environment variables; all ranks must choose alike."""
+"""Settings that users choose by environment variables; all ranks must choose alike."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _push, _combine = Launcher(push_rows), Launcher(combine_rows)
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work: programs; tokens (or rows) and columns of a step of a program.
+    """The division of a kernel's work: programs; tokens (or rows) and columns of a program's step.
 
     A program has the bytes of ``stages`` steps in flight, tens of kilobytes, which hide the latency
     of memory. Few tokens take all programs that they can use, which end within microseconds; more
@@ -100,7 +100,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Call:
-    """What the combine needs of the dispatch.
+    """The results of a dispatch that its combine needs.
 
     places: int32 (T, entries), the rows of each token. counts: int32, the rows of this rank's
     experts as `push_rows` takes them.

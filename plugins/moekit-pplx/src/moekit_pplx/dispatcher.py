@@ -161,7 +161,7 @@ class PplxDispatcher(PrepareAndFinalize):
         return self._layout.slab_rows
 
     def buffer_bytes(self) -> int:
-        """What it holds; before the first call, what that will make it hold."""
+        """Return the bytes it holds; before the first call, those that it will hold after it."""
         if self._lanes:
             return sum(lanes.nbytes for lanes in self._lanes.values())
         row = self._layout.hidden_size * self.problem.dtype.itemsize

@@ -36,7 +36,7 @@ def _interpreted() -> bool:
 
 
 def _imported_compiled() -> bool:
-    """Whether triton is imported, and its own functions were made for the compiler."""
+    """Return whether triton is imported, and its own functions were made for the compiler."""
     language = sys.modules.get("triton.language")
     return language is not None and type(language.zeros).__name__ == "JITFunction"
 

@@ -20,7 +20,7 @@ from moekit.plugin import BufferSpec, MoEProblem, PackedWeights
 
 @dataclass(frozen=True)
 class Layer:
-    """What all calls of one layer share.
+    """The properties that all calls of one layer share.
 
     Args:
         problem: the problem.

@@ -1,4 +1,4 @@
-"""What a scheme and a device allow: operand widths, tensor descriptors, specialized warps."""
+"""Tell what a scheme and a device allow: operand widths, tensor descriptors, specialized warps."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _MAX_PLANS = 1024  # kept per layer: a dispatcher may bring another number of ro
 
 
 class _TritonExperts(PermuteExpertsUnpermute):
-    """What both formats share.
+    """The part of the backend that both formats share.
 
     Quantized schemes: x arrives quantized, or (STANDARD) `apply` quantizes it, except for a few
     tokens, whose dot products read it unquantized. The input of GEMM 2 is quantized with the static

@@ -53,7 +53,7 @@ from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, tile_
 
 
 class _Plan:
-    """What every member does the same way."""
+    """The base of the launch plans: the members of `Plan`."""
 
     kind: ClassVar[str]
 
@@ -309,7 +309,7 @@ class Sorted(_Tiles):
 
     @property
     def specialized(self) -> bool:
-        """Whether specialized warps, which need counters, compute a GEMM."""
+        """Return whether specialized warps, which need counters, compute a GEMM."""
         return self.first.specialized or self.second.specialized
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:

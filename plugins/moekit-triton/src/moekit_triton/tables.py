@@ -32,7 +32,7 @@ Measured = tuple[float, TilePlan]
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured for one problem: `table_key` and the plans."""
+    """The measurements of one problem: `table_key` and the plans."""
 
     key: Mapping[str, Any]
     plans: Sequence[Measured]

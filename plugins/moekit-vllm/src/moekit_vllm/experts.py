@@ -25,7 +25,7 @@ _kernels: dict[MoEProblem, ModularKernel] = {}
 
 @dataclass(eq=False)
 class LayerExperts:
-    """What computes a layer's routed experts instead of vLLM's kernel.
+    """The kernel and packed weights that compute a layer's routed experts instead of vLLM's kernel.
 
     Attributes:
         kernel: Shared by layers with equal problems.
@@ -81,7 +81,7 @@ class LayerExperts:
 
     @property
     def dispatches(self) -> bool:
-        """Whether a dispatcher of moekit moves the tokens."""
+        """Return whether a dispatcher of moekit moves the tokens."""
         return self.kernel.problem.parallel.moves_tokens
 
     def follow(self, layer: Any) -> None:

@@ -112,23 +112,23 @@ def _extended(stock: Any) -> Any:
 
         @property
         def is_monolithic(self) -> bool:
-            """Whether the method chooses experts itself; moekit leaves that to vLLM's router."""
+            """Return whether the method chooses experts; moekit leaves that to vLLM's router."""
             return self.moekit_experts is None and bool(super().is_monolithic)
 
         @property
         def supports_internal_mk(self) -> bool:
-            """Whether the method moves tokens between ranks, in place of vLLM's runner."""
+            """Return whether the method moves tokens between ranks, in place of vLLM's runner."""
             experts = self.moekit_experts
             return bool(super().supports_internal_mk) if experts is None else experts.dispatches
 
         @property
         def skip_forward_padding(self) -> bool:
-            """Whether the method takes rows as narrow as the model's hidden size."""
+            """Return whether the method takes rows as narrow as the model's hidden size."""
             return self.moekit_experts is None and bool(super().skip_forward_padding)
 
         @property
         def has_unpadded_output(self) -> bool:
-            """Whether the method returns rows as narrow as the model's hidden size."""
+            """Return whether the method returns rows as narrow as the model's hidden size."""
             return self.moekit_experts is None and bool(super().has_unpadded_output)
 
         def maybe_make_prepare_finalize(self, *args: Any, **more: Any) -> Any:

@@ -75,13 +75,13 @@ def parallel_of(layer: Any) -> ParallelConfig:
 
 
 def exchanges_tokens(layer: Any) -> bool:
-    """Whether the layer's ranks have tokens of their own, which vLLM or moekit moves."""
+    """Return whether the layer's ranks have tokens of their own, which vLLM or moekit moves."""
     config = layer.moe_config
     return config.moe_parallel_config.dp_size > 1 or bool(config.is_sequence_parallel)
 
 
 def dispatches(layer: Any) -> bool:
-    """Whether a dispatcher of moekit moves a layer's tokens: MOEKIT_DISPATCHER names one.
+    """Return whether a dispatcher of moekit moves a layer's tokens: MOEKIT_DISPATCHER names one.
 
     Ranks must have whole experts and tokens of their own.
     """
@@ -91,7 +91,7 @@ def dispatches(layer: Any) -> bool:
 
 
 def names_dispatcher() -> bool:
-    """Whether MOEKIT_DISPATCHER names a dispatcher that moves tokens."""
+    """Return whether MOEKIT_DISPATCHER names a dispatcher that moves tokens."""
     return os.environ.get("MOEKIT_DISPATCHER", "") not in ("", "local")
 
 
@@ -178,7 +178,7 @@ def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
 
 
 def interleaved(layer: Any) -> bool:
-    """Whether the gate and up rows of w13 alternate."""
+    """Return whether the gate and up rows of w13 alternate."""
     return layer.activation.value in _INTERLEAVED
 
 

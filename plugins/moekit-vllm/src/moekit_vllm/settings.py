@@ -15,7 +15,7 @@ logger = logging.getLogger("vllm.moekit")
 
 
 class Mode(enum.Enum):
-    """What moekit does in vLLM.
+    """The use of moekit in vLLM.
 
     OFF: nothing. ON: it takes the layers that it can compute, and leaves the others to vLLM.
     REQUIRE: the engine refuses to start if a layer would be left to vLLM.

@@ -65,19 +65,19 @@ def layer_classes() -> list[Any]:
 
 
 def prepared_elsewhere() -> bool:
-    """Whether vLLM is loading weights that another process has prepared for vLLM's kernels."""
+    """Return whether vLLM is loading weights that another process prepared for vLLM's kernels."""
     utils = importlib.import_module("vllm.model_executor.utils")
     return bool(getattr(utils, "is_weights_pre_processed", bool)())  # 0.26 has no such loader
 
 
 def offloads_weights() -> bool:
-    """Whether vLLM keeps weights in the host's memory, and moves them to the device for a call."""
+    """Return whether vLLM keeps weights on the host, and moves them to the device for a call."""
     offloader = importlib.import_module(_OFFLOADER)
     return not isinstance(offloader.get_offloader(), offloader.NoopOffloader)
 
 
 def captures_graphs() -> bool:
-    """Whether the engine that is loading its model will capture calls in CUDA graphs."""
+    """Return whether the engine that is loading its model will capture calls in CUDA graphs."""
     config = importlib.import_module("vllm.config").get_current_vllm_config_or_none()
     mode = None if config is None else config.compilation_config.cudagraph_mode
     return mode is not None and mode.name != "NONE"
@@ -91,7 +91,7 @@ def has_dummy_weights() -> bool:
 
 
 def routes_on_cpu() -> bool:
-    """Whether vLLM has a router for CPUs; the CPU kernels of 0.26 choose experts themselves."""
+    """Return whether vLLM has a router for CPUs; the CPU kernels of 0.26 choose experts."""
     try:
         importlib.import_module(_CPU_ROUTER)
     except ImportError:
@@ -100,7 +100,7 @@ def routes_on_cpu() -> bool:
 
 
 def has_cpu_kernel(method: Any) -> bool:
-    """Whether vLLM chose a kernel for a quantization method that runs on this machine's CPU.
+    """Return whether vLLM chose a kernel for a quantization method that runs on this machine's CPU.
 
     vLLM 0.32 also takes layers on CPUs for which it has none, and fails when it prepares them:
     its kernels for quantized weights need AMX.
@@ -130,7 +130,7 @@ def failed_ranks(failed: bool) -> list[int]:
 
 
 def elastic() -> bool:
-    """Whether ranks may join and leave the expert-parallel group (elastic expert parallelism)."""
+    """Return whether ranks may join and leave the expert-parallel group (elastic EP)."""
     return hasattr(_expert_ranks(), "tcp_store_group")
 
 

@@ -1,4 +1,4 @@
-"""What the GEMMs take: the rows of a launch, scales, and what GEMM 1 does with its sums."""
+"""The operands of the GEMMs: the rows of a launch, scales, and the epilogue of GEMM 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tiles import GemmConfig
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What GEMM 1 does with its fp32 sums before it stores them.
+    """The steps that GEMM 1 applies to its fp32 sums before it stores them.
 
     Args:
         activation: the activation to apply.
@@ -31,7 +31,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows a launch multiplies, in row blocks of the config's block_m.
+    """The rows that a launch multiplies, in row blocks of the config's block_m.
 
     Args:
         kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K),

@@ -56,7 +56,7 @@ class GemmConfig(_Tile):
 
     @property
     def token_tile(self) -> bool:
-        """Whether this is a tile of tokens, which has as many of them as it needs: see
+        """Return whether this is a tile of tokens, which has as many of them as it needs: see
         `kernels.token_tiles`."""
         return self.specialized and self.swapped
 

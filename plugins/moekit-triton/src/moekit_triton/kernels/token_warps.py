@@ -1,4 +1,4 @@
-"""What the specialized warps of swap-AB kernels share: see `specialized_tokens` (Gluon, Hopper).
+"""Code that the warps of swap-AB kernels share: see `specialized_tokens` (Gluon, Hopper).
 
 Both operands are loaded in rows of 128 bytes: a step is 64 columns.
 Tuples group what functions pass on, besides those of `warps`: ``tokens`` is (descriptor of boxes of

@@ -1,4 +1,4 @@
-"""What the readers share: a layer's parameters, its biases, and what vLLM adds to its sizes."""
+"""Functions that the readers share: a layer's parameters, its biases, and vLLM's padding."""
 
 from __future__ import annotations
 
