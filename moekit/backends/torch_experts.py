@@ -167,13 +167,15 @@ def _on_any_device(
 
 
 def _has_grouped_mm(problem: MoEProblem) -> bool:
-    """Return whether torch's grouped GEMM runs: bf16, 16-byte rows, capability 8.0 or later."""
+    """Return whether torch's grouped GEMM runs: bf16, 16-byte rows, capability 8.0 or later, fewer
+    than 1024 experts (its CUDA kernels' limit)."""
     sizes = (problem.hidden_size, problem.local_intermediate_size)
     return (
         problem.device.type == "cuda"
         and (problem.device.capability or (0, 0)) >= (8, 0)
         and problem.dtype == torch.bfloat16
         and problem.quant.weight is None
+        and problem.num_local_experts < 1024
         and all(size % 8 == 0 for size in sizes)
     )
 

@@ -167,6 +167,31 @@ def test_what_is_fused():
     assert not fuses(activation=moekit.Activation("silu", limit=2.0)) and not fuses(has_bias=True)
 
 
+@pytest.mark.parametrize("scheme", ["none", "fp8_channel_token"])
+def test_more_experts_than_a_library_takes(monkeypatch, scheme):
+    """torch's grouped GEMM takes fewer than 1024, and vLLM's has a thread for each of them."""
+
+    def problem(experts: int) -> moekit.MoEProblem:
+        return moekit.MoEProblem(**{**SIZES, "num_experts": experts}, quant=scheme)
+
+    def providers(experts: int) -> set[str]:
+        return {band.provider.name for band in bands(problem(experts))}
+
+    quantized = scheme != "none"
+    assert providers(1023) == {"torch", "vllm" if quantized else "quack"}
+    spec = cutlass_standins.registry().experts["cutlass"]
+    if quantized:
+        assert providers(1024) == {"vllm"}
+        (reason,) = spec.unsupported(problem(1025))
+        assert "at most 1023 experts, and a rank has 1025" in reason and "at most 1024" in reason
+    else:
+        assert providers(1024) == {"quack"}
+        check("local", "cutlass", num_experts=1024)
+        monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "torch")
+        (reason,) = spec.unsupported(problem(1024))
+        assert "at most 1023 experts, and a rank has 1024" in reason
+
+
 def test_provider_by_size():
     """Workspaces for many rows hold what the provider of fewer rows needs."""
     problem = moekit.MoEProblem(**SIZES)

@@ -62,5 +62,5 @@ def test_listing_and_reasons_without_libraries_import_nothing():
 def test_forced_provider(monkeypatch):
     monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "vllm")
     monkeypatch.setattr(library, "missing", lambda provider: "")
-    usable, why_not = library.providers_for("fp8_tensor", "bfloat16")
+    usable, why_not = library.providers_for("fp8_tensor", "bfloat16", 8)
     assert usable == ["vllm"] and "excludes torch" in why_not[0]

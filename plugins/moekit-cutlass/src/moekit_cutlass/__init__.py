@@ -22,7 +22,7 @@ def _check(problem: MoEProblem) -> list[str]:
     reasons = []
     scheme = problem.quant.name
     if scheme in (*_SCHEMES, W4A8) and problem.dtype_name in ("bfloat16", "float16"):
-        usable, why_not = providers_for(scheme, problem.dtype_name)
+        usable, why_not = providers_for(scheme, problem.dtype_name, problem.num_local_experts)
         if not usable:
             reasons.append(f"no library for {scheme} in {problem.dtype_name}: {'; '.join(why_not)}")
     return reasons

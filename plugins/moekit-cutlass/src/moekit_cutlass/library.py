@@ -31,16 +31,23 @@ _PROVIDERS = {
 }
 
 
+# Their kernels that prepare pointers have one thread for each local expert, in one block; torch's
+# operators refuse the last one of 1024, too.
+_MOST_EXPERTS = {"torch": 1023, "vllm": 1024}
+
+
 def forced() -> str:
     """Return the library that MOEKIT_CUTLASS_PROVIDER names, or an empty string."""
     return os.environ.get(PROVIDER_VARIABLE, "").strip().lower()
 
 
-def providers_for(scheme: str, dtype_name: str) -> tuple[list[str], list[str]]:
+def providers_for(
+    scheme: str, dtype_name: str, num_local_experts: int
+) -> tuple[list[str], list[str]]:
     """Return the libraries that compute ``scheme`` here, and a reason for each that cannot."""
     usable, reasons = [], []
     for name in _PROVIDERS[scheme]:
-        if reason := _unsupported(name, scheme, dtype_name):
+        if reason := _unsupported(name, scheme, dtype_name, num_local_experts):
             reasons.append(reason)
         else:
             usable.append(name)
@@ -71,11 +78,16 @@ def vllm_library() -> Path | None:
     return found if found is not None and found.is_file() else None
 
 
-def _unsupported(provider: str, scheme: str, dtype_name: str) -> str:
+def _unsupported(provider: str, scheme: str, dtype_name: str, num_local_experts: int) -> str:
     if reason := missing(provider):
         return reason
     if forced() not in ("", provider):
         return f"{PROVIDER_VARIABLE}={forced()} excludes {provider}"
+    if num_local_experts > (most := _MOST_EXPERTS.get(provider, num_local_experts)):
+        return (
+            f"{provider}'s grouped GEMM takes at most {most} experts, and a rank has "
+            f"{num_local_experts}"
+        )
     if dtype_name == "bfloat16":
         return ""
     if provider == "torch" and scheme == "none":

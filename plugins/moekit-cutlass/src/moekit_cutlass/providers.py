@@ -398,7 +398,7 @@ class Band:
 def bands(problem: MoEProblem) -> tuple[Band, ...]:
     """Return the providers by size, from `PREFERRED` and the libraries that are usable here."""
     scheme = problem.quant.name
-    usable, why_not = providers_for(scheme, problem.dtype_name)
+    usable, why_not = providers_for(scheme, problem.dtype_name, problem.num_local_experts)
     if not usable:
         raise BackendBroken(f"no library for {scheme}: {'; '.join(why_not)}")
     found = []
