@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moekit.contract import BufferSpec
 from moekit.runtime.workspace import Layout, Scratch, Workspace
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 _POISON = 0xFF  # all bits set: NaN in every float format, -1 in the integers
 
@@ -130,8 +138,9 @@ def measure(
 ) -> tuple[int, int]:
     """Return the bytes that ``function`` holds at its peak, and those that it leaves behind.
 
-    Its result is dropped before the second count. On an accelerator the allocator counts. On the
-    CPU every torch operation is watched; memory that an operation frees itself is not seen.
+    Its result is dropped before the second count. On an accelerator the allocator counts the bytes
+    that were requested: its blocks may be larger by a megabyte. On the CPU every torch operation is
+    watched; memory that an operation frees itself is not seen.
 
     Args:
         collect: whether to collect garbage before the second count, which takes a second.
@@ -145,14 +154,45 @@ def measure(
         return mode.peak, mode.live
     gc.collect()
     module = torch.get_device_module(device)
-    module.synchronize()
-    before = module.memory_allocated()
+
+    def requested(when: str) -> int:
+        module.synchronize()
+        stats = module.memory_stats()
+        # Allocators other than torch's own count blocks only.
+        kind = "requested" if stats.get("requested_bytes.all.peak") else "allocated"
+        return int(stats.get(f"{kind}_bytes.all.{when}", 0))
+
+    before = requested("current")
     module.reset_peak_memory_stats()
     function()
-    module.synchronize()
-    peak = module.max_memory_allocated() - before
+    peak = requested("peak") - before
     gc.collect()
-    return peak, module.memory_allocated() - before
+    return peak, requested("current") - before
+
+
+@contextmanager
+def most_memory(device: torch.device) -> Iterator[int]:
+    """Let one process at a time use most of an accelerator; yield the bytes that are free.
+
+    Parallel test processes share it. What the block allocates is given back at its end.
+    """
+    module = torch.get_device_module(device)
+    with _one_process(f"{device.type}{device.index or 0}"):
+        module.empty_cache()
+        yield int(module.mem_get_info(device)[0])
+        gc.collect()
+        module.empty_cache()
+
+
+@contextmanager
+def _one_process(name: str) -> Iterator[None]:
+    if fcntl is None:
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"moekit-testing-{os.getuid()}-{name}.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def slack(device: torch.device, stated: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,29 @@ def test_comparison_sees_one_row_and_one_element_among_many():
         assert "[2048, " in complain(bad.to(PROBLEM.dtype), ref, PROBLEM)
 
 
+def test_one_process_has_most_of_the_memory(monkeypatch, tmp_path):
+    """Another one waits until the first gives it back."""
+
+    class Accelerator:
+        empty_cache = staticmethod(lambda: None)
+        mem_get_info = staticmethod(lambda device: (70, 80))
+
+    def other():
+        with memory.most_memory(torch.device("cuda")):
+            order.append("other")
+
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Accelerator)
+    order: list[str] = []
+    thread = threading.Thread(target=other)
+    with memory.most_memory(torch.device("cuda")) as free:
+        thread.start()
+        thread.join(0.2)
+        order.append(f"{free} bytes")
+    thread.join(10)
+    assert order == ["70 bytes", "other"]
+
+
 def test_peak_memory_of_a_function():
     def function():
         a = torch.empty(1000, dtype=torch.uint8)
@@ -167,6 +192,35 @@ def test_peak_memory_of_a_function():
 
     kept: list[torch.Tensor] = []
     assert memory.measure(torch.device("cpu"), function) == (1500, 500)
+
+
+@pytest.mark.parametrize("counts", ["requested", "allocated"])
+def test_peak_memory_on_an_accelerator(monkeypatch, counts):
+    """Requested bytes count, not blocks; an allocator that knows blocks only is asked for them."""
+
+    class Accelerator:
+        used = peak = 1000
+        synchronize = staticmethod(lambda: None)
+
+        def reset_peak_memory_stats(self):
+            self.peak = self.used
+
+        def allocate(self, nbytes):
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+
+        def memory_stats(self):
+            stats = {"allocated_bytes.all.peak": 2**21, "allocated_bytes.all.current": 2**20}
+            mine = {"all.peak": self.peak, "all.current": self.used}
+            return stats | {f"{counts}_bytes.{name}": n for name, n in mine.items()}
+
+    def function():
+        device.allocate(500)
+        device.allocate(-300)
+
+    device = Accelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    assert memory.measure(torch.device("cuda"), function) == (500, 200)
 
 
 def test_poisoned_allocations():
@@ -180,8 +234,7 @@ def test_what_is_undeclared_is_one_line(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(moekit.__file__).parents[1]))
     pytester.makepyfile(
         test_acme="""
-        from dataclasses import replace
-        from moekit import Registry, registry
+                from moekit import Registry, registry
         from moekit.testing import ExpertsConformance
 
         backends = Registry(plugins=registry().plugins)
@@ -268,7 +321,6 @@ except ImportError as error:
 
 
 COLLECTED = """
-from dataclasses import replace
 from moekit import Registry, registry
 from moekit.testing import ExpertsConformance
 
