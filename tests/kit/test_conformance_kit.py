@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ from moekit.testing import (
     assert_close,
     cases,
     collection,
+    compare,
     memory,
     relative_error,
     run,
     tolerance,
 )
 from moekit.testing.calls import same_bits
-from moekit.testing.compare import complain
+from moekit.testing.compare import Errors, complain
 from moekit.testing.diagnose import check_negative_controls
 
 pytest_plugins = "pytester"
@@ -159,6 +161,27 @@ def test_comparison_sees_one_row_and_one_element_among_many():
         assert "[2048, " in complain(bad.to(PROBLEM.dtype), ref, PROBLEM)
 
 
+def test_bounds_of_many_elements():
+    """What right backends have shown on an H200 passes, and errors of their size elsewhere do not.
+
+    The worst of more elements is worse. The mean of many leaves nothing but the truncation of
+    tensor cores' sums."""
+    large = MoEProblem(num_experts=8, top_k=8, hidden_size=7168, intermediate_size=256)
+    weight_only = large.replace(quant="fp8_w8a16_tensor")
+    none = compare.Mean(0.0, 0.0, 1e9)
+    truncated = compare.Mean(-6.79e-5, 5e-6, 1e9)
+
+    def beyond(problem, tokens, element=0.0, scale=none):
+        return set(Errors(4e-3, 5e-3, element, scale, none).beyond(tolerance(problem, tokens)))
+
+    assert not beyond(large, 37500, scale=truncated)
+    assert beyond(large, 37500, scale=replace(truncated, value=-2e-4)) == {"scale"}
+    assert beyond(large.replace(hidden_size=256), 37500, scale=truncated) == {"scale"}
+    assert not beyond(weight_only, 1030, element=0.106)
+    assert beyond(weight_only, 64, element=0.106) == {"worst element"}
+    assert beyond(weight_only, 1030, element=0.2) == {"worst element"}
+
+
 def test_one_process_has_most_of_the_memory(monkeypatch, tmp_path):
     """Another one waits until the first gives it back."""
 
@@ -234,7 +257,8 @@ def test_what_is_undeclared_is_one_line(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(moekit.__file__).parents[1]))
     pytester.makepyfile(
         test_acme="""
-                from moekit import Registry, registry
+        from dataclasses import replace
+        from moekit import Registry, registry
         from moekit.testing import ExpertsConformance
 
         backends = Registry(plugins=registry().plugins)
@@ -321,6 +345,7 @@ except ImportError as error:
 
 
 COLLECTED = """
+from dataclasses import replace
 from moekit import Registry, registry
 from moekit.testing import ExpertsConformance
 
