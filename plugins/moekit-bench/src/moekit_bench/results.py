@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -51,13 +52,19 @@ class Measurement:
         )
 
     @property
-    def label(self) -> str:
-        raise NotImplementedError
-
-    @property
     def eager(self) -> bool:
         """Return whether the time that counts is an eager one on a device that has graphs."""
         return self.graph_us is None and (self.host_us is not None or bool(self.note))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Measurement, ABC):
+    """A measurement with a name, as a cell records it."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Return the name of what was measured."""
 
     def __str__(self) -> str:
         if self.us is None:
@@ -71,7 +78,7 @@ def shown_error(error: float | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsResult(Measurement):
+class ExpertsResult(Result):
     """An experts backend or a baseline. copied: see `copied_share`."""
 
     name: str
@@ -89,7 +96,7 @@ class ExpertsResult(Measurement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DispatcherResult(Measurement):
+class DispatcherResult(Result):
     """A dispatcher without experts. link_rows, rows: (token, rank) rows that a rank sends to other
     ranks in a call, and those that it sends at all; the rates are in 1e9 bytes/s."""
 
@@ -154,7 +161,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerResult(Measurement):
+class LayerResult(Result):
     """A whole layer: a combination of dispatcher and experts."""
 
     dispatcher: str
