@@ -51,9 +51,7 @@ def _fastest(**facts: str) -> Picker:
 _best_baseline = _fastest(kind=BASELINE)
 
 
-def _summary_row(
-    scheme: str, name: str, pick: Picker, cells: Sequence[ExpertsCell]
-) -> SummaryRow:  # fmt: skip
+def _summary_row(scheme: str, name: str, pick: Picker, cells: Sequence[ExpertsCell]) -> SummaryRow:
     picked = [(c, r) for c in cells if (r := pick(c)) is not None and r.us is not None]
     fractions = [(c, r.fraction) for c, r in picked if r.fraction is not None]
     speeds = [

@@ -118,9 +118,7 @@ class _Layers:
         want = torch.zeros_like(mine[0])
         for rank, (x, topk_weights, ids) in enumerate(zip(*map(_gathered, mine), strict=True)):
             every = torch.arange(len(x), device=self.device)
-            partial = oracle_rows(
-                self.problem, self.weights, x, Routing(topk_weights, ids), every
-            )  # fmt: skip
+            partial = oracle_rows(self.problem, self.weights, x, Routing(topk_weights, ids), every)
             dist.all_reduce(partial)
             if rank == self.problem.parallel.ep_rank:
                 want = partial
