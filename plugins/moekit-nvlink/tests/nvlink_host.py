@@ -56,7 +56,8 @@ class Host:
         self.sets: list[list[Buffer]] = []
         self.lost = [Lost.of(len(layer), torch.device("cpu")) for _ in layer]
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Add a buffer of every rank."""
         at = self.layout
         memory = [torch.zeros(at.nbytes, dtype=torch.uint8) for _ in self.layer]
         for each in memory:
@@ -80,7 +81,7 @@ class Host:
     def dispatch(self, xs, routings: list[Routing], scales=None, place: int = 0) -> Flight:
         """Dispatch in the buffers of ``place``. Copies of a batch get the same tokens."""
         while len(self.sets) <= place:
-            self._open()
+            self.open()
         copies = self.ranks[0].ranks.copies
         steps, arrived = [], []
         for i, transfer in enumerate(self.ranks):
@@ -103,7 +104,7 @@ class Host:
             p = self.layer[i]
             outs.append(torch.full((flight.tokens[i], p.hidden_size), float("nan"), dtype=p.dtype))
             steps.append(transfer.gather(tokens.handle, outs[-1]))
-        number, flags = int(buffers[0].epoch) + 1, [self._flags(each) for each in buffers]
+        number, flags = int(buffers[0].epoch) + 1, [self.flags(each) for each in buffers]
         if not self.push:  # the first rank would wait for the others for ever
             for mine in flags:
                 mine[COMBINE.value] = number << 32 | _RAISED_BY_TEST
@@ -115,5 +116,6 @@ class Host:
             assert not self.lost[i].ranks.any()
         return outs
 
-    def _flags(self, buffer: Buffer) -> torch.Tensor:
+    def flags(self, buffer: Buffer) -> torch.Tensor:
+        """Return the flags (phases, ranks) in a buffer."""
         return buffer.region(self.layout.flags, (3, len(self.layer)), torch.int64)

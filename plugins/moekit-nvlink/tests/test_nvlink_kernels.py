@@ -105,7 +105,7 @@ class Call:
 
     def combine(self) -> None:
         """Expert e returns (e + 1) * x in slices of different sizes, and nothing for padding."""
-        self.check(self.host.combine(self.flight, self._experts))
+        self.check(self.host.combine(self.flight, self.experts))
 
     def check(self, outs: Sequence[torch.Tensor]) -> None:
         for rank, out in enumerate(outs):
@@ -117,7 +117,7 @@ class Call:
             assert not out.isnan().any()
             assert (out.float() - want).norm() <= limit * want.norm() + 1e-6
 
-    def _experts(self, rank: int, tokens, y) -> None:
+    def experts(self, rank: int, tokens, y) -> None:
         problem, tp = self.host.layer[rank], self.shape.tp
         first, slice_of = problem.local_experts.start, (2 * (rank % tp) + 1) / tp**2
         if self.shape.batched:
@@ -233,7 +233,7 @@ def test_ids_beyond_the_last_expert_go_nowhere(batched, push) -> None:
     flight = host.dispatch(call.xs, call.routings)
     for routing, where in zip(call.routings, wrong, strict=True):
         routing.topk_ids[where] = -1
-    call.check(host.combine(flight, call._experts))
+    call.check(host.combine(flight, call.experts))
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["ht", "ll"])
@@ -254,7 +254,7 @@ def test_equal_inputs_give_equal_bits(batched, push) -> None:
         host, draw = shape.host(seed=order), torch.Generator().manual_seed(5)
         call = Call(shape, host, (8, 4, 7), "hot", draw)
         call.dispatch()
-        outs.append(torch.cat(host.combine(call.flight, call._experts)))
+        outs.append(torch.cat(host.combine(call.flight, call.experts)))
     assert torch.equal(*outs)
 
 
@@ -265,7 +265,7 @@ def test_a_rank_that_does_not_come_makes_nan_and_is_named(batched, push, monkeyp
     shape = Shape(batched, push, 3, capacity=8, programs=2)
     host, draw = shape.host(), torch.Generator().manual_seed(0)
     call = Call(shape, host, (4,), "random", draw)
-    host._open()
+    host.open()
     steps = [
         t.send(b, x, None, r)
         for t, b, x, r in zip(host.ranks, host.sets[0], call.xs, call.routings, strict=True)
@@ -280,7 +280,7 @@ def test_a_rank_that_does_not_come_makes_nan_and_is_named(batched, push, monkeyp
         for step in host.ranks[rank].gather(steps[rank][1].handle, outs[rank]):
             step()
         assert outs[rank].isnan().all()
-    flags = host._flags(host.sets[0][2])[2]
+    flags = host.flags(host.sets[0][2])[2]
     assert flags.tolist() == [1 << 32 | 1, 1 << 32 | 1, 0], "rank 2 must learn of it"
     for steps_of_2 in (steps[2][0], host.ranks[2].gather(steps[2][1].handle, late := outs[0])):
         for step in steps_of_2:

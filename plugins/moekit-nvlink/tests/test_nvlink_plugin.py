@@ -142,17 +142,17 @@ def machine(monkeypatch):
 
 
 def test_ranks_must_reach_each_other(machine) -> None:
-    meet = buffers._meet
-    meet(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
-    meet(Group([("here", "a"), ("here", "a")], ["[]", "[]"]), machine)
+    check = buffers._check_reach
+    check(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
+    check(Group([("here", "a"), ("here", "a")], ["[]", "[]"]), machine)
     with pytest.raises(
         GroupMismatch, match=r"GPU of rank 0 .* ranks \[1\] over NVLink.* use 'naive'"
     ):
-        meet(Group([("here", "a"), ("here", "c")], ["[]", "[]"]), machine)
+        check(Group([("here", "a"), ("here", "c")], ["[]", "[]"]), machine)
     with pytest.raises(GroupMismatch, match=r"GPU of rank 1 .* ranks \[0\]"):
-        meet(Group([("here", "a"), ("here", "z")], ["[]", "[0]"]), machine)
+        check(Group([("here", "a"), ("here", "z")], ["[]", "[0]"]), machine)
     with pytest.raises(GroupMismatch, match="hosts here, there"):
-        meet(Group([("here", "a"), ("there", "b")], ["[]", "[]"]), machine)
+        check(Group([("here", "a"), ("there", "b")], ["[]", "[]"]), machine)
 
 
 def test_peers_without_atomics_are_out_of_reach(machine, monkeypatch) -> None:
@@ -167,7 +167,7 @@ def test_peers_without_atomics_are_out_of_reach(machine, monkeypatch) -> None:
     driver = SimpleNamespace(cuDeviceGetP2PAttribute=ask)
     monkeypatch.setattr(buffers.ctypes, "CDLL", lambda name: driver)
     with pytest.raises(GroupMismatch, match=r"GPU of rank 0 .* ranks \[1\].* PCIe lacks"):
-        buffers._meet(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
+        buffers._check_reach(Group([("here", "a"), ("here", "b")], ["[]", "[]"]), machine)
     assert asked == [(3, 0, 1)]
 
 
@@ -192,7 +192,7 @@ def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
     fake, others = Symmetric(100), [""]
-    monkeypatch.setattr(buffers, "_meet", lambda *_: None)
+    monkeypatch.setattr(buffers, "_check_reach", lambda *_: None)
     monkeypatch.setattr(buffers, "exchange", lambda what, mine, group: [mine, *others])
     for name in ("empty", "rendezvous"):
         monkeypatch.setattr(symmetric, name, getattr(fake, name))

@@ -36,13 +36,11 @@ class Layer:
         shape, host = self.shape, self.shape.host()
         world = World(len(host.ranks), self.seed)
         for place in range(1 + self.two):
-            host._open()
+            host.open()
             for rank, buffer in enumerate(host.sets[place]):
                 world.watch(rank, host.layout, buffer)
                 buffer.epoch.fill_(self.epoch)
-                buffer.region(host.layout.flags, (3, len(host.ranks)), torch.int64).fill_(
-                    ((self.epoch << 32) + 2**63) % 2**64 - 2**63
-                )
+                host.flags(buffer).fill_(((self.epoch << 32) + 2**63) % 2**64 - 2**63)
         draw = torch.Generator().manual_seed(self.seed)
         kinds = (KINDS[i % len(KINDS)] for i in range(len(self.counts)))
         calls = [Call(shape, host, n, kind, draw)
@@ -73,7 +71,7 @@ class Layer:
 
             def experts() -> None:
                 y.fill_(float("nan"))
-                call._experts(rank, arrived, y_here)
+                call.experts(rank, arrived, y_here)
 
             world.touch(experts, reads, [y])
             outs[number] = torch.full_like(call.xs[batch], float("nan"))
@@ -173,11 +171,10 @@ def acquires_nothing(flag_ptr, lost, number, spins):
 
 
 @triton.jit
-def waits_for_others_only(
+def waits_for_rank_0_only(
     peers_ptr, lost_ptr, error_ptr, rank, source, number, spins, flags_at,
     PHASE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for one rank only."""
     return flags.wait_for(peers_ptr, lost_ptr, error_ptr, rank, 0, number, spins, flags_at, PHASE,
                           RANKS)  # fmt: skip
 
@@ -214,7 +211,7 @@ FAULTS = [
       for fault in (relaxed_flag, flag_of_one_gpu, flag_of_the_next_call, flag_of_the_last_call)
       for module in ALL),
     *(("wait", fault, flags) for fault in (never_waits, acquires_nothing)),
-    *(("wait_for", waits_for_others_only, module) for module in ALL),
+    *(("wait_for", waits_for_rank_0_only, module) for module in ALL),
     *(("is_last", fault, module)
       for fault in (last_without_barrier, last_without_order, first_is_last)
       for module in (assignments, rows)),

@@ -8,27 +8,24 @@ nvlink_ll   batched format: the same, with a row for each assignment at its expe
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from moekit.errors import InvalidInput
 from moekit.plugin import (
     WIRE_SCHEMES,
     ActivationFormat,
     DispatcherSpec,
+    Footprint,
     MoEProblem,
     hookimpl,
 )
 
-if TYPE_CHECKING:
-    from moekit.plugin import Footprint
+from .footprint import footprint
+from .settings import Settings
 
 _MOST_ROWS = 2**31 - 1
 
 
 def _check(problem: MoEProblem) -> list[str]:
-    from moekit.errors import InvalidInput
-
-    from .settings import Settings
-
     reasons = []
     try:
         Settings.read()
@@ -53,19 +50,12 @@ def _check_batched(problem: MoEProblem) -> list[str]:
     return reasons
 
 
-def _footprint(problem: MoEProblem, *, batched: bool) -> Footprint:
-    from .footprint import footprint
-    from .settings import Settings
-
-    return footprint(problem, batched=batched, push=Settings.read().push)
-
-
 def _footprint_standard(problem: MoEProblem) -> Footprint:
-    return _footprint(problem, batched=False)
+    return footprint(problem, batched=False, push=Settings.read().push)
 
 
 def _footprint_batched(problem: MoEProblem) -> Footprint:
-    return _footprint(problem, batched=True)
+    return footprint(problem, batched=True, push=Settings.read().push)
 
 
 @hookimpl

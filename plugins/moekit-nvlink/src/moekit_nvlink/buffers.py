@@ -133,7 +133,7 @@ def open_memory(
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    _meet(group, device)
+    _check_reach(group, device)
     memory, fault = torch.empty(0), ""
     with _variables(_TORCH):
         try:
@@ -154,7 +154,7 @@ def open_memory(
     return memory, list(handle.buffer_ptrs), handle
 
 
-def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise GroupMismatch unless all ranks reach each other's memory."""
     mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
     ranks = [json.loads(said) for said in exchange("say where ranks are", json.dumps(mine), group)]

@@ -127,6 +127,7 @@ class _Dispatcher(PrepareAndFinalize):
         x = torch.empty((0, p.hidden_size), dtype=p.dtype, device=lost.device)
         with suppress(MoekitError):  # the caller's own error matters
             tokens = self.prepare(x, Routing(ids.float(), ids), None).result()
+            # The combine sends lost[0] to all ranks, which then write NaN; later calls are right.
             lost[:1].fill_(1)
             self.abandon(tokens)
             torch.amax(lost[1:], 0, keepdim=True, out=lost[:1])
