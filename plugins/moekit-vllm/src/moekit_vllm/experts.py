@@ -214,10 +214,10 @@ def _against(
 ) -> list[str]:
     """Return why CUDA graphs cannot hold the kernel and its weights; empty if they can."""
     if before is not None:
-        forms = ({n: _form(t) for n, t in _tensors(p).items()} for p in (before.packed, packed))
-        if before.packed.backend == packed.backend and next(forms) == next(forms):
+        held = before.packed
+        if held.backend == packed.backend and _forms(held) == _forms(packed):
             return []
-        return ["its packed weights have other shapes, dtypes or a backend other than before"]
+        return ["its packed weights have other shapes or dtypes, or another backend, than before"]
     specs = (kernel.dispatcher.spec, kernel.experts.spec)
     unfit = [repr(spec.name) for spec in specs if not spec.graph_safe]
     if not unfit or not versions.captures_graphs():
@@ -228,6 +228,10 @@ def _against(
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _forms(packed: PackedWeights) -> dict[str, tuple[Any, ...]]:
+    return {name: _form(tensor) for name, tensor in _tensors(packed).items()}
 
 
 def _copy(packed: PackedWeights, into: PackedWeights) -> None:
