@@ -14,7 +14,7 @@ from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.router import RoutingConfig
 from moekit.layer.shared import SharedExperts
 from moekit.problem.activation import NON_GATED, Activation
-from moekit.untrusted.arguments import FLAG, accept, first_line, shown
+from moekit.untrusted.arguments import FLAG, accept, first_line, optional, shown
 
 Record = TypeVar("Record", RoutingConfig, LayerParallelism)
 Shared = SharedExperts | Callable[[Tensor], Tensor] | None
@@ -39,11 +39,7 @@ def take_records(
     shared = _take_shared(shared_experts, left)
     if left:
         raise TypeError(f"FusedMoE got an unexpected keyword argument {next(iter(left))!r}")
-    if grouped is not None and grouped != (routing.num_expert_group is not None):
-        raise InvalidProblem(
-            f"use_grouped_topk={shown(grouped)} needs num_expert_group and topk_group to be "
-            "given if True, left out if False"
-        )
+    _check_grouped(grouped, routing)
     if shared is not None and shared.partial and parallelism.is_sequence_parallel:
         raise InvalidProblem(
             "shared_experts_partial is for shared experts sliced over ranks that hold the same "
@@ -77,6 +73,20 @@ def _take_shared(given: Shared, keywords: dict[str, Any]) -> SharedExperts | Non
     if partial:
         raise InvalidProblem("shared_experts_partial=True has no effect: give shared_experts, too")
     return None
+
+
+def _check_grouped(use_grouped_topk: object, routing: RoutingConfig) -> None:
+    accept({"use_grouped_topk": optional(FLAG)}, {"use_grouped_topk": use_grouped_topk})
+    groups = routing.num_expert_group
+    if use_grouped_topk and groups is None:
+        raise InvalidProblem(
+            "use_grouped_topk=True needs num_expert_group and topk_group (got neither)"
+        )
+    if use_grouped_topk is False and groups is not None:
+        raise InvalidProblem(
+            f"use_grouped_topk=False contradicts num_expert_group={groups} and "
+            f"topk_group={routing.topk_group}: leave both out, or set use_grouped_topk=True"
+        )
 
 
 def _both(argument: str, keywords: list[str], kind: type) -> InvalidProblem:

@@ -60,8 +60,15 @@ def test_records_and_keywords_make_the_same_layer() -> None:
         ),
         ({"routing": {"renormalize": True}}, "routing=.* must be a RoutingConfig, or None"),
         ({"parallelism": ParallelConfig()}, "parallelism=.* must be a LayerParallelism, or None"),
-        ({"use_grouped_topk": True}, "needs num_expert_group and topk_group"),
-        ({"use_grouped_topk": False, "num_expert_group": 3, "topk_group": 1}, "left out if False"),
+        (
+            {"use_grouped_topk": True},
+            r"^use_grouped_topk=True needs num_expert_group and topk_group \(got neither\)$",
+        ),
+        (
+            {"use_grouped_topk": False, "num_expert_group": 3, "topk_group": 1},
+            "^use_grouped_topk=False contradicts num_expert_group=3 and topk_group=1: leave both",
+        ),
+        ({"use_grouped_topk": "yes"}, "use_grouped_topk='yes': it must be True or False"),
     ],
 )
 def test_contradicting_arguments_are_refused(arguments, said) -> None:
