@@ -26,8 +26,15 @@ DEVICE_PATTERN = re.compile(
 )
 
 
+def _is_device_type(value: Any) -> bool:
+    try:
+        return bool(torch.device(value).type == value)
+    except RuntimeError:
+        return False
+
+
 def _device_type(value: Any) -> str:
-    if torch.device(value).type != value:
+    if not _is_device_type(value):
         raise ValueError
     return str(value)
 
@@ -77,7 +84,7 @@ class DeviceSpec:
             return cls("cuda", (int(match[1]), int(match[2])))
         if re.fullmatch(r"cuda(:\d+)?", text):
             return cls.of(torch.device(text))
-        if re.fullmatch(r"[a-z]+", text):
+        if _is_device_type(text):
             return cls(text)
         raise InvalidProblem(
             f"device {shown(text)} is not understood; expected a torch device ('cpu', 'cuda') or "

@@ -285,7 +285,7 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
         ("--activation gelu --activation-limit 7", "has no clamp"),
         ("--device nvidia!", "device 'nvidia!' is not understood; expected"),
         ("--device H200", "'sm90' for H100 and H200"),
-        ("--device foo", "type='foo': it must be a type of device that torch knows"),
+        ("--device gpu", "device 'gpu' is not understood; expected a torch device ('cpu', 'cuda')"),
         ("--tp 3", "tp_size=3 must divide intermediate_size=2048"),
         ("--ep 0", "ep_size=0"),
         ("--experts tritn", "no experts backend named 'tritn'; there are: reference, torch"),
