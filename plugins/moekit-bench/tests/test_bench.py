@@ -399,6 +399,7 @@ def test_wrong_questions(capsys, wrong):
     ("wrong", "said"),
     [
         (["--device", "meta"], "torch sees no META device here; leave out --device to use"),
+        (["--device", "sm90"], "--device must be a device of torch on this machine (got 'sm90')"),
         (["--experts", "torch,torch"], "torch is named twice: name it once in --experts"),
         (["--quant", "fp9"], "--quant 'fp9': fp9 is unknown; choose from none, fp8_tensor"),
         (["--json", str(ROOT)], f"{ROOT} cannot be written (Is a directory): name a file in"),

@@ -223,6 +223,15 @@ def test_wrong_questions(cells: Cells, capsys, argv: list[str]) -> None:
     assert not cells.seen
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("mode", ["--select", "--regret"])
+def test_ranks_need_a_device_of_this_machine(capsys, mode: str) -> None:
+    code = main(["tune", mode, "--ep", "2", "--device", "cuda", "--shapes", "8:2:64:64"])
+    out, err = capsys.readouterr()
+    assert code == 2 and out == ""
+    assert "torch sees no CUDA device here; leave out --device to use 'cpu'" in err
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

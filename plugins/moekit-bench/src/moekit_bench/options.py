@@ -17,7 +17,6 @@ from moekit.plugin import SCHEMES, DeviceSpec
 
 from .internals import DTYPES
 from .shapes import ROUTINGS
-from .timer import first_line
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
@@ -119,19 +118,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 def torch_device(name: str | None) -> torch.device:
     """Return the device of that name, or this machine's accelerator or CPU, and make it current."""
-    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if name is not None:
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise MoekitError(f"device {name!r}: {first_line(error)}") from error
-        if device.type not in ("cpu", here.type):
-            raise MoekitError(
-                f"device {name!r} was asked for, but torch sees no {device.type.upper()} device "
-                f"here; leave out --device to use {here.type!r}"
-            )
-    else:
-        device = here
+    device = _device_here(name)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     return device
@@ -139,7 +126,29 @@ def torch_device(name: str | None) -> torch.device:
 
 def device_spec(name: str | None) -> DeviceSpec:
     """Return the kind of device that ranks run on."""
-    return DeviceSpec.detect() if name is None else DeviceSpec.parse(name)
+    return DeviceSpec.of(_device_here(name))
+
+
+def _device_here(name: str | None) -> torch.device:
+    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name is None:
+        return here
+    instead = f"; leave out --device to use {here.type!r}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise MoekitError(
+            f"--device must be a device of torch on this machine (got {name!r}){instead}"
+        ) from error
+    if device.type == "cpu":
+        return device
+    count = torch.accelerator.device_count() if device.type == here.type else 0
+    if (device.index or 0) >= count:
+        raise MoekitError(
+            f"device {name!r} was asked for, but torch sees {count or 'no'} {device.type.upper()} "
+            f"device{'s' * (count > 1)} here{instead}"
+        )
+    return device
 
 
 def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
