@@ -77,6 +77,12 @@ def test_queue_depth_moves_the_token_limit(monkeypatch):
     assert "exceeds 1024" in reasons("deepep_ll", max_num_tokens=1025)[0]
 
 
+@pytest.mark.parametrize("depth", ["x", "", "1k", "-5", "3"])
+def test_a_queue_depth_that_is_none_is_a_reason(monkeypatch, depth):
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", depth)
+    assert reasons("deepep_ll") == [f"NVSHMEM_QP_DEPTH={depth} must be a whole number above 3"]
+
+
 def test_where_nothing_moves_there_are_no_limits():
     for name in SPECS:
         assert reasons(name, 3, dp=1, hidden_size=24, num_experts=64, top_k=40) == []

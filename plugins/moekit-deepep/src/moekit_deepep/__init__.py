@@ -57,13 +57,25 @@ def check_ll(
         reasons.append(
             f"hidden_size {problem.hidden_size} has no compiled kernel (available: {known})"
         )
-    depth = int(os.environ.get("NVSHMEM_QP_DEPTH", 1024))
-    if (problem.max_num_tokens or 0) > depth // 2 - 1:
+    depth = _queue_depth()
+    if depth is None:
+        said = os.environ["NVSHMEM_QP_DEPTH"]
+        reasons.append(f"NVSHMEM_QP_DEPTH={said} must be a whole number above 3")
+    elif (problem.max_num_tokens or 0) > depth // 2 - 1:
         reasons.append(
             f"max_num_tokens={problem.max_num_tokens} exceeds {depth // 2 - 1}, half of "
             f"NVSHMEM_QP_DEPTH={depth} less one: raise that variable, or use deepep_ht"
         )
     return reasons
+
+
+def _queue_depth() -> int | None:
+    """Return what DeepEP reads from the variable, or None if that is no depth."""
+    try:
+        depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
+    except ValueError:
+        return None
+    return depth if depth > 3 else None
 
 
 def check_elastic(problem: MoEProblem) -> list[str]:
