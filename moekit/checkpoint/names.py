@@ -98,12 +98,16 @@ def _projections(module: str) -> ExpertNames:
 _MIXTRAL = per_expert(f"{_MODEL}block_sparse_moe.experts", "w1", "w3", "w2")
 _GATE_UP_DOWN = _projections("mlp")
 _GPT_OSS = f"{_MODEL}mlp.experts"
-_GRANITE = f"{_MODEL}block_sparse_moe"
+_BLOCK = f"{_MODEL}block_sparse_moe"
+_GRANITE = ExpertNames(
+    gate_up=f"{_BLOCK}.input_linear.weight", down=f"{_BLOCK}.output_linear.weight"
+)
 
 _PROJECTED = (
     "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_omni_moe_text",
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4v_moe_text", "olmoe",
-    "flex_olmo", "ernie4_5_moe", "dots1", "hunyuan_v1_moe",
+    "flex_olmo", "ernie4_5_moe", "dots1", "hunyuan_v1_moe", "exaone_moe", "afmoe", "cohere2_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "solar_open", "mellum",
 )  # fmt: skip
 # The names in the models' own checkpoints, by the model_type of the (text) config.
 NAMES: Mapping[str, ExpertNames] = MappingProxyType(
@@ -111,9 +115,8 @@ NAMES: Mapping[str, ExpertNames] = MappingProxyType(
         **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "phimoe"), _MIXTRAL),
         **dict.fromkeys(_PROJECTED, _GATE_UP_DOWN),
         "jamba": _projections("feed_forward"),
-        "granitemoe": ExpertNames(
-            gate_up=f"{_GRANITE}.input_linear.weight", down=f"{_GRANITE}.output_linear.weight"
-        ),
+        "lfm2_moe": per_expert(f"{_MODEL}feed_forward.experts", "w1", "w3", "w2"),
+        **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE),
         "nemotron_h": per_expert(
             "backbone.layers.{layer}.mixer.experts", "", "up_proj", "down_proj"
         ),

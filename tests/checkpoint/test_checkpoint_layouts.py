@@ -364,6 +364,7 @@ _ROUTED = dict(
     n_routed_experts=4, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1, topk_group=1
 )
 _QWEN = dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+_FULL = dict(layer_types=["full_attention"] * 2)
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4),
     "minimax_m2": dict(num_local_experts=4, rotary_dim=8),
@@ -380,6 +381,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": dict(moe_num_experts=4, moe_intermediate_size=16, moe_k=2),
     "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
     "granitemoe": dict(num_local_experts=4),
+    "granitemoeshared": dict(num_local_experts=4, shared_intermediate_size=16),
+    "granitemoehybrid": dict(
+        num_local_experts=4,
+        shared_intermediate_size=16,
+        mamba_n_heads=2,
+        layer_types=["attention", "mamba"],
+    ),
+    "exaone_moe": dict(num_experts=4, moe_intermediate_size=16, **_FULL),
+    "lfm2_moe": dict(num_experts=4, moe_intermediate_size=16, num_dense_layers=1, **_FULL),
+    "afmoe": dict(num_experts=4, moe_intermediate_size=16, num_dense_layers=1, **_FULL),
+    "cohere2_moe": dict(num_experts=4, **_FULL),
+    "glm4_moe_lite": _ROUTED | _MLA,
+    "glm_moe_dsa": _ROUTED | _MLA,
+    "solar_open": _ROUTED,
+    "mellum": _QWEN,
     "gpt_oss": dict(num_local_experts=4),
     "llama4_text": dict(num_local_experts=4, intermediate_size_mlp=48, num_experts_per_tok=1),
 }
@@ -396,9 +412,14 @@ def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
     problem = problem_from_config(tmp_path, device="cpu")
     weights = load_experts(tmp_path, None, 1, problem)
     assert found.num_experts == 4 and found.dtype == torch.bfloat16
-    (down,) = (
-        p
-        for name, p in model.named_parameters()
-        if "layers.1." in name and name.endswith("experts.down_proj")
-    )
-    assert torch.equal(weights.w2, down if down.shape == weights.w2.shape else down.mT)
+    canonical = weights.canonical(problem)
+    for name, loaded in (("gate_up_proj", canonical.w13), ("down_proj", canonical.w2)):
+        (p,) = (
+            p
+            for full, p in model.named_parameters()
+            if "layers.1." in full and full.endswith(f"experts.{name}")
+        )
+        own = p.mT if model_type in ("gpt_oss", "llama4_text") else p
+        if model_type == "gpt_oss" and name == "gate_up_proj":
+            own = torch.cat([own[:, 0::2], own[:, 1::2]], dim=1)
+        assert torch.equal(loaded, own), name
