@@ -37,7 +37,8 @@ class PushedExperts:
     """The experts of one layer on one rank, from tensors that are pushed.
 
     A round of loading begins with the first `push` after construction or after `finish`, and needs
-    every tensor of this rank exactly once.
+    every tensor of this rank exactly once. So call `finish` after the last tensor, further replicas
+    included: a tensor that comes later begins a new round, and errors name it.
 
     Args:
         problem: The problem to load for.
@@ -91,6 +92,7 @@ class PushedExperts:
         self._unit_of = {tensor: unit for unit, of in self._units.items() for tensor in of}
         self._reader: Reader | None = None
         self._pushed: dict[str, int] = {}  # each name, and the physical expert it was pushed for
+        self._finished = False  # whether a round has ended
         self.out: dict[str, Tensor] = {}
         if out is not None:
             self.out = out
@@ -159,6 +161,12 @@ class PushedExperts:
         """Return whether a round of loading has begun and is not finished."""
         return self._reader is not None
 
+    @property
+    def reloading(self) -> str:
+        """Say which tensor began this round, if another round ended before; else ""."""
+        first = next(iter(self._pushed), "") if self.loading and self._finished else ""
+        return first and f"{first} came after a complete round of loading and began a new one"
+
     def missing(self) -> list[str]:
         """Return the tensors of this rank that this round still needs."""
         pushed = self._pushed if self.loading else {}
@@ -214,17 +222,20 @@ class PushedExperts:
                 do not fit, and the layer must be loaded again.
         """
         if missing := self.missing():
+            began = self.reloading and f"{self.reloading}, and "
             raise WeightsError(
-                f"{self.name}: {len(missing)} of {len(self._wanted)} tensors of this rank were not "
-                f"loaded: {listed(missing)}; load them, then call this again"
+                f"{self.name}: {began}{len(missing)} of {len(self._wanted)} tensors of this rank "
+                f"were not loaded: {listed(missing)}; load them, then call this again"
             )
         reader = self._begin()
         self._reader = None
         try:
-            return collect(reader).to(self.device)
+            experts = collect(reader).to(self.device)
         finally:
             for name in self._held.names():
                 self._held.drop(name)
+        self._finished = True
+        return experts
 
     def _check(self, suffix: str, shard: str, expert: int, tensor: Tensor) -> None:
         known = [s for which in ("w13", "w2") for s in self.shards(which)]

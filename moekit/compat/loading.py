@@ -276,9 +276,10 @@ class LoadingLayer(Layer):
         """Say what to do for a call without weights."""
         missing = self._pushed.missing()
         if missing:
+            began = self._pushed.reloading and f"{self._pushed.reloading}, and "
             return (
-                f"{len(missing)} tensors are not loaded, {missing[0]} for example; pass them to "
-                "weight_loader(), then call process_weights_after_loading()"
+                f"{began}{len(missing)} tensors are not loaded, {missing[0]} for example; pass "
+                "them to weight_loader(), then call process_weights_after_loading()"
             )
         return "call process_weights_after_loading(), which packs what was loaded"
 

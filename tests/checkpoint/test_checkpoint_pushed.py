@@ -475,3 +475,23 @@ def test_a_config_group_of_the_experts(target: str) -> None:
     groups["b"] = ct(4, group=32)["config_groups"]["group_0"] | {"targets": [target]}
     found = declared_format(ct(4) | {"config_groups": groups}, 128, 256, "layers.3.mlp.experts")
     assert (found.dtype, found.group) == ("int4", (1, 32))
+
+
+def test_a_tensor_after_the_last_one_is_named() -> None:
+    """A replica that comes after `finish` begins a new round, and the error says which it was."""
+    stacks, pushed = random_stacks(), loader(problem_for(num_redundant_experts=2))
+    for shard, stack in stacks.items():
+        for expert in range(4):
+            pushed.push("weight", shard, expert, stack[expert])
+    assert not pushed.reloading
+    pushed.finish()
+    pushed.push("weight", "w3", 5, stacks["w3"][1])
+    pushed.push("weight", "w1", 0, stacks["w1"][0])
+    said = "experts.1.w3.weight came after a complete round of loading and began a new one, and 10 "
+    with pytest.raises(WeightsError, match=said + "of 12 tensors of this rank were not loaded"):
+        pushed.finish()
+    for shard, stack in stacks.items():
+        for expert in range(4):
+            if (shard, expert) not in (("w3", 1), ("w1", 0)):
+                pushed.push("weight", shard, expert, stack[expert])
+    assert torch.equal(pushed.finish().w2[4:], stacks["w2"][:2])
