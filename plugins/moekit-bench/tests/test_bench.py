@@ -20,6 +20,7 @@ from moekit.backends.reference import oracle
 from moekit.cli.main import main
 
 CPU = torch.device("cpu")
+EXPERTS = Path(__file__).parent / "recordings" / "experts.json"
 SIZES = "4:2:32:48"
 FAST = ["--device", "cpu", "--tokens", "2,5", "--shapes", SIZES, "--replays", "2", "--inputs", "2"]
 ROOT = Path(__file__).parents[3]
@@ -302,6 +303,18 @@ def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
     code = main(["bench", "--from", str(file)])
     assert code == 0 and capsys.readouterr().out == text.read_text()
 
+    # Half the rates double every limit and fraction.
+    again = tmp_path / "again.json"
+    argv = ["bench", "--from", str(file), "--ceilings", "bf16=1,read=5", "--json", str(again)]
+    assert main(argv) == 0
+    assert "Ceilings: bf16 1 TFLOP/s, read 0.005 TB/s" in capsys.readouterr().out
+    for old, new in zip(data["cells"], json.loads(again.read_text())["cells"], strict=True):
+        assert new["limit_us"] == pytest.approx(2 * old["limit_us"])
+        for a, b in zip(old["contestants"], new["contestants"], strict=True):
+            assert b["fraction"] == (a["us"] and pytest.approx(2 * a["fraction"]))
+    best = json.loads(again.read_text())["summary"][0]
+    assert best["fraction_geomean"] == pytest.approx(2 * data["summary"][0]["fraction_geomean"])
+
 
 def test_by_default_every_backend_that_can_is_measured(capsys, tmp_path):
     file = tmp_path / "run.json"
@@ -399,6 +412,14 @@ def test_wrong_questions(capsys, wrong):
     ("wrong", "said"),
     [
         (["--device", "meta"], "torch sees no META device here; leave out --device to use"),
+        (
+            ["--ceilings", "measure", "--from", str(EXPERTS)],
+            "--ceilings measure measures this machine, and --from FILE was recorded before",
+        ),
+        (
+            ["--ceilings", "bf16=nan,read=1", "--from", str(EXPERTS)],
+            "ceilings must be TFLOP/s by arithmetic",
+        ),
         (["--device", "sm90"], "--device must be a device of torch on this machine (got 'sm90')"),
         (["--experts", "torch,torch"], "torch is named twice: name it once in --experts"),
         (["--quant", "fp9"], "--quant 'fp9': fp9 is unknown; choose from none, fp8_tensor"),

@@ -75,6 +75,8 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
     files = Files(mode.report, args.json, args.markdown, mode.complete)
     if args.recorded is not None:
         run, ok = recorded(mode.record, args.recorded), True
+        if isinstance(run, ExpertsRun) and args.ceilings is not None:
+            run = experts.with_ceilings(run, _given_ceilings(args.ceilings))
     else:
         sweep = mode.sweep(args, command, files)
         run, ok = sweep.run, sweep.complete and mode.right(sweep.run)
@@ -182,6 +184,15 @@ def _ceilings(text: str | None, device: torch.device) -> Ceilings | None:
     if text is None:
         return known_ceilings(DeviceSpec.of(device).name)
     return measure_ceilings(device) if text == "measure" else parse_ceilings(text)
+
+
+def _given_ceilings(text: str) -> Ceilings:
+    if text == "measure":
+        raise MoekitError(
+            "--ceilings measure measures this machine, and --from FILE was recorded before: give "
+            "the recorded device's, for example --ceilings bf16=791,fp8=1424,read=4490"
+        )
+    return parse_ceilings(text)
 
 
 def _shape_list() -> str:

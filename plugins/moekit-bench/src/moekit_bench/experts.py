@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -242,7 +242,7 @@ class ExpertsWorkload:
             call, copied = self._calls[name], None
             if isinstance(call, KernelCall):
                 copied = copied_share(case.weights.tensors(), call.packed)
-            fraction = None if limit is None or result.us is None else limit / result.us
+            fraction = _fraction(limit, result.us)
             kind = self.implementations[name].kind
             return ExpertsResult(
                 **vars(result), name=name, kind=kind, fraction=fraction, copied=copied
@@ -264,6 +264,29 @@ class ExpertsWorkload:
 def succeeded(run: ExpertsRun) -> bool:
     """Return whether every cell has a right result."""
     return all(any(r.right for r in cell.results) for cell in run.cells)
+
+
+def with_ceilings(run: ExpertsRun, ceilings: Ceilings) -> ExpertsRun:
+    """Return a recorded run with the limits and fractions of other ceilings."""
+    cells = tuple(_limited(cell, ceilings) for cell in run.cells)
+    return replace(run, ceilings=ceilings, cells=cells)
+
+
+def _limited(cell: ExpertsCell, ceilings: Ceilings) -> ExpertsCell:
+    if all(r.us is None for r in cell.results):
+        return cell
+    shape = Shape(cell.num_experts, cell.top_k, cell.hidden_size, cell.intermediate_size)
+    problem = shape.problem(
+        ep=cell.ep, quant=cell.scheme, dtype=DTYPES.get(cell.dtype), device="cpu"
+    )
+    done = Work(cell.flop, cell.bytes, cell.active_experts, cell.rows)
+    limit = limit_us(done, problem, ceilings)
+    results = tuple(replace(r, fraction=_fraction(limit, r.us)) for r in cell.results)
+    return replace(cell, limit_us=limit, results=results)
+
+
+def _fraction(limit: float | None, us: float | None) -> float | None:
+    return None if limit is None or us is None else limit / us
 
 
 def without_duplicates(implementations: Sequence[Implementation]) -> list[Implementation]:

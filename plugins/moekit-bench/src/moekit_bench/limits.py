@@ -9,6 +9,7 @@ once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ def parse_ceilings(text: str) -> Ceilings:
             values = {}
             break
     read = values.pop("read", 0.0)
-    if not values or read <= 0 or min(values.values()) <= 0:
+    if not values or not all(0 < rate < math.inf for rate in (read, *values.values())):
         raise MoekitError(
             f"ceilings must be TFLOP/s by arithmetic and read bandwidth in GB/s, for example "
             f"bf16=791,fp8=1424,read=4490, or `measure` (got {text!r})"
