@@ -53,7 +53,7 @@ from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, tile_
 
 
 class _Plan:
-    """The base of the launch plans: the members of `Plan`."""
+    """The base of the launch plans: the members of `LaunchPlan`."""
 
     kind: ClassVar[str]
 
@@ -492,7 +492,9 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
         raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
     if first.token_tile or second.token_tile:
         if kind not in (Copied.kind, Joined.kind):
-            raise ValueError(f"specialized swapped tiles are for kind='copied', not {kind!r}")
+            raise ValueError(
+                f"specialized swapped tiles are for kind='copied' or 'joined', not {kind!r}"
+            )
         if kind == Joined.kind and not joinable(first, second):
             raise ValueError("kind='joined' needs swapped tiles of 256 weight rows, or none")
     for name, tile, sizes in (("first", first, (64, 128)), ("second", second, (128, 256))):

@@ -1,12 +1,15 @@
 """Device code and the functions that launch it.
 
-gemm               grouped GEMM over blocks of rows, all schemes
-gemv               dot products, for a few tokens
-packed             products with 4-bit weights, called by gemm
-sorted_gemm        grouped GEMM over expert-sorted rows, by tensor descriptors
-specialized        the same by specialized warps (Gluon, Hopper), 16 bits
-specialized_fp8    the same for fp8 with block scales
-specialized_block  both GEMMs in one launch of specialized warps
-warps              what the specialized kernels share
-tiles              the records of tile and launch parameters
+gemm                      grouped GEMM over blocks of rows, all schemes
+gemv                      dot products, for a few tokens
+packed                    products with 4-bit weights, called by gemm
+sorted_gemm               grouped GEMM over expert-sorted rows, by tensor descriptors
+specialized               the same by specialized warps (Gluon, Hopper), 16 bits
+specialized_fp8           the same for fp8 with block scales
+specialized_tokens        the same with swap-AB, 16 bits
+specialized_block         both GEMMs in one launch of specialized warps
+specialized_tokens_block  the same with swap-AB
+token_tiles               the list of swap-AB tiles
+token_warps, warps        code that the specialized kernels share
+operands, tiles           the records of arguments, and of tile and launch parameters
 """

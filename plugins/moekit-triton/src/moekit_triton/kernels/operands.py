@@ -87,7 +87,7 @@ class Scales:
     out_GS: torch.Tensor | None = None
 
 
-class SortedOperands(NamedTuple):
+class SortedLaunch(NamedTuple):
     """The arguments of `sorted_gemm` for specialized tiles, whose kernels store undefined rows for
     padding. gated: w holds gate and up, and the result is silu(gate) * up."""
 

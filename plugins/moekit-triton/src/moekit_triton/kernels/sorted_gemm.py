@@ -1,7 +1,7 @@
 """Grouped GEMM for many rows per expert: both operands come through tensor descriptors.
 
-Rows are expert-sorted (`SortedAssignments`). `specialized`, `specialized_fp8` and
-`specialized_block` do the same by specialized warps, the last one both GEMMs in one launch.
+Rows are expert-sorted (`SortedAssignments`). The modules `specialized*` do the same by specialized
+warps, those named ``*_block`` both GEMMs in one launch.
 
 Operands have 16 bits, or are e4m3 with specialized tiles. Padding rows may hold anything: rows do
 not mix, output by assignment has none, and those of expert-sorted output become undefined.
@@ -25,7 +25,7 @@ from moekit_kernels.numerics import (
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .gemm import tile_at
-from .operands import Scales, SortedOperands
+from .operands import Scales, SortedLaunch
 from .tiles import GemmConfig
 
 
@@ -75,7 +75,7 @@ def sorted_gemm(
         assert bias_LN is None and not by_assignment
         assert activation is None or (activation.name == "silu" and activation.gated)
         assert activation is None or activation.limit is None
-        SortedOperands(
+        SortedLaunch(
             a_SK, w_LNK, out, aligned, config, num_assignments, num_sms, activation is not None,
             weights_RK, scales, x_RK, token_tiles,
         ).launch()  # fmt: skip

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .operands import SortedOperands
+from .operands import SortedLaunch
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -65,7 +65,7 @@ _COPIERS = gl.constexpr(3)
 _COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # count of a copied block: 128 per unit
 
 
-def specialized_gemm(g: SortedOperands) -> None:
+def specialized_gemm(g: SortedLaunch) -> None:
     """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up.
 
     With ``x_RK``, a is written on the way.

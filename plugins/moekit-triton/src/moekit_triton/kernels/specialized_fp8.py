@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .operands import SortedOperands
+from .operands import SortedLaunch
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -56,7 +56,7 @@ _QMAX = gl.constexpr(QMAX[torch.float8_e4m3fn])
 _TINY = gl.constexpr(TINY)
 
 
-def specialized_fp8_gemm(g: SortedOperands) -> None:
+def specialized_fp8_gemm(g: SortedLaunch) -> None:
     """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up,
     quantized by groups of 128 columns."""
     num_experts, w_rows, n, k = g.sizes()

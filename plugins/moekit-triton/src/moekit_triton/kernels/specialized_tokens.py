@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .operands import SortedOperands
+from .operands import SortedLaunch
 from .specialized import STEP
 from .token_tiles import PIECE, REST, most_tiles, tile_tokens
 from .token_warps import BOX, load_tiles, on_least_tokens, token_stages
@@ -49,7 +49,7 @@ _PART = gl.constexpr(32)  # tokens of a store
 _BLOCK = gl.constexpr(BLOCK_M)
 
 
-def specialized_tokens_gemm(g: SortedOperands) -> None:
+def specialized_tokens_gemm(g: SortedLaunch) -> None:
     """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up.
 
     N is a multiple of 8.

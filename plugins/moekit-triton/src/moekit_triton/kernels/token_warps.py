@@ -1,8 +1,9 @@
 """Code that the warps of swap-AB kernels share: see `specialized_tokens` (Gluon, Hopper).
 
 Both operands are loaded in rows of 128 bytes: a step is 64 columns.
+
 Tuples group what functions pass on, besides those of `warps`: ``tokens`` is (descriptor of boxes of
-_BOX rows, descriptor of the rest, memory of the boxes, memory of the rest).
+BOX rows, descriptor of the rest, memory of the boxes, memory of the rest).
 """
 
 from __future__ import annotations
