@@ -70,7 +70,7 @@ def calls_of(
     made = Case.make(problem, packed, rows, routings).calls
     x = torch.randn(rows, problem.hidden_size, device="cuda").to(problem.dtype)
     sorted_rows = sorted_plan(problem, 256.0).workspace(made[0].layer, rows, problem.top_k)
-    # Workspace is not planned for expert-sorted rows where they have not paid so far.
+    # The planned workspace has room for expert-sorted rows only where they pay.
     memory = [
         buffer if buffer.numel() >= math.prod(spec.shape) else torch.empty(
             spec.shape, dtype=spec.dtype, device="cuda")

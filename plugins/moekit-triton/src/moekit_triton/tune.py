@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from moekit_bench import random_weights, shape
+from moekit_bench.codec import replace_file
 from moekit_bench.options import seconds, whole
 
 from moekit.errors import MoekitError
@@ -61,11 +62,12 @@ def make_case(
     problem: MoEProblem, rows: int, routings: int, packed: PackedWeights | None = None
 ) -> Case:
     """Make a case with random weights, or those in ``packed``."""
-    if packed is None:
-        packed = pack_weights(
-            "triton", random_weights(problem, torch.device(problem.device.type)), problem
-        )
-    return Case.make(problem, packed, rows, routings)
+    return Case.make(problem, packed or _random_packed(problem), rows, routings)
+
+
+def _random_packed(problem: MoEProblem) -> PackedWeights:
+    weights = random_weights(problem, torch.device(problem.device.type))
+    return pack_weights("triton", weights, problem)
 
 
 # -- processes ----------------------------------------------------------------------------------
@@ -163,8 +165,7 @@ class _Weights:
         if cls._key != job[:2] or cls._packed is None:
             cls._packed = None
             torch.cuda.empty_cache()
-            device = torch.device(problem.device.type)
-            cls._packed = pack_weights("triton", random_weights(problem, device), problem)
+            cls._packed = _random_packed(problem)
             cls._key = job[:2]
         return cls._packed
 
@@ -251,13 +252,6 @@ def _table(out: Path) -> dict[str, Any]:
     FILES.read(out)
     table: dict[str, Any] = json.loads(out.read_text())
     return table
-
-
-def _write(table: Mapping[str, Any], file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(dumps(table))
-    part.replace(file)
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -397,7 +391,7 @@ def _collect(
                 print(f"[{done}/{len(running)}] {job}: no plan, {why}", file=sys.stderr, flush=True)
             continue
         merge(table, entry)
-        _write(table, out)
+        replace_file(out, dumps(table))
         to_go = (time.monotonic() - began) / done * (len(running) - done)
         print(
             f"[{done}/{len(running)}] {job}: about {to_go:.0f} s left", file=sys.stderr, flush=True
