@@ -129,7 +129,7 @@ def deepep_elastic(c: Case) -> Callable[[], None]:
 
 
 def flashinfer_alltoall(c: Case) -> Callable[[], None]:
-    """The library's own calls, with sanitized ids; the experts' output lies where it is read."""
+    """Return the library's own calls, with sanitized ids; the output lies where it is read."""
     buffers, p = c.dispatcher._buffers, c.problem
     lib, ranks, buffer = buffers.library, buffers.ranks, buffers._buffers[0]
     ids = c.routing.topk_ids

@@ -31,7 +31,7 @@ def problem_of(sizes: tuple[int, int, int, int], scheme: str, **changes) -> moek
 
 
 def sorted_groups(ids_RK: torch.Tensor, experts: int) -> Groups:
-    """Expert-sorted rows, with the index of each row's source."""
+    """Return expert-sorted rows, with the index of each row's source."""
     n = ids_RK.numel()
 
     def ints(size: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def sorted_groups(ids_RK: torch.Tensor, experts: int) -> Groups:
 
 
 def probe(args: argparse.Namespace) -> None:
-    """Every library, dtype and fused activation on small sizes."""
+    """Run every library, dtype and fused activation on small sizes."""
     L, H, inner, R, K = 5, 320, 272, 70, 2
     for counts in ("random", "empty", "few"):
         rows = 9 if counts == "few" else R
@@ -96,7 +96,7 @@ def probe(args: argparse.Namespace) -> None:
 
 
 def probe_w4a8(args: argparse.Namespace) -> None:
-    """The operator against the weights that the packed tables hold; only bf16 rounding differs."""
+    """Compare the operator with the weights that the packed tables hold: only rounding differs."""
     for L, H, inner in ((5, 512, 256), (3, 1024, 1280)):
         problem = problem_of((L, 2, H, inner), W4A8)
         n = problem.w13_rows

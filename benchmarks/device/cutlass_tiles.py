@@ -59,7 +59,7 @@ SECOND = (Tile(128, 208, True, (2, 1)), Tile(128, 192, True, (1, 1)), Tile(128, 
 
 
 def sweep(args: argparse.Namespace) -> None:
-    """Each GEMM alone: GEMM 1 with a fused gather, GEMM 1 on copied rows, GEMM 2."""
+    """Time each GEMM alone: GEMM 1 with a fused gather, GEMM 1 on copied rows, GEMM 2."""
     for step in ("gather", "copied", "second"):
         failing: set[Tile] = set()
         for name, tokens in ((n, T) for T in args.tokens for n in args.shapes):
@@ -89,7 +89,7 @@ def sweep(args: argparse.Namespace) -> None:
 
 
 def candidates(problem: moekit.MoEProblem, rows_per_expert: int) -> Iterator[QuackPlan]:
-    """The plan in use, then plans that differ from it in one GEMM or in the raster."""
+    """Return the plan in use, then plans that differ from it in one GEMM or in the raster."""
     used = [plan for start, plan in quack_plans(problem) if start <= rows_per_expert][-1]
     yield used
     for swizzle in (4, 16):

@@ -22,7 +22,7 @@ from moekit.plugin import Dispatched, Workspace
 
 
 def calls(kernel: Any, packed: Any, tokens: int) -> dict[str, list[Call]]:
-    """The library's calls and the adapter's, one for each routing."""
+    """Return the library's calls and the adapter's, one for each routing."""
     p, experts = kernel.problem, kernel.experts
     x, scale = normal(tokens, p.hidden_size), None
     if p.quant.name == "fp8_tensor_static":

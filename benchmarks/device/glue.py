@@ -39,7 +39,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
-    """Every kernel, on buffers that it shares with no other set."""
+    """Yield every kernel, on buffers that it shares with no other set."""
     p = problem_of(shape)
     E, K, H, inner = p.num_experts, p.top_k, p.hidden_size, p.intermediate_size
     S = tokens * K

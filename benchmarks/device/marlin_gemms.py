@@ -53,7 +53,7 @@ class Layer:
     def bare(
         self, tokens: int, block: int, tile: tuple[int, int, int] = (-1, -1, -1)
     ) -> list[Call]:
-        """Both GEMMs alone; the lists of blocks are made beforehand."""
+        """Return both GEMMs alone; the lists of blocks are made beforehand."""
         p, inner = self.problem, self.experts._inner
         assignments = tokens * p.top_k
         x, a = normal(tokens, p.hidden_size), normal(assignments, inner)
@@ -111,7 +111,7 @@ def blocks(args: argparse.Namespace) -> None:
 
 
 def tiles(layer: Layer, tokens: int, block: int) -> None:
-    """One thread block per SM: with more than fit at a time, the operator's locks never open."""
+    """Time tiles, one thread block per SM: with more, the operator's locks never open."""
     for tile in ((128, 128, 1), (64, 256, 1), (64, 128, 1), (128, 64, 1), (-1, -1, -1)):
         with part(f"tile {tile}"):  # not every tile has a kernel
             (timing,) = in_turns({"": layer.bare(tokens, block, tile)}).values()

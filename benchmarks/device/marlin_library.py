@@ -43,7 +43,7 @@ def words(values: Tensor, bits: int) -> Tensor:
 
 
 def repack(args: argparse.Namespace) -> None:
-    """`layout.pack_weights` beside the library's gptq_marlin_repack and awq_marlin_repack."""
+    """Compare `layout.pack_weights` with the library's gptq_marlin_repack and awq_marlin_repack."""
     folder = library.VLLM.folder()
     assert folder is not None
     path = folder / "_C_stable_libtorch.abi3.so"
@@ -73,7 +73,7 @@ def repack(args: argparse.Namespace) -> None:
 
 
 def raw_weight(kind: str, experts: int, n: int, k: int, group: int, dtype: torch.dtype):
-    """(arguments of the operator: type id, weight, scale, zeros), dequantized fp32 (L, N, K)."""
+    """Return (type id, weight, scale, zeros) of the operator, and dequantized fp32 (L, N, K)."""
     type_id, bits = TYPES[kind]
     groups = 1 if group < 0 else k // group
     if kind == "mxfp4":
@@ -105,7 +105,7 @@ def raw_weight(kind: str, experts: int, n: int, k: int, group: int, dtype: torch
 
 
 def operator(args: argparse.Namespace) -> None:
-    """Every weight type, group and block size, within the operator's own rounding."""
+    """Check every weight type, group and block size, within the operator's own rounding."""
     call = library.operator()
     experts, pairs = 3, 50
     locks = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
@@ -152,7 +152,7 @@ def operator(args: argparse.Namespace) -> None:
 
 
 def listed(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator's entries, experts and num_rows for ids (pairs,), by plain torch on the host."""
+    """Return the operator's entries, experts and num_rows for ids (A,), by torch on the host."""
     flat = ids.flatten().cpu()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=experts)
     entries: list[int] = []

@@ -205,7 +205,7 @@ def fp4_pairs(device: torch.device) -> Tensor:
 
 
 def plain() -> Format:
-    """Unquantized weights."""
+    """Return the format of unquantized weights."""
     return Format(name="unquantized", parts={"weight": Part("weight", FLOATS)})
 
 
@@ -219,7 +219,7 @@ def eight_bits(
     scale_dtype: str = "float32",
     input_scale: str = "",
 ) -> Format:
-    """fp8 or int8, one value a byte, with scales in the same layout, and of inputs if asked for."""
+    """Return a format of fp8 or int8 with scales in the same layout, and of inputs if asked for."""
     parts = {"weight": Part("weight", (dtype,)), "scale": Part(scale, _SCALES, group)}
     if input_scale:
         parts["input_scale"] = Part(input_scale, FLOATS, (-1, -1))
@@ -241,7 +241,7 @@ def _in_out(suffix: str, dtypes: tuple[torch.dtype, ...], grid: Grid) -> Part:
 def gptq(
     bits: int, group: int, *, zero_points: bool, zero_offset: int, act_order: bool, g_idx: bool
 ) -> Format:
-    """GPTQ: qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), and g_idx (K,) if asked for."""
+    """Return GPTQ's: qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), maybe g_idx (K,)."""
     parts = {
         "weight": _in_out("qweight", _WORDS, (1, 32 // bits)),
         "scale": _in_out("scales", FLOATS, (1, group)),
@@ -262,7 +262,7 @@ def gptq(
 
 
 def awq(group: int) -> Format:
-    """AWQ: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
+    """Return AWQ's: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
     parts = {
         "weight": _in_out("qweight", _WORDS, (8, 1)),
         "scale": _in_out("scales", FLOATS, (1, group)),
@@ -274,7 +274,7 @@ def awq(group: int) -> Format:
 def pack_quantized(
     bits: int, group: int, activation: OperandQuant | None, *, zero_points: bool, act_order: bool
 ) -> Format:
-    """compressed-tensors integers.
+    """Return the format of compressed-tensors' packed integers.
 
     weight_packed (N, K / 8), weight_scale (N, G), weight_zero_point (N / 8, G), weight_g_idx (K,),
     and weight_shape, which holds (N, K).
@@ -300,7 +300,7 @@ def pack_quantized(
 
 
 def mxfp4_blocks() -> Format:
-    """gpt-oss: blocks (N, K / 32, 16), scales (N, K / 32), for any unquantized layout."""
+    """Return gpt-oss's: blocks (N, K / 32, 16), scales (N, K / 32), whatever the plain layout."""
     parts = {
         "weight": Part("blocks", _BYTES, (1, 32), tail=(16,), fixed=True),
         "scale": Part("scales", _SCALES, (1, 32), fixed=True),
@@ -315,7 +315,7 @@ def fp4_bytes(
     global_scale: str = "",
     activation: OperandQuant | None = None,
 ) -> Format:
-    """mxfp4 and nvfp4 of compressed-tensors and ModelOpt.
+    """Return the format of mxfp4 or nvfp4 of compressed-tensors or ModelOpt.
 
     Two fp4 values a byte, (N, K / 2), and scales (N, K / group).
     """

@@ -16,7 +16,7 @@ class MoekitSpecs:
 
     @_hookspec
     def moekit_dispatchers(self) -> list[DispatcherSpec]:  # type: ignore[empty-body]
-        """Dispatchers this plugin offers.
+        """Return the dispatchers that this plugin offers.
 
         Example::
 
@@ -27,7 +27,7 @@ class MoekitSpecs:
 
     @_hookspec
     def moekit_experts(self) -> list[ExpertsSpec]:  # type: ignore[empty-body]
-        """Expert GEMM backends this plugin offers.
+        """Return the experts backends that this plugin offers.
 
         Example::
 

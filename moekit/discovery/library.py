@@ -138,7 +138,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def _package_folder(name: str) -> Path | None:
-    """The folder that ``import name`` would use."""
+    """Return the folder that ``import name`` would use."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -97,11 +97,11 @@ class Registry:
         return self._usable(ExpertsSpec)
 
     def dispatcher(self, name: str) -> DispatcherSpec:
-        """The named dispatcher; raises UnknownBackend or NameClash."""
+        """Return the named dispatcher; raise UnknownBackend or NameClash if there is none."""
         return self._find(DispatcherSpec, name)
 
     def expert(self, name: str) -> ExpertsSpec:
-        """The named experts backend; raises UnknownBackend or NameClash."""
+        """Return the named experts backend; raise UnknownBackend or NameClash if there is none."""
         return self._find(ExpertsSpec, name)
 
     def _specs(self, kind: type[SpecT]) -> Iterable[tuple[str, SpecT]]:
@@ -148,7 +148,7 @@ _registry: Registry | None = None
 
 
 def registry() -> Registry:
-    """The process-wide registry, discovered on first use."""
+    """Return the process-wide registry, discovered on first use."""
     global _registry
     if probing():
         raise BackendError(

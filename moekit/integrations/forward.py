@@ -76,7 +76,7 @@ def _operator(
     number: int,
     on_input: bool,
 ) -> Tensor:
-    """A layer as one operator, for torch.compile, and to refuse gradients.
+    """Run a layer as one operator, for torch.compile, and to refuse gradients.
 
     number: the Layer's. needs_grad: tensors that would receive the gradient.
     """

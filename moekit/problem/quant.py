@@ -120,7 +120,7 @@ class OperandQuant:
         return self.group == (-1, -1)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of the scale of a (rows, columns) matrix."""
+        """Return the shape of the scale of a (rows, columns) matrix."""
         gr, gc = self.group
         return (1 if gr < 0 else -(-rows // gr), 1 if gc < 0 else -(-columns // gc))
 

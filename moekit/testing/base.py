@@ -30,8 +30,9 @@ from moekit.testing.calls import kit_registry, unchanged_process
 # Attributes that a subclass may set. It may redefine nothing else of the kit.
 KNOBS = frozenset({"backend", "device", "backends", "expected_failures", "world_sizes"})
 
-# Devices on which a declared capability may be reachable.
+# A spec's reason that names missing dependencies.
 _MISSING = re.compile(r"[\w.]+(, [\w.]+)*( and [\w.]+)? (is|are) not installed")
+# Devices on which a declared capability may be reachable.
 _DEVICES = ("cpu", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "xpu")
 
 Sizes = Mapping[str, int]
@@ -125,7 +126,7 @@ class Conformance(ABC):
         assert not faults, "; ".join(faults)
 
     def _cannot_run_here(self) -> str:
-        """Why the spec's declared devices exclude this machine's, or ""."""
+        """Return why the spec's declared devices exclude this machine's, or ""."""
         spec, device = self._spec(), self._device()
         if any(map(device.meets, spec.devices)):
             return ""
@@ -137,7 +138,7 @@ class Conformance(ABC):
         return False
 
     def test_backend_runs_here(self) -> None:
-        """Skips with the reason; then the tests that need the device are not collected."""
+        """Skip with the reason; then the tests that need the device are not collected."""
         if reason := self._cannot_run_here():
             self._skip(reason)
 
@@ -197,7 +198,7 @@ class Conformance(ABC):
             self._find_problem(**changes)
 
     def test_undeclared(self) -> None:
-        """Lists what the kit does not test; `test_undeclared_raises` shows that it is refused."""
+        """List what the kit does not test; `test_undeclared_raises` shows that it is refused."""
         undeclared = [name for name, _, declared in self._capabilities() if declared is False]
         if undeclared:
             self._skip(f"not declared, so refused: {', '.join(undeclared)}")

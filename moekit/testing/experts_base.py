@@ -56,7 +56,7 @@ class ExpertsBase(Conformance):
         return [*super()._capabilities(), *schemes, *activations, clamp, bias]
 
     def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
-        """No multiples of any tile first; then rounder ones, for backends that need those.
+        """Return no multiples of any tile first; then rounder ones, for backends that need those.
 
         In act-order always several groups: one group has no order.
         """

@@ -312,7 +312,7 @@ def calls(
 
 
 def outputs_beyond_float16(rank: int, world_size: int, job: Job, wanted: Call) -> None:
-    """Experts' outputs exceed 65504, and their router weights bring them back into range."""
+    """Let experts' outputs exceed 65504, and router weights bring them back into range."""
     r = Rank(rank, world_size, job)
     problem, weights = r.layer
     factor = output_factor(make_case(problem, 32, "masked", "calibration", weights))

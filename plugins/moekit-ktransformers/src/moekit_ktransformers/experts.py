@@ -59,7 +59,7 @@ class KTransformersExperts(PermuteExpertsUnpermute):
         )
 
     def transient_bytes(self, rows: int) -> int:
-        """The library's buffers (shared by all layers) and its copy of one layer's weights.
+        """Return the bytes of the library's buffers (for all layers) and its copy of the weights.
 
         Both stay allocated between calls. Buffers of pages that no call touched cost nothing.
         """
@@ -111,7 +111,7 @@ class KTransformersExperts(PermuteExpertsUnpermute):
 
 
 def _contiguous(given: Tensor, buffer: Tensor) -> Tensor:
-    """``given`` itself where it has the layout and dtype that the library reads, else a copy."""
+    """Return ``given`` if it has the layout and dtype that the library reads, else a copy."""
     if given.is_contiguous() and given.dtype == buffer.dtype:
         return given
     flat = buffer.view(-1)[: math.prod(given.shape)].view(given.shape)
@@ -125,7 +125,7 @@ def _stored(scale: Tensor, scales: str) -> Tensor:
 
 
 def _versioned(tensor: Tensor) -> Tensor:
-    """A tensor that counts its changes, which one made in inference mode does not."""
+    """Return a tensor that counts its changes, which one made in inference mode does not."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):

@@ -73,7 +73,7 @@ class Pool:
         weights_RK: Tensor,
         out_RH: Tensor,
     ) -> None:
-        """out = the experts' outputs, weighted and summed over K; rows without expert are zero.
+        """Write the experts' outputs, weighted and summed over K; rows without expert are zero.
 
         All contiguous: x and out in bf16, ids in int64, weights in fp32.
         """
@@ -145,7 +145,7 @@ def _addresses(weights: Tensor) -> list[list[int]]:
 
 
 def _halves(weights: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The addresses of each expert's gate rows, and of its up rows."""
+    """Return the addresses of each expert's gate rows, and of its up rows."""
     gate, up = weights.chunk(2, dim=1)
     return _addresses(gate), _addresses(up)
 
@@ -176,7 +176,7 @@ def pool() -> Pool:
 
 @contextmanager
 def _messages_to_stderr() -> Iterator[None]:
-    """Within it the library's messages, which it prints to stdout, go to stderr."""
+    """Send to stderr what the library prints to stdout within the context."""
     flush = ctypes.CDLL(None).fflush
     if sys.stdout is not None:
         sys.stdout.flush()

@@ -29,7 +29,7 @@ TILE_K, TILE_N = 16, 64
 
 
 def pack_weights(q_LNK: Tensor, bits: int) -> Tensor:
-    """uint8 (L, N, K), values below 2**bits -> int32 (L, K / 16, N * bits / 2).
+    """Pack uint8 (L, N, K), values below 2**bits, into int32 (L, K / 16, N * bits / 2).
 
     N a multiple of 64, K of 16. One expert at a time, so that little extra memory is needed.
     """
@@ -46,7 +46,7 @@ def pack_weights(q_LNK: Tensor, bits: int) -> Tensor:
 
 
 def unpack_weights(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack_weights`."""
+    """Invert `pack_weights`."""
     experts, k_tiles, words = packed.shape
     n_tiles = words * 2 // bits // TILE_N
     values = _values(packed, bits)
@@ -60,7 +60,7 @@ def unpack_weights(packed: Tensor, bits: int) -> Tensor:
 
 
 def permute_scales(scale_LGN: Tensor) -> Tensor:
-    """(L, G, N) -> the same shape, columns in the order in which lanes read them.
+    """Return scales (L, G, N) with columns in the order in which lanes read them.
 
     Several groups: scales multiply the weights, and lane c takes its 8 columns 8 * (2 * j + b) + c
     of a tile at once. One group: they multiply the accumulators, of which a lane holds two columns
@@ -72,14 +72,14 @@ def permute_scales(scale_LGN: Tensor) -> Tensor:
 
 
 def unpermute_scales(scale_LGN: Tensor) -> Tensor:
-    """The inverse of `permute_scales`."""
+    """Invert `permute_scales`."""
     if scale_LGN.shape[1] == 1:
         return unpermute_channels(scale_LGN)
     return _by_lane(scale_LGN)  # a transposition of 8 x 8 undoes itself
 
 
 def pack_exponents(scale_LGN: Tensor) -> Tensor:
-    """fp32 powers of two (or 0) (L, G, N), G > 1 -> uint8 of the same shape: e8m0.
+    """Convert fp32 powers of two or 0 (L, G, N), G > 1, to e8m0: uint8 of the same shape.
 
     2**e is e + 127, which is fp32's own exponent field (0 means 2**-127, and the operator takes it
     for 0). Four bytes are two pairs of 16-bit floats, of even bytes and of odd ones.
@@ -89,13 +89,13 @@ def pack_exponents(scale_LGN: Tensor) -> Tensor:
 
 
 def unpack_exponents(packed: Tensor) -> Tensor:
-    """The inverse of `pack_exponents`."""
+    """Invert `pack_exponents`."""
     exponents = _by_lane(_swap(packed, 2, 2, 1))
     return (exponents.int() << 23).view(torch.float32)
 
 
 def pack_e5m3(scale_LGN: Tensor) -> Tensor:
-    """fp32 scales (L, G, N), G > 1, 0 or from 2 to 61440 -> uint8 of the same shape: E5M3.
+    """Convert fp32 scales (L, G, N), G > 1, 0 or from 2 to 61440, to E5M3: uint8 of that shape.
 
     The byte is that of a float16 without its sign and its last seven bits, which are zero. The
     operator decodes it for bfloat16 by moving the exponent's upper bit, so this bit must be set:
@@ -108,13 +108,13 @@ def pack_e5m3(scale_LGN: Tensor) -> Tensor:
 
 
 def unpack_e5m3(packed: Tensor) -> Tensor:
-    """The inverse of `pack_e5m3`."""
+    """Invert `pack_e5m3`."""
     bits = _by_lane(_swap(packed, 2, 2, 1)).to(torch.int16) << 7
     return bits.view(torch.float16).float()
 
 
 def permute_channels(x: Tensor) -> Tensor:
-    """(..., N), N a multiple of 32: biases, and scales over all of K.
+    """Reorder (..., N), N a multiple of 32: biases, and scales over all of K.
 
     The accumulator of mma.m16n8k16 gives lane t of a row the columns 2 * t and 2 * t + 1 of each
     8: out[8 * t + 2 * block + l] = x[8 * block + 2 * t + l].
@@ -123,28 +123,28 @@ def permute_channels(x: Tensor) -> Tensor:
 
 
 def unpermute_channels(x: Tensor) -> Tensor:
-    """The inverse of `permute_channels`."""
+    """Invert `permute_channels`."""
     return _swap(x, 4, 4, 2)
 
 
 def pack_zeros(zeros_LGN: Tensor) -> Tensor:
-    """uint8 (L, G, N), values below 16 -> int32 (L, G, N / 8): zero points of 4-bit weights.
+    """Pack zero points of 4-bit weights, uint8 (L, G, N), into int32 (L, G, N / 8).
 
-    In the order of scales of several groups (also when there is one), the 8 of a lane in one word,
-    those of b = 0 below those of b = 1.
+    They are in the order of scales of several groups (also when there is one): the 8 of a lane in
+    one word, those of b = 0 below those of b = 1.
     """
     by_lane = _by_lane(zeros_LGN).unflatten(-1, (-1, 4, 2)).transpose(-1, -2)  # j b -> b j
     return _words(by_lane.flatten(-3), 4)
 
 
 def unpack_zeros(packed: Tensor) -> Tensor:
-    """The inverse of `pack_zeros`."""
+    """Invert `pack_zeros`."""
     values = _values(packed, 4).unflatten(-1, (-1, 2, 4)).transpose(-1, -2)
     return _by_lane(values.flatten(-3))
 
 
 def _by_lane(x: Tensor) -> Tensor:
-    """(..., 64 * tiles): out[8 * c + block] = x[8 * block + c] within each 64; undoes itself."""
+    """Let out[8 * c + block] = x[8 * block + c] within each 64 of (..., n); undoes itself."""
     return _swap(x, 8, 8, 1)
 
 
@@ -154,14 +154,14 @@ def _swap(x: Tensor, outer: int, middle: int, inner: int) -> Tensor:
 
 
 def _words(values: Tensor, bits: int) -> Tensor:
-    """uint8 (..., n) -> int32 (..., n * bits / 32), the first value in the lowest bits."""
+    """Pack uint8 (..., n) into int32 (..., n * bits / 32), the first in the lowest bits."""
     if bits == 4:
         values = values[..., 0::2] | (values[..., 1::2] << 4)
     return values.contiguous().view(torch.int32)
 
 
 def _values(words: Tensor, bits: int) -> Tensor:
-    """The inverse of `_words`."""
+    """Invert `_words`."""
     values = words.contiguous().view(torch.uint8)
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)

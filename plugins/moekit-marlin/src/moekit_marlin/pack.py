@@ -145,7 +145,7 @@ def _stored_values(w: Tensor, kind: Stored) -> Tensor:
 
 
 def _per_row(scale: Tensor, operand: OperandQuant, rows: int) -> Tensor:
-    """Canonical scale (L, N or N / group or 1, G) -> (L, N, G)."""
+    """Return a canonical scale (L, N or N / group or 1, G) as (L, N, G)."""
     group = operand.group[0]
     if group < 0:
         return scale.expand(-1, rows, -1)
@@ -153,7 +153,7 @@ def _per_row(scale: Tensor, operand: OperandQuant, rows: int) -> Tensor:
 
 
 def _pad_groups(x_LNG: Tensor, groups: int) -> Tensor:
-    """(L, N, G) -> (L, groups, N)."""
+    """Pad and transpose (L, N, G) to (L, groups, N)."""
     return F.pad(x_LNG, (0, groups - x_LNG.shape[2])).transpose(1, 2)
 
 

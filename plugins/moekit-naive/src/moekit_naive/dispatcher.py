@@ -67,8 +67,6 @@ _SIZES = "capture a call"
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-
-
 _coalescing = getattr(dist.distributed_c10d, "_coalescing_manager", None)
 
 
@@ -129,7 +127,7 @@ class NaiveDispatcher(PrepareAndFinalize):
             raise
         with self._transfers:
             sizes = self._agree(x.shape[0], x.dtype, meta.shape[1] - 2 * self.problem.top_k)
-            # Here, as torch coalesces for ever after an error within the launch.
+            # Before the launch, which torch would never end after an error within it.
             x_RH, meta_RM = (t.new_empty((sizes.rows, t.shape[1])) for t in (x, meta))
             with self._one_launch(sizes) as works:
                 self._gather(x, x_RH, sizes, works)
@@ -211,7 +209,7 @@ class NaiveDispatcher(PrepareAndFinalize):
         return transient_bytes(self.problem, num_tokens)
 
     def abort(self, reason: str) -> None:
-        """Takes this rank's place in the header exchange: every other rank raises PeerFailed."""
+        """Take this rank's place in the header exchange: every other rank raises PeerFailed."""
         assert self.group is not None
         try:
             self._exchange_headers([-1, 0, 0])
@@ -224,7 +222,7 @@ class NaiveDispatcher(PrepareAndFinalize):
     def _to_send(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> tuple[Tensor, Tensor]:
-        """x (T, H) as it travels, and its companions: ids, weights, scales (T, 2K + S) int32."""
+        """Return x (T, H) as it travels, and ids, weights and scales (T, 2K + S) int32."""
         ids = routing.topk_ids
         x = x_TH
         columns = [ids.int(), routing.topk_weights.view(torch.int32)]
@@ -247,7 +245,7 @@ class NaiveDispatcher(PrepareAndFinalize):
     # -- sizes and failures ------------------------------------------------------------------
 
     def _agree(self, tokens: int, dtype: torch.dtype, scales: int) -> _Sizes:
-        """Exchanges sizes. Raises, on every rank, if a rank reports a failure or they disagree."""
+        """Exchange sizes. Raise, on every rank, if a rank reports a failure or they disagree."""
         assert self.group is not None
         wire = zlib.crc32(str(dtype).encode())
         headers = self._exchange_headers([tokens, wire, scales])
@@ -319,7 +317,7 @@ class NaiveDispatcher(PrepareAndFinalize):
                 )
 
     def _shares(self, y_RH: Tensor, sizes: _Sizes) -> list[Tensor]:
-        """For every rank, the rows of the tokens it holds."""
+        """Return, for every rank, the rows of the tokens that it holds."""
         parts = torch.split(y_RH, list(sizes.sent))
         copies = len(parts) // self.problem.parallel.dp_size
         return [parts[rank - rank % copies] for rank in range(len(parts))]
@@ -337,5 +335,5 @@ def _kind(group: dist.ProcessGroup) -> str:
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """(N, M) contiguous -> (N, bytes of a row) uint8: gloo knows neither fp8 nor every 16 bits."""
+    """View contiguous rows as uint8: gloo knows neither fp8 nor every dtype of 16 bits."""
     return rows.view(torch.uint8)

@@ -42,8 +42,8 @@ def pack_weights(name: str, weights: ExpertWeights, problem: MoEProblem) -> Pack
 
 
 def _pack_4_bits(weights: ExpertWeights, problem: MoEProblem) -> dict[str, torch.Tensor]:
-    """Scales become bf16 where activations are bf16 (one more rounding), else fp32; powers of two
-    become e8m0."""
+    """Pack codes; scales become e8m0 if they are powers of two, else bf16 where activations are
+    (one more rounding), else fp32."""
     operand = problem.quant.weight
     assert operand is not None and operand.packed
     group = operand.group[1]

@@ -268,7 +268,7 @@ def _hold(layer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
 
 @torch.library.custom_op("moekit::vllm_experts", mutates_args=())
 def _operator(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: str) -> Tensor:
-    """A layer's experts as one operator, for code that torch.compile compiles."""
+    """Run a layer's experts as one operator, for code that torch.compile compiles."""
     # By vLLM's table of the engine that runs: two engines of a process have layers of one name.
     experts: LayerExperts = versions.running_layer(layer).quant_method.moekit_experts
     return experts(x, topk_weights, topk_ids)

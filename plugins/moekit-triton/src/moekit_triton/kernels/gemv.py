@@ -257,8 +257,8 @@ def _down(
     EVEN_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The previous kernel has waited for ids, router weights and w, so only x is loaded after this
-    one's wait."""
+    """Compute GEMM 2. The previous kernel has waited for ids, router weights and w, so only x is
+    loaded after this one's wait."""
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     k_P = tl.arange(0, PARTS)
     assignment_P = token * TOP_K + k_P

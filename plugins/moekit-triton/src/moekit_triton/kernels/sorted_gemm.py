@@ -168,8 +168,11 @@ def _gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """PERSISTENT: a program takes tiles in turn, and loads the next while it stores one. HALVES: a
-    block whose second half has no rows is a half tile, loaded through a_half."""
+    """Compute the tiles of a launch.
+
+    PERSISTENT: a program takes tiles in turn, and loads the next while it stores one. HALVES: a
+    block whose second half has no rows is a half tile, loaded through a_half.
+    """
     if PDL:
         wait_then_launch_dependents()
     row_blocks = tl.load(num_rows_ptr) // BLOCK_M
