@@ -19,15 +19,15 @@ from moekit.problem import MoEProblem
 from moekit.problem.quant import WIRE_SCHEMES
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.overlap import Pending
-from moekit.testing.cases import Case
+from moekit.testing.cases import Case, device_of
 from moekit.testing.diagnose import assert_close
 from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocations
 
 # The kit's variants of `local`, named by the form in which tokens reach the experts.
-QUANTIZED_WIRE = (
-    "kit_quantized_wire"  # quantized before the "transfer", where the experts take that; int32 ids
-)
-ROW_SCALES = "kit_row_scales"  # a per-tensor scale arrives as one per row, which differs by source
+# Quantized before the "transfer", where the experts take that; int32 ids.
+QUANTIZED_WIRE = "kit_quantized_wire"
+# A per-tensor scale arrives as one per row, which differs by source.
+ROW_SCALES = "kit_row_scales"
 
 
 def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> None:
@@ -95,7 +95,7 @@ def kit_registry(
         replace(
             wire,
             name=QUANTIZED_WIRE,
-            target=f"{__name__}:{QuantizedWire.__name__}",
+            target=f"{__name__}:QuantizedWire",
             ids_dtype="int32",
         ),
         replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales", batch_invariant=False),
@@ -107,6 +107,32 @@ def kit_registry(
         if spec.name not in known:
             copy.register(spec)
     return copy
+
+
+# Rows of memory around a call's tensors: more than a tile of rows, which a kernel may overrun.
+AROUND = 256
+
+
+class Inputs:
+    """Buffers that hold the tokens and routings of every call, as engines have.
+
+    A call's tensors are contiguous, and begin behind other rows of their storage.
+    """
+
+    def __init__(self, problem: MoEProblem, most: int) -> None:
+        def rows(columns: int, dtype: torch.dtype) -> Tensor:
+            whole = torch.empty(AROUND + most, columns, dtype=dtype, device=device_of(problem))
+            return poison(whole)[AROUND:]
+
+        self._x = rows(problem.hidden_size, problem.dtype)
+        self._weights = rows(problem.top_k, torch.float32)
+        self._ids = rows(problem.top_k, torch.int64)
+
+    def hold(self, case: Case) -> Case:
+        """Return the same call with its tokens and routing in the buffers."""
+        T, r = len(case.x), case.routing
+        routing = Routing(self._weights[:T].copy_(r.topk_weights), self._ids[:T].copy_(r.topk_ids))
+        return replace(case, x=self._x[:T].copy_(case.x), routing=routing)
 
 
 class Watch:

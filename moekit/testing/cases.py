@@ -36,7 +36,6 @@ _X_LIMIT = 4.0
 _WEIGHT_RANGE = (0.5, 3.0)  # no weight and no sum over K is one, except by chance
 GATE_STD = 3.0
 
-
 _drawn: int | None = None
 
 
@@ -198,9 +197,9 @@ def random_routing(
     ids = scores.argsort(dim=1, descending=True)[:, :K]
     low, high = _WEIGHT_RANGE
     weights = low + (high - low) * torch.rand(num_tokens, K, generator=draw)
-    # The order of a token's assignments must not matter, so it is random.
     if kind == "one_expert":
         ids[:, 1:] = -1
+    # The order of a token's assignments must not matter, so it is random.
     shuffle = torch.rand(num_tokens, K, generator=draw).argsort(dim=1)
     ids = ids.gather(1, shuffle)
     if kind == "masked" and num_tokens:
@@ -292,7 +291,20 @@ def output_factor(case: Case) -> float:
     return float(2.0 ** round(math.log2(32768 / typical * _WEIGHT_RANGE[1])))
 
 
-def strided(weights: ExpertWeights) -> ExpertWeights:
+def strided_inputs(case: Case) -> Case:
+    """Return the same call with x, ids and router weights that are not contiguous."""
+
+    def stretch(t: Tensor) -> Tensor:
+        wide = t.new_zeros(t.shape[0], 2 * t.shape[1] + 1)
+        wide[:, 1::2] = t
+        return wide[:, 1::2]
+
+    r = case.routing
+    routing = Routing(stretch(r.topk_weights), stretch(r.topk_ids))
+    return replace(case, x=stretch(case.x), routing=routing)
+
+
+def strided_weights(weights: ExpertWeights) -> ExpertWeights:
     """Return the same weights in strided tensors, as slices of a larger checkpoint are.
 
     None of them begins where its storage does.

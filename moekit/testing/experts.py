@@ -19,7 +19,9 @@ from moekit.testing import cases
 from moekit.testing.arithmetic import ExpertsNumbers, one_of_each_kind
 from moekit.testing.base import over
 from moekit.testing.calls import (
+    AROUND,
     QUANTIZED_WIRE,
+    Inputs,
     bits,
     call,
     check_call,
@@ -29,52 +31,15 @@ from moekit.testing.calls import (
     same_bits,
     threads_of_torch,
 )
-from moekit.testing.cases import Case, device_of, make_case, random_weights
+from moekit.testing.cases import device_of, make_case, random_weights
 from moekit.testing.diagnose import assert_close
 from moekit.testing.invariance import ExpertsInvariance
 from moekit.testing.memory import measure, poison, slack
 from moekit.testing.sizes import ExpertsSizes
 from moekit.testing.threads import ExpertsThreads
 
-# Rows of memory around a call's tensors: more than a tile of rows, which a kernel may overrun.
-_AROUND = 256
 # Counters and rings of buffers in engines and libraries wrap after up to 60 calls.
 _MANY_CALLS = 70
-
-
-def strided(case: Case) -> Case:
-    """Return the same call with x, ids and router weights that are not contiguous."""
-
-    def stretch(t: torch.Tensor) -> torch.Tensor:
-        wide = t.new_zeros(t.shape[0], 2 * t.shape[1] + 1)
-        wide[:, 1::2] = t
-        return wide[:, 1::2]
-
-    r = case.routing
-    routing = Routing(stretch(r.topk_weights), stretch(r.topk_ids))
-    return replace(case, x=stretch(case.x), routing=routing)
-
-
-class Inputs:
-    """Buffers that hold the tokens and routings of every call, as engines have.
-
-    A call's tensors are contiguous, and begin behind other rows of their storage.
-    """
-
-    def __init__(self, problem: MoEProblem, most: int) -> None:
-        def rows(columns: int, dtype: torch.dtype) -> Tensor:
-            whole = torch.empty(_AROUND + most, columns, dtype=dtype, device=device_of(problem))
-            return poison(whole)[_AROUND:]
-
-        self._x = rows(problem.hidden_size, problem.dtype)
-        self._weights = rows(problem.top_k, torch.float32)
-        self._ids = rows(problem.top_k, torch.int64)
-
-    def hold(self, case: Case) -> Case:
-        """Return the same call with its tokens and routing in the buffers."""
-        T, r = len(case.x), case.routing
-        routing = Routing(self._weights[:T].copy_(r.topk_weights), self._ids[:T].copy_(r.topk_ids))
-        return replace(case, x=self._x[:T].copy_(case.x), routing=routing)
 
 
 class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
@@ -220,9 +185,9 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         case = make_case(problem, self._T, "rows")
         T, H = case.x.shape
         for columns in (0, 8):
-            shape = T + 2 * _AROUND, H + 2 * columns
+            shape = T + 2 * AROUND, H + 2 * columns
             whole = poison(torch.empty(shape, dtype=case.x.dtype, device=case.x.device))
-            given = whole[_AROUND:-_AROUND, columns : columns + H]
+            given = whole[AROUND:-AROUND, columns : columns + H]
             out = call(kernel, packed, case, out=given)
             assert_close(out, case.reference(), problem, case=case)
             given.fill_(float("nan"))
@@ -240,8 +205,8 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
     def test_strided_input(self) -> None:
         """x, ids, router weights and expert weights that are not contiguous."""
         problem = self._problem()
-        case = strided(make_case(problem, self._T))
-        case = replace(case, weights=cases.strided(case.weights))
+        case = cases.strided_inputs(make_case(problem, self._T))
+        case = replace(case, weights=cases.strided_weights(case.weights))
         check_call(self._compose(problem, self._native), case)
 
     @pytest.mark.parametrize("default", ["bfloat16", "float64"])
@@ -357,7 +322,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         for name, tensor in once.experts.items():
             assert same_bits(tensor, twice.experts[name]), f"{name} differs when packed again"
             assert tensor.device == device_of(problem)
-        apart = pack(kernel, cases.strided(weights))
+        apart = pack(kernel, cases.strided_weights(weights))
         found = {**apart.experts, **apart.shared}
         for name, tensor in (*once.experts.items(), *once.shared.items()):
             assert same_bits(tensor, found[name]), f"{name} differs for strided weights"

@@ -36,8 +36,7 @@ def deliveries(
     x[:, 0] = source + 1
     x[:, 1] = torch.arange(T, device=x.device) + 1
     x[idle] = float("nan")
-    dtype = torch.int32 if dispatcher.spec.ids_dtype == "int32" else torch.int64
-    routing = Routing(case.routing.topk_weights, case.routing.topk_ids.to(dtype))
+    routing = r.as_taken(case.routing)
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
     tokens = dispatcher.prepare(x, routing, None).result()
     limit = dispatcher.max_rows(max(wanted.counts))
@@ -135,8 +134,7 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
     ids = torch.rand(T, P, generator=draw).topk(K, dim=1).indices
     x, weights, ids = x.to(device), weights.to(device), ids.to(device)
 
-    dtype = torch.int32 if dispatcher.spec.ids_dtype == "int32" else torch.int64
-    tokens = dispatcher.prepare(x, Routing(weights, ids.to(dtype)), None).result()
+    tokens = dispatcher.prepare(x, r.as_taken(Routing(weights, ids)), None).result()
     first, L = p.local_experts.start, p.num_local_experts
     numbers = 0.5 + torch.arange(P, device=device) % 61 / 61  # experts 2 ** n apart differ
     out = poison(torch.empty_like(x))
@@ -182,7 +180,6 @@ def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     """Capture prepare and finalize in a CUDA graph, with experts that return their input."""
     r = Rank(rank, world_size, job)
     dispatcher = r.kernel.dispatcher
-    dtype = torch.int32 if dispatcher.spec.ids_dtype == "int32" else torch.int64
 
     def run(x: Tensor, routing: Routing, out: Tensor) -> None:
         tokens = dispatcher.prepare(x, routing, None).result()
@@ -191,8 +188,8 @@ def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     made = []
     for kind in ("random", "masked", "rows", "hot"):
         case, _ = r.case(Call((num_tokens,), kind), kind)
-        ids = Routing(case.routing.topk_weights, case.routing.topk_ids.to(dtype))
-        made.append((replace(case, routing=ids), _identity_result(case.x, ids, r)))
+        routing = r.as_taken(case.routing)
+        made.append((replace(case, routing=routing), _identity_result(case.x, routing, r)))
     check_graph(run, made)
     r.finish()
 
@@ -202,10 +199,9 @@ def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     r = Rank(rank, world_size, job)
     p = r.problem
     case, _ = r.case(wanted)
-    ids = case.routing.topk_ids.to(r.kernel._ids_dtype)
     tokens = r.kernel.dispatcher.prepare(
         case.x,
-        Routing(case.routing.topk_weights, ids),
+        r.as_taken(case.routing),
         lambda x, valid: r.kernel.experts.quantize(x, r.packed, valid),
     ).result()
     check_quantized(tokens.x, tokens.x_scale, p)

@@ -30,6 +30,7 @@ from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
 from moekit.testing import cases
 from moekit.testing.calls import (
+    Inputs,
     call,
     defaults,
     kit_registry,
@@ -44,12 +45,12 @@ from moekit.testing.cases import (
     make_case,
     output_factor,
     random_weights,
+    strided_inputs,
     tp_shard,
     unquantized_weights,
     whole,
 )
 from moekit.testing.diagnose import assert_close
-from moekit.testing.experts import Inputs, strided
 from moekit.testing.invariance import check_bits, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
 
@@ -193,6 +194,11 @@ class Rank:
         """Return whether no token moves: each rank returns a partial sum over the same tokens."""
         return not self.problem.parallel.moves_tokens
 
+    def as_taken(self, routing: Routing) -> Routing:
+        """Return ``routing`` with ids of the dtype that the dispatcher takes."""
+        ids = routing.topk_ids.to(getattr(torch, self.job.spec.ids_dtype))
+        return Routing(routing.topk_weights, ids)
+
     def tokens(self, call: Call) -> int:
         batches = self.problem.parallel.dp_size
         return call.counts[(self.batch - batches) % len(call.counts)]
@@ -291,7 +297,7 @@ def calls(
         case, logical = r.cases(wanted, index)
         T, H = case.x.shape
         if how == "strided":
-            case = strided(case)
+            case = strided_inputs(case)
         if how == "out":
             wide = poison(torch.empty(T + 2, H + 16, dtype=case.x.dtype, device=case.x.device))
             out = call(r.kernel, r.packed, case, out=wide[1:-1, 8:-8]).clone()
