@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 
 import pytest
@@ -334,8 +335,8 @@ class GateOfAllSlices(Plain):
 class DropsBiases(Plain):
     """Drops biases where `dropped`."""
 
-    def dropped(self):
-        raise NotImplementedError
+    @abstractmethod
+    def dropped(self): ...
 
     def pack(self, weights):
         if self.dropped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from typing import ClassVar
 
 import pytest
@@ -82,8 +83,8 @@ class FromItsStorage(NaiveDispatcher):
 class CombineBuffer(NaiveDispatcher):
     """Combines through a tensor that `kept` returns."""
 
-    def kept(self, out):
-        raise NotImplementedError
+    @abstractmethod
+    def kept(self, out): ...
 
     def finalize(self, y, dispatched, out_TH):
         pending = super().finalize(y, dispatched, out_TH)

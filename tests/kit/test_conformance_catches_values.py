@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 
 import pytest
@@ -147,8 +148,8 @@ class Rounds(Plain):
         super().apply(wide, tokens, weights, workspace)
         y.copy_(self.rounded(wide))
 
-    def rounded(self, wide):
-        raise NotImplementedError
+    @abstractmethod
+    def rounded(self, wide): ...
 
 
 @killed_by("test_rows_per_expert", says="scale -0.00")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 
 import torch
@@ -54,8 +55,8 @@ class Plain(PermuteExpertsUnpermute):
 class Skips(Plain):
     """Computes the assignments that `kept` keeps, and drops the others."""
 
-    def kept(self, ids, tokens):
-        raise NotImplementedError
+    @abstractmethod
+    def kept(self, ids, tokens): ...
 
     def apply(self, y, tokens, weights, workspace):
         ids = torch.where(self.kept(tokens.topk_ids, tokens), tokens.topk_ids, -1)
