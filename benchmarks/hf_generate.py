@@ -217,7 +217,7 @@ def measure(comparison: Comparison, args: argparse.Namespace, batches: list[int]
     memory = moekit.integrations.transformers.memory(model)
     comparison.report.notes.append(
         f"- {comparison.name}: moekit ran {', '.join(sorted(chosen))} in {len(kernels)} layers; "
-        f"{memory.packed / 2**30:.2f} GiB packed besides {memory.parameters / 2**30:.2f} GiB"
+        f"{memory.packed / 2**30:.2f} GiB packed beside {memory.parameters / 2**30:.2f} GiB"
     )
 
 

@@ -123,7 +123,7 @@ def engine(first: str, other: str, memory: float) -> None:
 
 
 def run(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Completions]:
-    """Return what the engine of a process of its own completed, by step."""
+    """Return what an engine in a new process completed, by step."""
     command = [sys.executable, __file__, "--memory", str(args.memory), "--engine",
                str(folder / "first"), str(folder / "other")]  # fmt: skip
     env = os.environ | {"MOEKIT_VLLM": mode, "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}")}

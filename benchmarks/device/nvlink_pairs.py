@@ -11,12 +11,12 @@ dedup    nvlink_ht with a row for each token and rank, and with a row for each a
 tiles    nvlink_ht with other tiles, one part changed at a time
 kraken   4096 tokens of 4096 columns, one expert each: 33.5 MB of a rank, as in kraken's figures
 stress   1000 eager calls with changing T, delays of random ranks and poisoned memory; 200 replays
-edges    calls whose numbers exceed 2**31, on two streams by turns, and one that a rank refuses
+edges    calls whose numbers exceed 2**31, on two streams in turn, and one that a rank refuses
 layers   whole layers (`python -m moekit bench --layers`): Qwen3-30B, DeepSeek-V3
 
 Hidden size 7168, top 8 of 256 experts. Experts return what they get; each dispatcher's output is
-compared with the sum that it must be in 20 replays with delays. Each group of lines has processes
-of its own and a time limit, so that a failure or a hang does not lose the rest; lines are printed
+compared with the sum that it must be in 20 replays with delays. Each group of lines has its own
+processes and a time limit, so that a failure or a hang does not lose the rest; lines are printed
 as they are measured. Results: benchmarks/results/2026-11-23-h200x2-nvlink-pairs.md; kraken is
 the example 32 of meta-pytorch/kraken.
 """

@@ -90,7 +90,7 @@ def _config(given: object) -> dict[str, Any] | None:
 
 
 def _method(name: str) -> str:
-    """Return the method as checkpoints call it; vLLM's kernels have names of their own."""
+    """Return the method as checkpoints call it; vLLM's kernels have other names."""
     text = name.lower()
     return text.removeprefix("auto_").removesuffix("_marlin").removeprefix("gpt_oss_")
 

@@ -298,7 +298,7 @@ class SharedFusedMoE(FusedMoE):
             {"shared_experts": shared_experts, "gate": gate, "use_overlapped": use_overlapped},
         )
         super().__init__(**keywords)
-        # Not as submodules, because the model has their parameters under names of its own.
+        # Not as submodules, because the model has their parameters under other names.
         object.__setattr__(self, "shared_experts", shared_experts)
         object.__setattr__(self, "gate", gate)
 

@@ -16,7 +16,7 @@ class SharedExperts:
     """The shared experts of a `FusedMoE` layer.
 
     Args:
-        function: (T, H) -> (T, H), added to every token's output. It runs on a stream of its own
+        function: (T, H) -> (T, H), added to every token's output. It runs on a separate stream
             while tokens travel. It stays its owner's: it is no submodule of the layer, is not in
             its state_dict, and does not move with it.
         partial: ``function`` computes a slice of the intermediate size, so its output must be

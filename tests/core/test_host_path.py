@@ -1,4 +1,4 @@
-"""The host's work in a call besides the experts' launches: torch operators cost the most."""
+"""The host's work in a call in addition to the experts' launches: torch operators cost the most."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Unlike `plugins` and `explain`, the doctor tries things: it loads every backend that could serve
 this device, runs the checks that packages offer, and writes to the caches. It leaves nothing
 behind.
-Code of plugins runs in processes of its own, so that a plugin that hangs, crashes or exits is a
+Code of plugins runs in separate processes, so that a plugin that hangs, crashes or exits is a
 finding like any other.
 """
 

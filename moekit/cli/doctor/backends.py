@@ -29,7 +29,7 @@ _Found = Iterator[tuple[str, str, str]]  # name, state and text of each finding
 
 
 def examine(environ: Mapping[str, str], seconds: float) -> _Found:
-    """Yield the findings of each plugin, made in a process of its own, and the names that clash."""
+    """Yield the findings of each plugin, made in a separate process, and the names that clash."""
     device, fault = _device(seconds)
     if fault:
         yield "device", "bad", f"torch did not say what this machine's device is: {fault}"
@@ -74,7 +74,7 @@ def _examine_plugin(source: discovery.Source, device: DeviceSpec, tell: isolate.
 
 
 def checks(environ: Mapping[str, str], seconds: float) -> _Found:
-    """Yield the findings of each package's checks, made in a process of its own."""
+    """Yield the findings of each package's checks, made in a separate process."""
     for source, blocked in discovery.listed(environ, CHECKS):
         if blocked:
             continue

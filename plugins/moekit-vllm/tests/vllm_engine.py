@@ -2,7 +2,7 @@
 
     python vllm_engine.py '[{"model": DIR, "modes": ["off", "require"], "engine": {...}}, ...]'
 
-Each mode is one value of MOEKIT_VLLM, with an engine of its own in this process.
+Each mode is one value of MOEKIT_VLLM, with a new engine in this process.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def join(rank: int, world_size: int, dispatcher: str) -> dict[str, Any]:
 
 
 def run(rank: int, world_size: int, tokens: list[int], fields: dict[str, Any]) -> dict[str, Any]:
-    """Compute a layer whose ranks have tokens of their own; return what it says of itself."""
+    """Compute a layer whose ranks have different tokens; return what it says of itself."""
     start(rank, world_size, "require", "naive")
     fields = dict(fields)
     order = fields.pop("order", list(range(one.E)))

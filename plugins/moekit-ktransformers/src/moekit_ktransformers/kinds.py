@@ -23,7 +23,7 @@ class Kind:
 
     step: hidden and intermediate size must be multiples of it. bf16_build: it needs a build with
     AVX-512 BF16. scales: how it stores them, "" for none. copies: it copies the weights into
-    buffers of its own, else it reads ours. frees: its destructor frees what it allocated.
+    its own buffers, else it reads ours. frees: its destructor frees what it allocated.
     """
 
     name: str

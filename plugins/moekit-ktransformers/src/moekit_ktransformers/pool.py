@@ -157,7 +157,7 @@ _pools_lock = threading.Lock()
 def pool() -> Pool:
     """Return the pool of this process; the first call makes it.
 
-    A forked child gets one of its own: threads do not outlive a fork.
+    A forked child gets another one: threads do not outlive a fork.
     """
     found = _pools.get(os.getpid())
     if found is None:

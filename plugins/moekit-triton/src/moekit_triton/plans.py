@@ -3,7 +3,7 @@
 Members of `LaunchPlan`, by how rows reach the experts' tiles:
 
     DotProducts  no tiles: a dot product for each assignment and output column (a few tokens)
-    Direct       each assignment is a row block of its own, so nothing is sorted
+    Direct       each assignment is a row block, so nothing is sorted
     Gathered     assignments are sorted by expert; GEMM 1 gathers tokens by them
     Sorted       GEMM 1 gathers tokens and stores expert-sorted rows for GEMM 2
     Copied       tokens are copied (fp8 blocks: quantized) to expert-sorted rows before GEMM 1
@@ -237,7 +237,7 @@ class Gathered(_TwoGemms):
 
 @dataclass(frozen=True)
 class Direct(Gathered):
-    """Each assignment is a row block of its own: few assignments hardly share experts."""
+    """Each assignment is a row block: few assignments hardly share experts."""
 
     kind: ClassVar[str] = "direct"
 

@@ -75,7 +75,7 @@ def parallel_of(layer: Any) -> ParallelConfig:
 
 
 def exchanges_tokens(layer: Any) -> bool:
-    """Return whether the layer's ranks have tokens of their own, which vLLM or moekit moves."""
+    """Return whether the layer's ranks have different tokens, which vLLM or moekit moves."""
     config = layer.moe_config
     return config.moe_parallel_config.dp_size > 1 or bool(config.is_sequence_parallel)
 
@@ -83,7 +83,7 @@ def exchanges_tokens(layer: Any) -> bool:
 def dispatches(layer: Any) -> bool:
     """Return whether a dispatcher of moekit moves a layer's tokens: MOEKIT_DISPATCHER names one.
 
-    Ranks must have whole experts and tokens of their own.
+    Ranks must have whole experts and different tokens.
     """
     split = layer.moe_config.moe_parallel_config
     own_tokens = split.ep_size == split.dp_size * getattr(split, "sp_size", 1)

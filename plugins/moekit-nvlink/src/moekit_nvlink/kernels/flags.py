@@ -27,7 +27,7 @@ Memory is written again only when nobody reads it:
                                        flag ROWS of their owner, who raised it after its combine of
                                        call n had read ``back``.
 
-Calls in flight at the same time have buffers and flags of their own.
+Calls in flight at the same time have separate buffers and flags.
 """
 
 import triton

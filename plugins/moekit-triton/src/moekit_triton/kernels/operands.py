@@ -35,7 +35,7 @@ class Rows:
 
     Args:
         kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K),
-            and each assignment is a block of its own; "batched": ``experts`` are the used rows of
+            and each assignment is a block; "batched": ``experts`` are the used rows of
             each expert, of ``capacity`` rows.
         experts: int32 or int64.
         blocks: row blocks.

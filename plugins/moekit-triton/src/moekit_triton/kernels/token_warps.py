@@ -2,8 +2,8 @@
 
 Both operands are loaded in rows of 128 bytes: a step is 64 columns.
 
-Tuples group what functions pass on, besides those of `warps`: ``tokens`` is (descriptor of boxes of
-BOX rows, descriptor of the rest, memory of the boxes, memory of the rest).
+Tuples group what functions pass on, as in `warps`. ``tokens`` is (descriptor of boxes of BOX rows,
+descriptor of the rest, memory of the boxes, memory of the rest).
 """
 
 from __future__ import annotations

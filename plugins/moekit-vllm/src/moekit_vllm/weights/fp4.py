@@ -21,7 +21,7 @@ from moekit_vllm.weights.parameters import (
     require_unpadded,
 )
 
-# vLLM's backends that leave activations in 16 bits, besides those whose names end in BF16.
+# vLLM's backends that leave activations in 16 bits, in addition to those whose names end in BF16.
 _WEIGHT_ONLY = frozenset(
     {"", "NONE", "MARLIN", "BATCHED_MARLIN", "TRITON", "TRITON_UNFUSED", "CPU", "EMULATION"}
 )
