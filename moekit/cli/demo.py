@@ -34,8 +34,9 @@ def run(model_dir: str | None = None) -> int:
 
 def _run(directory: Path) -> int:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    transformers = _transformers()
     print(f"1. A small Qwen3-MoE, random weights, saved by transformers to {directory}")
-    config, model = _build(directory, device)
+    config, model = _build(transformers, directory, device)
     print(
         f"   {config.num_hidden_layers} layers, {config.num_experts} experts, top-"
         f"{config.num_experts_per_tok}, hidden {config.hidden_size}, "
@@ -81,11 +82,14 @@ def _run(directory: Path) -> int:
     return 0 if agrees else 1
 
 
-def _build(directory: Path, device: torch.device) -> tuple[Any, Any]:
+def _transformers() -> Any:
     try:
-        transformers: Any = importlib.import_module("transformers")
+        return importlib.import_module("transformers")
     except ImportError as error:
         raise MoekitError("the demo needs transformers: pip install 'moekit[hf]'") from error
+
+
+def _build(transformers: Any, directory: Path, device: torch.device) -> tuple[Any, Any]:
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=512,

@@ -429,6 +429,16 @@ def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["demo", "--model-dir", "x"]) == 1
 
 
+def test_demo_without_transformers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so before it prints its first step."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["demo"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "the demo needs transformers: pip install 'moekit[hf]'" in err
+
+
 def test_demo_in_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
