@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,6 @@ def shipped(dtype: str, elements: int) -> Costs:
 
 @cache
 def _shipped() -> list[dict[str, Any]]:
-    path = Path(__file__).with_suffix(".json")
-    tables: list[dict[str, Any]] = json.loads(path.read_text())
+    file = resources.files(__package__) / "cpu_costs.json"  # the package may be in a zip file
+    tables: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     return tables

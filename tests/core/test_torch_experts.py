@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,3 +193,24 @@ def test_accelerator_path_on_the_cpu(dtype, activation, bias) -> None:
     y = torch.full_like(x, float("nan"))
     _on_any_device(p.replace(device="sm90"), packed, y, x, routing.topk_ids, routing.topk_weights)
     assert rms(y, oracle(x, w, routing, p)) < LIMIT[dtype]
+
+
+def test_shipped_tables_in_a_zip_file(tmp_path: Path) -> None:
+    """Python imports packages from zip files, which have no paths of their own."""
+    root = Path(moekit.__file__).parent
+    with zipfile.ZipFile(tmp_path / "moekit.zip", "w") as archive:
+        for file in root.rglob("*"):
+            if file.suffix in (".py", ".json"):
+                archive.write(file, file.relative_to(root.parent))
+    code = (
+        "from moekit.backends import cpu_costs; print(cpu_costs.__file__); "
+        "print(cpu_costs.find((), 'bfloat16', 1000, None).source)"
+    )
+    paths = os.pathsep.join([str(tmp_path / "moekit.zip"), *filter(None, sys.path)])
+    env = {**os.environ, "PYTHONPATH": paths, "MOEKIT_CALIBRATE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    where, source = done.stdout.splitlines()
+    assert "moekit.zip" in where and source.startswith("shipped costs for ")
