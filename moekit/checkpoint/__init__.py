@@ -19,6 +19,8 @@ The modules, from the files up:
     read, load       reading that part, expert by expert
     pushed, stacks   reading from tensors that a caller passes one by one, of one matrix or several
     declared         the format that a quantization config declares
+    targets          matching the regular expressions of such a config in bounded time
+    progress         reports of how much of a checkpoint is read
 """
 
 from moekit.checkpoint.config import Detected, detect, problem_from_config

@@ -19,7 +19,7 @@ from moekit.checkpoint import formats
 from moekit.checkpoint.formats import Format, Grid
 from moekit.checkpoint.probe import Probe, config_group
 from moekit.checkpoint.schema import QUANTIZATION
-from moekit.checkpoint.targets import MAX_STEPS, matches
+from moekit.checkpoint.targets import Matcher
 from moekit.errors import WeightsError
 from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import MAX_WIDTH, NAME, accept, instance, optional, size
@@ -109,7 +109,7 @@ def _left_out(config: Mapping[str, Any], module: str) -> bool:
     patterns with wildcards, as ModelOpt writes them.
     """
     entries = [config.get(key) for key in _NOT_CONVERTED]
-    names, steps = (module, f"{module}.0.down_proj"), [MAX_STEPS]
+    names, matcher = (module, f"{module}.0.down_proj"), Matcher()
     for entry in itertools.chain.from_iterable(e for e in entries if isinstance(e, list)):
         if not isinstance(entry, str):
             continue
@@ -120,7 +120,7 @@ def _left_out(config: Mapping[str, Any], module: str) -> bool:
                 return True
             continue
         try:
-            if any(matches(entry[3:], name, steps) for name in names):
+            if any(matcher.matches(entry[3:], name) for name in names):
                 return True
         except ValueError as error:
             raise WeightsError(f"quantization_config leaves out {shown(entry)}: {error}") from error

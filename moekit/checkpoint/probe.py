@@ -17,7 +17,7 @@ from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import Format, Grid
 from moekit.checkpoint.gguf_blocks import block_format
 from moekit.checkpoint.names import ExpertNames
-from moekit.checkpoint.targets import MAX_STEPS, matches
+from moekit.checkpoint.targets import Matcher
 from moekit.errors import WeightsError
 from moekit.problem.quant import SCHEMES, OperandQuant
 from moekit.untrusted.files import shown
@@ -93,7 +93,7 @@ class Probe:
         self.tensors, self.template, self.config = tensors, down, config
         self.n, self.k, self.transposed = H, I, transposed
         self.method = (self.config.get("quant_method") or "").lower()
-        self.steps = [MAX_STEPS]
+        self._matcher = Matcher()
 
     def format(self) -> Format:
         """Return the format of a matrix that is stored (out, in)."""
@@ -297,37 +297,37 @@ class Probe:
 
     def _compressed_tensors(self) -> tuple[Mapping[str, Any], OperandQuant | None]:
         """Return (weights, activation) of the config group whose target is this module."""
-        group = config_group(self.config, self.template.removesuffix(".weight"), self.steps)
+        group = config_group(self.config, self.template.removesuffix(".weight"), self._matcher)
         return group.get("weights") or {}, _operand(group.get("input_activations"))
 
 
 def config_group(
-    config: Mapping[str, Any], module: str, steps: list[int] | None = None
+    config: Mapping[str, Any], module: str, matcher: Matcher | None = None
 ) -> Mapping[str, Any]:
     """Return compressed-tensors' config group whose target is ``module``; {} if there is none.
 
     Args:
         config: The quantization config.
         module: The name of a Linear.
-        steps: As in `matches`.
+        matcher: Counts the steps of this config's expressions. Default: a new one.
 
     Raises:
         WeightsError: A target is no regular expression that moekit supports.
     """
-    groups, left = config.get("config_groups"), [MAX_STEPS] if steps is None else steps
+    groups, bounded = config.get("config_groups"), matcher or Matcher()
 
     def nearness(group: Mapping[str, Any]) -> int:
-        return max((_nearness(t, module, left) for t in group.get("targets") or ()), default=0)
+        return max((_nearness(t, module, bounded) for t in group.get("targets") or ()), default=0)
 
     return max(groups.values(), key=nearness) if groups else {}
 
 
-def _nearness(target: str, module: str, steps: list[int]) -> int:
+def _nearness(target: str, module: str, matcher: Matcher) -> int:
     """Return how closely a config group's target names the module; 0 if it does not."""
     if not target.startswith("re:"):
         return 2 if module.endswith(target) else int(target == "Linear")
     try:
-        return 2 if matches(target[3:], module, steps) else 0
+        return 2 if matcher.matches(target[3:], module) else 0
     except ValueError as error:
         raise WeightsError(f"config_groups targets {shown(target)}: {error}") from error
 

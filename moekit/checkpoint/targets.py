@@ -11,7 +11,7 @@ import re
 from math import comb
 
 _MAX_PATTERN = 1000
-MAX_STEPS = 50_000_000  # most take a few nanoseconds each, and none over a microsecond
+_MAX_STEPS = 50_000_000  # most take a few nanoseconds each, and none over a microsecond
 
 # An escape or a set stands for one character.
 _CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
@@ -21,25 +21,30 @@ _GROUP = re.compile(r"\(([^()]*)\)")
 _CHOOSES = "\0"  # stands for a group that can match in several ways
 
 
-def matches(pattern: str, subject: str, steps: list[int]) -> bool:
-    """Return ``bool(re.match(pattern, subject))``.
+class Matcher:
+    """Matches expressions that together take a bounded number of steps."""
 
-    Args:
-        steps: A list of one number: the steps that are left. This call subtracts the most that it
-            can take.
+    def __init__(self) -> None:
+        self._left = _MAX_STEPS
 
-    Raises:
-        ValueError: The pattern is not supported, or can take more steps than are left.
-    """
-    if len(pattern) > _MAX_PATTERN:
-        raise ValueError(f"it must have at most {_MAX_PATTERN} characters (got {len(pattern)})")
-    steps[0] -= _most_steps(pattern, len(subject))
-    if steps[0] < 0:
-        raise ValueError("it has so many repetitions and choices that matching could take forever")
-    try:
-        return re.match(pattern, subject) is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"it is not supported ({error})") from error
+    def matches(self, pattern: str, subject: str) -> bool:
+        """Return ``bool(re.match(pattern, subject))``.
+
+        Raises:
+            ValueError: The pattern is not supported, or can take more steps than earlier calls
+                have left.
+        """
+        if len(pattern) > _MAX_PATTERN:
+            raise ValueError(f"it must have at most {_MAX_PATTERN} characters (got {len(pattern)})")
+        self._left -= _most_steps(pattern, len(subject))
+        if self._left < 0:
+            raise ValueError(
+                "it has so many repetitions and choices that matching could take forever"
+            )
+        try:
+            return re.match(pattern, subject) is not None
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"it is not supported ({error})") from error
 
 
 def _most_steps(pattern: str, length: int) -> int:

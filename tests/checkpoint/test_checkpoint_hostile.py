@@ -11,7 +11,7 @@ from pathlib import Path
 import hostile_checkpoints as hostile
 import pytest
 
-from moekit.checkpoint.targets import MAX_STEPS, matches
+from moekit.checkpoint.targets import Matcher
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def test_links_as_in_a_hub_cache(folder: Path, tmp_path: Path) -> None:
 
 def test_a_config_with_many_targets() -> None:
     """The steps are those of all expressions together."""
-    left = [MAX_STEPS]
-    assert all(not matches(rf".*layers\.{n}\..*_proj$", SUBJECT, left) for n in range(4, 1000))
+    matches = Matcher().matches
+    assert all(not matches(rf".*layers\.{n}\..*_proj$", SUBJECT) for n in range(4, 1000))
     with pytest.raises(ValueError, match="forever"):
         for _ in range(1000):
-            matches(".*.*.*.*x", SUBJECT, left)
+            matches(".*.*.*.*x", SUBJECT)
 
 
 SUBJECT = "model.layers.3.mlp.experts.17.up_proj"
@@ -94,4 +94,4 @@ SUBJECT = "model.layers.3.mlp.experts.17.up_proj"
     ],
 )
 def test_targets_match_as_regular_expressions(pattern: str, matched: bool) -> None:
-    assert matches(pattern, SUBJECT, [MAX_STEPS]) is matched
+    assert Matcher().matches(pattern, SUBJECT) is matched
