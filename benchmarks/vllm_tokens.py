@@ -150,7 +150,7 @@ def compare(stock: Completions, ours: Completions) -> tuple[str, bool]:
             same += t == u
             if t != u:
                 break
-    right = max(apart) < MOST_APART  # NaN is not
+    right = all(each < MOST_APART for each in apart)  # NaN is not
     text = f"{same} of {len(apart)} tokens equal, log probabilities at most {max(apart):.4f} apart"
     return text, right
 
