@@ -187,7 +187,7 @@ def checked_differs(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def choosing_fails(rank: int, world_size: int) -> tuple[str, float]:
-    """Rank 1 raises what is no MoekitError while it chooses backends. What all raise, and when."""
+    """Let rank 1 raise no MoekitError while it chooses backends; return every error, and when."""
 
     def fail(*args: object) -> None:
         raise ZeroDivisionError("a fault of moekit")

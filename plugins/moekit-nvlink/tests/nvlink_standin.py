@@ -120,11 +120,11 @@ def delayed_calls(rank: int, world: int, name: str, calls: int) -> None:
         for call in range(calls):
             if call % 4 == 0:  # nobody writes or reads rows between two calls of all ranks
                 dist.barrier()
-                for buffer in held._lease.value.calls.all:
-                    buffer.bytes[: held._lease.value.layout.ids] = 0xFF
-                    buffer.bytes[
-                        held._lease.value.layout.weights : held._lease.value.layout.flags
-                    ] = 0xFF
+                buffers_of_rank = held._lease.value
+                at = buffers_of_rank.layout
+                for buffer in buffers_of_rank.calls.all:
+                    buffer.bytes[: at.ids] = 0xFF
+                    buffer.bytes[at.weights : at.flags] = 0xFF
                 dist.barrier()
             flights = [_started(held, own.randrange(7), draw) for _ in range(shared.randint(1, 2))]
             for x, routing, tokens in flights:
