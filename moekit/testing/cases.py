@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moekit.backends.reference import oracle
 from moekit.contract import Routing
+from moekit.errors import InvalidInput
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import apply_activation
 from moekit.problem.quant import OperandQuant, compute_scale
@@ -40,10 +41,20 @@ _drawn: int | None = None
 
 
 def seed() -> int:
-    """Return the run's seed: MOEKIT_TEST_SEED, else a number drawn once in a process."""
+    """Return the run's seed: MOEKIT_TEST_SEED, else a number drawn once in a process.
+
+    Raises:
+        InvalidInput: The variable is no whole number.
+    """
     global _drawn
-    if os.environ.get(SEED_VARIABLE):
-        return int(os.environ[SEED_VARIABLE])
+    if asked := os.environ.get(SEED_VARIABLE):
+        try:
+            return int(asked)
+        except ValueError:
+            raise InvalidInput(
+                f"{SEED_VARIABLE}={asked!r}: expected a whole number, as a failing test prints it; "
+                "correct or unset the variable"
+            ) from None
     if _drawn is None:
         _drawn = secrets.randbelow(2**31)
     return _drawn

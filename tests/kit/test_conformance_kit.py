@@ -15,6 +15,7 @@ import torch
 
 import moekit
 from moekit import MoEProblem
+from moekit.errors import InvalidInput
 from moekit.problem.activation import Activation
 from moekit.testing import (
     ExpertsConformance,
@@ -133,6 +134,12 @@ def test_seed_decides_the_data(monkeypatch):
     monkeypatch.setenv(cases.SEED_VARIABLE, "2")
     assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
     assert not any(same_bits(a, b) for a, b in zip(first, data(), strict=True))
+
+
+def test_a_wrong_seed_is_named(monkeypatch):
+    monkeypatch.setenv(cases.SEED_VARIABLE, "1e3")
+    with pytest.raises(InvalidInput, match="MOEKIT_TEST_SEED='1e3': expected a whole number"):
+        cases.seed()
 
 
 def test_comparison_rejects_what_is_no_result():
