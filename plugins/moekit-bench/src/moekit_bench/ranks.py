@@ -93,8 +93,8 @@ def open_ranks(
     found = torch.cuda.device_count()
     if device.type == "cuda" and count > found and not share:
         raise MoekitError(
-            f"{count} ranks need as many GPUs, and there are {found}; ask for fewer ranks, or, "
-            "with `bench --layers`, for errors alone with --share-devices"
+            f"{count} ranks need as many GPUs, and this machine has {found}: lower --ranks, or add "
+            "--share-devices to `bench --layers`, which then measures errors alone"
         )
     pools = _Pools(count, device.type)
     try:

@@ -289,7 +289,8 @@ def _check_ranks(args: argparse.Namespace) -> None:
         )
     if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
         raise MoekitError(
-            f"--ep {args.ep} needs as many devices, and there are {torch.cuda.device_count()}"
+            f"--ep {args.ep} needs as many devices, and this machine has "
+            f"{torch.cuda.device_count()}: lower --ep"
         )
     if args.regret and args.json is not None and len(names(args.shapes)) > 1:
         raise MoekitError(f"--json holds one shape: leave it out, or one of --shapes {args.shapes}")
