@@ -95,10 +95,12 @@ def kit_registry(
         replace(
             wire,
             name=QUANTIZED_WIRE,
-            target=f"{__name__}:QuantizedWire",
+            target=f"{__name__}:{QuantizedWire.__name__}",
             ids_dtype="int32",
         ),
-        replace(wire, name=ROW_SCALES, target=f"{__name__}:RowScales", batch_invariant=False),
+        replace(
+            wire, name=ROW_SCALES, target=f"{__name__}:{RowScales.__name__}", batch_invariant=False
+        ),
     )
     for spec in (*dispatchers, *extra):
         known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
