@@ -56,6 +56,10 @@ class Registry:
                 logger.warning("moekit: plugin %s is clash: %s", state.name, state.reason)
         return made
 
+    def copy(self) -> Registry:
+        """Return a registry with the same backends; what one registers, the other lacks."""
+        return Registry(self.plugins, list(self._added))
+
     def register(self, spec: DispatcherSpec | ExpertsSpec) -> None:
         """Add a backend at run time. Raises NameClash if its name is taken."""
         if not isinstance(spec, (DispatcherSpec, ExpertsSpec)):

@@ -87,9 +87,7 @@ def kit_registry(
     base: Registry | None = None, extra: Iterable[DispatcherSpec | ExpertsSpec] = ()
 ) -> Registry:
     """Return a copy of ``base`` (default: the process's) with the kit's and ``extra`` specs."""
-    base = base or registry()
-    copy = Registry(plugins=base.plugins)
-    copy._added.extend(base._added)
+    copy = (base or registry()).copy()
     wire = replace(copy.dispatcher("local"), wire_schemes=WIRE_SCHEMES, priority=-1000)
     dispatchers = (
         replace(

@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,17 @@ def test_register_and_unregister(fakes: Fakes) -> None:
         found.expert("mine")
     with pytest.raises(TypeError):
         found.experts["mine"] = mine
+
+
+def test_a_copy_has_the_same_backends_and_others_apart() -> None:
+    known = moekit.registry()
+    mine = replace(known.expert("torch"), name="mine")
+    copy = known.copy()
+    copy.register(mine)
+    again = copy.copy()
+    assert again.expert("mine") == mine and again.dispatchers == known.dispatchers
+    again.unregister(mine)
+    assert "mine" in copy.experts and "mine" not in known.experts
 
 
 @pytest.mark.parametrize("find", [Registry.expert, Registry.dispatcher])

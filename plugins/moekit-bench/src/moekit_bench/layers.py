@@ -221,7 +221,7 @@ def _backends(spec: DispatcherSpec) -> moekit.Registry:
     known = registry()
     if spec.name in known.dispatchers:
         return known
-    copy = moekit.Registry(known.plugins, list(known._added))
+    copy = known.copy()
     copy.register(spec)
     return copy
 
