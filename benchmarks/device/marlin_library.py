@@ -142,7 +142,7 @@ def operator(args: argparse.Namespace) -> None:
                             if not error <= RAW_LIMIT[dtype]:
                                 where = f"N={n} K={k} block={block} bias={b is not None}"
                                 failed = f"{error:.3g} at {where}"
-                            worst = max(worst, error)
+                            worst = max(worst, error)  # NaN is in `failed`
                 if bool(locks.any()):
                     failed = "locks are not zero afterwards"
                     locks.zero_()

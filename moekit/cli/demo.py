@@ -7,6 +7,7 @@ back from the safetensors file, composes a kernel for this machine, and compares
 from __future__ import annotations
 
 import importlib
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -157,7 +158,9 @@ def _same_routing(config: Any, block: Any, device: torch.device) -> float:
 
 
 def _relative_rms(got: Tensor, expected: Tensor) -> float:
-    return float((got.float() - expected.float()).norm() / expected.float().norm())
+    """Return the relative RMS error; infinite where an element is not finite."""
+    error = float((got.float() - expected.float()).norm() / expected.float().norm())
+    return error if math.isfinite(error) else math.inf
 
 
 def _seconds(function: Callable[[Tensor], Tensor], x: Tensor, repeats: int = 10) -> float:

@@ -439,6 +439,13 @@ def test_demo_without_transformers(
     assert not out and "the demo needs transformers: pip install 'moekit[hf]'" in err
 
 
+def test_the_demo_takes_no_nan_for_a_small_error() -> None:
+    demo = importlib.import_module("moekit.cli.demo")
+    wrong = torch.tensor([1.0, float("nan")])
+    assert max(0.0, demo._relative_rms(wrong, torch.ones(2))) == float("inf")
+    assert demo._relative_rms(torch.ones(2), torch.ones(2)) == 0.0
+
+
 def test_demo_in_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

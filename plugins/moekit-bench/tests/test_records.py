@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from moekit_bench import Table, Timing
 from moekit_bench.codec import (
     check_writable,
@@ -17,6 +18,7 @@ from moekit_bench.codec import (
     replace_file,
     to_json,
 )
+from moekit_bench.overlap import difference
 from moekit_bench.records import (
     DispatcherResult,
     DispatchRun,
@@ -24,6 +26,7 @@ from moekit_bench.records import (
     ExpertsRun,
     LayersRun,
 )
+from moekit_bench.results import Overlap
 
 import moekit
 from moekit.cli.main import main
@@ -81,6 +84,22 @@ def test_ranks_become_one_record() -> None:
     assert merged.graph_us is None and merged.dispatch_deepep_gbs == 30 * 1000 / 2 / 1e3
     lost = merge([rank(10, 0.1, 7), rank(10, math.nan, 7)])
     assert lost.error is None and not lost.right
+
+
+def test_an_output_that_is_not_finite_is_no_small_difference() -> None:
+    one, nan = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert difference([one, one], [one, one]) == 0.0
+    for wrong in ([nan, one], [one, nan]):
+        assert difference(wrong, [one, one]) is None
+    times = dict.fromkeys(("sequential_us", "in_flight_us", "shared_after_us"), 1.0)
+    times |= {"shared_within_us": 1.0, "shared_concurrent_us": 1.0}
+
+    def rank(error: float | None) -> Overlap:
+        return Overlap(**times, error_in_flight=0.1, error_within=error, error_concurrent=0.0)
+
+    assert rank(0.2).error == 0.2 and merge([rank(0.2), rank(0.3)]).error == 0.3
+    lost = merge([rank(0.2), rank(None)])
+    assert lost.error is None and from_json(Overlap, to_json(lost)) == lost
 
 
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:

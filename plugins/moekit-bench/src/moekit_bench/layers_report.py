@@ -12,7 +12,7 @@ from . import report
 from .internals import buckets, serving
 from .records import LayerCell, LayersRun
 from .report import Table, distinct, fastest
-from .results import LayerResult, combination
+from .results import LayerResult, combination, shown_error
 
 
 def chosen_now(problem: MoEProblem) -> str:
@@ -121,7 +121,7 @@ def _overlaps(cells: Sequence[LayerCell]) -> list[str]:
                 f"{100 * (1 - batches / o.sequential_us):.0f} %",
                 report.us(o.shared_after_us), report.us(o.shared_within_us),
                 report.us(o.shared_concurrent_us),
-                f"{100 * (1 - shared / o.shared_after_us):.0f} %", f"{o.error:.1e}",
+                f"{100 * (1 - shared / o.shared_after_us):.0f} %", shown_error(o.error),
             )  # fmt: skip
     if not table:
         return []

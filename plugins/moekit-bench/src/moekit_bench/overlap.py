@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 
@@ -88,14 +89,15 @@ class OverlapTimer:
         us = {f"{name}_us": statistics.median(values) for name, values in times.items()}
         return Overlap(
             **us,
-            error_in_flight=_difference(outs["in_flight"], outs["sequential"]),
-            error_run_ahead=_difference(outs["run_ahead"], outs["sequential"]),
-            error_within=_difference(outs["shared_within"], outs["shared_after"]),
-            error_concurrent=_difference(outs["shared_concurrent"], outs["shared_after"]),
+            error_in_flight=difference(outs["in_flight"], outs["sequential"]),
+            error_run_ahead=difference(outs["run_ahead"], outs["sequential"]),
+            error_within=difference(outs["shared_within"], outs["shared_after"]),
+            error_concurrent=difference(outs["shared_concurrent"], outs["shared_after"]),
         )
 
 
-def _difference(some: list[Tensor], others: list[Tensor]) -> float:
-    """Return the largest relative difference of outputs."""
+def difference(some: list[Tensor], others: list[Tensor]) -> float | None:
+    """Return the largest relative difference of outputs; None if one is not finite."""
     both = zip(some, others, strict=True)
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
+    found = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both]
+    return max(found) if all(map(math.isfinite, found)) else None

@@ -140,7 +140,7 @@ class Overlap:
     sequential, in_flight, run_ahead: two micro-batches; the second one is dispatched before the
     experts of the first one run, or its experts run, too, before the first result is awaited.
     shared_after, shared_within, shared_concurrent: a call with shared experts after it, within it
-    on its stream, and on a separate stream.
+    on its stream, and on a separate stream. error_*: None where an output is not finite.
     """
 
     sequential_us: float = merged_by(median, "one_after_the_other_us")
@@ -149,15 +149,18 @@ class Overlap:
     shared_after_us: float = merged_by(median, "after_us")
     shared_within_us: float = merged_by(median, "meanwhile_us")
     shared_concurrent_us: float = merged_by(median, "beside_us")
-    error_in_flight: float = merged_by(max)
-    error_run_ahead: float | None = merged_by(max, default=None)
-    error_within: float = merged_by(max, "error_meanwhile")
-    error_concurrent: float = merged_by(max, "error_beside")
+    error_in_flight: float | None = merged_by(worst)
+    error_run_ahead: float | None = merged_by(worst, default=None)
+    error_within: float | None = merged_by(worst, "error_meanwhile")
+    error_concurrent: float | None = merged_by(worst, "error_beside")
 
     @property
-    def error(self) -> float:
-        ahead = self.error_run_ahead or 0.0
-        return max(self.error_in_flight, ahead, self.error_within, self.error_concurrent)
+    def error(self) -> float | None:
+        """Return the largest difference; None if an output is not finite."""
+        ahead = [] if self.run_ahead_us is None else [self.error_run_ahead]
+        errors = [self.error_in_flight, *ahead, self.error_within, self.error_concurrent]
+        largest: float | None = worst(errors)
+        return largest
 
 
 @dataclass(frozen=True, kw_only=True)
