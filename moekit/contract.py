@@ -50,10 +50,9 @@ class Routing:
 class Dispatched:
     """The tokens that reached this rank, from `PrepareAndFinalize.prepare`.
 
-    STANDARD: x (R, H); topk_ids (R, K) *local* expert ids in [0, L), -1 for assignments of other
-    ranks; topk_weights (R, K) float32. K is the problem's top_k, for which workspaces are sized.
-    Rows without a local expert are padding and may hold anything, NaN included. NaN in another row
-    affects only its own output, or a shared scale.
+    STANDARD: x (R, H); topk_ids (R, K') *local* expert ids in [0, L), -1 for assignments of other
+    ranks; topk_weights (R, K') float32. Rows without a local expert are padding and may hold
+    anything, NaN included. NaN in another row affects only its own output, or a shared scale.
     BATCHED: x (L, C, H); expert_num_tokens (L,) int32, rows at or beyond it are padding; ids and
     weights are None.
     x_scale: None for unquantized x; otherwise fp32, (R or 1, groups) or (L, C, groups) or
@@ -165,7 +164,7 @@ class PrepareAndFinalize(Backend):
         Args:
             y: in the problem's dtype, or `output_dtype`. STANDARD: (R, H), weighted and summed over
                 K. BATCHED: (L, C, H), raw expert rows, padding undefined. STANDARD in
-                batch-invariant problems: (R, K, H), raw expert rows, undefined where the id is -1.
+                batch-invariant problems: (R, K', H), raw expert rows, undefined where the id is -1.
             out_TH: (T, H). None only if `makes_output`: then return a tensor of the library's.
         """
 
@@ -237,9 +236,9 @@ class PermuteExpertsUnpermute(Backend):
 
         Args:
             y: in the problem's dtype, or `output_dtype`.
-                STANDARD, ``spec.reduces``: (R, H), weighted by ``topk_weights`` and summed over K;
+                STANDARD, ``spec.reduces``: (R, H), weighted by ``topk_weights`` and summed over K';
                 rows without a local expert are set to zero.
-                STANDARD otherwise: (R, K, H); rows of assignments with id -1 stay undefined.
+                STANDARD otherwise: (R, K', H); rows of assignments with id -1 stay undefined.
                 BATCHED: (L, C, H); rows at or beyond ``expert_num_tokens`` stay undefined.
             workspace: the buffers that `workspace` asked for, uninitialized.
         """

@@ -106,7 +106,7 @@ class ModularKernel:
         self._offers_output = offers_output(dispatcher)
         # Whether experts return (R, H) or (L, C, H), which the dispatcher takes as it is.
         self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
-        # Whether the dispatcher takes (R, K, H) from STANDARD experts, unweighted.
+        # Whether the dispatcher takes (R, K', H) from STANDARD experts, unweighted.
         self._by_assignment = self.problem.batch_invariant and not self._reduced
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
         # Quantize before the transfer if both sides can, else after it, else in the experts.

@@ -158,7 +158,7 @@ class BackendSpec:
     deterministic: equal inputs give equal bits.
     batch_invariant: does problems with ``batch_invariant``, whose docstring says what is promised.
         In these, experts do not weight or sum over K, and every dispatcher does: STANDARD experts
-        get a spec with ``reduces=False`` and write (R, K, H), which `finalize` weights and sums
+        get a spec with ``reduces=False`` and write (R, K', H), which `finalize` weights and sums
         in fp32 in the order of K (`moekit.plugin.weight_and_reduce`).
     weights_in_fp32: in fp16, an expert's output above 65504 stays finite until its router weight
         makes it smaller. Experts that reduce weight each output in fp32 before they round it.

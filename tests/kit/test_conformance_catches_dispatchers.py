@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from conformance_catches import caught, suite
-from torch.nn.functional import pad
 
 from moekit import Routing
 from moekit.backends.local import LocalDispatcher
@@ -43,35 +42,6 @@ def test_token_dropped():
     once = "test_each_assignment_is_delivered_once"
     caught_local(TokenDropped, "test_tokens_per_rank", "uneven", 1, says="worst row")
     caught_local(TokenDropped, once, "uneven", "random", 1, says=".")
-
-
-class EightColumns(LocalDispatcher):
-    """Sends eight assignments a row, as a library of fixed size would; -1 in the rest."""
-
-    def prepare(self, x_TH, routing, quantize):
-        more = 8 - routing.topk_ids.shape[1]
-        weights = pad(routing.topk_weights, (0, more))
-        return super().prepare(
-            x_TH, Routing(weights, pad(routing.topk_ids, (0, more), value=-1)), quantize
-        )
-
-
-class ColumnsInUse(LocalDispatcher):
-    """Sends as many columns as the row with the most assignments needs."""
-
-    def prepare(self, x_TH, routing, quantize):
-        order = (routing.topk_ids < 0).int().argsort(dim=1, stable=True)
-        used = int((routing.topk_ids >= 0).sum(dim=1).amax()) if len(x_TH) else 0
-        weights, ids = (
-            t.gather(1, order)[:, :used] for t in (routing.topk_weights, routing.topk_ids)
-        )
-        return super().prepare(x_TH, Routing(weights, ids), quantize)
-
-
-def test_columns_other_than_top_k():
-    once = "test_each_assignment_is_delivered_once"
-    caught_local(EightColumns, once, "uneven", "random", 1, says=r"ids is \(17, 8\) for 17 rows")
-    caught_local(ColumnsInUse, once, "none", "random", 1, says=r"\(0, 0\) for 0 rows, .* top_k=2")
 
 
 class TokensSwapped(LocalDispatcher):
