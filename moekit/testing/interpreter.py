@@ -2,8 +2,8 @@
 
 While a kernel runs, the interpreter patches `triton.language` for the whole process, so only one
 thread at a time may run a kernel. For each call of a device function it patches the language
-again, although the kernel has done so already. That takes up to a third of the time of tests
-(triton 3.6 to 3.9).
+again, although the kernel has done so already. It computes whether integers overflow, and drops
+the answer unless it debugs. Each takes up to a third of the time of tests (triton 3.6 to 3.9).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
+from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -38,10 +39,14 @@ def prepare_once() -> None:
     try:
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
         prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+        builder, options = interpreter.interpreter_builder, interpreter.interpreter_builder.options
+        checked = options.debug or not options.sanitize_overflow
     except (ImportError, AttributeError):
         return
     if hasattr(prepare, "every_time") or list(inspect.signature(prepare).parameters) != ["fn"]:
         return
+    if not checked:
+        builder.options = replace(options, sanitize_overflow=False)
     running, lock = _running, threading.RLock()
     # Device functions may use more of the language than the kernel does.
     language = {"tl": interpreter.tl, "core": interpreter.tl.core}

@@ -83,3 +83,10 @@ def test_a_function_without_a_kernel(device):
     prepare_once()
     assert _plus(1, 2) == 3
     run()
+
+
+def test_no_answer_is_computed_that_nobody_reads(device):
+    """Whether integers overflow is asserted in Triton's debug mode only."""
+    prepare_once()
+    options = interpreter.interpreter_builder.options
+    assert options.sanitize_overflow == options.debug
