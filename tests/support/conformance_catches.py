@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,14 +31,21 @@ def suite(wrong: type, base: str, **declared: Any) -> Any:
     return type(f"Test{wrong.__name__}", (kit,), body)()
 
 
+@cache
+def _passes(right: type, base: str, test: str, args: tuple[Any, ...]) -> None:
+    """Assert that ``test`` passes for the right class, once in a process."""
+    getattr(suite(right, base, **getattr(right, "DECLARED", {})), test)(*args)
+
+
 def caught(
     wrong: type, base: str, test: str, *args: Any, says: str, right: type, **declared: Any
 ) -> None:
     """Assert that ``test`` of the kit fails for ``wrong`` with a message that matches ``says``.
 
-    The same test must pass for ``right`` with the spec of ``base``.
+    The same test must pass for ``right`` with the spec of ``base``, changed by its ``DECLARED``.
     """
-    getattr(suite(right, base), test)(*args)
+    _passes(right, base, test, args)
+    declared = {**getattr(right, "DECLARED", {}), **declared}
     with pytest.raises(Exception, match=says):  # a skip is no Exception
         getattr(suite(wrong, base, **declared), test)(*args)
 
@@ -71,13 +79,10 @@ class Mutant:
 
     def check(self) -> None:
         """Assert that the kit's test passes for the right class and fails for this one."""
-        right = self.right
-        own = getattr(right, "DECLARED", {})
-        getattr(suite(right, right.BASE, **own), self.test)(*self.args)
-        with pytest.raises(Exception, match=self.says):  # a skip is no Exception
-            getattr(suite(self.wrong, right.BASE, **{**own, **self.declared}), self.test)(
-                *self.args
-            )
+        caught(
+            self.wrong, self.right.BASE, self.test, *self.args,
+            says=self.says, right=self.right, **self.declared,
+        )  # fmt: skip
 
 
 def killed_by(
