@@ -45,7 +45,10 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
     """
     fp32 = weights.canonical(problem).dequantize(problem.quant)
     out = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
-    for expert, physical in enumerate(problem.local_experts):
+    for physical in routing.topk_ids.unique().tolist():
+        if physical not in problem.local_experts:
+            continue
+        expert = physical - problem.local_experts.start
         token, slot = (routing.topk_ids == physical).nonzero(as_tuple=True)
         x, weight = x_TH[token].float(), routing.topk_weights[token, slot, None]
         if problem.apply_router_weight_on_input:

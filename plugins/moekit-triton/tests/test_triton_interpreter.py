@@ -90,3 +90,13 @@ def test_no_answer_is_computed_that_nobody_reads(device):
     prepare_once()
     options = interpreter.interpreter_builder.options
     assert options.sanitize_overflow == options.debug
+
+
+def test_a_type_is_made_once(device):
+    prepare_once()
+    pointer, const = tl.pointer_type(tl.int8), tl.pointer_type(tl.int8, const=True)
+    elements = (tl.int8, tl.uint8, tl.bfloat16, pointer, const, tl.pointer_type(tl.int8, 3))
+    made = [tl.block_type(e, shape) for e in elements for shape in ([4], [4, 1], [8])]
+    for i, one in enumerate(made):
+        again = tl.block_type(one.element_ty, [tl.constexpr(n) for n in one.shape])
+        assert again is one and [one == other for other in made].index(True) == i
