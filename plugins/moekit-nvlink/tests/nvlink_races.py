@@ -111,7 +111,7 @@ class World:
         self._places: list[tuple[int, int, str]] = []
         self._main = threading.Semaphore(0)
         self._batons = [threading.Semaphore(0) for _ in range(ranks)]
-        # None: can go on. A number: waits for a flag, and looked at it after so many changes.
+        # None if a rank can go on; else the number of changes when it looked at a flag in vain.
         self._looked: list[int | None] = [None] * ranks
         self._ended = [False] * ranks
         self._changes, self._fault = 0, None

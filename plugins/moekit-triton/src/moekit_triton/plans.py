@@ -452,7 +452,8 @@ class Joined(Copied):
         # A block's y overwrites its x only after the last read of x.
         tensors = o.x_SH, call.weights["w13"], o.a_SI, call.weights["w2"], o.y_SH, o.aligned
         options = self.first, self.second, call.ids_RK.numel(), o.num_sms, call.early_weights
-        if o.tiles[0] is None:  # Gluon: only where it is known
+        # Imported late, because not every Triton has the Gluon that these modules need.
+        if o.tiles[0] is None:
             from .kernels.specialized_block import specialized_block
 
             specialized_block(*tensors, *options)

@@ -343,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{len(devices)} of {args.gpus} GPUs are of the kind {name}", file=sys.stderr)
     problems = [(shape(j.shape).problem(quant=j.scheme, device="cuda"), j.rows) for j in jobs]
     try:
-        # Timing needs the other half of the time.
+        # Compilation may take half of the time, because the timings need the rest.
         compile_all(
             ((p, token_count(p, rows)) for p, rows in problems),
             begin + args.seconds / 2,

@@ -122,7 +122,10 @@ class SortedLaunch(NamedTuple):
         return num_experts, w_rows, n, k
 
     def launch(self) -> None:
-        """Launch the kernel that serves the tile and the scales. Gluon: only where it is known."""
+        """Launch the kernel that serves the tile and the scales.
+
+        It is imported late, because not every Triton has the Gluon that it needs.
+        """
         if self.config.token_tile:
             assert self.x_RK is None and self.token_tiles is not None
             from .specialized_tokens import specialized_tokens_gemm as gemm
