@@ -28,6 +28,8 @@ from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocation
 QUANTIZED_WIRE = "kit_quantized_wire"
 # A per-tensor scale arrives as one per row, which differs by source.
 ROW_SCALES = "kit_row_scales"
+# A row for each assignment, with one column of ids; int32 ids.
+ONE_COLUMN = "kit_one_column"
 
 
 def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> None:
@@ -83,6 +85,35 @@ class RowScales(LocalDispatcher):
         return Pending.ready(Dispatched(x, scale.contiguous(), ids, routing.topk_weights))
 
 
+class OneColumn(LocalDispatcher):
+    """Sends a row for each assignment, so that ids have one column, and sums over K itself."""
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        tokens = super().prepare(x_TH, routing, quantize).result()
+        assert tokens.topk_ids is not None and tokens.topk_weights is not None
+        K = tokens.topk_ids.shape[1]
+
+        def repeated(rows: Tensor) -> Tensor:
+            return rows[:, None].expand(-1, K, -1).reshape(-1, rows.shape[1])
+
+        x, scale = repeated(tokens.x), tokens.x_scale
+        ids, weights = (t.reshape(-1, 1) for t in (tokens.topk_ids, tokens.topk_weights))
+        if scale is not None:
+            scale = scale if scale.shape[0] == 1 else repeated(scale)
+        else:
+            x = x.masked_fill(ids < 0, float("nan"))
+        return Pending.ready(Dispatched(x, scale, ids, weights))
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        total_TH = y.view(len(out_TH), -1, y.shape[1]).sum(dim=1, dtype=torch.float32)
+        return Pending.ready(out_TH.copy_(total_TH))
+
+    def max_rows(self, num_tokens: int) -> int:
+        return num_tokens * self.problem.top_k
+
+
 def kit_registry(
     base: Registry | None = None, extra: Iterable[DispatcherSpec | ExpertsSpec] = ()
 ) -> Registry:
@@ -98,6 +129,13 @@ def kit_registry(
         ),
         replace(
             wire, name=ROW_SCALES, target=f"{__name__}:{RowScales.__name__}", batch_invariant=False
+        ),
+        replace(
+            wire,
+            name=ONE_COLUMN,
+            target=f"{__name__}:{OneColumn.__name__}",
+            ids_dtype="int32",
+            batch_invariant=False,
         ),
     )
     for spec in (*dispatchers, *extra):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moekit.contract import Routing
 from moekit.errors import MoekitError
-from moekit.problem import MoEProblem
+from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.activation import GATED
 from moekit.problem.quant import SCHEMES
 from moekit.runtime.workspace import Workspace
@@ -20,6 +20,7 @@ from moekit.testing.arithmetic import ExpertsNumbers, one_of_each_kind
 from moekit.testing.base import over
 from moekit.testing.calls import (
     AROUND,
+    ONE_COLUMN,
     QUANTIZED_WIRE,
     Inputs,
     bits,
@@ -238,6 +239,14 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         ids = replace(case.routing, topk_ids=case.routing.topk_ids.int())
         for dispatcher in (self._native, QUANTIZED_WIRE):
             check_call(self._compose(problem, dispatcher), replace(case, routing=ids))
+
+    def test_fewer_columns(self) -> None:
+        """A dispatcher may send a row for each assignment, so that K' is 1 where top_k is 4."""
+        if self._spec().format is not ActivationFormat.STANDARD:
+            self._skip("BATCHED experts get no ids")
+        problem = self._at({"num_experts": 8, "top_k": 4}, {})
+        for kind in ("random", "masked"):
+            self._check(problem, 5, kind, dispatcher=ONE_COLUMN)
 
     def test_bad_input_leaves_nothing_behind(self) -> None:
         """A refused call raises a MoekitError, and the next call is right."""

@@ -86,6 +86,10 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
     assert x.dim() == 2 and x.shape[1] == p.hidden_size
     assert x.shape[0] <= limit, f"R={x.shape[0]}, but max_rows() says {limit}"
     assert ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.shape == weights.shape
+    assert ids.shape[1] <= p.top_k, (
+        f"ids have {ids.shape[1]} columns, expected at most top_k={p.top_k}, for which experts "
+        "state their workspace"
+    )
     assert ids.dtype in (torch.int32, torch.int64) and weights.dtype == torch.float32
     assert bool(((ids >= -1) & (ids < L)).all()), f"ids must be local or -1: {ids.tolist()}"
     for row, k in (ids >= 0).nonzero().tolist():

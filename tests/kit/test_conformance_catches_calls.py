@@ -35,6 +35,34 @@ class RoutingCachedByAddress(Plain):
         super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
 
 
+@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN|index|size")
+class RowsByTopK(Plain):
+    """Divides an assignment's number by top_k for its row, whatever columns ids have."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids, router_weights = (t.reshape(-1, 1) for t in (tokens.topk_ids, tokens.topk_weights))
+        row_A = torch.arange(len(ids)) // self.problem.top_k
+        y_AH = y.new_zeros(len(ids), y.shape[1], dtype=torch.float32)
+        each = replace(tokens, x=tokens.x[row_A], topk_ids=ids, topk_weights=router_weights)
+        super().apply(y_AH, each, weights, [torch.empty_like(y_AH)])
+        y.copy_(y_AH.new_zeros(y.shape).index_add_(0, row_A, y_AH))
+
+
+@killed_by("test_fewer_columns", says="relative error|exact zeros")
+class IdsInABufferOfTopK(Plain):
+    """Copies ids to a buffer with top_k columns, which repeats a single one."""
+
+    def apply(self, y, tokens, weights, workspace):
+        shape = len(y), self.problem.top_k
+        ids, router_weights = tokens.topk_ids.new_empty(shape), tokens.topk_weights.new_empty(shape)
+        copied = replace(
+            tokens,
+            topk_ids=ids.copy_(tokens.topk_ids),
+            topk_weights=router_weights.copy_(tokens.topk_weights),
+        )
+        super().apply(y, copied, weights, workspace)
+
+
 @killed_by("test_many_calls", says="call 19 of one shape")
 class Stale20(Plain):
     """Returns the previous output at every 20th call of a shape."""

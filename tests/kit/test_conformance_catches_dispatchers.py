@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conformance_catches import caught, suite
+from torch.nn.functional import pad
 
 from moekit import Routing
 from moekit.backends.local import LocalDispatcher
@@ -42,6 +43,22 @@ def test_token_dropped():
     once = "test_each_assignment_is_delivered_once"
     caught_local(TokenDropped, "test_tokens_per_rank", "uneven", 1, says="worst row")
     caught_local(TokenDropped, once, "uneven", "random", 1, says=".")
+
+
+class EightColumns(LocalDispatcher):
+    """Sends eight assignments a row, as a library of fixed size would; -1 in the rest."""
+
+    def prepare(self, x_TH, routing, quantize):
+        more = 8 - routing.topk_ids.shape[1]
+        weights = pad(routing.topk_weights, (0, more))
+        ids = pad(routing.topk_ids, (0, more), value=-1)
+        return super().prepare(x_TH, Routing(weights, ids), quantize)
+
+
+def test_more_columns_than_top_k():
+    once = "test_each_assignment_is_delivered_once"
+    says = "ids have 8 columns, expected at most top_k=2"
+    caught_local(EightColumns, once, "uneven", "random", 1, says=says)
 
 
 class TokensSwapped(LocalDispatcher):
