@@ -45,7 +45,7 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
     """
     fp32 = weights.canonical(problem).dequantize(problem.quant)
     out = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
-    for physical in routing.topk_ids.unique().tolist():
+    for physical in torch.unique(routing.topk_ids).tolist():
         if physical not in problem.local_experts:
             continue
         expert = physical - problem.local_experts.start
