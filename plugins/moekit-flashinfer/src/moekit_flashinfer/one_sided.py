@@ -120,7 +120,8 @@ class OneSidedDispatcher(PrepareAndFinalize):
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, protocol(spec.name)))
-        capacity, sizes, made_in = problem.max_num_tokens, self._row_bytes(), self.group
+        capacity, made_in = problem.max_num_tokens, self.group
+        sizes = footprint.one_sided_row_bytes(problem)
         assert capacity is not None and made_in is not None
         self._lease = _shared.lease(
             (made_in, capacity, sizes), lambda: Buffers(made_in, capacity, sizes)
@@ -129,9 +130,6 @@ class OneSidedDispatcher(PrepareAndFinalize):
     @property
     def _buffers(self) -> Buffers:
         return self._lease.value
-
-    def _row_bytes(self) -> tuple[int, int]:
-        return footprint.one_sided_row_bytes(self.problem)
 
     # -- calls ------------------------------------------------------------------------------
 
