@@ -65,7 +65,10 @@ def _by_library(blocks: Tensor, name: str) -> Tensor:
         kind = gguf.GGMLQuantizationType[name]
         made = gguf.dequantize(blocks.cpu().contiguous().numpy(), kind)
     except (KeyError, NotImplementedError) as error:
-        raise WeightsError(f"this version of the gguf library cannot read {name}") from error
+        raise WeightsError(
+            f"this version of the gguf library cannot read {name}: pip install -U gguf, "
+            "or choose a file of another type"
+        ) from error
     return torch.from_numpy(made).to(blocks.device)
 
 

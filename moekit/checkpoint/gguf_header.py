@@ -143,7 +143,7 @@ class _Header:
     def read(self) -> tuple[dict[str, Entry], dict[str, Any]]:
         cursor = self.cursor
         if cursor.size < 24:
-            raise ValueError(f"it has {cursor.size} bytes")
+            raise ValueError(f"it has {cursor.size} bytes, and a header begins with 24")
         if (magic := cursor.take(4)) != b"GGUF":
             if LFS.startswith(magic):
                 raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")

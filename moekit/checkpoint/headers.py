@@ -113,10 +113,10 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
         if start == LFS:
             raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")
         if len(start) < 8:
-            raise ValueError(f"it has {version.size} bytes")
+            raise ValueError(f"it has {version.size} bytes, and a header begins with 8")
         length = int.from_bytes(start[:8], "little")
-        if length > version.size - 8 or length > _MAX_HEADER:
-            raise ValueError(f"its header would be {length} bytes long")
+        if length > (most := min(version.size - 8, _MAX_HEADER)):
+            raise ValueError(f"its header would have {length} bytes, more than {most}")
         stream.seek(8)
         if stream.read(1) != b"{":
             raise ValueError("its header is no JSON object")
@@ -165,7 +165,7 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[s
 
 def _entry(file: Path, name: str, tensor: Any, data: int) -> Entry:
     if len(name) > _MAX_NAME:
-        raise ValueError(f"{shown(name)}: the name has {len(name)} characters")
+        raise ValueError(f"{shown(name)}: the name has {len(name)} characters, above {_MAX_NAME}")
     if not isinstance(tensor, dict):
         raise ValueError(f"{name} must be an object (got {shown(tensor)})")
     shape: Any = tensor.get("shape")

@@ -68,7 +68,8 @@ def _entry(values: Mapping[str, Any]) -> Entry:
     key = {name: values[name] for name in _KEY_TYPES}
     for name, kind in _KEY_TYPES.items():
         if type(key[name]) is not kind or kind is int and key[name] < 1:
-            raise ValueError(f"{name}={key[name]!r} is not a valid {kind.__name__}")
+            above = ", at least 1" if kind is int else ""
+            raise ValueError(f"{name}={key[name]!r} must be of type {kind.__name__}{above}")
     plans = [(float(plan["rows_per_expert"]), plan_from_json(plan)) for plan in values["plans"]]
     if not plans or min(rows for rows, _ in plans) <= 0:
         raise ValueError("plans need a positive rows_per_expert each, and there must be one")
