@@ -42,12 +42,12 @@ def prepare_once() -> None:
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
         prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
         builder, options = interpreter.interpreter_builder, interpreter.interpreter_builder.options
-        checked = options.debug or not options.sanitize_overflow
+        in_vain = options.sanitize_overflow and not options.debug
     except (ImportError, AttributeError):
         return
     if hasattr(prepare, "every_time") or list(inspect.signature(prepare).parameters) != ["fn"]:
         return
-    if not checked:
+    if in_vain:
         builder.options = replace(options, sanitize_overflow=False)
     if os.environ.get("TRITON_INTERPRET") == "1":
         _remember_types(interpreter)
