@@ -107,7 +107,8 @@ class OneColumn(LocalDispatcher):
         return Pending.ready(Dispatched(x, scale, ids, weights))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        total_TH = y.view(len(out_TH), -1, y.shape[1]).sum(dim=1, dtype=torch.float32)
+        y_TKH = y.view(len(out_TH), self.problem.top_k, y.shape[1])
+        total_TH = y_TKH.sum(dim=1, dtype=torch.float32)
         return Pending.ready(out_TH.copy_(total_TH))
 
     def max_rows(self, num_tokens: int) -> int:
