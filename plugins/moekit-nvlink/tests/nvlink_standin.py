@@ -52,6 +52,7 @@ def open_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device):
 
 buffers.open_memory = open_memory
 _read_and_write = interpreter_builder.create_atomic_rmw
+_LOOK = 0.0005  # seconds before a look at a flag
 
 
 def _patient(op, ptr, val, *others):
@@ -61,7 +62,6 @@ def _patient(op, ptr, val, *others):
     return _read_and_write(op, ptr, val, *others)
 
 
-_LOOK = 0.0005
 interpreter_builder.create_atomic_rmw = _patient
 # The interpreter runs one program after another.
 _PROGRAMS = 6
