@@ -4,8 +4,7 @@
 
 bf16, uniform routing, two routings in a CUDA graph each; turns of 10 ms, medians of 5, after a
 second of work, since clocks fall under load. GEMM 1's time includes copying x to expert-sorted
-rows. "both": specialized tiles of both GEMMs, with x copied before GEMM 1, ahead of its tiles, or
-before both in one launch.
+rows. "both": specialized tiles of both GEMMs, with x copied before GEMM 1, or ahead of its tiles.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from moekit_bench import shape
 from moekit_triton.heuristics import sorted_plan
 from moekit_triton.kernels.tiles import GemmConfig
-from moekit_triton.plans import Copied, CopiedAhead, Joined, Sorted
+from moekit_triton.plans import Copied, CopiedAhead, Sorted
 from moekit_triton.search import Case, Launches, Timer
 from moekit_triton.tune import make_case
 
@@ -41,7 +40,7 @@ def alternatives(case: Case, plan: Sorted) -> Iterator[tuple[str, list[tuple[str
     yield "first", [(name, case.launches(one, "gemm_1")) for name, one in first]
     second = [(name, Copied(tile, tile)) for name, tile in tiles(plan.second)]
     yield "second", [(name, case.launches(one, "gemm_2")) for name, one in second]
-    whole = [kind(plan.first, plan.second) for kind in (Copied, CopiedAhead, Joined)]
+    whole = [kind(plan.first, plan.second) for kind in (Copied, CopiedAhead)]
     yield "both", [(one.kind, case.launches(one, "gemm_1", "gemm_2")) for one in whole]
 
 

@@ -13,7 +13,7 @@ from moekit_kernels.numerics import INTERPRETED
 from moekit_triton.capabilities import BLOCKS_M
 from moekit_triton.heuristics import choose_plan, sorted_plan
 from moekit_triton.kernels.tiles import GemmConfig
-from moekit_triton.plans import Copied, CopiedAhead, Direct, Gathered, Joined, Sorted
+from moekit_triton.plans import Copied, CopiedAhead, Direct, Gathered, Sorted
 from triton_checks import use_plan
 
 import moekit
@@ -126,7 +126,7 @@ def test_chosen_plans(scheme, tokens):
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize(
     ("kind", "scheme"),
-    [(Copied, "none"), (CopiedAhead, "none"), (Joined, "none"), (Copied, "fp8_block")],
+    [(Copied, "none"), (CopiedAhead, "none"), (Copied, "fp8_block")],
 )
 def test_specialized_plans(specialized, monkeypatch, kind, scheme, halves, tokens):
     problem = MoEProblem(**LARGE_SIZES, quant=scheme, dtype=torch.float16, device="cuda")

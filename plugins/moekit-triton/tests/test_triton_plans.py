@@ -24,6 +24,7 @@ from moekit_triton.plans import (
     Joined,
     Sorted,
     TilePlan,
+    joinable,
     plan_from_json,
 )
 from triton_checks import compiled as choose_as_compiled
@@ -76,7 +77,7 @@ def test_shipped_tables(file) -> None:
             assert isinstance(plan, Sorted) or fusable(p, first.block_n) or not plan.fused
             if isinstance(plan, (CopiedAhead, Joined)):
                 assert p.quant.weight is None and first.specialized
-            assert not isinstance(plan, Joined) or second.specialized
+            assert not isinstance(plan, Joined) or joinable(first, second)
             if isinstance(plan, Sorted) and p.quant.weight is not None:
                 assert first.specialized and second.specialized and type(plan) is Copied
             assert max(shared_bytes(plan, p)) <= 227 << 10
@@ -98,7 +99,8 @@ TILE = GemmConfig(128, 64, 64, num_stages=4, tma=True)
 @pytest.mark.parametrize(
     "plan",
     [Gathered(TILE, TILE, True), Gathered(TILE, TILE, False), Sorted(TILE, TILE),
-     Copied(TILE, TILE), CopiedAhead(TILE, TILE), Joined(TILE, TILE)],
+     Copied(TILE, TILE), CopiedAhead(TILE, TILE),
+     Joined(token_tile(128), token_tile(256))],
     ids=lambda plan: plan.describe(),
 )  # fmt: skip
 def test_plans_survive_json(plan) -> None:

@@ -10,7 +10,7 @@ from moekit_kernels.numerics import Activation
 from moekit_kernels.sorted_rows import copy_rows
 from moekit_triton.heuristics import choose_plan, sorted_plan
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
-from moekit_triton.plans import Copied, CopiedAhead, Joined, Sorted
+from moekit_triton.plans import Copied, CopiedAhead, Sorted
 from triton_checks import (
     check_block,
     compiled,
@@ -25,14 +25,6 @@ from moekit import MoEProblem
 
 KNOWN = triton.__version__.startswith("3.6.")
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
-
-
-def both_gemms(*args) -> None:
-    from moekit_triton.kernels.specialized_block import (
-        specialized_block,  # Gluon, so where it is known
-    )
-
-    specialized_block(*args)
 
 
 def problem(**changes) -> MoEProblem:
@@ -51,7 +43,7 @@ def test_only_where_it_can(monkeypatch) -> None:
     assert plan.first.specialized == plan.second.specialized == KNOWN
 
 
-@pytest.mark.parametrize("order", ["copied", "ahead", "joined"])
+@pytest.mark.parametrize("order", ["copied", "ahead"])
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -88,13 +80,9 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
             buffer.fill_(float("nan"))
         if order != "ahead":
             copy_rows(x, aligned, x_SH)
-        if order == "joined":
-            y_SH = x_SH
-            both_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, count, 132)
-        else:
-            sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, **options)
-            a_SI[~real] = float("nan")
-            sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132)
+        sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, **options)
+        a_SI[~real] = float("nan")
+        sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132)
         outs.append(y_SH[real])
         assert not aligned.counters.any(), "a next call would miss tiles"
     assert all(torch.equal(out, outs[0]) for out in outs), "not the same twice"
@@ -111,7 +99,7 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
             assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"
 
 
-@pytest.mark.parametrize("order", ["copied", "ahead", "joined"])
+@pytest.mark.parametrize("order", ["copied", "ahead"])
 @pytest.mark.parametrize("halves", [False, True])
 def test_no_assignments(specialized, halves, order):
     ids = torch.full((300, 2), -1, device="cuda")
@@ -124,17 +112,14 @@ def test_no_assignments(specialized, halves, order):
         for shape in ((300, 64), (3, 256, 64), (3, 64, 128))
     )
     x_SH, a_SI, y_SH = (x.new_full((capacity, n), torch.nan) for n in (64, 128, 64))
-    if order == "joined":
-        both_gemms(x_SH, w13, a_SI, w2, y_SH, aligned, first, second, count, 132)
-    else:
-        options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
-        sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, **options)
-        sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132)
+    options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
+    sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, **options)
+    sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132)
     assert all(bool(buffer.isnan().all()) for buffer in (x_SH, a_SI, y_SH))
     assert not aligned.counters.any()
 
 
-@pytest.mark.parametrize("kind", [Copied, CopiedAhead, Joined])
+@pytest.mark.parametrize("kind", [Copied, CopiedAhead])
 def test_experts(specialized, monkeypatch, kind):
     """The whole block, with the buffers of the workspace, which overlap."""
     p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
@@ -144,25 +129,19 @@ def test_experts(specialized, monkeypatch, kind):
     check_block(p, tokens=1500)
 
 
-@pytest.mark.parametrize("order", ["ahead", "joined"])
-def test_more_programs_than_run_at_once(specialized, order):
-    """Programs wait for rows and blocks, but never for a program that has not started."""
+def test_more_programs_than_run_at_once(specialized):
+    """Programs wait for rows, but never for a program that has not started."""
     ids = uneven_ids(8, 2, 4000)
     aligned = run_align(ids, 8, 128)
     real, count, capacity = real_rows(aligned), ids.numel(), aligned.capacity
-    x, w13, w2 = (
+    x, w13 = (
         torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
-        for shape in ((4000, 512), (8, 4096, 512), (8, 512, 2048))
+        for shape in ((4000, 512), (8, 4096, 512))
     )
-    plan = sorted_plan(problem(), 300.0)
-    first, second = (replace(c, specialized=True) for c in (plan.first, plan.second))
+    first = replace(sorted_plan(problem(), 300.0).first, specialized=True)
 
     def run(programs: int) -> torch.Tensor:
         x_SH, a_SI = x.new_full((capacity, 512), torch.nan), x.new_full((capacity, 2048), torch.nan)
-        if order == "joined":
-            copy_rows(x, aligned, x_SH)
-            both_gemms(x_SH, w13, a_SI, w2, x_SH, aligned, first, second, count, programs)
-            return x_SH[real]
         silu = Activation("silu")
         sorted_gemm(x_SH, w13, a_SI, aligned, first, count, programs, activation=silu, x_RK=x)
         return a_SI[real]

@@ -143,6 +143,7 @@ def test_the_tuner_combines_steps(monkeypatch) -> None:
         return type(plan)
 
     monkeypatch.setattr(found, "_together", together)
+    monkeypatch.setattr(search, "joinable", lambda first, second: True)
     assert settled() is Copied
     us[Joined] = 13.5
     assert settled() is Joined

@@ -36,7 +36,6 @@ from .plans import (
     Direct,
     DotProducts,
     Gathered,
-    Joined,
     Sorted,
     StandardPlan,
     TilePlan,
@@ -54,9 +53,7 @@ _SORTED_ALWAYS_FROM, _SORTED_ALWAYS_FROM_FP8 = 200, 56
 # Rows per expert from which tiles of tokens win in 16 bits, of 256 weight rows; from which those of
 # 128 weight rows do; and up to which. They were fitted on an H100 and an H200.
 _TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
-# Rows per expert from which GEMM 1 hides the copying; and tiles of GEMM 2 per multiprocessor from
-# which one launch for both GEMMs wins: with fewer, its end dominates.
-_AHEAD_FROM, _JOINED_FROM = 700, 4
+_AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
 # average, for weights of more than 8 bits and for 8 bits.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
@@ -309,10 +306,7 @@ def _sorted_kind(problem: MoEProblem, per_expert: float) -> type[Sorted]:
         return Copied if p.local_intermediate_size >= _COPIED_WIDTH else Sorted
     if p.local_intermediate_size < _COPIED_WIDTH_SPECIALIZED:
         return Sorted
-    if per_expert >= _AHEAD_FROM:
-        return CopiedAhead
-    tiles = p.num_local_experts * math.ceil(per_expert / 128) * triton.cdiv(p.hidden_size, 256)
-    return Joined if tiles >= _JOINED_FROM * HOPPER_SMS else Copied
+    return CopiedAhead if per_expert >= _AHEAD_FROM else Copied
 
 
 # -- gathered rows ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Members of `LaunchPlan`, by how rows reach the experts' tiles:
     Sorted       GEMM 1 gathers tokens and stores expert-sorted rows for GEMM 2
     Copied       tokens are copied (fp8 blocks: quantized) to expert-sorted rows before GEMM 1
     CopiedAhead  GEMM 1 copies them itself, ahead of its tiles (specialized warps)
-    Joined       tokens are copied, then both GEMMs run in one launch (specialized warps)
+    Joined       tokens are copied, then both GEMMs run in one launch (tiles of tokens)
     Batched      the BATCHED format: rows are already grouped by expert
 
 A plan is immutable and knows no tensors. ``workspace`` states its buffers, ``launch`` computes a
@@ -441,26 +441,24 @@ class CopiedAhead(Copied):
 
 @dataclass(frozen=True)
 class Joined(Copied):
-    """Tokens are copied, then both GEMMs run in one launch; 16 bits, by specialized warps."""
+    """Tokens are copied, then both GEMMs run in one launch; 16 bits, `joinable` tiles."""
 
     kind: ClassVar[str] = "joined"
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Copy x, then compute both GEMMs."""
-        o = operands
+        # Imported late, because not every Triton has the Gluon that this module needs.
+        from .kernels.specialized_tokens_block import specialized_tokens_block
+
+        o, weights = operands, call.weights
+        tiles = o.tiles[0]
+        assert tiles is not None
         copy_rows(call.x, o.aligned, o.x_SH)
         # A block's y overwrites its x only after the last read of x.
-        tensors = o.x_SH, call.weights["w13"], o.a_SI, call.weights["w2"], o.y_SH, o.aligned
-        options = self.first, self.second, call.ids_RK.numel(), o.num_sms, call.early_weights
-        # Imported late, because not every Triton has the Gluon that these modules need.
-        if o.tiles[0] is None:
-            from .kernels.specialized_block import specialized_block
-
-            specialized_block(*tensors, *options)
-        else:
-            from .kernels.specialized_tokens_block import specialized_tokens_block
-
-            specialized_tokens_block(*tensors, o.tiles[0], *options)
+        specialized_tokens_block(
+            o.x_SH, weights["w13"], o.a_SI, weights["w2"], o.y_SH, o.aligned, tiles,
+            self.first, self.second, call.ids_RK.numel(), o.num_sms, call.early_weights,
+        )  # fmt: skip
 
     def gemm_2(self, call: Call, operands: _SortedOperands) -> None:
         """Do nothing: `gemm_1` computes both GEMMs."""
@@ -475,12 +473,10 @@ _SORTED = {plan.kind: plan for plan in (Sorted, Copied, CopiedAhead, Joined)}
 
 
 def joinable(first: GemmConfig, second: GemmConfig) -> bool:
-    """Return whether one launch can compute both GEMMs with these specialized tiles; tiles of
-    tokens if both are, of 256 weight rows."""
-    if first.token_tile or second.token_tile:
-        wide = (first.block_n, second.block_n) == (128, 256)
-        return first.token_tile and second.token_tile and wide
-    return first.specialized and second.specialized
+    """Return whether one launch can compute both GEMMs with these tiles: of tokens, both with 256
+    weight rows."""
+    wide = (first.block_n, second.block_n) == (128, 256)
+    return first.token_tile and second.token_tile and wide
 
 
 def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
@@ -491,13 +487,12 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     first, second = gemm_config(values["first"]), gemm_config(values["second"])
     if first.block_m != second.block_m:
         raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
-    if first.token_tile or second.token_tile:
-        if kind not in (Copied.kind, Joined.kind):
-            raise ValueError(
-                f"specialized swapped tiles are for kind='copied' or 'joined', not {kind!r}"
-            )
-        if kind == Joined.kind and not joinable(first, second):
-            raise ValueError("kind='joined' needs swapped tiles of 256 weight rows, or none")
+    if (first.token_tile or second.token_tile) and kind not in (Copied.kind, Joined.kind):
+        raise ValueError(
+            f"specialized swapped tiles are for kind='copied' or 'joined', not {kind!r}"
+        )
+    if kind == Joined.kind and not joinable(first, second):
+        raise ValueError("kind='joined' needs specialized swapped tiles of 256 weight rows")
     for name, tile, sizes in (("first", first, (64, 128)), ("second", second, (128, 256))):
         known = [token_tile(block_n, tile.group_m) for block_n in sizes]
         if tile.token_tile and tile not in known:

@@ -89,7 +89,7 @@ def specialized_gemm(g: SortedLaunch) -> None:
 
 
 @gluon.jit
-def stages(a, w, out):
+def _stages(a, w, out):
     """Allocate the ring of both operands' tiles, a result buffer for each consumer group, and the
     ring's barriers. Fence before use."""
     a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
@@ -99,7 +99,7 @@ def stages(a, w, out):
 
 
 @gluon.jit
-def multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, steps):
+def _multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, steps):
     """Multiply a half block by a weight tile, over all steps of K."""
     full, empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
@@ -120,7 +120,7 @@ def multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, steps
 
 
 @gluon.jit
-def release_stages(barriers, slot, phase, steps):
+def _release_stages(barriers, slot, phase, steps):
     """Release the stages of all steps of a tile without using them."""
     full, empty = barriers
     for _ in range(steps):
@@ -151,7 +151,7 @@ def _consume(
         block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
-            acc, slot, phase = multiply(WHICH, half_blocks, w_s, barriers, slot, phase, steps)
+            acc, slot, phase = _multiply(WHICH, half_blocks, w_s, barriers, slot, phase, steps)
             if GATED:
                 gate, up = halves_of(acc)
                 store_tile(silu_mul(gate, up), buffers, WHICH, out, row, col, 1)
@@ -161,7 +161,7 @@ def _consume(
                 store_tile(left, buffers, WHICH, out, row, col, 1)
                 store_tile(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
         else:
-            slot, phase = release_stages(barriers, slot, phase, steps)
+            slot, phase = _release_stages(barriers, slot, phase, steps)
         count += 1
         tile, halves = wait_message(mail, count)
     tma.store_wait(0)
@@ -290,7 +290,7 @@ def _gemm(
 ):  # fmt: skip
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
-    a_s, w_s, buffers, barriers = stages(a, w, out)
+    a_s, w_s, buffers, barriers = _stages(a, w, out)
     mail = messages(2)
     fence_async_shared()
     if GATED:

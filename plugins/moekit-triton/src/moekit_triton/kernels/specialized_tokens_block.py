@@ -1,8 +1,9 @@
 """Both GEMMs over expert-sorted rows in one launch of `specialized_tokens`' tiles (Gluon, Hopper).
 
-Like `specialized_block`: GEMM 2's tiles come after GEMM 1's, and one of GEMM 2 needs all of GEMM
-1's tiles of its tokens, which a counter tracks at the block where its rows begin. Both GEMMs have
-tiles of 256 weight rows, thus the same tiles of tokens.
+GEMM 2's tiles come after GEMM 1's: programs that find no tile of GEMM 1 go on with GEMM 2 instead
+of waiting for the last tiles of others. A tile of GEMM 2 needs all of GEMM 1's tiles of its tokens,
+which a counter tracks at the block where its rows begin; only those of the last blocks are ever
+late. Both GEMMs have tiles of 256 weight rows, thus the same tiles of tokens.
 
 A consumer warp group releases a result of GEMM 1 after its next tile, when the result has long been
 written, or at once if the next tile is not of GEMM 1.
@@ -62,8 +63,21 @@ def specialized_tokens_block(
     """Compute a[s] = silu(gate) * up of x[s] @ w13[expert of s].T, then y[s] = a[s] @ w2[expert of
     s].T, for the sorted rows s.
 
-    Arguments are those of `specialized_block`, and ``tiles``, what `list_token_tiles` made for
-    `tile_tokens` of the tiles.
+    Of the configs only group_m counts. Padding rows become undefined.
+
+    Args:
+        x_SH: (capacity, H), 16 bits, rows of whole 16 bytes.
+        w13_LNH: (L, 2I, H).
+        a_SI: (capacity, I), written.
+        w2_LHI: (L, H, I).
+        y_SH: (capacity, H), written. May be x_SH: a block is written after its last read.
+        aligned: the sorted assignments, with counters.
+        tiles: what `list_token_tiles` made for `tile_tokens` of the configs.
+        first: GEMM 1's tile.
+        second: GEMM 2's tile.
+        num_assignments: what ``aligned.assignments_S`` holds for padding.
+        num_sms: programs.
+        weights_RK: fp32 router weights; y[s] is multiplied by `weight_before`.
     """
     num_experts, w_rows, hidden = w13_LNH.shape
     inner, capacity = w_rows // 2, aligned.capacity
