@@ -105,7 +105,7 @@ def _remember_types(interpreter: Any) -> None:
         common = vars(type).get("of_tensors")
         if common is None:
             init_tensor(self, handle, type)
-            type.of_tensors = {k: v for k, v in vars(self).items() if k != "handle"}
+            vars(type)["of_tensors"] = {k: v for k, v in vars(self).items() if k != "handle"}
         else:
             vars(self).update(common, handle=handle)
 
