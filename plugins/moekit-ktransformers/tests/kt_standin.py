@@ -14,7 +14,7 @@ from torch import Tensor
 from moekit.problem.quant import E2M1
 
 REAL = library.KT_KERNEL.folder() is not None and not library.unsupported()
-"""Whether the true library runs here, so that this module is not needed."""
+"""True if the real library runs here, so that this module is not needed."""
 
 
 def check(problem) -> list[str]:

@@ -17,7 +17,7 @@ GROUPS = {FP8: (-1, 128), UINT8B128: (-1, 32, 64, 128), FP4: (16, 32)}
 FP8_EXPONENT = {torch.bfloat16: 120, torch.float16: 8}
 
 calls: list[dict[str, int]] = []
-"""What each call so far had: block, top_k, size_m, size_n, size_k."""
+"""Sizes of each call so far: block, top_k, size_m, size_n, size_k."""
 
 
 def word_indices(n: int, k: int, bits: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
+"""True if kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
 
 QMAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """Largest magnitude of each quantized dtype."""
