@@ -7,6 +7,9 @@ PLUGINS := $(wildcard plugins/*)
 # Without a GPU, pin torch to the release whose CPU build installs without CUDA packages.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
+# transformers 5.21 and later need Python 3.11.
+TRANSFORMERS := 'transformers==5.23.0; python_version>="3.11"' 'transformers==5.20.2; python_version<"3.11"'
+
 # Half of a worker's time is waiting for the processes that it starts.
 WORKERS ?= $(shell echo $$(( $$(nproc) + 2 )))
 
@@ -58,7 +61,7 @@ $(VENV)/.core: pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.core
-	$(BIN)/pip install -q --disable-pip-version-check 'transformers==5.23.0' safetensors
+	$(BIN)/pip install -q --disable-pip-version-check $(TRANSFORMERS) safetensors
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
