@@ -53,9 +53,11 @@ class Dispatched:
     STANDARD: x (R, H); topk_ids (R, K') *local* expert ids in [0, L), -1 for assignments of other
     ranks; topk_weights (R, K') float32. K' is at most top_k, and fewer where a dispatcher sends
     several rows for a token. Rows without a local expert are padding and may hold anything, NaN
-    included. NaN in another row affects only its own output, or a shared scale.
+    included. NaN in another row affects only its own output, or a shared scale. Ids and weights may
+    have any strides.
     BATCHED: x (L, C, H); expert_num_tokens (L,) int32, rows at or beyond it are padding; ids and
     weights are None.
+    In both, x is contiguous, and may begin anywhere in its storage.
     x_scale: None for unquantized x; otherwise fp32, (R or 1, groups) or (L, C, groups) or
     (1, 1, 1), groups as in `OperandQuant.scale_shape`. A per-tensor scale may come as one scale
     per row.

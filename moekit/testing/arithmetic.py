@@ -12,7 +12,7 @@ import torch
 from moekit.contract import Routing
 from moekit.errors import WeightsError
 from moekit.layer.replicas import to_physical
-from moekit.problem import DTYPES, MoEProblem, ParallelConfig
+from moekit.problem import DTYPES, ActivationFormat, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS, ALPHAS, CLAMPABLE, GATED, NON_GATED, Activation
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases
@@ -20,6 +20,7 @@ from moekit.testing.base import over
 from moekit.testing.calls import (
     QUANTIZED_WIRE,
     ROW_SCALES,
+    SPARE_CAPACITY,
     call,
     check_call,
     pack,
@@ -29,6 +30,10 @@ from moekit.testing.diagnose import assert_close, check_negative_controls
 from moekit.testing.experts_base import TOKENS, ExpertsBase, sizes_of
 
 _COMBINATIONS = 6
+
+# Numbers of tokens, and of an expert's rows; in Triton's interpreter the small ones.
+_SMALL_TILES = (8, 9)
+_TILES = (4, *_SMALL_TILES, 16, 32, 64, 65, 256)
 
 # (H, I) that backends pad: both, H alone, and I alone.
 _UNPADDED = ((96 + 6, 72 + 6), (160, 128), (128, 144), (128, 130), (256, 192), (512, 320))
@@ -132,7 +137,38 @@ class ExpertsNumbers(ExpertsBase):
         """
         self._check(self._problem(), kind=kind)
 
-    @pytest.mark.parametrize("factor", [2.0**6, 2.0**-20], ids=["large", "small"])
+    def test_full_tiles(self) -> None:
+        """As many tokens as tiles hold, or one more; one expert gets all of them."""
+        problem = self._problem()
+        kernel, weights = self._compose(problem, self._native), random_weights(problem)
+        packed = pack(kernel, weights)
+        for num_tokens in _SMALL_TILES if self._interpreted else _TILES:
+            check_call(kernel, make_case(problem, num_tokens, "hot", weights=weights), packed)
+
+    def test_experts_without_tokens(self) -> None:
+        """Weights of an expert that no token has change nothing, NaN included."""
+        if "none" not in self._spec().schemes:
+            self._skip("the spec declares no unquantized weights")
+        problem = self._problem(quant="none")
+        case = make_case(problem, self._T, "idle")
+        used, kernel = case.routing.topk_ids.unique(), self._compose(problem, self._native)
+        idle = [e for e in range(problem.num_experts) if e not in used]
+        weights = case.weights._map(torch.clone)
+        weights.w13[idle] = weights.w2[idle] = float("nan")
+        out = call(kernel, pack(kernel, weights), case)
+        assert_close(out, case.reference(), problem, case=case)
+
+    @pytest.mark.parametrize("factor", [2.0**10, 2.0**-20], ids=["large", "small"])
+    def test_router_weight_magnitude(self, factor: float) -> None:
+        """Router weights are fp32: they need not be near 1, and are not rounded to zero."""
+        problem = self._problem()
+        if problem.dtype == torch.float16:  # in which the output is
+            factor = min(max(factor, 2.0**-6), 2.0**6)
+        case = make_case(problem, self._T, "masked")
+        routing = Routing(case.routing.topk_weights * factor, case.routing.topk_ids)
+        check_call(self._compose(problem, self._native), replace(case, routing=routing))
+
+    @pytest.mark.parametrize("factor", [2.0**12, 2.0**-20], ids=["large", "small"])
     def test_magnitude(self, factor: float) -> None:
         """Tokens far from 1: the contract allows the whole range of the dtype."""
         problem = self._problem()
@@ -289,6 +325,12 @@ class ExpertsNumbers(ExpertsBase):
         for without in (("w2_g_idx",), ("w13_g_idx",), ("w13_g_idx", "w2_g_idx")):
             left: dict[str, Any] = dict.fromkeys(without)
             check_call(kernel, make_case(problem, self._T, weights=replace(weights, **left)))
+
+    def test_spare_capacity(self) -> None:
+        """A batched layout with more capacity than tokens, in a part of a dispatcher's buffer."""
+        if self._spec().format is not ActivationFormat.BATCHED:
+            self._skip("STANDARD experts get no batched layout")
+        self._check(self._problem(), kind="masked", dispatcher=SPARE_CAPACITY)
 
     @over("scheme,wire", _INPUT_FORMS)
     def test_input_form(self, scheme: str, wire: str) -> None:

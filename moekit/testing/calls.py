@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.backends.local import LocalDispatcher, local_ids
+from moekit.backends.local import LocalBatchedDispatcher, LocalDispatcher, local_ids
 from moekit.contract import Dispatched, PackedWeights, Quantizer, Routing
 from moekit.discovery.registry import Registry, registry
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
@@ -28,8 +28,13 @@ from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocation
 QUANTIZED_WIRE = "kit_quantized_wire"
 # A per-tensor scale arrives as one per row, which differs by source.
 ROW_SCALES = "kit_row_scales"
-# A row for each assignment, with one column of ids; int32 ids.
+# A row for each assignment, with one column of ids, which is strided; int32 ids.
 ONE_COLUMN = "kit_one_column"
+# BATCHED: spare capacity, in a part of a buffer.
+SPARE_CAPACITY = "kit_spare_capacity"
+
+# Rows of a buffer before those that arrive, and spare rows of each expert.
+_BEFORE, _SPARE = 16, 5
 
 
 def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> None:
@@ -98,8 +103,11 @@ class OneColumn(LocalDispatcher):
         def repeated(rows: Tensor) -> Tensor:
             return rows[:, None].expand(-1, K, -1).reshape(-1, rows.shape[1])
 
+        def column(t: Tensor) -> Tensor:
+            return torch.stack((t.flatten(), torch.full_like(t.flatten(), -1)), dim=1)[:, :1]
+
         x, scale = repeated(tokens.x), tokens.x_scale
-        ids, weights = (t.reshape(-1, 1) for t in (tokens.topk_ids, tokens.topk_weights))
+        ids, weights = column(tokens.topk_ids), column(tokens.topk_weights)
         if scale is not None:
             scale = scale if scale.shape[0] == 1 else repeated(scale)
         else:
@@ -113,6 +121,29 @@ class OneColumn(LocalDispatcher):
 
     def max_rows(self, num_tokens: int) -> int:
         return num_tokens * self.problem.top_k
+
+
+class SpareCapacity(LocalBatchedDispatcher):
+    """Has more capacity than tokens, as dispatchers with room for all ranks' tokens do.
+
+    Rows arrive behind others of the same buffer.
+    """
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        tokens = super().prepare(x_TH, routing, quantize).result()
+        L, C, H = tokens.x.shape
+        buffer = x_TH.new_empty((_BEFORE + L * (C + _SPARE), H))
+        x_LCH = buffer[_BEFORE:].view(L, C + _SPARE, H)
+        x_LCH[:, :C] = tokens.x
+        return Pending.ready(replace(tokens, x=x_LCH))
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        return super().finalize(y[:, : len(out_TH)].contiguous(), dispatched, out_TH)
+
+    def max_rows(self, num_tokens: int) -> int:
+        return num_tokens + _SPARE
 
 
 def kit_registry(
@@ -137,6 +168,14 @@ def kit_registry(
             target=f"{__name__}:{OneColumn.__name__}",
             ids_dtype="int32",
             batch_invariant=False,
+        ),
+        replace(
+            copy.dispatcher("batched_reference"),
+            name=SPARE_CAPACITY,
+            target=f"{__name__}:{SpareCapacity.__name__}",
+            wire_schemes=frozenset(),
+            batch_invariant=False,
+            priority=-1000,
         ),
     )
     for spec in (*dispatchers, *extra):

@@ -145,6 +145,9 @@ def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
     """
     made = weights.quantize(problem.quant)
     operand, activation = problem.quant.weight, problem.quant.activation
+    if operand is not None and operand.dtype in ("int4", "int8") and not operand.zero_points:
+        least = {name: _least_codes(getattr(made, name)) for name in ("w13", "w2")}
+        made = replace(made, **least)
     if operand is not None and operand.act_order:
         # The order depends on the expert's values alone, so that its replicas have the same.
         w13_g_idx, w2_g_idx = (
@@ -156,6 +159,22 @@ def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
         a1, a2 = _static_scales(weights, problem, activation)
         made = replace(made, w13_input_scale=a1, w2_input_scale=a2)
     return made.to(device_of(problem))
+
+
+def _least_codes(codes: Tensor) -> Tensor:
+    """Return symmetric codes whose even rows have -128 for -127, or -8 for -7.
+
+    Checkpoints have these codes, and `ExpertWeights.quantize` gives none. Codes of 4 bits are
+    stored plus 8, two in a byte.
+    """
+    made = codes.clone()
+    even = made[:, ::2]
+    if codes.dtype == torch.int8:
+        even[even == -127] = -128
+    else:
+        low, high = even & 15, even >> 4
+        even.copy_(low.where(low != 1, 0) | high.where(high != 1, 0) << 4)
+    return made
 
 
 def _static_scales(

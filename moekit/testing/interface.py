@@ -65,6 +65,7 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
     first, L = p.local_experts.start, p.num_local_experts
     x = tokens.x
     assert x.dtype == p.dtype and tokens.x_scale is None, "quantized without being asked to"
+    assert x.is_contiguous(), f"x has strides {x.stride()}, expected a contiguous tensor"
 
     def delivery(row: Tensor, expert: int, weight: float) -> Delivery:
         assert bool(torch.isfinite(row).all()), "NaN in a row that an expert must compute"

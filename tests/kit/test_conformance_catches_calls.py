@@ -231,6 +231,28 @@ class OffsetOfIdsIgnored(Plain):
         super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
 
 
+@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN")
+class StridesOfIdsIgnored(Plain):
+    """Reads ids and router weights as if they were contiguous."""
+
+    def apply(self, y, tokens, weights, workspace):
+        def misread(t):
+            strides = torch.empty(t.shape).stride()
+            return torch.as_strided(t, t.shape, strides, t.storage_offset())
+
+        ids, router = misread(tokens.topk_ids), misread(tokens.topk_weights)
+        tokens = replace(tokens, topk_ids=ids, topk_weights=router)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_spare_capacity", says="relative error|NaN|exact zeros")
+class OffsetOfBatchesIgnored(Batched):
+    """Reads the batched layout from where its storage begins."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, replace(tokens, x=from_its_storage(tokens.x)), weights, workspace)
+
+
 @killed_by("test_given_output", says="outside the given output")
 class WritesWholeTiles(Plain):
     """Writes the output's last tile of 16 rows whole."""
@@ -314,6 +336,16 @@ class ScratchOfInferenceMode(Plain):
             shape = 2 * len(y), self.problem.hidden_size
             kept = self._own.kept = torch.empty(shape, dtype=torch.float32)
         super().apply(y, tokens, weights, (kept,))
+
+
+@killed_by("test_autocast")
+class PackedInAutocast(Plain):
+    """Packs weights by a product, whose dtype torch.autocast chooses."""
+
+    def pack(self, weights):
+        if weights.w2.dtype == torch.float32:
+            weights = replace(weights, w2=(weights.w2 @ torch.eye(weights.w2.shape[2])).float())
+        return super().pack(weights)
 
 
 @killed_by("test_repeated_calls", says="NaN|relative error")

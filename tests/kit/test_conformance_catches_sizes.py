@@ -266,6 +266,33 @@ class OneTokenBeyondATile(FullTileOfTokens):
     MORE = 1
 
 
+@killed_by("test_full_tiles")
+class OneTileOfTokens(Skips):
+    """Drops the last token of a call that fills its tile of 8."""
+
+    TILE = 8
+
+    def kept(self, ids, tokens):
+        T = len(ids)
+        return (torch.arange(T) < T - (T == self.TILE))[:, None]
+
+
+@killed_by("test_full_tiles")
+class MostTokensOfDecoding(OneTileOfTokens):
+    """Drops the last of 64 tokens, the most that its kernel for decoding takes."""
+
+    TILE = 64
+
+
+@killed_by("test_full_tiles")
+class RowsOfATileOfEight(Skips):
+    """Drops the last row of an expert that has nine, one more than tiles of 8 hold."""
+
+    def kept(self, ids, tokens):
+        rows = rows_of_expert(ids)
+        return ~((rank_in_expert(ids) == 9) & (rows == 9))
+
+
 @killed_by("test_many_assignments")
 class AssignmentsUnsigned16Bit(Assignments16Bit):
     """Drops assignments from 65536 on: their index is a uint16."""

@@ -29,7 +29,7 @@ class Values(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
-@killed_by("test_magnitude", 64.0)
+@killed_by("test_magnitude", 2.0**12)
 class Clamp8(Values):
     """Clamps x to +-8."""
 
@@ -37,12 +37,20 @@ class Clamp8(Values):
         return x.clamp(-8, 8)
 
 
-@killed_by("test_magnitude", 64.0)
+@killed_by("test_magnitude", 2.0**12)
 class Clamp100(Values):
     """Clamps x to +-100."""
 
     def x(self, x):
         return x.clamp(-100, 100)
+
+
+@killed_by("test_magnitude", 2.0**12)
+class ClampOfFp8(Values):
+    """Clamps x to +-448, the range of e4m3."""
+
+    def x(self, x):
+        return x.clamp(-448, 448)
 
 
 @killed_by("test_magnitude", 2.0**-20)
@@ -53,7 +61,7 @@ class SmallFlushed(Values):
         return torch.where(x.abs() < 1e-4, 0.0, x)
 
 
-@killed_by("test_magnitude", 64.0, says="NaN or infinite|relative error")
+@killed_by("test_magnitude", 2.0**12, says="NaN or infinite|relative error")
 class InFloat16(Plain):
     """Keeps activations of a bfloat16 problem in float16, whose range ends at 65504."""
 
@@ -74,6 +82,30 @@ class RouterClamped(Values):
 
     def router(self, weights):
         return weights.clamp(max=2)
+
+
+@killed_by("test_router_weight_magnitude", 2.0**10)
+class RouterClamped100(Values):
+    """Clamps router weights to 100."""
+
+    def router(self, weights):
+        return weights.clamp(max=100)
+
+
+@killed_by("test_router_weight_magnitude", 2.0**-20)
+class RouterInFloat16(Values):
+    """Keeps router weights in float16, which flushes small ones to zero."""
+
+    def router(self, weights):
+        return weights.half().float()
+
+
+@killed_by("test_router_weight_magnitude", 2.0**-20, says="exact zeros|relative error")
+class SmallWeightsDropped(Skips):
+    """Drops assignments with router weights below 1e-3."""
+
+    def kept(self, ids, tokens):
+        return tokens.topk_weights.abs() >= 1e-3
 
 
 @killed_by("test_routing", "signed")
@@ -230,6 +262,47 @@ class TanhOfInfinity(Plain):
 
 
 # -- weights --------------------------------------------------------------------------------------
+
+
+@killed_by("test_experts_without_tokens", says="NaN")
+class EveryExpertTimesZero(Plain):
+    """Computes all experts for every token, and weights by zero those that it does not have."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if tokens.x_scale is None and weights["w2"].is_floating_point():
+            y += 0 * weights["w2"].float().sum()
+
+
+class Codes(Plain):
+    """Changes the codes of weights when it packs them."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        changed = {n: self.codes(packed[n]) for n in ("w13", "w2")}
+        return replace(packed, experts={**packed.experts, **changed})
+
+    def codes(self, codes):
+        raise NotImplementedError
+
+
+@killed_by("test_scheme", "int8_w8a16")
+class Minus128(Codes):
+    """Negates int8 codes twice, which makes 128 of -128."""
+
+    def codes(self, codes):
+        return codes.where(codes != -128, 127) if codes.dtype == torch.int8 else codes
+
+
+@killed_by("test_scheme", "int4_w4a16_g32")
+class Minus8(Codes):
+    """Takes codes of -8 for zero."""
+
+    def codes(self, codes):
+        if codes.dtype != torch.uint8 or self.problem.quant.weight.dtype != "int4":
+            return codes
+        low, high = codes & 15, codes >> 4
+        return low.where(low != 0, 8) | high.where(high != 0, 8) << 4
 
 
 @killed_by("test_strided_input")
