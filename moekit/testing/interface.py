@@ -123,7 +123,8 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
     """Dispatch and combine many experts, assignments, and values of any size.
 
     Each expert multiplies a token by its own number. Tokens reach several hundred, router weights
-    are negative, zero and above 2, and one element of one token is NaN.
+    are negative, zero, above 2 and (outside fp16) as small as 1e-8, and one element of one token is
+    NaN.
     """
     r = Rank(rank, world_size, job)
     p, dispatcher, device = r.problem, r.kernel.dispatcher, device_of(r.problem)
@@ -134,6 +135,8 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
     x = (torch.randn(T, p.hidden_size, generator=draw) * scale).to(p.dtype)
     weights = 8 * torch.rand(T, K, generator=draw) - 3
     weights[torch.rand(T, K, generator=draw) < 0.1] = 0.0
+    if p.dtype is not torch.float16:
+        weights[::2] *= 10 ** (-8 * torch.rand(len(weights[::2]), 1, generator=draw))
     odd = slice(T // 2, T // 2 + 1)  # one token, or none
     x[odd, 3], weights[odd] = float("nan"), 1.5
     ids = torch.rand(T, P, generator=draw).topk(K, dim=1).indices

@@ -50,7 +50,25 @@ class Assignments65536(NaiveDispatcher):
         return tokens
 
 
-@pytest.mark.parametrize("wrong", [SixteenChoices, Assignments65536])
+class SmallWeightsDropped(NaiveDispatcher):
+    """Sends no assignment whose router weight is below 1e-4."""
+
+    def _to_send(self, x_TH, routing, quantize):
+        ids = routing.topk_ids.where(routing.topk_weights.abs() >= 1e-4, -1)
+        return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
+
+
+class WeightsInFloat16(NaiveDispatcher):
+    """Sends router weights in float16, which cannot hold small ones."""
+
+    def _to_send(self, x_TH, routing, quantize):
+        weights = routing.topk_weights.half().float()
+        return super()._to_send(x_TH, Routing(weights, routing.topk_ids), quantize)
+
+
+@pytest.mark.parametrize(
+    "wrong", [SixteenChoices, Assignments65536, SmallWeightsDropped, WeightsInFloat16]
+)
 def test_more_assignments(wrong):
     caught_naive(wrong, "test_many_assignments", 4, says="tokens are wrong")
 
