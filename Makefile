@@ -37,7 +37,8 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	! $(BIN)/vulture | grep -Ev '(^|/)tests/|^(examples|benchmarks)/'
 
-# The documentation in build/site; warnings are errors. Its venv has the docs tools alone.
+# The documentation in build/site; warnings are errors. Its venv has the docs tools alone. The last
+# mkdocstrings for Python 3.10 fails with pymdown-extensions 12.
 docs: $(VENV)-docs/.done
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict
 
@@ -83,7 +84,7 @@ $(VENV)-vllm/.done: pyproject.toml plugins/moekit-vllm/pyproject.toml
 $(VENV)-docs/.done:
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install -q --disable-pip-version-check 'mkdocs<2' 'mkdocs-material>=9.6,<10' \
-		'mkdocstrings-python>=2,<3' matplotlib ruff
+		'mkdocstrings-python>=2,<3' 'pymdown-extensions<12; python_version<"3.11"' matplotlib ruff
 	touch $@
 
 $(VENV)/.dist: $(VENV)/.core
