@@ -151,7 +151,8 @@ class ExpertsNumbers(ExpertsBase):
             self._skip("the spec declares no unquantized weights")
         problem = self._problem(quant="none")
         case = make_case(problem, self._T, "idle")
-        used, kernel = case.routing.topk_ids.unique(), self._compose(problem, self._native)
+        kernel = self._compose(problem, self._native)
+        used = case.routing.topk_ids.flatten().tolist()
         idle = [e for e in range(problem.num_experts) if e not in used]
         weights = case.weights._map(torch.clone)
         weights.w13[idle] = weights.w2[idle] = float("nan")

@@ -146,7 +146,7 @@ def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
     made = weights.quantize(problem.quant)
     operand, activation = problem.quant.weight, problem.quant.activation
     if operand is not None and operand.dtype in ("int4", "int8") and not operand.zero_points:
-        least = {name: _least_codes(getattr(made, name)) for name in ("w13", "w2")}
+        least: dict[str, Any] = {n: _least_codes(getattr(made, n)) for n in ("w13", "w2")}
         made = replace(made, **least)
     if operand is not None and operand.act_order:
         # The order depends on the expert's values alone, so that its replicas have the same.
