@@ -9,7 +9,6 @@ offers the dispatchers over it as ``<name>_standin``.
 from __future__ import annotations
 
 import functools
-import io
 import os
 import sys
 import types
@@ -18,11 +17,19 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.utils._device import device_decorator
 from torch.utils._python_dispatch import _disable_current_modes
 
-# A library's tensors are on its device, whatever torch's default device is.
-_on_cpu = functools.partial(device_decorator, torch.device("cpu"))
+
+def _on_cpu(function):
+    """A library's tensors are on its device, whatever torch's default device is."""
+
+    @functools.wraps(function)
+    def without_default(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return without_default
+
 
 topk_idx_t = torch.int64
 _E4M3 = torch.float8_e4m3fn
@@ -49,11 +56,15 @@ class EventOverlap:
 def _exchange(group, *tensors):
     """Every rank's tensors, by rank."""
     with _disable_current_modes():
-        mine = io.BytesIO()
-        torch.save([t.clone() for t in tensors], mine)
-        everyone = [b""] * group.size()
-        dist.all_gather_object(everyone, mine.getvalue(), group=group)
-        return [torch.load(io.BytesIO(saved), weights_only=True) for saved in everyone]
+        mine = [
+            (t.contiguous().view(-1).view(torch.uint8).numpy(), t.dtype, t.shape) for t in tensors
+        ]
+        everyone = [mine] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+        return [
+            [torch.from_numpy(sent).view(dtype).view(shape) for sent, dtype, shape in theirs]
+            for theirs in everyone
+        ]
 
 
 def _garbage(shape, dtype):

@@ -21,14 +21,22 @@ import torch
 import torch.nn.functional as F
 from moekit_flashinfer import library
 from torch import Tensor
-from torch.utils._device import device_decorator
 
 from moekit.testing import interpreter
 
 interpreter.prepare_once()  # ranks may call from several threads
 
-# A library's tensors are on its device, whatever torch's default device is.
-_on_cpu = functools.partial(device_decorator, torch.device("cpu"))
+
+def _on_cpu(function: Any) -> Any:
+    """A library's tensors are on its device, whatever torch's default device is."""
+
+    @functools.wraps(function)
+    def without_default(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return without_default
+
 
 FP8 = torch.float8_e4m3fn
 GARBAGE = 0xFF  # NaN in every float format, -1 in the integers
@@ -240,11 +248,13 @@ def _prepare(
             if target in targets:
                 to_rank[target].append(token)
                 first[target].append(token * top_k + targets.index(target))
-    everyone = Memory.comm.allgather((ids, weights, to_rank))
+    Memory.comm.allgather(None)
+    everyone = Memory.comm.allgather((ids.numpy(), weights.numpy(), to_rank))
     received_ids = torch.full((most * ranks, top_k), slots, dtype=torch.int32)
     received_weights = weights.new_full((most * ranks, top_k), float("nan"))
     arriving, row = [], 0
     for their_ids, their_weights, their_targets in everyone:
+        their_ids, their_weights = map(torch.from_numpy, (their_ids, their_weights))
         tokens = their_targets[rank]
         arriving.append(list(range(row, row + len(tokens))))
         for token in tokens:
@@ -273,11 +283,11 @@ def moe_comm(
     assert rows.dim() == 2 and rows.is_contiguous() and workspace.dtype == torch.uint64
     assert rows.shape[1] * rows.itemsize % 16 == 0, "rows of 16 bytes"
     parts = torch.tensor_split(send.long(), send_ends[:-1].tolist())
-    outgoing = [rows[part].view(torch.uint8) for part in parts]
+    outgoing = [rows[part].view(torch.uint8).numpy() for part in parts]
     everyone = Memory.comm.allgather(outgoing)
     wanted = torch.tensor_split(receive.long(), receive_ends[:-1].tolist())
     for source, places in enumerate(wanted):
-        out.view(torch.uint8)[places] = everyone[source][rank]
+        out.view(torch.uint8)[places] = torch.from_numpy(everyone[source][rank])
 
 
 @_on_cpu

@@ -19,10 +19,18 @@ import functools
 import torch
 import torch.distributed as dist
 from moekit_pplx.dispatcher import PplxDispatcher
-from torch.utils._device import device_decorator
 
-# A library's tensors are on its device, whatever torch's default device is.
-_on_cpu = functools.partial(device_decorator, torch.device("cpu"))
+
+def _on_cpu(function):
+    """A library's tensors are on its device, whatever torch's default device is."""
+
+    @functools.wraps(function)
+    def without_default(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return without_default
+
 
 NUM_SMS = 132
 
