@@ -91,17 +91,17 @@ class _MOE:
         x_RH = at(x, (rows, c.hidden_size), torch.bfloat16).float()
         ids_RK = at(ids, (rows, slots), torch.int64)
         weights_RK = at(weights, (rows, slots), torch.float32)
-        total = torch.zeros(rows, c.hidden_size, device="cpu")
-        for row, slot in (ids_RK >= 0).nonzero().tolist():
-            expert = int(ids_RK[row, slot])
+        total = torch.zeros(rows, c.hidden_size, dtype=torch.float32, device="cpu")
+        for expert in torch.unique(ids_RK[ids_RK >= 0]).tolist():
             assert expert < c.expert_num
-            gate, up = (self.loaded[name][expert] @ x_RH[row] for name in ("gate", "up"))
+            row, slot = (ids_RK == expert).nonzero(as_tuple=True)
+            gate, up = (x_RH[row] @ self.loaded[name][expert].T for name in ("gate", "up"))
             gate, up = gate.bfloat16().float(), up.bfloat16().float()
             if c.swiglu_limit > 0:
                 gate, up = gate.clamp(max=c.swiglu_limit), up.clamp(-c.swiglu_limit, c.swiglu_limit)
             act = (torch.nn.functional.silu(gate) * up).bfloat16().float()
-            down = (self.loaded["down"][expert] @ act).bfloat16().float()
-            total[row] += weights_RK[row, slot] * down
+            down = (act @ self.loaded["down"][expert].T).bfloat16().float()
+            total.index_add_(0, row, weights_RK[row, slot, None] * down)
         at(out, (rows, c.hidden_size), torch.bfloat16).copy_(total)
 
 
