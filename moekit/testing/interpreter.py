@@ -40,6 +40,8 @@ def prepare_once() -> None:
     """
     try:
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+        # Launches import Gluon at some time, which fails on Python 3.10 with a patched language.
+        importlib.import_module("triton.experimental.gluon")
         prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
         builder, options = interpreter.interpreter_builder, interpreter.interpreter_builder.options
         in_vain = options.sanitize_overflow and not options.debug
