@@ -66,7 +66,7 @@ $(VENV)/.demo: $(VENV)/.core
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/pip install -q --disable-pip-version-check 'pytest>=8' 'pytest-timeout>=2.3' \
+	$(BIN)/pip install -q --disable-pip-version-check 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6' \
 		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1' 'vulture==2.16' 'gguf>=0.17'
 	touch $@
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from moekit_nvlink import transfer
 from nvlink_host import Host, problems
 
 import moekit
-from moekit.testing.cases import SEED_VARIABLE, seed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
@@ -161,36 +161,45 @@ def test_tokens_reach_their_experts_and_come_back(batched, push, ep, tp, copies)
     run(Shape(batched, push, ep, tp, copies), CALLS, KINDS, seed=1)
 
 
-def any_shape(draw: random.Random) -> Shape:
-    ep = draw.randint(1, 8)
-    least = 1 + (ep == 1)
-    tp = draw.randint(least, max(least, 8 // ep))
-    experts = draw.randint(ep, 40)
+UNHURRIED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@st.composite
+def shapes(draw) -> Shape:
+    batched = draw(st.booleans())
+    push, ep = draw(st.booleans()), draw(st.integers(1, 8))
+    tp = draw(st.integers(1 + (ep == 1), max(1 + (ep == 1), 8 // ep)))
+    copies = draw(st.sampled_from([n for n in range(1, ep * tp) if ep * tp % n == 0]))
+    experts = draw(st.integers(ep, 40))
     return Shape(
-        draw.choice((False, True)), draw.choice((False, True)), ep, tp,
-        draw.choice([n for n in range(1, ep * tp) if ep * tp % n == 0]), experts,
-        top_k=draw.randint(1, min(experts, 32)),
-        hidden=draw.choice((16, 48, 128)),
-        capacity=draw.randint(1, 9),
-        programs=draw.randint(1, 4),
-        dtype=draw.choice((torch.float32, torch.bfloat16)),
+        batched, push, ep, tp, copies, experts,
+        top_k=draw(st.integers(1, min(experts, 32))),
+        hidden=draw(st.sampled_from((16, 48, 128))),
+        capacity=draw(st.integers(1, 9)),
+        programs=draw(st.integers(1, 4)),
+        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16))),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "number", [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 33))]
-)
-def test_any_layer_and_routing(number: int) -> None:
-    """A layer takes seconds in the interpreter, so a run has few of them."""
-    draw = random.Random(f"{seed()} {number}")
-    shape = any_shape(draw)
-    calls = [
-        [draw.randint(0, shape.capacity) for _ in range(draw.randint(1, 5))]
-        for _ in range(draw.randint(1, 3))
-    ]
-    kinds = draw.choices(KINDS, k=draw.randint(1, 3))
-    print(f"{SEED_VARIABLE}={seed()}: {shape}, {calls}, {kinds}")
-    run(shape, calls, kinds, seed=draw.randrange(2**20))
+def check_any_layer(shape: Shape, data) -> None:
+    counts = st.lists(st.integers(0, shape.capacity), min_size=1, max_size=5)
+    calls = data.draw(st.lists(counts, min_size=1, max_size=3))
+    kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3))
+    run(shape, calls, kinds, seed=data.draw(st.integers(0, 2**20)))
+
+
+@settings(max_examples=3, **UNHURRIED)
+@given(shape=shapes(), data=st.data())
+def test_any_layer_and_routing(shape: Shape, data) -> None:
+    """An example takes seconds in the interpreter, so a run has few of them."""
+    check_any_layer(shape, data)
+
+
+@pytest.mark.full
+@settings(max_examples=30, **UNHURRIED)
+@given(shape=shapes(), data=st.data())
+def test_many_layers_and_routings(shape: Shape, data) -> None:
+    check_any_layer(shape, data)
 
 
 @WAYS
