@@ -45,6 +45,8 @@ def prepare_once() -> None:
         prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
         builder, options = interpreter.interpreter_builder, interpreter.interpreter_builder.options
         in_vain = options.sanitize_overflow and not options.debug
+        core = interpreter.tl.core
+        _ = core.block_type, core.tensor, core.tuple, interpreter._get_np_dtype
     except (ImportError, AttributeError):
         return
     if hasattr(prepare, "every_time") or list(inspect.signature(prepare).parameters) != ["fn"]:
