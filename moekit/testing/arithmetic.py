@@ -183,6 +183,14 @@ class ExpertsNumbers(ExpertsBase):
             self._skip(str(error))
         check_call(kernel, case, packed)
 
+    def test_large_activations(self) -> None:
+        """In float16 act(h) may be thousands, which is within its range."""
+        problem = self._problem(dtype=torch.float16)
+        if problem.quant.activation is not None and problem.quant.activation.static:
+            self._skip("static scales bound the activations")
+        case = make_case(problem, self._T, "masked")
+        check_call(self._compose(problem, self._native), replace(case, x=case.x * 16))
+
     def test_outputs_beyond_float16(self) -> None:
         """An expert's output may exceed 65504 if its router weight brings it back into range."""
         if not getattr(self._spec(), "weights_in_fp32", False):
@@ -218,6 +226,14 @@ class ExpertsNumbers(ExpertsBase):
             what = "the other tokens' output"
             assert_close(out[right], rest.reference(), problem, what, case=rest)
             assert bool(torch.isfinite(out[5]).all()), "large numbers became NaN or infinite"
+
+    def test_equal_tokens(self) -> None:
+        """Tokens that differ in their routing alone, as those of a prompt that repeats a word."""
+        case = make_case(self._problem(), self._T)
+        check_call(
+            self._compose(case.problem, self._native),
+            replace(case, x=case.x[:1].expand(self._T, -1).contiguous()),
+        )
 
     def test_top_1(self) -> None:
         self._check(self._problem(top_k=1), kind="rows")

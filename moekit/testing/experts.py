@@ -67,6 +67,21 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
                 out, case.reference(), problem, f"call {index} with T={num_tokens}", case=case
             )
 
+    def test_calls_in_other_orders(self) -> None:
+        """Calls whose tensors hold the same values in other orders are other calls."""
+        case = make_case(self._problem(), 3 if self._interpreted else self._T)
+        kernel = self._compose(case.problem, self._native)
+        packed, r = pack(kernel, case.weights), case.routing
+        for number, (x, weights, ids) in enumerate((
+            (case.x, r.topk_weights, r.topk_ids),
+            (case.x.flip(0), r.topk_weights, r.topk_ids),
+            (case.x, r.topk_weights.flip(0), r.topk_ids.flip(0)),
+            (case.x, r.topk_weights, r.topk_ids.flip(1)),
+        )):  # fmt: skip
+            other = replace(case, x=x, routing=Routing(weights, ids))
+            out, what = kernel(x, packed, other.routing), f"call {number} of the same values"
+            assert_close(out, other.reference(), case.problem, what, case=other)
+
     def test_many_calls(self) -> None:
         """Calls as a decoder makes them: one shape, one address, other contents every time."""
         if self._interpreted:
