@@ -201,7 +201,8 @@ def test_interleaved_becomes_halves(scheme: str) -> None:
     mixed = replace(
         halves, w13=raw[:, order].view(halves.w13.dtype), w13_scale=scale, interleaved=True
     )
-    back = mixed.canonical(p)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # in which cat has no fp8
+        back = mixed.canonical(p)
     assert torch.equal(back.w13.float(), halves.w13.float()) and not back.interleaved
     if scale is not None:
         assert torch.equal(back.w13_scale, halves.w13_scale)

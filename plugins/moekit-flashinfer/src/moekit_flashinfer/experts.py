@@ -72,7 +72,8 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         for name in ("w13", "w13_bias", "w13_scale"):
             if name in experts and self.problem.activation.gated and experts[name].shape[1] > 1:
                 gate, up = experts[name].chunk(2, dim=1)
-                experts[name] = torch.cat([up, gate], dim=1)
+                experts[name] = torch.empty_like(experts[name])  # cat has no fp8 under autocast
+                experts[name][:, : up.shape[1]], experts[name][:, up.shape[1] :] = up, gate
         if self._static:
             a1, a2 = shared["a1_scale"].view(()), shared.pop("a2_scale").view(())
             experts["w13_dequant"] = experts.pop("w13_scale").flatten() * a1
