@@ -121,7 +121,7 @@ class FullTile(OneRowBeyondATile):
         return ~((rank_in_expert(ids) == rows) & (rows > 0) & (rows % self.TILE == 0))
 
 
-@killed_by("test_num_tokens", 2)
+@killed_by("test_rows_per_expert")
 class SingleRows(Skips):
     """Skips experts with exactly one row."""
 
