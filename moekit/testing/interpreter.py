@@ -46,6 +46,7 @@ def prepare_once() -> None:
         builder, options = interpreter.interpreter_builder, interpreter.interpreter_builder.options
         in_vain = options.sanitize_overflow and not options.debug
         core = interpreter.tl.core
+        # `_remember_types` changes these.
         _ = core.block_type, core.tensor, core.tuple, interpreter._get_np_dtype
     except (ImportError, AttributeError):
         return

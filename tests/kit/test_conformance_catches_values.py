@@ -296,8 +296,8 @@ class Codes(Plain):
         changed = {n: self.codes(packed[n]) for n in ("w13", "w2")}
         return replace(packed, experts={**packed.experts, **changed})
 
-    def codes(self, codes):
-        raise NotImplementedError
+    @abstractmethod
+    def codes(self, codes): ...
 
 
 @killed_by("test_scheme", "int8_w8a16")

@@ -169,10 +169,11 @@ def test_comparison_sees_one_row_and_one_element_among_many():
 
 
 def test_bounds_of_many_elements():
-    """What right backends have shown on an H200 passes, and errors of their size elsewhere do not.
+    """Errors that right backends have shown on an H200 pass at that size, and not at a smaller one.
 
     The worst of more elements is worse. The mean of many leaves nothing but the truncation of
-    tensor cores' sums."""
+    tensor cores' sums.
+    """
     large = MoEProblem(num_experts=8, top_k=8, hidden_size=7168, intermediate_size=256)
     weight_only = large.replace(quant="fp8_w8a16_tensor")
     none = compare.Mean(0.0, 0.0, 1e9)

@@ -218,11 +218,10 @@ class Search:
             if firsts[0].us + seconds[0].us < _CLOSE * fastest
             for first, second in itertools.product(firsts[:_FINALISTS], seconds[:_FINALISTS])
         ]
-        plain = self._case.problem.quant.weight is None
         return finalists + [
             (Joined(plan.first, plan.second), first, second)
             for plan, first, second in finalists
-            if plain and type(plan) is Copied and joinable(plan.first, plan.second)
+            if type(plan) is Copied and joinable(plan.first, plan.second)
         ]
 
     def _together(self, plans: Sequence[TilePlan]) -> list[float]:
