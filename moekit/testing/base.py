@@ -17,7 +17,7 @@ import pytest
 
 from moekit.discovery.registry import Registry
 from moekit.discovery.specs import CHECK_FAILED, BackendSpec
-from moekit.errors import Unsupported
+from moekit.errors import UnknownBackend, Unsupported
 from moekit.kernel import ModularKernel
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS
@@ -155,6 +155,10 @@ class Conformance(ABC):
         yield
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        try:
+            self._spec()
+        except UnknownBackend as error:  # pytest prints this error without a traceback
+            raise pytest.Collector.CollectError(f"{type(self).__name__}: {error}") from None
         collection.register(metafunc.config)
         for name, values in getattr(metafunc.function, "kit_values", {}).items():
             kept = [value for value in values if self._declares(name, value)]

@@ -401,6 +401,18 @@ def test_what_is_collected(pytester):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("kit", ["ExpertsConformance", "DispatcherConformance"])
+def test_a_backend_that_is_not_installed_is_named_in_one_line(pytester, kit):
+    pytester.makepyfile(
+        f"from moekit.testing import {kit}\nclass TestAcme({kit}):\n    backend = 'acme'"
+    )
+    result = pytester.runpytest_inprocess("-q")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["TestAcme: no * named 'acme'; there are: *install the package*"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*INTERNALERROR*")
+
+
 def test_known_paths_name_tests_of_the_kit():
     """A renamed test or parameter must not leave its cases unmarked."""
     for name, kind in collection._KIND_OF_CASE.items():
