@@ -211,7 +211,8 @@ def random_routing(
     Args:
         kind: random: K distinct experts. idle: the first and the last expert get no token (where
             K allows). one_expert: every token has one assignment, all to the same expert. hot: the
-            same, but the other K - 1 assignments are random. masked: a quarter of the ids are -1.
+            same, but the other K - 1 assignments are random. masked: a quarter of the ids are -1;
+            of four tokens or more, one lacks its first id alone, one its last alone, one all.
             rows: every fourth token, from the first, and the last have no expert. none: no token
             has one. signed: random, with weights of either sign and zeros.
     """
@@ -233,9 +234,12 @@ def random_routing(
     shuffle = torch.rand(num_tokens, K, generator=draw).argsort(dim=1)
     ids = ids.gather(1, shuffle)
     if kind == "masked" and num_tokens:
-        ids[torch.rand(num_tokens, K, generator=draw) < 0.25] = -1
-        ids[num_tokens // 2, 0] = -1
-        ids[num_tokens // 3] = -1
+        masked = torch.rand(num_tokens, K, generator=draw) < 0.25
+        for token, column in ((num_tokens // 2, 0), (-1, K - 1)):
+            masked[token] = False
+            masked[token, column] = True
+        masked[num_tokens // 3] = True
+        ids[masked] = -1
     if kind == "rows" and num_tokens:
         ids[::4] = ids[-1] = -1
     if kind == "none":

@@ -35,7 +35,7 @@ from moekit.testing.calls import (
 from moekit.testing.cases import device_of, make_case, random_weights
 from moekit.testing.diagnose import assert_close
 from moekit.testing.invariance import ExpertsInvariance
-from moekit.testing.memory import measure, poison, slack
+from moekit.testing.memory import measure, poison, poisoned_allocations, slack
 from moekit.testing.sizes import ExpertsSizes
 from moekit.testing.threads import ExpertsThreads
 
@@ -61,7 +61,8 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         for index, num_tokens in enumerate((self._T, 3, 0, 1, self._T + 9, 5, self._T)):
             case = make_case(problem, num_tokens, ("random", "masked")[index % 2], key=index)
             held = inputs.hold(case)
-            with torch.inference_mode(index % 3 == 0), threads_of_torch(2 if index < 3 else 1):
+            inference, threads = torch.inference_mode(index % 3 == 0), 2 if index < 3 else 1
+            with inference, threads_of_torch(threads), poisoned_allocations():
                 out = kernel(held.x, packed, held.routing)
             assert_close(
                 out, case.reference(), problem, f"call {index} with T={num_tokens}", case=case

@@ -106,7 +106,7 @@ class RouterClamped100(Values):
         return weights.clamp(max=100)
 
 
-@killed_by("test_router_weight_magnitude", 2.0**-20)
+@killed_by("test_router_weight_magnitude", 2.0**-26)
 class RouterInFloat16(Values):
     """Keeps router weights in float16, which flushes small ones to zero."""
 
@@ -114,7 +114,7 @@ class RouterInFloat16(Values):
         return weights.half().float()
 
 
-@killed_by("test_router_weight_magnitude", 2.0**-20, says="exact zeros|relative error")
+@killed_by("test_router_weight_magnitude", 2.0**-26, says="exact zeros|relative error")
 class SmallWeightsDropped(Skips):
     """Drops assignments with router weights below 1e-3."""
 
