@@ -102,12 +102,16 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     Raises:
         InvalidProblem: There is no such device here.
     """
+    default = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        device = default
     try:
         if not isinstance(device, (str, torch.device)):
             raise RuntimeError("this is neither a name nor a torch.device")
-        found = torch.device(device)
+        try:
+            found = torch.device(device)
+        except RuntimeError:  # its text lists every type that torch was ever built for
+            raise RuntimeError("torch knows no such device") from None
         if found.type != "cpu":
             module = torch.get_device_module(found)
             if not module.is_available():
@@ -116,8 +120,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
                 found = torch.device(found.type, module.current_device())
     except Exception as error:  # each device type raises its own
         raise InvalidProblem(
-            f"device={shown(device)}: {first_line(error)}; name a device of this machine, for "
-            "example device='cuda'"
+            f"device={shown(device)}: {first_line(error)}; name a device of this machine, or leave "
+            f"device out for {default}"
         ) from error
     return found
 

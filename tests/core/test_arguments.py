@@ -134,6 +134,7 @@ PARTS = [
     (lambda: layer(renormalize="no"), "renormalize='no'"),
     (lambda: layer(routed_scaling_factor=float("nan")), "routed_scaling_factor=nan: .*finite"),
     (lambda: layer(device=5), "device=5: this is neither a name nor"),
+    (lambda: layer(device="gpu"), "device=.gpu.: torch knows no such device; .* leave device out"),
     (lambda: layer(prefix=[]), r"prefix=\[\]"),
     (lambda: layer(expert_placement_strategy=[]), r"expert_placement_strategy=\[\]"),
     (lambda: layer(parallel="x"), "parallel='x'"),
