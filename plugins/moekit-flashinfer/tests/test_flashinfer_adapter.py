@@ -147,7 +147,7 @@ def full_layers(rank, ranks, seed, name, tokens, changes):
     for index, kind in enumerate(("masked", "rows", "none", "random")):
         case = make_case(whole, tokens - 3 * rank, kind, (index, rank))
         out = kernel(case.x, packed, case.routing)
-        assert_close(out, case.reference(), p, f"rank {rank}, {kind}")
+        assert_close(out, case.reference(), p, f"rank {rank}, {kind}", case=case)
     kernel.destroy()
 
 

@@ -165,7 +165,9 @@ def test_experts_that_moved_are_loaded_again(backends, scheme):
         packed, other = kernel.pack(first), kernel.pack(second)
         for index in range(2):
             case = make_case(p, 5, weights=(first, second)[index])
-            assert_close(kernel(case.x, packed, case.routing), case.reference(), p, f"{index}")
+            assert_close(
+                kernel(case.x, packed, case.routing), case.reference(), p, f"{index}", case=case
+            )
             for name, tensor in packed.experts.items():
                 for expert in range(p.num_local_experts):
                     tensor[expert].copy_(other.experts[name][expert])
@@ -205,7 +207,7 @@ def test_more_rows_than_a_call_of_the_library_takes(backends, monkeypatch):
     for num_tokens in (7, 8, 9, 24, 27):
         case = make_case(p, num_tokens, "masked")
         out = kernel(case.x, pack(kernel, case.weights), case.routing)
-        assert_close(out, case.reference(), p, f"T={num_tokens}")
+        assert_close(out, case.reference(), p, f"T={num_tokens}", case=case)
 
 
 def test_calls_from_two_threads(backends):
@@ -221,7 +223,7 @@ def test_calls_from_two_threads(backends):
             packed = pack(kernel, case.weights)
             for _ in range(10):
                 out = kernel(case.x, packed, case.routing)
-                assert_close(out, case.reference(), p)
+                assert_close(out, case.reference(), p, case=case)
         except BaseException as error:
             failures.append(error)
 

@@ -81,4 +81,4 @@ def check_block(problem: MoEProblem, tokens: int) -> None:
     for kind in ("random", "hot", "masked"):
         case = make_case(problem, tokens, kind)
         out = kernel(case.x, packed, case.routing)
-        assert_close(out, case.reference(), problem, kind)
+        assert_close(out, case.reference(), problem, kind, case=case)
