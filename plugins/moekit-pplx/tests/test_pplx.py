@@ -406,6 +406,7 @@ def test_exit_without_destroy(tmp_path):
     with RankPool(2) as ranks:
         folder = str(tmp_path)
         ranks.run(leave_behind, folder)
+        ranks.close(patience=60.0)
     assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["freed 1", "freed 1"]
 
 
