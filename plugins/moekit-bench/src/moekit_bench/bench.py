@@ -16,14 +16,14 @@ from moekit.plugin import SCHEMES, DeviceSpec, registry
 
 from . import dispatch_report, experts, experts_report, layers_report, options
 from .codec import from_json, read_recording
-from .dispatch import DispatchWorkload
+from .dispatch import DispatchSweep
 from .environment import command
-from .experts import ExpertsWorkload
+from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside
-from .layers import LayersWorkload
+from .layers import LayersSweep
 from .limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
 from .options import names, names_if_given, numbers, settings_of, whole
-from .ranks import RanksWorkload, fewer_devices, moving_dispatchers, number_of_ranks, open_ranks
+from .ranks import fewer_devices, moving_dispatchers
 from .records import (
     DispatchRun,
     DispatchSettings,
@@ -78,7 +78,9 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
         if isinstance(run, ExpertsRun) and args.ceilings is not None:
             run = experts.with_ceilings(run, _given_ceilings(args.ceilings))
     else:
-        sweep = mode.sweep(args, command, files)
+        sweep = mode.sweep(args, command)
+        sweep.keep = files.keep
+        sweep.measure()
         run, ok = sweep.run, sweep.complete and mode.right(sweep.run)
         if not sweep.leader:
             return int(not ok)
@@ -143,36 +145,35 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     add("--list-shapes", action="store_true", help="print the named shapes, and stop")
 
 
-def _experts(args: argparse.Namespace, command: str, files: Files) -> Sweep:
+def _experts(args: argparse.Namespace, command: str) -> Sweep:
     found = backends(names_if_given(args.experts), args.dispatcher)
     if args.batch_invariant:
         both = beside([each.name for each in found if not each.left_out])
         found = backends(both, args.dispatcher) + [each for each in found if each.left_out]
     found += baselines(args.baselines, names_if_given(args.only_baselines))
-    workload = experts_workload(args, found, command, args.routing, args.ep, args.ceilings)
-    return Sweep(workload, files.keep).measure()
+    return experts_sweep(args, found, command, args.routing, args.ep, args.ceilings)
 
 
-def experts_workload(
+def experts_sweep(
     args: argparse.Namespace,
     implementations: Sequence[Implementation],
     command: str,
     routings: str = "uniform",
     ep: int = 1,
     ceilings: str | None = None,
-) -> ExpertsWorkload:
-    """Return the workload that the options of `add_experts_sweep` describe."""
+) -> ExpertsSweep:
+    """Return the sweep that the options of `add_experts_sweep` describe."""
     registry().dispatcher(args.dispatcher)  # raises with the names that there are
     device = options.torch_device(args.device)
     shapes = [shape(text) for text in names(args.shapes)]
     if not shapes:
         raise MoekitError("--shapes must name at least one shape")
-    return ExpertsWorkload(
+    return ExpertsSweep(
         shapes,
         options.choices(args.quant, SCHEMES, "--quant"),
         options.choices(routings, ROUTINGS, "--routing"),
         numbers(args.tokens, "--tokens"),
-        experts.without_duplicates(implementations),
+        implementations,
         device,
         ExpertsSettings(**settings_of(args, dispatcher=args.dispatcher, ep=ep)),
         ceilings=_ceilings(ceilings, device),
@@ -222,20 +223,19 @@ def _add_dispatch(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def _dispatch(args: argparse.Namespace, command: str, files: Files) -> Sweep:
+def _dispatch(args: argparse.Namespace, command: str) -> Sweep:
     sizes = numbers(args.sizes.replace(":", ","), "--sizes")
     if len(sizes) != 3:
         raise MoekitError(
             f"--sizes must be EXPERTS:TOP_K:HIDDEN, as in 256:8:7168 (got {args.sizes})"
         )
-    workload = DispatchWorkload(
+    return DispatchSweep(
         Shape(sizes[0], sizes[1], sizes[2], sizes[2]),
         routings=options.choices(args.routing, ROUTINGS, "--routing"),
         settings=DispatchSettings(**settings_of(args, sizes=args.sizes)),
         command=command,
         **_over_ranks(args, names_if_given(args.dispatchers)),
     )
-    return swept(workload, args.ranks, files.keep)
 
 
 def _add_layers(parser: argparse.ArgumentParser) -> None:
@@ -254,10 +254,10 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def _layers(args: argparse.Namespace, command: str, files: Files) -> Sweep:
+def _layers(args: argparse.Namespace, command: str) -> Sweep:
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)
-    workload = layers_workload(
+    return layers_sweep(
         args,
         args.layer,
         beside(experts) if args.batch_invariant else experts,
@@ -267,10 +267,9 @@ def _layers(args: argparse.Namespace, command: str, files: Files) -> Sweep:
         overlap=args.overlap,
         seconds=args.seconds,
     )
-    return swept(workload, args.ranks, files.keep)
 
 
-def layers_workload(
+def layers_sweep(
     args: argparse.Namespace,
     layer: str,
     experts: Sequence[str],
@@ -279,13 +278,13 @@ def layers_workload(
     *,
     share: bool = False,
     **more: Any,
-) -> LayersWorkload:
-    """Return the workload of a layer over ``args.ranks`` ranks."""
+) -> LayersSweep:
+    """Return the sweep of a layer over ``args.ranks`` ranks."""
     given = _over_ranks(args, dispatchers)
     routing, *_ = options.choices(args.routing, ROUTINGS, "--routing")
-    share = share and fewer_devices(given["num_ranks"], given["device"])
+    share = share and fewer_devices(args.ranks, given["device"])
     settings = settings_of(args, layer=layer, routing=routing, share_devices=share)
-    return LayersWorkload(
+    return LayersSweep(
         shape(layer),
         routings=[routing],
         settings=LayerSettings(**settings),
@@ -297,28 +296,14 @@ def layers_workload(
 
 
 def _over_ranks(args: argparse.Namespace, dispatchers: list[str] | None) -> dict[str, Any]:
-    """Return the fields of `RanksWorkload` that options hold for all kinds."""
-    device = options.device_spec(args.device)
+    """Return the fields of `RanksSweep` that options hold for all kinds."""
     return {
         "dispatchers": moving_dispatchers(dispatchers),
         "schemes": options.choices(args.quant, SCHEMES, "--quant"),
         "tokens": numbers(args.tokens, "--tokens"),
-        "device": device,
-        "num_ranks": number_of_ranks(args.ranks, device),
+        "device": options.device_spec(args.device),
+        "asked": args.ranks,
     }
-
-
-def swept(workload: RanksWorkload, asked: int | None, keep: Callable[[Any], None]) -> Sweep:
-    """Return the sweep of a workload after it was measured on ranks.
-
-    Args:
-        asked: How many ranks to start; None: torchrun's, or the default.
-        keep: Called by the leader with the run so far after every cell.
-    """
-    share = getattr(workload.settings, "share_devices", False)
-    with open_ranks(workload.num_ranks, workload.device, asked, share=share) as ranks:
-        workload.ranks = ranks
-        return Sweep(workload, keep, leader=ranks.leader).measure()
 
 
 @dataclass(frozen=True)
@@ -330,7 +315,7 @@ class _Mode:
 
     text: str
     add_options: Callable[[argparse.ArgumentParser], None]
-    sweep: Callable[[argparse.Namespace, str, Files], Sweep]
+    sweep: Callable[[argparse.Namespace, str], Sweep]
     record: type[Run]
     report: Callable[[Any], str]
     right: Callable[[Any], bool] = all_right

@@ -28,11 +28,11 @@ from moekit.plugin import (
 
 from .accuracy import relative_error
 from .codec import merge
-from .ranks import RanksWorkload, Task, cause, local_device
+from .ranks import RanksSweep, Task, cause, local_device
 from .records import DispatcherCell, DispatchRun
 from .results import DispatcherResult
 from .shapes import inputs
-from .sweep import Cell, Log
+from .sweep import Cell
 from .timer import Prepared, Timer, time_one
 
 # Each rank adds one rounding of its part, and the sum is rounded; quantization is not counted.
@@ -198,17 +198,18 @@ class _RoundTrips:
 
 
 @dataclass
-class DispatchWorkload(RanksWorkload):
+class DispatchSweep(RanksSweep):
     """Dispatchers alone."""
 
     def __post_init__(self) -> None:
-        self.header = DispatchRun(**self.facts())
+        super().__post_init__()
+        self.run = DispatchRun(**self.facts())
 
     def results(
-        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, log: Log
+        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell
     ) -> list[DispatcherResult]:
         try:
-            return [merge(self.run(measure_dispatch, spec, problem, cell)).with_rates()]
+            return [merge(self.on_ranks(measure_dispatch, spec, problem, cell)).with_rates()]
         except Exception as error:
             return [DispatcherResult(name=spec.name, reason=cause(error))]
 

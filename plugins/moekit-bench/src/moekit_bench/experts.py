@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,11 +16,11 @@ from .environment import about
 from .implementations import Implementation, KernelCall
 from .internals import DTYPES, benchmark_bound
 from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
-from .records import ExpertsCell, ExpertsRun, ExpertsSettings, Refusal
+from .records import ExpertsCell, ExpertsRun, ExpertsSettings
 from .results import BASELINE, ExpertsResult, Measurement, copied_share
 from .shapes import Inputs, Shape, inputs, random_weights
-from .sweep import Cell, Log, cells
-from .timer import Call, DeviceLost, Prepared, check_alive, first_line, release, take_turns
+from .sweep import Cell, Sweep, cells
+from .timer import Call, Prepared, attempt, first_line, release, take_turns
 
 _CHECKED_TOKENS = 32
 _MAX_INPUTS = 8
@@ -79,16 +80,10 @@ def run_cell(
     ready: dict[str, Prepared] = {}
     errors: dict[str, float] = {}
 
-    def prepare(name: str, call: Call) -> str:
-        """Return why it failed, if it did. Nothing keeps a failed call's tensors alive then."""
-        try:
-            prepared = Prepared(call, case.inputs, device, graph)
-            errors[name] = relative_error(prepared.first_output(), rows, want)
-            ready[name] = prepared
-        except Exception as error:
-            check_alive(device)
-            return first_line(error)
-        return ""
+    def prepare(name: str, call: Call) -> None:
+        prepared = Prepared(call, case.inputs, device, graph)
+        errors[name] = relative_error(prepared.first_output(), rows, want)
+        ready[name] = prepared
 
     with torch.inference_mode():
         x, routing = case.inputs[0]
@@ -96,9 +91,9 @@ def run_cell(
         want = oracle_rows(case.problem, case.weights, x, routing, rows)
         for name, call in calls.items():
             log(name)
-            if reason := prepare(name, call):
+            _, reason = attempt(device, prepare, name, call)
+            if reason:
                 failed[name] = Measurement(reason=reason)
-                release(device)
         timings = take_turns(ready, replays, host=host)
     ready.clear()
     release(device)
@@ -123,11 +118,14 @@ def _cache_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
 
 
-class ExpertsWorkload:
+class ExpertsSweep(Sweep):
     """Every shape, scheme, routing and number of tokens, for every implementation.
 
-    Weights and calls are made once for each shape and scheme, and freed before the next. ``wanted``
-    may be replaced to leave cells out. ``problems`` are those of each shape's name and scheme.
+    Weights and calls are made once for each shape and scheme, and freed before the next.
+    ``problems`` are those of each shape's name and scheme.
+
+    Raises:
+        MoekitError: Two implementations have one name, or there is none.
     """
 
     def __init__(
@@ -143,6 +141,14 @@ class ExpertsWorkload:
         ceilings: Ceilings | None = None,
         command: str = "",
     ) -> None:
+        names = [i.name for i in implementations]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise MoekitError(
+                f"{', '.join(twice)} is named twice: name it once in --experts, or rename the "
+                "baseline"
+            )
+        if not names:
+            raise MoekitError("nothing to measure: name --experts or --baselines")
         spec, dtype = DeviceSpec.of(device), DTYPES[settings.dtype]
         self.device, self.settings, self.tokens = device, settings, tokens
         self.implementations = {i.name: i for i in implementations}
@@ -152,113 +158,86 @@ class ExpertsWorkload:
             for q in schemes
         }
         facts = about(command, device, spec, implementations)
-        self.header = ExpertsRun(**facts, settings=settings, ceilings=ceilings)
-        self.wanted: Callable[[Cell], bool] = lambda cell: True
-        self._every = cells([s.name for s in shapes], schemes, routings, tokens)
+        self.run = ExpertsRun(**facts, settings=settings, ceilings=ceilings)
+        self.cells = cells([s.name for s in shapes], schemes, routings, tokens)
         self._group = ("", "")
         self._weights: ExpertWeights | None = None
         self._calls: dict[str, Call] = {}
 
-    def cells(self) -> list[Cell]:
-        return [cell for cell in self._every if self.wanted(cell)]
-
-    def measure(self, cell: Cell, log: Log) -> ExpertsCell | None:
+    def measure_cell(self, cell: Cell) -> ExpertsCell | None:
         if (cell.shape, cell.scheme) != self._group:
-            self._begin(cell, log)
+            self._begin(cell)
         if self._weights is None:
             return None
-        problem, s = self.problems[self._group], self.settings
-        try:
-            case = Case.make(
-                problem, self._weights, cell.tokens, cell.routing, count=s.inputs, seed=s.seed
-            )
-            results = run_cell(
-                case,
-                self._calls,
-                replays=s.replays,
-                graph=not s.no_graph,
-                log=lambda name: log.doing(f"{cell}: {name}"),
-            )
-        except DeviceLost:
-            raise
-        except Exception as error:  # out of memory for the inputs or the oracle
-            check_alive(self.device)
-            release(self.device)
-            self._refuse("all", f"T={cell.tokens}: {first_line(error)}", log)
-            return None
-        return self._record(cell, case, results)
+        # It fails if memory runs out for the inputs or the oracle.
+        made: ExpertsCell | None
+        made, reason = attempt(self.device, self._measured, cell, self._weights)
+        if made is None:
+            self.refuse("all", f"T={cell.tokens}: {reason}", *self._group)
+        return made
 
-    def _begin(self, cell: Cell, log: Log) -> None:
+    def _begin(self, cell: Cell) -> None:
         """Make the weights and calls of a shape and scheme."""
         self._group, self._weights = (cell.shape, cell.scheme), None
         self._calls.clear()
         release(self.device)
         problem, title = self.problems[self._group], " ".join(self._group)
-        log.doing(f"{title}: weights")
-        try:
-            self._weights = random_weights(problem, self.device, self.settings.seed)
-        except Exception as error:
-            check_alive(self.device)
-            self._refuse("all", f"no weights: {first_line(error)}", log)
+        self.doing(f"{title}: weights")
+        weights, reason = attempt(
+            self.device, random_weights, problem, self.device, self.settings.seed
+        )
+        if weights is None:
+            self.refuse("all", f"no weights: {reason}", *self._group)
             return
+        self._weights = weights
         for each in self.implementations.values():
-            log.doing(f"{title}: making {each.name}")
-            if reason := self._make(each, problem, self._weights):
-                self._refuse(each.name, reason, log)
+            self.doing(f"{title}: making {each.name}")
+            call: Any = None
+            reason = each.left_out
+            if problem.parallel.ep_size > 1 and each.kind == BASELINE:
+                reason = reason or "--ep: adapters are not told which experts are other ranks'"
+            if not reason:
+                call, reason = attempt(self.device, each.make, problem, weights, self.device)
+            if reason:
+                self.refuse(each.name, reason, *self._group)
+            else:
+                self._calls[each.name] = call
         # The largest call first: a workspace that grows between captures is kept once more.
         for name, call in self._calls.items():
             if isinstance(call, KernelCall):
-                log.doing(f"{title}: warming up {name}")
-                try:
-                    call.warmup(max(self.tokens))
-                except Exception:  # reported by the cell that needs so much
-                    check_alive(self.device)
-                    release(self.device)
+                self.doing(f"{title}: warming up {name}")
+                # The cell that needs so much reports a failure.
+                attempt(self.device, call.warmup, max(self.tokens))
 
-    def _make(self, each: Implementation, problem: MoEProblem, weights: ExpertWeights) -> str:
-        """Make a call, or return why there is none."""
-        if each.left_out:
-            return each.left_out
-        if problem.parallel.ep_size > 1 and each.kind == BASELINE:
-            return "--ep: adapters are not told which experts are other ranks'"
-        try:
-            self._calls[each.name] = each.make(problem, weights, self.device)
-            return ""
-        except Exception as error:
-            check_alive(self.device)
-            reasons = getattr(error, "reasons", ())
-            reason = "; ".join(reasons) if reasons else first_line(error)
-        release(self.device)
-        return reason
-
-    def _refuse(self, name: str, reason: str, log: Log) -> None:
-        shape, scheme = self._group
-        log.refuse(Refusal(shape=shape, scheme=scheme, name=name, reason=reason))
-
-    def _record(self, cell: Cell, case: Case, results: Mapping[str, Measurement]) -> ExpertsCell:
-        p, limit = case.problem, limit_us(case.work, case.problem, self.header.ceilings)
+    def _measured(self, cell: Cell, weights: ExpertWeights) -> ExpertsCell:
+        p, s = self.problems[self._group], self.settings
+        case = Case.make(p, weights, cell.tokens, cell.routing, count=s.inputs, seed=s.seed)
+        results = run_cell(
+            case,
+            self._calls,
+            replays=s.replays,
+            graph=not s.no_graph,
+            log=lambda name: self.doing(f"{cell}: {name}"),
+        )
 
         def row(name: str, result: Measurement) -> ExpertsResult:
             call, copied = self._calls[name], None
             if isinstance(call, KernelCall):
-                copied = copied_share(case.weights.tensors(), call.packed)
-            fraction = _fraction(limit, result.us)
+                copied = copied_share(weights.tensors(), call.packed)
             kind = self.implementations[name].kind
-            return ExpertsResult(
-                **vars(result), name=name, kind=kind, fraction=fraction, copied=copied
-            )
+            return ExpertsResult(**vars(result), name=name, kind=kind, copied=copied)
 
         sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
-        return ExpertsCell(
+        made = ExpertsCell(
             **vars(cell),
             **{name: getattr(p, name) for name in sizes},
             ep=p.parallel.ep_size,
             dtype=p.dtype_name,
             inputs=len(case.inputs),
             **vars(case.work),
-            limit_us=limit if any(r.us is not None for r in results.values()) else None,
             results=tuple(row(name, result) for name, result in results.items()),
         )
+        return _limited(made, self.run.ceilings)
 
 
 def succeeded(run: ExpertsRun) -> bool:
@@ -272,7 +251,8 @@ def with_ceilings(run: ExpertsRun, ceilings: Ceilings) -> ExpertsRun:
     return replace(run, ceilings=ceilings, cells=cells)
 
 
-def _limited(cell: ExpertsCell, ceilings: Ceilings) -> ExpertsCell:
+def _limited(cell: ExpertsCell, ceilings: Ceilings | None) -> ExpertsCell:
+    """Return the cell with its limit, and its results with their fractions of that."""
     if all(r.us is None for r in cell.results):
         return cell
     shape = Shape(cell.num_experts, cell.top_k, cell.hidden_size, cell.intermediate_size)
@@ -281,21 +261,8 @@ def _limited(cell: ExpertsCell, ceilings: Ceilings) -> ExpertsCell:
     )
     done = Work(cell.flop, cell.bytes, cell.active_experts, cell.rows)
     limit = limit_us(done, problem, ceilings)
-    results = tuple(replace(r, fraction=_fraction(limit, r.us)) for r in cell.results)
+    results = tuple(
+        replace(r, fraction=None if limit is None or r.us is None else limit / r.us)
+        for r in cell.results
+    )
     return replace(cell, limit_us=limit, results=results)
-
-
-def _fraction(limit: float | None, us: float | None) -> float | None:
-    return None if limit is None or us is None else limit / us
-
-
-def without_duplicates(implementations: Sequence[Implementation]) -> list[Implementation]:
-    """Raise MoekitError if two implementations have one name, or if there is none."""
-    names = [i.name for i in implementations]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise MoekitError(
-            f"{', '.join(twice)} is named twice: name it once in --experts, or rename the baseline"
-        )
-    if not names:
-        raise MoekitError("nothing to measure: name --experts or --baselines")
-    return list(implementations)

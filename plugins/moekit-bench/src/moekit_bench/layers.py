@@ -32,11 +32,11 @@ from .codec import merge
 from .implementations import asked_of, backends
 from .internals import benchmark_bound, find_experts
 from .overlap import OverlapTimer
-from .ranks import RanksWorkload, Task, cause, local_device
+from .ranks import RanksSweep, Task, cause, local_device
 from .records import LayerCell, LayersRun
 from .results import LayerResult, combination, copied_share
 from .shapes import Inputs, inputs, random_weights
-from .sweep import Cell, Log
+from .sweep import Cell
 from .timer import (
     Prepared,
     Timer,
@@ -236,7 +236,7 @@ def _gathered(mine: Tensor) -> list[Tensor]:
 
 
 @dataclass
-class LayersWorkload(RanksWorkload):
+class LayersSweep(RanksSweep):
     """Every dispatcher with every experts backend.
 
     overlap: also time calls in flight and shared experts. seconds: no measurement begins later.
@@ -251,23 +251,22 @@ class LayersWorkload(RanksWorkload):
     def __post_init__(self) -> None:
         if not self.experts:
             raise moekit.MoekitError("nothing to measure: name --experts")
+        super().__post_init__()
         self.begin = time.monotonic()
-        self.header = LayersRun(**self.facts(backends(self.experts)), layer=self.shape)
+        self.run = LayersRun(**self.facts(backends(self.experts)), layer=self.shape)
 
     def record(self, cell: Cell, results: tuple[LayerResult, ...]) -> LayerCell:
         return LayerCell(scheme=cell.scheme, tokens=cell.tokens, results=results)
 
-    def results(
-        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, log: Log
-    ) -> list[LayerResult]:
+    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[LayerResult]:
         if self._late():
-            self.refuse(cell, spec.name, f"--seconds {self.seconds:g} were over", log)
+            self.leave_out(cell, spec.name, f"--seconds {self.seconds:g} were over")
             return []
         names = []
         for name in self.experts:
             base, asked = asked_of(name, problem)
             if why := spec.unsupported(asked) or find_experts(base, registry()).unsupported(asked):
-                self.refuse(cell, combination(spec.name, name), "; ".join(why), log)
+                self.leave_out(cell, combination(spec.name, name), "; ".join(why))
             elif self.wanted(problem, spec.name, name):
                 names.append(name)
         return self._measured(spec, problem, cell, names) if names else []
@@ -277,7 +276,7 @@ class LayersWorkload(RanksWorkload):
     ) -> list[LayerResult]:
         more = {"experts": tuple(names), "overlap": self.overlap}
         try:
-            ranks = self.run(measure_layers, spec, problem, cell, **more)
+            ranks = self.on_ranks(measure_layers, spec, problem, cell, **more)
             return [merge(results) for results in zip(*ranks, strict=True)]
         except Exception as error:
             if len(names) > 1:  # which of them it was, and the others' times

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,8 @@ from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, registry
 
 from .environment import about
 from .implementations import Implementation
-from .records import Refusal
 from .shapes import Shape
-from .sweep import Cell, Log, cells
+from .sweep import Cell, Sweep, cells
 from .timer import first_line, from_all_ranks
 
 _SECONDS_A_CELL = 180.0
@@ -51,15 +49,16 @@ class Task:
         return self.problem.replace(parallel=replace(self.problem.parallel, ep_rank=rank))
 
 
-class Ranks(Protocol):
-    """Processes of a group, which run ``function(rank, world_size, *args)`` and return its results.
+@dataclass(frozen=True)
+class Ranks:
+    """Processes of a group.
 
-    leader: whether this process reports.
+    run: runs ``function(rank, world_size, *args)`` on each, and returns their results. leader:
+    whether this process reports.
     """
 
-    leader: bool
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+    run: Callable[..., list[Any]]
+    leader: bool = True
 
 
 def number_of_ranks(asked: int | None, device: DeviceSpec) -> int:
@@ -71,8 +70,9 @@ def number_of_ranks(asked: int | None, device: DeviceSpec) -> int:
     return ranks
 
 
-def fewer_devices(ranks: int, device: DeviceSpec) -> bool:
+def fewer_devices(asked: int | None, device: DeviceSpec) -> bool:
     """Return whether there are GPUs, but fewer than ranks."""
+    ranks = number_of_ranks(asked, device)
     return device.type == "cuda" and 0 < torch.cuda.device_count() < ranks
 
 
@@ -96,49 +96,48 @@ def open_ranks(
             f"{count} ranks need as many GPUs, and this machine has {found}: lower --ranks, or add "
             "--share-devices to `bench --layers`, which then measures errors alone"
         )
-    pools = _Pools(count, device.type)
+    with _pool(count, device.type) as ranks:
+        yield ranks
+
+
+@contextmanager
+def _pool(count: int, device_type: str) -> Iterator[Ranks]:
+    """Yield ranks of this process; new ones after a failure, which may have left them unusable."""
     try:
-        yield pools
-    finally:
-        pools.close()
+        from moekit.testing.distributed import RankPool
+    except ImportError as error:
+        raise MoekitError(
+            f"{error}; or start the ranks with torchrun: torchrun --nproc-per-node {count} -m "
+            "moekit bench ..."
+        ) from error
+    pool = RankPool(count, device_type, _SECONDS_A_CELL)
 
-
-class _Pools:
-    """Ranks of this process; new ones after a failure, which may have left them unusable."""
-
-    leader = True
-
-    def __init__(self, world_size: int, device_type: str) -> None:
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        nonlocal pool
+        if pool.closed:
+            pool = RankPool(count, device_type, _SECONDS_A_CELL)
         try:
-            from moekit.testing.distributed import RankPool
-        except ImportError as error:
-            raise MoekitError(
-                f"{error}; or start the ranks with torchrun: torchrun --nproc-per-node "
-                f"{world_size} -m moekit bench ..."
-            ) from error
-        self._make = partial(RankPool, world_size, device_type, _SECONDS_A_CELL)
-        self._pool = self._make()
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if self._pool.closed:
-            self._pool = self._make()
-        try:
-            return self._pool.run(function, *args)
+            return pool.run(function, *args)
         except Exception:
-            self._pool.close()
+            pool.close()
             raise
 
-    def close(self) -> None:
-        self._pool.close()
+    try:
+        yield Ranks(run)
+    finally:
+        pool.close()
 
 
-class _TorchrunRanks:
-    """This process is a rank. One that fails ends itself, and torchrun ends the others."""
+@contextmanager
+def _torchrun(device: DeviceSpec, share: bool) -> Iterator[Ranks]:
+    """Yield torchrun's ranks. This process is one; if it fails it ends, and torchrun ends all."""
+    backend = "gloo"
+    if device.type == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local % torch.cuda.device_count() if share else local)
+        backend = "cpu:gloo,cuda:nccl"
 
-    def __init__(self) -> None:
-        self.leader = dist.get_rank() == 0
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
         try:
             mine = function(dist.get_rank(), dist.get_world_size(), *args)
         except Exception:
@@ -147,17 +146,9 @@ class _TorchrunRanks:
             os._exit(1)
         return from_all_ranks(mine)
 
-
-@contextmanager
-def _torchrun(device: DeviceSpec, share: bool) -> Iterator[Ranks]:
-    backend = "gloo"
-    if device.type == "cuda":
-        local = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local % torch.cuda.device_count() if share else local)
-        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     try:
-        yield _TorchrunRanks()
+        yield Ranks(run, leader=dist.get_rank() == 0)
     finally:
         dist.destroy_process_group()
 
@@ -197,10 +188,10 @@ def local_device(kind: str) -> torch.device:
 
 
 @dataclass
-class RanksWorkload(ABC):
+class RanksSweep(Sweep):
     """Every scheme, routing and number of tokens, for every dispatcher.
 
-    header: the run without cells. ranks: where it runs; set before `measure`.
+    asked: how many ranks to start; None: torchrun's, or the default.
     """
 
     shape: Shape
@@ -209,43 +200,47 @@ class RanksWorkload(ABC):
     routings: Sequence[str]
     tokens: Sequence[int]
     device: DeviceSpec
-    num_ranks: int
+    asked: int | None
     settings: Any
     command: str
-    header: Any = field(init=False)
     ranks: Ranks = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.num_ranks = number_of_ranks(self.asked, self.device)
+        self.cells = cells([""], self.schemes, self.routings, self.tokens)
+
     def facts(self, implementations: Sequence[Implementation] = ()) -> dict[str, Any]:
-        """Return the fields that the headers of all runs over ranks have."""
+        """Return the fields that all runs over ranks have."""
         device = torch.device(self.device.type)
         found = about(self.command, device, self.device, implementations, self.dispatchers)
         return found | {"ranks": self.num_ranks, "settings": self.settings}
 
-    def cells(self) -> list[Cell]:
-        return cells([""], self.schemes, self.routings, self.tokens)
-
     def problem(self, scheme: str, tokens: int) -> MoEProblem:
         return self.shape.on_ranks(self.num_ranks, self.device, scheme, self.settings.dtype, tokens)
 
-    def measure(self, cell: Cell, log: Log) -> Any:
+    def measure(self) -> None:
+        share = getattr(self.settings, "share_devices", False)
+        with open_ranks(self.num_ranks, self.device, self.asked, share=share) as self.ranks:
+            self.leader = self.ranks.leader
+            super().measure()
+
+    def measure_cell(self, cell: Cell) -> Any:
         problem, results = self.problem(cell.scheme, cell.tokens), list[Any]()
         for spec in self.dispatchers:
-            log.doing(f"{cell}: {spec.name}")
+            self.doing(f"{cell}: {spec.name}")
             if why := spec.unsupported(problem):
-                self.refuse(cell, spec.name, "; ".join(why), log)
+                self.leave_out(cell, spec.name, "; ".join(why))
             else:
-                results += self.results(spec, problem, cell, log)
+                results += self.results(spec, problem, cell)
         return self.record(cell, tuple(results))
 
     @abstractmethod
-    def results(
-        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, log: Log
-    ) -> list[Any]: ...
+    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Any]: ...
 
     @abstractmethod
     def record(self, cell: Cell, results: tuple[Any, ...]) -> Any: ...
 
-    def run(
+    def on_ranks(
         self, function: Callable[..., Any], spec: DispatcherSpec, problem: MoEProblem, cell: Cell,
         **more: Any,
     ) -> list[Any]:  # fmt: skip
@@ -257,5 +252,5 @@ class RanksWorkload(ABC):
         )  # fmt: skip
         return self.ranks.run(function, task)
 
-    def refuse(self, cell: Cell, name: str, reason: str, log: Log) -> None:
-        log.refuse(Refusal(scheme=cell.scheme, tokens=cell.tokens, name=name, reason=reason))
+    def leave_out(self, cell: Cell, name: str, reason: str) -> None:
+        self.refuse(name, reason, None, cell.scheme, cell.tokens)

@@ -7,10 +7,11 @@ import itertools
 import json
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -21,7 +22,7 @@ from .timer import DeviceLost
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell to measure; what does not apply to a workload is empty."""
+    """A cell to measure; what does not apply to a sweep is empty."""
 
     shape: str
     scheme: str
@@ -38,28 +39,6 @@ def cells(
 ) -> list[Cell]:
     """Return all combinations, in this order."""
     return [Cell(*each) for each in itertools.product(shapes, schemes, routings, tokens)]
-
-
-class Log(Protocol):
-    """The sweep as a workload sees it: it takes messages while a cell is measured."""
-
-    def doing(self, text: str) -> None: ...
-
-    def refuse(self, refusal: Refusal) -> None: ...
-
-
-class Workload(Protocol):
-    """The cells of a sweep, and how one is measured.
-
-    header: the run without cells. cells: what to measure, in order.
-    """
-
-    header: Any
-
-    def cells(self) -> list[Cell]: ...
-
-    def measure(self, cell: Cell, log: Log) -> Any | None:
-        """Return the cell's record, whose ``results`` are measurements, or None if it has none."""
 
 
 class Progress:
@@ -91,40 +70,37 @@ class Progress:
         self._bar.close()
 
 
-class Sweep:
-    """Measure all cells of a workload.
+class Sweep(ABC):
+    """Cells that are measured one by one, and the run that they make.
 
-    Args:
-        keep: Called with the run so far after every cell, so that a run that is stopped leaves what
-            it measured.
-        leader: Whether this process reports and keeps; of several ranks one does.
-        end: By `time.monotonic`, when no more cells are begun.
+    run: the run so far. cells: what to measure, in order. keep: called with the run so far after
+    every cell, so that a run that is stopped leaves what it measured. leader: whether this process
+    reports and keeps; of several ranks one does. end: by `time.monotonic`, when no more cells are
+    begun.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        keep: Callable[[Any], None] | None = None,
-        *,
-        leader: bool = True,
-        end: float | None = None,
-    ) -> None:
-        self.workload, self.run = workload, workload.header
-        self.cells = workload.cells()
-        self.leader, self._keep, self._end = leader, keep, end
-        self._progress: Progress | None = None
+    run: Any
+    cells: list[Cell]
+    keep: Callable[[Any], None] | None = None
+    leader = True
+    end: float | None = None
+    _progress: Progress | None = None
+
+    @abstractmethod
+    def measure_cell(self, cell: Cell) -> Any | None:
+        """Return the cell's record, whose ``results`` are measurements, or None if it has none."""
 
     @property
     def complete(self) -> bool:
         """Return whether no cell is missing."""
         return len(self.run.cells) == len(self.cells)
 
-    def measure(self) -> Sweep:
-        """Measure, and return this; Ctrl-C and a lost device end it early."""
+    def measure(self) -> None:
+        """Measure all cells; Ctrl-C and a lost device end it early."""
         self._progress = Progress(len(self.cells)) if self.leader else None
         try:
             for done, cell in enumerate(self.cells):
-                if self._end is not None and time.monotonic() > self._end:
+                if self.end is not None and time.monotonic() > self.end:
                     left = len(self.cells) - done
                     self._say(f"the time is over; {left} of {len(self.cells)} cells are left")
                     break
@@ -136,27 +112,30 @@ class Sweep:
         finally:
             if self._progress is not None:
                 self._progress.close()
-        return self
 
     def _measure(self, cell: Cell) -> None:
-        made = self.workload.measure(cell, self)
+        made = self.measure_cell(cell)
         text = "not measured"
         if made is not None:
             self.run = replace(self.run, cells=(*self.run.cells, made))
             text = "; ".join(map(str, made.results)) or "nothing to measure"
         if self._progress is not None:
-            if made is not None and self._keep is not None:
-                self._keep(self.run)
+            if made is not None and self.keep is not None:
+                self.keep(self.run)
             self._progress.done(f"{cell}: {text}")
 
     def doing(self, text: str) -> None:
+        """Show what is done for the cell that is being measured."""
         if self._progress is not None:
             self._progress.doing(text)
 
-    def refuse(self, refusal: Refusal) -> None:
-        known = {(r.name, r.reason) for r in self.run.refused}
-        if (refusal.name, refusal.reason) not in known:
-            self._say(f"{refusal.where}: without {refusal.name}: {refusal.reason}")
+    def refuse(
+        self, name: str, reason: str, shape: str | None, scheme: str, tokens: int | None = None
+    ) -> None:
+        """Record something that is not measured, and say so once for each reason."""
+        refusal = Refusal(name=name, reason=reason, scheme=scheme, shape=shape, tokens=tokens)
+        if (name, reason) not in {(r.name, r.reason) for r in self.run.refused}:
+            self._say(f"{refusal.where}: without {name}: {reason}")
         self.run = replace(self.run, refused=(*self.run.refused, refusal))
 
     def _say(self, text: str) -> None:

@@ -314,6 +314,23 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def attempt(device: torch.device, function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """Return what ``function`` returns, or else None and why it failed, with its memory released.
+
+    Raises:
+        DeviceLost: The failure left the device unusable.
+    """
+    try:
+        return function(*args), ""
+    except DeviceLost:
+        raise
+    except Exception as error:
+        check_alive(device)
+        reason = "; ".join(getattr(error, "reasons", ())) or first_line(error)
+    release(device)  # now that no traceback keeps the tensors
+    return None, reason
+
+
 def check_alive(device: torch.device) -> None:
     """Raise DeviceLost if an earlier error, such as an illegal access, left the device unusable."""
     try:

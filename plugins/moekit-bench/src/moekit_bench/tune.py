@@ -17,18 +17,18 @@ from moekit.errors import MoekitError
 from moekit.plugin import MoEProblem, registry
 
 from . import options, regret
-from .bench import add_experts_sweep, experts_workload, layers_workload, recorded, swept
+from .bench import add_experts_sweep, experts_sweep, layers_sweep, recorded
 from .codec import from_json, read_recording, replace_file
 from .environment import command, made_with
 from .experts_report import summarized
 from .implementations import AUTO, Implementation, backends
 from .internals import Key, tuned_tables
-from .layers import LayersWorkload
+from .layers import LayersSweep
 from .options import names, names_if_given, whole
 from .processes import on_devices
 from .records import ExpertsRun, LayersRun, all_right, now
 from .results import ExpertsResult
-from .sweep import Cell, Files, Sweep
+from .sweep import Cell, Files
 from .tables import TunedTable, add_times, check_single, table_file
 
 Tuner = Callable[[Sequence[str]], int]
@@ -141,7 +141,7 @@ def _all(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def _tuners(args: argparse.Namespace) -> dict[str, Tuner]:
     """Return the tuners of backends that support one of the problems here, by a backend's name."""
     found = _backends(args)
-    problems = experts_workload(args, found, "").problems.values()
+    problems = experts_sweep(args, found, "").problems.values()
     tuners: dict[Tuner, str] = {}  # backends may share one
     for name in (i.name for i in found if not i.left_out):
         if any(moekit.explain(problem, args.dispatcher, name).chosen for problem in problems):
@@ -180,15 +180,15 @@ def _backends(args: argparse.Namespace) -> list[Implementation]:
 def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     found = _backends(args)
     check_single([i.name for i in found])
-    workload = experts_workload(args, found, "")
-    problems, known = workload.problems, registry().experts
+    sweep = experts_sweep(args, found, "")
+    problems, known = sweep.problems, registry().experts
     able = {group: _able(problem, args.dispatcher, found) for group, problem in problems.items()}
     made = {
         (args.dispatcher, i.name): made_with(i, known.get(i.name))
         for i in found
         if any(i.name in names for names in able.values())
     }
-    spec = workload.header.device.spec()
+    spec = sweep.run.device.spec()
     table = TunedTable(table_file(args.output, spec), made, again=args.again)
 
     def wanted(cell: Cell) -> bool:
@@ -203,13 +203,14 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
         measured = {(args.dispatcher, n): results.get(n, missing) for n in able[group]}
         table.add(problems[group], cell.tokens, measured, now())
 
-    workload.wanted = wanted
-    sweep = Sweep(workload, keep, end=_end(args))
+    sweep.cells = [cell for cell in sweep.cells if wanted(cell)]
+    sweep.keep, sweep.end = keep, _end(args)
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
     if args.gpus:
-        complete = on_devices(args.gpus, workload.device.type, sweep.cells, table.file, argv)
+        complete = on_devices(args.gpus, sweep.device.type, sweep.cells, table.file, argv)
     else:
-        complete = sweep.measure().complete
+        sweep.measure()
+        complete = sweep.complete
     read, choices = table.read(), list[regret.Choice]()
     for group, problem in problems.items():
         candidates = [name for name in able[group] if known[name].priority_for(problem) >= 0]
@@ -232,8 +233,9 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         found = [*backends([AUTO], args.dispatcher), *_backends(args)]
         files = Files(json=args.json, complete=summarized)
-        workload = experts_workload(args, found, command("tune", *argv))
-        sweep = Sweep(workload, files.keep, end=_end(args)).measure()
+        sweep = experts_sweep(args, found, command("tune", *argv))
+        sweep.keep, sweep.end = files.keep, _end(args)
+        sweep.measure()
         run, complete = sweep.run, sweep.complete
     choices = regret.of(run)
     _report(args, f"The choice on {run.device.name}", choices)
@@ -259,21 +261,23 @@ def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
     dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
     for layer in names(args.shapes):
         seconds = None if end is None else end - time.monotonic()
-        workload = layers_workload(
+        sweep = layers_sweep(
             args, layer, experts, dispatchers, command("tune", *argv), seconds=seconds
         )
         if args.regret:
-            sweep = swept(workload, args.ranks, Files(json=args.json).keep)
+            sweep.keep = Files(json=args.json).keep
+            sweep.measure()
             run = sweep.run
             complete &= sweep.complete and all_right(run)
             choices += regret.of_layers(run)
             title = f"The choice on {run.ranks} x {run.device.name}"
         else:
-            table = _layers_table(args, workload)
-            sweep = swept(workload, args.ranks, partial(_add_cell, table))
+            table = _layers_table(args, sweep)
+            sweep.keep = partial(_add_cell, table)
+            sweep.measure()
             results = (r for cell in sweep.run.cells for r in cell.results)
             complete &= sweep.complete and not any(r.reason for r in results)
-            choices += _choices_of_layers_table(workload, table)
+            choices += _choices_of_layers_table(sweep, table)
             title = f"Tuned table {table.file.name}"
     if os.environ.get("RANK", "0") == "0":
         _report(args, title, choices)
@@ -296,17 +300,17 @@ def _check_ranks(args: argparse.Namespace) -> None:
         raise MoekitError(f"--json holds one shape: leave it out, or one of --shapes {args.shapes}")
 
 
-def _layers_table(args: argparse.Namespace, workload: LayersWorkload) -> TunedTable:
-    """Return the table, and leave out of the workload what it knows."""
-    check_single(list(workload.experts))
+def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
+    """Return the table, and leave out of the sweep what it knows."""
+    check_single(list(sweep.experts))
     known = registry().experts
     made = {
         (d.name, i.name): made_with(i, known[i.name], d)
-        for d in workload.dispatchers
-        for i in backends(workload.experts)
+        for d in sweep.dispatchers
+        for i in backends(sweep.experts)
     }
-    table = TunedTable(table_file(args.output, workload.device), made, again=args.again)
-    workload.wanted = lambda problem, dispatcher, experts: (
+    table = TunedTable(table_file(args.output, sweep.device), made, again=args.again)
+    sweep.wanted = lambda problem, dispatcher, experts: (
         not table.knows(problem, (dispatcher, experts), problem.max_num_tokens or 0)
     )
     return table
@@ -319,13 +323,13 @@ def _add_cell(table: TunedTable, run: LayersRun) -> None:
         table.add(run.problem(cell.scheme, cell.tokens), cell.tokens, measured, now())
 
 
-def _choices_of_layers_table(workload: LayersWorkload, table: TunedTable) -> list[regret.Choice]:
+def _choices_of_layers_table(sweep: LayersSweep, table: TunedTable) -> list[regret.Choice]:
     read, choices, known = table.read(), list[regret.Choice](), registry().experts
-    for scheme in workload.schemes:
-        largest = workload.problem(scheme, max(workload.tokens))
-        experts = [e for e in workload.experts if known[e].priority_for(largest) >= 0]
-        able = {d.name: experts for d in workload.dispatchers}
-        title = workload.header.title(scheme)
+    for scheme in sweep.schemes:
+        largest = sweep.problem(scheme, max(sweep.tokens))
+        experts = [e for e in sweep.experts if known[e].priority_for(largest) >= 0]
+        able = {d.name: experts for d in sweep.dispatchers}
+        title = sweep.run.title(scheme)
         choices += regret.of_combinations(title, Key.of(largest), read, able)
     return choices
 
