@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import MoEProblem
 
-from . import report
-from .internals import buckets, serving
+from . import regret, report
 from .records import LayerCell, LayersRun
 from .report import Table, distinct, fastest
 from .results import LayerResult, combination, shown_error
-
-
-def chosen_now(problem: MoEProblem) -> str:
-    """Return the combination that would be chosen now for calls of max_num_tokens, or nothing."""
-    chosen = moekit.explain(problem).chosen
-    if chosen is None or problem.max_num_tokens is None:
-        return ""
-    experts = serving(buckets(chosen.experts), problem.max_num_tokens)
-    return combination(chosen.dispatcher, experts)
 
 
 def markdown(run: LayersRun) -> str:
@@ -88,19 +76,15 @@ def _choices(run: LayersRun, cells: Sequence[LayerCell]) -> Table:
     """Return the fastest combination by T, and what would be chosen now."""
     table = Table("T", "fastest", "µs", "chosen now", "µs", "regret")
     for cell in cells:
-        known = {name: us for name, us in cell.times().items() if us is not None}
-        if not known:
-            continue
-        best, pick = min(known, key=lambda name: known[name]), ""
         try:
-            pick = chosen_now(run.problem(cell.scheme, cell.tokens))
+            choice = regret.of_layer(run, cell)
         except MoekitError:  # a recording of another machine's backends
-            pass
-        regret = f"{100 * (known[pick] / known[best] - 1):.1f} %" if pick in known else report.NONE
-        table.add(
-            cell.tokens, best, report.us(known[best]), pick or report.NONE,
-            report.us(known.get(pick)), regret,
-        )  # fmt: skip
+            choice = regret.Choice("", cell.tokens, cell.times(), "", None)
+        if best := choice.fastest:
+            table.add(
+                cell.tokens, best, report.us(choice.times[best]), choice.pick or report.NONE,
+                report.us(choice.us), choice.shown,
+            )  # fmt: skip
     return table
 
 

@@ -67,6 +67,10 @@ class LayerCell:
     tokens: int
     results: tuple[LayerResult, ...] = named("pairs")
 
+    def by_names(self) -> dict[tuple[str, str], LayerResult]:
+        """Return the results by dispatcher and experts."""
+        return {(r.dispatcher, r.experts): r for r in self.results}
+
     def times(self) -> dict[str, float | None]:
         """Return the microseconds of each combination, None where it failed or is wrong.
 

@@ -12,8 +12,7 @@ import moekit
 from . import report
 from .implementations import AUTO
 from .internals import DTYPES, Found, Key, Table, buckets, serving
-from .layers_report import chosen_now
-from .records import ExpertsRun, LayersRun
+from .records import ExpertsRun, LayerCell, LayersRun
 from .results import BACKEND, combination
 from .shapes import shape
 
@@ -33,50 +32,51 @@ class Choice:
     us: float | None
 
     @property
+    def fastest(self) -> str:
+        """Return the name of the fastest candidate; empty if all fail."""
+        known = {name: us for name, us in self.times.items() if us is not None}
+        return min(known, key=lambda name: known[name], default="")
+
+    @property
     def regret(self) -> float:
         """Return how many percent slower than the fastest the choice is; infinite if it fails."""
-        best = min((us for us in self.times.values() if us is not None), default=math.inf)
-        return math.inf if self.us is None else 100 * (self.us / best - 1)
+        best = self.times.get(self.fastest)
+        return math.inf if self.us is None or best is None else 100 * (self.us / best - 1)
 
-
-def of_table(
-    title: str, key: Key, table: Table, dispatcher: str, names: Collection[str]
-) -> list[Choice]:
-    """Return what is chosen from a table among the experts ``names``, by the table's own times."""
-    found = Found(key, 0.0, table.get(key, {}), None, False)
-    records = {e: r for (d, e), r in found.times.items() if d == dispatcher and e in names}
-    choice = found.choose(dispatcher, names)
-    choices = []
-    for tokens in sorted({t for r in records.values() for t in r}):
-        times = {e: r[tokens].us if tokens in r else None for e, r in records.items()}
-        pick = serving(choice.plan.buckets, tokens) if choice else ""
-        choices.append(Choice(title, tokens, times, pick, times.get(pick)))
-    return choices
+    @property
+    def shown(self) -> str:
+        """Return the regret as reports show it."""
+        return report.NONE if self.us is None else f"{self.regret:.1f} %"
 
 
 def of_combinations(
     title: str, key: Key, table: Table, able: Mapping[str, Collection[str]]
 ) -> list[Choice]:
-    """Return what is chosen from a table for kernels over several ranks whose ``max_num_tokens`` is
-    each of its T.
+    """Return what is chosen from a table, by the table's own times.
+
+    Over several ranks that is for kernels whose ``max_num_tokens`` is each of the table's T.
 
     Args:
         able: The experts that may be chosen behind each dispatcher.
     """
-    records = {
-        names: r for names, r in table.get(key, {}).items() if names[1] in able.get(names[0], ())
-    }
+    times = table.get(key, {})
+    records = {names: r for names, r in times.items() if names[1] in able.get(names[0], ())}
+    several = key.ranks > 1
+
+    def name(dispatcher: str, experts: str) -> str:
+        return combination(dispatcher, experts) if several else experts
+
     choices = []
     for tokens in sorted({t for r in records.values() for t in r}):
-        found = Found(key, 0.0, table[key], tokens, False)
-        times = {combination(d, e): r[tokens].us for (d, e), r in records.items() if tokens in r}
-        made = {d: found.choose(d, names) for d, names in able.items()}
-        costs = {d: (c.plan.cost, c.plan.buckets) for d, c in made.items() if c is not None}
+        found = Found(key, 0.0, times, tokens if several else None, False)
+        us = {name(*names): r[tokens].us for names, r in records.items() if tokens in r}
+        made = {d: found.choose(d, experts) for d, experts in able.items()}
+        plans = {d: choice.plan for d, choice in made.items() if choice is not None}
         pick = ""
-        if costs:
-            best = min(costs, key=lambda d: costs[d][0])
-            pick = combination(best, serving(costs[best][1], tokens))
-        choices.append(Choice(title, tokens, times, pick, times.get(pick)))
+        if plans:
+            best = min(plans, key=lambda d: plans[d].cost)
+            pick = name(best, serving(plans[best].buckets, tokens))
+        choices.append(Choice(title, tokens, us, pick, us.get(pick)))
     return choices
 
 
@@ -88,11 +88,16 @@ def of(run: ExpertsRun | LayersRun) -> list[Choice]:
 def of_layers(run: LayersRun) -> list[Choice]:
     """Return what is chosen now for the cells of a run of layers."""
     run.check_timed()
-    choices = []
-    for cell in run.cells:
-        times, pick = cell.times(), chosen_now(run.problem(cell.scheme, cell.tokens))
-        choices.append(Choice(run.title(cell.scheme), cell.tokens, times, pick, times.get(pick)))
-    return choices
+    return [of_layer(run, cell) for cell in run.cells]
+
+
+def of_layer(run: LayersRun, cell: LayerCell) -> Choice:
+    """Return the combination that is chosen now for calls of max_num_tokens."""
+    problem, times = run.problem(cell.scheme, cell.tokens), cell.times()
+    chosen, pick = moekit.explain(problem).chosen, ""
+    if chosen is not None:
+        pick = combination(chosen.dispatcher, serving(buckets(chosen.experts), cell.tokens))
+    return Choice(run.title(cell.scheme), cell.tokens, times, pick, times.get(pick))
 
 
 def of_experts(run: ExpertsRun) -> list[Choice]:
@@ -134,9 +139,9 @@ def _table(choices: Sequence[Choice]) -> Iterator[str]:
     names = report.distinct(name for choice in choices for name in choice.times)
     table = report.Table("T", *names, "choice", "µs", "regret")
     for choice in choices:
-        regret = report.NONE if choice.us is None else f"{choice.regret:.1f} %"
         times = (_us(choice.times.get(name)) for name in names)
-        table.add(choice.tokens, *times, choice.pick or report.NONE, _us(choice.us), regret)
+        pick = choice.pick or report.NONE
+        table.add(choice.tokens, *times, pick, _us(choice.us), choice.shown)
     return iter(table)
 
 

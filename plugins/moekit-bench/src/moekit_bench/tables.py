@@ -7,11 +7,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec, MoEProblem
 
 from .codec import check_writable, replace_file
 from .internals import Key, Record, Table, device_file, tuned_tables
+from .records import now
 from .results import ExpertsResult, LayerResult
 
 
@@ -59,29 +59,15 @@ class TunedTable:
         problem: MoEProblem,
         tokens: int,
         measured: Mapping[tuple[str, str], ExpertsResult | LayerResult],
-        date: str,
+        date: str = "",
     ) -> None:
-        """Write what was measured of each combination."""
-        add_times(self.file, problem, tokens, measured, date, self.made_with)
+        """Write what was measured of each combination; wrong ones have no time.
 
-
-def add_times(
-    file: Path,
-    problem: MoEProblem,
-    tokens: int,
-    measured: Mapping[tuple[str, str], ExpertsResult | LayerResult],
-    date: str,
-    made_with: Mapping[tuple[str, str], str],
-) -> None:
-    """Merge the results of each combination into ``file``; wrong ones have no time."""
-    times = {}
-    for names, r in measured.items():
-        us = round(r.us, 3) if r.right and r.us is not None else None
-        times[names] = {tokens: Record(us, r.copied, date, made_with[names])}
-    add_to(file, {Key.of(problem): times})
-
-
-def check_single(names: list[str], *, auto: str = "auto") -> None:
-    """Raise MoekitError if a name stands for several backends, which tables do not hold."""
-    if bad := [name for name in names if name == auto or "|" in name]:
-        raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
+        Args:
+            date: As ISO 8601; default: now.
+        """
+        times = {}
+        for names, r in measured.items():
+            us = round(r.us, 3) if r.right and r.us is not None else None
+            times[names] = {tokens: Record(us, r.copied, date or now(), self.made_with[names])}
+        add_to(self.file, {Key.of(problem): times})

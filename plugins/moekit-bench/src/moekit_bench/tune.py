@@ -6,8 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,14 +21,15 @@ from .codec import from_json, read_recording, replace_file
 from .environment import command, made_with
 from .experts_report import summarized
 from .implementations import AUTO, Implementation, backends
-from .internals import Key, tuned_tables
+from .internals import Key
 from .layers import LayersSweep
 from .options import names, names_if_given, whole
 from .processes import on_devices
-from .records import ExpertsRun, LayersRun, all_right, now
+from .records import ExpertsRun, LayerCell, LayersRun, all_right
+from .report import distinct
 from .results import ExpertsResult
 from .sweep import Cell, Files
-from .tables import TunedTable, add_times, check_single, table_file
+from .tables import TunedTable, table_file
 
 Tuner = Callable[[Sequence[str]], int]
 """Takes --shapes, --quant and --seconds, as `tune` does, and returns an exit code."""
@@ -170,6 +170,29 @@ def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choic
         replace_file(args.markdown, text)
 
 
+def _check_single(names: Sequence[str]) -> None:
+    """Raise MoekitError if a name stands for several backends, which tables do not hold."""
+    if bad := [name for name in names if name == AUTO or "|" in name]:
+        raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
+
+
+def _choices(
+    table: TunedTable, title: str, problem: MoEProblem, able: Mapping[str, Sequence[str]]
+) -> list[regret.Choice]:
+    """Return what is chosen from the table.
+
+    Args:
+        able: By dispatcher, the experts that were measured with it; those of negative priority are
+            never chosen.
+    """
+    known = registry().experts
+    chosen = {
+        dispatcher: [e for e in names if e not in known or known[e].priority_for(problem) >= 0]
+        for dispatcher, names in able.items()
+    }
+    return regret.of_combinations(title, Key.of(problem), table.read(), chosen)
+
+
 # -- one rank ---------------------------------------------------------------------------------
 
 
@@ -179,7 +202,7 @@ def _backends(args: argparse.Namespace) -> list[Implementation]:
 
 def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     found = _backends(args)
-    check_single([i.name for i in found])
+    _check_single([i.name for i in found])
     sweep = experts_sweep(args, found, "")
     problems, known = sweep.problems, registry().experts
     able = {group: _able(problem, args.dispatcher, found) for group, problem in problems.items()}
@@ -201,7 +224,7 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
         group, results = (cell.shape, cell.scheme), {r.name: r for r in cell.results}
         missing = ExpertsResult(name="")
         measured = {(args.dispatcher, n): results.get(n, missing) for n in able[group]}
-        table.add(problems[group], cell.tokens, measured, now())
+        table.add(problems[group], cell.tokens, measured)
 
     sweep.cells = [cell for cell in sweep.cells if wanted(cell)]
     sweep.keep, sweep.end = keep, _end(args)
@@ -211,11 +234,11 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         sweep.measure()
         complete = sweep.complete
-    read, choices = table.read(), list[regret.Choice]()
-    for group, problem in problems.items():
-        candidates = [name for name in able[group] if known[name].priority_for(problem) >= 0]
-        title, key = " ".join(group), Key.of(problem)
-        choices += regret.of_table(title, key, read, args.dispatcher, candidates)
+    choices = [
+        choice
+        for group, problem in problems.items()
+        for choice in _choices(table, " ".join(group), problem, {args.dispatcher: able[group]})
+    ]
     _report(args, f"Tuned table {table.file.name}", choices)
     return int(not complete)
 
@@ -273,11 +296,14 @@ def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
             title = f"The choice on {run.ranks} x {run.device.name}"
         else:
             table = _layers_table(args, sweep)
-            sweep.keep = partial(_add_cell, table)
+            sweep.keep = lambda run, table=table: _add(table, run, run.cells[-1])
             sweep.measure()
             results = (r for cell in sweep.run.cells for r in cell.results)
             complete &= sweep.complete and not any(r.reason for r in results)
-            choices += _choices_of_layers_table(sweep, table)
+            able = {d.name: sweep.experts for d in sweep.dispatchers}
+            for scheme in sweep.schemes:
+                problem = sweep.problem(scheme, 1)
+                choices += _choices(table, sweep.run.title(scheme), problem, able)
             title = f"Tuned table {table.file.name}"
     if os.environ.get("RANK", "0") == "0":
         _report(args, title, choices)
@@ -302,7 +328,7 @@ def _check_ranks(args: argparse.Namespace) -> None:
 
 def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
     """Return the table, and leave out of the sweep what it knows."""
-    check_single(list(sweep.experts))
+    _check_single(sweep.experts)
     known = registry().experts
     made = {
         (d.name, i.name): made_with(i, known[i.name], d)
@@ -316,22 +342,10 @@ def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
     return table
 
 
-def _add_cell(table: TunedTable, run: LayersRun) -> None:
-    cell = run.cells[-1]
+def _add(table: TunedTable, run: LayersRun, cell: LayerCell, date: str = "") -> None:
     if cell.results:
-        measured = {(r.dispatcher, r.experts): r for r in cell.results}
-        table.add(run.problem(cell.scheme, cell.tokens), cell.tokens, measured, now())
-
-
-def _choices_of_layers_table(sweep: LayersSweep, table: TunedTable) -> list[regret.Choice]:
-    read, choices, known = table.read(), list[regret.Choice](), registry().experts
-    for scheme in sweep.schemes:
-        largest = sweep.problem(scheme, max(sweep.tokens))
-        experts = [e for e in sweep.experts if known[e].priority_for(largest) >= 0]
-        able = {d.name: experts for d in sweep.dispatchers}
-        title = sweep.run.title(scheme)
-        choices += regret.of_combinations(title, Key.of(largest), read, able)
-    return choices
+        problem = run.problem(cell.scheme, cell.tokens)
+        table.add(problem, cell.tokens, cell.by_names(), date)
 
 
 def _select_recorded(args: argparse.Namespace) -> int:
@@ -340,19 +354,14 @@ def _select_recorded(args: argparse.Namespace) -> int:
     run.check_timed()
     versions = {name: v for name, v in run.versions.items() if name != "python"}
     made = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-    file, known = table_file(args.output, run.device.spec()), registry().experts
-    keys: dict[str, Key] = {}
-    able: dict[str, dict[str, list[str]]] = {}
+    made_with = {names: made for cell in run.cells for names in cell.by_names()}
+    table = TunedTable(table_file(args.output, run.device.spec()), made_with)
     for cell in run.cells:
-        problem = run.problem(cell.scheme, cell.tokens)
-        measured = {(r.dispatcher, r.experts): r for r in cell.results}
-        add_times(file, problem, cell.tokens, measured, run.date, dict.fromkeys(measured, made))
-        keys[cell.scheme], behind = Key.of(problem), able.setdefault(cell.scheme, {})
-        for dispatcher, experts in measured:
-            if (spec := known.get(experts)) is None or spec.priority_for(problem) >= 0:
-                behind.setdefault(dispatcher, []).append(experts)
-    read, choices = tuned_tables.read(file) if keys else {}, list[regret.Choice]()
-    for scheme, key in keys.items():
-        choices += regret.of_combinations(run.title(scheme), key, read, able[scheme])
+        _add(table, run, cell, run.date)
+    choices = list[regret.Choice]()
+    for scheme in distinct(cell.scheme for cell in run.cells):
+        measured = [n for cell in run.cells if cell.scheme == scheme for n in cell.by_names()]
+        able = {d: [e for behind, e in measured if behind == d] for d, _ in measured}
+        choices += _choices(table, run.title(scheme), run.problem(scheme, 1), able)
     _report(args, f"Tuned table, from {args.recorded.name}", choices)
     return 0
