@@ -25,8 +25,8 @@ from moekit_bench.records import (
     ExpertsResult,
     ExpertsRun,
     LayersRun,
+    Overlap,
 )
-from moekit_bench.results import Overlap
 
 import moekit
 from moekit.cli.main import main

@@ -11,8 +11,8 @@ from .accuracy import oracle_rows, relative_error, sampled_rows
 from .experts import Case, run_cell
 from .implementations import Implementation, KernelCall, Unavailable, backends, baselines
 from .limits import Ceilings, Work, known_ceilings, limit_us, work
+from .records import Measurement
 from .report import Table
-from .results import Measurement
 from .shapes import ROUTINGS, SHAPES, Inputs, Shape, inputs, random_weights, routing, shape
 from .timer import Call, DeviceLost, Prepared, Timer, Timing, measure, take_turns
 

@@ -29,8 +29,7 @@ from moekit.plugin import (
 from .accuracy import relative_error
 from .codec import merge
 from .ranks import RanksSweep, Task, cause, local_device
-from .records import DispatcherCell, DispatchRun
-from .results import DispatcherResult
+from .records import DispatcherCell, DispatcherResult, DispatchRun
 from .shapes import inputs
 from .sweep import Cell
 from .timer import Prepared, Timer, time_one

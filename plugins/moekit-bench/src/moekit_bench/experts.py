@@ -16,8 +16,15 @@ from .environment import about
 from .implementations import Implementation, KernelCall
 from .internals import DTYPES, benchmark_bound
 from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
-from .records import ExpertsCell, ExpertsRun, ExpertsSettings
-from .results import BASELINE, ExpertsResult, Measurement, copied_share
+from .records import (
+    BASELINE,
+    ExpertsCell,
+    ExpertsResult,
+    ExpertsRun,
+    ExpertsSettings,
+    Measurement,
+    copied_share,
+)
 from .shapes import Inputs, Shape, inputs, random_weights
 from .sweep import Cell, Sweep, cells
 from .timer import Call, Prepared, attempt, first_line, release, take_turns

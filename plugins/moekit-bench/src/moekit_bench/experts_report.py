@@ -13,9 +13,8 @@ from moekit.errors import MoekitError
 
 from . import report
 from .limits import Ceilings
-from .records import ExpertsCell, ExpertsRun, SummaryRow
+from .records import BACKEND, BASELINE, IN_MODE, ExpertsCell, ExpertsResult, ExpertsRun, SummaryRow
 from .report import Table, distinct, fastest
-from .results import BACKEND, BASELINE, IN_MODE, ExpertsResult
 
 BEST_BASELINE = "best baseline of each cell"
 BEST_MOEKIT = "best of moekit in each cell"

@@ -23,7 +23,7 @@ from moekit.errors import MoekitError
 from moekit.plugin import ExpertWeights, MoEProblem, PackedWeights, Routing, Workspace, registry
 
 from .internals import find_experts
-from .results import BACKEND, BASELINE, IN_MODE, INVARIANT
+from .records import BACKEND, BASELINE, IN_MODE, INVARIANT
 from .timer import Call
 
 AUTO = "auto"

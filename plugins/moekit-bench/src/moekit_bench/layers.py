@@ -31,10 +31,9 @@ from .accuracy import oracle_rows, relative_error, sampled_rows
 from .codec import merge
 from .implementations import asked_of, backends
 from .internals import benchmark_bound, find_experts
-from .overlap import OverlapTimer
+from .overlap import measure_overlap
 from .ranks import RanksSweep, Task, cause, local_device
-from .records import LayerCell, LayersRun
-from .results import LayerResult, combination, copied_share
+from .records import LayerCell, LayerResult, LayersRun, combination, copied_share
 from .shapes import Inputs, inputs, random_weights
 from .sweep import Cell
 from .timer import (
@@ -177,7 +176,7 @@ class _Layers:
         timing = time_one(prepared, replays, host=False)
         overlap = None
         if self.task.overlap:
-            overlap = OverlapTimer(self.timer, kernel, packed, self.inputs).measure(replays)
+            overlap = measure_overlap(self.timer, kernel, packed, self.inputs, replays)
         return LayerResult.of(
             timing,
             error,

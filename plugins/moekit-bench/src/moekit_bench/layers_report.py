@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from moekit.errors import MoekitError
 
 from . import regret, report
-from .records import LayerCell, LayersRun
+from .records import LayerCell, LayerResult, LayersRun, combination, shown_error
 from .report import Table, distinct, fastest
-from .results import LayerResult, combination, shown_error
 
 
 def markdown(run: LayersRun) -> str:

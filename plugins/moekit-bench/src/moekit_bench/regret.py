@@ -12,8 +12,7 @@ import moekit
 from . import report
 from .implementations import AUTO
 from .internals import DTYPES, Found, Key, Table, buckets, serving
-from .records import ExpertsRun, LayerCell, LayersRun
-from .results import BACKEND, combination
+from .records import BACKEND, ExpertsRun, LayerCell, LayersRun, combination
 from .shapes import shape
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from .records import Refusal, Run
-from .results import Measurement, shown_error
+from .records import Measurement, Refusal, Run, shown_error
 
 C = TypeVar("C")
 M = TypeVar("M", bound=Measurement)

@@ -11,8 +11,7 @@ from moekit.plugin import DeviceSpec, MoEProblem
 
 from .codec import check_writable, replace_file
 from .internals import Key, Record, Table, device_file, tuned_tables
-from .records import now
-from .results import ExpertsResult, LayerResult
+from .records import ExpertsResult, LayerResult, now
 
 
 def table_file(output: Path | None, device: DeviceSpec) -> Path:

@@ -25,9 +25,8 @@ from .internals import Key
 from .layers import LayersSweep
 from .options import names, names_if_given, whole
 from .processes import on_devices
-from .records import ExpertsRun, LayerCell, LayersRun, all_right
+from .records import ExpertsResult, ExpertsRun, LayerCell, LayersRun, all_right
 from .report import distinct
-from .results import ExpertsResult
 from .sweep import Cell, Files
 from .tables import TunedTable, table_file
 
