@@ -22,7 +22,7 @@ from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside
 from .layers import LayersSweep
 from .limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
-from .options import names, names_if_given, numbers, settings_of, whole
+from .options import names, names_if_given, numbers, whole
 from .ranks import fewer_devices, moving_dispatchers
 from .records import (
     DispatchRun,
@@ -74,9 +74,7 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
         return 0
     files = Files(mode.report, args.json, args.markdown, mode.complete)
     if args.recorded is not None:
-        run, ok = recorded(mode.record, args.recorded), True
-        if isinstance(run, ExpertsRun) and args.ceilings is not None:
-            run = experts.with_ceilings(run, _given_ceilings(args.ceilings))
+        run, ok = mode.recorded(args), True
     else:
         sweep = mode.sweep(args, command)
         sweep.keep = files.keep
@@ -151,18 +149,14 @@ def _experts(args: argparse.Namespace, command: str) -> Sweep:
         both = beside([each.name for each in found if not each.left_out])
         found = backends(both, args.dispatcher) + [each for each in found if each.left_out]
     found += baselines(args.baselines, names_if_given(args.only_baselines))
-    return experts_sweep(args, found, command, args.routing, args.ep, args.ceilings)
+    return experts_sweep(args, found, command)
 
 
 def experts_sweep(
-    args: argparse.Namespace,
-    implementations: Sequence[Implementation],
-    command: str,
-    routings: str = "uniform",
-    ep: int = 1,
-    ceilings: str | None = None,
+    args: argparse.Namespace, implementations: Sequence[Implementation], command: str
 ) -> ExpertsSweep:
-    """Return the sweep that the options of `add_experts_sweep` describe."""
+    """Return the sweep that the options of `add_experts_sweep`, --routing, --ep and --ceilings
+    describe."""
     registry().dispatcher(args.dispatcher)  # raises with the names that there are
     device = options.torch_device(args.device)
     shapes = [shape(text) for text in names(args.shapes)]
@@ -171,12 +165,12 @@ def experts_sweep(
     return ExpertsSweep(
         shapes,
         options.choices(args.quant, SCHEMES, "--quant"),
-        options.choices(routings, ROUTINGS, "--routing"),
+        options.choices(args.routing, ROUTINGS, "--routing"),
         numbers(args.tokens, "--tokens"),
         implementations,
         device,
-        ExpertsSettings(**settings_of(args, dispatcher=args.dispatcher, ep=ep)),
-        ceilings=_ceilings(ceilings, device),
+        options.settings(ExpertsSettings, args),
+        ceilings=_ceilings(args.ceilings, device),
         command=command,
     )
 
@@ -187,13 +181,16 @@ def _ceilings(text: str | None, device: torch.device) -> Ceilings | None:
     return measure_ceilings(device) if text == "measure" else parse_ceilings(text)
 
 
-def _given_ceilings(text: str) -> Ceilings:
-    if text == "measure":
+def _recorded_experts(args: argparse.Namespace) -> ExpertsRun:
+    run = recorded(ExpertsRun, args.recorded)
+    if args.ceilings is None:
+        return run
+    if args.ceilings == "measure":
         raise MoekitError(
             "--ceilings measure measures this machine, and --from FILE was recorded before: give "
             "the recorded device's, for example --ceilings bf16=791,fp8=1424,read=4490"
         )
-    return parse_ceilings(text)
+    return experts.with_ceilings(run, parse_ceilings(args.ceilings))
 
 
 def _shape_list() -> str:
@@ -232,9 +229,8 @@ def _dispatch(args: argparse.Namespace, command: str) -> Sweep:
     return DispatchSweep(
         Shape(sizes[0], sizes[1], sizes[2], sizes[2]),
         routings=options.choices(args.routing, ROUTINGS, "--routing"),
-        settings=DispatchSettings(**settings_of(args, sizes=args.sizes)),
-        command=command,
-        **_over_ranks(args, names_if_given(args.dispatchers)),
+        settings=options.settings(DispatchSettings, args),
+        **_over_ranks(args, command),
     )
 
 
@@ -254,61 +250,39 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def _layers(args: argparse.Namespace, command: str) -> Sweep:
+def layers_sweep(args: argparse.Namespace, command: str) -> LayersSweep:
+    """Return the sweep that the options of --layers describe."""
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)
-    return layers_sweep(
-        args,
-        args.layer,
-        beside(experts) if args.batch_invariant else experts,
-        names_if_given(args.dispatchers),
-        command,
-        share=args.share_devices,
+    given = _over_ranks(args, command)
+    routing, *_ = options.choices(args.routing, ROUTINGS, "--routing")
+    share = args.share_devices and fewer_devices(args.ranks, given["device"])
+    return LayersSweep(
+        shape(args.layer),
+        routings=[routing],
+        settings=options.settings(LayerSettings, args, routing=routing, share_devices=share),
+        experts=beside(experts) if args.batch_invariant else experts,
         overlap=args.overlap,
         seconds=args.seconds,
-    )
-
-
-def layers_sweep(
-    args: argparse.Namespace,
-    layer: str,
-    experts: Sequence[str],
-    dispatchers: list[str] | None,
-    command: str,
-    *,
-    share: bool = False,
-    **more: Any,
-) -> LayersSweep:
-    """Return the sweep of a layer over ``args.ranks`` ranks."""
-    given = _over_ranks(args, dispatchers)
-    routing, *_ = options.choices(args.routing, ROUTINGS, "--routing")
-    share = share and fewer_devices(args.ranks, given["device"])
-    settings = settings_of(args, layer=layer, routing=routing, share_devices=share)
-    return LayersSweep(
-        shape(layer),
-        routings=[routing],
-        settings=LayerSettings(**settings),
-        command=command,
-        experts=experts,
         **given,
-        **more,
     )
 
 
-def _over_ranks(args: argparse.Namespace, dispatchers: list[str] | None) -> dict[str, Any]:
+def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Return the fields of `RanksSweep` that options hold for all kinds."""
     return {
-        "dispatchers": moving_dispatchers(dispatchers),
+        "dispatchers": moving_dispatchers(names_if_given(args.dispatchers)),
         "schemes": options.choices(args.quant, SCHEMES, "--quant"),
         "tokens": numbers(args.tokens, "--tokens"),
         "device": options.device_spec(args.device),
         "asked": args.ranks,
+        "command": command,
     }
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """A kind of measurement of `bench`: its options, its sweep, its record and its report.
+    """A kind of measurement of `bench`: its options, its sweep, its recordings and its report.
 
     right: whether the run's results are. complete: adds what follows from the cells.
     """
@@ -316,7 +290,7 @@ class _Mode:
     text: str
     add_options: Callable[[argparse.ArgumentParser], None]
     sweep: Callable[[argparse.Namespace, str], Sweep]
-    record: type[Run]
+    recorded: Callable[[argparse.Namespace], Run]
     report: Callable[[Any], str]
     right: Callable[[Any], bool] = all_right
     complete: Callable[[Any], Any] = lambda run: run
@@ -328,7 +302,7 @@ _MODES = {
         "against the fp32 oracle.",
         _add_experts,
         _experts,
-        ExpertsRun,
+        _recorded_experts,
         experts_report.markdown,
         experts.succeeded,
         experts_report.summarized,
@@ -337,15 +311,15 @@ _MODES = {
         "Time dispatchers without experts, over tokens on each rank; each is checked.",
         _add_dispatch,
         _dispatch,
-        DispatchRun,
+        lambda args: recorded(DispatchRun, args.recorded),
         dispatch_report.markdown,
     ),
     "--layers": _Mode(
         "Time whole layers over ranks, every dispatcher with every experts backend, each checked "
         "against the fp32 oracle.",
         _add_layers,
-        _layers,
-        LayersRun,
+        layers_sweep,
+        lambda args: recorded(LayersRun, args.recorded),
         layers_report.markdown,
     ),
 }

@@ -7,8 +7,9 @@ import math
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +17,10 @@ from moekit.errors import MoekitError
 from moekit.plugin import SCHEMES, DeviceSpec
 
 from .internals import DTYPES
+from .records import Settings
 from .shapes import ROUTINGS
+
+S = TypeVar("S", bound=Settings)
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
@@ -151,7 +155,6 @@ def _device_here(name: str | None) -> torch.device:
     return device
 
 
-def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Return the fields of `Settings`."""
-    fields = ("dtype", "inputs", "replays", "no_graph", "seed")
-    return {name: getattr(args, name) for name in fields} | more
+def settings(cls: type[S], args: argparse.Namespace, **more: Any) -> S:
+    """Return the settings that have their names from options; ``more`` replaces some."""
+    return cls(**{f.name: getattr(args, f.name) for f in fields(cls)} | more)

@@ -107,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         help="measure nothing, and read a recording made with --json: with --regret of `bench` or "
         "`bench --layers`, with --select of `bench --layers`",
     )  # fmt: skip
-    parser.set_defaults(routing="uniform", no_graph=False)
+    # Of the options of `bench`, `tune` has no others.
+    parser.set_defaults(routing="uniform", no_graph=False, ceilings=None, batch_invariant=False)
+    parser.set_defaults(overlap=False, share_devices=False)
     return parser
 
 
@@ -277,15 +279,14 @@ def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
     choices, complete, title, end = list[regret.Choice](), True, "The choice", _end(args)
-    experts = names_if_given(args.experts)
-    if experts is None:
-        experts = [s.name for s in registry().experts.values() if s.priority >= 0]
-    dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
+    args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
+    if args.experts is None:
+        unnamed = [s.name for s in registry().experts.values() if s.priority >= 0]
+        args.experts = ",".join(unnamed)
     for layer in names(args.shapes):
-        seconds = None if end is None else end - time.monotonic()
-        sweep = layers_sweep(
-            args, layer, experts, dispatchers, command("tune", *argv), seconds=seconds
-        )
+        args.layer = layer
+        args.seconds = None if end is None else end - time.monotonic()
+        sweep = layers_sweep(args, command("tune", *argv))
         if args.regret:
             sweep.keep = Files(json=args.json).keep
             sweep.measure()
