@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from . import report
 from .records import DispatcherCell, DispatchRun
-from .report import Table, distinct, fastest
+from .report import Table, distinct, fastest, grouped
 
 
 def markdown(run: DispatchRun) -> str:
@@ -20,8 +20,7 @@ def markdown(run: DispatchRun) -> str:
         "wrong. GB/s over the links: rows to other ranks, one per (token, rank); by DeepEP's "
         "count, rows to this rank too."
     ]
-    for scheme, routing in distinct((c.scheme, c.routing) for c in run.cells):
-        group = [c for c in run.cells if (c.scheme, c.routing) == (scheme, routing)]
+    for (scheme, routing), group in grouped(run.cells, lambda c: (c.scheme, c.routing)).items():
         lines += ["", f"## {scheme}, {routing}", "", *_side_by_side(group), "", *details(group)]
     lines += report.not_measured(run.refused)
     return "\n".join(lines) + "\n"

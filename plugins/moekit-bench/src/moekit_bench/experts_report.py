@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,10 @@ from moekit.errors import MoekitError
 from . import report
 from .limits import Ceilings
 from .records import BACKEND, BASELINE, IN_MODE, ExpertsCell, ExpertsResult, ExpertsRun, SummaryRow
-from .report import Table, distinct, fastest
+from .report import Table, distinct, fastest, grouped
 
 BEST_BASELINE = "best baseline of each cell"
 BEST_MOEKIT = "best of moekit in each cell"
-
-Picker = Callable[[ExpertsCell], "ExpertsResult | None"]
 
 
 # -- the summary ------------------------------------------------------------------------------
@@ -33,54 +31,47 @@ def summarized(run: ExpertsRun) -> ExpertsRun:
     baseline. `BEST_MOEKIT` and `BEST_BASELINE` are the fastest of their kind in each cell.
     """
     rows = []
-    for scheme in distinct(c.scheme for c in run.cells):
-        cells = [c for c in run.cells if c.scheme == scheme]
-        names = distinct(r.name for c in cells for r in c.results)
-        pickers = {name: _fastest(name=name) for name in names}
-        pickers |= {BEST_MOEKIT: _fastest(kind=BACKEND), BEST_BASELINE: _best_baseline}
-        rows += [_summary_row(scheme, name, pick, cells) for name, pick in pickers.items()]
+    for scheme, cells in grouped(run.cells, lambda c: c.scheme).items():
+        for name in distinct(r.name for c in cells for r in c.results):
+            rows.append(_summary_row(scheme, name, cells, name=name))
+        rows.append(_summary_row(scheme, BEST_MOEKIT, cells, kind=BACKEND))
+        rows.append(_summary_row(scheme, BEST_BASELINE, cells, kind=BASELINE))
     return replace(run, summary=tuple(row for row in rows if row.cells))
 
 
-def _fastest(**facts: str) -> Picker:
-    """Return what picks a cell's fastest right result with these fields."""
-    return lambda cell: fastest(r for r in cell.results if facts.items() <= vars(r).items())
-
-
-_best_baseline = _fastest(kind=BASELINE)
-
-
-def _summary_row(scheme: str, name: str, pick: Picker, cells: Sequence[ExpertsCell]) -> SummaryRow:
-    picked = [(c, r) for c in cells if (r := pick(c)) is not None and r.us is not None]
-    fractions = [(c, r.fraction) for c, r in picked if r.fraction is not None]
-    speeds = [
-        (c, best.us / r.us)
-        for c, r in picked
-        if r.us is not None and (best := _best_baseline(c)) is not None and best.us is not None
-    ]
-    fraction, speed = _mean_and_worst(fractions), _mean_and_worst(speeds)
+def _summary_row(scheme: str, title: str, cells: Sequence[ExpertsCell], **facts: str) -> SummaryRow:
+    """Return the row of the fastest right result with these fields in each cell."""
+    ran, fractions, speeds = 0, [], []
+    for cell in cells:
+        own, best = _fastest(cell, **facts), _fastest(cell, kind=BASELINE)
+        if own is None or own.us is None:
+            continue
+        ran += 1
+        if own.fraction is not None:
+            fractions.append((own.fraction, cell))
+        if best is not None and best.us is not None:
+            speeds.append((best.us / own.us, cell))
     return SummaryRow(
         scheme=scheme,
-        name=name,
-        cells=len(picked),
+        name=title,
+        cells=ran,
         of_cells=len(cells),
-        fraction_geomean=fraction[0],
-        fraction_worst=fraction[1],
-        fraction_worst_cell=fraction[2],
-        speed_geomean=speed[0],
-        speed_worst=speed[1],
-        speed_worst_cell=speed[2],
+        **_mean_and_worst("fraction", fractions),
+        **_mean_and_worst("speed", speeds),
     )
 
 
-def _mean_and_worst(
-    values: Sequence[tuple[ExpertsCell, float]],
-) -> tuple[float | None, float | None, dict[str, Any] | None]:
+def _fastest(cell: ExpertsCell, **facts: str) -> ExpertsResult | None:
+    return fastest(r for r in cell.results if facts.items() <= vars(r).items())
+
+
+def _mean_and_worst(what: str, values: Sequence[tuple[float, ExpertsCell]]) -> dict[str, Any]:
     if not values:
-        return None, None, None
-    cell, worst = min(values, key=lambda item: item[1])
-    mean = math.exp(sum(math.log(value) for _, value in values) / len(values))
-    return mean, worst, {"shape": cell.shape, "routing": cell.routing, "tokens": cell.tokens}
+        return {}
+    worst, cell = min(values, key=lambda item: item[0])
+    where = {"shape": cell.shape, "routing": cell.routing, "tokens": cell.tokens}
+    mean = statistics.geometric_mean(value for value, _ in values)
+    return {f"{what}_geomean": mean, f"{what}_worst": worst, f"{what}_worst_cell": where}
 
 
 # -- Markdown ---------------------------------------------------------------------------------
@@ -94,8 +85,7 @@ def markdown(run: ExpertsRun) -> str:
         "brackets. Times marked `e` are eager (no graph), in **bold** the fastest, and struck-out "
         f"ones gave wrong results. {_ceilings(run.ceilings)}"
     ]
-    for key in distinct((c.shape, c.scheme, c.routing) for c in run.cells):
-        group = [c for c in run.cells if (c.shape, c.scheme, c.routing) == key]
+    for group in grouped(run.cells, lambda c: (c.shape, c.scheme, c.routing)).values():
         lines += ["", _heading(group[0]), "", *_side_by_side(group), *_cost_of_mode(group)]
         lines += ["", *_details(group)]
     lines += report.not_measured(run.refused)
@@ -202,8 +192,7 @@ def plot(run: ExpertsRun, folder: Path) -> list[Path]:
         MoekitError: matplotlib is not installed.
     """
     try:
-        importlib.import_module("matplotlib").use("Agg")
-        pyplot = importlib.import_module("matplotlib.pyplot")
+        figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise MoekitError(
             "plots need matplotlib: pip install 'moekit-bench[plot]', and render the recorded JSON "
@@ -211,20 +200,17 @@ def plot(run: ExpertsRun, folder: Path) -> list[Path]:
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for shape, scheme in distinct((c.shape, c.scheme) for c in run.cells):
-        group = [c for c in run.cells if (c.shape, c.scheme) == (shape, scheme)]
-        routings = distinct(c.routing for c in group)
-        figure, panels = pyplot.subplots(
-            1, len(routings), figsize=(6.5 * len(routings), 4.5), squeeze=False, sharey=True
-        )
-        for panel, routing in zip(panels[0], routings, strict=True):
-            _panel(panel, [c for c in group if c.routing == routing])
+    for (shape, scheme), group in grouped(run.cells, lambda c: (c.shape, c.scheme)).items():
+        routings = grouped(group, lambda c: c.routing)
+        figure = figures.Figure(figsize=(6.5 * len(routings), 4.5))
+        panels = figure.subplots(1, len(routings), squeeze=False, sharey=True)
+        for panel, (routing, cells) in zip(panels[0], routings.items(), strict=True):
+            _panel(panel, cells)
             panel.set_title(f"{shape}, {scheme}, {routing}")
         figure.suptitle(run.device.name, fontsize=9)
         figure.tight_layout()
         file = folder / f"{shape}_{scheme}.png".replace(":", "x")
         figure.savefig(file, dpi=120)
-        pyplot.close(figure)
         files.append(file)
     return files
 
@@ -236,7 +222,7 @@ def _panel(panel: Any, cells: Sequence[ExpertsCell]) -> None:
         points = [
             (c.tokens, getattr(r, value))
             for c in cells
-            if (r := _fastest(name=name)(c)) is not None and getattr(r, value) is not None
+            if (r := _fastest(c, name=name)) is not None and getattr(r, value) is not None
         ]
         if points:
             style = "o--" if kind == BASELINE else "o-"

@@ -8,7 +8,7 @@ from moekit.errors import MoekitError
 
 from . import regret, report
 from .records import LayerCell, LayerResult, LayersRun, combination, shown_error
-from .report import Table, distinct, fastest
+from .report import Table, distinct, fastest, grouped
 
 
 def markdown(run: LayersRun) -> str:
@@ -32,8 +32,7 @@ def markdown(run: LayersRun) -> str:
         f"{layer.intermediate_size}, {settings.dtype}, {settings.routing}; T tokens on each rank. "
         f"{shown}"
     ]
-    for scheme in distinct(c.scheme for c in run.cells):
-        cells = [c for c in run.cells if c.scheme == scheme]
+    for scheme, cells in grouped(run.cells, lambda c: c.scheme).items():
         lines += ["", f"## {scheme}", "", *_combinations(cells, timed=not shared)]
         if not shared:
             lines += ["", *_choices(run, cells), *_overlaps(cells)]
@@ -53,9 +52,7 @@ def _combinations(cells: Sequence[LayerCell], *, timed: bool) -> Table:
         name = combination(dispatcher, experts)
         found = [next((r for r in c.results if r.label == name), None) for c in cells]
         if timed:
-            texts = [
-                report.time(r, fastest(c.results)) for r, c in zip(found, cells, strict=True)
-            ]  # fmt: skip
+            texts = [report.time(r, fastest(c.results)) for r, c in zip(found, cells, strict=True)]
             errors = [r.error for r in found if r and r.us is not None and r.error is not None]
             texts.append(report.number(max(errors, default=None), ".1e"))
         else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from .records import Measurement, Refusal, Run, shown_error
 
 C = TypeVar("C")
+V = TypeVar("V")
 M = TypeVar("M", bound=Measurement)
 NONE = "–"
 
@@ -74,6 +75,14 @@ def distinct(values: Iterable[C]) -> list[C]:
     return list(dict.fromkeys(values))
 
 
+def grouped(values: Iterable[V], key: Callable[[V], C]) -> dict[C, list[V]]:
+    """Return the values by key, in the order in which they come."""
+    groups: dict[C, list[V]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
+
+
 def head(run: Run, title: str, subject: str) -> list[str]:
     """Return the lines that say what was run, where, and with what."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
@@ -85,7 +94,6 @@ def not_measured(refused: Sequence[Refusal]) -> list[str]:
     if not refused:
         return []
     lines = ["", "## Not measured", ""]
-    for name, reason in distinct((r.name, r.reason) for r in refused):
-        where = distinct(r.where for r in refused if (r.name, r.reason) == (name, reason))
-        lines.append(f"- {name}: {reason} ({', '.join(where)})")
+    for (name, reason), cells in grouped(refused, lambda r: (r.name, r.reason)).items():
+        lines.append(f"- {name}: {reason} ({', '.join(distinct(r.where for r in cells))})")
     return lines

@@ -7,10 +7,11 @@ several of them in turns. docs/bench.md says how times are taken.
 from __future__ import annotations
 
 import gc
+import itertools
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -248,54 +249,41 @@ def take_turns(
     Raises:
         DeviceLost: An exception left the device unusable.
     """
-    times: dict[str, tuple[list[float], list[float], list[float]]] = {
-        name: ([], [], []) for name in prepared
-    }
+    graphs, eager, on_host = ({name: list[float]() for name in prepared} for _ in range(3))
     failed: dict[str, Exception] = {}
-
-    def turn(name: str, each: Prepared, graph: bool) -> None:
-        graphs, eager, on_host = times[name]
-        if graph:
-            graphs.append(each.graph_us())
-            return
-        eager.append(each.eager_us())
-        if host and each.device.type != "cpu":
-            on_host.extend(each.host_us())
-
-    for graph in (True, False):
-        for number in range(replays):
-            for name in rotated(list(prepared), number):
-                each = prepared[name]
-                if name in failed or (graph and each.graph is None):
+    for graph, number in itertools.product((True, False), range(replays)):
+        for name in rotated(list(prepared), number):
+            each = prepared[name]
+            if name in failed or (graph and each.graph is None):
+                continue
+            try:
+                if graph:
+                    graphs[name].append(each.graph_us())
                     continue
-                try:
-                    turn(name, each, graph)
-                except Exception as error:
-                    check_alive(each.device)
-                    failed[name] = error
-    return {
-        name: failed[name] if name in failed else _timing(*times[name], each.note)
-        for name, each in prepared.items()
-    }
+                eager[name].append(each.eager_us())
+                if host and each.device.type != "cpu":
+                    on_host[name] += each.host_us()
+            except Exception as error:
+                check_alive(each.device)
+                failed[name] = error
+
+    def timing(name: str) -> Timing:
+        counted = graphs[name] or eager[name]
+        return Timing(
+            graph_us=statistics.median(graphs[name]) if graphs[name] else None,
+            eager_us=statistics.median(eager[name]),
+            host_us=statistics.median(on_host[name]) if on_host[name] else None,
+            spread=(min(counted), max(counted)),
+            note=prepared[name].note,
+        )
+
+    return {name: failed[name] if name in failed else timing(name) for name in prepared}
 
 
-def rotated(items: Sequence[T], number: int) -> Iterator[T]:
+def rotated(items: Sequence[T], number: int) -> list[T]:
     """Return all items, beginning with another one for each ``number``."""
     start = number % max(1, len(items))
-    return iter([*items[start:], *items[:start]])
-
-
-def _timing(
-    graph: Sequence[float], eager: Sequence[float], host: Sequence[float], note: str
-) -> Timing:
-    counted = graph or eager
-    return Timing(
-        graph_us=statistics.median(graph) if graph else None,
-        eager_us=statistics.median(eager),
-        host_us=statistics.median(host) if host else None,
-        spread=(min(counted), max(counted)),
-        note=note,
-    )
+    return [*items[start:], *items[:start]]
 
 
 # -- devices and errors -----------------------------------------------------------------------
