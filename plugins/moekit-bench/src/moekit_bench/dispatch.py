@@ -18,9 +18,7 @@ from moekit.plugin import (
     Dispatched,
     DispatcherSpec,
     MoEProblem,
-    ParallelConfig,
     PrepareAndFinalize,
-    Quantizer,
     Routing,
     partition,
     quant,
@@ -30,7 +28,6 @@ from .accuracy import relative_error
 from .codec import merge
 from .ranks import RanksSweep, Task, cause, local_device
 from .records import DispatcherCell, DispatcherResult, DispatchRun
-from .shapes import inputs
 from .sweep import Cell
 from .timer import Prepared, Timer, time_one
 
@@ -56,9 +53,7 @@ class _RoundTrips:
         self.device = local_device(self.problem.device.type)
         self.timer = Timer(self.device, ranks=True)
         self.graph_safe = task.spec.graph_safe
-        seed = task.seed * 1009 + rank
-        whole = self.problem.replace(parallel=ParallelConfig())
-        made = inputs(task.routing, task.tokens, task.inputs, whole, self.device, seed)
+        made = task.inputs_of(rank, self.device)
         dtype = torch.int32 if task.spec.ids_dtype == "int32" else torch.int64
         self.inputs = [(x, Routing(r.topk_weights, r.topk_ids.to(dtype))) for x, r in made]
         self.sent = [self._quantized(x) for x, _ in made]
@@ -99,8 +94,9 @@ class _RoundTrips:
     # -- the two phases -----------------------------------------------------------------------
 
     def _dispatch(self, index: int) -> Dispatched:
-        x, routing = self.inputs[index]
-        return self.dispatcher.prepare(x, routing, self._quantizer(index)).result()
+        (x, routing), (q, scale) = self.inputs[index], self.sent[index]
+        quantizer = None if scale is None else lambda *_: (q, scale)
+        return self.dispatcher.prepare(x, routing, quantizer).result()
 
     def _combine(self, index: int, tokens: Dispatched, y: Tensor | None = None) -> Tensor:
         y = self._output(tokens) if y is None else y
@@ -125,10 +121,6 @@ class _RoundTrips:
         if activation.static:
             static = torch.full((1, 1), 6.0 / activation.qmax, device=x.device)
         return quant.quantize(x, activation, static)
-
-    def _quantizer(self, index: int) -> Quantizer | None:
-        q, scale = self.sent[index]
-        return None if scale is None else lambda *_: (q, scale)
 
     def _phases(self, host_us: float) -> tuple[list[float], list[float]]:
         """Return the microseconds of each dispatch and of each combine.

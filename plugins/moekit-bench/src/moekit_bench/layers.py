@@ -21,7 +21,6 @@ from moekit.plugin import (
     ExpertWeights,
     MoEProblem,
     PackedWeights,
-    ParallelConfig,
     Routing,
     Workspace,
     registry,
@@ -34,7 +33,7 @@ from .internals import benchmark_bound, find_experts
 from .overlap import measure_overlap
 from .ranks import RanksSweep, Task, cause, local_device
 from .records import LayerCell, LayerResult, LayersRun, combination, copied_share
-from .shapes import Inputs, inputs, random_weights
+from .shapes import random_weights
 from .sweep import Cell
 from .timer import (
     Prepared,
@@ -87,11 +86,7 @@ class _Layers:
         self.problem, self.task = problem, task
         self.device = local_device(problem.device.type)
         self.timer = Timer(self.device, ranks=True)
-        whole = problem.replace(parallel=ParallelConfig())
-        seed = task.seed * 1009 + problem.parallel.ep_rank
-        self.inputs: Inputs = inputs(
-            task.routing, task.tokens, task.inputs, whole, self.device, seed
-        )
+        self.inputs = task.inputs_of(problem.parallel.ep_rank, self.device)
         self.weights = self._weights()
         self.rows, self.want = self._oracle()
 

@@ -7,7 +7,7 @@ import sys
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, registry
+from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, ParallelConfig, registry
 
 from .environment import about
 from .implementations import Implementation
-from .shapes import Shape
+from .shapes import Inputs, Shape, inputs
 from .sweep import Cell, Sweep, cells
 from .timer import first_line, from_all_ranks
 
@@ -47,6 +47,12 @@ class Task:
 
     def problem_of(self, rank: int) -> MoEProblem:
         return self.problem.replace(parallel=replace(self.problem.parallel, ep_rank=rank))
+
+    def inputs_of(self, rank: int, device: torch.device) -> Inputs:
+        """Return the rank's own tokens, which choose among the experts of all ranks."""
+        whole = self.problem.replace(parallel=ParallelConfig())
+        seed = self.seed * 1009 + rank
+        return inputs(self.routing, self.tokens, self.inputs, whole, device, seed)
 
 
 @dataclass(frozen=True)
@@ -76,28 +82,24 @@ def fewer_devices(asked: int | None, device: DeviceSpec) -> bool:
     return device.type == "cuda" and 0 < torch.cuda.device_count() < ranks
 
 
-@contextmanager
 def open_ranks(
     count: int, device: DeviceSpec, asked: int | None, *, share: bool = False
-) -> Iterator[Ranks]:
-    """Yield torchrun's ranks if this process is one of them and no number was asked for, else ranks
-    that this process starts.
+) -> AbstractContextManager[Ranks]:
+    """Return torchrun's ranks if this process is one of them and no number was asked for, else
+    ranks that this process starts.
 
     Args:
         share: Whether there may be more ranks than devices.
     """
     if "RANK" in os.environ and asked is None:
-        with _torchrun(device, share) as ranks:
-            yield ranks
-        return
+        return _torchrun(device, share)
     found = torch.cuda.device_count()
     if device.type == "cuda" and count > found and not share:
         raise MoekitError(
             f"{count} ranks need as many GPUs, and this machine has {found}: lower --ranks, or add "
             "--share-devices to `bench --layers`, which then measures errors alone"
         )
-    with _pool(count, device.type) as ranks:
-        yield ranks
+    return _pool(count, device.type)
 
 
 @contextmanager
