@@ -24,6 +24,7 @@ from moekit.discovery.specs import Backend, DispatcherSpec, ExpertsSpec
 from moekit.problem import MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.overlap import Pending
+from moekit.runtime.reduce import weight_and_reduce
 from moekit.runtime.units import size_text
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class PrepareAndFinalize(Backend):
     makes_output: bool = False
     # Multiprocessors that a transfer occupies, if that is known; benchmarks print it.
     num_sms: int | None = None
+    # `finalize` weights and sums with it. The kernel sets it to the experts' function.
+    weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -211,6 +214,9 @@ class PermuteExpertsUnpermute(Backend):
 
     # Used by `quantize`. A backend may set a faster function of the same arguments.
     quantizer: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(quant.quantize)
+    # Used wherever this backend's rows are weighted and summed, in dispatchers, too. A backend may
+    # set a faster function of the same arguments and bits.
+    weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         self.spec = spec

@@ -46,7 +46,7 @@ from moekit.runtime.calls import Flow, calls_of
 from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
-from moekit.runtime.rows import quantize_dispatched, weight_and_reduce
+from moekit.runtime.rows import quantize_dispatched
 from moekit.runtime.workspace import Layout, Workspace, settle
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class ModularKernel:
         self.problem = dispatcher.problem
         self.dispatcher = dispatcher
         self.experts = experts
+        dispatcher.weight_and_reduce = experts.weight_and_reduce
         self.explanation = explanation
         self.workspace = workspace or Workspace.default()
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
@@ -288,7 +289,7 @@ class ModularKernel:
         if self._reduced:
             return reduced
         assert ids is not None and tokens.topk_weights is not None
-        return weight_and_reduce(lambda k: y[:, k], ids, tokens.topk_weights, reduced)
+        return self.experts.weight_and_reduce(y.flatten(0, 1), ids, tokens.topk_weights, reduced)
 
     def _apply_by_assignment(self, tokens: Dispatched, weights: PackedWeights) -> Tensor:
         assert tokens.topk_ids is not None

@@ -38,7 +38,8 @@ from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange, reason_of
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.overlap import Pending
-from moekit.runtime.rows import quantize_for_transfer, weight_and_reduce
+from moekit.runtime.reduce import weight_and_reduce
+from moekit.runtime.rows import quantize_for_transfer
 from moekit.runtime.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance

@@ -23,7 +23,7 @@ from moekit.contract import (
 from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.rows import batched_places, from_batched, to_batched
+from moekit.runtime.rows import batched_places, to_batched
 
 
 def bridge(
@@ -47,7 +47,7 @@ class _Bridge(PermuteExpertsUnpermute):
         standard = inner.spec.format is ActivationFormat.BATCHED
         to = ActivationFormat.STANDARD if standard else ActivationFormat.BATCHED
         super().__init__(inner.spec.bridged_to(to).made_for(problem), problem)
-        self.inner = inner
+        self.inner, self.weight_and_reduce = inner, inner.weight_and_reduce
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return self.inner.pack(weights)
@@ -150,7 +150,8 @@ class BatchedAsStandard(_Bridge):
         batched = Dispatched(x=x_LCH, x_scale=scale, expert_num_tokens=counts_L)
         self.inner.apply(y_LCH, batched, weights, inner_workspace)
         if self.spec.reduces:
-            from_batched(y_LCH, places_RK, ids, topk_weights, y)
+            y_SH = y_LCH.view(-1, y_LCH.shape[2])
+            self.weight_and_reduce(y_SH, ids, topk_weights, y, places_RK)
         else:  # rows of assignments without an expert may hold anything
             y_SH = y_LCH.view(-1, y_LCH.shape[2])
             for k in range(y.shape[1]):

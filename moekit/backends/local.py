@@ -13,7 +13,7 @@ from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
 from moekit.discovery.specs import DispatcherSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.overlap import Pending
-from moekit.runtime.rows import batched_places, from_batched, to_batched, weight_and_reduce
+from moekit.runtime.rows import batched_places, to_batched
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -70,7 +70,7 @@ class LocalDispatcher(PrepareAndFinalize):
         if self.problem.batch_invariant:
             ids, weights = dispatched.topk_ids, dispatched.topk_weights
             assert ids is not None and weights is not None
-            return Pending.ready(weight_and_reduce(lambda k: y[:, k], ids, weights, out_TH))
+            return Pending.ready(self.weight_and_reduce(y.flatten(0, 1), ids, weights, out_TH))
         if y is not out_TH and y.data_ptr() != out_TH.data_ptr():
             out_TH.copy_(y)
         return Pending.ready(out_TH)
@@ -108,7 +108,8 @@ class LocalBatchedDispatcher(PrepareAndFinalize):
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         places_TK, ids, weights = dispatched.handle
-        return Pending.ready(from_batched(y, places_TK, ids, weights, out_TH))
+        y_SH = y.reshape(-1, y.shape[2])
+        return Pending.ready(self.weight_and_reduce(y_SH, ids, weights, out_TH, places_TK))
 
     def max_rows(self, num_tokens: int) -> int:
         return num_tokens

@@ -42,7 +42,7 @@ class PaddedExperts(PermuteExpertsUnpermute):
 
     def __init__(self, inner: PermuteExpertsUnpermute, problem: MoEProblem) -> None:
         super().__init__(inner.spec, problem)
-        self.inner = inner
+        self.inner, self.weight_and_reduce = inner, inner.weight_and_reduce
         self._columns = inner.problem.hidden_size
         self._pads_tokens = self._columns != problem.hidden_size
 

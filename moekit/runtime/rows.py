@@ -1,4 +1,4 @@
-"""Rows of tokens in plain torch: quantization, weighted sums over K, and the batched layout.
+"""Rows of tokens in plain torch: quantization, and the batched layout.
 
 Shape suffixes: R rows, K assignments of a row, L local experts, C capacity of the batched layout,
 H hidden size, N columns.
@@ -6,7 +6,6 @@ H hidden size, N columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -48,26 +47,6 @@ def quantize_dispatched(
     return replace(tokens, x=x.view(L, C, x.shape[1]), x_scale=scale)
 
 
-def weight_and_reduce(
-    rows_of: Callable[[int], Tensor], ids_RK: Tensor, weights_RK: Tensor, out_RH: Tensor
-) -> Tensor:
-    """Write ``sum_k weights[r, k] * rows_of(k)[r]`` to ``out_RH`` and return it.
-
-    The sum runs in fp32, in the order of k, over the assignments whose id is not -1.
-
-    Args:
-        rows_of: returns the (R, H) rows of assignment k; rows whose id is -1 may hold anything.
-        ids_RK: (R, K) integers.
-        weights_RK: (R, K) float32.
-        out_RH: (R, H), any float dtype; every element is written.
-    """
-    total = torch.zeros(out_RH.shape, dtype=torch.float32, device=out_RH.device)
-    for k in range(ids_RK.shape[1]):
-        used = ids_RK[:, k, None] >= 0
-        total += torch.where(used, rows_of(k).float() * weights_RK[:, k, None], 0.0)
-    return out_RH.copy_(total)
-
-
 def batched_places(ids_RK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Give every assignment a row of the batched layout, ``expert * capacity + position``.
 
@@ -103,16 +82,3 @@ def to_batched(
     for k in range(places_RK.shape[1]):
         into[places_RK[:, k]] = rows_RN
     return into[:-1].view(*shape_LC, rows_RN.shape[1])
-
-
-def from_batched(
-    y_LCH: Tensor, places_RK: Tensor, ids_RK: Tensor, weights_RK: Tensor, out_RH: Tensor
-) -> Tensor:
-    """`weight_and_reduce` over the rows of the batched layout at ``places_RK``."""
-    rows = y_LCH.view(-1, y_LCH.shape[2])
-    if not rows.shape[0]:
-        return out_RH.zero_()
-    last = rows.shape[0] - 1
-    return weight_and_reduce(
-        lambda k: rows[places_RK[:, k].clamp(max=last)], ids_RK, weights_RK, out_RH
-    )

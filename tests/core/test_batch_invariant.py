@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from right_experts import Batched, Unreduced
 
 import moekit
 from moekit import MoEProblem, ParallelConfig
 from moekit.backends import row_blocks
 from moekit.errors import InvalidProblem, Unsupported
+from moekit.plugin import ActivationFormat, weight_and_reduce
+from moekit.testing.calls import check_call
 from moekit.testing.cases import beyond_float16, make_case
 from moekit.testing.diagnose import assert_close
 from moekit.testing.memory import measure
@@ -18,6 +23,25 @@ SIZES = {"num_experts": 8, "top_k": 2, "hidden_size": 96, "intermediate_size": 8
 
 def problem(**changes) -> MoEProblem:
     return MoEProblem(**{**SIZES, "device": "cpu", "batch_invariant": True, **changes})
+
+
+class Counting:
+    """Counts the calls of the experts' own weighted sum."""
+
+    sums = 0
+
+    @staticmethod
+    def weight_and_reduce(*args):
+        Counting.sums += 1
+        return weight_and_reduce(*args)
+
+
+class SummingRows(Counting, Unreduced):
+    pass
+
+
+class SummingBatched(Counting, Batched):
+    pass
 
 
 # -- what is refused --------------------------------------------------------------------------
@@ -64,8 +88,6 @@ def test_tables_do_not_choose() -> None:
 
 
 def test_one_scale_for_all_tokens_is_refused_of_experts_that_need_it() -> None:
-    from dataclasses import replace
-
     spec = replace(moekit.registry().expert("torch"), takes_unquantized=False)
     for scheme, shared in (("fp8_tensor", True), ("fp8_tensor_static", False), ("nvfp4", True)):
         asked = problem(quant=scheme, hidden_size=128, intermediate_size=128)
@@ -144,6 +166,28 @@ def test_outputs_beyond_float16(experts, dispatcher) -> None:
     assert_close(out, case.reference(), made, case=case)
     routing = moekit.Routing(case.routing.topk_weights[4:5], case.routing.topk_ids[4:5])
     assert torch.equal(kernel(case.x[4:5], packed, routing), out[4:5])
+
+
+@pytest.mark.parametrize(("experts", "wraps"), [
+    ("SummingRows", {}),
+    ("SummingRows", {"multiples": lambda problem: (64, 64)}),
+    ("SummingBatched", {"format": ActivationFormat.BATCHED}),
+])  # fmt: skip
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
+def test_the_function_of_the_experts_weights_and_sums(
+    dispatcher, invariant, experts, wraps
+) -> None:
+    """In dispatchers, in the kernel, and behind a bridge or padding."""
+    origin, target = moekit.registry().expert("reference"), f"{__name__}:{experts}"
+    spec = replace(origin, name="sums", target=target, reduces=False, describe=None, **wraps)
+    backends = moekit.registry().copy()
+    backends.register(spec)
+    case = make_case(problem(batch_invariant=invariant), 9, "masked")
+    kernel = moekit.compose(case.problem, dispatcher, "sums", backends=backends)
+    Counting.sums = 0
+    check_call(kernel, case)
+    assert Counting.sums == 1
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])

@@ -500,7 +500,7 @@ class PartialSums(NaiveDispatcher):
             return super().finalize(y, dispatched, out_TH)
         rows = y.new_empty((len(y), y.shape[2]))
         ids, weights = dispatched.topk_ids, dispatched.topk_weights
-        weight_and_reduce(lambda k: y[:, k], ids, weights, rows)
+        weight_and_reduce(y.flatten(0, 1), ids, weights, rows)
         asked, self.problem = self.problem, self.problem.replace(batch_invariant=False)
         pending = super().finalize(rows, dispatched, out_TH)
         self.problem = asked

@@ -33,6 +33,7 @@ __all__ = [
     "quantize_activations",
     "quantize_rows",
     "quantize_rows_per_tensor",
+    "weight_and_reduce",
     "weighted_sum",
 ]
 
@@ -277,7 +278,7 @@ def weighted_sum(
         weights_RK: fp32 (R, K), contiguous; None = ones.
         ids_RK: integers (R, K), contiguous.
         out_RH: (R, H), any float dtype; written.
-        rows_A: int32 (R * K,), the row in y of each assignment.
+        rows_A: integers (R * K,), contiguous, the row in y of each assignment.
         bias_LH: (L, H), contiguous; None = zeros.
         weight_before_applied: y has been multiplied by `numerics.weight_before` of the weights, so
             only `numerics.weight_after` is applied here.
@@ -301,6 +302,20 @@ def weighted_sum(
         WEIGHTED=weights_RK is not None, BEFORE_APPLIED=weight_before_applied, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
+
+
+def weight_and_reduce(
+    rows_NH: torch.Tensor,
+    ids_RK: torch.Tensor,
+    weights_RK: torch.Tensor,
+    out_RH: torch.Tensor,
+    places_RK: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Do as `moekit.plugin.weight_and_reduce`, with the same bits, in one launch."""
+    out = out_RH if out_RH.stride(1) == 1 else torch.empty_like(out_RH).contiguous()
+    places_A = None if places_RK is None else places_RK.contiguous().view(-1)
+    weighted_sum(rows_NH, weights_RK.contiguous(), ids_RK.contiguous(), out, places_A)
+    return out if out is out_RH else out_RH.copy_(out)
 
 
 @triton.jit

@@ -44,7 +44,6 @@ from moekit.plugin import (
     quantize_for_transfer,
     reason_of,
     resolve,
-    weight_and_reduce,
 )
 
 from .board import board_of
@@ -184,12 +183,10 @@ class NaiveDispatcher(PrepareAndFinalize):
         """Weight and sum the rows (ranks, T, K * H) that the ranks of the experts sent."""
         ids_TK = routing.topk_ids
         T, K = ids_TK.shape
-        rows_GTKH = rows_GTN.view(len(rows_GTN), T, K, out_TH.shape[1])
-        rank_TK = self._rank_of(ids_TK)
-        token_T = torch.arange(T, device=ids_TK.device)
-        return weight_and_reduce(
-            lambda k: rows_GTKH[rank_TK[:, k], token_T, k], ids_TK, routing.topk_weights, out_TH
-        )
+        rows_SH = rows_GTN.view(-1, out_TH.shape[1])
+        places_TK = torch.arange(T * K, device=ids_TK.device).view(T, K)
+        places_TK += self._rank_of(ids_TK) * (T * K)
+        return self.weight_and_reduce(rows_SH, ids_TK, routing.topk_weights, out_TH, places_TK)
 
     def _rank_of(self, ids: Tensor) -> Tensor:
         """Return the ranks of these physical experts, by arithmetic that a CUDA graph can hold.

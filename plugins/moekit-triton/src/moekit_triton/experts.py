@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moekit_kernels.rows import quantize_activations
+from moekit_kernels.rows import quantize_activations, weight_and_reduce
 from torch import Tensor
 
 from moekit.plugin import (
@@ -38,6 +38,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
     """
 
     quantizer = staticmethod(quantize_activations)
+    weight_and_reduce = staticmethod(weight_and_reduce)
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
