@@ -15,7 +15,7 @@ from moekit.errors import MoekitError
 from moekit.plugin import SCHEMES, DeviceSpec, registry
 
 from . import dispatch_report, experts, experts_report, layers_report, options
-from .codec import from_json, read_recording
+from .codec import check_writable, from_json, read_recording, replace_file, write_recording
 from .dispatch import DispatchSweep
 from .environment import command
 from .experts import ExpertsSweep
@@ -35,7 +35,7 @@ from .records import (
     all_right,
 )
 from .shapes import ROUTINGS, SHAPES, Shape, shape
-from .sweep import Files, Sweep
+from .sweep import Sweep
 
 R = TypeVar("R", bound=Run)
 
@@ -72,17 +72,27 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
     if getattr(args, "list_shapes", False):
         print(_shape_list())
         return 0
-    files = Files(mode.report, args.json, args.markdown, mode.complete)
+    for file in filter(None, (args.json, args.markdown)):
+        check_writable(file)
+
+    def keep(run: Run) -> None:
+        if args.json is not None:
+            write_recording(args.json, run)
+        if args.markdown is not None:
+            replace_file(args.markdown, mode.report(run))
+
     if args.recorded is not None:
         run, ok = mode.recorded(args), True
     else:
         sweep = mode.sweep(args, command)
-        sweep.keep = files.keep
+        sweep.keep = keep
         sweep.measure()
         run, ok = sweep.run, sweep.complete and mode.right(sweep.run)
         if not sweep.leader:
             return int(not ok)
-    files.finish(run)
+    keep(run)
+    if args.markdown is None:
+        print(mode.report(run), end="")
     if isinstance(run, ExpertsRun) and args.plot is not None:
         try:
             for file in experts_report.plot(run, args.plot):
@@ -183,14 +193,14 @@ def _ceilings(text: str | None, device: torch.device) -> Ceilings | None:
 
 def _recorded_experts(args: argparse.Namespace) -> ExpertsRun:
     run = recorded(ExpertsRun, args.recorded)
-    if args.ceilings is None:
-        return run
     if args.ceilings == "measure":
         raise MoekitError(
             "--ceilings measure measures this machine, and --from FILE was recorded before: give "
             "the recorded device's, for example --ceilings bf16=791,fp8=1424,read=4490"
         )
-    return experts.with_ceilings(run, parse_ceilings(args.ceilings))
+    if args.ceilings is not None:
+        run = experts.with_ceilings(run, parse_ceilings(args.ceilings))
+    return experts_report.summarized(run)
 
 
 def _shape_list() -> str:
@@ -284,7 +294,7 @@ def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
 class _Mode:
     """A kind of measurement of `bench`: its options, its sweep, its recordings and its report.
 
-    right: whether the run's results are. complete: adds what follows from the cells.
+    right: whether the run's results are.
     """
 
     text: str
@@ -293,7 +303,6 @@ class _Mode:
     recorded: Callable[[argparse.Namespace], Run]
     report: Callable[[Any], str]
     right: Callable[[Any], bool] = all_right
-    complete: Callable[[Any], Any] = lambda run: run
 
 
 _MODES = {
@@ -305,7 +314,6 @@ _MODES = {
         _recorded_experts,
         experts_report.markdown,
         experts.succeeded,
-        experts_report.summarized,
     ),
     "--dispatch": _Mode(
         "Time dispatchers without experts, over tokens on each rank; each is checked.",

@@ -145,6 +145,11 @@ def read_recording(file: Path) -> dict[str, Any]:
     return data
 
 
+def write_recording(file: Path, record: Any) -> None:
+    """Write a record as JSON; `replace_file` says how."""
+    replace_file(file, json.dumps(to_json(record), indent=1, allow_nan=False) + "\n")
+
+
 def replace_file(file: Path, text: str) -> None:
     """Write ``file`` atomically: a reader sees either the old text or the new one.
 

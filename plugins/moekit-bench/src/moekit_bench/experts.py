@@ -13,6 +13,7 @@ from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem
 
 from .accuracy import oracle_rows, relative_error, sampled_rows
 from .environment import about
+from .experts_report import summarized
 from .implementations import Implementation, KernelCall
 from .internals import DTYPES, benchmark_bound
 from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
@@ -182,6 +183,10 @@ class ExpertsSweep(Sweep):
         if made is None:
             self.refuse("all", f"T={cell.tokens}: {reason}", *self._group)
         return made
+
+    def add(self, cell: ExpertsCell) -> None:
+        super().add(cell)
+        self.run = summarized(self.run)
 
     def _begin(self, cell: Cell) -> None:
         """Make the weights and calls of a shape and scheme."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .sweep import Cell, Progress
@@ -26,34 +27,29 @@ def on_devices(
         file: The table that all of them fill.
         argv: The arguments of `tune`.
     """
-    left = list(Counter((c.shape, c.scheme) for c in cells).items())
-    progress, codes, lock = Progress(len(cells)), [0], threading.Lock()
+    groups = Counter((c.shape, c.scheme) for c in cells)
+    progress, lock, free = Progress(len(cells)), threading.Lock(), queue.SimpleQueue[str]()
+    for index in range(devices):
+        free.put(kind if kind == "cpu" else f"{kind}:{index}")
 
-    def work(index: int) -> None:
-        device = kind if kind == "cpu" else f"{kind}:{index}"
-        while True:
-            with lock:
-                if not left:
-                    return
-                (shape, scheme), count = left.pop(0)
-            more = ["--shapes", shape, "--quant", scheme, "--device", device, "--gpus", "0"]
-            more += ["--output", str(file), "--markdown", os.devnull]
-            again = [sys.executable, "-m", "moekit", "tune", *argv, *more]
-            with subprocess.Popen(again, stderr=subprocess.PIPE, text=True) as child:
-                for line in child.stderr or ():
-                    progress.say(f"{device}: {line.rstrip()}")
-            with lock:
-                codes.append(child.returncode)
-                progress.done(f"{shape} {scheme}: exit code {child.returncode}", count)
+    def measure(group: tuple[str, str], count: int) -> int:
+        (shape, scheme), device = group, free.get()
+        more = ["--shapes", shape, "--quant", scheme, "--device", device, "--gpus", "0"]
+        more += ["--output", str(file), "--markdown", os.devnull]
+        again = [sys.executable, "-m", "moekit", "tune", *argv, *more]
+        with subprocess.Popen(again, stderr=subprocess.PIPE, text=True) as child:
+            for line in child.stderr or ():
+                progress.say(f"{device}: {line.rstrip()}")
+        free.put(device)
+        with lock:
+            progress.done(f"{shape} {scheme}: exit code {child.returncode}", count)
+        return child.returncode
 
     with ThreadPoolExecutor(devices) as pool:
-        workers = [pool.submit(work, index) for index in range(devices)]
         try:
-            wait(workers)
+            codes = list(pool.map(measure, groups.keys(), groups.values()))
         except KeyboardInterrupt:  # the processes got it, too, and end
-            left.clear()
-            codes.append(1)
+            pool.shutdown(wait=False, cancel_futures=True)
+            codes = [1]
     progress.close()
-    for worker in workers:
-        worker.result()
     return not any(codes)

@@ -1,22 +1,19 @@
-"""One sweep for all that is measured: cells one by one, their progress, and their files."""
+"""One sweep for all that is measured: cells one by one, and their progress."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import json
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from .codec import check_writable, replace_file, to_json
-from .records import Refusal, Run
+from .records import Refusal
 from .timer import DeviceLost
 
 
@@ -117,12 +114,16 @@ class Sweep(ABC):
         made = self.measure_cell(cell)
         text = "not measured"
         if made is not None:
-            self.run = replace(self.run, cells=(*self.run.cells, made))
+            self.add(made)
             text = "; ".join(map(str, made.results)) or "nothing to measure"
         if self._progress is not None:
             if made is not None and self.keep is not None:
                 self.keep(self.run)
             self._progress.done(f"{cell}: {text}")
+
+    def add(self, cell: Any) -> None:
+        """Add the record of a cell to the run."""
+        self.run = replace(self.run, cells=(*self.run.cells, cell))
 
     def doing(self, text: str) -> None:
         """Show what is done for the cell that is being measured."""
@@ -141,36 +142,3 @@ class Sweep(ABC):
     def _say(self, text: str) -> None:
         if self._progress is not None:
             self._progress.say(text)
-
-
-class Files:
-    """The files of a run: ``--json`` and ``--markdown``, or standard output for the report.
-
-    complete: adds to a run what follows from its cells.
-    """
-
-    def __init__(
-        self,
-        report: Callable[[Any], str] = str,
-        json: Path | None = None,
-        markdown: Path | None = None,
-        complete: Callable[[Any], Any] = lambda run: run,
-    ) -> None:
-        for file in filter(None, (json, markdown)):
-            check_writable(file)
-        self._report, self._json, self._markdown = report, json, markdown
-        self._complete = complete
-
-    def keep(self, run: Run) -> None:
-        """Rewrite the files."""
-        if self._json is not None:
-            data = to_json(self._complete(run))
-            replace_file(self._json, json.dumps(data, indent=1, allow_nan=False) + "\n")
-        if self._markdown is not None:
-            replace_file(self._markdown, self._report(self._complete(run)))
-
-    def finish(self, run: Run) -> None:
-        """Rewrite the files, and print the report if it has none."""
-        self.keep(run)
-        if self._markdown is None:
-            print(self._report(self._complete(run)), end="")

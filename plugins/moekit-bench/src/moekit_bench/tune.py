@@ -17,9 +17,8 @@ from moekit.plugin import MoEProblem, registry
 
 from . import options, regret
 from .bench import add_experts_sweep, experts_sweep, layers_sweep, recorded
-from .codec import from_json, read_recording, replace_file
+from .codec import check_writable, from_json, read_recording, replace_file, write_recording
 from .environment import command, made_with
-from .experts_report import summarized
 from .implementations import AUTO, Implementation, backends
 from .internals import Key
 from .layers import LayersSweep
@@ -27,7 +26,7 @@ from .options import names, names_if_given, whole
 from .processes import on_devices
 from .records import ExpertsResult, ExpertsRun, LayerCell, LayersRun, all_right
 from .report import distinct
-from .sweep import Cell, Files
+from .sweep import Cell, Sweep
 from .tables import TunedTable, table_file
 
 Tuner = Callable[[Sequence[str]], int]
@@ -171,6 +170,13 @@ def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choic
         replace_file(args.markdown, text)
 
 
+def _keep(args: argparse.Namespace, sweep: Sweep) -> None:
+    """Let the sweep write --json."""
+    if args.json is not None:
+        check_writable(args.json)
+        sweep.keep = lambda run: write_recording(args.json, run)
+
+
 def _check_single(names: Sequence[str]) -> None:
     """Raise MoekitError if a name stands for several backends, which tables do not hold."""
     if bad := [name for name in names if name == AUTO or "|" in name]:
@@ -256,9 +262,9 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
         run = _recording(args.recorded)
     else:
         found = [*backends([AUTO], args.dispatcher), *_backends(args)]
-        files = Files(json=args.json, complete=summarized)
         sweep = experts_sweep(args, found, command("tune", *argv))
-        sweep.keep, sweep.end = files.keep, _end(args)
+        sweep.end = _end(args)
+        _keep(args, sweep)
         sweep.measure()
         run, complete = sweep.run, sweep.complete
     choices = regret.of(run)
@@ -288,7 +294,7 @@ def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
         args.seconds = None if end is None else end - time.monotonic()
         sweep = layers_sweep(args, command("tune", *argv))
         if args.regret:
-            sweep.keep = Files(json=args.json).keep
+            _keep(args, sweep)
             sweep.measure()
             run = sweep.run
             complete &= sweep.complete and all_right(run)
