@@ -86,18 +86,10 @@ def about(
 def device_facts(device: torch.device, spec: DeviceSpec) -> DeviceFacts:
     """Return what is known of a device."""
     name = spec.name or f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    if device.type != "cuda":
-        return DeviceFacts(name, device.type, spec.capability, spec.arch)
-    facts = torch.cuda.get_device_properties(device)
-    return DeviceFacts(
-        name,
-        device.type,
-        spec.capability,
-        spec.arch,
-        facts.multi_processor_count,
-        getattr(facts, "L2_cache_size", None),
-        facts.total_memory,
-    )
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    attributes = ("multi_processor_count", "L2_cache_size", "total_memory")
+    facts = (getattr(properties, attribute, None) for attribute in attributes)
+    return DeviceFacts(name, device.type, spec.capability, spec.arch, *facts)
 
 
 def _installed(distribution: str) -> str:

@@ -10,6 +10,7 @@ once.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import MoekitError
-from moekit.plugin import ExpertWeights, MoEProblem, Routing
+from moekit.plugin import ExpertWeights, MoEProblem
 
 from .shapes import Inputs
 from .timer import Timer
@@ -93,9 +94,11 @@ class Work:
 
 def work(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs) -> Work:
     """Count the work in the ids themselves (synchronizes with the device)."""
-    counted = [_active_and_rows(problem, routing) for _, routing in inputs]
-    active = sum(a for a, _ in counted) / len(counted)
-    rows = sum(r for _, r in counted) / len(counted)
+    local = problem.local_experts
+    ids = [routing.topk_ids for _, routing in inputs]
+    held = [each[(each >= local.start) & (each < local.stop)] for each in ids]
+    active = statistics.fmean(len(set(each.tolist())) for each in held)
+    rows = statistics.fmean(each.numel() for each in held)
     matrices = problem.w13_rows + problem.local_intermediate_size
     tokens = inputs[0][0].shape[0]
     activations = 2 * tokens * problem.hidden_size * problem.dtype.itemsize
@@ -105,12 +108,6 @@ def work(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs) -> Work:
         active_experts=active,
         rows=rows,
     )
-
-
-def _active_and_rows(problem: MoEProblem, routing: Routing) -> tuple[int, int]:
-    local = problem.local_experts
-    ids = routing.topk_ids[(routing.topk_ids >= local.start) & (routing.topk_ids < local.stop)]
-    return len(set(ids.flatten().tolist())), ids.numel()
 
 
 def bytes_per_expert(weights: ExpertWeights) -> float:

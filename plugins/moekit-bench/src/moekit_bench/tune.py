@@ -142,12 +142,12 @@ def _tuners(args: argparse.Namespace) -> dict[str, Tuner]:
     """Return the tuners of backends that support one of the problems here, by a backend's name."""
     found = _backends(args)
     problems = experts_sweep(args, found, "").problems.values()
+    able = {name for problem in problems for name in _able(problem, args.dispatcher, found)}
     tuners: dict[Tuner, str] = {}  # backends may share one
-    for name in (i.name for i in found if not i.left_out):
-        if any(moekit.explain(problem, args.dispatcher, name).chosen for problem in problems):
-            tune = getattr(registry().expert(name).load(), "tune", None)
-            if tune is not None:
-                tuners.setdefault(tune, name)
+    for name in (i.name for i in found if i.name in able):
+        tune = getattr(registry().expert(name).load(), "tune", None)
+        if tune is not None:
+            tuners.setdefault(tune, name)
     return {name: tune for tune, name in tuners.items()}
 
 
