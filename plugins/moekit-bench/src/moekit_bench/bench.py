@@ -173,15 +173,12 @@ def experts_sweep(
     if not shapes:
         raise MoekitError("--shapes must name at least one shape")
     return ExpertsSweep(
-        shapes,
-        options.choices(args.quant, SCHEMES, "--quant"),
-        options.choices(args.routing, ROUTINGS, "--routing"),
-        numbers(args.tokens, "--tokens"),
-        implementations,
-        device,
-        options.settings(ExpertsSettings, args),
+        shapes=shapes,
+        implementations=implementations,
+        device=device,
+        settings=options.settings(ExpertsSettings, args),
         ceilings=_ceilings(args.ceilings, device),
-        command=command,
+        **_swept(args, command),
     )
 
 
@@ -237,8 +234,7 @@ def _dispatch(args: argparse.Namespace, command: str) -> Sweep:
             f"--sizes must be EXPERTS:TOP_K:HIDDEN, as in 256:8:7168 (got {args.sizes})"
         )
     return DispatchSweep(
-        Shape(sizes[0], sizes[1], sizes[2], sizes[2]),
-        routings=options.choices(args.routing, ROUTINGS, "--routing"),
+        shape=Shape(sizes[0], sizes[1], sizes[2], sizes[2]),
         settings=options.settings(DispatchSettings, args),
         **_over_ranks(args, command),
     )
@@ -265,16 +261,15 @@ def layers_sweep(args: argparse.Namespace, command: str) -> LayersSweep:
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)
     given = _over_ranks(args, command)
-    routing, *_ = options.choices(args.routing, ROUTINGS, "--routing")
+    routing = given["routings"][0]
     share = args.share_devices and fewer_devices(args.ranks, given["device"])
     return LayersSweep(
-        shape(args.layer),
-        routings=[routing],
+        shape=shape(args.layer),
         settings=options.settings(LayerSettings, args, routing=routing, share_devices=share),
         experts=beside(experts) if args.batch_invariant else experts,
         overlap=args.overlap,
         seconds=args.seconds,
-        **given,
+        **given | {"routings": [routing]},
     )
 
 
@@ -282,10 +277,18 @@ def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Return the fields of `RanksSweep` that options hold for all kinds."""
     return {
         "dispatchers": moving_dispatchers(names_if_given(args.dispatchers)),
-        "schemes": options.choices(args.quant, SCHEMES, "--quant"),
-        "tokens": numbers(args.tokens, "--tokens"),
         "device": options.device_spec(args.device),
         "asked": args.ranks,
+        **_swept(args, command),
+    }
+
+
+def _swept(args: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Return the fields of `Sweep` that options hold for all kinds."""
+    return {
+        "schemes": options.choices(args.quant, SCHEMES, "--quant"),
+        "routings": options.choices(args.routing, ROUTINGS, "--routing"),
+        "tokens": numbers(args.tokens, "--tokens"),
         "command": command,
     }
 

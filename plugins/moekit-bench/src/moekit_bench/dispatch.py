@@ -188,7 +188,7 @@ class _RoundTrips:
 # -- the sweep --------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DispatchSweep(RanksSweep):
     """Dispatchers alone."""
 

@@ -22,12 +22,11 @@ from .records import (
     ExpertsCell,
     ExpertsResult,
     ExpertsRun,
-    ExpertsSettings,
     Measurement,
     copied_share,
 )
 from .shapes import Inputs, Shape, inputs, random_weights
-from .sweep import Cell, Sweep, cells
+from .sweep import Cell, Sweep
 from .timer import Call, Prepared, attempt, first_line, release, take_turns
 
 _CHECKED_TOKENS = 32
@@ -126,6 +125,7 @@ def _cache_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
 
 
+@dataclass(kw_only=True)
 class ExpertsSweep(Sweep):
     """Every shape, scheme, routing and number of tokens, for every implementation.
 
@@ -136,20 +136,13 @@ class ExpertsSweep(Sweep):
         MoekitError: Two implementations have one name, or there is none.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[Shape],
-        schemes: Sequence[str],
-        routings: Sequence[str],
-        tokens: Sequence[int],
-        implementations: Sequence[Implementation],
-        device: torch.device,
-        settings: ExpertsSettings,
-        *,
-        ceilings: Ceilings | None = None,
-        command: str = "",
-    ) -> None:
-        names = [i.name for i in implementations]
+    shapes: Sequence[Shape]
+    implementations: Sequence[Implementation]
+    device: torch.device
+    ceilings: Ceilings | None = None
+
+    def __post_init__(self) -> None:
+        names = [i.name for i in self.implementations]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise MoekitError(
                 f"{', '.join(twice)} is named twice: name it once in --experts, or rename the "
@@ -157,17 +150,15 @@ class ExpertsSweep(Sweep):
             )
         if not names:
             raise MoekitError("nothing to measure: name --experts or --baselines")
-        spec, dtype = DeviceSpec.of(device), DTYPES[settings.dtype]
-        self.device, self.settings, self.tokens = device, settings, tokens
-        self.implementations = {i.name: i for i in implementations}
+        spec, s = DeviceSpec.of(self.device), self.settings
         self.problems = {  # all of them now, so that a typing error costs no time
-            (s.name, q): s.problem(quant=q, dtype=dtype, device=spec, ep=settings.ep)
-            for s in shapes
-            for q in schemes
+            (shape.name, q): shape.problem(quant=q, dtype=DTYPES[s.dtype], device=spec, ep=s.ep)
+            for shape in self.shapes
+            for q in self.schemes
         }
-        facts = about(command, device, spec, implementations)
-        self.run = ExpertsRun(**facts, settings=settings, ceilings=ceilings)
-        self.cells = cells([s.name for s in shapes], schemes, routings, tokens)
+        facts = about(self.command, self.device, spec, self.implementations)
+        self.run = ExpertsRun(**facts, settings=s, ceilings=self.ceilings)
+        self.cells = self.all_cells(shape.name for shape in self.shapes)
         self._group = ("", "")
         self._weights: ExpertWeights | None = None
         self._calls: dict[str, Call] = {}
@@ -202,7 +193,7 @@ class ExpertsSweep(Sweep):
             self.refuse("all", f"no weights: {reason}", *self._group)
             return
         self._weights = weights
-        for each in self.implementations.values():
+        for each in self.implementations:
             self.doing(f"{title}: making {each.name}")
             call: Any = None
             reason = each.left_out
@@ -232,12 +223,13 @@ class ExpertsSweep(Sweep):
             log=lambda name: self.doing(f"{cell}: {name}"),
         )
 
+        kinds = {each.name: each.kind for each in self.implementations}
+
         def row(name: str, result: Measurement) -> ExpertsResult:
             call, copied = self._calls[name], None
             if isinstance(call, KernelCall):
                 copied = copied_share(weights.tensors(), call.packed)
-            kind = self.implementations[name].kind
-            return ExpertsResult(**vars(result), name=name, kind=kind, copied=copied)
+            return ExpertsResult(**vars(result), name=name, kind=kinds[name], copied=copied)
 
         sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
         made = ExpertsCell(

@@ -229,7 +229,7 @@ def _gathered(mine: Tensor) -> list[Tensor]:
 # -- the sweep --------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LayersSweep(RanksSweep):
     """Every dispatcher with every experts backend.
 

@@ -20,7 +20,7 @@ from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, ParallelConfig
 from .environment import about
 from .implementations import Implementation
 from .shapes import Inputs, Shape, inputs
-from .sweep import Cell, Sweep, cells
+from .sweep import Cell, Sweep
 from .timer import first_line, from_all_ranks
 
 _SECONDS_A_CELL = 180.0
@@ -189,7 +189,7 @@ def local_device(kind: str) -> torch.device:
 # -- what they measure ------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RanksSweep(Sweep):
     """Every scheme, routing and number of tokens, for every dispatcher.
 
@@ -198,18 +198,13 @@ class RanksSweep(Sweep):
 
     shape: Shape
     dispatchers: Sequence[DispatcherSpec]
-    schemes: Sequence[str]
-    routings: Sequence[str]
-    tokens: Sequence[int]
     device: DeviceSpec
     asked: int | None
-    settings: Any
-    command: str
     ranks: Ranks = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_ranks = number_of_ranks(self.asked, self.device)
-        self.cells = cells([""], self.schemes, self.routings, self.tokens)
+        self.cells = self.all_cells()
 
     def facts(self, implementations: Sequence[Implementation] = ()) -> dict[str, Any]:
         """Return the fields that all runs over ranks have."""

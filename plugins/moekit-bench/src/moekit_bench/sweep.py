@@ -8,7 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -29,13 +29,6 @@ class Cell:
     def __str__(self) -> str:
         names = " ".join(filter(None, (self.shape, self.scheme, self.routing)))
         return f"{names} T={self.tokens}"
-
-
-def cells(
-    shapes: Iterable[str], schemes: Sequence[str], routings: Sequence[str], tokens: Sequence[int]
-) -> list[Cell]:
-    """Return all combinations, in this order."""
-    return [Cell(*each) for each in itertools.product(shapes, schemes, routings, tokens)]
 
 
 class Progress:
@@ -67,6 +60,7 @@ class Progress:
         self._bar.close()
 
 
+@dataclass(kw_only=True)
 class Sweep(ABC):
     """Cells that are measured one by one, and the run that they make.
 
@@ -76,12 +70,21 @@ class Sweep(ABC):
     begun.
     """
 
-    run: Any
-    cells: list[Cell]
+    schemes: Sequence[str]
+    routings: Sequence[str]
+    tokens: Sequence[int]
+    settings: Any
+    command: str = ""
     keep: Callable[[Any], None] | None = None
-    leader = True
+    leader: bool = True
     end: float | None = None
-    _progress: Progress | None = None
+    run: Any = field(init=False)
+    cells: list[Cell] = field(init=False)
+    _progress: Progress | None = field(default=None, init=False)
+
+    def all_cells(self, shapes: Iterable[str] = ("",)) -> list[Cell]:
+        every = itertools.product(shapes, self.schemes, self.routings, self.tokens)
+        return [Cell(*each) for each in every]
 
     @abstractmethod
     def measure_cell(self, cell: Cell) -> Any | None:
