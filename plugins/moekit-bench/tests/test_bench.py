@@ -486,7 +486,7 @@ def test_the_shipped_baselines_load(capsys, tmp_path):
     assert not any("does not load" in reason for reason in refused.values())
 
 
-@pytest.mark.parametrize("text", ["# no JSON", "[1]", '{"cells": [{}]}'])
+@pytest.mark.parametrize("text", ["# no JSON", "[1]", '{"cells": [{}]}', "[" * 10**6])
 @pytest.mark.parametrize("command", ["bench", "bench --dispatch", "tune --regret", "tune --select"])
 def test_a_file_that_is_no_recording(tmp_path, capsys, text, command):
     file = tmp_path / "recording.json"

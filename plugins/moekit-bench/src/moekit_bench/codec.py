@@ -138,7 +138,7 @@ def read_recording(file: Path) -> dict[str, Any]:
         raise MoekitError(
             f"{file} cannot be read ({error.strerror}): expected a recording made with --json"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MoekitError(f"{file} is not a recording made with --json: {error}") from error
     if not isinstance(data, dict):
         raise MoekitError(f"{file} is not a recording made with --json: no JSON object")
