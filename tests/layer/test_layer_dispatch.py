@@ -113,6 +113,10 @@ def test_batch_invariant_mode_beside_the_default(tuned, capsys, tmp_path) -> Non
     assert "| naive | torch (batch-invariant) | " in out
     fastest = out.split("| T | fastest |")[1].splitlines()[2]
     assert "batch-invariant" not in fastest, "it does other work, and is no choice"
+    assert moekit_main(["tune", "--select", "--from", str(file)]) == 0
+    assert "batch-invariant" not in capsys.readouterr().out
+    (made,) = table.read(next(tuned.glob("*.json"))).values()
+    assert set(made) == {("naive", "torch")}
 
 
 def test_wrong_failing_and_refused(tuned, capsys, tmp_path, bad_ones) -> None:

@@ -260,16 +260,16 @@ class LayerCell:
     results: tuple[LayerResult, ...] = named("pairs")
 
     def by_names(self) -> dict[tuple[str, str], LayerResult]:
-        """Return the results by dispatcher and experts."""
-        return {(r.dispatcher, r.experts): r for r in self.results}
-
-    def times(self) -> dict[str, float | None]:
-        """Return the microseconds of each combination, None where it failed or is wrong.
+        """Return the results by dispatcher and experts.
 
         Those in batch-invariant mode do other work, and are left out.
         """
-        mine = [r for r in self.results if not r.experts.endswith(IN_MODE)]
-        return {r.label: r.us if r.right else None for r in mine}
+        mine = (r for r in self.results if not r.experts.endswith(IN_MODE))
+        return {(r.dispatcher, r.experts): r for r in mine}
+
+    def times(self) -> dict[str, float | None]:
+        """Return the microseconds of each combination, None where it failed or is wrong."""
+        return {r.label: r.us if r.right else None for r in self.by_names().values()}
 
 
 # -- runs -------------------------------------------------------------------------------------
