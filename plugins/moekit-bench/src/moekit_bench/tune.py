@@ -7,7 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ from .options import names, names_if_given, whole
 from .processes import on_devices
 from .records import ExpertsResult, ExpertsRun, LayerCell, LayersRun, all_right
 from .report import distinct
-from .sweep import Cell, Sweep
+from .sweep import Cell
 from .tables import TunedTable, table_file
 
 Tuner = Callable[[Sequence[str]], int]
@@ -44,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
 
     def answer() -> int:
+        for file in filter(None, (args.json, args.markdown)):
+            check_writable(file)
         if args.select and args.recorded is not None:
             return _select_recorded(args)
         if args.ep > 1 and not (args.select or args.regret):
@@ -162,19 +166,16 @@ def _end(args: argparse.Namespace) -> float | None:
     return None if args.seconds is None else time.monotonic() + args.seconds
 
 
+def _recorder(args: argparse.Namespace) -> Callable[[Any], None] | None:
+    return None if args.json is None else partial(write_recording, args.json)
+
+
 def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choice]) -> None:
     text = regret.markdown(title, choices, args.limit)
     if args.markdown is None:
         print(text, end="")
     else:
         replace_file(args.markdown, text)
-
-
-def _keep(args: argparse.Namespace, sweep: Sweep) -> None:
-    """Let the sweep write --json."""
-    if args.json is not None:
-        check_writable(args.json)
-        sweep.keep = lambda run: write_recording(args.json, run)
 
 
 def _check_single(names: Sequence[str]) -> None:
@@ -263,8 +264,7 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         found = [*backends([AUTO], args.dispatcher), *_backends(args)]
         sweep = experts_sweep(args, found, command("tune", *argv))
-        sweep.end = _end(args)
-        _keep(args, sweep)
+        sweep.keep, sweep.end = _recorder(args), _end(args)
         sweep.measure()
         run, complete = sweep.run, sweep.complete
     choices = regret.of(run)
@@ -294,7 +294,7 @@ def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
         args.seconds = None if end is None else end - time.monotonic()
         sweep = layers_sweep(args, command("tune", *argv))
         if args.regret:
-            _keep(args, sweep)
+            sweep.keep = _recorder(args)
             sweep.measure()
             run = sweep.run
             complete &= sweep.complete and all_right(run)
