@@ -23,7 +23,7 @@ from .implementations import Implementation, backends, baselines, beside
 from .layers import LayersSweep
 from .limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
 from .options import names, names_if_given, numbers, whole
-from .ranks import fewer_devices, moving_dispatchers
+from .ranks import moving_dispatchers
 from .records import (
     DispatchRun,
     DispatchSettings,
@@ -262,10 +262,9 @@ def layers_sweep(args: argparse.Namespace, command: str) -> LayersSweep:
     experts = default if args.experts is None else names(args.experts)
     given = _over_ranks(args, command)
     routing = given["routings"][0]
-    share = args.share_devices and fewer_devices(args.ranks, given["device"])
     return LayersSweep(
         shape=shape(args.layer),
-        settings=options.settings(LayerSettings, args, routing=routing, share_devices=share),
+        settings=options.settings(LayerSettings, args, routing=routing),
         experts=beside(experts) if args.batch_invariant else experts,
         overlap=args.overlap,
         seconds=args.seconds,

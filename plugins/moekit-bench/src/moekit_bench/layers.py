@@ -246,6 +246,8 @@ class LayersSweep(RanksSweep):
         if not self.experts:
             raise moekit.MoekitError("nothing to measure: name --experts")
         super().__post_init__()
+        share = self.settings.share_devices and self.fewer_devices
+        self.settings = replace(self.settings, share_devices=share)
         self.begin = time.monotonic()
         self.run = LayersRun(**self.facts(backends(self.experts)), layer=self.shape)
 

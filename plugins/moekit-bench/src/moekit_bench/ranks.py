@@ -67,41 +67,6 @@ class Ranks:
     leader: bool = True
 
 
-def number_of_ranks(asked: int | None, device: DeviceSpec) -> int:
-    """Return how many ranks to use: as asked, as torchrun started, one for each GPU, or two."""
-    default = torch.cuda.device_count() if device.type == "cuda" else 2
-    ranks = asked or int(os.environ.get("WORLD_SIZE", 0)) or default
-    if ranks < 2:
-        raise MoekitError(f"tokens move between at least 2 ranks (got {ranks}); set --ranks")
-    return ranks
-
-
-def fewer_devices(asked: int | None, device: DeviceSpec) -> bool:
-    """Return whether there are GPUs, but fewer than ranks."""
-    ranks = number_of_ranks(asked, device)
-    return device.type == "cuda" and 0 < torch.cuda.device_count() < ranks
-
-
-def open_ranks(
-    count: int, device: DeviceSpec, asked: int | None, *, share: bool = False
-) -> AbstractContextManager[Ranks]:
-    """Return torchrun's ranks if this process is one of them and no number was asked for, else
-    ranks that this process starts.
-
-    Args:
-        share: Whether there may be more ranks than devices.
-    """
-    if "RANK" in os.environ and asked is None:
-        return _torchrun(device, share)
-    found = torch.cuda.device_count()
-    if device.type == "cuda" and count > found and not share:
-        raise MoekitError(
-            f"{count} ranks need as many GPUs, and this machine has {found}: lower --ranks, or add "
-            "--share-devices to `bench --layers`, which then measures errors alone"
-        )
-    return _pool(count, device.type)
-
-
 @contextmanager
 def _pool(count: int, device_type: str) -> Iterator[Ranks]:
     """Yield ranks of this process; new ones after a failure, which may have left them unusable."""
@@ -193,7 +158,7 @@ def local_device(kind: str) -> torch.device:
 class RanksSweep(Sweep):
     """Every scheme, routing and number of tokens, for every dispatcher.
 
-    asked: how many ranks to start; None: torchrun's, or the default.
+    asked: how many ranks to start; None: as many as torchrun started, one for each GPU, or two.
     """
 
     shape: Shape
@@ -203,7 +168,12 @@ class RanksSweep(Sweep):
     ranks: Ranks = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_ranks = number_of_ranks(self.asked, self.device)
+        default = torch.cuda.device_count() if self.device.type == "cuda" else 2
+        self.num_ranks = self.asked or int(os.environ.get("WORLD_SIZE", 0)) or default
+        if self.num_ranks < 2:
+            raise MoekitError(
+                f"tokens move between at least 2 ranks (got {self.num_ranks}); set --ranks"
+            )
         self.cells = self.all_cells()
 
     def facts(self, implementations: Sequence[Implementation] = ()) -> dict[str, Any]:
@@ -216,10 +186,28 @@ class RanksSweep(Sweep):
         return self.shape.on_ranks(self.num_ranks, self.device, scheme, self.settings.dtype, tokens)
 
     def measure(self) -> None:
-        share = getattr(self.settings, "share_devices", False)
-        with open_ranks(self.num_ranks, self.device, self.asked, share=share) as self.ranks:
+        with self._open() as self.ranks:
             self.leader = self.ranks.leader
             super().measure()
+
+    def _open(self) -> AbstractContextManager[Ranks]:
+        """Return torchrun's ranks if this process is one of them and no number was asked for, else
+        ranks that this process starts."""
+        share = getattr(self.settings, "share_devices", False)
+        if "RANK" in os.environ and self.asked is None:
+            return _torchrun(self.device, share)
+        if self.fewer_devices and not share:
+            raise MoekitError(
+                f"{self.num_ranks} ranks need as many GPUs, and this machine has "
+                f"{torch.cuda.device_count()}: lower --ranks, or add --share-devices to `bench "
+                "--layers`, which then measures errors alone"
+            )
+        return _pool(self.num_ranks, self.device.type)
+
+    @property
+    def fewer_devices(self) -> bool:
+        """Return whether there are fewer GPUs than ranks that need one."""
+        return self.device.type == "cuda" and torch.cuda.device_count() < self.num_ranks
 
     def measure_cell(self, cell: Cell) -> Any:
         problem, results = self.problem(cell.scheme, cell.tokens), list[Any]()
