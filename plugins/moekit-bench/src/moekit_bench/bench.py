@@ -169,6 +169,8 @@ def experts_sweep(
     describe."""
     registry().dispatcher(args.dispatcher)  # raises with the names that there are
     device = options.torch_device(args.device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
     shapes = [shape(text) for text in names(args.shapes)]
     if not shapes:
         raise MoekitError("--shapes must name at least one shape")
@@ -276,7 +278,7 @@ def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Return the fields of `RanksSweep` that options hold for all kinds."""
     return {
         "dispatchers": moving_dispatchers(names_if_given(args.dispatchers)),
-        "device": options.device_spec(args.device),
+        "device": DeviceSpec.of(options.torch_device(args.device)),
         "asked": args.ranks,
         **_swept(args, command),
     }

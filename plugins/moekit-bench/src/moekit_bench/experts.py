@@ -185,7 +185,7 @@ class ExpertsSweep(Sweep):
         self._calls.clear()
         release(self.device)
         problem, title = self.problems[self._group], " ".join(self._group)
-        self.doing(f"{title}: weights")
+        self.progress.doing(f"{title}: weights")
         weights, reason = attempt(
             self.device, random_weights, problem, self.device, self.settings.seed
         )
@@ -194,7 +194,7 @@ class ExpertsSweep(Sweep):
             return
         self._weights = weights
         for each in self.implementations:
-            self.doing(f"{title}: making {each.name}")
+            self.progress.doing(f"{title}: making {each.name}")
             call: Any = None
             reason = each.left_out
             if problem.parallel.ep_size > 1 and each.kind == BASELINE:
@@ -208,7 +208,7 @@ class ExpertsSweep(Sweep):
         # The largest call first: a workspace that grows between captures is kept once more.
         for name, call in self._calls.items():
             if isinstance(call, KernelCall):
-                self.doing(f"{title}: warming up {name}")
+                self.progress.doing(f"{title}: warming up {name}")
                 # The cell that needs so much reports a failure.
                 attempt(self.device, call.warmup, max(self.tokens))
 
@@ -220,7 +220,7 @@ class ExpertsSweep(Sweep):
             self._calls,
             replays=s.replays,
             graph=not s.no_graph,
-            log=lambda name: self.doing(f"{cell}: {name}"),
+            log=lambda name: self.progress.doing(f"{cell}: {name}"),
         )
 
         kinds = {each.name: each.kind for each in self.implementations}

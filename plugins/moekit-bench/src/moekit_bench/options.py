@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from moekit.errors import MoekitError
-from moekit.plugin import SCHEMES, DeviceSpec
+from moekit.plugin import SCHEMES
 
 from .internals import DTYPES
 from .records import Settings
@@ -121,19 +121,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def torch_device(name: str | None) -> torch.device:
-    """Return the device of that name, or this machine's accelerator or CPU, and make it current."""
-    device = _device_here(name)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index or 0)
-    return device
-
-
-def device_spec(name: str | None) -> DeviceSpec:
-    """Return the kind of device that ranks run on."""
-    return DeviceSpec.of(_device_here(name))
-
-
-def _device_here(name: str | None) -> torch.device:
+    """Return the device of that name, or this machine's accelerator or CPU."""
     here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if name is None:
         return here

@@ -212,7 +212,7 @@ class RanksSweep(Sweep):
     def measure_cell(self, cell: Cell) -> Any:
         problem, results = self.problem(cell.scheme, cell.tokens), list[Any]()
         for spec in self.dispatchers:
-            self.doing(f"{cell}: {spec.name}")
+            self.progress.doing(f"{cell}: {spec.name}")
             if why := spec.unsupported(problem):
                 self.leave_out(cell, spec.name, "; ".join(why))
             else:

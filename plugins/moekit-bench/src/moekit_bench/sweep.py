@@ -32,29 +32,34 @@ class Cell:
 
 
 class Progress:
-    """A line on standard error for each cell, and a progress bar on a terminal."""
+    """A line on standard error for each cell, and a progress bar on a terminal; or silence."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, *, silent: bool = False) -> None:
         watched = sys.stderr.isatty()
+        self._silent = silent
         tqdm.monitor_interval = 0  # no further thread while times are taken
         self._bar: Any = tqdm(
             total=total,
             file=sys.stderr if watched else io.StringIO(),
             bar_format="{n_fmt}/{total_fmt}, {elapsed}, {remaining} left{postfix}",
             leave=False,
+            disable=silent,
         )
 
     def doing(self, text: str) -> None:
+        """Show what is done for the cell that is being measured."""
         self._bar.set_postfix_str(text)
 
     def say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stderr)
-        sys.stderr.flush()
+        if not self._silent:
+            tqdm.write(text, file=sys.stderr)
+            sys.stderr.flush()
 
     def done(self, text: str, cells: int = 1) -> None:
-        self._bar.set_postfix_str("", refresh=False)
-        self._bar.update(cells)
-        self.say(f"[{self._bar}] {text}")
+        if not self._silent:
+            self._bar.set_postfix_str("", refresh=False)
+            self._bar.update(cells)
+            self.say(f"[{self._bar}] {text}")
 
     def close(self) -> None:
         self._bar.close()
@@ -80,7 +85,7 @@ class Sweep(ABC):
     end: float | None = None
     run: Any = field(init=False)
     cells: list[Cell] = field(init=False)
-    _progress: Progress | None = field(default=None, init=False)
+    progress: Progress = field(init=False)
 
     def all_cells(self, shapes: Iterable[str] = ("",)) -> list[Cell]:
         every = itertools.product(shapes, self.schemes, self.routings, self.tokens)
@@ -97,21 +102,22 @@ class Sweep(ABC):
 
     def measure(self) -> None:
         """Measure all cells; Ctrl-C and a lost device end it early."""
-        self._progress = Progress(len(self.cells)) if self.leader else None
+        self.progress = Progress(len(self.cells), silent=not self.leader)
         try:
             for done, cell in enumerate(self.cells):
                 if self.end is not None and time.monotonic() > self.end:
                     left = len(self.cells) - done
-                    self._say(f"the time is over; {left} of {len(self.cells)} cells are left")
+                    self.progress.say(
+                        f"the time is over; {left} of {len(self.cells)} cells are left"
+                    )
                     break
                 self._measure(cell)
         except DeviceLost as error:
-            self._say(f"error: {error}; the remaining cells cannot be measured")
+            self.progress.say(f"error: {error}; the remaining cells cannot be measured")
         except KeyboardInterrupt:
-            self._say("interrupted; the cells measured so far are kept")
+            self.progress.say("interrupted; the cells measured so far are kept")
         finally:
-            if self._progress is not None:
-                self._progress.close()
+            self.progress.close()
 
     def _measure(self, cell: Cell) -> None:
         made = self.measure_cell(cell)
@@ -119,19 +125,13 @@ class Sweep(ABC):
         if made is not None:
             self.add(made)
             text = "; ".join(map(str, made.results)) or "nothing to measure"
-        if self._progress is not None:
-            if made is not None and self.keep is not None:
+            if self.leader and self.keep is not None:
                 self.keep(self.run)
-            self._progress.done(f"{cell}: {text}")
+        self.progress.done(f"{cell}: {text}")
 
     def add(self, cell: Any) -> None:
         """Add the record of a cell to the run."""
         self.run = replace(self.run, cells=(*self.run.cells, cell))
-
-    def doing(self, text: str) -> None:
-        """Show what is done for the cell that is being measured."""
-        if self._progress is not None:
-            self._progress.doing(text)
 
     def refuse(
         self, name: str, reason: str, shape: str | None, scheme: str, tokens: int | None = None
@@ -139,9 +139,5 @@ class Sweep(ABC):
         """Record something that is not measured, and say so once for each reason."""
         refusal = Refusal(name=name, reason=reason, scheme=scheme, shape=shape, tokens=tokens)
         if (name, reason) not in {(r.name, r.reason) for r in self.run.refused}:
-            self._say(f"{refusal.where}: without {name}: {reason}")
+            self.progress.say(f"{refusal.where}: without {name}: {reason}")
         self.run = replace(self.run, refused=(*self.run.refused, refusal))
-
-    def _say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.say(text)

@@ -314,7 +314,8 @@ def attempt(device: torch.device, function: Callable[..., Any], *args: Any) -> t
         raise
     except Exception as error:
         check_alive(device)
-        reason = "; ".join(getattr(error, "reasons", ())) or first_line(error)
+        reasons = getattr(error, "reasons", ()) if isinstance(error, MoekitError) else ()
+        reason = "; ".join(reasons) or first_line(error)
     release(device)  # now that no traceback keeps the tensors
     return None, reason
 
