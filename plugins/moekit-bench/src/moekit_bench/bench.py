@@ -23,7 +23,6 @@ from .implementations import Implementation, backends, baselines, beside
 from .layers import LayersSweep
 from .limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
 from .options import names, names_if_given, numbers, whole
-from .ranks import moving_dispatchers
 from .records import (
     DispatchRun,
     DispatchSettings,
@@ -276,8 +275,14 @@ def layers_sweep(args: argparse.Namespace, command: str) -> LayersSweep:
 
 def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Return the fields of `RanksSweep` that options hold for all kinds."""
+    known, asked = registry(), names_if_given(args.dispatchers)
+    dispatchers = [spec for spec in known.dispatchers.values() if spec.moves_tokens]
+    if asked is not None:
+        dispatchers = [known.dispatcher(name) for name in asked]
+    if not dispatchers:
+        raise MoekitError("no dispatcher to measure: name --dispatchers")
     return {
-        "dispatchers": moving_dispatchers(names_if_given(args.dispatchers)),
+        "dispatchers": dispatchers,
         "device": DeviceSpec.of(options.torch_device(args.device)),
         "asked": args.ranks,
         **_swept(args, command),

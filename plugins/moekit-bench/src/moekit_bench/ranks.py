@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, ParallelConfig, registry
+from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, ParallelConfig
 
 from .environment import about
 from .implementations import Implementation
@@ -126,22 +126,6 @@ def cause(error: Exception) -> str:
     for rank, text in sorted(tracebacks.items()):
         return f"rank {rank}: {text.strip().splitlines()[-1]}"
     return first_line(error)
-
-
-def moving_dispatchers(names: list[str] | None) -> list[DispatcherSpec]:
-    """Return the named dispatchers, or all installed ones that move tokens.
-
-    Raises:
-        MoekitError: There is none, or a name means nothing.
-    """
-    known = registry()
-    if names is None:
-        found = [spec for spec in known.dispatchers.values() if spec.moves_tokens]
-    else:
-        found = [known.dispatcher(name) for name in names]
-    if not found:
-        raise MoekitError("no dispatcher to measure: name --dispatchers")
-    return found
 
 
 def local_device(kind: str) -> torch.device:
