@@ -87,7 +87,7 @@ class _RoundTrips:
             rows=rows,
             dispatch_row_bytes=q.shape[1] * q.itemsize + scales,
             combine_row_bytes=out.shape[1] * out.itemsize,
-            num_sms=getattr(self.dispatcher, "num_sms", None),
+            num_sms=self.dispatcher.num_sms,
             buffer_bytes=self.dispatcher.buffer_bytes(),
         )
 
@@ -104,9 +104,7 @@ class _RoundTrips:
 
     def _output(self, tokens: Dispatched) -> Tensor:
         """Return a tensor where experts would have written: the dispatcher's own, if it has one."""
-        wanted = getattr(self.dispatcher, "output", None)
-        place: Tensor | None = None if wanted is None else wanted(tokens)
-        if place is not None:
+        if (place := self.dispatcher.output(tokens)) is not None:
             return place
         shape = tokens.x.shape
         if shape not in self.blank:

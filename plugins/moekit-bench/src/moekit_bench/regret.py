@@ -11,7 +11,7 @@ import moekit
 
 from . import report
 from .implementations import AUTO
-from .internals import DTYPES, Found, Key, Table, buckets, serving
+from .internals import DTYPES, Found, Key, Table, serving, split
 from .records import BACKEND, ExpertsRun, LayerCell, LayersRun, combination
 from .shapes import shape
 
@@ -95,7 +95,7 @@ def of_layer(run: LayersRun, cell: LayerCell) -> Choice:
     problem, times = run.problem(cell.scheme, cell.tokens), cell.times()
     chosen, pick = moekit.explain(problem).chosen, ""
     if chosen is not None:
-        pick = combination(chosen.dispatcher, serving(buckets(chosen.experts), cell.tokens))
+        pick = combination(chosen.dispatcher, serving(split(chosen.experts), cell.tokens))
     return Choice(run.title(cell.scheme), cell.tokens, times, pick, times.get(pick))
 
 
@@ -110,7 +110,7 @@ def of_experts(run: ExpertsRun) -> list[Choice]:
             quant=cell.scheme, dtype=DTYPES[cell.dtype], device=device, ep=cell.ep
         )
         chosen = moekit.explain(problem, run.settings.dispatcher).chosen
-        pick = serving(buckets(chosen.experts), cell.tokens) if chosen else ""
+        pick = serving(split(chosen.experts), cell.tokens) if chosen else ""
         times = {r.name: r.us if r.right else None for r in cell.results if r.kind == BACKEND}
         us = times.pop(AUTO) if AUTO in times else times.get(pick)
         title = f"{cell.shape} {cell.scheme} {cell.routing}"

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from moekit.plugin import DeviceSpec, MoEProblem
+from moekit.plugin import DeviceSpec, MoEProblem, device_file
 
 from .codec import check_writable, replace_file
-from .internals import Key, Record, Table, device_file, tuned_tables
+from .internals import Key, Record, Table
+from .internals import table as tuned_tables
 from .records import ExpertsResult, LayerResult, now
 
 
