@@ -79,17 +79,15 @@ def about(
     dispatchers: Iterable[DispatcherSpec] = (),
 ) -> dict[str, Any]:
     """Return the fields of a `Run` that say how and with what it was made."""
-    found = versions(implementations, dispatchers)
-    return {"command": command, "versions": found, "device": device_facts(device, spec)}
-
-
-def device_facts(device: torch.device, spec: DeviceSpec) -> DeviceFacts:
-    """Return what is known of a device."""
     name = spec.name or f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     attributes = ("multi_processor_count", "L2_cache_size", "total_memory")
     facts = (getattr(properties, attribute, None) for attribute in attributes)
-    return DeviceFacts(name, device.type, spec.capability, spec.arch, *facts)
+    return {
+        "command": command,
+        "versions": versions(implementations, dispatchers),
+        "device": DeviceFacts(name, device.type, spec.capability, spec.arch, *facts),
+    }
 
 
 def _installed(distribution: str) -> str:

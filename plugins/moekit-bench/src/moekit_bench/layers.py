@@ -70,13 +70,12 @@ def measure_layers(rank: int, world_size: int, task: Task) -> list[LayerResult]:
 class _Held:
     """The weights that the cells of a rank share, and what was made of them."""
 
-    key: object = None
-    weights: ExpertWeights | None = None
+    weights: ExpertWeights
     packed: dict[str, tuple[PackedWeights, float]] = field(default_factory=dict)
     wants: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-_held = _Held()
+_held: dict[object, _Held] = {}  # of the latest cells alone
 
 
 class _Layers:
@@ -87,25 +86,24 @@ class _Layers:
         self.device = local_device(problem.device.type)
         self.timer = Timer(self.device, ranks=True)
         self.inputs = task.inputs_of(problem.parallel.ep_rank, self.device)
-        self.weights = self._weights()
+        self.held = self._hold()
+        self.weights = self.held.weights
         self.rows, self.want = self._oracle()
 
-    def _weights(self) -> ExpertWeights:
-        global _held
+    def _hold(self) -> _Held:
         key = (repr(self.problem.replace(max_num_tokens=None)), self.task.seed)
-        if _held.key != key:
-            _held = _Held()
+        if key not in _held:
+            _held.clear()
             release(self.device)
             seed = self.task.seed * 1013 + self.problem.parallel.ep_rank
-            _held.key, _held.weights = key, random_weights(self.problem, self.device, seed)
-        assert _held.weights is not None
-        return _held.weights
+            _held[key] = _Held(random_weights(self.problem, self.device, seed))
+        return _held[key]
 
     def _oracle(self) -> tuple[Tensor, Tensor]:
         """Return rows of the first input and the oracle's output (n, H) for them. Collective."""
         key = (self.task.tokens, self.task.routing)
-        if key in _held.wants:
-            return _held.wants[key]
+        if key in self.held.wants:
+            return self.held.wants[key]
         x, routing = self.inputs[0]
         rows = sampled_rows(len(x), _CHECKED, self.device)
         mine = (x[rows].float(), routing.topk_weights[rows], routing.topk_ids[rows])
@@ -116,7 +114,7 @@ class _Layers:
             dist.all_reduce(partial)
             if rank == self.problem.parallel.ep_rank:
                 want = partial
-        _held.wants[key] = rows, want
+        self.held.wants[key] = rows, want
         return rows, want
 
     # -- one combination ----------------------------------------------------------------------
@@ -188,10 +186,10 @@ class _Layers:
 
     def _packed(self, experts: str, kernel: moekit.ModularKernel) -> tuple[PackedWeights, float]:
         """Return the packed weights, made once for all dispatchers, and what they copy."""
-        if experts not in _held.packed:
+        if experts not in self.held.packed:
             packed = kernel.pack(self.weights)
-            _held.packed[experts] = packed, copied_share(self.weights.tensors(), packed)
-        return _held.packed[experts]
+            self.held.packed[experts] = packed, copied_share(self.weights.tensors(), packed)
+        return self.held.packed[experts]
 
     def _too_large(self, nbytes: int) -> str:
         if self.device.type != "cuda":

@@ -79,11 +79,6 @@ def of_combinations(
     return choices
 
 
-def of(run: ExpertsRun | LayersRun) -> list[Choice]:
-    """Return what is chosen now for the cells of a run."""
-    return of_layers(run) if isinstance(run, LayersRun) else of_experts(run)
-
-
 def of_layers(run: LayersRun) -> list[Choice]:
     """Return what is chosen now for the cells of a run of layers."""
     run.check_timed()

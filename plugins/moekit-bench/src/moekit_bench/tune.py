@@ -267,7 +267,7 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
         sweep.keep, sweep.end = _recorder(args), _end(args)
         sweep.measure()
         run, complete = sweep.run, sweep.complete
-    choices = regret.of(run)
+    choices = regret.of_layers(run) if isinstance(run, LayersRun) else regret.of_experts(run)
     _report(args, f"The choice on {run.device.name}", choices)
     return int(not (complete and regret.worst(choices) <= args.limit))
 
