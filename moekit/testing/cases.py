@@ -32,6 +32,8 @@ SEED_VARIABLE = "MOEKIT_TEST_SEED"
 ROUTINGS = ("random", "idle", "one_expert", "hot", "masked", "rows", "none")
 # Routers of some models give negative weights and zeros.
 SIGNED = "signed"
+# Ranks share experts, so a call's tokens may all go to one rank.
+LAST = "last"
 
 _X_LIMIT = 4.0
 _WEIGHT_RANGE = (0.5, 3.0)  # no weight and no sum over K is one, except by chance
@@ -214,9 +216,10 @@ def random_routing(
             same, but the other K - 1 assignments are random. masked: a quarter of the ids are -1;
             of four tokens or more, one lacks its first id alone, one its last alone, one all.
             rows: every fourth token, from the first, and the last have no expert. none: no token
-            has one. signed: random, with weights of either sign and zeros.
+            has one. signed: random, with weights of either sign and zeros. last: every token has
+            the last K experts.
     """
-    assert kind in (*ROUTINGS, SIGNED), f"no kind of routing: {kind!r}"
+    assert kind in (*ROUTINGS, SIGNED, LAST), f"no kind of routing: {kind!r}"
     draw = generator("routing", kind, key)
     E, K = problem.num_experts, problem.top_k
     scores = torch.rand(num_tokens, E, generator=draw)
@@ -225,6 +228,8 @@ def random_routing(
             scores[:, expert] = -1.0
     if kind in ("one_expert", "hot"):
         scores[:, E // 2] = 2.0
+    if kind == LAST:
+        scores[:, E - K :] += 1.0
     ids = scores.argsort(dim=1, descending=True)[:, :K]
     low, high = _WEIGHT_RANGE
     weights = low + (high - low) * torch.rand(num_tokens, K, generator=draw)

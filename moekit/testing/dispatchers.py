@@ -271,6 +271,14 @@ class DispatcherConformance(Conformance):
             reasons[problem] = None
         self._skip("; ".join(reasons))
 
+    def _quantized_wire(self, world: int, **more: Any) -> list[dict[str, Any]]:
+        """Return changes of the problem that let tokens travel quantized, or nothing."""
+        for scheme in [n for n in SCHEMES if n in self._spec().wire_schemes]:
+            changes = {"quant": scheme, "parallel": self._parallel(world), **more}
+            if isinstance(self._find_problem(**changes), MoEProblem):
+                return [changes]
+        return []
+
     def _needs_ranks(self) -> None:
         if not self._spec().moves_tokens:
             self._skip("moves no tokens, so its ranks need not agree")
@@ -313,10 +321,11 @@ class DispatcherConformance(Conformance):
     def test_slices_and_shared_tokens(self, layout: ParallelConfig) -> None:
         """Ranks hold slices of the same experts (tp_size), or the same tokens (dp_size)."""
         sequence = [Call((3, 0, 9, 13), "masked"), Call((0, 0, 0, 5)), Call((6, 6, 6, 6), "rows")]
-        self._run(layout.num_ranks, ranks.calls, sequence, parallel=layout)
+        changes = self._first({"parallel": layout, "num_experts": 7}, {"parallel": layout})
+        self._run(layout.num_ranks, ranks.calls, sequence, **changes)
 
     @pytest.mark.parametrize("counts", ["uneven", "only_first_ranks", "none"])
-    @pytest.mark.parametrize("kind", ["random", "masked", "rows"])
+    @pytest.mark.parametrize("kind", ["hot", "masked", "rows"])
     def test_each_assignment_is_delivered_once(self, counts: str, kind: str, ends: int) -> None:
         """`Dispatched` fits its docstring, and every (token, expert) assignment arrives once."""
         results = self._run(ends, interface.deliveries, Call(_COUNTS[counts], kind))
@@ -340,7 +349,7 @@ class DispatcherConformance(Conformance):
                     "max_num_tokens": tokens,
                     "parallel": parallel,
                 }
-                for tokens in ((64,) if batched else (4096, 1024, 256, 64))
+                for tokens in ((64,) if batched else (33000, 4096, 1024, 256, 64))
                 for experts, extra, k in _MODELS
             )
         )
@@ -362,7 +371,7 @@ class DispatcherConformance(Conformance):
 
     @pytest.mark.parametrize("dtype", list(DTYPES))
     def test_dtype(self, dtype: str, ends: int) -> None:
-        self._run(ends, ranks.calls, [Call((3, 0, 9, 13))], dtype=DTYPES[dtype])
+        self._run(ends, ranks.calls, [Call((3, 0, 9, 13))], "autocast", dtype=DTYPES[dtype])
 
     def test_outputs_beyond_float16(self, ends: int) -> None:
         """Experts' outputs in float32 keep values above 65504 until they are weighted."""
@@ -370,6 +379,9 @@ class DispatcherConformance(Conformance):
         if spec.format is ActivationFormat.BATCHED and not spec.weights_in_fp32:
             self._skip("the spec does not declare weights_in_fp32")
         changes = {"dtype": torch.float16, "experts": "reference"}  # these do not weight
+        # In batch-invariant problems, dispatchers of both formats weight the outputs.
+        if spec.batch_invariant and spec.weights_in_fp32 and (ends == 1 or spec.moves_tokens):
+            changes["batch_invariant"] = True
         self._run(ends, ranks.outputs_beyond_float16, Call((3, 0, 9, 13), "masked"), **changes)
 
     @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
@@ -405,16 +417,32 @@ class DispatcherConformance(Conformance):
         self._run(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
-        """Two layers of different sizes share a group: both in flight, in turn, and one alone."""
-        job = self._job(several)
-        smaller = {"num_experts": 16, "top_k": 4, "max_num_tokens": 16}
+        """Layers of different sizes, and equal ones, share a group: in flight, and in turn."""
+        p = self._job(several).problem
+        sizes = [s["hidden_size"] for s in self._sizes(p.quant.name, p.device)]
+        widths = sorted(sizes, key=lambda h: (h <= p.hidden_size, h))
         changes = self._first(
-            *({"parallel": job.problem.parallel, **each} for each in (smaller, {})),
+            *(
+                {
+                    "num_experts": 16,
+                    "top_k": 4,
+                    "max_num_tokens": tokens,
+                    "hidden_size": hidden,
+                    "parallel": p.parallel,
+                }
+                for tokens in (2 * (p.max_num_tokens or 16), 16)
+                for hidden in widths
+            ),
+            {"parallel": p.parallel},
         )
         self._run(several, ranks.layers, self._problem(**changes))
 
     def test_two_calls_in_flight(self, world: int) -> None:
-        self._run(world, ranks.in_flight, Call((7, 0, 3, 21)), Call((1, 8, 2, 5)))
+        """In the main form, and with tokens that travel quantized."""
+        both = Call((7, 0, 3, 21)), Call((1, 8, 2, 5))
+        self._run(world, ranks.in_flight, *both)
+        for changes in self._quantized_wire(world) * (world > 1):
+            self._run(world, ranks.in_flight, *both, ["in turn"], **changes)
 
     def test_strided_input(self, ends: int) -> None:
         self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "masked")], "strided")
@@ -427,10 +455,10 @@ class DispatcherConformance(Conformance):
         self._run(ends, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
 
     def test_full_capacity(self, world: int) -> None:
-        """Every rank has max_num_tokens tokens, all for one expert."""
+        """Every rank has max_num_tokens tokens, all for one expert, then all for one rank."""
         most = self._problem(parallel=self._parallel(world)).max_num_tokens
         assert most is not None
-        self._run(world, ranks.calls, [Call((most,), "hot"), Call((most,), "one_expert")])
+        self._run(world, ranks.calls, [Call((most,), "hot"), Call((most,), cases.LAST)])
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -440,14 +468,19 @@ class DispatcherConformance(Conformance):
         self._run(world, rank_failures.one_rank_fails, fault)
 
     def test_failure_after_dispatch(self, world: int) -> None:
-        """One rank's experts raise: all ranks raise and name it, and the next call works."""
+        """One rank's experts raise: all ranks raise and name it, and other calls work."""
         self._run(world, rank_failures.experts_fail)
 
     def test_failure_without_checks(self, several: int) -> None:
-        """One rank fails before `prepare`: `abort` makes the others raise and name it."""
+        """One rank fails before `prepare`, then two: `abort` makes the others raise and name it."""
         if not self._spec().aborts:
             self._skip("the spec does not declare aborts")
-        self._run(several, rank_failures.unchecked_rank_fails)
+        self._needs_ranks()
+        job = self._job(several)
+        tasks: list[ranks.Task] = [(rank_failures.unchecked_rank_fails, job, ())]
+        if several == 2 and self._devices_for(4):  # another group does not fail
+            tasks.append((ranks.calls, job, ([Call((5, 3))] * 2,)))
+        self._run_at_once(several, tasks)
 
     # -- groups -----------------------------------------------------------------------------------
 
@@ -483,6 +516,12 @@ class DispatcherConformance(Conformance):
                 pool.close(patience=0.0)
             raise
 
+    def test_threads(self) -> None:
+        """Two threads call one kernel of a dispatcher that moves no tokens."""
+        if self._spec().moves_tokens:
+            self._skip("moves tokens, so its calls in one group take turns")
+        self._run(1, rank_threads.of_one_kernel, Call((9,)), Call((21,), "masked"))
+
     def test_group_mismatch(self, world: int) -> None:
         """Every rank refuses a group whose size differs from the problem's."""
         self._needs_ranks()
@@ -500,16 +539,16 @@ class DispatcherConformance(Conformance):
     def test_memory_is_stated(self, ends: int) -> None:
         """In the main form, and with tokens that travel quantized."""
         sizes: dict[str, Any] = {"num_experts": 8, "top_k": 4}
-        self._run(ends, ranks.memory, 32, **sizes)
-        for scheme in [n for n in SCHEMES if n in self._spec().wire_schemes][:1]:
-            changes = {"quant": scheme, "parallel": self._parallel(ends), **sizes}
-            if isinstance(self._find_problem(**changes), MoEProblem):
-                self._run(ends, ranks.memory, 32, **changes)
+        for changes in ({}, *self._quantized_wire(ends, **sizes)):
+            self._run(ends, ranks.memory, 32, **{**sizes, **changes})
 
     def test_deterministic(self, ends: int) -> None:
         if not self._spec().deterministic:
             self._skip("the spec does not declare deterministic")
-        self._run(ends, ranks.repeat, Call((7, 0, 3, 21), "hot"))
+        # Sums of two are the same in any order, and float32 shows orders best.
+        wide = {"top_k": 4, "parallel": self._parallel(ends)}
+        changes = self._first({"dtype": torch.float32, **wide}, wide)
+        self._run(ends, ranks.repeat, Call((7, 0, 3, 21), "hot"), **changes)
 
     @pytest.mark.parametrize(
         ("dtype", "scheme"),

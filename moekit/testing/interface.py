@@ -66,6 +66,9 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
     x = tokens.x
     assert x.dtype == p.dtype and tokens.x_scale is None, "quantized without being asked to"
     assert x.is_contiguous(), f"x has strides {x.stride()}, expected a contiguous tensor"
+    others = (tokens.topk_ids, tokens.topk_weights, tokens.expert_num_tokens)
+    places = [t.device for t in others if t is not None]
+    assert set(places) == {x.device}, f"x is on {x.device}, ids, weights or counts on {places}"
 
     def delivery(row: Tensor, expert: int, weight: float) -> Delivery:
         assert bool(torch.isfinite(row).all()), "NaN in a row that an expert must compute"
@@ -122,16 +125,17 @@ def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
 def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     """Dispatch and combine many experts, assignments, and values of any size.
 
-    Each expert multiplies a token by its own number. Tokens reach several hundred, router weights
-    are negative, zero, above 2 and (outside fp16) as small as 1e-8, and one element of one token is
-    NaN.
+    Each expert multiplies a token by its own number. Tokens reach a hundred, and outside fp16 a
+    million. Router weights are negative, zero, above 2 and (outside fp16) as small as 1e-8, and one
+    element of one token is NaN.
     """
     r = Rank(rank, world_size, job)
     p, dispatcher, device = r.problem, r.kernel.dispatcher, device_of(r.problem)
     T, P, K = r.tokens(wanted), p.num_physical_experts, p.top_k
     draw = generator("many assignments", r.batch)
-    largest = 1.5 if p.dtype is torch.float16 else 2.5  # sums over K take the rest of fp16
-    scale = 10 ** (4 * torch.rand(T, 1, generator=draw) + largest - 4)
+    # Sums over K take the rest of fp16.
+    least, largest = (-2.5, 1.5) if p.dtype is torch.float16 else (-5.5, 5.5)
+    scale = 10 ** (least + (largest - least) * torch.rand(T, 1, generator=draw))
     x = (torch.randn(T, p.hidden_size, generator=draw) * scale).to(p.dtype)
     weights = 8 * torch.rand(T, K, generator=draw) - 3
     weights[torch.rand(T, K, generator=draw) < 0.1] = 0.0
@@ -139,7 +143,9 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
         weights[::2] *= 10 ** (-8 * torch.rand(len(weights[::2]), 1, generator=draw))
     odd = slice(T // 2, T // 2 + 1)  # one token, or none
     x[odd, 3], weights[odd] = float("nan"), 1.5
-    ids = torch.rand(T, P, generator=draw).topk(K, dim=1).indices
+    patterns = torch.rand(64, P, generator=draw).topk(K, dim=1).indices
+    ids = patterns[torch.arange(T) % 64] + torch.randint(P, (T, 1), generator=draw)
+    ids %= P
     x, weights, ids = x.to(device), weights.to(device), ids.to(device)
 
     tokens = dispatcher.prepare(x, r.as_taken(Routing(weights, ids)), None).result()

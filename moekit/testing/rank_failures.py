@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from moekit.contract import Routing
-from moekit.errors import GroupMismatch, InvalidInput, MoekitError
+from moekit.errors import GroupMismatch, InvalidInput, MoekitError, PeerFailed
 from moekit.problem import MoEProblem
 from moekit.testing.calls import call
 from moekit.testing.ranks import Call, Job, Rank
@@ -55,30 +55,41 @@ def one_rank_fails(rank: int, world_size: int, job: Job, fault: str) -> None:
 
 
 def unchecked_rank_fails(rank: int, world_size: int, job: Job) -> None:
-    """Let one rank of an unchecked kernel fail before `prepare`: `abort` tells the others."""
+    """Let ranks of an unchecked kernel fail before `prepare`: `abort` tells the others.
+
+    One rank fails, then two, more often than a library has buffers.
+    """
     r = Rank(rank, world_size, job, checked=False)
-    for round_ in range(2):
-        culprit = _culprit(r, round_)
+    for round_ in range(4):
+        culprits = [_culprit(r, round_ + n) for n in range(1 + round_ % 2)]
+        whose = " and ".join(f"rank {culprit}" for culprit in culprits)
         case, _ = r.case(Call((5, 3)), round_)
-        x = case.x[:, :-1] if rank == culprit else case.x
+        x = case.x[:, :-1] if rank in culprits else case.x
         try:
             r.kernel(x, r.packed, case.routing)
         except MoekitError as error:
             r.expect(
-                rank == culprit or f"rank {culprit}" in str(error),
-                f"rank {rank} learns of a failure, but not that it is rank {culprit}'s: {error}",
+                rank in culprits or any(f"rank {each}" in str(error) for each in culprits),
+                f"rank {rank} learns of a failure, but not that it is {whose}'s: {error}",
+            )
+            r.expect(
+                rank in culprits or isinstance(error, PeerFailed),
+                f"rank {rank} learns of a failure by {type(error).__name__}, expected PeerFailed",
             )
         else:
             raise AssertionError(
-                f"rank {rank} got no error although rank {culprit} failed before prepare: abort() "
-                "did not tell it"
+                f"rank {rank} got no error although {whose} failed before prepare: abort() did not "
+                "tell it"
             )
         _check_next(r, (round_, "after"))
     r.finish()
 
 
 def experts_fail(rank: int, world_size: int, job: Job) -> None:
-    """Let one rank's experts raise: every rank raises a MoekitError, and the next call is right."""
+    """Let one rank's experts raise: every rank raises a MoekitError, and other calls are right.
+
+    One of them is in flight at that time, one is the next.
+    """
     r = Rank(rank, world_size, job)
     apply = r.kernel.experts.apply
 
@@ -88,16 +99,20 @@ def experts_fail(rank: int, world_size: int, job: Job) -> None:
     for round_ in range(4):  # more often than a library has buffers
         culprit = _culprit(r, round_)
         mine = r.alone or rank == culprit
-        case, _ = r.case(Call((5, 3)), round_)
+        (case, _), (other, ref) = (r.case(Call((5, 3)), (round_, n)) for n in range(2))
+        flying = r.kernel.start(other.x, r.packed, other.routing)
+        failing = r.kernel.start(case.x, r.packed, case.routing)
+        flying.run()
         if mine:
             r.kernel.experts.apply = broken  # type: ignore[method-assign]
         try:
-            r.kernel(case.x, r.packed, case.routing)
+            failing.run()
         except MoekitError as error:
             r.expect(mine or f"rank {culprit} failed" in str(error), str(error))
         else:
             raise AssertionError(f"rank {rank} got no error although rank {culprit}'s experts fail")
         r.kernel.experts.apply = apply  # type: ignore[method-assign]
+        r.compare(flying.result(), ref, "the call in flight while another failed")
         _check_next(r, (round_, "after"))
     r.finish()
 

@@ -1,4 +1,4 @@
-"""Two layers of a rank at once, each in its own process group and its own thread."""
+"""Two threads of a rank: each with a layer in its own process group, or both with one kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from moekit.testing.ranks import Call, Job, Rank
+from moekit.testing.threads import alternately
 
 # Seconds by which the first thread of a rank is ahead of the second one.
 _HEAD_START = 0.1
@@ -56,6 +59,22 @@ def in_opposite_orders(rank: int, world_size: int, job: Job, wanted: Call, secon
         for index, out in enumerate([first[which], *more[which]]):
             r.compare(out, made[which][index][1], f"call {index} of thread {which} of two")
     at_once("end", lambda n: layers[n].finish())
+
+
+def of_one_kernel(rank: int, world_size: int, job: Job, *wanted: Call) -> None:
+    """Make two calls of one kernel at once, switching threads after every torch operator."""
+    r = Rank(rank, world_size, job, checked=False)
+    packed, made = r.packed, [r.case(each, which) for which, each in enumerate(wanted)]
+    outs: dict[int, Tensor] = {}
+
+    def run(which: int) -> None:
+        case = made[which][0]
+        outs[which] = r.kernel(case.x, packed, case.routing)
+
+    alternately(lambda: run(0), lambda: run(1))
+    for which, (_, ref) in enumerate(made):
+        r.compare(outs[which], ref, f"the call of thread {which} of two")
+    r.finish()
 
 
 def _at_once(rank: int, what: str, step: Callable[[int], Any], seconds: float) -> list[Any]:

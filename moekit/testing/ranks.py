@@ -7,8 +7,11 @@ runs it for one rank after the other.
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property
@@ -154,6 +157,8 @@ class Rank:
         self.kernel = self.compose(self.problem, checked=checked)
         self._faults: list[str] = []
         self._quantizes = False
+        if job.problem.quant.activation is not None:
+            self._watch_quantizer()
 
     def expect(self, right: bool, otherwise: str) -> None:
         """Record a fault for `finish`. Raising at once would let the other ranks wait."""
@@ -259,7 +264,7 @@ class Rank:
         x, scale = self.kernel.experts.quantize(case.x, self.packed, valid)
         return replace(case, x=quant.dequantize(x, scale, activation))
 
-    def watch_quantizer(self) -> None:
+    def _watch_quantizer(self) -> None:
         """Note whether the dispatcher calls ``quantize``. DeepEP's kernels quantize themselves."""
         quantize = self.kernel.experts.quantize
 
@@ -284,14 +289,14 @@ def calls(
     """Make calls on one kernel, one after the other, and compare each with the oracle.
 
     Args:
-        how: plain; strided (no input is contiguous); out (given, strided, with poison around it);
-            fresh (without out and without poison, and as engines call: with another default
-            dtype, partly in inference mode, and with parts of larger buffers).
+        how: plain; autocast; strided (no input is contiguous); out (given, strided, with poison
+            around it); fresh (without out and without poison, and as engines call: with another
+            default dtype, partly in inference mode, with parts of larger buffers, and on a GPU with
+            input that is written late, partly on another stream).
             All outputs must be right at the end, too.
     """
     r = Rank(rank, world_size, job)
-    if r.problem.quant.activation is not None:
-        r.watch_quantizer()
+    device = device_of(r.problem)
     results = []
     for index, wanted in enumerate(sequence):
         case, logical = r.cases(wanted, index)
@@ -304,11 +309,14 @@ def calls(
             wide[1:-1, 8:-8] = float("nan")
             r.expect(bool(torch.isnan(wide).all()), "wrote outside the given output")
         elif how == "fresh":
-            packed, case = r.packed, Inputs(r.problem, T).hold(case)
-            with torch.inference_mode(index % 2 == 0), defaults(torch.float64, case.x.device):
-                out = r.kernel(case.x, packed, case.routing)
+            packed = r.packed
+            with late_stream(device, index % 4 < 2):
+                case = Inputs(r.problem, T).hold(case)
+                with torch.inference_mode(index % 2 == 0), defaults(torch.float64, device):
+                    out = r.kernel(case.x, packed, case.routing)
         else:
-            out = call(r.kernel, r.packed, case)
+            with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
+                out = call(r.kernel, r.packed, case)
         ref = r.expected(case, logical)
         r.compare(out, ref, f"call {index} ({wanted})")
         results.append((out, ref))
@@ -328,21 +336,50 @@ def outputs_beyond_float16(rank: int, world_size: int, job: Job, wanted: Call) -
     r.finish()
 
 
-def in_flight(rank: int, world_size: int, job: Job, first: Call, second: Call) -> None:
-    """Start two calls before running either, and finish them in every order that ranks share."""
+@contextmanager
+def late_stream(device: torch.device, other: bool) -> Iterator[None]:
+    """Let what follows run late on a GPU, on another stream than the current one if ``other``."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device) if other else before  # type: ignore[no-untyped-call]
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_LATE_CYCLES)  # type: ignore[no-untyped-call]
+        yield
+    before.wait_stream(stream)
+
+
+# About a millisecond.
+_LATE_CYCLES = 2_000_000
+
+# Calls start (+), run their experts (>) and give their results (=); two of them are in flight.
+_ORDERS = {
+    "in turn": "+0 +1 =0 =1",
+    "run ahead": "+0 +1 >0 >1 =0 +2 >2 =1 =2",
+    "last first": "+0 +1 =1 +2 =0 =2",
+}
+
+
+def in_flight(
+    rank: int, world_size: int, job: Job, first: Call, second: Call, orders: Iterable[str] = _ORDERS
+) -> None:
+    """Have two calls in flight, and finish them in orders that ranks share."""
     r = Rank(rank, world_size, job)
-    for order in ("in turn", "run ahead", "last first"):
-        made = [r.case(first, (order, 1)), r.case(second, (order, 2))]
-        started = [r.kernel.start(case.x, r.packed, case.routing) for case, _ in made]
-        flights = list(zip(("first", "second"), made, started, strict=True))
-        if order == "run ahead":
-            for flying in started:
-                flying.run()
-        if order == "last first":
-            flights.reverse()
-        for which, (_, ref), flying in flights:
-            what = f"the {which} of two calls in flight, finished {order}"
-            r.compare(flying.result(), ref, what)
+    for order in orders:
+        made = [r.cases(wanted, (order, i)) for i, wanted in enumerate((first, second, first))]
+        flying = {}
+        for step in _ORDERS[order].split():
+            index = int(step[1])
+            case, logical = made[index]
+            if step[0] == "+":
+                flying[index] = r.kernel.start(case.x, r.packed, case.routing)
+            elif step[0] == ">":
+                flying[index].run()
+            else:
+                what = f"call {index} of those in flight, finished {order}"
+                r.compare(flying[index].result(), r.expected(case, logical), what)
     r.finish()
 
 
@@ -383,35 +420,54 @@ def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
         f"rank {rank}: 12 calls leave {kept} bytes allocated; a call must not keep its tensors",
     )
     if not r.alone:
-        some(260 - number)
+        # Dictionaries of Python and of libraries grow at some calls.
+        objects = min(_blocks_left(lambda: some(47)) for _ in range(4))
+        r.expect(
+            objects < 47,
+            f"rank {rank}: 47 calls leave {objects} blocks of Python's memory; a call must keep no "
+            "objects",
+        )
     r.finish()
 
 
 _KEPT = 2 * 1024
 
 
-def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
-    """Call two layers of different sizes in one group, both in flight and alternately.
+def _blocks_left(function: Callable[[], None]) -> int:
+    gc.collect()
+    before = sys.getallocatedblocks()
+    function()
+    gc.collect()
+    return sys.getallocatedblocks() - before
 
-    The first is destroyed early.
+
+def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
+    """Call three layers in one group alternately, two of them in flight; two are alike.
+
+    One of the two is destroyed early, twice. The other layer has more and wider tokens.
     """
-    both = [Rank(rank, world_size, job), Rank(rank, world_size, replace(job, problem=other))]
-    made = [r.case(Call((4, 0, 7, 3)), ("in flight", which)) for which, r in enumerate(both)]
-    flights = [
-        r.kernel.start(case.x, r.packed, case.routing)
-        for r, (case, _) in zip(both, made, strict=True)
-    ]
-    for which, (r, (_, ref), flying) in enumerate(zip(both, made, flights, strict=True)):
-        r.compare(flying.result(), ref, f"layer {which}, while both were in flight")
-    for index, which in enumerate((0, 1, 0, 1, 1, 0, 1, 1)):
-        if index == 6:
-            both[0].kernel.destroy()
-        r = both[which]
-        case, ref = r.case(Call((4, 0, 7, 3)), index)
+    made = [Rank(rank, world_size, replace(job, problem=p)) for p in (job.problem, other)]
+    made.append(Rank(rank, world_size, job))
+    most = other.max_num_tokens or 16
+    wanted = Call((4, 0, 7, 3)), Call((most, 0, 7, most)), Call((4, 0, 7, 3))
+    for pair in ((0, 2), (0, 1)):
+        cases = [made[which].case(wanted[which], ("in flight", pair, which)) for which in pair]
+        flights = [
+            made[which].kernel.start(case.x, made[which].packed, case.routing)
+            for which, (case, _) in zip(pair, cases, strict=True)
+        ]
+        for which, (_, ref), flying in zip(pair, cases, flights, strict=True):
+            made[which].compare(flying.result(), ref, f"layer {which}, while both were in flight")
+    for index, which in enumerate((0, 1, 2, 1, 0, 2, 1, 2)):
+        if index == 5:
+            made[0].kernel.destroy()
+            made[0].kernel.destroy()
+        r = made[which]
+        case, ref = r.case(wanted[which], index)
         out = call(r.kernel, r.packed, case)
         r.compare(out, ref, f"call {index}, layer {which}")
-    both[1].finish()
-    both[0].finish()
+    for r in reversed(made):
+        r.finish()
 
 
 def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:

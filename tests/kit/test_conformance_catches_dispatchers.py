@@ -278,3 +278,20 @@ def test_calls_finished_only_in_the_order_of_their_starts():
     caught_batched(
         FirstInFirstOut, "test_two_calls_in_flight", 1, says="last first|must match|out of bounds"
     )
+
+
+class SumsInAnAttribute(BatchedReference):
+    """Its calls sum in one tensor."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._total = torch.empty(64, problem.hidden_size, dtype=problem.dtype)
+
+    def finalize(self, y, dispatched, out_TH):
+        total = self._total[: len(out_TH)]
+        super().finalize(y, dispatched, total)
+        return Pending.ready(out_TH.copy_(total))
+
+
+def test_scratch_that_threads_share():
+    caught_batched(SumsInAnAttribute, "test_threads", says="the call of thread [01] of two")

@@ -6,7 +6,6 @@ They are `naive` with one fault. The kit runs them on four processes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +16,6 @@ from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
 from moekit import ParallelConfig, Routing
-from moekit.errors import MoekitError, PeerFailed
 from moekit.plugin import weight_and_reduce
 from moekit.runtime.overlap import Pending
 
@@ -207,6 +205,19 @@ def test_experts_that_do_not_divide():
     caught_naive(EqualShares, test, 4, says="relative error|exact zeros")
 
 
+class EqualSharesOfSlices(EqualShares):
+    """Takes E // ranks experts where ranks hold slices of them."""
+
+    def _arrived(self, *args):
+        sliced = self.problem.parallel.tp_size > 1
+        return (super() if sliced else super(EqualShares, self))._arrived(*args)
+
+
+def test_slices_of_experts_that_do_not_divide():
+    test = "test_slices_and_shared_tokens"
+    caught_naive(EqualSharesOfSlices, test, SLICES, says="relative error|exact zeros")
+
+
 class NoTokensNoCall(NaiveDispatcher):
     def prepare(self, x_TH, routing, quantize):
         assert len(x_TH), "no tokens"
@@ -215,53 +226,6 @@ class NoTokensNoCall(NaiveDispatcher):
 
 def test_rank_without_tokens():
     caught_naive(NoTokensNoCall, "test_tokens_per_rank", "empty_rank", 4, says="no tokens")
-
-
-# -- failures ------------------------------------------------------------------
-
-
-class NoAbort(NaiveDispatcher):
-    def abort(self, reason):
-        pass
-
-
-class AbortAnonymous(NaiveDispatcher):
-    def _agree(self, *args):
-        try:
-            return super()._agree(*args)
-        except PeerFailed:
-            raise PeerFailed("some rank failed") from None
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (NoAbort, "got no error although rank 1 failed before prepare"),
-        (AbortAnonymous, "but not that it is rank"),
-    ],
-)
-def test_abort_that_tells_nothing(wrong, says):
-    caught_naive(wrong, "test_failure_without_checks", 2, says=says)
-
-
-class LanesLost(NaiveDispatcher):
-    """Has three buffers, and gives back those of finished calls alone."""
-
-    _free = 3
-
-    def prepare(self, *args):
-        if not self._free:
-            raise MoekitError("no free buffer")
-        self._free -= 1
-        return super().prepare(*args)
-
-    def finalize(self, *args):
-        self._free += 1
-        return super().finalize(*args)
-
-
-def test_abandoned_call_keeps_its_buffer():
-    caught_naive(LanesLost, "test_failure_after_dispatch", 2, says="no free buffer")
 
 
 # -- many calls ----------------------------------------------------------------
@@ -321,62 +285,6 @@ def test_tensors_kept_for_ever(wrong):
     caught_naive(wrong, "test_long_run_of_one_shape", 4, says="12 calls leave")
 
 
-class OneReceiveBuffer(NaiveDispatcher):
-    """Receives all calls' tokens in one buffer."""
-
-    _buffer = None
-
-    def _gather(self, mine, everyone, sizes, works):
-        super()._gather(mine, everyone, sizes, works)
-        for work in works:
-            work.wait()
-        if mine.dtype is torch.int32:
-            return
-        if self._buffer is None:
-            self._buffer = everyone.new_empty((1024, everyone.shape[1]))
-        self._buffer[: len(everyone)] = everyone
-        everyone.set_(self._buffer[: len(everyone)])
-
-
-def test_receive_buffer_of_a_call_in_flight_overwritten():
-    caught_naive(OneReceiveBuffer, "test_two_calls_in_flight", 2, says="first of two calls")
-
-
-class BufferOfTheFirstLayer(NaiveDispatcher):
-    """Layers share what was made for the first of them."""
-
-    _columns: dict[Any, int] = {}
-
-    def _arrived(self, x_RH, meta_RM, sizes):
-        k = self._columns.setdefault(self.group, self.problem.top_k)
-        tokens = super()._arrived(x_RH, meta_RM, sizes)
-        tokens.topk_ids[:, k:] = -1
-        return tokens
-
-
-class DestroyedForAll(NaiveDispatcher):
-    """Frees what layers share with the first layer that ends."""
-
-    _open = False
-
-    def __init__(self, spec, problem, group=None):
-        super().__init__(spec, problem, group)
-        DestroyedForAll._open = True
-
-    def prepare(self, *args):
-        assert DestroyedForAll._open, "buffers are gone"
-        return super().prepare(*args)
-
-    def destroy(self):
-        DestroyedForAll._open = False
-
-
-def test_layers_that_share_buffers():
-    test = "test_layers_in_turn"
-    caught_naive(BufferOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
-    caught_naive(DestroyedForAll, test, 2, says="buffers are gone")
-
-
 # -- numbers and values out of the ordinary ------------------------------------
 
 
@@ -412,10 +320,18 @@ class EightChoices(NaiveDispatcher):
 class Rows1024(NaiveDispatcher):
     """Hands over 1024 rows at most."""
 
+    _most = 1024
+
     def _arrived(self, *args):
         tokens = super()._arrived(*args)
-        tokens.topk_ids[1024:] = -1
+        tokens.topk_ids[self._most :] = -1
         return tokens
+
+
+class Rows32768(Rows1024):
+    """Counts rows in 16 bits."""
+
+    _most = 32768
 
 
 class Assignments32768(NaiveDispatcher):
@@ -469,6 +385,13 @@ class Within100(OtherTokens):
         return x.clamp(-100, 100)
 
 
+class InFloat16(OtherTokens):
+    """Sends bfloat16 tokens as float16."""
+
+    def _instead(self, x):
+        return x if x.dtype is torch.float32 else x.half().to(x.dtype)
+
+
 class NaNHidden(OtherTokens):
     def _instead(self, x):
         return x.nan_to_num()
@@ -483,9 +406,9 @@ class NaNSpreads(OtherTokens):
     "wrong",
     [
         *(IdsBelow128, IdsBelow256, IdsBelow512, IdsInAByte, EightChoices),
-        *(Rows1024, Assignments32768),
+        *(Rows1024, Rows32768, Assignments32768),
         *(WeightsNotNegative, WeightsUpTo2, ZeroWeightIsNaN),
-        *(Within8, Within100, NaNHidden, NaNSpreads),
+        *(Within8, Within100, InFloat16, NaNHidden, NaNSpreads),
     ],
 )
 def test_numbers_and_values_out_of_the_ordinary(wrong):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from abc import abstractmethod
 from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
@@ -85,6 +87,68 @@ class ForPowersOfTwo(NaiveDispatcher):
 
 def test_number_of_ranks():
     caught_naive(ForPowersOfTwo, "test_three_ranks", says="relative error")
+
+
+class MostlyEvenRanks(NaiveDispatcher):
+    """Has room for three times the assignments that a rank gets on average."""
+
+    def _arrived(self, *args):
+        tokens, p = super()._arrived(*args), self.problem
+        room = 3 * p.max_num_tokens * p.parallel.dp_size * p.top_k // p.parallel.ep_size
+        ids = tokens.topk_ids.view(-1)
+        ids[(ids >= 0).cumsum(0) > room] = -1
+        return tokens
+
+
+def test_all_assignments_on_one_rank():
+    says = r"call 1 .*relative error|call 1 .*exact zeros"
+    caught_naive(MostlyEvenRanks, "test_full_capacity", 4, says=says)
+
+
+class SumsItself(NaiveDispatcher):
+    """Sums what the ranks return by a method."""
+
+    @abstractmethod
+    def total(self, partial_GTH): ...
+
+    def finalize(self, y, dispatched, out_TH):
+        counts = list(dispatched.handle.sizes.out)
+        partial_GTH = y.new_empty((len(counts), *out_TH.shape))
+        mine, theirs = y.contiguous().view(torch.uint8), partial_GTH.flatten(0, 1).view(torch.uint8)
+        sizes = [len(out_TH)] * len(counts), counts
+        dist.all_to_all_single(theirs, mine, *sizes, group=self.group)
+        return Pending.ready(out_TH.copy_(self.total(partial_GTH.float())))
+
+
+class OrderOfArrival(SumsItself):
+    def total(self, partial_GTH):
+        order = random.SystemRandom().sample(range(len(partial_GTH)), len(partial_GTH))
+        return sum(partial_GTH[rank] for rank in order)
+
+
+class SumsByMatmul(SumsItself):
+    """Sums with an operator that torch.autocast runs in bfloat16."""
+
+    def total(self, partial_GTH):
+        rows_GN = partial_GTH.flatten(1)
+        return (rows_GN.new_ones(1, len(rows_GN)) @ rows_GN).view(partial_GTH.shape[1:])
+
+
+def test_sums_that_depend_on_more_than_the_call():
+    says = "equal calls give different bits"
+    caught_naive(OrderOfArrival, "test_deterministic", 4, says=says)
+    caught_naive(SumsByMatmul, "test_dtype", "float32", 4, says="relative error")
+
+
+class RoundsRows(NaiveDispatcher):
+    """Declares weights_in_fp32, and sends the experts' rows in the problem's dtype."""
+
+    def finalize(self, y, dispatched, out_TH):
+        return super().finalize(y.to(self.problem.dtype).to(y.dtype), dispatched, out_TH)
+
+
+def test_rows_rounded_before_they_are_weighted():
+    caught_naive(RoundsRows, "test_outputs_beyond_float16", 4, says="NaN or infinite")
 
 
 # -- how it is called --------------------------------------------------------------------
@@ -192,6 +256,22 @@ def test_number_of_calls_in_a_byte():
     caught_naive(ByteOfCalls, "test_long_run_of_one_shape", 4, says="call 256 of one shape")
 
 
+class KeepsSizes(NaiveDispatcher):
+    """A list keeps the sizes of every call, which are no tensors."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._kept = []
+
+    def _agree(self, *args):
+        self._kept.append(super()._agree(*args))
+        return self._kept[-1]
+
+
+def test_objects_kept_for_ever():
+    caught_naive(KeepsSizes, "test_long_run_of_one_shape", 4, says="blocks of Python's memory")
+
+
 class OnlyInItsThread(NaiveDispatcher):
     """Keeps what it needs where other threads do not find it."""
 
@@ -207,33 +287,6 @@ class OnlyInItsThread(NaiveDispatcher):
 
 def test_other_threads_than_its_constructor_s():
     caught_naive(OnlyInItsThread, "test_groups_in_threads", 4, says="has no attribute 'free'")
-
-
-class BuffersOfLayersInTurn(NaiveDispatcher):
-    """Layers of a group share two receive buffers, and each layer uses them in turn."""
-
-    _shared: ClassVar = {}
-
-    def __init__(self, spec, problem, group=None):
-        super().__init__(spec, problem, group)
-        self._calls = 0
-
-    def _gather(self, mine, everyone, sizes, works):
-        super()._gather(mine, everyone, sizes, works)
-        for work in works:
-            work.wait()
-        if mine.dtype is torch.int32:
-            return
-        self._calls += 1
-        key = self.group, self._calls % 2
-        buffer = self._shared.setdefault(key, everyone.new_empty((1024, everyone.shape[1])))
-        buffer[: len(everyone)] = everyone
-        everyone.set_(buffer[: len(everyone)])
-
-
-def test_buffers_of_two_layers_in_flight():
-    says = "layer 0, while both were in flight"
-    caught_naive(BuffersOfLayersInTurn, "test_layers_in_turn", 2, says=says)
 
 
 # -- memory ------------------------------------------------------------------------------

@@ -1,0 +1,197 @@
+"""Wrong dispatchers whose calls or layers share buffers that each needs to itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from moekit_naive.dispatcher import NaiveDispatcher
+from right_naive import caught_naive
+
+from moekit.runtime.overlap import Pending
+
+# -- calls -------------------------------------------------------------------------------
+
+
+class Receives(NaiveDispatcher):
+    """Receives in the buffers that `key` names."""
+
+    _shared: ClassVar[dict[Any, torch.Tensor]] = {}
+    _calls = 0
+
+    @abstractmethod
+    def key(self): ...
+
+    def received(self, mine):
+        """Return whether these rows are received in a buffer."""
+        return mine.dtype is not torch.int32
+
+    def _gather(self, mine, everyone, sizes, works):
+        super()._gather(mine, everyone, sizes, works)
+        for work in works:
+            work.wait()
+        if not self.received(mine):
+            return
+        self._calls += 1
+        buffer = self._shared.setdefault(self.key(), everyone.new_empty(1 << 18))
+        everyone.set_(buffer[: everyone.numel()].view(everyone.shape).copy_(everyone))
+
+
+class OneReceiveBuffer(Receives):
+    """Receives all calls' tokens in one buffer."""
+
+    def key(self):
+        return self
+
+
+class BuffersInTurn(Receives):
+    """Receives the tokens of its calls in two buffers in turn, in whichever order calls end."""
+
+    def key(self):
+        return self, self._calls % 2
+
+
+class OneScalesBuffer(Receives):
+    """Receives the scales of all calls in one buffer."""
+
+    def received(self, mine):
+        return mine.shape[1] > 2 * self.problem.top_k and mine.dtype is torch.int32
+
+    def key(self):
+        return self
+
+
+def test_receive_buffer_of_a_call_in_flight_overwritten():
+    test = "test_two_calls_in_flight"
+    caught_naive(OneReceiveBuffer, test, 2, says="call 0 of those in flight")
+    caught_naive(BuffersInTurn, test, 2, says="call 0 of those in flight, finished last first")
+    caught_naive(OneScalesBuffer, test, 2, says="call 0 of those in flight")
+
+
+class FreeAtTheLaunch(NaiveDispatcher):
+    """Copies y to one of its buffers, which the next call has when the combine is launched."""
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        rows = 256, problem.hidden_size
+        self._free = [torch.empty(rows, dtype=problem.dtype) for _ in range(2)]
+
+    def prepare(self, *args):
+        pending, own = super().prepare(*args), self._free.pop(0)
+
+        def arrive():
+            tokens = pending.result()
+            return replace(tokens, handle=(own, tokens.handle))
+
+        return Pending(arrive)
+
+    def finalize(self, y, dispatched, out_TH):
+        own, handle = dispatched.handle
+        self._free.insert(0, own)
+        mine, tokens = own[: len(y)].copy_(y), replace(dispatched, handle=handle)
+        launch = super().finalize
+        return Pending(lambda: launch(mine, tokens, out_TH).result())
+
+
+def test_buffer_of_a_combine_in_flight_overwritten():
+    says = "call 1 of those in flight, finished run ahead"
+    caught_naive(FreeAtTheLaunch, "test_two_calls_in_flight", 2, says=says)
+
+
+# -- layers ------------------------------------------------------------------------------
+
+
+class BuffersOfLayersInTurn(Receives):
+    """Layers of a group share two receive buffers, and each layer uses them in turn."""
+
+    def key(self):
+        return self.group, self._calls % 2
+
+
+class BuffersOfLikeLayersInTurn(Receives):
+    """The same, for layers that are alike."""
+
+    def key(self):
+        return self.group, self.problem, self._calls % 2
+
+
+class BufferOfTheFirstLayer(NaiveDispatcher):
+    """Layers share what was made for the first of them."""
+
+    _columns: dict[Any, int] = {}
+
+    def _arrived(self, x_RH, meta_RM, sizes):
+        k = self._columns.setdefault(self.group, self.problem.top_k)
+        tokens = super()._arrived(x_RH, meta_RM, sizes)
+        tokens.topk_ids[:, k:] = -1
+        return tokens
+
+
+class WidthOfTheFirstLayer(NaiveDispatcher):
+    """Layers share receive buffers as wide as the first of them needs."""
+
+    _widths: ClassVar[dict[Any, int]] = {}
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        width = self._widths.setdefault(self.group, self.problem.hidden_size)
+        return replace(tokens, x=tokens.x.index_fill(1, torch.arange(width, tokens.x.shape[1]), 0))
+
+
+class RoomOfTheFirstLayer(NaiveDispatcher):
+    """Layers share receive buffers with as many rows as the first of them needs."""
+
+    _rooms: ClassVar[dict[Any, int]] = {}
+
+    def _arrived(self, *args):
+        tokens, most = super()._arrived(*args), self.max_rows(self.problem.max_num_tokens)
+        tokens.topk_ids[self._rooms.setdefault(self.group, most) :] = -1
+        return tokens
+
+
+class DestroyedTwice(NaiveDispatcher):
+    """Counts a layer that is destroyed twice as two users of what like layers share."""
+
+    _users: ClassVar[dict[Any, int]] = {}
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._key = self.group, problem
+        self._users[self._key] = self._users.get(self._key, 0) + 1
+
+    def prepare(self, *args):
+        assert self._users[self._key] > 0, "buffers are gone"
+        return super().prepare(*args)
+
+    def destroy(self):
+        self._users[self._key] = max(0, self._users[self._key] - 1)
+
+
+class DestroyedForAll(NaiveDispatcher):
+    """Frees what layers share with the first layer that ends."""
+
+    _open = False
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        DestroyedForAll._open = True
+
+    def prepare(self, *args):
+        assert DestroyedForAll._open, "buffers are gone"
+        return super().prepare(*args)
+
+    def destroy(self):
+        DestroyedForAll._open = False
+
+
+def test_layers_that_share_buffers():
+    test = "test_layers_in_turn"
+    caught_naive(BufferOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
+    caught_naive(WidthOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
+    caught_naive(RoomOfTheFirstLayer, test, 2, says="layer 1.*(relative error|exact zeros)")
+    caught_naive(DestroyedForAll, test, 2, says="buffers are gone")
+    caught_naive(DestroyedTwice, test, 2, says="buffers are gone")
+    for wrong in (BuffersOfLayersInTurn, BuffersOfLikeLayersInTurn):
+        caught_naive(wrong, test, 2, says="layer 0, while both were in flight")
