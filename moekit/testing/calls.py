@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.backends.local import LocalBatchedDispatcher, LocalDispatcher, local_ids
@@ -28,8 +30,8 @@ from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocation
 QUANTIZED_WIRE = "kit_quantized_wire"
 # A per-tensor scale arrives as one per row, which differs by source.
 ROW_SCALES = "kit_row_scales"
-# A row for each assignment, with one column of ids, which is strided; int32 ids.
-ONE_COLUMN = "kit_one_column"
+# Several rows for a token, with one or three columns of ids, which are strided; int32 ids.
+ONE_COLUMN, THREE_COLUMNS = "kit_one_column", "kit_three_columns"
 # BATCHED: spare capacity, in a part of a buffer.
 SPARE_CAPACITY = "kit_spare_capacity"
 
@@ -93,34 +95,46 @@ class RowScales(LocalDispatcher):
 class OneColumn(LocalDispatcher):
     """Sends a row for each assignment, so that ids have one column, and sums over K itself."""
 
+    columns = 1
+
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         tokens = super().prepare(x_TH, routing, quantize).result()
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
-        K = tokens.topk_ids.shape[1]
+        columns, times = self.columns, self._times
 
         def repeated(rows: Tensor) -> Tensor:
-            return rows[:, None].expand(-1, K, -1).reshape(-1, rows.shape[1])
+            return rows[:, None].expand(-1, times, -1).reshape(-1, rows.shape[1])
 
-        def column(t: Tensor) -> Tensor:
-            return torch.stack((t.flatten(), torch.full_like(t.flatten(), -1)), dim=1)[:, :1]
+        def divided(t: Tensor) -> Tensor:
+            whole = F.pad(t, (0, columns * times - t.shape[1]), value=-1).view(-1, columns)
+            return torch.stack((whole, torch.full_like(whole, -1)), dim=2)[..., 0]
 
         x, scale = repeated(tokens.x), tokens.x_scale
-        ids, weights = column(tokens.topk_ids), column(tokens.topk_weights)
+        ids, weights = divided(tokens.topk_ids), divided(tokens.topk_weights)
         if scale is not None:
             scale = scale if scale.shape[0] == 1 else repeated(scale)
         else:
-            x = x.masked_fill(ids < 0, float("nan"))
+            x = x.masked_fill((ids < 0).all(dim=1, keepdim=True), float("nan"))
         return Pending.ready(Dispatched(x, scale, ids, weights))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        y_TKH = y.view(len(out_TH), self.problem.top_k, y.shape[1])
-        total_TH = y_TKH.sum(dim=1, dtype=torch.float32)
+        total_TH = y.view(len(out_TH), self._times, -1).sum(dim=1, dtype=torch.float32)
         return Pending.ready(out_TH.copy_(total_TH))
 
     def max_rows(self, num_tokens: int) -> int:
-        return num_tokens * self.problem.top_k
+        return num_tokens * self._times
+
+    @property
+    def _times(self) -> int:
+        return -(-self.problem.top_k // self.columns)
+
+
+class ThreeColumns(OneColumn):
+    """Sends a row for three assignments of a token, or for the rest of them."""
+
+    columns = 3
 
 
 class SpareCapacity(LocalBatchedDispatcher):
@@ -162,12 +176,15 @@ def kit_registry(
         replace(
             wire, name=ROW_SCALES, target=f"{__name__}:{RowScales.__name__}", batch_invariant=False
         ),
-        replace(
-            wire,
-            name=ONE_COLUMN,
-            target=f"{__name__}:{OneColumn.__name__}",
-            ids_dtype="int32",
-            batch_invariant=False,
+        *(
+            replace(
+                wire,
+                name=name,
+                target=f"{__name__}:{columns.__name__}",
+                ids_dtype="int32",
+                batch_invariant=False,
+            )
+            for name, columns in ((ONE_COLUMN, OneColumn), (THREE_COLUMNS, ThreeColumns))
         ),
         replace(
             copy.dispatcher("batched_reference"),
@@ -302,6 +319,14 @@ def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
             torch.set_float32_matmul_precision,
         ),
         "random numbers": (torch.get_rng_state(), torch.set_rng_state),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.use_deterministic_algorithms,
+        ),
+        "use of oneDNN": (
+            torch.backends.mkldnn.enabled,
+            partial(setattr, torch.backends.mkldnn, "enabled"),
+        ),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["current device"] = (torch.cuda.current_device(), torch.cuda.set_device)

@@ -12,8 +12,8 @@ from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.testing.base import Capability, Conformance, Sizes
-from moekit.testing.calls import check_call
-from moekit.testing.cases import make_case
+from moekit.testing.calls import check_call, pack
+from moekit.testing.cases import make_case, random_weights
 
 # Numbers of tokens, some around common tiles; in Triton's interpreter those up to 33.
 TOKENS = (0, 1, 2, 33, 127, 128, 129, 257, 1000, 1024, 1025)
@@ -103,6 +103,11 @@ class ExpertsBase(Conformance):
         """A number of tokens that is no multiple of any tile."""
         return 17 if self._on_cpu else 133
 
+    @property
+    def _many_tokens(self) -> int:
+        """More tokens than a tile has rows; in Triton's interpreter a few."""
+        return (8 if self._interpreted else 150) if self._on_cpu else 1100
+
     def _check(
         self,
         problem: MoEProblem,
@@ -114,6 +119,26 @@ class ExpertsBase(Conformance):
         """Compose, pack, call under poison, and compare with the oracle."""
         case = make_case(problem, self._T if num_tokens is None else num_tokens, kind, **data)
         check_call(self._compose(problem, dispatcher or self._native), case)
+
+    def _check_counts(
+        self, problem: MoEProblem, kind: str = "random", *, invariant: bool = True
+    ) -> None:
+        """Check calls of some tokens, one and many, for which backends have other kernels.
+
+        Triton's interpreter runs the first call only.
+
+        Args:
+            kind: of the first call.
+            invariant: also check the batch-invariant problem, if the backend does it.
+        """
+        kernel, weights = self._compose(problem, self._native), random_weights(problem)
+        packed = pack(kernel, weights)
+        calls = ((self._T, kind), (1, "random"), (self._many_tokens, "rows"))
+        for num_tokens, each in calls[: 1 if self._interpreted else None]:
+            check_call(kernel, make_case(problem, num_tokens, each, weights=weights), packed)
+        other = problem.replace(batch_invariant=True)
+        if invariant and not self._interpreted and not self._spec().unsupported(other):
+            self._check(other)
 
     def _precise(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
         """Do as `_at`, in the most precise dtype in which the backend does each choice."""
@@ -143,5 +168,6 @@ class ExpertsBase(Conformance):
         made = self._spec().load()(self._spec(), problem)
         assert made.problem == problem and made.spec == self._spec()
         for rows in (0, 1, self._T):
+            assert made.transient_bytes(rows) >= 0
             for buffer in made.workspace(rows):
                 assert buffer.nbytes >= 0

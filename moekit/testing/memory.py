@@ -23,7 +23,9 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
-_POISON = 0xFF  # all bits set: NaN in every float format, -1 in the integers
+_POISON = 0xFF  # all bits set: NaN in every float format
+# Not -1, which is a meaningful id: memory that nobody wrote must not say "no expert".
+_INTEGER_POISON, _INTEGERS = 1, (torch.int16, torch.int32, torch.int64)
 
 _aten = torch.ops.aten
 _UNINITIALISED = {
@@ -36,9 +38,11 @@ _UNINITIALISED = {
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """Fill the whole storage of ``tensor`` with NaN (integers: -1), and return ``tensor``."""
-    storage = tensor.untyped_storage()
-    torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).fill_(_POISON)
+    """Fill the whole storage of ``tensor`` with NaN (integers: 1), and return ``tensor``."""
+    whole, dtype = tensor.untyped_storage(), tensor.dtype
+    value = _INTEGER_POISON if dtype in _INTEGERS else _POISON
+    as_dtype = dtype if dtype in _INTEGERS else torch.uint8
+    torch.empty(0, dtype=as_dtype, device=tensor.device).set_(whole).fill_(value)
     return tensor
 
 
@@ -56,7 +60,10 @@ class PoisonedWorkspace(Workspace):
         specs = wanted._specs if isinstance(wanted, Layout) else wanted
         scratch = super().take([each for spec in specs for each in (spec, self._GUARD)], device)
         for buffer in scratch[:1]:  # all of them lie in one storage
-            poison(buffer)
+            poison(buffer.view(-1).view(torch.uint8))
+        for buffer in scratch[::2]:
+            if buffer.dtype in _INTEGERS:
+                buffer.fill_(_INTEGER_POISON)
         self._guards = scratch[1::2]
         del scratch[1::2]
         return scratch

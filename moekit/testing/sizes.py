@@ -7,6 +7,7 @@ on one size does not depend on the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,8 +18,8 @@ from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS
 from moekit.testing import cases
 from moekit.testing.base import over
-from moekit.testing.calls import check_call
-from moekit.testing.cases import Case, make_case, random_routing
+from moekit.testing.calls import check_call, pack
+from moekit.testing.cases import ROUTINGS, Case, make_case, random_routing, random_weights
 from moekit.testing.experts_base import ExpertsBase, sizes_of
 from moekit.testing.memory import most_memory
 
@@ -62,8 +63,10 @@ PUBLISHED = {
 }
 
 # Rows around common tiles: one fewer, as many, one more; and no row, and one.
-_TILES = (16, 32, 64, 128, 256)
+_TILES = (16, 32, 64, 128, 160, 192, 224, 256, 512)
 _ROWS = (0, 1, *(rows for tile in _TILES for rows in (tile - 1, tile, tile + 1)))
+# Steps between numbers of tokens: at least this, and at most this part of the number.
+_STEP, _PART, _MOST_IN_STEPS = 17, 16, 4096
 # More than 16 bits hold, and more than a block of threads may count.
 _ASSIGNMENTS = 65536
 # The part of a GPU's free memory for fp32 weights, their 16-bit form and the packed weights.
@@ -89,7 +92,7 @@ class ExpertsSizes(ExpertsBase):
 
     def test_one_expert(self) -> None:
         """A dense layer, or a rank with one expert."""
-        self._check(self._problem(num_experts=1, top_k=1), kind="rows")
+        self._check_counts(self._problem(num_experts=1, top_k=1), "rows")
 
     def test_many_experts(self) -> None:
         """More experts, and more assignments of a token, than published models have; both are odd.
@@ -120,12 +123,28 @@ class ExpertsSizes(ExpertsBase):
         self._check_routed(case, ids)
 
     def test_many_assignments(self) -> None:
-        """T * K beyond 65536: indices of assignments need more than 16 bits."""
+        """T * K beyond 65536, and T, of which one expert gets all, beyond 32768.
+
+        Indices of assignments, tokens and rows need more than 16 bits.
+        """
         if self._interpreted:
             self._skip("takes minutes in Triton's interpreter, which runs a program a token")
-        inner, top_k = (16, 8) if self._on_cpu else (128, 8)
+        inner, top_k = 16 if self._on_cpu else 128, 2
         problem = self._at(*(sizes_of(16, top_k, 2 * n, n) for n in (inner, 128, 256)))
-        self._check(problem, _ASSIGNMENTS // top_k + 9)
+        self._check(problem, _ASSIGNMENTS // top_k + 9, "hot")
+
+    def test_token_ranges(self) -> None:
+        """Kernels are chosen by ranges of tokens: none that is wider than a step is left out."""
+        if self._interpreted:
+            self._skip("takes minutes in Triton's interpreter")
+        problem = self._problem()
+        kernel, weights = self._compose(problem, self._native), random_weights(problem)
+        packed, kinds = pack(kernel, weights), cycle(ROUTINGS)
+        num_tokens = 1 + int(torch.randint(_STEP, (), generator=cases.generator("first tokens")))
+        while num_tokens <= _MOST_IN_STEPS:
+            case = make_case(problem, num_tokens, next(kinds), num_tokens, weights)
+            check_call(kernel, case, packed)
+            num_tokens += max(_STEP, num_tokens // _PART)
 
     @pytest.mark.parametrize("wide", ["hidden", "intermediate"])
     def test_wide(self, wide: str) -> None:

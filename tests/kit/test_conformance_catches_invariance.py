@@ -139,11 +139,11 @@ class SecondGemmByRows(Blocks):
 
 @killed_by("test_batch_invariant_scheme", "fp8_block", says=OTHER)
 class QuantizedByTokens(Blocks):
-    """Rounds the results of quantized schemes otherwise in calls of more than 64 tokens."""
+    """Rounds the results of quantized schemes otherwise in calls of more than 128 tokens."""
 
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
-        if self.problem.quant.weight is not None and len(tokens.x) > 64:
+        if self.problem.quant.weight is not None and len(tokens.x) > 128:
             y.mul_(1 + 2**-7)
 
 
@@ -156,6 +156,37 @@ class CopiesUnstated(Blocks):
         copies = tokens.x.float().repeat_interleave(64, dim=0) if invariant else None
         super().apply(y, tokens, weights, workspace)
         del copies
+
+
+@killed_by("test_bias", True)
+class InvariantWithoutBias(Blocks):
+    """Drops biases in batch-invariant problems."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.batch_invariant:
+            kept = {n: t for n, t in weights.experts.items() if not n.endswith("bias")}
+            weights = replace(weights, experts=kept)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_activation", "gelu_tanh")
+class InvariantInSilu(Blocks):
+    """Computes batch-invariant problems with silu, whatever their activation is."""
+
+    def apply(self, y, tokens, weights, workspace):
+        asked = self.problem
+        if asked.batch_invariant and asked.activation.gated:
+            self.problem = asked.replace(activation="silu")
+        super().apply(y, tokens, weights, workspace)
+        self.problem = asked
+
+
+@killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER)
+class TileBetweenPowersOfTwo(Blocks):
+    """Has another tile for calls of about 384 tokens."""
+
+    def rows_in_reverse(self, tokens):
+        return all_if(320 < len(tokens.x) < 448, tokens)
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

@@ -29,7 +29,7 @@ class OfEight(Plain):
     """Right experts for sizes that are multiples of eight."""
 
     BASE = "torch"
-    DECLARED = {"multiples": lambda problem: (8, 8)}
+    DECLARED = {"batch_invariant": False, "multiples": lambda problem: (8, 8)}
 
 
 @killed_by("test_padded_sizes", "none")
@@ -399,6 +399,173 @@ class ScalesOfTwoHalves(Plain):
         half = scale.shape[1] // 2
         scale[:, half : 2 * half] = scale[:, :half]
         return replace(packed, experts={**packed.experts, "w13_scale": scale})
+
+
+# -- kernels that are chosen by sizes and forms ----------------------------------------------------
+
+
+@killed_by("test_token_ranges", says="relative error|exact zeros")
+class TailOfOneKernel(Skips):
+    """Drops the last token of calls of 301 to 320 tokens, for which it has a kernel."""
+
+    LEAST, MOST = 301, 320
+
+    def kept(self, ids, tokens):
+        T = len(ids)
+        last = T - (self.LEAST <= T <= self.MOST and bool((ids[-1] >= 0).any()))
+        return (torch.arange(T) < last)[:, None]
+
+
+@killed_by("test_rows_per_expert")
+class FullTileOf192(FullTile):
+    """Drops the last row of an expert whose rows fill tiles of 192."""
+
+    TILE = 192
+
+
+@killed_by("test_rows_per_expert")
+class OneRowBeyond112(OneRowBeyondATile):
+    """Drops the last row of an expert that has one more than tiles of 112 hold."""
+
+    TILE = 112
+
+
+@killed_by("test_many_assignments")
+class Tokens16Bit(Skips):
+    """Drops tokens from 32768 on: their index is an int16."""
+
+    def kept(self, ids, tokens):
+        return (torch.arange(len(ids)) < 32768)[:, None]
+
+
+@killed_by("test_many_assignments")
+class CapacityFactor(Skips):
+    """Drops an expert's rows beyond seven times those of a balanced routing."""
+
+    def kept(self, ids, tokens):
+        fair = ids.numel() / self.problem.num_local_experts
+        return rank_in_expert(ids) <= max(64, 7 * fair)
+
+
+class DropsTheLast(Skips):
+    """Drops the last token that has an expert in calls where `wrong`."""
+
+    @abstractmethod
+    def wrong(self, tokens): ...
+
+    def kept(self, ids, tokens):
+        used = (ids >= 0).any(dim=1)
+        last = used & (used.flip(0).cumsum(0).flip(0) == 1)
+        return ~(last & self.wrong(tokens))[:, None]
+
+
+@killed_by("test_scheme", "int8_w8a16")
+@killed_by("test_scheme", "fp8_block")
+class ManyTokensQuantized(DropsTheLast):
+    """Drops the last of more than 64 tokens in quantized schemes, for which it has a kernel."""
+
+    def wrong(self, tokens):
+        return self.problem.quant.weight is not None and len(tokens.x) > 64
+
+
+@killed_by("test_scheme", "int4_w4a16_g128", says="relative error|exact zeros")
+class OneTokenQuantized(DropsTheLast):
+    """Has a kernel for one token that is wrong for weights of 4 bits."""
+
+    def wrong(self, tokens):
+        operand = self.problem.quant.weight
+        return operand is not None and operand.packed and len(tokens.x) == 1
+
+
+@killed_by("test_input_form", "fp8_block", "kit_quantized_wire")
+class ManyQuantizedRows(DropsTheLast):
+    """Drops the last of more than 64 rows that arrive quantized."""
+
+    def wrong(self, tokens):
+        return tokens.x_scale is not None and len(tokens.x) > 64
+
+
+@killed_by("test_dtype", "float16", says="relative error|exact zeros")
+class ManyTokensInFloat16(DropsTheLast):
+    """Drops the last of more than 64 tokens in float16."""
+
+    def wrong(self, tokens):
+        return self.problem.dtype == torch.float16 and len(tokens.x) > 64
+
+
+@killed_by("test_top_1", says="relative error|exact zeros")
+class OneAssignment(DropsTheLast):
+    """Squeezes the ids of a call with a single assignment, and finds none."""
+
+    def wrong(self, tokens):
+        return tokens.topk_ids.numel() == 1
+
+
+class OtherProblem(Plain):
+    """Computes another problem, which `instead` makes of its own."""
+
+    @abstractmethod
+    def instead(self, problem, num_tokens): ...
+
+    def apply(self, y, tokens, weights, workspace):
+        asked = self.problem
+        self.problem = self.instead(asked, len(y))
+        super().apply(y, tokens, weights, workspace)
+        self.problem = asked
+
+
+@killed_by("test_activation", "gelu")
+class SiluForManyTokens(OtherProblem):
+    """Has silu only in its kernel for more than 64 tokens."""
+
+    def instead(self, problem, num_tokens):
+        gelu = problem.activation.name == "gelu" and num_tokens > 64
+        return problem.replace(activation="silu") if gelu else problem
+
+
+@killed_by("test_clamp", "silu")
+class ClampDroppedForOneToken(OtherProblem):
+    """Has no clamp in its kernel for one token."""
+
+    def instead(self, problem, num_tokens):
+        clamped = problem.activation.clamped and num_tokens == 1
+        return problem.replace(activation="silu") if clamped else problem
+
+
+@killed_by("test_padded_sizes", "mxfp4_w4a16")
+@killed_by("test_padded_sizes", "fp8_channel_token")
+class ClampDroppedWhereQuantized(OtherProblem):
+    """Drops the clamp in quantized schemes."""
+
+    def instead(self, problem, num_tokens):
+        activation = problem.activation
+        if problem.quant.weight is None or activation.limit is None:
+            return problem
+        return problem.replace(activation=replace(activation, limit=1e6))
+
+
+@killed_by("test_bias", True)
+class BiasDroppedForManyTokens(Plain):
+    """Drops biases in its kernel for more than 64 tokens."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if len(y) > 64:
+            kept = {n: t for n, t in weights.experts.items() if not n.endswith("bias")}
+            weights = replace(weights, experts=kept)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_padded_sizes", "int8_w8a16")
+@killed_by("test_padded_sizes", "int4_w4a16_g32")
+class NeedsSixteenUnstated(Plain):
+    """Ignores the columns behind the last whole tile of 16 in quantized schemes, unstated."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.quant.weight is not None and tokens.x_scale is None:
+            x = tokens.x.clone()
+            x[..., x.shape[-1] // 16 * 16 :] = 0
+            tokens = replace(tokens, x=x)
+        super().apply(y, tokens, weights, workspace)
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

@@ -372,6 +372,31 @@ class GateAloneClamped(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
+@killed_by("test_scheme", "fp8_channel_token", takes_unquantized=False)
+class ScaleOfOne(Plain):
+    """Converts tokens to fp8 without a scale: small numbers hardly differ."""
+
+    def quantize(self, x_RH, weights, valid_rows):
+        x, scale = super().quantize(x_RH, weights, valid_rows)
+        operand = self.problem.quant.activation
+        if operand.dtype != "float8_e4m3fn" or operand.static:
+            return x, scale
+        return x_RH.float().clamp(-448, 448).to(x.dtype), torch.ones_like(scale)
+
+
+@killed_by("test_clamp", "silu")
+class LimitIn16Bits(Plain):
+    """Rounds the limit to bfloat16, also in fp32 problems."""
+
+    def apply(self, y, tokens, weights, workspace):
+        asked = self.problem
+        if (limit := asked.activation.limit) is not None:
+            rounded = float(torch.tensor(limit).bfloat16())
+            self.problem = asked.replace(activation=replace(asked.activation, limit=rounded))
+        super().apply(y, tokens, weights, workspace)
+        self.problem = asked
+
+
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
 def test_killed(mutant):
     mutant.check()

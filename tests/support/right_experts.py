@@ -17,6 +17,7 @@ class Plain(PermuteExpertsUnpermute):
     """STANDARD, reducing, unquantized arithmetic in fp32."""
 
     BASE = "torch"
+    DECLARED = {"batch_invariant": False}
 
     def pack(self, weights):
         named = weights.tensors()
@@ -67,7 +68,11 @@ class Batched(PermuteExpertsUnpermute):
     """BATCHED, unquantized arithmetic in fp32."""
 
     BASE = "torch"
-    DECLARED = {"format": ActivationFormat.BATCHED, "reduces": False}
+    DECLARED = {
+        "format": ActivationFormat.BATCHED,
+        "reduces": False,
+        "batch_invariant": False,
+    }
 
     def pack(self, weights):
         return PackedWeights(self.spec.name, *weights.by_expert())
