@@ -256,22 +256,6 @@ def test_number_of_calls_in_a_byte():
     caught_naive(ByteOfCalls, "test_long_run_of_one_shape", 4, says="call 256 of one shape")
 
 
-class KeepsSizes(NaiveDispatcher):
-    """A list keeps the sizes of every call, which are no tensors."""
-
-    def __init__(self, spec, problem, group=None):
-        super().__init__(spec, problem, group)
-        self._kept = []
-
-    def _agree(self, *args):
-        self._kept.append(super()._agree(*args))
-        return self._kept[-1]
-
-
-def test_objects_kept_for_ever():
-    caught_naive(KeepsSizes, "test_long_run_of_one_shape", 4, says="blocks of Python's memory")
-
-
 class OnlyInItsThread(NaiveDispatcher):
     """Keeps what it needs where other threads do not find it."""
 
