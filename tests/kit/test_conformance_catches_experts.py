@@ -443,4 +443,4 @@ def test_killed(mutant):
 
 
 def test_other_tests_miss_experts_in_another_dimension():
-    suite(IntermediateMajor, "torch").test_dtype("bfloat16")
+    suite(IntermediateMajor, "torch", **Plain.DECLARED).test_dtype("bfloat16")
