@@ -25,13 +25,12 @@ def weight_and_reduce(
         out_RH: (R, H), any float dtype; every element is written.
         places_RK: (R, K) integers, anything where the id is -1. Default: ``r * K + k``.
     """
-    rows_RKH = None if places_RK is not None else rows_NH.view(*ids_RK.shape, rows_NH.shape[1])
+    top_k = ids_RK.shape[1]
     total = torch.zeros(out_RH.shape, dtype=torch.float32, device=out_RH.device)
-    for k in range(ids_RK.shape[1] if len(rows_NH) else 0):
-        if rows_RKH is not None:
-            rows = rows_RKH[:, k]
+    for k in range(top_k if len(rows_NH) else 0):
+        if places_RK is None:
+            rows = rows_NH[k::top_k]
         else:
-            assert places_RK is not None
             rows = rows_NH[places_RK[:, k].clamp(0, len(rows_NH) - 1)]
         used = ids_RK[:, k, None] >= 0
         total += torch.where(used, rows.float() * weights_RK[:, k, None], 0.0)

@@ -17,12 +17,15 @@ from torch import Tensor
 from moekit.contract import Routing
 from moekit.problem import DTYPES, MoEProblem
 from moekit.problem.quant import SCHEMES
+from moekit.runtime.reduce import weight_and_reduce
 from moekit.testing import cases
 from moekit.testing.base import over
 from moekit.testing.calls import call, pack
 from moekit.testing.cases import Case, make_case
 from moekit.testing.diagnose import assert_close
 from moekit.testing.experts_base import ExpertsBase
+
+NAN = float("nan")
 
 _TILES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _AROUND = tuple(t for tile in _TILES for t in (tile - 1, tile, tile + 1))
@@ -110,7 +113,7 @@ class ExpertsInvariance(ExpertsBase):
 
     @over("scheme", SCHEMES)
     def test_batch_invariant_scheme(self, scheme: str) -> None:
-        most, sizes = (65, (1, 17)) if self._interpreted else (140, (1, 2, 17, 33, 129))
+        most, sizes = (65, (1, 17)) if self._interpreted else (500, (1, 2, 17, 33, 129))
         self._check_sizes(make_case(self._invariant(quant=scheme), most), sizes)
 
     @pytest.mark.parametrize("gemm", [1, 2])
@@ -172,6 +175,29 @@ class ExpertsInvariance(ExpertsBase):
         bridged = self._runner(case, self._bridged)(case)
         check_bits(bridged, wanted, f"behind {self._bridged} instead of {self._native}")
 
+    @over("dtype", DTYPES)
+    def test_weight_and_reduce(self, dtype: str) -> None:
+        """The backend's own function has the bits of `moekit.plugin.weight_and_reduce`.
+
+        Kernels of several backends may share a dispatcher, which sums by one of their functions.
+        """
+        problem = self._invariant(dtype=DTYPES[dtype], apply_router_weight_on_input=False)
+        reduce = self._compose(problem, self._native).experts.weight_and_reduce
+        if reduce is weight_and_reduce:
+            self._skip("the backend sums with moekit.plugin.weight_and_reduce")
+        for rows, top_k, hidden in ((1, 1, 33), (6, 2, 1300), (40, 9, 320)):
+            call = _reduction(problem, rows, top_k, hidden)
+            wide = torch.full((rows, 2 * hidden), NAN, dtype=problem.dtype, device=call[0].device)
+            spread, places = _spread(*call[:2])
+            for out in (wide[:, :hidden], wide[:, ::2]):
+                wanted = weight_and_reduce(*call, torch.empty_like(out))
+                for y_NH, at in ((call[0], None), (spread, places)):
+                    out.fill_(NAN)
+                    got = reduce(y_NH, *call[1:], out, at)
+                    what = f"(R, K, H) = {rows, top_k, hidden}, places {at is not None}"
+                    assert got is out, f"{what}: weight_and_reduce must return the output given"
+                    check_bits(out, wanted, f"{what}, compared with moekit.plugin's function")
+
     # -- for these tests ------------------------------------------------------------------------
 
     @property
@@ -206,6 +232,29 @@ class ExpertsInvariance(ExpertsBase):
                 rows = slice(start, start + tokens)
                 alone = f"tokens {start} to {start + tokens - 1} alone, instead of all {most}"
                 check_bits(run(rows_of(case, rows)), wanted[rows], what + alone)
+
+
+def _reduction(
+    problem: MoEProblem, rows: int, top_k: int, hidden: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows (R * K, H), ids and weights (R, K), with NaN where the id is -1."""
+    draw = cases.generator("reduction", rows, top_k)
+    ids = torch.randint(-1, 5, (rows, top_k), generator=draw)
+    ids[rows // 2, top_k // 2 :] = -1
+    weights = torch.randn(rows, top_k, generator=draw).masked_fill(ids < 0, NAN)
+    y = torch.randn(rows * top_k, hidden, generator=draw).to(problem.dtype)
+    y = y.masked_fill(ids.view(-1, 1) < 0, NAN)
+    device = cases.device_of(problem)
+    return y.to(device), ids.to(device), weights.to(device)
+
+
+def _spread(y_SH: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return twice as many rows, NaN in between, and the places (R, K) of the old ones."""
+    N = 2 * len(y_SH)
+    places = torch.randperm(N, generator=cases.generator("places", N))[: len(y_SH)]
+    places = places.to(y_SH.device)
+    spread = y_SH.new_full((N, y_SH.shape[1]), NAN).index_copy_(0, places, y_SH)
+    return spread, places.view_as(ids_RK).masked_fill(ids_RK < 0, N)
 
 
 def _steps(ids_TK: Tensor) -> Tensor:

@@ -139,11 +139,11 @@ class SecondGemmByRows(Blocks):
 
 @killed_by("test_batch_invariant_scheme", "fp8_block", says=OTHER)
 class QuantizedByTokens(Blocks):
-    """Rounds the results of quantized schemes otherwise in calls of more than 128 tokens."""
+    """Rounds the results of quantized schemes otherwise in calls of 129 to 399 tokens."""
 
     def apply(self, y, tokens, weights, workspace):
         super().apply(y, tokens, weights, workspace)
-        if self.problem.quant.weight is not None and len(tokens.x) > 128:
+        if self.problem.quant.weight is not None and 128 < len(tokens.x) < 400:
             y.mul_(1 + 2**-7)
 
 
@@ -182,11 +182,62 @@ class InvariantInSilu(Blocks):
 
 
 @killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER)
-class TileBetweenPowersOfTwo(Blocks):
+class TileBetweenPowersOfTwo(SecondGemmByRows):
     """Has another tile for calls of about 384 tokens."""
 
     def rows_in_reverse(self, tokens):
         return all_if(320 < len(tokens.x) < 448, tokens)
+
+
+class Summing(Blocks):
+    """Right: a weighted sum of its own, one product and one sum after the other."""
+
+    BASE = "torch"
+
+    @staticmethod
+    def order(top_k):
+        return range(top_k)
+
+    @staticmethod
+    def added(total, rows, weights):
+        return total + rows * weights
+
+    @classmethod
+    def weight_and_reduce(cls, rows_NH, ids_RK, weights_RK, out_RH, places_RK=None):
+        total = torch.zeros(out_RH.shape)
+        places = torch.arange(ids_RK.numel()).view_as(ids_RK) if places_RK is None else places_RK
+        for k in cls.order(ids_RK.shape[1]):
+            used = ids_RK[:, k] >= 0
+            rows = rows_NH[places[used, k]].float()
+            total[used] = cls.added(total[used], rows, weights_RK[used, k, None])
+        return out_RH.copy_(total)
+
+
+@killed_by("test_weight_and_reduce", "float32", says=OTHER)
+class FusedMultiplyAdd(Summing):
+    """Does not round products: the bits differ from those of other backends' sums."""
+
+    @staticmethod
+    def added(total, rows, weights):
+        return (total.double() + rows.double() * weights.double()).float()
+
+
+@killed_by("test_weight_and_reduce", "float32", says=OTHER)
+class SumsBackwards(Summing):
+    """Sums from the last assignment to the first."""
+
+    @staticmethod
+    def order(top_k):
+        return reversed(range(top_k))
+
+
+@killed_by("test_weight_and_reduce", "bfloat16", says=OTHER)
+class IgnoresPlaces(Summing):
+    """Takes rows in the order of the assignments, wherever the dispatcher left them."""
+
+    @classmethod
+    def weight_and_reduce(cls, rows_NH, ids_RK, weights_RK, out_RH, places_RK=None):
+        return super().weight_and_reduce(rows_NH, ids_RK, weights_RK, out_RH)
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

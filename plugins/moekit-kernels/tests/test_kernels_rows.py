@@ -13,11 +13,8 @@ from moekit_kernels.rows import (
     activate_rows,
     quantize_rows,
     quantize_rows_per_tensor,
-    weight_and_reduce,
     weighted_sum,
 )
-
-from moekit.plugin import weight_and_reduce as torch_weight_and_reduce
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 NAN = float("nan")
@@ -286,32 +283,6 @@ def test_weighted_sum(device, dtype, weighted):
         weighted_sum(given[0], weights if weighted else None, ids, biased, given[1], bias)
         assert relative_error(biased, reference) < (3e-3 if dtype == torch.bfloat16 else 2e-6)
         assert (biased[1] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize("top_k", [1, 9])
-def test_weight_and_reduce_has_the_bits_of_torch(device, dtype, placed, top_k):
-    """The products and sums of real numbers are rounded one by one, not fused."""
-    rows, cols = 6, 1300
-    ids = torch.randint(-1, 5, (rows, top_k), device=device)
-    ids[2] = -1
-    weights = torch.randn(rows, top_k, device=device)
-    weights[ids < 0] = NAN
-    y = torch.randn(rows * top_k, cols, device=device).to(dtype)
-    y[ids.flatten() < 0] = NAN
-    places = None
-    if placed:
-        places = torch.randperm(2 * len(y), device=device)[: len(y)].view(rows, top_k)
-        y = torch.full((2 * len(y), cols), NAN, dtype=dtype, device=device).index_copy(
-            0, places.flatten(), y
-        )
-        places[ids < 0] = 2 * len(y)
-    wide = torch.full((rows, 2 * cols), NAN, dtype=dtype, device=device)
-    for out in (wide[:, :cols], wide[:, ::2]):
-        want = torch_weight_and_reduce(y, ids, weights, torch.empty_like(out), places)
-        assert weight_and_reduce(y, ids, weights, out, places) is out
-        assert torch.equal(out, want) and not out.isnan().any() and (out[2] == 0).all()
 
 
 def test_no_rows(device):

@@ -312,7 +312,8 @@ def weight_and_reduce(
     places_RK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do as `moekit.plugin.weight_and_reduce`, with the same bits, in one launch."""
-    out = out_RH if out_RH.stride(1) == 1 else torch.empty_like(out_RH).contiguous()
+    dense = torch.contiguous_format
+    out = out_RH if out_RH.stride(1) == 1 else torch.empty_like(out_RH, memory_format=dense)
     places_A = None if places_RK is None else places_RK.contiguous().view(-1)
     weighted_sum(rows_NH, weights_RK.contiguous(), ids_RK.contiguous(), out, places_A)
     return out if out is out_RH else out_RH.copy_(out)
