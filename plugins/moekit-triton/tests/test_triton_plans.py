@@ -12,7 +12,7 @@ from moekit_kernels.align import align_capacity
 from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
 from moekit_triton.experts import TritonExperts
-from moekit_triton.heuristics import choose_plan, heuristic, invariant_plan
+from moekit_triton.heuristics import choose_plan, heuristic, invariant_plans
 from moekit_triton.kernels.tiles import GemmConfig, token_tile
 from moekit_triton.plans import (
     Batched,
@@ -362,20 +362,25 @@ def test_devices_without_a_near_shape_take_the_h200s_plans() -> None:
 
 @pytest.mark.parametrize("device", ["sm80", "sm89", H200, "sm100"])
 @pytest.mark.parametrize("quant", ["none", "fp8_block", "fp8_channel_token", "int4_w4a16_g128"])
-def test_one_plan_for_all_calls_of_a_batch_invariant_problem(device, quant) -> None:
-    """Neither tokens nor the experts of a rank choose it, nor tables, and formats agree."""
+def test_plans_of_a_batch_invariant_problem(device, quant) -> None:
+    """Rows per expert choose one of two on Hopper, which sum in the same steps. The experts of a
+    rank do not change them, nor do tables, and formats agree."""
     base = problem(device=device, quant=quant, num_experts=128, batch_invariant=True)
-    fixed = invariant_plan(base)
+    few, many = invariant_plans(base)
+    assert (few != many) == (device == H200 and quant != "int4_w4a16_g128")
+    for gemm in ("first", "second"):
+        assert getattr(few, gemm).block_k == getattr(many, gemm).block_k
     ranks = [ParallelConfig(), *(ParallelConfig(ep_size=n, ep_rank=n - 1) for n in (2, 8, 128))]
     for p in [
         base.replace(parallel=each, num_redundant_experts=n) for each in ranks for n in (0, 9)
     ]:
         for rows in (1, 2, 3, 16, 17, 64, 300, 4096, 65536):
             for top_k in (1, 2):
+                fixed = many if rows * top_k / p.num_physical_experts > 48 else few
                 assert choose_plan(p, rows, top_k) == fixed
-            batched = choose_plan(p, rows, 2, batched=True)
-            assert (batched.first, batched.second, batched.fused) == (
-                fixed.first, fixed.second, fixed.fused,
-            )  # fmt: skip
+                batched = choose_plan(p, rows, top_k, batched=True)
+                assert (batched.first, batched.second, batched.fused) == (
+                    fixed.first, fixed.second, fixed.fused,
+                )  # fmt: skip
     plans = {choose_plan(base.replace(batch_invariant=False), rows, 2) for rows in (1, 64, 4096)}
     assert len(plans) > 1  # the default mode chooses by tokens

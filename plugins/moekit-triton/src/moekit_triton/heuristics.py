@@ -57,9 +57,9 @@ _AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
 # average, for weights of more than 8 bits and for 8 bits.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
-# Rows per expert that a batch-invariant plan is made for, which gives tiles of 64 rows: their time
-# is that of the weights for a few tokens, and tensor cores are busy with many.
-_INVARIANT_ROWS = 48
+# Rows per expert that the plans of batch-invariant problems are made for: tiles of 64 rows, whose
+# time is that of the weights for a few tokens, and tiles of 128.
+_INVARIANT_FEW, _INVARIANT_MANY = 48, 256
 # Where programs share GEMM 2's K: the most programs, and the most addends.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
 
@@ -85,18 +85,19 @@ class Planner:
             own = bool(measured) and has_shape(problem)
         self._measured = measured
         self._own = own
-        self._invariant = invariant_plan(problem) if problem.batch_invariant else None
+        self._invariant = invariant_plans(problem) if problem.batch_invariant else None
 
     def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
         """Return the plan for ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity ``rows``."""
         p = self._problem
-        if (fixed := self._invariant) is not None:
-            batched = Batched(fixed.first, fixed.second, fixed.fused)
-            return batched if self._batched else fixed
-        if not self._batched and dots_pay(p, rows, top_k):
-            return dot_products(p, rows, top_k)
         # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
         per_expert = rows * top_k / p.num_physical_experts
+        if self._invariant is not None:
+            few, many = self._invariant
+            fixed = few if per_expert <= _INVARIANT_FEW else many
+            return Batched(fixed.first, fixed.second, fixed.fused) if self._batched else fixed
+        if not self._batched and dots_pay(p, rows, top_k):
+            return dot_products(p, rows, top_k)
         plan = self.tiles(per_expert, sort=not self._batched and sorting_pays(p, rows, top_k))
         if self._batched:
             assert isinstance(plan, Gathered)
@@ -142,33 +143,44 @@ def choose_plan(
     return Planner(problem, batched=batched).plan(rows, top_k)
 
 
-def invariant_plan(problem: MoEProblem) -> Gathered:
-    """Return the plan of all calls of a batch-invariant problem, in both formats.
+def invariant_plans(problem: MoEProblem) -> tuple[Gathered, Gathered]:
+    """Return the plans of a batch-invariant problem for few and for many rows per expert.
 
-    It depends on the widths, the scheme, the activation and the device: not on the number of
-    tokens, nor on the number of experts, which changes with the ranks. Within a tile, a row's sums
-    run over K in the order of its steps, whatever the other rows are.
+    Both give a row the same bits, in both formats. Within a tile, its sums run over K in the order
+    of the steps, whatever the other rows are. On Hopper a step's sum is that of wgmma in tiles of
+    64 and of 128 rows (docs/measured.md); elsewhere both plans are one. They depend on the widths,
+    the scheme, the activation and the device: not on the number of experts, which changes with the
+    ranks.
     """
-    plan = heuristic(problem, _INVARIANT_ROWS)
-    assert plan.block_m == 64 and plan.second.splits == 1
-    return plan
+    few = heuristic(problem, _INVARIANT_FEW)
+    many = few
+    if problem.device.capability == (9, 0) and not INTERPRETED:
+        if operand_bits(problem) == (16, 16) or swap_ab_pays(problem):
+            many = heuristic(problem, _INVARIANT_MANY)
+    steps = {(plan.fused, plan.first.block_k, plan.second.block_k) for plan in (few, many)}
+    assert few.block_m == 64 and few.second.splits == many.second.splits == len(steps) == 1
+    return few, many
 
 
 def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
     """Return `calls.Buffers` that serve every plan for calls of at most ``rows`` rows."""
     p, count = layer.problem, rows * layer.problem.top_k
     if p.batch_invariant:
-        return invariant_plan(p).workspace(layer, rows, p.top_k)
+        return tuple(_most([plan.workspace(layer, rows, p.top_k) for plan in invariant_plans(p)]))
     # The extremes: large blocks need more entries, small ones more blocks.
     largest, smallest = (GemmConfig(b, 128, 128) for b in (max(BLOCKS_M), min(BLOCKS_M)))
     plans: list[TilePlan] = [Gathered(t, t, fused=False) for t in (largest, smallest)]
     if sorting_pays(p, rows, p.top_k):
         plans.append(Copied(largest, largest))
-    found = [plan.workspace(layer, rows, p.top_k) for plan in plans]
-    specs = [max(specs, key=lambda spec: spec.shape[0]) for specs in zip(*found, strict=True)]
+    specs = _most([plan.workspace(layer, rows, p.top_k) for plan in plans])
     addends = BufferSpec((_most_addends(p, count) * p.hidden_size,), p.dtype)
     specs[GEMM_OUT] = max(specs[GEMM_OUT], addends, key=lambda spec: spec.shape[0])
     return tuple(specs)
+
+
+def _most(plans: Sequence[tuple[BufferSpec, ...]]) -> list[BufferSpec]:
+    """Return buffers that serve every plan."""
+    return [max(specs, key=lambda spec: spec.shape[0]) for specs in zip(*plans, strict=True)]
 
 
 # -- tuned tables -------------------------------------------------------------------------------
