@@ -6,7 +6,7 @@ torchrun --nproc-per-node 4 benchmarks/layer_dispatch.py
 
 import sys
 
-from moekit_bench.bench import main
+from moekit.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["--layers", *sys.argv[1:]]))
+    sys.exit(main(["bench", "--layers", *sys.argv[1:]]))

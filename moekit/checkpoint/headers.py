@@ -139,7 +139,11 @@ def opened(file: Path, what: str) -> Iterator[tuple[BinaryIO, Version]]:
             else "there is no such folder either: download the model and pass its folder"
         )
         raise WeightsError(f"{file}: no such file; {why}") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise WeightsError(
+            f"{file}: cannot be read ({error.strerror or error}); pass a file that you may read"
+        ) from error
+    except ValueError as error:
         raise WeightsError(
             f"{file}: truncated or not {what} ({error}); download it again"
         ) from error

@@ -91,6 +91,8 @@ def _transformers() -> Any:
 
 
 def _build(transformers: Any, directory: Path, device: torch.device) -> tuple[Any, Any]:
+    from safetensors import SafetensorError  # transformers requires it
+
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=512,
@@ -108,10 +110,12 @@ def _build(transformers: Any, directory: Path, device: torch.device) -> tuple[An
     )
     model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
         raise MoekitError(
-            f"--model-dir {directory} cannot be written ({error.strerror}): choose another folder"
+            f"--model-dir {directory} cannot be written ({why}): choose another folder"
         ) from error
     return config, model.eval().to(device)
 

@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0: every cell has a right result (with --dispatch and --layers: all results are right),
-        1: not so, 2: the arguments are wrong.
+        1: not so.
+
+    Raises:
+        MoekitError: An argument is wrong, or a file cannot be read or written.
     """
     program = "python -m moekit bench"
     modes = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     mode.add_options(parser)
     args = parser.parse_args(rest)
-    return options.answered(lambda: _run(mode, args, command(*words, *rest)))
+    return _run(mode, args, command(*words, *rest))
 
 
 def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import fields
@@ -78,17 +77,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="everything, rewritten after every cell")
     again = "measure nothing: render a recorded --json again"
     add("--from", dest="recorded", type=Path, metavar="FILE", help=again)
-
-
-def answered(question: Callable[[], int]) -> int:
-    """Return a command's exit code: 2, with the reason on standard error, for a wrong question."""
-    try:
-        return question()
-    except BrokenPipeError:  # the reader of the report has had enough
-        raise
-    except (MoekitError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 def names(text: str) -> list[str]:

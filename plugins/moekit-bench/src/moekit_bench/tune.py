@@ -39,29 +39,28 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code; ``tune NAME ...`` is the backend's own tuner.
 
     Returns:
-        0: all is measured, and no regret is above --limit, 1: not so, 2: the arguments are wrong.
+        0: all is measured, and no regret is above --limit, 1: not so.
+
+    Raises:
+        MoekitError: An argument is wrong, or a file cannot be read or written.
     """
     if argv and not argv[0].startswith("-"):
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
-
-    def answer() -> int:
-        for file in filter(None, (args.json, args.markdown)):
-            check_writable(file)
-        if args.select and args.recorded is not None:
-            return _select_recorded(args)
-        if args.ep > 1 and not (args.select or args.regret):
-            raise MoekitError(
-                f"--ep {args.ep} measures combinations of dispatcher and experts: add --select to "
-                "fill their table, or --regret"
-            )
-        if args.ep > 1:
-            return _on_ranks(args, argv)
-        if args.regret:
-            return _regret(args, argv)
-        return _select(args, argv) if args.select else _all(args, argv)
-
-    return options.answered(answer)
+    for file in filter(None, (args.json, args.markdown)):
+        check_writable(file)
+    if args.select and args.recorded is not None:
+        return _select_recorded(args)
+    if args.ep > 1 and not (args.select or args.regret):
+        raise MoekitError(
+            f"--ep {args.ep} measures combinations of dispatcher and experts: add --select to fill "
+            "their table, or --regret"
+        )
+    if args.ep > 1:
+        return _on_ranks(args, argv)
+    if args.regret:
+        return _regret(args, argv)
+    return _select(args, argv) if args.select else _all(args, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
