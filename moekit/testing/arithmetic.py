@@ -199,7 +199,10 @@ class ExpertsNumbers(ExpertsBase):
         if problem.quant.activation is not None and problem.quant.activation.static:
             self._skip("static scales bound the activations")
         case = make_case(problem, self._T, "masked")
-        check_call(self._compose(problem, self._native), replace(case, x=case.x * 16))
+        case = replace(case, x=case.x * 16)
+        while case.reference().abs().max() > 2.0**14:  # the outputs of experts must be, too
+            case = replace(case, x=case.x / 2)
+        check_call(self._compose(problem, self._native), case)
 
     def test_outputs_beyond_float16(self) -> None:
         """An expert's output may exceed 65504 if its router weight brings it back into range."""
