@@ -36,7 +36,7 @@ def run(model_dir: str | None = None) -> int:
 def _run(directory: Path) -> int:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     transformers = _transformers()
-    print(f"1. A small Qwen3-MoE, random weights, saved by transformers to {directory}")
+    print(f"1. A small Qwen3-MoE, random weights, saved by transformers to {directory}", flush=True)
     config, model = _build(transformers, directory, device)
     print(
         f"   {config.num_hidden_layers} layers, {config.num_experts} experts, top-"

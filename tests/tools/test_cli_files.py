@@ -37,7 +37,9 @@ def refused(argv: Sequence[str], stdout: str, **environ: str) -> str:
 
 @full
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("argv", [["plugins", "--json"], PROBLEM, ["bench", "--list-shapes"]])
+@pytest.mark.parametrize(
+    "argv", [["plugins", "--json"], PROBLEM, ["bench", "--list-shapes"], ["demo"]]
+)
 def test_standard_output_on_a_full_disk(argv: list[str], unbuffered: str) -> None:
     said = refused(argv, "/dev/full", PYTHONUNBUFFERED=unbuffered)
     assert "standard output" in said and "(No space left on device)" in said
