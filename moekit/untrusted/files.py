@@ -12,7 +12,10 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
 _SHOWN = 80  # characters of a wrong value in a message
@@ -48,9 +51,9 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def read_json(path: Path, most: int = MAX_JSON) -> Any:
-    """Return `parse_json` of a file of at most ``most`` bytes."""
-    with open(open_regular(path), "rb") as stream:
+def read_json(path: Path | Traversable, most: int = MAX_JSON) -> Any:
+    """Return `parse_json` of a file of at most ``most`` bytes, which may be in a zip file."""
+    with open(open_regular(path), "rb") if isinstance(path, Path) else path.open("rb") as stream:
         data = stream.read(most + 1)
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")

@@ -14,12 +14,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from moekit.errors import MoekitError
 from moekit.untrusted.files import cache_folder, read_json
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 logger = logging.getLogger("moekit")
 
@@ -58,7 +62,7 @@ def user_path(environ: Mapping[str, str] = os.environ) -> Path:
 class TableFiles(Generic[T, M]):
     """The tables of one kind.
 
-    shipped: the package's folder of tables.
+    shipped: the package's folder of tables; `importlib.resources` finds it in a zip file, too.
     parse: makes a table of a file's JSON; raises ValueError, TypeError, LookupError or
         AttributeError for JSON that is no table.
     merge: makes one table of the shipped tables and the user's, which count first.
@@ -67,7 +71,7 @@ class TableFiles(Generic[T, M]):
     optional: no table is read if MOEKIT_TUNED is empty; else only the user's are left out.
     """
 
-    shipped: Path
+    shipped: Path | Traversable
     parse: Callable[[Any], T]
     merge: Callable[[Sequence[T], Sequence[T]], M]
     remedy: str
@@ -97,7 +101,7 @@ class TableFiles(Generic[T, M]):
         )
         return merged
 
-    def read(self, file: Path) -> T:
+    def read(self, file: Path | Traversable) -> T:
         """Return the table in ``file``. Raises MoekitError, which names the first fault in it."""
         try:
             return self.parse(read_json(file))
@@ -119,11 +123,13 @@ def _warn_missing(named: str) -> None:
     )  # fmt: skip
 
 
-# A file, and what tells whether it changed.
-_Signature = tuple[Path, int, int]
+# A file, and what tells whether it changed. Mypy takes no Traversable for hashable.
+_Signature = tuple[Any, int, int]
 
 
-def _files(path: Path, pattern: str) -> tuple[_Signature, ...]:
+def _files(path: Any, pattern: str) -> tuple[_Signature, ...]:
+    if not isinstance(path, Path):
+        return _zipped(path, pattern)
     try:
         files = sorted(path.glob(pattern)) if path.is_dir() else [path]
         stats = [(file, file.stat()) for file in files if file.exists()]
@@ -131,6 +137,13 @@ def _files(path: Path, pattern: str) -> tuple[_Signature, ...]:
         logger.warning("tuned tables in %s cannot be read: %s", path, error)
         return ()
     return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
+
+
+@lru_cache(maxsize=64)
+def _zipped(folder: Any, pattern: str) -> tuple[_Signature, ...]:
+    """Return the files in a folder of a zip file, which does not change."""
+    files = (file for file in folder.iterdir() if fnmatch(file.name, pattern))
+    return tuple((file, 0, 0) for file in sorted(files, key=lambda file: file.name))
 
 
 @lru_cache(maxsize=64)
@@ -142,7 +155,7 @@ def _merged(
 
 
 @lru_cache(maxsize=256)
-def _read_or_warn(kind: TableFiles[Any, Any], file: Path, *signature: int) -> Any:
+def _read_or_warn(kind: TableFiles[Any, Any], file: Any, *signature: int) -> Any:
     try:
         return kind.read(file)
     except MoekitError as error:

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from moekit.selection.tuned.files import user_path as user_path
 
 FORMAT = 1
 _MOST = 1 << 40  # of experts, tokens ...
-SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED = resources.files(__package__) / "shipped"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 import triton
@@ -91,7 +91,7 @@ def _rows(measured: Measured) -> float:
 
 
 FILES: TableFiles[list[Entry], list[Entry]] = TableFiles(
-    shipped=Path(__file__).parent / "tuned",
+    shipped=resources.files(__package__) / "tuned",
     parse=parse,
     merge=_merge,
     remedy="run `python -m moekit tune triton`",
