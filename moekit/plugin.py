@@ -43,6 +43,7 @@ from moekit.runtime.rows import quantize_for_transfer
 from moekit.runtime.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
+from moekit.untrusted.files import check_writable, replace_file
 
 __all__ = [
     "ACTIVATIONS",
@@ -77,6 +78,7 @@ __all__ = [
     "VendorLibrary",
     "Workspace",
     "apply_activation",
+    "check_writable",
     "device_file",
     "exchange",
     "has_backend",
@@ -89,6 +91,7 @@ __all__ = [
     "quantize_for_transfer",
     "reason_of",
     "registry",
+    "replace_file",
     "resolve",
     "size_distance",
     "unpack_int4",

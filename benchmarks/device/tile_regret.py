@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import triton
-from moekit_bench.codec import replace_file
 from moekit_triton import tables
 from moekit_triton.heuristics import Planner, dots_pay, sorting_pays
 from moekit_triton.plans import TilePlan
@@ -38,6 +37,7 @@ from moekit_triton.search import Timer
 from moekit_triton.tune import make_case, rows_per_expert, token_count
 
 from moekit import DeviceSpec, MoEProblem
+from moekit.plugin import replace_file
 
 CHOICES = ("other shapes", "rules")
 _DEVICE = DeviceSpec("cuda", (9, 0), "NVIDIA H200")

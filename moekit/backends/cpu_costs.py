@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import platform
-import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,8 @@ from typing import Any
 
 import torch
 
-from moekit.untrusted.files import cache_folder
+from moekit.errors import MoekitError
+from moekit.untrusted.files import cache_folder, replace_file
 
 logger = logging.getLogger("moekit")
 
@@ -198,13 +198,10 @@ def _is_entry(entry: object) -> bool:
 def _write(path: Path, name: str, entry: Mapping[str, Any]) -> None:
     """Add an entry. If the folder cannot be written, the next process calibrates again."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        entries = {**_read(path), name: entry}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(entries, file, indent=1)
-        os.replace(file.name, path)
-    except OSError as error:
-        logger.warning("moekit: the CPU's calibration was not kept in %s: %s", path, error)
+        text = json.dumps({**_read(path), name: entry}, indent=1)
+        replace_file(path, text, "name a folder of yours in XDG_CACHE_HOME")
+    except MoekitError as error:
+        logger.warning("moekit: the CPU's calibration was not kept: %s", error)
 
 
 # -- measuring ----------------------------------------------------------------------------------

@@ -1,18 +1,24 @@
-"""Reading of foreign files in bounded time and memory.
+"""Reading of foreign files in bounded time and memory, and writing of files whole.
 
-The functions raise OSError or ValueError; callers turn these into moekit's errors, which name the
-file. A `Kind` checks a parsed file: a table of fields states every type and range.
+Reading raises OSError or ValueError; callers turn these into moekit's errors, which name the file.
+A `Kind` checks a parsed file: a table of fields states every type and range.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import secrets
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from moekit.errors import MoekitError
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -108,6 +114,49 @@ def shown(value: object) -> str:
     except RecursionError:
         text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# -- writing ---------------------------------------------------------------------------------
+
+_PLACE = "name a file in a folder of yours"
+
+
+def replace_file(file: Path, text: str, remedy: str = _PLACE) -> None:
+    """Write ``file`` atomically: a reader sees either the old text or the new one.
+
+    A device or a pipe, such as /dev/null, is written to instead. Folders are made.
+
+    Raises:
+        MoekitError: The file cannot be written; ``remedy`` says what to do.
+    """
+    with _writing(file, remedy):
+        if file.exists() and not file.is_file():
+            file.write_text(text, encoding="utf-8")
+            return
+        partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def check_writable(file: Path, remedy: str = _PLACE) -> None:
+    """Raise MoekitError now if `replace_file` would raise it later, after hours of measurement."""
+    with _writing(file, remedy):
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if file.is_file() or not file.exists():
+            tempfile.TemporaryFile(dir=file.parent).close()
+
+
+@contextmanager
+def _writing(file: Path, remedy: str) -> Iterator[None]:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise MoekitError(f"{file} cannot be written ({error.strerror}): {remedy}") from error
 
 
 # -- kinds of values -------------------------------------------------------------------------

@@ -146,6 +146,16 @@ def test_unwritable_cache_costs_a_warning_alone(monkeypatch, tmp_path, caplog) -
     costs = cpu_costs.find(("k",), "float32", 100, lambda: {"right": [(1, 1e-6)]})
     assert costs is not None
     assert costs.of("right", 1) == 1e-6 and "was not kept" in caplog.text
+    assert f"{blocked}/moekit/cpu-" in caplog.text and "yours in XDG_CACHE_HOME" in caplog.text
+
+
+def test_calibration_that_is_not_kept_leaves_no_file(monkeypatch, tmp_path, caplog) -> None:
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = cpu_costs._file()
+    place.mkdir(parents=True)
+    assert cpu_costs.find(("k",), "float32", 100, lambda: {"right": [(1, 1e-6)]}) is not None
+    assert "was not kept" in caplog.text and list(place.parent.iterdir()) == [place]
 
 
 def test_costs_between_and_beyond_the_timed_rows() -> None:

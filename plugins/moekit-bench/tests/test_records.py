@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from moekit_bench import Table, Timing
-from moekit_bench.codec import (
-    check_writable,
-    from_json,
-    merge,
-    read_recording,
-    replace_file,
-    to_json,
-)
+from moekit_bench.codec import from_json, merge, read_recording, to_json
 from moekit_bench.overlap import difference
 from moekit_bench.records import (
     DispatcherResult,
@@ -100,17 +92,6 @@ def test_an_output_that_is_not_finite_is_no_small_difference() -> None:
     assert rank(0.2).error == 0.2 and merge([rank(0.2), rank(0.3)]).error == 0.3
     lost = merge([rank(0.2), rank(None)])
     assert lost.error is None and from_json(Overlap, to_json(lost)) == lost
-
-
-def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
-    """So is /dev/null, which a run by root would turn into a file."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    check_writable(pipe)
-    replace_file(pipe, "µs")
-    assert os.read(reader, 10).decode() == "µs" and pipe.is_fifo()
-    os.close(reader)
 
 
 def test_json_has_no_nan() -> None:

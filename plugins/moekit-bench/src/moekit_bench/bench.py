@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from moekit.errors import MoekitError
-from moekit.plugin import SCHEMES, DeviceSpec, registry
+from moekit.plugin import SCHEMES, DeviceSpec, check_writable, registry, replace_file
 
 from . import dispatch_report, experts, experts_report, layers_report, options
-from .codec import check_writable, from_json, read_recording, replace_file, write_recording
+from .codec import from_json, read_recording, write_recording
 from .dispatch import DispatchSweep
 from .environment import command
 from .experts import ExpertsSweep

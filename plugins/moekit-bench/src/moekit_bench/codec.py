@@ -6,21 +6,18 @@ from the values of all ranks to one.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import statistics
-import tempfile
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moekit.errors import MoekitError
+from moekit.plugin import replace_file
 
 T = TypeVar("T")
 
@@ -148,44 +145,3 @@ def read_recording(file: Path) -> dict[str, Any]:
 def write_recording(file: Path, record: Any) -> None:
     """Write a record as JSON; `replace_file` says how."""
     replace_file(file, json.dumps(to_json(record), indent=1, allow_nan=False) + "\n")
-
-
-def replace_file(file: Path, text: str) -> None:
-    """Write ``file`` atomically: a reader sees either the old text or the new one.
-
-    A device or a pipe, such as /dev/null, is written to instead.
-
-    Raises:
-        MoekitError: The file cannot be written.
-    """
-    with _writing(file):
-        if file.exists() and not file.is_file():
-            file.write_text(text, encoding="utf-8")
-            return
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-def check_writable(file: Path) -> None:
-    """Raise MoekitError now if `replace_file` would raise it after a measurement."""
-    with _writing(file):
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if file.is_file() or not file.exists():
-            tempfile.TemporaryFile(dir=file.parent).close()
-
-
-@contextmanager
-def _writing(file: Path) -> Iterator[None]:
-    """Make the folder, and say which file the system refuses to write."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise MoekitError(
-            f"{file} cannot be written ({error.strerror}): name a file in a folder of yours"
-        ) from error

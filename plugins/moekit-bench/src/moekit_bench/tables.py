@@ -7,9 +7,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from moekit.plugin import DeviceSpec, MoEProblem, device_file
+from moekit.plugin import DeviceSpec, MoEProblem, check_writable, device_file, replace_file
 
-from .codec import check_writable, replace_file
 from .internals import Key, Record, Table
 from .internals import table as tuned_tables
 from .records import ExpertsResult, LayerResult, now

@@ -15,11 +15,11 @@ import torch
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import MoEProblem, registry
+from moekit.plugin import MoEProblem, check_writable, registry, replace_file
 
 from . import options, regret
 from .bench import add_experts_sweep, experts_sweep, layers_sweep, recorded
-from .codec import check_writable, from_json, read_recording, replace_file, write_recording
+from .codec import from_json, read_recording, write_recording
 from .environment import command, made_with
 from .implementations import AUTO, Implementation, backends
 from .internals import Key

@@ -19,7 +19,6 @@ import math
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,11 +28,17 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from moekit_bench import random_weights, shape
-from moekit_bench.codec import replace_file
 from moekit_bench.options import seconds, whole
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, MoEProblem, PackedWeights, device_file
+from moekit.plugin import (
+    DeviceSpec,
+    MoEProblem,
+    PackedWeights,
+    check_writable,
+    device_file,
+    replace_file,
+)
 
 from . import moekit_experts
 from .candidates import Attempt, attempts
@@ -238,15 +243,7 @@ def dumps(table: Mapping[str, Any]) -> str:
 def _table(out: Path) -> dict[str, Any]:
     """Return the JSON of the table in ``out``, an empty one if there is none. Raises MoekitError if
     it cannot be read or written, before hours are spent."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise MoekitError(
-            f"the table {out} cannot be written: {error.strerror}; name another file with --out, "
-            "or a folder that can be written in MOEKIT_TUNED"
-        ) from error
+    check_writable(out, "name another file with --out, or a folder of yours in MOEKIT_TUNED")
     if not out.exists():
         return {"entries": []}
     FILES.read(out)
