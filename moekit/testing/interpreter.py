@@ -1,10 +1,10 @@
 """Make Triton's interpreter faster, and safe for several threads.
 
 While a kernel runs, the interpreter patches `triton.language` for the whole process, so only one
-thread at a time may run a kernel. For each call of a device function it patches the language
-again, although the kernel has done so already. It computes whether integers overflow, and drops
-the answer unless it debugs. For each operation it makes the same types again. Each of these takes
-up to a third of the time of tests (triton 3.6 to 3.9).
+thread at a time may run a kernel. For each kernel it searches the language for what it patches, and
+for each call of a device function it patches the language again. It computes whether integers
+overflow, and drops the answer unless it debugs. For each operation it makes the same types again.
+Each of these takes up to a third of the time of tests (triton 3.6 to 3.9).
 """
 
 from __future__ import annotations
@@ -28,15 +28,47 @@ class _Running(threading.local):
 _running = _Running()
 
 
+_ABSENT = object()
+
+
+class _Patch:
+    """Patches the language as the interpreter did once."""
+
+    def __init__(self, scope: Any) -> None:
+        """Record the interpreter's changes, and undo them.
+
+        Args:
+            scope: the result of its `_patch_lang`.
+        """
+        places = [(owner, name) for owner, name, _ in scope._changes]
+        patched = [vars(owner)[name] for owner, name in places]
+        scope.restore()
+        plain = [vars(owner).get(name, _ABSENT) for owner, name in places]
+        self._changes = list(zip(places, patched, plain, strict=True))
+
+    def apply(self) -> _Patch:
+        for (owner, name), value, _ in self._changes:
+            setattr(owner, name, value)
+        return self
+
+    def restore(self) -> None:
+        for (owner, name), _, value in self._changes:
+            if value is not _ABSENT:
+                setattr(owner, name, value)
+            elif name in vars(owner):  # the list may have a place twice
+                delattr(owner, name)
+
+
 def in_kernel() -> bool:
     """Return whether this thread is running an interpreted kernel."""
     return _running.kernels > 0
 
 
 def prepare_once() -> None:
-    """Patch the language once when a kernel starts, and leave it patched until the kernel ends.
+    """Patch the language when a kernel starts, and leave it patched until the kernel ends.
 
-    Idempotent. Does nothing without triton, or if the interpreter works in another way.
+    The first kernel finds what to patch. Idempotent. Does nothing without triton, or if the
+    interpreter works in another way.
     """
     try:
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
@@ -60,6 +92,7 @@ def prepare_once() -> None:
     # Device functions may use more of the language than the kernel does.
     language = {"tl": interpreter.tl, "core": interpreter.tl.core}
     sees_all = FunctionType((lambda: None).__code__, language)
+    patches: list[_Patch] = []
 
     def prepare_first(fn: Any) -> Any:
         if not running.kernels:  # a function that no kernel calls
@@ -67,7 +100,12 @@ def prepare_once() -> None:
         if running.prepared:
             return SimpleNamespace(restore=lambda: None)
         running.prepared = True
-        return prepare(sees_all)
+        if not patches:
+            scope = prepare(sees_all)
+            if not hasattr(scope, "_changes"):  # another version's scope
+                return scope
+            patches.append(_Patch(scope))
+        return patches[0].apply()
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
         with lock:
