@@ -252,9 +252,7 @@ def _start_method(device_type: str) -> SpawnContext | ForkServerContext:
     if device_type != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The first operator under a torch mode imports dynamo, which takes a second.
-    preloaded = ["pytest", "torch", "torch.distributed", "torch._dynamo"]
-    context.set_forkserver_preload(preloaded)
+    context.set_forkserver_preload(["pytest", "torch", "torch.distributed"])
     return context
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -78,11 +79,33 @@ class PoisonedWorkspace(Workspace):
             )
 
 
-class _PoisonFresh(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WatchingMode:
+    """The first base of modes that watch operators: dynamo does not compile what they do.
+
+    Torch does this for modes itself, but imports dynamo for it, which takes a second. Where nobody
+    else has imported dynamo, nothing is compiled.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._uncompiled = torch._disable_dynamo(cls.watch, recursive=True)  # type: ignore
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        watch = self._uncompiled if "torch._dynamo" in sys.modules else self.watch
+        return watch(func, args, kwargs or {})
+
+    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call ``func``, and return its result."""
+        raise NotImplementedError
+
+    _uncompiled = watch
+
+
+class _PoisonFresh(WatchingMode, TorchDispatchMode):
+    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if func in _UNINITIALISED and result.numel():
             poison(result)
             if result.is_cuda:  # the caller may write it on another stream
@@ -97,7 +120,7 @@ def poisoned_allocations() -> Iterator[None]:
         yield
 
 
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Live(WatchingMode, TorchDispatchMode):
     """Counts the bytes of new storages until they are freed."""
 
     def __init__(self) -> None:
@@ -106,15 +129,13 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
         self._older: list[Any] = []  # kept, so that no new storage gets their address
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for tensor in _tensors((args, kwargs)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._known.add(storage._cdata)
                 self._older.append(storage)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:

@@ -17,6 +17,7 @@ from moekit.testing.cases import make_case, random_weights
 from moekit.testing.diagnose import assert_close
 from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.interpreter import in_kernel, prepare_once
+from moekit.testing.memory import WatchingMode
 
 # Seconds after which a thread goes on out of turn, as the other may wait for its lock; and while
 # that one has not moved since.
@@ -50,17 +51,15 @@ class _Turns:
             self._changed.notify_all()
 
 
-class _TakesTurns(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _TakesTurns(WatchingMode, TorchDispatchMode):
     """Gives the turn to the other thread after every operator."""
 
     def __init__(self, turns: _Turns, me: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._turns, self._me = turns, me
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if not in_kernel():  # no other thread could run one
             self._turns.pass_on(self._me)
         return result
