@@ -13,6 +13,9 @@ TRANSFORMERS := 'transformers==5.23.0; python_version>="3.11"' 'transformers==5.
 # Half of a worker's time is waiting for the processes that it starts.
 WORKERS ?= $(shell echo $$(( $$(nproc) + 2 )))
 
+# Each worker and child would compile every module, and pytest its assertions.
+CACHING := PYTHONDONTWRITEBYTECODE=
+
 PYTEST := -n $(WORKERS) --dist worksteal tests examples plugins
 
 .PHONY: demo test test-all test-vllm lint docs dist install-test gpu-test clean
@@ -21,7 +24,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m moekit demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST) --durations=20
+	$(CACHING) $(BIN)/python -m pytest $(PYTEST) --durations=20
 
 # A real vLLM engine on the CPU, with and without moekit, in a venv of its own (about 3 GB).
 test-vllm: $(VENV)-vllm/.done
@@ -29,7 +32,7 @@ test-vllm: $(VENV)-vllm/.done
 
 # Also the tests marked full and kit_full (see pyproject.toml).
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST) -m ''
+	$(CACHING) $(BIN)/python -m pytest $(PYTEST) -m ''
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
