@@ -7,6 +7,7 @@ A program: it prints, as JSON, what each case does that it may not. Every fork h
 from __future__ import annotations
 
 import contextlib
+import email
 import gc
 import io
 import json
@@ -19,8 +20,9 @@ import signal
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest  # noqa: F401 (a plugin imports it: not once for each case)
@@ -244,6 +246,10 @@ if __name__ == "__main__":
     real = [source.distribution for source, _ in discovery.sources({})[0][1:]]
     os.environ["MOEKIT_BLOCK"] = ",".join(real)
     assert_usable(plugins.Registry.discover(), "torch")  # imports what every case needs
+    # Forks need not read the real plugins' metadata again, nor tidy torch up.
+    email.message_from_string = cache(email.message_from_string)
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
     names = sys.argv[1:]
     for table in (CASES, DEADLY):
         for name in [n for n in table if names and n not in names]:
