@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from vllm_memory import Allocated
 
 pytest.importorskip("vllm")
 
@@ -144,29 +144,6 @@ def test_experts_move_between_ranks(name: str, tmp_path: Path) -> None:
 
 
 # -- memory that vLLM takes away, and files that it writes ---------------------------------
-
-
-class Allocated(TorchDispatchMode):
-    """Keeps the memory of all tensors that are made while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self.storages[storage.data_ptr()] = storage
-        return made
-
-    def discard(self, kept: Iterable[torch.Tensor]) -> None:
-        """Overwrite all but ``kept``."""
-        known = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        for address, storage in self.storages.items():
-            if address not in known:
-                torch.tensor([], dtype=torch.uint8).set_(storage).fill_(0xA5)
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "gptq", "ct-mxfp4", "modelopt-fp8"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -149,8 +150,8 @@ def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
     if kernel is None:
         # Ids come from vLLM's router, and checks by value would wait for the GPU.
         group = versions.expert_parallel_group() if problem.parallel.moves_tokens else None
-        kernel = _kernels[problem] = moekit.compose(
-            problem, group=group, checked=False, peer_timeout=_PEER_TIMEOUT
+        kernel = _kernels[problem] = _in_own_memory(
+            lambda: moekit.compose(problem, group=group, checked=False, peer_timeout=_PEER_TIMEOUT)
         )
     explanation = kernel.explanation
     assert explanation is not None
@@ -159,6 +160,26 @@ def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
     expected = f"; {explanation.expected}" if explanation.expected else ""
     say_once(f"moekit: {summary(problem)}: {explanation.chosen} ({explanation.why}){expected}")
     return kernel
+
+
+def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
+    """Return ``make()``, called in a thread whose memory vLLM does not take in sleep mode.
+
+    What the thread that loads weights allocates comes from a pool, and sleep of level 2 discards
+    it. Dispatchers keep counters and the addresses of other ranks' memory.
+    """
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def run() -> ModularKernel:
+        if index is None:
+            return make()
+        torch.accelerator.set_device_index(index)
+        kernel = make()
+        torch.accelerator.synchronize()  # the calling thread has another stream
+        return kernel
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 @contextmanager
