@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
     """Compute the layer in fp32 on dequantized weights and unquantized activations: (T, H) fp32.
 
     ``weights`` hold the physical experts ``problem.local_experts``; ids outside them contribute
-    nothing, so the sum of all ranks' results is the whole layer.
+    nothing, so the sum of all ranks' results is the whole layer. One expert at a time is in fp32.
     """
-    fp32 = weights.canonical(problem).dequantize(problem.quant)
+    held = replace(weights.canonical(problem), w13_input_scale=None, w2_input_scale=None)
     out = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for physical in torch.unique(routing.topk_ids).tolist():
         if physical not in problem.local_experts:
@@ -53,7 +54,8 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
         x, weight = x_TH[token].float(), routing.topk_weights[token, slot, None]
         if problem.apply_router_weight_on_input:
             x, weight = x * weight, torch.ones_like(weight)
-        out.index_add_(0, token, weight * expert_mlp(x, fp32, expert, problem))
+        fp32 = held.select([expert]).dequantize(problem.quant)
+        out.index_add_(0, token, weight * expert_mlp(x, fp32, 0, problem))
     return out
 
 
