@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moekit.plugin import ExpertWeights, MoEProblem, Routing
 
-from .internals import expert_mlp
+from .internals import oracle
 
 
 def sampled_rows(tokens: int, most: int, device: torch.device) -> Tensor:
@@ -21,35 +20,9 @@ def sampled_rows(tokens: int, most: int, device: torch.device) -> Tensor:
 def oracle_rows(
     problem: MoEProblem, weights: ExpertWeights, x_TH: Tensor, routing: Routing, rows: Tensor
 ) -> Tensor:
-    """Return the fp32 oracle's output (n, H) for the n tokens that ``rows`` (n,) names.
-
-    Only the experts that these tokens use are dequantized, one at a time.
-    """
-    x, ids, router_weights = x_TH[rows].float(), routing.topk_ids[rows], routing.topk_weights[rows]
-    out = torch.zeros_like(x)
-    local = problem.local_experts
-    for physical in sorted(set(ids.flatten().tolist())):
-        if physical not in local:
-            continue
-        token, slot = (ids == physical).nonzero(as_tuple=True)
-        expert = _one_expert(weights, physical - local.start).dequantize(problem.quant)
-        weight = router_weights[token, slot, None]
-        if problem.apply_router_weight_on_input:
-            y = expert_mlp(x[token] * weight, expert, 0, problem)
-        else:
-            y = weight * expert_mlp(x[token], expert, 0, problem)
-        out.index_add_(0, token, y)
-    return out
-
-
-def _one_expert(weights: ExpertWeights, expert: int) -> ExpertWeights:
-    """Return views of one expert's tensors."""
-    views: dict[str, Any] = {
-        name: tensor[expert : expert + 1]
-        for name, tensor in weights.tensors().items()
-        if not name.endswith("input_scale")  # all experts share it, and dequantizing needs none
-    }
-    return ExpertWeights(**views)
+    """Return the fp32 oracle's output (n, H) for the n tokens that ``rows`` (n,) names."""
+    chosen = Routing(routing.topk_weights[rows], routing.topk_ids[rows])
+    return oracle(x_TH[rows], weights, chosen, problem)
 
 
 def relative_error(got: Tensor, rows: Tensor, want: Tensor) -> float:

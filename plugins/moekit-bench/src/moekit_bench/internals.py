@@ -4,7 +4,7 @@ Everything else is imported from `moekit`, `moekit.plugin`, `moekit.errors` and 
 The README lists these names too; a change of one of them in the core is a change here.
 """
 
-from moekit.backends.reference import expert_mlp as expert_mlp
+from moekit.backends.reference import oracle as oracle
 from moekit.layer.simulate import SIMULATED as SIMULATED
 from moekit.problem import DTYPES as DTYPES
 from moekit.problem.tolerance import benchmark_bound as benchmark_bound
