@@ -93,7 +93,8 @@ def _layouts(world: int) -> list[ParallelConfig]:
     made = []
     if world > 1:
         made += [ParallelConfig(ep_size=1, tp_size=world, dp_size=world)]
-        made += [ParallelConfig(ep_size=world // 2, tp_size=2, dp_size=1)] * (world % 2 == 0)
+    if world % 2 == 0:
+        made += [ParallelConfig(ep_size=world // 2, tp_size=2, dp_size=1)]
     if world > 2 and world % 2 == 0:
         half = world // 2
         made += [
@@ -441,8 +442,9 @@ class DispatcherConformance(Conformance):
         """In the main form, and with tokens that travel quantized."""
         both = Call((7, 0, 3, 21)), Call((1, 8, 2, 5))
         self._run(world, ranks.in_flight, *both)
-        for changes in self._quantized_wire(world) * (world > 1):
-            self._run(world, ranks.in_flight, *both, ["in turn"], **changes)
+        if world > 1:
+            for changes in self._quantized_wire(world):
+                self._run(world, ranks.in_flight, *both, ["in turn"], **changes)
 
     def test_strided_input(self, ends: int) -> None:
         self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "masked")], "strided")
@@ -566,7 +568,8 @@ class DispatcherConformance(Conformance):
         base["num_redundant_experts"] = 2
         sequence = [Call((7, 0, 3, 13)), Call((1, 9, 5, 2), "hot"), Call((0, 0, 0, 1), "masked")]
         layouts = [self._parallel(world)]
-        layouts += [ParallelConfig(ep_size=world, dp_size=world // 2)] * (world % 4 == 0)
+        if world % 4 == 0:
+            layouts += [ParallelConfig(ep_size=world, dp_size=world // 2)]
         for parallel in layouts:
             self._run(world, ranks.batch_invariant, sequence, **base, parallel=parallel)
 

@@ -136,9 +136,9 @@ class ExpertsBase(Conformance):
         calls = ((self._T, kind), (1, "random"), (self._many_tokens, "rows"))
         for num_tokens, each in calls[: 1 if self._interpreted else None]:
             check_call(kernel, make_case(problem, num_tokens, each, weights=weights), packed)
-        other = problem.replace(batch_invariant=True)
-        if invariant and not self._interpreted and not self._spec().unsupported(other):
-            self._check(other)
+        batch_invariant = problem.replace(batch_invariant=True)
+        if invariant and not self._interpreted and not self._spec().unsupported(batch_invariant):
+            self._check(batch_invariant)
 
     def _precise(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
         """Do as `_at`, in the most precise dtype in which the backend does each choice."""
