@@ -1,4 +1,4 @@
-"""`deep_ep` on the CPU over gloo: what the dispatchers use of it, as picky as the library.
+"""`deep_ep` on the CPU: what the dispatchers use of it, as picky as the library.
 
 What the library leaves undefined is garbage here: rows that nobody sent, weights of slots with
 experts elsewhere, the order of rows where it promises none, and everything a transfer writes until
@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from exchange import gather
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -59,12 +60,18 @@ def _exchange(group, *tensors):
         mine = [
             (t.contiguous().view(-1).view(torch.uint8).numpy(), t.dtype, t.shape) for t in tensors
         ]
-        everyone = [mine] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
         return [
             [torch.from_numpy(sent).view(dtype).view(shape) for sent, dtype, shape in theirs]
-            for theirs in everyone
+            for theirs in gather(mine, group)
         ]
+
+
+def _by_rank(sources, arrived):
+    """The rows that each rank's tokens get here, and what it sent of these tokens."""
+    rank_R, token_R = torch.tensor(sources, dtype=torch.long).view(-1, 2).unbind(1)
+    for rank, theirs in enumerate(arrived):
+        rows = (rank_R == rank).nonzero().flatten()
+        yield rows, [t.view(torch.uint8)[token_R[rows]].view(t.dtype) for t in theirs]
 
 
 def _garbage(shape, dtype):
@@ -110,7 +117,7 @@ class _Base:
     def destroy(self):
         assert self in _Base.live, "destroyed twice"
         assert all(event.waited for event in self.events), "memory of a transfer was given away"
-        dist.barrier(self.group)
+        gather(None, self.group)  # a barrier
         _Base.live.remove(self)
 
     def _check_open(self):
@@ -246,14 +253,13 @@ class Buffer(_Base):
 
         def finish():
             recv_idx[len(sources) :] = -1
-            for row, (rank, token) in enumerate(sources):
-                their_x, ids, weights, _, *their_scales = arrived[rank]
-                here = (ids[token] >= first) & (ids[token] < first + experts // self.ranks)
-                recv_x[row] = their_x[token]
-                recv_idx[row] = torch.where(here, ids[token] - first, -1)
-                recv_weights[row] = torch.where(here, weights[token], float("nan"))
+            for rows, (their_x, ids, weights, _, *their_scales) in _by_rank(sources, arrived):
+                here = (ids >= first) & (ids < first + experts // self.ranks)
+                recv_x.view(torch.uint8)[rows] = their_x.view(torch.uint8)
+                recv_idx[rows] = torch.where(here, ids - first, -1)
+                recv_weights[rows] = torch.where(here, weights, float("nan"))
                 if recv_scales is not None:
-                    recv_scales[row] = their_scales[0][token]
+                    recv_scales[rows] = their_scales[0]
 
         counts = [] if num_worst_tokens else per_expert.tolist()
         handle = _NormalHandle(sources, x.shape[0], rows)
@@ -458,14 +464,13 @@ class ElasticBuffer(_Base):
 
         def finish():
             counts.copy_(torch.tensor(ends))
-            for at, (rank, token) in enumerate(sources):
-                their_x, ids, weights, *their_scales = arrived[rank]
-                here = (ids[token] >= first) & (ids[token] < first + local)
-                recv_x[at] = their_x[token]
-                recv_idx[at] = torch.where(here, ids[token] - first, -1)
-                recv_weights[at] = weights[token]
+            for rows, (their_x, ids, weights, *their_scales) in _by_rank(sources, arrived):
+                here = (ids >= first) & (ids < first + local)
+                recv_x.view(torch.uint8)[rows] = their_x.view(torch.uint8)
+                recv_idx[rows] = torch.where(here, ids - first, -1)
+                recv_weights[rows] = weights
                 if recv_scales is not None:
-                    recv_scales[at] = their_scales[0][token]
+                    recv_scales[rows] = their_scales[0]
 
         handle = EPHandle(sources, x.shape[0], rows, num_sms, counts)
         received = recv_x if scales is None else (recv_x, recv_scales)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
+from exchange import gather
 from moekit_flashinfer import library
 from torch import Tensor
 
@@ -66,23 +67,26 @@ class Memory:
     comm: Any = None
     opened: set[int] = set()
     _numbers = itertools.count(1)
+    _groups: dict[int, Any] = {}  # address -> the ranks' process group
 
     @staticmethod
     def initialize() -> None: ...
 
     def __init__(self, mapping: Any, size: int) -> None:
-        ranks = Memory.comm.Get_size()
-        assert set(Memory.comm.allgather(size)) == {size}, "ranks allocate different sizes"
+        comm = Memory.comm
+        ranks = comm.Get_size()
+        assert set(comm.allgather(size)) == {size}, "ranks allocate different sizes"
         self._size, stride = size, -(-size // 4096) * 4096 + 4096
         file = Path(tempfile.mkstemp(prefix="moekit-standin-")[1])
-        shared = Path(Memory.comm.allgather(str(file))[0])
-        if Memory.comm.Get_rank() == 0:
+        shared = Path(comm.allgather(str(file))[0])
+        if comm.Get_rank() == 0:
             shared.write_bytes(b"\0" * (stride * ranks))
-        Memory.comm.allgather(None)
+        comm.allgather(None)
         self._map = numpy.memmap(shared, numpy.uint8, "r+", shape=(ranks, stride))
-        Memory.comm.allgather(None)
-        for path in {file, shared} if Memory.comm.Get_rank() == 0 else {file}:
+        comm.allgather(None)
+        for path in {file, shared} if comm.Get_rank() == 0 else {file}:
             path.unlink(missing_ok=True)
+        Memory._groups[self._map.ctypes.data] = comm._group
         self.ptr = next(Memory._numbers)
         Memory.opened.add(self.ptr)
 
@@ -90,6 +94,11 @@ class Memory:
         tensor = torch.from_numpy(self._map).view(dtype)[:, : self._size // dtype.itemsize]
         tensor._capsule_wrapper = Descriptor()  # type: ignore[attr-defined]
         return tensor
+
+    @staticmethod
+    def exchange(workspace: Tensor, value: Any = None) -> list[Any]:
+        """Return the value of every rank that shares a memory, as kernels do through it."""
+        return gather(value, Memory._groups[workspace.data_ptr()])
 
     @staticmethod
     def close_mnnvl_memory(ptr: int) -> None:
@@ -100,15 +109,15 @@ class Memory:
             Memory.close_mnnvl_memory(self.ptr)
 
 
-def target_rank(expert: int, per_rank: int) -> int:
+def target_ranks(experts: Tensor, per_rank: int) -> Tensor:
     """Divide as C does: -1 belongs to rank 0, unless a rank has one expert only."""
-    return int(expert / per_rank)
+    return torch.div(experts, per_rank, rounding_mode="trunc")
 
 
 # -- one-sided --------------------------------------------------------------------------------
 
 _COUNTS_OFFSET, _STATE_OFFSET, _PAYLOAD_OFFSET = 128, 512, 1024
-_sent: dict[int, list[dict[int, int]]] = {}  # workspace -> token -> rank -> slot
+_sent: dict[int, tuple[Tensor, Tensor]] = {}  # workspace -> ranks (T, K), and slots there or -1
 
 
 def _pad(n: int) -> int:
@@ -155,24 +164,21 @@ def moe_a2a_dispatch(
         offset += ranks * most * row
     assert offset <= workspace.shape[1], "workspace size per rank insufficient"
 
-    used, sent = [0] * ranks, [{} for _ in range(len(ids))]
-    for token in torch.randperm(len(ids), generator=ORDER).tolist():
-        for expert in ids[token].tolist():
-            target = target_rank(expert, experts // ranks)
-            assert 0 <= target < ranks, f"expert {expert}: write out of bounds"
-            if target in sent[token]:
-                continue
-            slot = sent[token][target] = used[target]
-            used[target] += 1
-            for payload, start in zip(payloads, starts, strict=True):
-                source = payload[token].view(torch.uint8)
-                begin = start + (rank * most + slot) * len(source)
-                workspace[target, begin : begin + len(source)] = source
-    _sent[workspace.data_ptr()] = sent
+    targets, order = target_ranks(ids, experts // ranks), torch.randperm(len(ids), generator=ORDER)
+    assert bool(((targets >= 0) & (targets < ranks)).all()), f"{ids}: write out of bounds"
+    slots = torch.full(targets.shape, -1)  # of the first assignment to each rank
     for target in range(ranks):
+        here = targets[order] == target
+        tokens = order[here.any(dim=1)]
+        slots[tokens, (targets[tokens] == target).int().argmax(dim=1)] = torch.arange(len(tokens))
+        for payload, start in zip(payloads, starts, strict=True):
+            source = payload[tokens].view(torch.uint8)
+            begin = start + rank * most * source.shape[1]
+            workspace[target, begin : begin + source.numel()] = source.view(-1)
         counts = workspace[target, _COUNTS_OFFSET : _COUNTS_OFFSET + 4 * ranks].view(torch.int32)
-        counts[rank] = used[target]
-    Memory.comm.allgather(None)
+        counts[rank] = len(tokens)
+    _sent[workspace.data_ptr()] = targets.long(), slots
+    Memory.exchange(workspace)
 
     received, mine = [], workspace[rank]
     counts = mine[_COUNTS_OFFSET : _COUNTS_OFFSET + 4 * ranks].view(torch.int32)
@@ -201,16 +207,12 @@ def moe_a2a_combine(
         assert payload.data_ptr() == workspace[rank].data_ptr() + offset
     else:
         workspace[rank, offset : offset + nbytes] = payload.view(-1).view(torch.uint8)
-    Memory.comm.allgather(None)
-    hidden = payload.shape[2]
-    out = payload.new_empty((tokens, hidden))
-    for token, targets in enumerate(_sent.pop(workspace.data_ptr())):
-        total = payload.new_zeros(hidden)
-        for target, slot in targets.items():
-            begin = offset + (rank * most + slot) * hidden * payload.itemsize
-            row = workspace[target, begin : begin + hidden * payload.itemsize]
-            total += row.view(payload.dtype)
-        out[token] = total
+    Memory.exchange(workspace)
+    rows = workspace[:, offset : offset + nbytes].view(payload.dtype).view(ranks, ranks * most, -1)
+    out = payload.new_zeros((tokens, payload.shape[2]))
+    for target, slot in zip(*(t.unbind(1) for t in _sent.pop(workspace.data_ptr())), strict=True):
+        some = slot >= 0
+        out[some] += rows[target[some], rank * most + slot[some]]
     return out
 
 
@@ -226,9 +228,9 @@ one_sided = SimpleNamespace(
 # -- two-sided --------------------------------------------------------------------------------
 
 
-def _cumsum(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
-    ends = torch.tensor([len(part) for part in lists]).cumsum(0).int()
-    return ends, torch.tensor([i for part in lists for i in part], dtype=torch.int32)
+def _cumsum(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    ends = torch.tensor([len(part) for part in parts]).cumsum(0).int()
+    return ends, torch.cat(parts).int()
 
 
 @_on_cpu
@@ -239,29 +241,25 @@ def _prepare(
     assert ids.dtype == torch.int32 and ids.shape[1] == top_k <= 32 and ids.is_contiguous()
     assert weights.dtype == torch.float32 and weights.is_contiguous()
     assert workspace.dtype == torch.uint64 and experts % 4 == slots % 4 == experts % ranks == 0
-    per_rank, order = experts // ranks, torch.randperm(len(ids), generator=ORDER).tolist()
-    to_rank: list[list[int]] = [[] for _ in range(ranks)]
-    first: list[list[int]] = [[] for _ in range(ranks)]
-    for token in order:
-        targets = [target_rank(expert, per_rank) for expert in ids[token].tolist()]
-        for target in range(ranks):
-            if target in targets:
-                to_rank[target].append(token)
-                first[target].append(token * top_k + targets.index(target))
-    Memory.comm.allgather(None)
-    everyone = Memory.comm.allgather((ids.numpy(), weights.numpy(), to_rank))
+    targets, order = target_ranks(ids, experts // ranks), torch.randperm(len(ids), generator=ORDER)
+    to_rank, first = [], []
+    for target in range(ranks):
+        here = targets[order] == target
+        some = here.any(dim=1)
+        to_rank.append(order[some])
+        first.append(order[some] * top_k + here[some].int().argmax(dim=1))
+    everyone = Memory.exchange(workspace, [t.numpy() for t in (ids, weights, *to_rank)])
     received_ids = torch.full((most * ranks, top_k), slots, dtype=torch.int32)
     received_weights = weights.new_full((most * ranks, top_k), float("nan"))
     arriving, row = [], 0
-    for their_ids, their_weights, their_targets in everyone:
-        their_ids, their_weights = map(torch.from_numpy, (their_ids, their_weights))
+    for theirs in everyone:
+        their_ids, their_weights, *their_targets = map(torch.from_numpy, theirs)
         tokens = their_targets[rank]
-        arriving.append(list(range(row, row + len(tokens))))
-        for token in tokens:
-            local = [target_rank(e, per_rank) == rank for e in their_ids[token].tolist()]
-            received_ids[row] = torch.where(torch.tensor(local), their_ids[token], slots)
-            received_weights[row] = their_weights[token]
-            row += 1
+        arriving.append(torch.arange(row, row + len(tokens)))
+        local = target_ranks(their_ids[tokens], experts // ranks) == rank
+        received_ids[arriving[-1]] = torch.where(local, their_ids[tokens], slots)
+        received_weights[arriving[-1]] = their_weights[tokens]
+        row += len(tokens)
     send_ends, send = _cumsum(to_rank)
     receive_ends, receive = _cumsum(arriving)
     info = SimpleNamespace(
@@ -284,7 +282,7 @@ def moe_comm(
     assert rows.shape[1] * rows.itemsize % 16 == 0, "rows of 16 bytes"
     parts = torch.tensor_split(send.long(), send_ends[:-1].tolist())
     outgoing = [rows[part].view(torch.uint8).numpy() for part in parts]
-    everyone = Memory.comm.allgather(outgoing)
+    everyone = Memory.exchange(workspace, outgoing)
     wanted = torch.tensor_split(receive.long(), receive_ends[:-1].tolist())
     for source, places in enumerate(wanted):
         out.view(torch.uint8)[places] = torch.from_numpy(everyone[source][rank])

@@ -20,11 +20,6 @@ def _standin(monkeypatch):
     flashinfer_standins.install(monkeypatch.setattr)
 
 
-_ONE_THREAD = {
-    "test_groups_in_threads": "the library and its stand-in keep the group in a class attribute"
-}
-
-
 class TestExperts(ExpertsConformance):
     backend = "flashinfer_cutlass"
     backends = flashinfer_registry.registry()
@@ -33,10 +28,8 @@ class TestExperts(ExpertsConformance):
 class TestOneSided(DispatcherConformance):
     backend = "standin_one_sided"
     backends = flashinfer_registry.registry()
-    expected_failures = _ONE_THREAD
 
 
 class TestTwoSided(DispatcherConformance):
     backend = "standin_two_sided"
     backends = flashinfer_registry.registry()
-    expected_failures = _ONE_THREAD
