@@ -338,7 +338,8 @@ class ModularKernel:
         """
         num_tokens, device = check_tokens(num_tokens), checks.device_of(weights)
         powers = (1 << n for n in range(num_tokens.bit_length()))
-        sizes = sorted({*powers, *self.experts.largest_calls(num_tokens)})
+        # The largest first: the workspace grows once, and memory that is too small fails at once.
+        sizes = sorted({*powers, *self.experts.largest_calls(num_tokens)}, reverse=True)
         with self.experts.tuning():
             for step, tokens in enumerate(sizes):
                 begin = time.perf_counter()
@@ -349,7 +350,8 @@ class ModularKernel:
 
     def _random_call(self, weights: PackedWeights, tokens: int, device: torch.device) -> None:
         p = self.problem
-        x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device)
+        draw = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
+        x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device, generator=draw)
         ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
         ids = ids.view(tokens, p.top_k)
         self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))

@@ -357,7 +357,9 @@ def test_warmup_grows_the_arena_beforehand() -> None:
     arena = Workspace()
     kernel = moekit.compose(PROBLEM, experts="torch", workspace=arena)
     packed = kernel.pack(weights())
+    drawn = torch.random.get_rng_state()
     kernel.warmup(packed, 32)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
     held = arena.nbytes
     kernel(tokens()[0], packed, tokens()[1])
     assert arena.nbytes == held > 0

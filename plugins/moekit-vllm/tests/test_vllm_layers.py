@@ -9,7 +9,7 @@ import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
-from moekit_vllm import problem
+from moekit_vllm import experts, problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, vllm, want  # noqa: F401
 
@@ -122,10 +122,39 @@ def test_a_call_reads_no_values(monkeypatch) -> None:
     layer = made(config, {n: w[:3].clone() for n, w in drawn().items()}, expert_map=where)
     computing = layer.quant_method.moekit_experts
     monkeypatch.setattr(computing, "kernel", lambda x, packed, routing: routing)
+    monkeypatch.setattr(experts, "_warm_up", lambda *_: None)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x, topk_weights, ids = (mode.from_tensor(t) for t in calls())
         routing = applied(layer, x, topk_weights.bfloat16(), ids)
     assert routing.topk_ids.shape == ids.shape and routing.topk_weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing) -> None:
+    """It has the most tokens. Nothing is compiled while a CUDA graph is captured."""
+    moekit_vllm.register()
+    layers = [made(weights=drawn(seed)) for seed in range(2)]
+    kernel = layers[0].quant_method.moekit_experts.kernel
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    warmed = []
+
+    class OnGpu:
+        problem = kernel.problem.replace(device="sm90")
+
+        def warmup(self, packed, tokens):
+            warmed.append(tokens)
+
+        def __call__(self, *args):
+            return kernel(*args)
+
+    shared = OnGpu()
+    for layer in layers:
+        monkeypatch.setattr(layer.quant_method.moekit_experts, "kernel", shared)
+    for tokens in (9, 4, 9, 12):
+        for seed, layer in enumerate(layers):
+            got = applied(layer, *calls(tokens))
+            assert error(got, want(drawn(seed), *calls(tokens))) < 1e-5
+    assert warmed == ([] if capturing else [9, 12])
 
 
 def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:

@@ -70,6 +70,14 @@ class _TritonExperts(PermuteExpertsUnpermute):
 class TritonExperts(_TritonExperts):
     """STANDARD, weighted and summed over K."""
 
+    def largest_calls(self, num_tokens: int) -> Sequence[int]:
+        """Return ``num_tokens``, and below it a call of each launch plan: its kernels compile."""
+        calls: dict[StandardPlan | Batched, int] = {}
+        while num_tokens:
+            calls.setdefault(self._planner.plan(num_tokens, self.problem.top_k), num_tokens)
+            num_tokens -= max(1, num_tokens // 64)
+        return tuple(calls.values())
+
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         return workspace(self._layer, rows)
 

@@ -22,6 +22,8 @@ from moekit_vllm.settings import Mode, say_once
 # Seconds that a rank waits for the others: they load their weights at different speeds.
 _PEER_TIMEOUT = 600.0
 _kernels: dict[MoEProblem, ModularKernel] = {}
+# The largest call of each kernel for which `_warm_up` has run.
+_warm: dict[ModularKernel, int] = {}
 
 
 @dataclass(eq=False)
@@ -130,10 +132,26 @@ class LayerExperts:
             topk_weights: (T, K).
             topk_ids: (T, K) vLLM's physical experts, of all ranks.
         """
+        if len(x) > _warm.get(self.kernel, 0):
+            _warm_up(self.kernel, self.packed, len(x))
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
         return self.kernel(x, self.packed, Routing(topk_weights.float(), ids))
+
+
+def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> None:
+    """Compile what a kernel's calls of up to ``num_tokens`` need, or they would while vLLM serves.
+
+    vLLM's first call has the most tokens: it measures the memory. Kernels on CPUs compile nothing.
+    Where ranks exchange tokens, others may not call at the same time.
+    """
+    _warm[kernel] = num_tokens
+    problem = kernel.problem
+    if problem.device.type == "cpu" or problem.parallel.moves_tokens:
+        return
+    if not torch.cuda.is_current_stream_capturing():
+        kernel.warmup(packed, num_tokens)
 
 
 def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
