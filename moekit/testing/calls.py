@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -165,8 +165,21 @@ def kit_registry(
 ) -> Registry:
     """Return a copy of ``base`` (default: the process's) with the kit's and ``extra`` specs."""
     copy = (base or registry()).copy()
-    wire = replace(copy.dispatcher("local"), wire_schemes=WIRE_SCHEMES, priority=-1000)
-    dispatchers = (
+    own = _dispatchers(copy.dispatcher("local"), copy.dispatcher("batched_reference"))
+    for spec in (*own, *extra):
+        known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
+            copy.dispatchers if isinstance(spec, DispatcherSpec) else copy.experts
+        )
+        if spec.name not in known:
+            copy.register(spec)
+    return copy
+
+
+@cache  # each test asks, and a spec checks itself when it is made
+def _dispatchers(local: DispatcherSpec, batched: DispatcherSpec) -> tuple[DispatcherSpec, ...]:
+    """Return the specs of the kit's dispatchers, from those of the core's."""
+    wire = replace(local, wire_schemes=WIRE_SCHEMES, priority=-1000)
+    return (
         replace(
             wire,
             name=QUANTIZED_WIRE,
@@ -187,7 +200,7 @@ def kit_registry(
             for name, columns in ((ONE_COLUMN, OneColumn), (THREE_COLUMNS, ThreeColumns))
         ),
         replace(
-            copy.dispatcher("batched_reference"),
+            batched,
             name=SPARE_CAPACITY,
             target=f"{__name__}:{SpareCapacity.__name__}",
             wire_schemes=frozenset(),
@@ -195,13 +208,6 @@ def kit_registry(
             priority=-1000,
         ),
     )
-    for spec in (*dispatchers, *extra):
-        known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
-            copy.dispatchers if isinstance(spec, DispatcherSpec) else copy.experts
-        )
-        if spec.name not in known:
-            copy.register(spec)
-    return copy
 
 
 # Rows of memory around a call's tensors: more than a tile of rows, which a kernel may overrun.

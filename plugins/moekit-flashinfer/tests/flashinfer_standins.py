@@ -74,18 +74,17 @@ class Memory:
 
     def __init__(self, mapping: Any, size: int) -> None:
         comm = Memory.comm
-        ranks = comm.Get_size()
-        assert set(comm.allgather(size)) == {size}, "ranks allocate different sizes"
-        self._size, stride = size, -(-size // 4096) * 4096 + 4096
+        ranks, stride = comm.Get_size(), -(-size // 4096) * 4096 + 4096
         file = Path(tempfile.mkstemp(prefix="moekit-standin-")[1])
-        shared = Path(comm.allgather(str(file))[0])
+        everyone = comm.allgather((size, str(file)))
+        assert {each for each, _ in everyone} == {size}, "ranks allocate different sizes"
+        self._size, shared = size, Path(everyone[0][1])
         if comm.Get_rank() == 0:
             shared.write_bytes(b"\0" * (stride * ranks))
-        comm.allgather(None)
+        gather(None, comm._group)
         self._map = numpy.memmap(shared, numpy.uint8, "r+", shape=(ranks, stride))
-        comm.allgather(None)
-        for path in {file, shared} if comm.Get_rank() == 0 else {file}:
-            path.unlink(missing_ok=True)
+        gather(None, comm._group)
+        file.unlink()
         Memory._groups[self._map.ctypes.data] = comm._group
         self.ptr = next(Memory._numbers)
         Memory.opened.add(self.ptr)
