@@ -58,7 +58,8 @@ class Dispatched:
     have any strides.
     BATCHED: x (L, C, H); expert_num_tokens (L,) int32, rows at or beyond it are padding; ids and
     weights are None.
-    In both, x is contiguous, and may begin anywhere in its storage.
+    In both, x is contiguous, and may begin anywhere in its storage; where that is no multiple of 16
+    bytes, the kernel copies it for the experts.
     x_scale: None for unquantized x; otherwise fp32, (R or 1, groups) or (L, C, groups) or
     (1, 1, 1), groups as in `OperandQuant.scale_shape`. A per-tensor scale may come as one scale
     per row.

@@ -46,7 +46,7 @@ from moekit.runtime.calls import Flow, calls_of
 from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
-from moekit.runtime.rows import quantize_dispatched
+from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched
 from moekit.runtime.workspace import Layout, Workspace, settle
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class ModularKernel:
                 f"pack() needs moekit.ExpertWeights, but got {type(weights).__name__}"
             )
         (weights := checks.detached(weights)).check(self.problem)
-        packed = packed_by(self.experts, weights.canonical(self.problem))
+        packed = packed_by(self.experts, weights.canonical(self.problem)._map(aligned))
         settle(weights.w13.device)
         return replace(packed, made_for=self._made_for)
 
@@ -226,6 +226,8 @@ class ModularKernel:
             except BaseException as error:  # the tokens must arrive all the same
                 fault = error
         tokens = arriving.result()
+        if tokens.x.data_ptr() % ALIGNMENT:
+            tokens = replace(tokens, x=tokens.x.clone())
         try:
             if fault is None:
                 try:
@@ -254,6 +256,8 @@ class ModularKernel:
         if out is None and not self._moves:  # the experts write there
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         x, topk_weights, topk_ids = x.contiguous(), routing.topk_weights, routing.topk_ids
+        if x.data_ptr() % ALIGNMENT:
+            x = x.clone()
         if self.problem.apply_router_weight_on_input:
             x = (x * topk_weights).to(x.dtype)
             topk_weights = torch.ones_like(topk_weights)
@@ -275,7 +279,8 @@ class ModularKernel:
         reduced = self.dispatcher.output(tokens) if self._offers_output else None
         if reduced is None and not self._moves and out is not None:
             # Without transfer, the experts write the caller's output directly.
-            reduced = out if out.is_contiguous() and out.shape == shape else None
+            usable = out.is_contiguous() and not out.data_ptr() % ALIGNMENT
+            reduced = out if usable and out.shape == shape else None
         if reduced is None:
             kept = dtype if self._reduced else self.problem.dtype
             reduced = torch.empty(shape, dtype=kept, device=device)

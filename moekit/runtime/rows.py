@@ -14,6 +14,13 @@ from torch import Tensor
 from moekit.contract import Dispatched, PackedWeights, PermuteExpertsUnpermute, Quantizer
 from moekit.problem import MoEProblem
 
+ALIGNMENT = 16  # bytes, the most that kernels load at once
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy where it does not begin at a multiple of 16 bytes."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
 
 def quantize_for_transfer(
     x_TH: Tensor, ids_TK: Tensor, quantize: Quantizer, problem: MoEProblem

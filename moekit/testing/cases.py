@@ -343,6 +343,18 @@ def strided_inputs(case: Case) -> Case:
     return replace(case, x=stretch(case.x), routing=routing)
 
 
+def moved(case: Case, offset: int = 16) -> Case:
+    """Return the same call with all its tensors ``offset`` bytes behind their storage's begin."""
+
+    def move(t: Tensor) -> Tensor:
+        before = offset // t.itemsize
+        return torch.cat((t.new_zeros(before), t.flatten()))[before:].view(t.shape)
+
+    r = case.routing
+    routing = Routing(move(r.topk_weights), move(r.topk_ids))
+    return replace(case, weights=case.weights._map(move), x=move(case.x), routing=routing)
+
+
 def strided_weights(weights: ExpertWeights) -> ExpertWeights:
     """Return the same weights in strided tensors, as slices of a larger checkpoint are.
 

@@ -232,11 +232,15 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         self._check(problem, kind=kind, dispatcher=self._bridged)
 
     def test_strided_input(self) -> None:
-        """x, ids, router weights and expert weights that are not contiguous."""
+        """x, ids, router weights and expert weights that are not contiguous.
+
+        Then contiguous ones that begin at 16 bytes, to which x is aligned, and no more.
+        """
         problem = self._problem()
         case = cases.strided_inputs(make_case(problem, self._T))
         case = replace(case, weights=cases.strided_weights(case.weights))
         check_call(self._compose(problem, self._native), case)
+        check_call(self._compose(problem, self._native), cases.moved(make_case(problem, self._T)))
 
     @pytest.mark.parametrize("default", ["bfloat16", "float64"])
     def test_default_dtype(self, default: str) -> None:

@@ -9,7 +9,9 @@ import torch
 
 import moekit
 from moekit import ExpertWeights, MoEProblem, Pending, Routing, Workspace
+from moekit.backends.local import LocalDispatcher
 from moekit.backends.reference import oracle
+from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import BufferSpec
 from moekit.errors import (
     CapacityExceeded,
@@ -395,3 +397,46 @@ def test_priority_may_differ_by_scheme() -> None:
     assert chosen == {"none": "torch", "int8_w8a16": "picky"}
     with pytest.raises(ValueError, match="each once"):
         replace(torch_spec, scheme_priority=(("fp9", 1),))
+
+
+class Aligned(TorchExperts):
+    """Takes only operands that begin at multiples of 16 bytes, as libraries do."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        assert not any(t.data_ptr() % 16 for t in weights.tensors().values())
+        return packed
+
+    def apply(self, y, tokens, weights, workspace):
+        assert tokens.x.data_ptr() % 16 == y.data_ptr() % 16 == 0
+        super().apply(y, tokens, weights, workspace)
+
+
+class Odd(LocalDispatcher):
+    """Takes aligned tokens, and lets them arrive behind others of any number."""
+
+    def prepare(self, x_TH, routing, quantize):
+        assert x_TH.data_ptr() % 16 == 0
+        tokens = super().prepare(x_TH, routing, quantize).result()
+        return Pending.ready(replace(tokens, x=moved(tokens.x)))
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that begins one element behind its storage."""
+    return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
+
+
+@pytest.mark.parametrize("dispatcher", ["local", "odd"])
+def test_experts_get_aligned_operands(dispatcher: str) -> None:
+    """Slices of a batch or of a checkpoint begin anywhere; vector loads would fault there."""
+    backends = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    target = f"{__name__}:Aligned"
+    backends.register(replace(backends.expert("torch"), name="aligned", target=target))
+    target = f"{__name__}:Odd"
+    backends.register(replace(backends.dispatcher("local"), name="odd", target=target))
+    kernel = moekit.compose(PROBLEM, dispatcher, "aligned", backends=backends)
+    case = make_case(PROBLEM, T)
+    packed = kernel.pack(case.weights._map(moved))
+    out = moved(torch.zeros(T, H))
+    assert kernel(moved(case.x), packed, case.routing, out=out) is out
+    assert_close(out, case.reference(), PROBLEM)

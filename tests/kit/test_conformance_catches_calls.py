@@ -229,6 +229,17 @@ class IdsOf64Bits(Plain):
 
 
 @killed_by("test_strided_input")
+class LoadsOf64Bytes(Plain):
+    """Reads x from the multiple of 64 bytes below its first one."""
+
+    def apply(self, y, tokens, weights, workspace):
+        x, over = tokens.x, tokens.x.data_ptr() % 64 // tokens.x.itemsize
+        if 0 < over <= x.storage_offset():
+            x = torch.as_strided(x, x.shape, x.stride(), x.storage_offset() - over)
+        super().apply(y, replace(tokens, x=x), weights, workspace)
+
+
+@killed_by("test_strided_input")
 class OffsetOfWeightsIgnored(Plain):
     """Reads weights from where their storage begins."""
 

@@ -250,7 +250,6 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
         """Return GEMM 1's input: the received rows if the GEMM can read them, else a copy."""
         x = tokens.x if tokens.x.stride(2) == 1 else tokens.x.contiguous()
         usable = x.dtype == a_LCH.dtype and x.shape == a_LCH.shape and x.is_contiguous()
-        usable = usable and x.data_ptr() % 16 == 0
         if not usable:
             stage_slabs(x, tokens.x_scale, counts_L, a_LCH, scale_LGC)
             return a_LCH, scale_LGC
