@@ -283,13 +283,26 @@ def test_a_broken_file_is_not_overwritten(tuned: Path) -> None:
     assert (tuned / "x.json").read_text() == "precious"
 
 
-WRITER = """
-import sys
+WRITERS = """
+import os, sys
 from pathlib import Path
 from tuned_tables import make_table
 from moekit_bench.tables import add_to
-for tokens in range(1, 31):
-    add_to(Path(sys.argv[1]), make_table({sys.argv[2]: {tokens: float(tokens)}}))
+
+def write(name):
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        for tokens in range(1, 31):
+            add_to(Path(sys.argv[1]), make_table({name: {tokens: float(tokens)}}))
+        code = 0
+    finally:
+        os._exit(code)
+
+print("ready", flush=True)
+writers = [write(name) for name in sys.argv[2:]]
+sys.exit(any([os.waitpid(pid, 0)[1] for pid in writers]))
 """
 
 
@@ -297,13 +310,13 @@ def test_concurrent_writers_lose_nothing_and_readers_see_whole_files(tuned: Path
     file = write_table(tuned / "x.json", make_table({"a": {1: 1.0}}))
     here = str(Path(__file__).parents[1] / "support")
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(file), name],
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        for name in ("b", "c", "d")
-    ]
+    writers = subprocess.Popen(
+        [sys.executable, "-c", WRITERS, str(file), "b", "c", "d"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writers.stdout.readline() == "ready\n"
     seen, done = [0], threading.Event()
 
     def read() -> None:
@@ -312,10 +325,10 @@ def test_concurrent_writers_lose_nothing_and_readers_see_whole_files(tuned: Path
 
     reader = threading.Thread(target=read)
     reader.start()
-    codes = [writer.wait(timeout=120) for writer in writers]
+    writers.communicate(timeout=120)
     done.set()
     reader.join()
-    assert codes == [0, 0, 0]
+    assert writers.returncode == 0
     times = table.read(file)[Key.of(PROBLEM)]
     assert {e: len(records) for (_, e), records in times.items()} == {
         "a": 1, "b": 30, "c": 30, "d": 30,
