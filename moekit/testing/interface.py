@@ -177,17 +177,16 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
 
 def _scaled(tokens: Dispatched, numbers_L: Tensor) -> Tensor:
     """Return the output of experts that multiply tokens by their number; padding is NaN."""
-    x = tokens.x.float()
+    x = tokens.x  # products with float32 are float32
     if tokens.expert_num_tokens is not None:
         real = torch.arange(x.shape[1], device=x.device) < tokens.expert_num_tokens[:, None]
-        return torch.where(real[..., None], x * numbers_L[:, None, None], float("nan")).to(
-            tokens.x.dtype
-        )
+        y = (x * numbers_L[:, None, None]).masked_fill_(~real[..., None], float("nan"))
+        return y.to(x.dtype)
     assert tokens.topk_ids is not None and tokens.topk_weights is not None
     here = tokens.topk_ids >= 0
     factors = torch.where(here, tokens.topk_weights, 0.0) * numbers_L[tokens.topk_ids.clamp(min=0)]
     factors = torch.where(here, factors, 0.0).sum(dim=1, keepdim=True)
-    return torch.where(here.any(dim=1, keepdim=True), x * factors, 0.0).to(tokens.x.dtype)
+    return (x * factors).masked_fill_(~here.any(dim=1, keepdim=True), 0.0).to(x.dtype)
 
 
 def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
