@@ -28,9 +28,9 @@ from moekit_bench import random_weights, shape
 from moekit_triton.calls import Buffers, Call
 from moekit_triton.candidates import Attempt, Step, token_candidates
 from moekit_triton.heuristics import Planner, sorted_plan
-from moekit_triton.kernels.tiles import GemmConfig, token_tile
+from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.packing import pack_weights
-from moekit_triton.plans import Copied, Joined, TilePlan
+from moekit_triton.plans import Copied, TilePlan
 from moekit_triton.search import Case, Timer
 from moekit_triton.tune import compile_attempts_of, rows_per_expert
 
@@ -55,11 +55,6 @@ def tiles(problem: MoEProblem, step: Step, groups: Sequence[int] = (1, 4, 8)) ->
         replace(tile, group_m=group) for tile in (first, *new) for group in groups
     )
     return list(wanted)
-
-
-def joined_plan(group: int) -> TilePlan:
-    """Return the plan of both GEMMs in one launch."""
-    return Joined(token_tile(128, group), token_tile(256, group))
 
 
 def calls_of(
@@ -137,8 +132,6 @@ def cell(problem: MoEProblem, weights: ExpertWeights, rows: int, name: str) -> s
     if first and second:
         plans["tokens first"] = Copied(first[0], usual.second)
         plans["tokens second"] = Copied(usual.first, second[0])
-    for group in (1, 4, 8):
-        plans[f"tokens joined {group}"] = joined_plan(group)
     errors = [error_of(plan, case.calls[0], want) for plan in plans.values()]
     us = timed(case, list(plans.values()))
     for took, error, (label, plan) in sorted(
@@ -170,7 +163,6 @@ def main() -> None:
         problem = shape(name).problem(device="cuda")
         # Tiles that differ in group_m alone are one kernel.
         found = [Attempt(s, Copied(t, t)) for s in steps for t in tiles(problem, s, groups=[8])]
-        found.append(Attempt("gemm_1", joined_plan(8)))
         for tokens in tokens_of(args.cells, name):
             found += [Attempt(s, Planner(problem).plan(tokens, problem.top_k)) for s in steps]
         wanted[problem] = found

@@ -21,10 +21,8 @@ from moekit_triton.plans import (
     Direct,
     DotProducts,
     Gathered,
-    Joined,
     Sorted,
     TilePlan,
-    joinable,
     plan_from_json,
 )
 from triton_checks import compiled as choose_as_compiled
@@ -75,9 +73,8 @@ def test_shipped_tables(file) -> None:
             first, second = plan.first, plan.second
             assert first.block_m in BLOCKS_M
             assert isinstance(plan, Sorted) or fusable(p, first.block_n) or not plan.fused
-            if isinstance(plan, (CopiedAhead, Joined)):
+            if isinstance(plan, CopiedAhead):
                 assert p.quant.weight is None and first.specialized
-            assert not isinstance(plan, Joined) or joinable(first, second)
             if isinstance(plan, Sorted) and p.quant.weight is not None:
                 assert first.specialized and second.specialized and type(plan) is Copied
             assert max(shared_bytes(plan, p)) <= 227 << 10
@@ -99,8 +96,7 @@ TILE = GemmConfig(128, 64, 64, num_stages=4, tma=True)
 @pytest.mark.parametrize(
     "plan",
     [Gathered(TILE, TILE, True), Gathered(TILE, TILE, False), Sorted(TILE, TILE),
-     Copied(TILE, TILE), CopiedAhead(TILE, TILE),
-     Joined(token_tile(128), token_tile(256))],
+     Copied(TILE, TILE), CopiedAhead(TILE, TILE), Copied(token_tile(128), token_tile(256))],
     ids=lambda plan: plan.describe(),
 )  # fmt: skip
 def test_plans_survive_json(plan) -> None:
@@ -320,7 +316,7 @@ def test_tiles_of_tokens_without_a_table(monkeypatch, device, experts, top_k, hi
 def test_which_measured_plans_count_where_tiles_of_tokens_win(monkeypatch, table) -> None:
     choose_as_compiled(monkeypatch, triton_version="3.6.0")
     old = Copied(*(replace(t, swapped=False, block_n=n) for t, n in ((TILE, 128), (TILE, 256))))
-    new = Joined(WIDE.first, replace(WIDE.second, group_m=4))
+    new = Copied(WIDE.first, replace(WIDE.second, group_m=4))
 
     def chosen(hidden: int, rows: float, plan: TilePlan, per_expert: float, device=H200):
         key = tables.table_key(problem(hidden_size=hidden))

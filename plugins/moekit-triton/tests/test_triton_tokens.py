@@ -18,7 +18,7 @@ from moekit_triton.candidates import attempts, sorted_candidates, token_candidat
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import GemmConfig, token_tile
 from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries, tile_tokens
-from moekit_triton.plans import Copied, Joined, plan_from_json
+from moekit_triton.plans import Copied, plan_from_json
 from triton_checks import check_block, compiled, real_rows, relative, use_plan
 
 from moekit import MoEProblem
@@ -38,13 +38,9 @@ def gemm(request, monkeypatch) -> None:
     if GPU:
         request.getfixturevalue("specialized")
         return
-    for name, launcher in (
-        ("specialized_tokens", "_launch_gemm"),
-        ("specialized_tokens_block", "_launch_block"),
-    ):
-        module = pytest.importorskip(f"moekit_triton.kernels.{name}")
-        run = partial(gluon_emulator.launch, getattr(module, launcher)._kernel)
-        monkeypatch.setattr(module, launcher, run)
+    module = pytest.importorskip("moekit_triton.kernels.specialized_tokens")
+    run = partial(gluon_emulator.launch, module._launch_gemm._kernel)
+    monkeypatch.setattr(module, "_launch_gemm", run)
 
 
 def problem(device: str) -> MoEProblem:
@@ -164,52 +160,20 @@ def compare(
             assert error < limit, f"expert {expert}, {some} rows: relative error {error}"
 
 
-@pytest.mark.parametrize("name", list(COUNTS))
-@pytest.mark.parametrize("early", [False, True])
-def test_both_gemms(gemm, name, early, device):
-    """One launch gives the bits of two, with y where x was."""
-    from moekit_triton.kernels.specialized_tokens_block import specialized_tokens_block
-
-    counts, hidden, inner = COUNTS[name], 264, 200
-    aligned, tiles = sort(counts, device)
-    first, second, count = tile(256, True), tile(256, False), aligned.rows_A.numel()
-    list_token_tiles(aligned, tiles, tile_tokens(second))
-    real, capacity = real_rows(aligned), aligned.capacity
-
-    def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device).to(torch.bfloat16)
-
-    x = torch.where(real[:, None], rand(capacity, hidden), torch.nan)
-    w13, w2 = rand(len(counts), 2 * inner, hidden) * 0.06, rand(len(counts), hidden, inner) * 0.07
-    share = torch.rand(count, device=device) * 2 if early else None
-    a, y = (torch.full((capacity, n), torch.nan, device=device).bfloat16() for n in (inner, hidden))
-    options = {"token_tiles": tiles, "activation": Activation("silu")}
-    sorted_gemm(x, w13, a, aligned, first, count, 5, **options)
-    sorted_gemm(a, w2, y, aligned, second, count, 5, token_tiles=tiles, weights_RK=share)
-    a.fill_(torch.nan)
-    specialized_tokens_block(
-        x, w13, a, w2, x, aligned, tiles, first, second, count, 5, share
-    )  # fmt: skip
-    assert torch.equal(x[real], y[real]) and not aligned.counters.any()
-
-
 @pytest.mark.parametrize("weights", [(128, 128), (256, 256), (256, 128)])
 def test_experts(specialized, monkeypatch, weights):
     """The whole block, with the buffers of the workspace, which overlap."""
     first, second = tile(weights[0], True), tile(weights[1], False)
-    for kind in (Copied, Joined) if weights == (256, 256) else (Copied,):
-        use_plan(monkeypatch, kind(first, second))
-        check_block(problem("cuda"), 1100)
+    use_plan(monkeypatch, Copied(first, second))
+    check_block(problem("cuda"), 1100)
 
 
 def test_plan_of_a_table():
     plan = Copied(tile(128, True), tile(256, False))
     assert plan_from_json(plan.to_json()) == plan
-    for kind in ("ahead", "joined", "sorted"):
+    for kind in ("ahead", "sorted"):
         with pytest.raises(ValueError, match="swapped"):
             plan_from_json(plan.to_json() | {"kind": kind})
-    joined = Joined(tile(256, True), tile(256, False))
-    assert plan_from_json(joined.to_json()) == joined
     for name, value in (("block_n", 32), ("block_n", 255), ("block_k", 128), ("num_stages", 3)):
         wrong = plan.first.to_json() | {name: value}
         with pytest.raises(ValueError, match="first: expected .* 128x64x64 .* or 128x128x64"):

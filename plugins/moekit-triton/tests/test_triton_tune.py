@@ -13,7 +13,7 @@ from moekit_triton import candidates, heuristics, search, tables, tune
 from moekit_triton.calls import Layer
 from moekit_triton.capabilities import BLOCKS_M
 from moekit_triton.kernels.tiles import GemmConfig
-from moekit_triton.plans import Copied, CopiedAhead, Gathered, Joined, Sorted, TilePlan
+from moekit_triton.plans import Copied, CopiedAhead, Gathered, Sorted, TilePlan
 from test_triton_plans import problem, shared_bytes
 from triton_checks import compiled as choose_as_compiled
 
@@ -132,7 +132,7 @@ def test_the_tuner_combines_steps(monkeypatch) -> None:
         ("gemm_2", 64, Gathered): [timed(1, Gathered, 64)],
         ("gemm_1", 32, Gathered): [],
     }
-    us = {Gathered: 15.0, Copied: 14.5, Joined: 15.5}
+    us = {Gathered: 15.0, Copied: 14.5}
 
     def together(plans):
         assert all(plan.first.block_m == plan.second.block_m for plan in plans)
@@ -143,11 +143,8 @@ def test_the_tuner_combines_steps(monkeypatch) -> None:
         return type(plan)
 
     monkeypatch.setattr(found, "_together", together)
-    monkeypatch.setattr(search, "joinable", lambda first, second: True)
     assert settled() is Copied
-    us[Joined] = 13.5
-    assert settled() is Joined
-    us.update({Copied: 16.5, Joined: 16.5})
+    us[Copied] = 16.5
     assert settled() is Gathered
     found.found = {("gemm_1", 128, Gathered): [timed(1)]}
     assert found.settle() is None

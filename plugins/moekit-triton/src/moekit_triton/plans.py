@@ -8,7 +8,6 @@ Members of `LaunchPlan`, by how rows reach the experts' tiles:
     Sorted       GEMM 1 gathers tokens and stores expert-sorted rows for GEMM 2
     Copied       tokens are copied (fp8 blocks: quantized) to expert-sorted rows before GEMM 1
     CopiedAhead  GEMM 1 copies them itself, ahead of its tiles (specialized warps)
-    Joined       tokens are copied, then both GEMMs run in one launch (tiles of tokens)
     Batched      the BATCHED format: rows are already grouped by expert
 
 A plan is immutable and knows no tensors. ``workspace`` states its buffers, ``launch`` computes a
@@ -439,44 +438,12 @@ class CopiedAhead(Copied):
         self._sorted_gemm_1(call, operands, call.x)
 
 
-@dataclass(frozen=True)
-class Joined(Copied):
-    """Tokens are copied, then both GEMMs run in one launch; 16 bits, `joinable` tiles."""
-
-    kind: ClassVar[str] = "joined"
-
-    def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
-        """Copy x, then compute both GEMMs."""
-        # Imported late, because not every Triton has the Gluon that this module needs.
-        from .kernels.specialized_tokens_block import specialized_tokens_block
-
-        o, weights = operands, call.weights
-        tiles = o.tiles[0]
-        assert tiles is not None
-        copy_rows(call.x, o.aligned, o.x_SH)
-        # A block's y overwrites its x only after the last read of x.
-        specialized_tokens_block(
-            o.x_SH, weights["w13"], o.a_SI, weights["w2"], o.y_SH, o.aligned, tiles,
-            self.first, self.second, call.ids_RK.numel(), o.num_sms, call.early_weights,
-        )  # fmt: skip
-
-    def gemm_2(self, call: Call, operands: _SortedOperands) -> None:
-        """Do nothing: `gemm_1` computes both GEMMs."""
-
-
-StandardPlan = DotProducts | Direct | Gathered | Sorted | Copied | CopiedAhead | Joined
+StandardPlan = DotProducts | Direct | Gathered | Sorted | Copied | CopiedAhead
 LaunchPlan = StandardPlan | Batched
 TilePlan = Gathered | Sorted
 """A plan whose two GEMMs have a tile each."""
 
-_SORTED = {plan.kind: plan for plan in (Sorted, Copied, CopiedAhead, Joined)}
-
-
-def joinable(first: GemmConfig, second: GemmConfig) -> bool:
-    """Return whether one launch can compute both GEMMs with these tiles: of tokens, both with 256
-    weight rows."""
-    wide = (first.block_n, second.block_n) == (128, 256)
-    return first.token_tile and second.token_tile and wide
+_SORTED = {plan.kind: plan for plan in (Sorted, Copied, CopiedAhead)}
 
 
 def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
@@ -487,12 +454,8 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     first, second = gemm_config(values["first"]), gemm_config(values["second"])
     if first.block_m != second.block_m:
         raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
-    if (first.token_tile or second.token_tile) and kind not in (Copied.kind, Joined.kind):
-        raise ValueError(
-            f"specialized swapped tiles are for kind='copied' or 'joined', not {kind!r}"
-        )
-    if kind == Joined.kind and not joinable(first, second):
-        raise ValueError("kind='joined' needs specialized swapped tiles of 256 weight rows")
+    if (first.token_tile or second.token_tile) and kind != Copied.kind:
+        raise ValueError(f"specialized swapped tiles are for kind='copied', not {kind!r}")
     for name, tile, sizes in (("first", first, (64, 128)), ("second", second, (128, 256))):
         known = [token_tile(block_n, tile.group_m) for block_n in sizes]
         if tile.token_tile and tile not in known:

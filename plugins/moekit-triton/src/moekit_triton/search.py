@@ -25,7 +25,7 @@ from moekit.plugin import MoEProblem, PackedWeights
 from .calls import Buffers, Call, Layer
 from .candidates import Attempt, Step, attempts, variations
 from .heuristics import workspace
-from .plans import Copied, Gathered, Joined, Sorted, TilePlan, joinable
+from .plans import Gathered, Sorted, TilePlan
 
 # Microseconds above which a launch's own time is small beside the kernel's.
 _LONG = 200.0
@@ -212,16 +212,11 @@ class Search:
         if not groups:
             return []
         fastest = min(first[0].us + second[0].us for first, second in groups)
-        finalists = [
+        return [
             (replace(first.plan, second=second.plan.second), first, second)
             for firsts, seconds in groups
             if firsts[0].us + seconds[0].us < _CLOSE * fastest
             for first, second in itertools.product(firsts[:_FINALISTS], seconds[:_FINALISTS])
-        ]
-        return finalists + [
-            (Joined(plan.first, plan.second), first, second)
-            for plan, first, second in finalists
-            if type(plan) is Copied and joinable(plan.first, plan.second)
         ]
 
     def _together(self, plans: Sequence[TilePlan]) -> list[float]:

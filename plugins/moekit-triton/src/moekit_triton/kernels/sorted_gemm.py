@@ -1,7 +1,7 @@
 """Grouped GEMM for many rows per expert: both operands come through tensor descriptors.
 
 Rows are expert-sorted (`SortedAssignments`). The modules `specialized*` do the same by specialized
-warps, `specialized_tokens_block` both GEMMs in one launch.
+warps.
 
 Operands have 16 bits, or are e4m3 with specialized tiles. Padding rows may hold anything: rows do
 not mix, output by assignment has none, and those of expert-sorted output become undefined.

@@ -31,7 +31,6 @@ from .specialized import STEP
 from .token_tiles import PIECE, REST, most_tiles, tile_tokens
 from .token_warps import BOX, load_tiles, on_least_tokens, token_stages
 from .warps import (
-    BLOCK_M,
     STAGES,
     apply_weight_before,
     descriptor,
@@ -42,11 +41,9 @@ from .warps import (
     silu_mul,
     store_tile,
     wait_message,
-    wait_stored,
 )
 
 _PART = gl.constexpr(32)  # tokens of a store
-_BLOCK = gl.constexpr(BLOCK_M)
 
 
 def specialized_tokens_gemm(g: SortedLaunch) -> None:
@@ -171,27 +168,15 @@ def _store(WHICH: gl.constexpr, acc, results, count, row, end, col, GATED: gl.co
 
 
 @gluon.jit
-def release_tile(row, done_ptr):
-    """Wait until this thread's stores are written, then count it at the block of sorted ``row``."""
-    threads: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    wait_stored()
-    block = gl.full([128], 0, gl.int32, threads) + row // _BLOCK
-    gl.atomic_add(done_ptr + block, gl.full([128], 1, gl.int32, threads), sem="release")
-
-
-@gluon.jit
 def _tile(
     WHICH: gl.constexpr, GATED: gl.constexpr, given, state, TOKENS: gl.constexpr,
     REST: gl.constexpr,
 ):  # fmt: skip
     """Compute and store this warp group's half of a tile of TOKENS + REST tokens."""
-    results, tile, memory, barriers, held, done_ptr = given
+    results, tile, memory, barriers = given
     row, col, pieces, steps = tile
     slot, phase, count = state
     acc, rest, slot, phase = _multiply(WHICH, memory, barriers, slot, phase, steps, TOKENS, REST)
-    if done_ptr is not None:
-        if held >= 0:
-            release_tile(held, done_ptr)
     end = row + pieces * PIECE
     count = _store(WHICH, acc, results, count, row, end, col, GATED)
     if REST > 0:
@@ -200,9 +185,8 @@ def _tile(
 
 
 @gluon.jit
-def compute_tile(
-    WHICH: gl.constexpr, results, tile, memory, barriers, state, held, done_ptr,
-    GATED: gl.constexpr,
+def _compute_tile(
+    WHICH: gl.constexpr, results, tile, memory, barriers, state, GATED: gl.constexpr
 ):  # fmt: skip
     """Compute and store this warp group's half of a tile, on the least tokens that hold it.
 
@@ -213,8 +197,6 @@ def compute_tile(
         memory: (weights, tokens, rest).
         barriers: the ring's.
         state: (slot, phase, number of parts stored).
-        held: with ``done_ptr``, the row of the tile to release, or negative.
-        done_ptr: where released tiles are counted, or None.
         GATED: whether weight rows are of gate and up.
 
     Returns:
@@ -223,7 +205,7 @@ def compute_tile(
     w_s, x_s, rest_s = memory
     row, col, pieces, steps = tile
     col += WHICH * (w_s.shape[1] // 2 if GATED else w_s.shape[1])
-    given = (results, (row, col, pieces, steps), memory, barriers, held, done_ptr)
+    given = (results, (row, col, pieces, steps), memory, barriers)
     TOKENS: gl.constexpr = x_s.shape[1]
     return on_least_tokens(_tile, WHICH, GATED, pieces, given, state, TOKENS, REST, TOKENS)
 
@@ -238,8 +220,8 @@ def _consume(
     taken = 0
     row, col, _, pieces = wait_message(mail, taken)
     while pieces > 0:
-        state = compute_tile(WHICH, results, (row, col, pieces, steps), memory, barriers, state, -1,
-                             None, GATED)  # fmt: skip
+        tile = (row, col, pieces, steps)
+        state = _compute_tile(WHICH, results, tile, memory, barriers, state, GATED)
         taken += 1
         row, col, _, pieces = wait_message(mail, taken)
     tma.store_wait(0)

@@ -151,17 +151,6 @@ def schedule(tile, tiles, counters_ptr, COUNTED: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(counters_ptr, tiles, row_blocks):
-    """Take a tile from the counter, even the first one, so that no program waits for one that has
-    not started. The last program clears the counters."""
-    tile = gl.atomic_add(counters_ptr, 1, sem="relaxed")
-    if tile == tiles + gl.num_programs(0) - 1:  # no program waits for a block any more
-        gl.store(counters_ptr, 0)
-        clear(counters_ptr + OF_BLOCKS, row_blocks)
-    return tile
-
-
-@gluon.jit
 def clear(ptr, length):
     """Store ``length`` int32 zeros from ptr on, by one warp."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -257,12 +246,3 @@ def store_tile(x, buffers, index, out, row, col, BUFFERS: gl.constexpr, AXIS: gl
         buffer.slice(0, x.shape[1]).store(x.to(out.dtype).permute((1, 0)))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [row, col], buffer)
-
-
-@gluon.jit
-def wait_stored():
-    """Wait until this thread's stores are written."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
