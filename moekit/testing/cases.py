@@ -24,6 +24,7 @@ from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import apply_activation
 from moekit.problem.quant import OperandQuant, compute_scale
 from moekit.problem.weights import ExpertWeights
+from moekit.runtime.rows import ALIGNMENT
 
 SEED_VARIABLE = "MOEKIT_TEST_SEED"
 
@@ -343,29 +344,28 @@ def strided_inputs(case: Case) -> Case:
     return replace(case, x=stretch(case.x), routing=routing)
 
 
-def moved(case: Case, offset: int = 16) -> Case:
-    """Return the same call with all its tensors ``offset`` bytes behind their storage's begin."""
-
-    def move(t: Tensor) -> Tensor:
-        before = offset // t.itemsize
-        return torch.cat((t.new_zeros(before), t.flatten()))[before:].view(t.shape)
-
+def moved(case: Case) -> Case:
+    """Return the same call with all its tensors 16 bytes behind their storage's begin."""
     r = case.routing
-    routing = Routing(move(r.topk_weights), move(r.topk_ids))
-    return replace(case, weights=case.weights._map(move), x=move(case.x), routing=routing)
+    routing = Routing(_behind(r.topk_weights), _behind(r.topk_ids))
+    return replace(case, weights=case.weights._map(_behind), x=_behind(case.x), routing=routing)
 
 
 def strided_weights(weights: ExpertWeights) -> ExpertWeights:
     """Return the same weights in strided tensors, as slices of a larger checkpoint are.
 
-    None of them begins where its storage does.
+    They begin 16 bytes behind their storage's begin: a kernel copies others before it packs them.
     """
 
     def stretch(t: Tensor) -> Tensor:
-        wide = torch.stack((torch.zeros_like(t), t), dim=-1)
-        return wide[..., 1]
+        return _behind(torch.stack((t, torch.zeros_like(t)), dim=-1))[..., 0]
 
     return weights._map(lambda t: stretch(t) if t.dim() else t)
+
+
+def _behind(t: Tensor) -> Tensor:
+    before = ALIGNMENT // t.itemsize
+    return torch.cat((t.new_zeros(before), t.flatten()))[before:].view(t.shape)
 
 
 def tp_shard(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
