@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from exchange import gather
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -52,6 +51,13 @@ class EventOverlap:
         if finish is not None:
             with _disable_current_modes():
                 finish()
+
+
+def gather(value, group):
+    """Every rank's value, by rank."""
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def _exchange(group, *tensors):

@@ -19,7 +19,6 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from exchange import gather
 from moekit_flashinfer import library
 from torch import Tensor
 
@@ -67,7 +66,7 @@ class Memory:
     comm: Any = None
     opened: set[int] = set()
     _numbers = itertools.count(1)
-    _groups: dict[int, Any] = {}  # address -> the ranks' process group
+    _comms: dict[int, Any] = {}  # address -> the ranks that share the memory
 
     @staticmethod
     def initialize() -> None: ...
@@ -81,11 +80,11 @@ class Memory:
         self._size, shared = size, Path(everyone[0][1])
         if comm.Get_rank() == 0:
             shared.write_bytes(b"\0" * (stride * ranks))
-        gather(None, comm._group)
+        comm.allgather(None)
         self._map = numpy.memmap(shared, numpy.uint8, "r+", shape=(ranks, stride))
-        gather(None, comm._group)
+        comm.allgather(None)
         file.unlink()
-        Memory._groups[self._map.ctypes.data] = comm._group
+        Memory._comms[self._map.ctypes.data] = comm
         self.ptr = next(Memory._numbers)
         Memory.opened.add(self.ptr)
 
@@ -97,7 +96,7 @@ class Memory:
     @staticmethod
     def exchange(workspace: Tensor, value: Any = None) -> list[Any]:
         """Return the value of every rank that shares a memory, as kernels do through it."""
-        return gather(value, Memory._groups[workspace.data_ptr()])
+        return Memory._comms[workspace.data_ptr()].allgather(value)
 
     @staticmethod
     def close_mnnvl_memory(ptr: int) -> None:

@@ -1,4 +1,4 @@
-"""pplx_kernels.AllToAll on the CPU, with the library's semantics and its traps:
+"""pplx_kernels.AllToAll on the CPU over gloo, with the library's semantics and its traps:
 
 - ids are uint32 and in range, K in every row; no expert gets more than max_num_tokens rows of one
   rank, or the library writes out of bounds (here: an error)
@@ -18,7 +18,6 @@ import functools
 
 import torch
 import torch.distributed as dist
-from exchange import start
 from moekit_pplx.dispatcher import PplxDispatcher
 
 
@@ -124,16 +123,25 @@ class AllToAll:
         late = torch.arange(NUM_SMS, max(NUM_SMS, tokens))
         half = self.row_bytes // 2
         rows[late - NUM_SMS, :half] = rows[late, :half]
-        payload = [rows, indices.view(torch.int32)]
+        payload = [torch.full((self.capacity, self.row_bytes), 7, dtype=torch.uint8)]
+        payload[0][:tokens] = rows
+        payload.append(torch.full((self.capacity, self.K), -1, dtype=torch.int32))
+        payload[1][:tokens] = indices.view(torch.int32)
         if self.scales:
             assert scale.dtype == torch.float32 and tuple(scale.shape) == (tokens, self.scales)
-            payload.append(scale)
-        self.arriving = start([t.numpy() for t in payload], self.group)
+            payload.append(torch.full((self.capacity, self.scales), float("nan")))
+            payload[2][:tokens] = scale
+        self.arriving = []
+        for mine in payload:
+            everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
+            work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
+            self.arriving.append((work, everyone, mine))
 
     def _receive(self, counts, x, scale):
-        everyone = [list(map(torch.from_numpy, theirs)) for theirs in self.arriving.wait()]
+        for work, *_ in self.arriving:
+            work.wait()
+        rows, ids, *scales = (everyone for _, everyone, _ in self.arriving)
         del self.arriving
-        rows, ids, *scales = zip(*everyone, strict=True)
         slab = x.view(torch.uint8)
         assert x.shape[0] >= self.L, "fewer slabs than local experts"
         self.sources = []  # (source rank, token, local expert, row)
@@ -175,28 +183,30 @@ class AllToAll:
             self._sum(out_tokens, indices.view(torch.int32).long(), weights)
 
     def _return(self, y):
-        places, rows = [], []
+        back = torch.full((self.ranks, self.L, self.capacity, self.hidden), float("nan"))
+        arrived = torch.zeros(self.ranks, self.capacity, dtype=torch.int32)
         for source, token, expert, row in self.sources:
             flat = expert * y.stride(0) + row * y.stride(1)
             assert flat + self.hidden <= y.numel(), "reads behind the end of expert_y"
-            places.append((source, expert, token))
-            rows.append(y.view(-1)[flat : flat + self.hidden].float().numpy())
-        self.returning = start((places, rows), self.group)
+            back[source, expert, token] = y.view(-1)[flat : flat + self.hidden].float()
+            arrived[source, token] += 1
+        self.returned, self.arrived = torch.empty_like(back), torch.empty_like(arrived)
+        self.works = [
+            dist.all_to_all_single(self.returned, back, group=self.group, async_op=True),
+            dist.all_to_all_single(self.arrived, arrived, group=self.group, async_op=True),
+        ]
+        self.sent = back, arrived
 
     def _sum(self, out, ids, weights):
+        for work in self.works:
+            work.wait()
         tokens = out.shape[0]
-        returned = torch.full((self.ranks, self.L, tokens, self.hidden), float("nan"))
-        count = torch.zeros(tokens, dtype=torch.int32)
-        for rank, (places, rows) in enumerate(self.returning.wait()):
-            for (source, expert, token), row in zip(places, rows, strict=True):
-                if source == self.rank:
-                    returned[rank, expert, token] = torch.from_numpy(row)
-                    count[token] += 1
-        del self.returning
-        assert bool((count == self.K).all()), f"waits forever: {count.tolist()}"
+        count = self.arrived.sum(dim=0)
+        assert bool((count[:tokens] == self.K).all()), f"waits forever: {count.tolist()}"
         at = torch.arange(tokens)[:, None]
-        rows = returned[ids // self.L, ids % self.L, at]
+        rows = self.returned[ids // self.L, ids % self.L, at]
         out.copy_((rows * weights[:, :, None]).sum(dim=1))
+        del self.returned, self.arrived, self.works, self.sent
 
     def destroy(self):
         if self.state != "destroyed":
