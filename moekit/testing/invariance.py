@@ -186,14 +186,14 @@ class ExpertsInvariance(ExpertsBase):
         if reduce is weight_and_reduce:
             self._skip("the backend sums with moekit.plugin.weight_and_reduce")
         for rows, top_k, hidden in ((1, 1, 33), (6, 2, 1300), (40, 9, 320)):
-            call = _reduction(problem, rows, top_k, hidden)
-            wide = torch.full((rows, 2 * hidden), NAN, dtype=problem.dtype, device=call[0].device)
-            spread, places = _spread(*call[:2])
+            given = _reduction(problem, rows, top_k, hidden)
+            wide = torch.full((rows, 2 * hidden), NAN, dtype=problem.dtype, device=given[0].device)
+            spread, places = _spread(*given[:2])
             for out in (wide[:, :hidden], wide[:, ::2]):
-                wanted = weight_and_reduce(*call, torch.empty_like(out))
-                for y_NH, at in ((call[0], None), (spread, places)):
+                wanted = weight_and_reduce(*given, torch.empty_like(out))
+                for y_NH, at in ((given[0], None), (spread, places)):
                     out.fill_(NAN)
-                    got = reduce(y_NH, *call[1:], out, at)
+                    got = reduce(y_NH, *given[1:], out, at)
                     what = f"(R, K, H) = {rows, top_k, hidden}, places {at is not None}"
                     assert got is out, f"{what}: weight_and_reduce must return the output given"
                     check_bits(out, wanted, f"{what}, compared with moekit.plugin's function")

@@ -1,4 +1,4 @@
-"""`deep_ep` on the CPU: what the dispatchers use of it, as picky as the library.
+"""`deep_ep` on the CPU over gloo: what the dispatchers use of it, as picky as the library.
 
 What the library leaves undefined is garbage here: rows that nobody sent, weights of slots with
 experts elsewhere, the order of rows where it promises none, and everything a transfer writes until
@@ -53,22 +53,17 @@ class EventOverlap:
                 finish()
 
 
-def gather(value, group):
-    """Every rank's value, by rank."""
-    everyone = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
-
-
 def _exchange(group, *tensors):
     """Every rank's tensors, by rank."""
     with _disable_current_modes():
         mine = [
             (t.contiguous().view(-1).view(torch.uint8).numpy(), t.dtype, t.shape) for t in tensors
         ]
+        everyone = [mine] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
         return [
             [torch.from_numpy(sent).view(dtype).view(shape) for sent, dtype, shape in theirs]
-            for theirs in gather(mine, group)
+            for theirs in everyone
         ]
 
 
@@ -123,7 +118,7 @@ class _Base:
     def destroy(self):
         assert self in _Base.live, "destroyed twice"
         assert all(event.waited for event in self.events), "memory of a transfer was given away"
-        gather(None, self.group)  # a barrier
+        dist.barrier(self.group)
         _Base.live.remove(self)
 
     def _check_open(self):

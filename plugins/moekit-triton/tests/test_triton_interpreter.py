@@ -66,7 +66,7 @@ def test_the_language_is_as_it_was(device):
 
 
 def test_functions_prepare_nothing(device, monkeypatch):
-    """What to patch is found once, however many kernels run and functions they call."""
+    """The interpreter searches once for what it patches, however many kernels run."""
     calls = []
     every_time = interpreter._patch_lang_core
     monkeypatch.setattr(

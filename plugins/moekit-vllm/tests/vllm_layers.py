@@ -24,7 +24,7 @@ def vllm(monkeypatch):
     monkeypatch.setattr(versions, "failed_ranks", lambda failed: [0] * failed)
     monkeypatch.setattr(settings, "_said", set())
     monkeypatch.setattr(experts, "_kernels", {})
-    monkeypatch.setattr(experts, "_warm", {})
+    monkeypatch.setattr(experts, "_warmed", {})
     monkeypatch.setattr(standin, "prepared", False)
     monkeypatch.delenv(settings.VARIABLE, raising=False)
     standin.op_registry_oot.clear()

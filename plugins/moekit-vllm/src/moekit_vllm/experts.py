@@ -23,7 +23,7 @@ from moekit_vllm.settings import Mode, say_once
 _PEER_TIMEOUT = 600.0
 _kernels: dict[MoEProblem, ModularKernel] = {}
 # The largest call of each kernel for which `_warm_up` has run.
-_warm: dict[ModularKernel, int] = {}
+_warmed: dict[ModularKernel, int] = {}
 
 
 @dataclass(eq=False)
@@ -132,7 +132,7 @@ class LayerExperts:
             topk_weights: (T, K).
             topk_ids: (T, K) vLLM's physical experts, of all ranks.
         """
-        if len(x) > _warm.get(self.kernel, 0):
+        if len(x) > _warmed.get(self.kernel, 0):
             _warm_up(self.kernel, self.packed, len(x))
         ids = topk_ids
         if self.to_physical is not None:
@@ -146,7 +146,7 @@ def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> N
     vLLM's first call has the most tokens: it measures the memory. Kernels on CPUs compile nothing.
     Where ranks exchange tokens, others may not call at the same time.
     """
-    _warm[kernel] = num_tokens
+    _warmed[kernel] = num_tokens
     problem = kernel.problem
     if problem.device.type == "cpu" or problem.parallel.moves_tokens:
         return
