@@ -240,6 +240,40 @@ def test_few_rows_of_fp8_use_swap_ab(scheme, capability, rows) -> None:
     assert not swapped or min(plan.first.block_n, plan.second.block_n) >= 64
 
 
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+@pytest.mark.parametrize("rows", [4.0, 16.0])
+def test_few_rows_read_weights_by_wide_tiles(scheme, rows) -> None:
+    many = problem(num_experts=128, hidden_size=2048, intermediate_size=768, quant=scheme)
+    plan = heuristic(many, rows)
+    assert 2 * plan.first.block_n == plan.second.block_n == 256
+    assert plan.first.num_stages == plan.second.num_stages == 3
+    few = heuristic(problem(quant=scheme), rows)  # 128 programs of 256 rows leave some of 132 idle
+    assert few.second.block_n == 128 and few.second.num_stages == 4
+    ada = heuristic(many.replace(device=DeviceSpec("cuda", (8, 9), "any")), rows)
+    assert max(ada.first.block_n, ada.second.block_n) <= 128
+
+
+@pytest.mark.parametrize("rows", [60.0, 300.0, 3000.0])
+def test_tiles_across_groups_of_scales_are_small(rows) -> None:
+    p = problem(num_experts=32, hidden_size=2880, intermediate_size=2880, quant="fp8_block")
+    plan = heuristic(p, rows)
+    assert not plan.fused
+    assert plan.first == plan.second == GemmConfig(64, 128, 128, num_stages=4, tma=True)
+    divided = heuristic(p.replace(hidden_size=2816, intermediate_size=2816), rows)
+    assert divided.fused and divided.block_m == 128
+    assert heuristic(p.replace(quant="fp8_channel_token"), rows).block_m == 128
+
+
+def test_tiles_of_4_bit_weights() -> None:
+    sizes = {"num_experts": 128, "hidden_size": 2880, "intermediate_size": 2880}
+    int4, fp4 = (problem(quant=q, **sizes) for q in ("int4_w4a16_g32", "mxfp4_w4a16"))
+    warps = [(plan.first.num_warps, plan.second.num_warps)
+             for plan in (heuristic(p, 2.0) for p in (int4, fp4))]  # fmt: skip
+    assert warps == [(4, 2), (2, 2)]
+    assert heuristic(int4, 64.0).second.block_n == 128
+    assert heuristic(fp4, 64.0).second.block_n == 64
+
+
 def test_where_sorting_does_not_pay(monkeypatch) -> None:
     choose_as_compiled(monkeypatch, triton_version="3.6.0")
     p = problem(quant="fp8_block")

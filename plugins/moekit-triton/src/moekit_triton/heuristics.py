@@ -329,8 +329,9 @@ def _sorted_kind(problem: MoEProblem, per_expert: float) -> type[Sorted]:
 class _Case:
     """A problem and its rows per expert, as the rules for tiles distinguish them.
 
-    plain: 16-bit operands; grouped: activations with scales by groups of 128 columns; whole_k_fp8:
-    e4m3 on Hopper whose scales serve all of K; wide: weight rows behind an output column of GEMM 1.
+    plain: 16-bit operands; grouped: activations with scales by groups of 128 columns; across: such
+    groups do not divide I; whole_k_fp8: e4m3 on Hopper whose scales serve all of K; wide: weight
+    rows behind an output column of GEMM 1.
     """
 
     problem: MoEProblem
@@ -339,6 +340,7 @@ class _Case:
     w_bits: int
     plain: bool
     grouped: bool
+    across: bool
     whole_k_fp8: bool
     wide: int
     block_m: int
@@ -350,20 +352,37 @@ class _Case:
         plain = a_bits == w_bits == 16
         grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
         whole_k_fp8 = swap_ab_pays(p) and not grouped
-        # Half tiles of 128 rows win where many experts have more than 64, but for group scales.
-        most_64 = 48 if plain or whole_k_fp8 else 64
+        # Half tiles of 128 rows win where many experts have more than 64.
+        most_64 = 48 if plain or whole_k_fp8 or grouped and hopper(p) else 64
         block_m = _block_m(per_expert, most_64, a_bits, w_bits)
+        # Tiles of 128 weight rows of up then lie across two groups of scales.
+        across = grouped and p.local_intermediate_size % SCALE_GROUP != 0
+        block_m = min(block_m, 64) if across else block_m
         busy = p.num_local_experts * max(1, math.ceil(per_expert / block_m))
         if w_bits == 4:  # experts without rows keep nothing busy
             busy = math.ceil(busy * min(1.0, per_expert))
         wide = 2 if p.activation.gated else 1  # GEMM 1 with a gate holds two tiles of block_n
-        return cls(p, per_expert, a_bits, w_bits, plain, grouped, whole_k_fp8, wide, block_m, busy)
+        return cls(
+            p, per_expert, a_bits, w_bits, plain, grouped, across, whole_k_fp8, wide, block_m, busy
+        )
 
     def tile(self, n: int, k: int, wide: int) -> GemmConfig:
         """Return the tile for n output columns, each of ``wide`` weight rows of k columns."""
         if self.w_bits == 4:
-            return _packed_tile(self.block_m, self.busy, n, wide)
-        return _tile(self.block_m, self.busy, n, k, self.a_bits, self.w_bits, wide)
+            scheme = self.problem.quant.weight
+            fp4 = scheme is not None and scheme.dtype == "float4_e2m1"
+            return _packed_tile(self.block_m, self.busy, n, wide, fp4)
+        tile = _tile(self.block_m, self.busy, n, k, self.a_bits, self.w_bits, wide)
+        return self._streaming(tile, n, wide) if self.block_m <= 32 else tile
+
+    def _streaming(self, tile: GemmConfig, n: int, wide: int) -> GemmConfig:
+        """Return a wider tile for few rows where Hopper has enough of them to read weights by."""
+        if not hopper(self.problem) or not (self.plain or self.grouped):
+            return tile
+        for rows, stages in ((256, 3), (128, 4)):
+            if 2 * self.busy * triton.cdiv(n, rows // wide) >= 3 * HOPPER_SMS:
+                return replace(tile, block_n=rows // wide, num_stages=stages)
+        return tile
 
 
 def _block_m(per_expert: float, most_64: int, a_bits: int, w_bits: int) -> int:
@@ -383,7 +402,9 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
     first = case.tile(inner, hidden, case.wide)
     if case.grouped and (block_m <= 64 or hopper(p)) and inner >= 128:
         first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
-    fused = fusable(p, first.block_n)
+        if block_m <= 32 and hopper(p):
+            first = replace(first, num_stages=3)
+    fused = fusable(p, first.block_n) and not (case.across and block_m == 64)
     if not fused:
         first = case.tile(p.w13_rows, hidden, 1)
     second = case.tile(hidden, inner, 1)
@@ -448,14 +469,16 @@ def _tile(
     return GemmConfig(block_m, block_n, block_k, num_warps=warps, num_stages=stages)
 
 
-def _packed_tile(block_m: int, busy: int, n: int, wide: int) -> GemmConfig:
-    """Return a tile for 4-bit weights: a warp makes 16 weight rows; four warps and 64 or more rows
-    form warp groups."""
-    most = 64 if block_m <= 32 or wide == 2 else 128
+def _packed_tile(block_m: int, busy: int, n: int, wide: int, fp4: bool) -> GemmConfig:
+    """Return a tile for 4-bit weights: a warp makes 16 weight rows, or 32; four warps and 64 or
+    more rows form warp groups."""
+    most = 64 if block_m <= 32 or wide == 2 or fp4 else 128
     sizes = [b for b in (most, 64, 32, 16) if b <= max(16, triton.next_power_of_2(n))]
     block_n = sizes[0]
     if block_m <= 32 and not INTERPRETED:  # keep every multiprocessor streaming
         block_n = next((b for b in sizes if busy * triton.cdiv(n, b) >= 3 * HOPPER_SMS), sizes[-1])
+    if block_m == 8 and block_n == 64 and (wide == 1 or fp4):
+        return GemmConfig(block_m, block_n, CHUNK, num_warps=2, num_stages=2)
     stages = 3 if block_n >= 64 else 5
     return GemmConfig(block_m, block_n, CHUNK, num_warps=block_n // 16, num_stages=stages)
 
