@@ -63,4 +63,6 @@ def test_a_recording_is_continued_and_its_regret_reported(script, tmp_path, monk
     rows = script.regret(json.loads(file.read_text())).splitlines()
     mean = f"{(1.05 * 1.21) ** (1 / 3) - 1:.2%}"
     assert rows[2] == f"| other shapes | 3 | {mean} | 21.0% | 1 | {found[1].name} |"
-    assert rows[3].startswith("| rules | 3 | 0.00% | 0.0% | 0 |")
+    assert rows[3].startswith("| rules | 3 | 0.00% | 0.0% | 0 |") and len(rows) == 4
+    beaten = script.regret({"a": dict.fromkeys(script.CHOICES, 100.0) | {"tuned": 150.0}})
+    assert beaten.splitlines()[-1] == "The rules beat the table by 50%: a"
