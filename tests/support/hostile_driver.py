@@ -169,8 +169,18 @@ def check_use(case: Case, fakes: Fakes) -> None:
 
 
 def check_doctor(names: Sequence[str]) -> None:
-    """`doctor --json` names each plugin and says what became of it, and finds no other fault."""
-    code, text = run_program("doctor", "--json", "--time-limit", str(DOCTORS_SECONDS))
+    """`doctor --json` names each plugin and says what became of it, and finds no other fault.
+
+    On a busy machine a right plugin may need more than the limit that cuts those which hang, so
+    faults count if a longer limit gives them, too.
+    """
+    if doctors_faults(names, DOCTORS_SECONDS):
+        faults = doctors_faults(names, 5 * DOCTORS_SECONDS)
+        assert not faults, "\n".join(faults)
+
+
+def doctors_faults(names: Sequence[str], seconds: int) -> list[str]:
+    code, text = run_program("doctor", "--json", "--time-limit", str(seconds))
     findings = [f for f in json.loads(text)["findings"] if f["group"] == "backends"]
     found = {f["name"]: (f["state"], f["text"]) for f in findings}
     assert len(found) == len(findings), findings
@@ -183,7 +193,7 @@ def check_doctor(names: Sequence[str]) -> None:
             faults.append(f"{name} is {state}: {said!r}, without {DEADLY[name][1]!r}")
         if state != ("ok" if DEADLY[name][1].startswith("serves") else "bad"):
             faults.append(f"{name} is {state}: {said!r}")
-    assert not faults, "\n".join(faults)
+    return faults
 
 
 @contextlib.contextmanager
