@@ -12,35 +12,25 @@ of that capability can have.
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
-from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from moekit_kernels.compile import recorded
 from moekit_nvlink import transfer
 from moekit_nvlink.buffers import Buffer, Lost
 from moekit_nvlink.settings import Settings
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 import moekit
 from moekit.plugin import Routing
 
 _STACK_LIMIT = 32
-_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
-_CAPABILITY = next((each for each in sys.argv[1:] if each in _SHARED), "90")
-_TYPES = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32",
-          torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8"}  # fmt: skip
-_LAUNCHERS = [
-    name for name, found in vars(transfer).items() if isinstance(found, transfer.Launcher)
-]
+_SHARED = {(8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448,
+           (12, 0): 101376}  # fmt: skip
+_CAPABILITY = next((divmod(int(each), 10) for each in sys.argv[1:] if each.isdecimal()), (9, 0))
 
 
 @dataclass(frozen=True)
@@ -57,8 +47,8 @@ class Layer:
     quant: str = "none"
     dtype: torch.dtype = torch.bfloat16
 
-    def launches(self):
-        """Return (kernel, arguments, constants) of every launch of a call."""
+    def launch(self) -> None:
+        """Launch the kernels of a call."""
         problem = moekit.MoEProblem(
             num_experts=self.experts, top_k=self.top_k, hidden_size=self.hidden,
             intermediate_size=256 * self.tp, max_num_tokens=self.tokens, quant=self.quant,
@@ -79,19 +69,10 @@ class Layer:
         if problem.quant.activation is not None:
             x = x.to(problem.quant.activation.torch_dtype)
             scale = torch.empty(problem.quant.activation.scale_shape(self.tokens, self.hidden))
-        recorded: list = []
-        with mock.patch.multiple(transfer, **{n: self._record(n, recorded) for n in _LAUNCHERS}):
-            steps, arrived = rank.send(buffer, x, scale, Routing(ids.float(), ids))
-            out = torch.empty(self.tokens, self.hidden, dtype=self.dtype)
-            steps += rank.gather(arrived.handle, out)
-            for step in steps:
-                step()
-        return recorded
-
-    @staticmethod
-    def _record(name: str, to: list):
-        kernel = getattr(transfer, name)._kernel
-        return lambda grid, *args, **constants: to.append((kernel, args, constants))
+        steps, arrived = rank.send(buffer, x, scale, Routing(ids.float(), ids))
+        out = torch.empty(self.tokens, self.hidden, dtype=self.dtype)
+        for step in steps + rank.gather(arrived.handle, out):
+            step()
 
 
 _QUICK = [
@@ -108,60 +89,26 @@ LAYERS = [
 ]
 
 
-def compiled(kernel, args, constants):
-    """Compile a launch as Triton's launcher would specialize it."""
-    constants = dict(constants)
-    options = {n: constants.pop(n) for n in ("num_warps", "num_stages") if n in constants}
-    signature, attrs = {}, {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
-        if isinstance(value, torch.Tensor):
-            signature[name], aligned = _TYPES[value.dtype], value.data_ptr() % 16 == 0
-        elif value == 1:
-            signature[name], aligned = "constexpr", False
-            constants[name] = 1
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            aligned = value % 16 == 0
-        if aligned:
-            attrs[(i,)] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys(kernel.arg_names[len(args) :], "constexpr")
-    source = ASTSource(kernel, signature, constants, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", int(_CAPABILITY), 32), options=options)
-
-
-def facts(made) -> tuple[int, int, int, int]:
-    """Return registers, bytes of stack, shared bytes, and asynchronous copies."""
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(made.asm["cubin"])
-        said = subprocess.run(
-            [cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-        ).stdout
-    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
-    return registers, stack, made.metadata.shared, made.asm["ptx"].count("cp.async.c")
-
-
 def main() -> int:
-    bad, seen = 0, set()
+    bad, seen = 0, 0
     print(f"triton {triton.__version__}")
-    for layer in _QUICK if "--quick" in sys.argv else LAYERS:
-        for kernel, args, constants in layer.launches():
-            key = (kernel.__name__, repr(sorted(constants.items())), args[0].dtype)
-            if key in seen:
-                continue
-            seen.add(key)
-            registers, stack, shared, copies = facts(compiled(kernel, args, constants))
-            wrong = stack > _STACK_LIMIT or shared > _SHARED[_CAPABILITY]
-            bad += wrong
-            print(
-                f"{kernel.__name__:22}{'WRONG ' * wrong} {registers:4} registers {stack:4} "
-                f"stack {shared:7} shared {copies:3} cp.async  "
-                f"{'ll' if layer.batched else 'ht'} {'push' if layer.push else 'pull'} "
-                f"T={layer.tokens} ep={layer.ep} tp={layer.tp} copies={layer.copies} "
-                f"K={layer.top_k} H={layer.hidden} {layer.quant} {str(layer.dtype)[6:]}",
-                flush=True,
-            )
+    with recorded(capability=_CAPABILITY) as launches:
+        for layer in _QUICK if "--quick" in sys.argv else LAYERS:
+            layer.launch()
+            for launch in launches[seen:]:
+                made = launch.compile(_CAPABILITY)
+                wrong = made.stack > _STACK_LIMIT or made.shared > _SHARED[_CAPABILITY]
+                bad += wrong
+                print(
+                    f"{launch.kernel.__name__:22}{'WRONG ' * wrong} {made.registers:4} registers "
+                    f"{made.stack:4} stack {made.shared:7} shared "
+                    f"{made.ptx.count('cp.async.c'):3} cp.async  "
+                    f"{'ll' if layer.batched else 'ht'} {'push' if layer.push else 'pull'} "
+                    f"T={layer.tokens} ep={layer.ep} tp={layer.tp} copies={layer.copies} "
+                    f"K={layer.top_k} H={layer.hidden} {layer.quant} {str(layer.dtype)[6:]}",
+                    flush=True,
+                )
+            seen = len(launches)
     return bad > 0
 
 

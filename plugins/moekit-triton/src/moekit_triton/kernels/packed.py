@@ -78,17 +78,17 @@ def _values(w, o0, o1, o2, o3, E2M1: tl.constexpr, DTYPE: tl.constexpr):
         w0, w1 = _value(w, o0, 0, E2M1, DTYPE), _value(w, o1, 1, E2M1, DTYPE)
         w2, w3 = _value(w, o2, 2, E2M1, DTYPE), _value(w, o3, 3, E2M1, DTYPE)
     else:
-        HALVES: tl.constexpr = (tl.int16, tl.int16, tl.int16, tl.int16)
         if E2M1:
             ASM: tl.constexpr = _E2M1_BF16 if DTYPE == tl.bfloat16 else _E2M1_FP16
             w0, w1, w2, w3 = tl.inline_asm_elementwise(
-                ASM, "=&r,=&r,=&r,=&r,r", [w], dtype=HALVES, is_pure=True, pack=2
-            )
+                ASM, "=&r,=&r,=&r,=&r,r", [w],
+                dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
+            )  # fmt: skip
         else:
             ASM: tl.constexpr = _INT4_BF16 if DTYPE == tl.bfloat16 else _INT4_FP16
             w0, w1, w2, w3 = tl.inline_asm_elementwise(
                 ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [w, o0, o1, o2, o3],
-                dtype=HALVES, is_pure=True, pack=2,
+                dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
             )  # fmt: skip
         w0, w1 = w0.to(DTYPE, bitcast=True), w1.to(DTYPE, bitcast=True)
         w2, w3 = w2.to(DTYPE, bitcast=True), w3.to(DTYPE, bitcast=True)

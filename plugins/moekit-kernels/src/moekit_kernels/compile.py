@@ -1,0 +1,161 @@
+"""Compile a call's Triton and Gluon kernels for a GPU that need not be here.
+
+A process that does not interpret records what would be launched, and compiles it:
+
+    with recorded(capability=(9, 0)) as launches:
+        experts.apply(...)  # tensors of the CPU: nothing runs, and outputs keep what they hold
+    print(launches[0].compile((9, 0)).stack)
+
+Needs a triton wheel with the NVIDIA backend, as PyPI's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction
+
+__all__ = ["Compiled", "Launch", "recorded"]
+
+_TYPES = {
+    torch.bool: "i1", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32",
+    torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What ptxas made of a launch: registers and bytes of stack (where values spill) of a thread,
+    bytes of shared memory of a block, and the PTX."""
+
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what Triton specializes it on: the types of its parameters, the values of
+    constants, which parameters are multiples of 16, and options."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, kernel: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Launch:
+        """Specialize ``kernel(*args, **named)`` as Triton does."""
+        given = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
+        options = {name: given.pop(name) for name in _OPTIONS if name in given}
+        signature, constants, aligned = {}, {}, []
+        for parameter in kernel.params:
+            name = parameter.name
+            value = given[name] if name in given else parameter.default
+            fixed = value is None or value is True or value is False
+            special = not parameter.do_not_specialize
+            if parameter.is_constexpr or fixed or special and isinstance(value, int) and value == 1:
+                signature[name], constants[name] = "constexpr", value
+                continue
+            signature[name] = _type(value)
+            multiple = isinstance(value, torch.Tensor) and value.data_ptr() % 16 == 0
+            if special and (multiple or isinstance(value, int) and value % 16 == 0):
+                aligned.append(name)
+        return cls(kernel, signature, constants, tuple(aligned), options)
+
+    @cached_property
+    def name(self) -> str:
+        """The kernel and its constants: launches of equal names compile to the same code."""
+        constants = {n: v for n, v in self.constants.items() if v is not None}
+        types = " ".join(kind for kind in self.signature.values() if kind != "constexpr")
+        words = ", ".join(f"{n}={v}" for n, v in {**constants, **self.options}.items())
+        return f"{self.kernel.__name__}({words}) {types} {' '.join(self.aligned)}"
+
+    def compile(self, capability: tuple[int, int]) -> Compiled:
+        """Compile for a compute capability. Raises what Triton or ptxas raises."""
+        names = list(self.kernel.arg_names)
+        source = (GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource)(
+            self.kernel,
+            dict(self.signature),
+            {(names.index(name),): value for name, value in self.constants.items()},
+            {(names.index(name),): [["tt.divisibility", 16]] for name in self.aligned},
+        )
+        target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+        made = triton.compile(source, target=target, options=dict(self.options))
+        said = _resources(made.asm["cubin"])
+        found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
+        return Compiled(found["REG"], found["STACK"], made.metadata.shared, made.asm["ptx"])
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's descriptors
+    return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
+
+
+def _resources(cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        command = [str(tool), "--dump-resource-usage", str(file)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class _Nothing:
+    """In place of a compiled kernel: its launch does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: None
+
+
+@contextlib.contextmanager
+def recorded(*, capability: tuple[int, int], sms: int = 132) -> Iterator[list[Launch]]:
+    """Record launches instead of running them, as on a GPU of that compute capability.
+
+    Each is recorded once for what its `Launcher` knows. A process that has recorded cannot launch.
+    """
+    launches: dict[str, Launch] = {}
+    found: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> _Nothing:
+        launch = Launch.of(kernel, args, named)
+        if launches.setdefault(launch.name, launch) is launch:
+            found.append(launch)
+        return _Nothing()
+
+    device = SimpleNamespace(multi_processor_count=sms)
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.multiple(
+            torch.cuda,
+            current_device=lambda: 0,
+            get_device_capability=lambda *_: capability,
+            get_device_properties=lambda *_: device,
+        ),
+    ):
+        yield found

@@ -1,0 +1,115 @@
+"""Compile the kernels of every launch plan for a GPU that is not here, and print what they take.
+
+    python plugins/moekit-triton/tests/triton_compile.py [--quick] [80 | 86 | 89 | 90 | 100 | 120]
+
+One line for each kernel: registers and bytes of stack of a thread, and shared memory. Exits with 1
+if a kernel does not compile or needs more shared memory than a block can have. Specialized warps
+are compiled with every version of triton, also those with which moekit does not choose them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from moekit_kernels.compile import recorded
+from moekit_triton import capabilities, moekit_experts
+from moekit_triton.calls import Buffers, Call, Layer
+from moekit_triton.heuristics import Planner
+from moekit_triton.packing import pack_weights
+from moekit_triton.plans import LaunchPlan
+
+from moekit import DeviceSpec, MoEProblem
+from moekit.testing.cases import random_weights
+
+_SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+_SIZES = {
+    "qwen3-30b": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "gpt-oss": (32, 4, 2880, 2880)
+}  # fmt: skip
+_QUICK = [("qwen3-30b", {}, (16384,)), ("qwen3-30b", {"quant": "fp8_block"}, (16, 4096)),
+          ("qwen3-30b", {"quant": "int4_w4a16_g128"}, (16,))]  # fmt: skip
+_TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+_ALL = [
+    *(("qwen3-30b", {"quant": quant}, _TOKENS) for quant in (
+        "none", "fp8_block", "fp8_channel_token", "int8_channel_token",
+        "int8_w8a16", "fp8_w8a16_block", "int4_w4a16_g128", "int4_w4a16_g32_zp", "mxfp4_w4a16",
+    )),
+    *(("mixtral", {"quant": quant}, _TOKENS) for quant in ("none", "fp8_block")),
+    *(("gpt-oss", {"quant": quant, "has_bias": True, "activation": "swigluoai"}, _TOKENS)
+      for quant in ("none", "fp8_block", "mxfp4_w4a16")),
+    ("qwen3-30b", {"dtype": torch.float16}, _TOKENS),
+    ("qwen3-30b", {"dtype": torch.float32}, _TOKENS),
+    ("qwen3-30b", {"activation": "relu2"}, _TOKENS),
+    ("qwen3-30b", {"batch_invariant": True}, (64, 4096)),
+]  # fmt: skip
+
+
+def plans(problems: list, device: DeviceSpec) -> Iterator[tuple[MoEProblem, LaunchPlan]]:
+    """Yield the plans of all numbers of tokens, each with a problem of few experts."""
+    for name, changes, tokens in problems:
+        experts, top_k, hidden, inner = _SIZES[name]
+        p = MoEProblem(num_experts=experts, top_k=top_k, hidden_size=hidden,
+                       intermediate_size=inner, device=device, **changes)  # fmt: skip
+        if moekit_experts()[0].unsupported(p):
+            continue
+        small = p.replace(  # whose kernels are the same: sizes keep their remainders
+            num_experts=4, top_k=2, hidden_size=512 + hidden % 512,
+            intermediate_size=512 + inner % 512,
+        )  # fmt: skip
+        planner = Planner(p)
+        for plan in dict.fromkeys(planner.plan(rows, top_k) for rows in tokens):
+            yield small, plan
+
+
+def call(problem: MoEProblem, plan: LaunchPlan) -> Call:
+    """Return a call of 64 tokens on the CPU; nothing reads its values."""
+    layer, rows = Layer.of(problem), 64
+    weights = random_weights(problem.replace(device="cpu"), torch.device("cpu"))
+    packed = pack_weights("triton", weights, problem)
+    specs = plan.workspace(layer, rows, problem.top_k)
+    buffers = Buffers(*(torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs))
+    x = torch.zeros(rows, problem.hidden_size, dtype=problem.dtype)
+    ids = torch.zeros(rows, problem.top_k, dtype=torch.int64)
+    y_rows = ids.numel() if problem.batch_invariant else rows  # then K's sum is the dispatcher's
+    y = torch.zeros(y_rows, problem.hidden_size, dtype=problem.dtype)
+    return Call(layer, x, None, ids, ids.float(), packed, y, buffers)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("capability", nargs="?", type=int, choices=sorted(_SHARED), default=90)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    capability = divmod(args.capability, 10)
+    device = DeviceSpec("cuda", capability, "NVIDIA H200" if args.capability == 90 else "any")
+    capabilities.GLUON_VERSIONS = (".".join(triton.__version__.split(".")[:2]),)
+    print(f"triton {triton.__version__}")
+    bad = 0
+    with recorded(capability=capability) as launches:
+        for problem, plan in plans(_QUICK if args.quick else _ALL, device):
+            plan.launch(call(problem, plan))
+    for launch in launches:
+        try:
+            made = launch.compile(capability)
+        except Exception as error:
+            bad += 1
+            print(f"WRONG  {launch.name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        wrong = made.shared > _SHARED[args.capability]
+        bad += wrong
+        print(
+            f"{'WRONG ' * wrong}{made.registers:4} registers {made.stack:4} stack "
+            f"{made.shared:7} shared  {launch.name}",
+            flush=True,
+        )
+    return bad > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
