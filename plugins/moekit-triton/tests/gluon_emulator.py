@@ -120,10 +120,6 @@ class Shared:
     def permute(self, order: Any) -> Shared:
         return Shared(self.data.permute(*order), self.layout)
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        assert _dtype(dtype) == self.data.dtype and self.data.is_contiguous()
-        return Shared(self.data.view(shape), layout)
-
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
 
@@ -227,19 +223,24 @@ class _Mbarrier:
 class _Tma:
     store_wait = staticmethod(lambda pendings: None)
 
-    @staticmethod
-    def async_copy_global_to_shared(
-        desc: Descriptor, coord: list[int], bar: Barrier, to: Shared, pred: Any = True
-    ) -> None:
-        if pred:
-            assert to.shape == desc.block_shape and to.dtype == desc.dtype
-            desc.load(coord, to.data)
-            bar.copied(to.data.numel() * to.data.element_size())
 
-    @staticmethod
-    def async_copy_shared_to_global(desc: Descriptor, coord: list[int], source: Shared) -> None:
-        assert source.shape == desc.block_shape and source.dtype == desc.dtype
-        desc.store(coord, source.data)
+def _async_load(
+    desc: Descriptor, coord: list[int], bar: Barrier, to: Shared, pred: Any = True
+) -> None:
+    if pred:
+        assert to.shape == desc.block_shape and to.dtype == desc.dtype
+        desc.load(coord, to.data)
+        bar.copied(to.data.numel() * to.data.element_size())
+
+
+def _async_store(desc: Descriptor, coord: list[int], source: Shared) -> None:
+    assert source.shape == desc.block_shape and source.dtype == desc.dtype
+    desc.store(coord, source.data)
+
+
+def _reinterpret(memory: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    assert _dtype(dtype) == memory.data.dtype and memory.data.is_contiguous()
+    return Shared(memory.data.view(shape), layout)
 
 
 _ASM = {
@@ -406,6 +407,7 @@ def _emulated(function: Any, language: _Language, made: dict[Any, Any] | None = 
     made[function] = run
     known = {
         "gl": language, "tl": language, "mbarrier": _Mbarrier, "tma": _Tma,
+        "async_load": _async_load, "async_store": _async_store, "reinterpret": _reinterpret,
         "warpgroup_mma": _warpgroup_mma, "warpgroup_mma_wait": _warpgroup_mma_wait,
         "fence_async_shared": lambda: None, "wait_then_launch_dependents": lambda: None,
     }  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 from moekit_kernels.align import align_capacity
 from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
@@ -343,8 +344,26 @@ def test_tiles_of_tokens_without_a_table(monkeypatch, device, experts, top_k, hi
         assert not plan.first.token_tile and not plan.second.token_tile
     for per_expert in (95, 4096):
         assert not choose_plan(p, tokens(per_expert - 1, p), top_k).first.token_tile
-    monkeypatch.setattr(capabilities, "_GLUON", False)
+    monkeypatch.setattr(capabilities, "GLUON_VERSIONS", ())
     assert not choose_plan(p, tokens(256, p), top_k).first.token_tile
+
+
+def test_specialized_warps_by_version(monkeypatch, caplog) -> None:
+    p = problem(quant="fp8_block")
+    capabilities._tell_slower.cache_clear()
+
+    def chosen(version: str) -> type:
+        choose_as_compiled(monkeypatch, triton_version=version)
+        return type(choose_plan(p, 8192, 2))
+
+    assert chosen("3.6.0") is Copied and not caplog.messages
+    assert chosen("3.9.0+git12") is chosen("3.9.1") is Gathered
+    (said,) = caplog.messages
+    assert "triton 3.9:" in said and "MOEKIT_TRITON_GLUON=1 uses them" in said
+    assert chosen("3.10.0") is Gathered and "(3.6 has them)" in caplog.messages[1]
+    monkeypatch.setattr(capabilities, "GLUON_VERSIONS", ("3.6", "3.9"))
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert type(choose_plan(p, 8192, 2)) is Copied and len(caplog.messages) == 2
 
 
 def test_which_measured_plans_count_where_tiles_of_tokens_win(monkeypatch, table) -> None:

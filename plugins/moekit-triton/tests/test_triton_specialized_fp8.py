@@ -43,7 +43,7 @@ def test_only_where_it_can(monkeypatch) -> None:
               wide.replace(device="sm89"), wide.replace(device="sm100")):  # fmt: skip
         assert type(choose_plan(p, 8192, 2)) is Gathered
     assert type(choose_plan(wide, 64, 2)) is Gathered
-    monkeypatch.setattr(capabilities, "_GLUON", False)
+    monkeypatch.setattr(capabilities, "GLUON_VERSIONS", ())
     assert type(choose_plan(wide, 8192, 2)) is Gathered
 
 

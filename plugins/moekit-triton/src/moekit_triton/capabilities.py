@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+from collections.abc import Sequence
 
 import torch
 import triton
 from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
 
 from moekit.plugin import MoEProblem
+
+logger = logging.getLogger("moekit")
 
 BLOCKS_M = (8, 16, 32, 64, 128)
 """Rows of a tile; 8 only for 4-bit weights."""
@@ -23,8 +28,12 @@ _SHARED = {
     (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10,
     (12, 1): 99 << 10,
 }  # fmt: skip
-# Gluon still changes between Triton's versions: MOEKIT_TRITON_GLUON=0 turns its kernels off.
-_GLUON = os.environ.get("MOEKIT_TRITON_GLUON", "1") != "0"
+_COMPILING = ("3.6", "3.7", "3.8", "3.9")
+GLUON_VERSIONS: Sequence[str] = {"0": (), "1": _COMPILING}.get(
+    os.environ.get("MOEKIT_TRITON_GLUON", ""), _COMPILING[:1]
+)
+"""Versions of triton with which specialized warps, in Gluon, are used: those that ran on a GPU;
+with MOEKIT_TRITON_GLUON=1 also those that compile them, with 0 none."""
 
 
 def operand_bits(problem: MoEProblem) -> tuple[int, int]:
@@ -81,10 +90,28 @@ def swap_ab_pays(problem: MoEProblem) -> bool:
 
 
 def specializable(problem: MoEProblem) -> bool:
-    """Return whether specialized warps can compute both GEMMs: Hopper, triton 3.6, silu with a gate
-    and no clamp, no bias, 16 bits or fp8 blocks."""
-    if INTERPRETED or not _GLUON or not triton.__version__.startswith("3.6."):
+    """Return whether specialized warps can compute both GEMMs: Hopper, one of `GLUON_VERSIONS`,
+    silu with a gate and no clamp, no bias, 16 bits or fp8 blocks."""
+    if INTERPRETED or not _have_specialized_warps(problem):
         return False
+    version = ".".join(triton.__version__.split(".")[:2])
+    if version in GLUON_VERSIONS:
+        return True
+    if GLUON_VERSIONS:
+        _tell_slower(version)
+    return False
+
+
+@functools.cache
+def _tell_slower(version: str) -> None:
+    advice = "MOEKIT_TRITON_GLUON=1 uses them" if version in _COMPILING else "3.6 has them"
+    logger.warning(
+        "moekit-triton's fastest kernels for many tokens on Hopper have not run with triton %s: "
+        "large calls take slower ones (%s)", version, advice,
+    )  # fmt: skip
+
+
+def _have_specialized_warps(problem: MoEProblem) -> bool:
     if problem.device.capability != (9, 0) or problem.has_bias:
         return False
     activation = problem.activation

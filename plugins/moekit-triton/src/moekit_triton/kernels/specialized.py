@@ -40,6 +40,7 @@ from .warps import (
     STAGES,
     WIDE,
     apply_weight_before,
+    async_load,
     clear,
     commit_message,
     descriptor,
@@ -49,6 +50,7 @@ from .warps import (
     messages,
     next_slot,
     place,
+    reinterpret,
     renamed,
     ring_barriers,
     schedule,
@@ -139,7 +141,7 @@ def _consume(
     out, sorted_ptr, num_rows_ptr, weights_ptr = results
     N, K, padding, group_m = sizes
     a_s, w_s, buffers = memory
-    half_blocks = a_s._reinterpret(a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
+    half_blocks = reinterpret(a_s, a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     steps = gl.cdiv(K, STEP)
@@ -260,14 +262,14 @@ def _load(
             bar = full.index(slot)
             mbarrier.expect(bar, BYTES)
             k = step * STEP
-            tma.async_copy_global_to_shared(a, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
+            async_load(a, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
             if GATED:
                 gate = w_boxes.index(2 * slot)
                 up = w_boxes.index(2 * slot + 1)
-                tma.async_copy_global_to_shared(w, [w_row, k], bar, gate)
-                tma.async_copy_global_to_shared(w, [w_row + N, k], bar, up)
+                async_load(w, [w_row, k], bar, gate)
+                async_load(w, [w_row + N, k], bar, up)
             else:
-                tma.async_copy_global_to_shared(w, [w_row, k], bar, w_boxes.index(slot))
+                async_load(w, [w_row, k], bar, w_boxes.index(slot))
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = schedule(tile, tiles, counters_ptr, HALVES or COPY)
@@ -294,7 +296,7 @@ def _gemm(
     mail = messages(2)
     fence_async_shared()
     if GATED:
-        w_boxes = w_s._reinterpret(w.dtype, [2 * STAGES, WIDE // 2, STEP], w.layout)
+        w_boxes = reinterpret(w_s, w.dtype, [2 * STAGES, WIDE // 2, STEP], w.layout)
     else:
         w_boxes = w_s
     rows = (x_ptr, a_ptr, sorted_ptr, padding, top_k, K, x_stride)

@@ -33,6 +33,7 @@ from .warps import (
     WIDE,
     add_scaled,
     apply_weight_before,
+    async_load,
     commit_message,
     descriptor,
     halves_of,
@@ -258,13 +259,13 @@ def _load(operands, sizes, memory, barriers, mail, GATED: gl.constexpr, HALVES: 
             k = step * _STEP
             mbarrier.expect(first, (2 * ROWS + _BOX) * _STEP, pred=both)
             mbarrier.expect(first, (ROWS + _BOX) * _STEP, pred=halves < 2)
-            tma.async_copy_global_to_shared(a, [a_row, k], first, a_s.index(2 * slot))
-            tma.async_copy_global_to_shared(
+            async_load(a, [a_row, k], first, a_s.index(2 * slot))
+            async_load(
                 a, [a_row + ROWS, k], first, a_s.index(2 * slot + 1), pred=both)  # fmt: skip
-            tma.async_copy_global_to_shared(w, [w_row, k], first, w_s.index(2 * slot))
+            async_load(w, [w_row, k], first, w_s.index(2 * slot))
             mbarrier.expect(second, _BOX * _STEP)
             v_row = w_row + (N if GATED else _BOX)
-            tma.async_copy_global_to_shared(w, [v_row, k], second, w_s.index(2 * slot + 1))
+            async_load(w, [v_row, k], second, w_s.index(2 * slot + 1))
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = schedule(tile, tiles, counters_ptr, HALVES)

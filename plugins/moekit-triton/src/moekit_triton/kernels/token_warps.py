@@ -10,11 +10,19 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gemm import tile_at
 from .token_tiles import MOST_PIECES, PIECE
-from .warps import STAGES, commit_message, next_slot, renamed, schedule
+from .warps import (
+    STAGES,
+    async_load,
+    commit_message,
+    next_slot,
+    reinterpret,
+    renamed,
+    schedule,
+)
 
 BOX = gl.constexpr(64)  # tokens of a load
 _ROW = gl.constexpr(128)  # bytes of a row in a step
@@ -31,8 +39,8 @@ def token_stages(a, rest, w, WEIGHTS: gl.constexpr, TOKENS: gl.constexpr):
     w_boxes = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)
     x_s = gl.allocate_shared_memory(a.dtype, [STAGES, TOKENS, STEP], a.layout)
     rest_s = gl.allocate_shared_memory(a.dtype, [STAGES] + rest.block_shape, rest.layout)
-    w_s = w_boxes._reinterpret(w.dtype, [2 * STAGES, WEIGHTS // 2, STEP], a.layout)
-    x_boxes = x_s._reinterpret(a.dtype, [TOKENS // BOX * STAGES, BOX, STEP], a.layout)
+    w_s = reinterpret(w_boxes, w.dtype, [2 * STAGES, WEIGHTS // 2, STEP], a.layout)
+    x_boxes = reinterpret(x_s, a.dtype, [TOKENS // BOX * STAGES, BOX, STEP], a.layout)
     return w_boxes, w_s, x_s, (a, rest, x_boxes, rest_s)
 
 
@@ -76,9 +84,9 @@ def load_tokens(tokens, row, k, pieces, bar, slot, MORE_BYTES: gl.constexpr):
     mbarrier.expect(bar, MORE_BYTES + (BOXES * BOX + REST) * _ROW, pred=more)
     for box in gl.static_range(BOXES):
         x_box = x_boxes.index(BOXES * slot + box)
-        tma.async_copy_global_to_shared(a, [row + box * BOX, k], bar, x_box, pred=box < boxes)
+        async_load(a, [row + box * BOX, k], bar, x_box, pred=box < boxes)
     last = row + BOXES * BOX
-    tma.async_copy_global_to_shared(rest, [last, k], bar, rest_s.index(slot), pred=more)
+    async_load(rest, [last, k], bar, rest_s.index(slot), pred=more)
 
 
 @gluon.jit
@@ -108,9 +116,9 @@ def load_weights(w, w_row, k, bar, box):
     """Load a box of weight rows. With a gate, the descriptor's first dimension is of 8 rows
     (`alternating`)."""
     if len(w.block_shape) == 2:
-        tma.async_copy_global_to_shared(w, [w_row, k], bar, box)
+        async_load(w, [w_row, k], bar, box)
     else:
-        tma.async_copy_global_to_shared(w, [w_row // 8, 0, 0, k], bar, box)
+        async_load(w, [w_row // 8, 0, 0, k], bar, box)
 
 
 @gluon.jit

@@ -40,6 +40,12 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescripto
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
 
 
+# Two of these have other names before triton 3.8, the last one before 3.9.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_MEMORY = gl.shared_memory_descriptor
+reinterpret = getattr(_MEMORY, "reinterpret", None) or _MEMORY._reinterpret
+
 _DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -245,4 +251,4 @@ def store_tile(x, buffers, index, out, row, col, BUFFERS: gl.constexpr, AXIS: gl
     else:  # rows of the buffer beyond x's hold anything
         buffer.slice(0, x.shape[1]).store(x.to(out.dtype).permute((1, 0)))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, [row, col], buffer)
+    async_store(out, [row, col], buffer)
