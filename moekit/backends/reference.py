@@ -60,7 +60,7 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
 
 
 class ReferenceExperts(PermuteExpertsUnpermute):
-    """STANDARD, not reducing: each assignment by itself, in fp32."""
+    """STANDARD, not reducing: each assignment by itself, in fp32, one expert after another."""
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return PackedWeights(self.spec.name, *weights.by_expert())
@@ -77,26 +77,27 @@ class ReferenceExperts(PermuteExpertsUnpermute):
     ) -> None:
         assert tokens.topk_ids is not None
         named: dict[str, Any] = dict(weights.experts)
-        fp32 = ExpertWeights(**named).dequantize(self.problem.quant)
-        x_RH = dequantized_input(tokens, self.problem)
+        held, x_RH = ExpertWeights(**named), dequantized_input(tokens, self.problem)
+        compute = self._one_by_one if self.problem.batch_invariant else expert_mlp
         for expert in range(self.problem.num_local_experts):
             row, slot = (tokens.topk_ids == expert).nonzero(as_tuple=True)
-            if self.problem.batch_invariant:
-                result = self._one_by_one(x_RH[row], fp32, expert)
-            else:
-                result = expert_mlp(x_RH[row], fp32, expert, self.problem)
-            y[row, slot] = result.to(y.dtype)
+            if len(row):
+                fp32 = held.select([expert]).dequantize(self.problem.quant)
+                y[row, slot] = compute(x_RH[row], fp32, 0, self.problem).to(y.dtype)
 
-    def _one_by_one(self, x_NH: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+    @staticmethod
+    def _one_by_one(
+        x_NH: Tensor, weights: ExpertWeights, expert: int, problem: MoEProblem
+    ) -> Tensor:
         """Run one expert on aligned copies of each row by itself: only values differ."""
-        own, out = weights.select([expert]), torch.empty_like(x_NH)
+        out = torch.empty_like(x_NH)
         for row, x_H in enumerate(x_NH):
-            out[row] = expert_mlp(x_H.clone()[None], own, 0, self.problem)[0]
+            out[row] = expert_mlp(x_H.clone()[None], weights, expert, problem)[0]
         return out
 
     def transient_bytes(self, rows: int) -> int:
         p = self.problem
-        weights = p.num_local_experts * p.hidden_size * (p.w13_rows + p.local_intermediate_size)
+        weights = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
         activations = rows * p.top_k * (4 * p.hidden_size + 4 * p.w13_rows)
         return 4 * (3 * weights + activations)
 
