@@ -359,8 +359,8 @@ def test_specialized_warps_by_version(monkeypatch, caplog) -> None:
     assert chosen("3.6.0") is Copied and not caplog.messages
     assert chosen("3.9.0+git12") is chosen("3.9.1") is Gathered
     (said,) = caplog.messages
-    assert "triton 3.9:" in said and "MOEKIT_TRITON_GLUON=1 uses them" in said
-    assert chosen("3.10.0") is Gathered and "(3.6 has them)" in caplog.messages[1]
+    assert "with triton 3.9 large" in said and "set MOEKIT_TRITON_GLUON=1" in said
+    assert chosen("3.10.0") is Gathered and "GLUON" not in caplog.messages[1]
     monkeypatch.setattr(capabilities, "GLUON_VERSIONS", ("3.6", "3.9"))
     monkeypatch.setattr(triton, "__version__", "3.9.0")
     assert type(choose_plan(p, 8192, 2)) is Copied and len(caplog.messages) == 2

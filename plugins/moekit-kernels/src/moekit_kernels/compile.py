@@ -137,7 +137,8 @@ class _Nothing:
 def recorded(*, capability: tuple[int, int], sms: int = 132) -> Iterator[list[Launch]]:
     """Record launches instead of running them, as on a GPU of that compute capability.
 
-    Each is recorded once for what its `Launcher` knows. A process that has recorded cannot launch.
+    A launch that compiles to the same code as an earlier one is not recorded again. A `Launcher`
+    that was recorded launches nothing in this process any more.
     """
     launches: dict[str, Launch] = {}
     found: list[Launch] = []

@@ -104,10 +104,11 @@ def specializable(problem: MoEProblem) -> bool:
 
 @functools.cache
 def _tell_slower(version: str) -> None:
-    advice = "MOEKIT_TRITON_GLUON=1 uses them" if version in _COMPILING else "3.6 has them"
+    anyway = "set MOEKIT_TRITON_GLUON=1 to use them anyway, or install 3.6"
     logger.warning(
-        "moekit-triton's fastest kernels for many tokens on Hopper have not run with triton %s: "
-        "large calls take slower ones (%s)", version, advice,
+        "with triton %s large calls take slower kernels on Hopper, because the fastest ones have "
+        "run on GPUs with triton 3.6 alone: %s", version,
+        anyway if version in _COMPILING else "install that version",
     )  # fmt: skip
 
 
