@@ -180,6 +180,7 @@ def check_doctor(names: Sequence[str]) -> None:
 
 
 def doctors_faults(names: Sequence[str], seconds: int) -> list[str]:
+    """Return what doctor says wrongly of the plugins, with a time limit of ``seconds``."""
     code, text = run_program("doctor", "--json", "--time-limit", str(seconds))
     findings = [f for f in json.loads(text)["findings"] if f["group"] == "backends"]
     found = {f["name"]: (f["state"], f["text"]) for f in findings}

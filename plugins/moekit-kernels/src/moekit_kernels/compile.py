@@ -42,8 +42,14 @@ _OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas made of a launch: registers and bytes of stack (where values spill) of a thread,
-    bytes of shared memory of a block, and the PTX."""
+    """A compiled launch, as ptxas reports it.
+
+    Attributes:
+        registers: Of a thread.
+        stack: Bytes of a thread; values spill there.
+        shared: Bytes of shared memory of a block.
+        ptx: The code that ptxas compiled.
+    """
 
     registers: int
     stack: int
@@ -140,12 +146,13 @@ def recorded(*, capability: tuple[int, int], sms: int = 132) -> Iterator[list[La
     A launch that compiles to the same code as an earlier one is not recorded again. A `Launcher`
     that was recorded launches nothing in this process any more.
     """
-    launches: dict[str, Launch] = {}
     found: list[Launch] = []
+    names: set[str] = set()
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> _Nothing:
         launch = Launch.of(kernel, args, named)
-        if launches.setdefault(launch.name, launch) is launch:
+        if launch.name not in names:
+            names.add(launch.name)
             found.append(launch)
         return _Nothing()
 

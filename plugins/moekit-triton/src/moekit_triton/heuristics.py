@@ -353,7 +353,7 @@ class _Case:
         grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
         whole_k_fp8 = swap_ab_pays(p) and not grouped
         # Half tiles of 128 rows win where many experts have more than 64.
-        most_64 = 48 if plain or whole_k_fp8 or grouped and hopper(p) else 64
+        most_64 = 48 if plain or swap_ab_pays(p) else 64
         block_m = _block_m(per_expert, most_64, a_bits, w_bits)
         # Tiles of 128 weight rows of up then lie across two groups of scales.
         across = grouped and p.local_intermediate_size % SCALE_GROUP != 0
