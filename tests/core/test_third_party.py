@@ -71,7 +71,7 @@ class Stranger:
             env={**env, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environ},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         assert done.returncode == code, f"{args}\n{done.stdout}\n{done.stderr}"
         return done.stdout

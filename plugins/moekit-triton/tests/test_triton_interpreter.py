@@ -1,5 +1,10 @@
 """`moekit.testing.interpreter` patches kernels and their device functions, and restores triton."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -102,3 +107,39 @@ def test_a_type_is_made_once(device):
     for i, one in enumerate(made):
         again = tl.block_type(one.element_ty, [tl.constexpr(n) for n in one.shape])
         assert again is one and [one == other for other in made].index(True) == i
+
+
+@triton.jit
+def _product(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    product = tl.dot(tl.load(a + m[:, None] * K + k), tl.load(b + k[:, None] * N + n))
+    tl.store(out + m[:, None] * N + n, product)
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = torch.full((a.shape[0], b.shape[1]), torch.nan)
+    _product[(1,)](a.contiguous(), b.contiguous(), out, *a.shape[:1], *b.shape[::-1])
+    return out
+
+
+def check_products() -> None:
+    """Compare the bits of a product with those of the product of other places' rows and columns."""
+    prepare_once()
+    for m, n, k in ((16, 32, 64), (64, 16, 128), (128, 128, 32)):
+        a, b = torch.randn(m, k), torch.randn(k, n)
+        places_m, places_n = torch.randperm(m), torch.randperm(n)
+        whole = product(a, b)
+        torch.testing.assert_close(whole, a @ b)
+        assert torch.equal(product(a[places_m], b), whole[places_m])
+        assert torch.equal(product(a, b[:, places_n]), whole[:, places_n])
+
+
+@pytest.mark.parametrize("core", ["", "HASWELL"])
+def test_a_product_has_the_same_bits_everywhere(core):
+    """Also with the kernels that numpy's BLAS takes on CPUs with AVX2 alone."""
+    if core and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("needs AVX2")
+    code = "import test_triton_interpreter as tests; tests.check_products()"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environ |= {"OPENBLAS_CORETYPE": core} if core else {}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=300)
