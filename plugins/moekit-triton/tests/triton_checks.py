@@ -19,7 +19,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, *, triton_version: str = "") -> No
     """Choose plans as in a process that compiles kernels, with Gluon."""
     for module in (heuristics, capabilities):
         monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(capabilities, "GLUON_VERSIONS", ("3.6",))
+    monkeypatch.setattr(capabilities, "GLUON_VERSIONS", capabilities._RAN)
     if triton_version:
         monkeypatch.setattr(triton, "__version__", triton_version)
 

@@ -37,7 +37,7 @@ _TYPES = {
     torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class Compiled:
         registers: Of a thread.
         stack: Bytes of a thread; values spill there.
         shared: Bytes of shared memory of a block.
+        layouts: Triton's code for GPUs (ttgir), which says what each thread holds.
         ptx: The code that ptxas compiled.
     """
 
     registers: int
     stack: int
     shared: int
+    layouts: str
     ptx: str
 
 
@@ -109,7 +111,8 @@ class Launch:
         made = triton.compile(source, target=target, options=dict(self.options))
         said = _resources(made.asm["cubin"])
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
-        return Compiled(found["REG"], found["STACK"], made.metadata.shared, made.asm["ptx"])
+        text = made.asm["ttgir"], made.asm["ptx"]
+        return Compiled(found["REG"], found["STACK"], made.metadata.shared, *text)
 
 
 def _type(value: Any) -> str:

@@ -31,7 +31,8 @@ class Launcher:
 
     Positional arguments first, all constexpr parameters by name (``PDL`` is added here). The key
     holds everything Triton specializes on: dtypes, alignment to 16 bytes, integers that are 1 or
-    multiples of 16, constants, device. The first call of a key goes through Triton.
+    multiples of 16, constants, device. The first call of a key goes through Triton. Products and
+    sums are fused (fma) in every version of Triton; from 3.10 on the default is not to.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -60,7 +61,7 @@ class Launcher:
         key = (device, num_warps, num_stages, *constants.values(), *map(_kind, args))
         found = self._compiled.get(key)
         if found is None:
-            options = {"num_warps": num_warps, "num_stages": num_stages}
+            options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
             if pdl:
                 options["launch_pdl"] = True
             with _compiling:

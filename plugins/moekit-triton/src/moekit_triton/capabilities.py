@@ -28,9 +28,10 @@ _SHARED = {
     (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10,
     (12, 1): 99 << 10,
 }  # fmt: skip
-_COMPILING = ("3.6", "3.7", "3.8", "3.9")
+_RAN = ("3.6", "3.8", "3.9")
+_COMPILING = (*_RAN, "3.7")
 GLUON_VERSIONS: Sequence[str] = {"0": (), "1": _COMPILING}.get(
-    os.environ.get("MOEKIT_TRITON_GLUON", ""), _COMPILING[:1]
+    os.environ.get("MOEKIT_TRITON_GLUON", ""), _RAN
 )
 """Versions of triton with which specialized warps, in Gluon, are used: those that ran on a GPU;
 with MOEKIT_TRITON_GLUON=1 also those that compile them, with 0 none."""
@@ -104,11 +105,11 @@ def specializable(problem: MoEProblem) -> bool:
 
 @functools.cache
 def _tell_slower(version: str) -> None:
-    anyway = "set MOEKIT_TRITON_GLUON=1 to use them anyway, or install 3.6"
+    anyway = "set MOEKIT_TRITON_GLUON=1 to use them anyway, or install another version"
     logger.warning(
         "with triton %s large calls take slower kernels on Hopper, because the fastest ones have "
-        "run on GPUs with triton 3.6 alone: %s", version,
-        anyway if version in _COMPILING else "install that version",
+        "run on GPUs with triton %s alone: %s", version, ", ".join(_RAN),
+        anyway if version in _COMPILING else "install one of these",
     )  # fmt: skip
 
 

@@ -194,8 +194,8 @@ def _nearest(
     that number."""
     if not measured:
         return None
-    wanted = math.log(max(per_expert, 1e-3))
-    rows, plan = min(measured, key=lambda m: abs(math.log(m[0]) - wanted))
+    wanted = max(per_expert, 1e-3)
+    rows, plan = min(measured, key=lambda m: max(m[0] / wanted, wanted / m[0]))
     if not tma_possible(problem):  # the measured sizes are near these, not equal
         first, second = (replace(tile, tma=False) for tile in (plan.first, plan.second))
         plan = replace(plan, first=first, second=second)

@@ -6,11 +6,12 @@ cores, no sorting, no padding to a tile of rows. `gemv_up` is GEMM 1 with the ac
 
 The result of `gemv_up` is neither quantized nor scaled: it is rounded once to the problem's dtype.
 
-A program's tile has four dimensions: chunks x parts x weight rows x values. A chunk is what one
-thread loads at once, and neighbours in a warp load neighbouring chunks (the order of dimensions is
-the one in which Triton assigns threads: the last, then from the first on). Parts are gate and up,
-or a token's K assignments. Products are summed within a thread first, so that the scale of a group
-of columns costs one multiplication a chunk.
+A program's tile has three dimensions: parts x weight rows x columns. Parts are gate and up, or a
+token's K assignments. A chunk of columns is what one thread loads at once, and neighbours in a warp
+load neighbouring chunks: Triton assigns threads first along the dimension that is contiguous in
+memory, and only there do its versions agree. Without the hint about contiguous columns a thread
+would take 16 bytes of e4m3 weights, but as many columns of x are 32. Products are summed within a
+thread first, so that the scale of a group of columns costs one multiplication a chunk.
 """
 
 from typing import Any
@@ -143,35 +144,45 @@ def _step(
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     MASKED: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return (chunks, parts, rows): products of x and w, summed over the values of a chunk, scaled.
+    """Return (parts, rows, chunks): products of x and w, summed over a chunk's values, scaled.
 
-    x_rows (1, parts or 1, 1, 1), w_rows (1, parts, rows, 1): pointers to the rows. x_scales,
-    w_scales: the same without the last dimension. WAIT: the previous kernel writes x.
+    x_rows (1 or parts, 1, 1), w_rows (parts, rows, 1), x_scales and w_scales: pointers to rows.
+    WAIT: the previous kernel writes x.
     """
-    chunk_C = step * CHUNKS + tl.arange(0, CHUNKS)
-    col = (chunk_C[:, None] * VALUES + tl.arange(0, VALUES)[None, :])[:, None, None, :]
-    if K % (CHUNKS * VALUES) != 0:
-        w = tl.load(w_rows + col, mask=w_ok & (col < K), other=0.0)
+    COLS: tl.constexpr = CHUNKS * VALUES
+    col = (step * COLS + tl.arange(0, COLS))[None, None, :]
+    w_ptrs = tl.max_contiguous(w_rows + col, (1, 1, VALUES))
+    x_ptrs = tl.max_contiguous(x_rows + col, (1, 1, VALUES))
+    if K % COLS != 0:
+        w = tl.load(w_ptrs, mask=w_ok & (col < K), other=0.0)
         if WAIT:
             wait_then_launch_dependents()
-        x = tl.load(x_rows + col, mask=x_ok & (col < K), other=0.0)
+        x = tl.load(x_ptrs, mask=x_ok & (col < K), other=0.0)
     elif MASKED:
-        w = tl.load(w_rows + col, mask=w_ok, other=0.0)
+        w = tl.load(w_ptrs, mask=w_ok, other=0.0)
         if WAIT:
             wait_then_launch_dependents()
-        x = tl.load(x_rows + col, mask=x_ok, other=0.0)
+        x = tl.load(x_ptrs, mask=x_ok, other=0.0)
     else:
-        w = tl.load(w_rows + col)
+        w = tl.load(w_ptrs)
         if WAIT:
             wait_then_launch_dependents()
-        x = tl.load(x_rows + col)
-    sums = tl.sum(x.to(tl.float32) * w.to(tl.float32), axis=3)
-    group = (chunk_C * VALUES // GROUP)[:, None, None]
-    in_k = (chunk_C * VALUES < K)[:, None, None]
-    if X_SCALE == "group":
-        sums *= tl.load(x_scales + group * x_group_stride, mask=in_k, other=0.0)
-    if W_SCALE == "block":
-        sums *= tl.load(w_scales + group, mask=in_k, other=0.0)
+        x = tl.load(x_ptrs)
+    products = x.to(tl.float32) * w.to(tl.float32)
+    PARTS: tl.constexpr = products.shape[0]
+    ROWS: tl.constexpr = products.shape[1]
+    sums = tl.sum(tl.reshape(products, (PARTS, ROWS, CHUNKS, VALUES)), axis=3)
+    if X_SCALE == "group" or W_SCALE == "block":
+        GROUPS: tl.constexpr = COLS // GROUP  # at least one: a warp's chunks have 128 columns
+        group = (step * GROUPS + tl.arange(0, GROUPS))[None, None, :]
+        in_k = group * GROUP < K
+        scale = tl.full((1, 1, GROUPS), 1.0, tl.float32)
+        if X_SCALE == "group":
+            scale = tl.load(x_scales + group * x_group_stride, mask=in_k, other=0.0)
+        if W_SCALE == "block":
+            scale = scale * tl.load(w_scales + group, mask=in_k, other=0.0)
+        sums = tl.reshape(sums, (PARTS, ROWS, GROUPS, CHUNKS // GROUPS)) * scale[:, :, :, None]
+        sums = tl.reshape(sums, (PARTS, ROWS, CHUNKS))
     return sums
 
 
@@ -188,7 +199,7 @@ def _dot(
     for step in tl.range(1, STEPS):
         sums += _step(x_rows, x_ok, x_scales, x_group_stride, w_rows, w_ok, w_scales, step,
                       X_SCALE, W_SCALE, GROUP, K, MASKED, CHUNKS, VALUES, False)  # fmt: skip
-    return tl.sum(sums, axis=0)
+    return tl.sum(sums, axis=2)
 
 
 @triton.jit
@@ -214,8 +225,8 @@ def _up(
     row_PN = N * tl.arange(0, PARTS)[:, None] + col_N[None, :]
     n_ok = col_N < N
     ok_PN = n_ok[None, :] & (tl.arange(0, PARTS) >= 0)[:, None]
-    w_rows = w_ptr + expert * (W_ROWS * K) + (row_PN.to(tl.int64) * K)[None, :, :, None]
-    x_row = x_ptr + token * x_stride + tl.zeros((1, 1, 1, 1), tl.int32)
+    w_rows = w_ptr + expert * (W_ROWS * K) + (row_PN.to(tl.int64) * K)[:, :, None]
+    x_row = x_ptr + token * x_stride + tl.zeros((1, 1, 1), tl.int32)
     x_scales = x_scale_ptr
     if X_SCALE != "none":
         x_scales += token * x_scale_row_stride
@@ -225,10 +236,10 @@ def _up(
     if W_SCALE == "block":
         w_scales += expert * (GROUPS_N * GROUPS_K)
         if GROUP % ROWS == 0 and N % GROUP == 0:  # one scale for all rows of a part
-            w_scales += ((N * tl.arange(0, PARTS) + first) // GROUP * GROUPS_K)[None, :, None]
+            w_scales += ((N * tl.arange(0, PARTS) + first) // GROUP * GROUPS_K)[:, None, None]
         else:
-            w_scales += (tl.minimum(row_PN, W_ROWS - 1) // GROUP * GROUPS_K)[None, :, :]
-    value = _dot(x_row, True, x_scales, x_scale_group_stride, w_rows, ok_PN[None, :, :, None],
+            w_scales += (tl.minimum(row_PN, W_ROWS - 1) // GROUP * GROUPS_K)[:, :, None]
+    value = _dot(x_row, True, x_scales, x_scale_group_stride, w_rows, ok_PN[:, :, None],
                  w_scales, X_SCALE, W_SCALE, GROUP, K, not EVEN_N, CHUNKS, VALUES,
                  False)  # fmt: skip
     if X_SCALE == "row":
@@ -270,19 +281,19 @@ def _down(
     n_ok = col_N < N
     ok_PN = present_P[:, None] & n_ok[None, :]
     offset_PN = expert_P[:, None] * N + col_N[None, :]
-    w_rows = w_ptr + (offset_PN * K)[None, :, :, None]
-    x_rows = x_ptr + (assignment_P * x_stride)[None, :, None, None]
+    w_rows = w_ptr + (offset_PN * K)[:, :, None]
+    x_rows = x_ptr + (assignment_P * x_stride)[:, None, None]
     GROUPS_N: tl.constexpr = (N + GROUP - 1) // GROUP
     GROUPS_K: tl.constexpr = (K + GROUP - 1) // GROUP
     w_scales = w_scale_ptr
     if W_SCALE == "block":
-        w_scales += (expert_P * (GROUPS_N * GROUPS_K))[None, :, None]
+        w_scales += (expert_P * (GROUPS_N * GROUPS_K))[:, None, None]
         if GROUP % ROWS == 0:
             w_scales += first // GROUP * GROUPS_K
         else:
-            w_scales += (tl.minimum(col_N, N - 1) // GROUP * GROUPS_K)[None, None, :]
-    value = _dot(x_rows, present_P[None, :, None, None], x_ptr, 0, w_rows,
-                 ok_PN[None, :, :, None], w_scales,
+            w_scales += (tl.minimum(col_N, N - 1) // GROUP * GROUPS_K)[None, :, None]
+    value = _dot(x_rows, present_P[:, None, None], x_ptr, 0, w_rows,
+                 ok_PN[:, :, None], w_scales,
                  X_SCALE, W_SCALE, GROUP, K, True, CHUNKS, VALUES, PDL)  # fmt: skip
     if W_SCALE == "tensor":
         value *= tl.load(w_scale_ptr + expert_P)[:, None]

@@ -183,9 +183,9 @@ def _copy(
         row = (assignment // top_k).to(gl.int64)
         x_ptrs = x_ptr + (row * x_stride)[:, None] + cols
         a_ptrs = a_ptr + (sorted_row.to(gl.int64) * K)[:, None] + cols
-        end = gl.where(assignment < padding, K, 0)[:, None]
+        used = (assignment < padding)[:, None]
         for col in range(0, K, WIDTH):
-            mask = col + cols < end
+            mask = used & (col + cols < K)
             gl.store(a_ptrs + col, gl.load(x_ptrs + col, mask=mask), mask=mask)
     # Every thread releases its writes.
     fence_proxies()
