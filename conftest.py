@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(item, "callspec") and "plugins" in item.path.parts:
             of_kit = hasattr(item.cls, "expected_failures")  # which marks its own
-            if _KERNELS & set(item.fixturenames) and not of_kit:
+            fixtures = set(item.fixturenames) - set(item.callspec.params)
+            if _KERNELS & fixtures and not of_kit:
                 cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
         steps = [_steps(item) for item in group]
