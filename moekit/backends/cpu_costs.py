@@ -3,7 +3,8 @@
 The fastest method depends on the instruction sets that torch and oneDNN use, the number of threads,
 the dtype, the size of an expert and its rows. So a short calibration times the methods themselves,
 and the user's cache folder keeps the times. If calibration is switched off
-(``MOEKIT_CALIBRATE=0``), the shipped table of the nearest capability is used.
+(``MOEKIT_CALIBRATE=0``), or other work disturbs it, the shipped table of the nearest capability is
+used.
 """
 
 from __future__ import annotations
@@ -34,12 +35,18 @@ logger = logging.getLogger("moekit")
 # Numbers of rows that an expert is timed with; costs in between are interpolated. They are not
 # multiples of a tile, because the rows that a router gives an expert rarely are.
 ROWS = (1, 2, 3, 6, 13, 27, 53, 107, 213)
-CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 1
+CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 2
 _TURNS, _CELL_SECONDS = 6, 0.04  # most timed rounds; the seconds after which two are enough
 _BURST = 3  # calls of one expert in a row, as a layer makes them
+_BUSY = 0.1  # share of the time for which threads may wait for cores
+_LEAST_SECONDS = 0.1  # of which that is a share
 _HOPELESS = 3.0  # a method this many times slower than the fastest is not timed with more rows
 
 Points = Sequence[tuple[int, float]]
+
+
+class Disturbed(Exception):
+    """Other work took the cores while methods were timed."""
 
 
 @dataclass(frozen=True)
@@ -144,21 +151,25 @@ def find(
     Args:
         key: the sizes, dtype and activation that the costs depend on.
         elements: the number of elements of an expert's weights.
-        timed: times the methods; it runs if the cache folder has no times yet.
+        timed: times the methods by `measure`; it runs if the cache folder has no times yet.
 
     Returns:
-        The costs, or None if the cache folder has none and ``timed`` is None.
+        The costs, or None if the cache folder has none and ``timed`` is None. Where other work
+        disturbs the measurement, shipped costs, which are not kept: the next process tries again.
     """
     where = f"{capability()}, {torch.get_num_threads()} thread(s)"
     if not calibrates():
-        return shipped(dtype, elements)
+        return shipped(dtype, elements, f"{CALIBRATE}=0 asks for them")
     path, name = _file(), f"{where}: {key!r}"
     entry = _read(path).get(name)
     if entry is None:
         if timed is None:
             return None
         begin = time.perf_counter()
-        entry = {method: [[n, t] for n, t in points] for method, points in timed().items()}
+        try:
+            entry = {method: [[n, t] for n, t in points] for method, points in timed().items()}
+        except Disturbed:
+            return shipped(dtype, elements, "other work disturbed this process's calibration")
         logger.info("moekit: timed the methods for %s in %.1f s", name, time.perf_counter() - begin)
         _write(path, name, entry)
     seconds = {method: [(int(n), float(t)) for n, t in points] for method, points in entry.items()}
@@ -178,6 +189,16 @@ def _read(path: Path) -> dict[str, Any]:
         return {name: entry for name, entry in found.items() if _is_entry(entry)}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
+
+
+def _waited() -> float:
+    """Return the seconds for which this process's threads were ready but had no core, 0 where the
+    system does not tell. Format: the kernel's Documentation/scheduler/sched-stats.rst."""
+    total = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+            total += int(file.read_text().split()[1])
+    return total * 1e-9
 
 
 def _is_entry(entry: object) -> bool:
@@ -220,9 +241,14 @@ def measure(
 
     Returns:
         method -> [(rows, least seconds an expert)].
+
+    Raises:
+        Disturbed: Several threads waited for cores, which makes times wrong by factors.
     """
     # A thread's own clock does not count the time of other processes.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    threads = torch.get_num_threads()
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    start_of_all, waited = time.perf_counter(), _waited()
     burst = 1 if experts > 1 else _BURST
     points: dict[str, list[tuple[int, float]]] = {method: [] for method in calls}
     alive = dict(calls)
@@ -246,14 +272,20 @@ def measure(
             points[method].append((rows, seconds / experts))
             if seconds > _HOPELESS * fastest and rows > ROWS[0]:
                 del alive[method]
+        took = time.perf_counter() - start_of_all
+        if threads > 1 and _waited() - waited > _BUSY * threads * max(took, _LEAST_SECONDS):
+            raise Disturbed
     return points
 
 
 # -- shipped ------------------------------------------------------------------------------------
 
 
-def shipped(dtype: str, elements: int) -> Costs:
-    """Return the shipped costs of the nearest capability and size, scaled by ``elements``."""
+def shipped(dtype: str, elements: int, why: str) -> Costs:
+    """Return the shipped costs of the nearest capability and size, scaled by ``elements``.
+
+    why: the reason for them, a clause for `explain`.
+    """
     aten, _, onednn = capability().partition(", oneDNN ")
     if not aten.startswith("AVX512") or onednn in ("off", "AVX2", "SSE41"):
         name = "AVX2"
@@ -265,7 +297,7 @@ def shipped(dtype: str, elements: int) -> Costs:
     seconds = {
         method: [(n, t * scale) for n, t in found] for method, found in nearest["seconds"].items()
     }
-    return Costs(seconds, f"shipped costs for {name}, as {CALIBRATE}=0 asks")
+    return Costs(seconds, f"shipped costs for {name}: {why}")
 
 
 @cache

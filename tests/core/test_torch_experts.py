@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -158,6 +159,54 @@ def test_calibration_that_is_not_kept_leaves_no_file(monkeypatch, tmp_path, capl
     assert "was not kept" in caplog.text and list(place.parent.iterdir()) == [place]
 
 
+@pytest.mark.parametrize(
+    ("threads", "share", "kept"), [(2, 0.05, True), (2, 0.5, False), (1, 0.5, True)]
+)
+def test_disturbed_calibration_is_not_kept(monkeypatch, tmp_path, threads, share, kept) -> None:
+    """Other processes take the cores for a share of the time; one thread's clock does not count
+    that."""
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    clock, rows = [0.0], []
+    monkeypatch.setattr(cpu_costs.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(cpu_costs, "_waited", lambda: clock[0] * share * threads)
+
+    def right(n: int):
+        rows.append(n)
+
+        def call() -> None:
+            clock[0] += 0.1
+
+        return call
+
+    found = cpu_costs.find(("k",), "float32", 100, lambda: cpu_costs.measure({"right": right}))
+    assert found is not None and cpu_costs._file().exists() == kept
+    assert ("other work disturbed" in found.source) == (not kept)
+    assert rows == list(cpu_costs.ROWS if kept else cpu_costs.ROWS[:1]), "it should stop at once"
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell")
+def test_waiting_for_a_core_is_counted() -> None:
+    """More threads than cores wait for each other."""
+    before, stop = cpu_costs._waited(), time.monotonic() + 0.3
+
+    def spin() -> None:
+        x = torch.rand(256, 256)
+        while time.monotonic() < stop:
+            torch.mm(x, x)
+
+    threads = [threading.Thread(target=spin) for _ in range(2 * (os.cpu_count() or 1) + 1)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < stop - 0.02:
+        time.sleep(0.01)
+    waited = cpu_costs._waited() - before
+    for thread in threads:
+        thread.join()
+    assert 0.05 < waited < 0.5 * len(threads)
+
+
 def test_costs_between_and_beyond_the_timed_rows() -> None:
     costs = cpu_costs.Costs({"right": [(1, 1.0), (3, 2.0)], "left": [(1, 1.0), (213, 4.0)]}, "")
     assert costs.of("right", 2) == 1.5 and costs.of("right", 4) == float("inf")
@@ -167,7 +216,7 @@ def test_costs_between_and_beyond_the_timed_rows() -> None:
 def test_shipped_tables_name_every_loop_way() -> None:
     """Each dtype finds a method for every number of rows even where nothing may be timed."""
     for dtype in ("bfloat16", "float16", "float32"):
-        costs = cpu_costs.shipped(dtype, 3 * 2048 * 768)
+        costs = cpu_costs.shipped(dtype, 3 * 2048 * 768, "")
         for rows in (1, 7, 500, 5000):
             assert min(costs.of(method, rows) for method in cpu_experts.LOOPS) < 10
 

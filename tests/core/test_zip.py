@@ -29,7 +29,7 @@ assert "x.zip" in table.__file__
 known = table.known()
 assert {key.device for key in known} >= {"NVIDIA H200"} and known is table.known()
 assert table.known({"MOEKIT_TUNED": ""}) == {}
-assert cpu_costs.shipped("bfloat16", 3 * 4096 * 14336).seconds
+assert cpu_costs.shipped("bfloat16", 3 * 4096 * 14336, "").seconds
 """
 
 
