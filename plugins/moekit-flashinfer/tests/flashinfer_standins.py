@@ -10,13 +10,10 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from moekit_flashinfer import library
@@ -49,7 +46,7 @@ ORDER = torch.Generator().manual_seed(0)
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(library, "one_sided", lambda: one_sided)
     put(library, "two_sided", lambda: two_sided)
-    put(library, "memory", lambda: Memory)
+    put(library, "MEMORY_MODULE", "flashinfer_mnnvl")
     put(library, "fused_moe", lambda: fused_moe)
 
 
@@ -60,51 +57,40 @@ class Descriptor:
     """A record that torch reads when the last view of the memory goes; Python must keep it."""
 
 
-class Memory:
-    """MnnvlMemory: a segment for each rank, further apart than their size, in one file."""
+class Driver:
+    """CUDA's driver: memory is mapped inside of what its process reserved, each address once."""
 
-    comm: Any = None
-    opened: set[int] = set()
-    _numbers = itertools.count(1)
-    _comms: dict[int, Any] = {}  # address -> the ranks that share the memory
+    reserved: dict[int, int] = {}  # address -> bytes
+    mapped: dict[int, int] = {}
+    comms: dict[int, Any] = {}  # a workspace's address -> the ranks that share it
+    _starts = itertools.count(1 << 50, 1 << 50)  # so far apart that nothing fits by accident
 
     @staticmethod
-    def initialize() -> None: ...
+    def reserve(nbytes: int) -> int:
+        address = next(Driver._starts)
+        Driver.reserved[address] = nbytes
+        return address
 
-    def __init__(self, mapping: Any, size: int) -> None:
-        comm = Memory.comm
-        ranks, stride = comm.Get_size(), -(-size // 4096) * 4096 + 4096
-        file = Path(tempfile.mkstemp(prefix="moekit-standin-")[1])
-        everyone = comm.allgather((size, str(file)))
-        assert {each for each, _ in everyone} == {size}, "ranks allocate different sizes"
-        self._size, shared = size, Path(everyone[0][1])
-        if comm.Get_rank() == 0:
-            shared.write_bytes(b"\0" * (stride * ranks))
-        comm.allgather(None)
-        self._map = numpy.memmap(shared, numpy.uint8, "r+", shape=(ranks, stride))
-        comm.allgather(None)
-        file.unlink()
-        Memory._comms[self._map.ctypes.data] = comm
-        self.ptr = next(Memory._numbers)
-        Memory.opened.add(self.ptr)
+    @staticmethod
+    def map(address: int, nbytes: int) -> None:
+        start = address >> 50 << 50
+        assert address + nbytes <= start + Driver.reserved[start], "mapped beyond the reserved end"
+        assert address not in Driver.mapped, "mapped twice"
+        Driver.mapped[address] = nbytes
 
-    def as_torch_strided_tensor(self, dtype: torch.dtype) -> Tensor:
-        tensor = torch.from_numpy(self._map).view(dtype)[:, : self._size // dtype.itemsize]
-        tensor._capsule_wrapper = Descriptor()  # type: ignore[attr-defined]
-        return tensor
+    @staticmethod
+    def unmap(address: int, nbytes: int) -> None:
+        assert Driver.mapped.pop(address) == nbytes, "unmapped in part"
+
+    @staticmethod
+    def free(address: int, nbytes: int) -> None:
+        assert Driver.reserved.pop(address) == nbytes, "freed in part"
 
     @staticmethod
     def exchange(workspace: Tensor, value: Any = None) -> list[Any]:
         """Return the value of every rank that shares a memory, as kernels do through it."""
-        return Memory._comms[workspace.data_ptr()].allgather(value)
-
-    @staticmethod
-    def close_mnnvl_memory(ptr: int) -> None:
-        Memory.opened.remove(ptr)
-
-    def __del__(self) -> None:
-        if hasattr(self, "ptr"):
-            Memory.close_mnnvl_memory(self.ptr)
+        everyone: list[Any] = Driver.comms[workspace.data_ptr()].allgather(value)
+        return everyone
 
 
 def target_ranks(experts: Tensor, per_rank: int) -> Tensor:
@@ -176,7 +162,7 @@ def moe_a2a_dispatch(
         counts = workspace[target, _COUNTS_OFFSET : _COUNTS_OFFSET + 4 * ranks].view(torch.int32)
         counts[rank] = len(tokens)
     _sent[workspace.data_ptr()] = targets.long(), slots
-    Memory.exchange(workspace)
+    Driver.exchange(workspace)
 
     received, mine = [], workspace[rank]
     counts = mine[_COUNTS_OFFSET : _COUNTS_OFFSET + 4 * ranks].view(torch.int32)
@@ -205,7 +191,7 @@ def moe_a2a_combine(
         assert payload.data_ptr() == workspace[rank].data_ptr() + offset
     else:
         workspace[rank, offset : offset + nbytes] = payload.view(-1).view(torch.uint8)
-    Memory.exchange(workspace)
+    Driver.exchange(workspace)
     rows = workspace[:, offset : offset + nbytes].view(payload.dtype).view(ranks, ranks * most, -1)
     out = payload.new_zeros((tokens, payload.shape[2]))
     for target, slot in zip(*(t.unbind(1) for t in _sent.pop(workspace.data_ptr())), strict=True):
@@ -246,7 +232,7 @@ def _prepare(
         some = here.any(dim=1)
         to_rank.append(order[some])
         first.append(order[some] * top_k + here[some].int().argmax(dim=1))
-    everyone = Memory.exchange(workspace, [t.numpy() for t in (ids, weights, *to_rank)])
+    everyone = Driver.exchange(workspace, [t.numpy() for t in (ids, weights, *to_rank)])
     received_ids = torch.full((most * ranks, top_k), slots, dtype=torch.int32)
     received_weights = weights.new_full((most * ranks, top_k), float("nan"))
     arriving, row = [], 0
@@ -280,7 +266,7 @@ def moe_comm(
     assert rows.shape[1] * rows.itemsize % 16 == 0, "rows of 16 bytes"
     parts = torch.tensor_split(send.long(), send_ends[:-1].tolist())
     outgoing = [rows[part].view(torch.uint8).numpy() for part in parts]
-    everyone = Memory.exchange(workspace, outgoing)
+    everyone = Driver.exchange(workspace, outgoing)
     wanted = torch.tensor_split(receive.long(), receive_ends[:-1].tolist())
     for source, places in enumerate(wanted):
         out.view(torch.uint8)[places] = torch.from_numpy(everyone[source][rank])

@@ -58,17 +58,17 @@ def routing(p: MoEProblem, tokens: int, absent: float = 0.3) -> Routing:
 
 
 def buffers_are_shared_and_freed(rank, ranks):
-    opened = flashinfer_standins.Memory.opened
+    mapped, reserved = flashinfer_standins.Driver.mapped, flashinfer_standins.Driver.reserved
     first, second = made(rank, ranks), made(rank, ranks)
     other = made(rank, ranks, max_num_tokens=8)
     assert first._buffers is second._buffers and first._buffers is not other._buffers
-    assert len(opened) == 2
+    assert len(mapped) == 2 * ranks
     first.destroy()
     first.destroy()
-    assert len(opened) == 2, "freed while another layer uses it"
+    assert len(mapped) == 2 * ranks, "freed while another layer uses it"
     second.destroy()
     other.destroy()
-    assert not opened
+    assert not mapped and not reserved
     assert first.buffer_bytes() == 0
 
 

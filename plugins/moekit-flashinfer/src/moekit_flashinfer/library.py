@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ FLASHINFER = VendorLibrary(
     install_hint="pip install 'moekit-flashinfer[library]'",
 )
 INSTALL_HINT = FLASHINFER.install_hint
+MEMORY_MODULE = "flashinfer.comm.mnnvl"
 
 _PROGRESS_SECONDS = 15.0
 
@@ -47,10 +49,18 @@ def two_sided() -> Any:
 
 
 def memory() -> Any:
-    """Return the class that maps the memory of all ranks into every rank's address space."""
-    from flashinfer.comm.mnnvl import MnnvlMemory
+    """Return a class of its own that maps the memory of all ranks into every rank's address space.
 
-    return MnnvlMemory
+    The library keeps the ranks and the next free address in attributes of the class, and reads them
+    again after it has waited for other ranks. A lock would have to be held while it waits, and
+    ranks whose threads begin in different orders would wait for each other. So every call loads the
+    library's module once more: threads, groups and other users of the library share no attribute.
+    """
+    spec = importlib.util.find_spec(MEMORY_MODULE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.MnnvlMemory
 
 
 def fused_moe() -> Any:

@@ -58,17 +58,15 @@ class Ranks:
 class SharedMemory:
     """``nbytes`` on each rank of a group, mapped by all: ``tensor`` (ranks, nbytes / itemsize).
 
-    Construction is collective. The library keeps the group in a class attribute, which is set
-    before every use, so that layers of different groups do not interfere.
+    Construction is collective. Any number of threads may construct, each in a group of its own.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int, dtype: torch.dtype) -> None:
-        self._ranks = ranks
-        self._class = library.memory()
-        self._class.initialize()
-        self._class.comm = ranks
+        mine = library.memory()  # its attributes hold the ranks and addresses of this memory
+        mine.initialize()
+        mine.comm = ranks
         try:
-            self._memory = self._class(None, nbytes)
+            self._memory = mine(None, nbytes)
         except RuntimeError as error:
             raise BackendError(
                 f"sharing {nbytes} bytes between {ranks.size} ranks failed: {error}; all ranks "
@@ -82,6 +80,5 @@ class SharedMemory:
         """Unmap the memory after this rank's kernels; ranks that still map it keep it alive."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._class.comm = self._ranks
-        self._class.close_mnnvl_memory(self._memory.ptr)
+        self._memory.close_mnnvl_memory(self._memory.ptr)
         del self._memory.ptr, self.tensor
