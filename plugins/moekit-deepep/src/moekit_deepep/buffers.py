@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ logger = logging.getLogger("moekit")
 
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0
+
+# Held while a setting of the process is changed, and never while this rank waits for others.
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,16 @@ def connected() -> list[int] | None:
 
 def normal_configs(ranks: int) -> tuple[Any, Any]:
     """Return the library's configurations of dispatch and combine for `NUM_SMS`."""
-    before = deep_ep.Buffer.num_sms
-    deep_ep.Buffer.set_num_sms(NUM_SMS)
-    try:
-        return deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)
-    finally:
-        deep_ep.Buffer.set_num_sms(before)
+    with _lock:
+        before = deep_ep.Buffer.num_sms
+        deep_ep.Buffer.set_num_sms(NUM_SMS)
+        try:
+            return (
+                deep_ep.Buffer.get_dispatch_config(ranks),
+                deep_ep.Buffer.get_combine_config(ranks),
+            )
+        finally:
+            deep_ep.Buffer.set_num_sms(before)
 
 
 def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease[Held]:
@@ -150,7 +157,7 @@ def elastic(
     def make() -> tuple[Any, int]:
         # The library uses the group's NCCL communicator, which torch creates at its first use.
         dist.all_reduce(torch.zeros(1, device=device_type), group=group)
-        with _without_network():
+        with _without_network:
             buffer = deep_ep.ElasticBuffer(
                 group,
                 num_max_tokens_per_rank=capacity,
@@ -164,16 +171,34 @@ def elastic(
     return _lease(group, ("elastic", capacity, hidden_size, top_k), make)
 
 
-@contextmanager
-def _without_network() -> Iterator[None]:
-    """Keep the library from setting up a network card, which a single host need not have."""
-    name = "EP_DISABLE_GIN"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+class _WithoutNetwork:
+    """Keep the library from setting up a network card, which a single host need not have.
+
+    Threads may be inside at once: the first one sets the variable, and the last one restores it.
+    """
+
+    _NAME = "EP_DISABLE_GIN"
+
+    def __init__(self) -> None:
+        self._threads = 0
+        self._before: str | None = None
+
+    def __enter__(self) -> None:
+        with _lock:
+            if not self._threads:
+                self._before = os.environ.get(self._NAME)
+                os.environ[self._NAME] = "1"
+            self._threads += 1
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            self._threads -= 1
+            if self._threads:
+                return
+            if self._before is None:
+                del os.environ[self._NAME]
+            else:
+                os.environ[self._NAME] = self._before
+
+
+_without_network = _WithoutNetwork()
