@@ -38,7 +38,7 @@ ROWS = (1, 2, 3, 6, 13, 27, 53, 107, 213)
 CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 2
 _TURNS, _CELL_SECONDS = 6, 0.04  # most timed rounds; the seconds after which two are enough
 _BURST = 3  # calls of one expert in a row, as a layer makes them
-_BUSY = 0.1  # share of the time for which threads may wait for cores
+BUSY = 0.1  # share of the time for which threads may wait for cores
 _LEAST_SECONDS = 0.1  # of which that is a share
 _HOPELESS = 3.0  # a method this many times slower than the fastest is not timed with more rows
 
@@ -191,7 +191,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _waited() -> float:
+def waited_for_cores() -> float:
     """Return the seconds for which this process's threads were ready but had no core, 0 where the
     system does not tell. Format: the kernel's Documentation/scheduler/sched-stats.rst."""
     total = 0
@@ -248,7 +248,7 @@ def measure(
     # A thread's own clock does not count the time of other processes.
     threads = torch.get_num_threads()
     clock = time.thread_time if threads == 1 else time.perf_counter
-    start_of_all, waited = time.perf_counter(), _waited()
+    start_of_all, waited = time.perf_counter(), waited_for_cores()
     burst = 1 if experts > 1 else _BURST
     points: dict[str, list[tuple[int, float]]] = {method: [] for method in calls}
     alive = dict(calls)
@@ -273,7 +273,7 @@ def measure(
             if seconds > _HOPELESS * fastest and rows > ROWS[0]:
                 del alive[method]
         took = time.perf_counter() - start_of_all
-        if threads > 1 and _waited() - waited > _BUSY * threads * max(took, _LEAST_SECONDS):
+        if threads > 1 and waited_for_cores() - waited > BUSY * threads * max(took, _LEAST_SECONDS):
             raise Disturbed
     return points
 

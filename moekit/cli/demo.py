@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import moekit
+from moekit.backends.cpu_costs import BUSY, waited_for_cores
 from moekit.checkpoint import load_experts
 from moekit.errors import MoekitError
 
@@ -66,7 +68,9 @@ def _run(directory: Path) -> int:
         return kernel(x_TH, weights, moekit.Routing(topk_weights.float(), topk_ids)).view_as(x)
 
     with torch.inference_mode():
+        begin, waited = time.perf_counter(), waited_for_cores()
         rows, error = _compare(config, block, moekit_block, device)
+        took, waited = time.perf_counter() - begin, waited_for_cores() - waited
         error = max(error, _compare_model(config, model, block, moekit_block, device))
         same = _same_routing(config, block, device)
     print(f"   moekit.route chooses the same experts for {same:.1%} of tokens (bf16 logits tie)")
@@ -76,6 +80,11 @@ def _run(directory: Path) -> int:
             f"   {tokens:>8} {rms:>9.1e} {eager * 1e6:>9.0f} us {ours * 1e6:>9.0f} us "
             f"{eager / ours:>8.2f}x"
         )
+    if _disturbed(waited, took):
+        print(
+            "\n   Other work took the cores meanwhile, so these times say little. On a busy machine"
+        )
+        print("   OMP_WAIT_POLICY=passive keeps torch's threads from waiting actively.")
     memory = kernel.memory(max(TOKENS))
     print(f"\n   scratch for {max(TOKENS)} tokens: {memory.total / 2**20:.1f} MiB (kernel.memory)")
     agrees = error < 2e-2
@@ -131,8 +140,14 @@ def _compare(
     for tokens in TOKENS:
         x = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
         error = _relative_rms(ours(x), block(x))
-        rows.append((tokens, error, _seconds(block, x), _seconds(ours, x)))
+        eager, own = _seconds([block, ours], x)
+        rows.append((tokens, error, eager, own))
     return rows, max(row[1] for row in rows)
+
+
+def _disturbed(waited: float, took: float) -> bool:
+    """Return whether threads waited for cores for more than a share of the seconds it took."""
+    return waited > BUSY * took * torch.get_num_threads()
 
 
 def _compare_model(
@@ -167,16 +182,22 @@ def _relative_rms(got: Tensor, expected: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _seconds(function: Callable[[Tensor], Tensor], x: Tensor, repeats: int = 10) -> float:
-    """Return the median wall-clock seconds of a call, device work included."""
-    times = []
+def _seconds(
+    functions: Sequence[Callable[[Tensor], Tensor]], x: Tensor, repeats: int = 10
+) -> list[float]:
+    """Return the median wall-clock seconds of a call of each function, device work included.
+
+    They take turns, so that other work on the machine disturbs both.
+    """
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats + 2):
-        _synchronize(x.device)
-        start = time.perf_counter()
-        function(x)
-        _synchronize(x.device)
-        times.append(time.perf_counter() - start)
-    return sorted(times[2:])[repeats // 2]
+        for function, took in zip(functions, times, strict=True):
+            _synchronize(x.device)
+            start = time.perf_counter()
+            function(x)
+            _synchronize(x.device)
+            took.append(time.perf_counter() - start)
+    return [statistics.median(took[2:]) for took in times]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -170,7 +170,7 @@ def test_disturbed_calibration_is_not_kept(monkeypatch, tmp_path, threads, share
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     clock, rows = [0.0], []
     monkeypatch.setattr(cpu_costs.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(cpu_costs, "_waited", lambda: clock[0] * share * threads)
+    monkeypatch.setattr(cpu_costs, "waited_for_cores", lambda: clock[0] * share * threads)
 
     def right(n: int):
         rows.append(n)
@@ -189,7 +189,7 @@ def test_disturbed_calibration_is_not_kept(monkeypatch, tmp_path, threads, share
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell")
 def test_waiting_for_a_core_is_counted() -> None:
     """More threads than cores wait for each other."""
-    before, stop = cpu_costs._waited(), time.monotonic() + 0.3
+    before, stop = cpu_costs.waited_for_cores(), time.monotonic() + 0.3
 
     def spin() -> None:
         x = torch.rand(256, 256)
@@ -201,7 +201,7 @@ def test_waiting_for_a_core_is_counted() -> None:
         thread.start()
     while time.monotonic() < stop - 0.02:
         time.sleep(0.01)
-    waited = cpu_costs._waited() - before
+    waited = cpu_costs.waited_for_cores() - before
     for thread in threads:
         thread.join()
     assert 0.05 < waited < 0.5 * len(threads)
