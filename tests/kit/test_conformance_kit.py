@@ -304,8 +304,9 @@ def test_run_checks_an_installed_backend():
     assert "3 passed" in done.stdout
 
 
-def test_run_fails_when_everything_is_skipped(capsys):
-    code = "import sys, moekit.testing as t; sys.exit(t.run('local', ['-q', '-k', 'graph']))"
+@pytest.mark.parametrize("tests", ["graph", "graph or negative_controls"])
+def test_run_fails_when_no_test_calls_the_backend(tests):
+    code = f"import sys, moekit.testing as t; sys.exit(t.run('local', ['-q', '-k', '{tests}']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
