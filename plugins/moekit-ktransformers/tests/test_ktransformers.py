@@ -97,6 +97,8 @@ def test_bad_settings_are_reasons(installed, monkeypatch, name, text):
     monkeypatch.setenv(name, text)
     (reason,) = library.unsupported()
     assert name in reason and text in reason
+    step, per_node = kinds.multiples(problem())
+    assert step == per_node
 
 
 def test_more_numa_nodes_than_there_are(installed, monkeypatch):

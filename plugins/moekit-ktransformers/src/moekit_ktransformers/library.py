@@ -148,8 +148,12 @@ def build() -> Path | None:
 
 
 def numa_nodes() -> int:
-    """Return how many NUMA nodes the pool spans: MOEKIT_KT_NUMA_NODES, or 1."""
-    return int(os.environ.get(NODES_VARIABLE) or 1)
+    """Return how many NUMA nodes the pool spans: MOEKIT_KT_NUMA_NODES, or 1.
+
+    `unsupported` reports a value that is no positive integer.
+    """
+    text = os.environ.get(NODES_VARIABLE, "")
+    return int(text) if _is_positive_integer(text) else 1
 
 
 def threads(torch_threads: int) -> int:
@@ -175,8 +179,8 @@ def _environment_faults() -> list[str]:
     found = []
     for name in (THREADS_VARIABLE, NODES_VARIABLE):
         text = os.environ.get(name)
-        if text and not (text.isascii() and text.isdigit() and int(text) > 0):
-            found.append(f"{name}={text!r} is not a positive integer")
+        if text and not _is_positive_integer(text):
+            found.append(f"{name}={text!r} is not a positive integer: correct or unset it")
     if not found:
         nodes, asked = numa_nodes(), os.environ.get(THREADS_VARIABLE)
         present = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
@@ -185,3 +189,7 @@ def _environment_faults() -> list[str]:
         if asked and int(asked) % nodes:
             found.append(f"{THREADS_VARIABLE}={asked} must be a multiple of {nodes} NUMA nodes")
     return found
+
+
+def _is_positive_integer(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) > 0
