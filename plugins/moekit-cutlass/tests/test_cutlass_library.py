@@ -64,3 +64,11 @@ def test_forced_provider(monkeypatch):
     monkeypatch.setattr(library, "missing", lambda provider: "")
     usable, why_not = library.providers_for("fp8_tensor", "bfloat16", 8)
     assert usable == ["vllm"] and "excludes torch" in why_not[0]
+
+
+def test_a_provider_that_does_not_exist(monkeypatch):
+    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "cublas")
+    monkeypatch.setattr(library, "missing", lambda provider: "")
+    usable, (reason,) = library.providers_for("none", "bfloat16", 8)
+    assert not usable and "MOEKIT_CUTLASS_PROVIDER=cublas" in reason
+    assert "choose one of quack, torch, vllm" in reason

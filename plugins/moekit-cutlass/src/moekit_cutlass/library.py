@@ -29,6 +29,7 @@ _PROVIDERS = {
     "fp8_channel_token": ("torch", "vllm"),
     W4A8: ("vllm",),
 }
+_KNOWN = ("quack", "torch", "vllm")
 
 
 # Their kernels that prepare pointers have one thread for each local expert, in one block; torch's
@@ -45,6 +46,11 @@ def providers_for(
     scheme: str, dtype_name: str, num_local_experts: int
 ) -> tuple[list[str], list[str]]:
     """Return the libraries that compute ``scheme`` here, and a reason for each that cannot."""
+    if forced() not in ("", *_KNOWN):
+        known = ", ".join(_KNOWN)
+        return [], [
+            f"{PROVIDER_VARIABLE}={forced()} names no library: choose one of {known}, or unset it"
+        ]
     usable, reasons = [], []
     for name in _PROVIDERS[scheme]:
         if reason := _unsupported(name, scheme, dtype_name, num_local_experts):
