@@ -433,6 +433,14 @@ def test_regret_of_nonsense(capsys, tmp_path, text: str) -> None:
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("limit", ["nan", "inf", "-1", "much"])
+def test_a_limit_is_a_percentage(capsys, limit: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["tune", "--regret", f"--limit={limit}"])
+    assert caught.value.code == 2
+    assert f"--limit: expected a percentage of at least 0 (got {limit!r})" in capsys.readouterr().err
+
+
 def test_a_choice_that_has_no_time_is_above_every_limit(cells: Cells, capsys, tmp_path) -> None:
     cells.wrong = {"auto"}
     code, out, _ = run(capsys, "--regret", "--limit", "1e9")

@@ -47,6 +47,17 @@ def seconds(text: str) -> float:
     return found
 
 
+def percent(text: str) -> float:
+    """Read an option that is a percentage of at least 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a percentage of at least 0 (got {text!r})")
+    return found
+
+
 def add_sweep(
     parser: argparse.ArgumentParser, *, tokens: str, quant: str, inputs: int, replays: int
 ) -> None:

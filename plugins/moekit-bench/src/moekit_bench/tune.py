@@ -79,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_experts_sweep(parser)
     add = parser.add_argument
-    add("--limit", type=float, default=5.0, metavar="%", help="of regret; default: %(default)s")
+    add(
+        "--limit", type=options.percent, default=5.0, metavar="%",
+        help="of regret; default: %(default)s",
+    )  # fmt: skip
     add("--markdown", type=Path, metavar="FILE", help="default: standard output")
     add(
         "--output", type=Path, metavar="FILE",
