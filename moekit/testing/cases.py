@@ -151,6 +151,12 @@ def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
     if operand is not None and operand.dtype in ("int4", "int8") and not operand.zero_points:
         least: dict[str, Any] = {n: _least_codes(getattr(made, n)) for n in ("w13", "w2")}
         made = replace(made, **least)
+    if operand is not None and operand.zero_points:
+        made = replace(
+            made,
+            w13_zero_points=_extreme_zeros(made.w13_zero_points),
+            w2_zero_points=_extreme_zeros(made.w2_zero_points),
+        )
     if operand is not None and operand.act_order:
         # The order depends on the expert's values alone, so that its replicas have the same.
         w13_g_idx, w2_g_idx = (
@@ -177,6 +183,17 @@ def _least_codes(codes: Tensor) -> Tensor:
     else:
         low, high = even & 15, even >> 4
         even.copy_(low.where(low != 1, 0) | high.where(high != 1, 0) << 4)
+    return made
+
+
+def _extreme_zeros(zeros: Tensor | None) -> Tensor:
+    """Return zero points (L, N, groups) that are 0 or 15 in two rows of 16.
+
+    Checkpoints have these where all of a group have one sign, which random groups never do.
+    """
+    assert zeros is not None
+    made = zeros.clone()
+    made[:, 3::16], made[:, 10::16] = 0, 15
     return made
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import conformance_catches
 import test_conformance_catches_calls
 import test_conformance_catches_experts
+import test_conformance_catches_forms
 import test_conformance_catches_invariance
 import test_conformance_catches_sizes
 import test_conformance_catches_values
@@ -18,6 +19,7 @@ MODULES = (
     test_conformance_catches_sizes,
     test_conformance_catches_values,
     test_conformance_catches_calls,
+    test_conformance_catches_forms,
     test_conformance_catches_invariance,
 )
 
