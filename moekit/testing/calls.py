@@ -30,7 +30,8 @@ from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocation
 QUANTIZED_WIRE = "kit_quantized_wire"
 # A per-tensor scale arrives as one per row, which differs by source.
 ROW_SCALES = "kit_row_scales"
-# Several rows for a token, with one or three columns of ids, which are strided; int32 ids.
+# Several rows for a token, with one or three columns of ids, which are strided, also from row to
+# row, and otherwise than the weights; int32 ids.
 ONE_COLUMN, THREE_COLUMNS = "kit_one_column", "kit_three_columns"
 # BATCHED: spare capacity, in a part of a buffer.
 SPARE_CAPACITY = "kit_spare_capacity"
@@ -107,12 +108,13 @@ class OneColumn(LocalDispatcher):
         def repeated(rows: Tensor) -> Tensor:
             return rows[:, None].expand(-1, times, -1).reshape(-1, rows.shape[1])
 
-        def divided(t: Tensor) -> Tensor:
-            whole = F.pad(t, (0, columns * times - t.shape[1]), value=-1).view(-1, columns)
-            return torch.stack((whole, torch.full_like(whole, -1)), dim=2)[..., 0]
+        def divided(t: Tensor, step: int) -> Tensor:
+            whole = F.pad(t, (0, columns * times - t.shape[1]), value=-1).view(-1, columns, 1)
+            apart = F.pad(whole, (0, step - 1), value=-1).flatten(1)
+            return F.pad(apart, (0, 1), value=-1)[:, : step * columns : step]
 
         x, scale = repeated(tokens.x), tokens.x_scale
-        ids, weights = divided(tokens.topk_ids), divided(tokens.topk_weights)
+        ids, weights = divided(tokens.topk_ids, 2), divided(tokens.topk_weights, 3)
         if scale is not None:
             scale = scale if scale.shape[0] == 1 else repeated(scale)
         else:

@@ -46,6 +46,31 @@ class ZeroPointsPlusOne(ZeroPointOfZero):
         return torch.where(tensor == 15, 255, tensor).to(tensor.dtype)
 
 
+# -- layouts --------------------------------------------------------------------------------------
+
+
+@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN")
+class RouterStridesOfIds(Plain):
+    """Reads router weights with the strides of ids."""
+
+    def apply(self, y, tokens, weights, workspace):
+        ids, router = tokens.topk_ids, tokens.topk_weights
+        room = router.untyped_storage().nbytes() // router.itemsize - router.storage_offset()
+        if sum((n - 1) * step for n, step in zip(ids.shape, ids.stride(), strict=True)) < room:
+            router = torch.as_strided(router, ids.shape, ids.stride(), router.storage_offset())
+        super().apply(y, replace(tokens, topk_weights=router), weights, workspace)
+
+
+@killed_by("test_fewer_columns", says="view size is not compatible|relative error|NaN")
+class IdsInARow(Plain):
+    """Takes a call's ids for a vector with one stride."""
+
+    def apply(self, y, tokens, weights, workspace):
+        shape = tokens.topk_ids.shape
+        ids, router = (t.view(-1).view(shape) for t in (tokens.topk_ids, tokens.topk_weights))
+        super().apply(y, replace(tokens, topk_ids=ids, topk_weights=router), weights, workspace)
+
+
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
 def test_killed(mutant):
     mutant.check()
