@@ -423,7 +423,7 @@ class ExpertsNumbers(ExpertsBase):
         spec, bias = self._spec(), {"has_bias": True} if self._spec().bias else {}
         clampable = sorted(CLAMPABLE & spec.activations)
         clamps = clampable and (clampable[0] != "silu" or spec.silu_clamp)
-        for scheme in one_of_each_kind(n for n in SCHEMES if n in spec.schemes):
+        for scheme in one_of_each_kind(self._declared_schemes()):
             problem = self._find_problem(quant=scheme, **bias)
             if isinstance(problem, MoEProblem):
                 check_negative_controls(problem)

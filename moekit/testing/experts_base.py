@@ -71,6 +71,9 @@ class ExpertsBase(Conformance):
         rounder = [sizes_of(8, 2, 512, 256), sizes_of(8, 2, 1024, 512), sizes_of(8, 2, 2048, 1024)]
         return [sizes_of(8, 2, 320, 272), *rounder, sizes_of(8, 2, 4096, 2048)]
 
+    def _declared_schemes(self) -> list[str]:
+        return [name for name in SCHEMES if name in self._spec().schemes]
+
     @property
     def _native(self) -> str:
         """The core's dispatcher of the backend's own format."""

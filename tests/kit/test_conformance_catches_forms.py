@@ -71,6 +71,62 @@ class IdsInARow(Plain):
         super().apply(y, replace(tokens, topk_ids=ids, topk_weights=router), weights, workspace)
 
 
+# -- many scales, and biases of wide experts ------------------------------------------------------
+
+
+@killed_by("test_wide", "hidden")
+@killed_by("test_wide", "intermediate")
+class EightGroups(Packs):
+    """Reads a row's first eight scales, and the eighth for the groups behind."""
+
+    NAMES = ("w13_scale", "w2_scale")
+
+    def changed(self, tensor):
+        return tensor[..., torch.arange(tensor.shape[2]).clamp(max=7)]
+
+
+@killed_by("test_wide", "hidden")
+@killed_by("test_wide", "intermediate")
+class ThirtyTwoGroups(EightGroups):
+    """Reads the scale of a row's first group for those from the 33rd on."""
+
+    def changed(self, tensor):
+        group = torch.arange(tensor.shape[2])
+        return tensor[..., torch.where(group < 32, group, 0)]
+
+
+@killed_by("test_wide", "hidden")
+@killed_by("test_wide", "intermediate")
+class EightBlocksOfRows(EightGroups):
+    """Reads the scales of a weight's first eight blocks of rows, and the eighth's behind."""
+
+    def changed(self, tensor):
+        if self.problem.quant.weight.group[0] <= 1:
+            return tensor
+        return super().changed(tensor.mT).mT.contiguous()
+
+
+@killed_by("test_wide", "hidden")
+@killed_by("test_wide", "intermediate")
+class GroupsInSevenBits(Packs):
+    """Keeps the group of a column in seven bits."""
+
+    NAMES = ("w13_g_idx", "w2_g_idx")
+
+    def changed(self, tensor):
+        return tensor % 128
+
+
+@killed_by("test_wide", "intermediate")
+class BiasOfEverySplit(Packs):
+    """Adds w2's bias in both programs that share an expert's wide sum."""
+
+    NAMES = ("w2_bias",)
+
+    def changed(self, tensor):
+        return tensor * (2 if self.problem.local_intermediate_size > 512 else 1)
+
+
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
 def test_killed(mutant):
     mutant.check()
