@@ -78,7 +78,8 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("scheme", SCHEMES)
     def test_scheme(self, scheme: str) -> None:
-        """In the main form, and with a bias, the other kind of activation and another dtype.
+        """In the main form; and on the second of ranks with shares of the experts and of I, with a
+        bias, the other kind of activation and another dtype.
 
         Some tokens are far from 1, so that scales must follow them.
         """
@@ -91,6 +92,7 @@ class ExpertsNumbers(ExpertsBase):
         spec, main = self._spec(), self._main
         others = (NON_GATED if main["activation"] in GATED else GATED) & spec.activations
         changes: dict[str, Any] = {"activation": min(others)} if others else {}
+        changes["parallel"] = ParallelConfig(ep_size=2, ep_rank=1, tp_size=2, dp_size=1)
         if spec.bias:
             changes["has_bias"] = True
         draw = cases.generator("another dtype", scheme)

@@ -91,8 +91,7 @@ def random_weights(
 ) -> ExpertWeights:
     """Return this rank's weights in the problem's scheme: L experts, its share of I.
 
-    Expert-parallel ranks select from one set of experts, and replicas repeat. Tensor-parallel
-    ranks would get different draws: use `tp_shard` to cut one set.
+    Ranks select from one set of experts and cut it, and replicas repeat.
 
     Args:
         drawn_on: the device that draws, where the CPU would take too long; the ranks' sets then
@@ -107,7 +106,7 @@ def random_weights(
         return quantized(unquantized_weights(alone, key, drawn_on), problem)
     full = unquantized_weights(whole(problem).replace(num_redundant_experts=0), key)
     local = full.select([problem.logical_expert(p) for p in problem.local_experts])
-    return quantized(local, problem)
+    return quantized(local, problem) if problem.parallel.tp_size == 1 else tp_shard(local, problem)
 
 
 def unquantized_weights(

@@ -47,8 +47,6 @@ from moekit.testing.cases import (
     output_factor,
     random_weights,
     strided_inputs,
-    tp_shard,
-    unquantized_weights,
     whole,
 )
 from moekit.testing.diagnose import assert_close
@@ -215,11 +213,7 @@ class Rank:
     @cached_property
     def weights(self) -> ExpertWeights:
         """This rank's share of the experts, and of each expert's intermediate size."""
-        p = self.problem
-        if p.parallel.tp_size == 1:
-            return random_weights(p)
-        full = unquantized_weights(whole(p).replace(num_redundant_experts=0))
-        return tp_shard(full.select([p.logical_expert(e) for e in p.local_experts]), p)
+        return random_weights(self.problem)
 
     @cached_property
     def packed(self) -> PackedWeights:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance_catches import killed_by, mutants_of
-from right_experts import Plain
+from right_experts import Plain, Skips
 
 # -- weights --------------------------------------------------------------------------------------
 
@@ -125,6 +125,34 @@ class BiasOfEverySplit(Packs):
 
     def changed(self, tensor):
         return tensor * (2 if self.problem.local_intermediate_size > 512 else 1)
+
+
+# -- ranks with shares of quantized experts -------------------------------------------------------
+
+
+@killed_by("test_scheme", "int4_w4a16_g32")
+@killed_by("test_scheme", "mxfp4_w4a16")
+class ScalesOfAllSlices(Packs):
+    """Takes a row of w2 to have the scales of all tensor-parallel ranks."""
+
+    NAMES = ("w2_scale",)
+
+    def changed(self, tensor):
+        L, N, groups = tensor.shape
+        p, columns = self.problem, self.problem.quant.weight.group[1]
+        each = -(-p.intermediate_size // columns) if p.parallel.tp_size > 1 else groups
+        place = (torch.arange(N)[:, None] * each + torch.arange(groups)) % (N * groups)
+        return tensor.view(L, -1)[:, place]
+
+
+@killed_by("test_scheme", "int8_w8a16")
+@killed_by("test_scheme", "mxfp4_w4a16")
+class ShareSubtractedTwice(Skips):
+    """Subtracts the first expert of a rank's share from local ids, in quantized schemes."""
+
+    def kept(self, ids, tokens):
+        first = self.problem.local_experts.start
+        return ids >= (first if self.problem.quant.weight is not None else 0)
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
