@@ -34,6 +34,8 @@ _COMBINATIONS = 6
 
 # Of clamps, which most rows exceed; 16 bits do not hold it.
 _LIMIT = 1.3
+# Another one than any kind's default.
+_ALPHA = 1.2
 
 # Numbers of tokens, and of an expert's rows; in Triton's interpreter the small ones.
 _SMALL_TILES = (8, 9)
@@ -121,10 +123,15 @@ class ExpertsNumbers(ExpertsBase):
     @over("name", sorted(CLAMPABLE))
     def test_clamp(self, name: str) -> None:
         """A limit that most rows exceed, another alpha for kinds that have one, and biases."""
-        alpha = 1.2 if name in ALPHAS else None
         bias = [{"has_bias": True}] if self._spec().bias else []
-        activation = Activation(name, alpha=alpha, limit=_LIMIT)
+        activation = Activation(name, alpha=_ALPHA if name in ALPHAS else None, limit=_LIMIT)
         self._check_counts(self._precise(*bias, {}, activation=activation))
+
+    def _unusual(self, name: str) -> Activation:
+        """Return the activation with a limit and another alpha, if it and the backend have them."""
+        clamps = name in CLAMPABLE and (name != "silu" or self._spec().silu_clamp)
+        alpha = _ALPHA if name in ALPHAS else None
+        return Activation(name, alpha=alpha, limit=_LIMIT if clamps else None)
 
     @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
     def test_bias(self, gated: bool) -> None:
@@ -319,17 +326,18 @@ class ExpertsNumbers(ExpertsBase):
     def test_padded_sizes(self, scheme: str) -> None:
         """Sizes of no tile, which moekit pads for backends that declare multiples.
 
-        With biases and a clamp, if the backend has them.
+        With biases, if the backend has them. Each scheme has another activation, clamped if it can
+        be.
         """
         spec = self._spec()
         declared = spec.multiples is not None
         if self._interpreted and not declared and scheme not in one_of_each_kind(spec.schemes):
             self._skip("takes seconds in Triton's interpreter")
         wanted = {**self._main, "device": self._device(), "quant": scheme, "has_bias": spec.bias}
-        clampable = CLAMPABLE & spec.activations - (set() if spec.silu_clamp else {"silu"})
-        clamps = [Activation(name, limit=_LIMIT) for name in sorted(clampable)[:1]]
+        gated = sorted(GATED & spec.activations)
+        kinds = [self._unusual(gated[list(SCHEMES).index(scheme) % len(gated)])] if gated else []
         reasons: dict[str, None] = {}
-        for (hidden, inner), activation in product(_UNPADDED, (*clamps, self._main["activation"])):
+        for (hidden, inner), activation in product(_UNPADDED, (*kinds, self._main["activation"])):
             sizes = sizes_of(4, 2, hidden, inner)
             problem = MoEProblem(**{**sizes, **wanted, "activation": activation})
             why = spec.unsupported(problem)

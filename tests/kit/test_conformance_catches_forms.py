@@ -9,6 +9,11 @@ import pytest
 import torch
 from conformance_catches import killed_by, mutants_of
 from right_experts import Plain, Skips
+from test_conformance_catches_sizes import (
+    OtherProblem,
+)
+
+from moekit.problem.activation import Activation
 
 # -- weights --------------------------------------------------------------------------------------
 
@@ -153,6 +158,47 @@ class ShareSubtractedTwice(Skips):
     def kept(self, ids, tokens):
         first = self.problem.local_experts.start
         return ids >= (first if self.problem.quant.weight is not None else 0)
+
+
+# -- activations of quantized experts -------------------------------------------------------------
+
+
+class OtherActivation(OtherProblem):
+    """Computes another activation in quantized schemes."""
+
+    def instead(self, problem, num_tokens):
+        if problem.quant.weight is None:
+            return problem
+        return problem.replace(activation=self.activation(problem.activation))
+
+    @abstractmethod
+    def activation(self, asked): ...
+
+
+@killed_by("test_padded_sizes", "int4_w4a16_g32_zp")
+@killed_by("test_padded_sizes", "int8_w8a16")
+class SiluWhereQuantized(OtherActivation):
+    """Has silu only in its kernels for quantized schemes."""
+
+    def activation(self, asked):
+        return Activation("silu") if asked.gated and asked.limit is None else asked
+
+
+@killed_by("test_padded_sizes", "mxfp4_w4a16")
+@killed_by("test_padded_sizes", "int4_w4a16_channel")
+class AlphaWhereQuantized(OtherActivation):
+    """Uses the usual alpha in quantized schemes."""
+
+    def activation(self, asked):
+        return Activation(asked.name, limit=asked.limit)
+
+
+@killed_by("test_padded_sizes", "mxfp4_w4a16")
+class LimitWhereQuantized(OtherActivation):
+    """Clamps in quantized schemes as silu does, whatever the activation is."""
+
+    def activation(self, asked):
+        return asked if asked.limit is None else Activation("silu", limit=asked.limit)
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
