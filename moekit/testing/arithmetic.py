@@ -39,7 +39,7 @@ _ALPHA = 1.2
 
 # Numbers of tokens, and of an expert's rows; in Triton's interpreter the small ones.
 _SMALL_TILES = (8, 9)
-_TILES = (4, *_SMALL_TILES, 16, 32, 64, 65, 256)
+_TILES = (4, *_SMALL_TILES, 16, 32, 64, 65, 256, 512)
 
 # (H, I) that backends pad: both, H alone, and I alone.
 _UNPADDED = ((96 + 6, 112 + 6), (160, 128), (128, 144), (128, 130), (256, 192), (512, 320))

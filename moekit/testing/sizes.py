@@ -64,12 +64,12 @@ PUBLISHED = {
 }
 
 # Rows around common tiles: one fewer, as many, one more; and no row, and one.
-_TILES = (16, 32, 64, 128, 160, 192, 224, 256, 512)
+_TILES = (16, 32, 64, 128, 160, 192, 224, 256, 384, 512)
 _ROWS = (0, 1, *(rows for tile in _TILES for rows in (tile - 1, tile, tile + 1)))
 # Steps between numbers of tokens: at least this, and at most this part of the number.
 _STEP, _PART, _MOST_IN_STEPS = 17, 16, 4096
-# More than 16 bits hold, and more than a block of threads may count.
-_ASSIGNMENTS = 65536
+# More than 16 bits hold, and than the second dimension of a CUDA grid.
+_MOST_16_BITS = 65536
 # The part of a GPU's free memory for fp32 weights, their 16-bit form and the packed weights.
 _MEMORY = 0.6
 _LARGE_CALL = 20e9  # bytes for T * K * H beyond 2 ** 31
@@ -98,21 +98,21 @@ class ExpertsSizes(ExpertsBase):
     def test_many_experts(self) -> None:
         """More experts, and more assignments of a token, than published models have; both are odd.
 
-        Nemotron 3 Super has 22 of 512 experts.
+        Then as many as a block has threads. Nemotron 3 Super has 22 of 512 experts.
         """
         inner = 16 if self._on_cpu else 128
-        counts = ((1031, 23), (651, 9))
-        problem = self._at(*(sizes_of(*c, 2 * n, n) for c in counts for n in (inner, 128, 256)))
-        case = make_case(problem, 3 if self._interpreted else 12)
-        ids = case.routing.topk_ids
-        last = problem.num_experts - 1 - torch.arange(len(ids), device=ids.device)
-        ids[:, 0] = torch.where((ids == last[:, None]).any(dim=1), ids[:, 0], last)
-        case.routing.topk_weights[:, 0] = 8.0  # so that the last expert's part is not small
-        check_call(self._compose(problem, self._native), case)
+        for counts in (((1031, 23), (651, 9)), ((512, 10), (256, 8))):
+            sizes = [sizes_of(*c, 2 * n, n) for c in counts for n in (inner, 128, 256)]
+            case = make_case(problem := self._at(*sizes), 3 if self._interpreted else 12)
+            ids = case.routing.topk_ids
+            last = problem.num_experts - 1 - torch.arange(len(ids), device=ids.device)
+            ids[:, 0] = torch.where((ids == last[:, None]).any(dim=1), ids[:, 0], last)
+            case.routing.topk_weights[:, 0] = 8.0  # so that the last expert's part is not small
+            check_call(self._compose(problem, self._native), case)
 
     def test_rows_per_expert(self) -> None:
-        """Each expert has about as many rows as a common tile; one has more than a thousand."""
-        rows = [r for r in _ROWS if r <= 65] if self._interpreted else [*_ROWS, 1025]
+        """Each expert has about as many rows as a common tile; two have more than a thousand."""
+        rows = [r for r in _ROWS if r <= 65] if self._interpreted else [*_ROWS, 1024, 1025]
         inner = 16 if self._on_cpu else 128
         problem = self._at(
             *(sizes_of(len(rows), 1, 2 * n, n) for n in (inner, 128, 256)),
@@ -124,15 +124,15 @@ class ExpertsSizes(ExpertsBase):
         self._check_routed(case, ids)
 
     def test_many_assignments(self) -> None:
-        """T * K beyond 65536, and T, of which one expert gets all, beyond 32768.
+        """T, all of which one expert gets, beyond 65536, and one more than chunks of tokens hold.
 
-        Indices of assignments, tokens and rows need more than 16 bits.
+        Indices of assignments, tokens and rows need more than 16 bits, and so do grids of programs.
         """
         if self._interpreted:
             self._skip("takes minutes in Triton's interpreter, which runs a program a token")
-        inner, top_k = 16 if self._on_cpu else 128, 2
-        problem = self._at(*(sizes_of(16, top_k, 2 * n, n) for n in (inner, 128, 256)))
-        self._check(problem, _ASSIGNMENTS // top_k + 9, "hot")
+        inner = 16 if self._on_cpu else 128
+        problem = self._at(*(sizes_of(16, 2, 2 * n, n) for n in (inner, 128, 256)))
+        self._check(problem, _MOST_16_BITS + 1, "hot")
 
     def test_token_ranges(self) -> None:
         """Kernels are chosen by ranges of tokens: none that is wider than a step is left out."""

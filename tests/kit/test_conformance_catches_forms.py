@@ -10,6 +10,8 @@ import torch
 from conformance_catches import killed_by, mutants_of
 from right_experts import Plain, Skips
 from test_conformance_catches_sizes import (
+    DropsTheLast,
+    FullTile,
     OtherProblem,
 )
 
@@ -199,6 +201,56 @@ class LimitWhereQuantized(OtherActivation):
 
     def activation(self, asked):
         return asked if asked.limit is None else Activation("silu", limit=asked.limit)
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+@killed_by("test_many_assignments")
+class TokensUnsigned16Bit(Skips):
+    """Drops tokens from 65535 on, the most that a grid has in its second dimension."""
+
+    def kept(self, ids, tokens):
+        return (torch.arange(len(ids)) < 65535)[:, None]
+
+
+@killed_by("test_many_assignments")
+class OneTokenBeyondAChunk(DropsTheLast):
+    """Drops the last chunk of 4096 tokens if it has a single one."""
+
+    def wrong(self, tokens):
+        return len(tokens.x) > 4096 and len(tokens.x) % 4096 == 1
+
+
+@killed_by("test_rows_per_expert")
+class FullTileOf384(FullTile):
+    """Drops the last row of an expert whose rows fill tiles of 384."""
+
+    TILE = 384
+
+
+@killed_by("test_rows_per_expert")
+class FullBlockOfRows(FullTile):
+    """Drops the last row of an expert with as many as a block has threads: 1024."""
+
+    TILE = 1024
+
+
+@killed_by("test_full_tiles")
+class FullBlockOfTokens(DropsTheLast):
+    """Drops the last of 512 tokens, as many as its block has threads."""
+
+    def wrong(self, tokens):
+        return len(tokens.x) == 512
+
+
+@killed_by("test_many_experts")
+class FullBlockOfExperts(Skips):
+    """Drops the last expert if experts fill blocks of 256."""
+
+    def kept(self, ids, tokens):
+        L = self.problem.num_local_experts
+        return ids < L - (L % 256 == 0)
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
