@@ -52,22 +52,24 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
     def test_repeated_calls(self) -> None:
         """Calls with more and fewer tokens: no earlier call changes a result.
 
-        Tokens and routings have the same addresses in every call. Some calls run in inference mode,
-        and on the CPU with another number of threads.
+        Tokens, routings and outputs have the same addresses in every call, and the memory behind
+        an output is unchanged. Some calls run in inference mode, and on the CPU with another number
+        of threads.
         """
         problem = self._problem()
         kernel = self._compose(problem, self._native)
         packed = pack(kernel, random_weights(problem))
         inputs = Inputs(problem, self._T + 9)
+        outputs = torch.empty_like(inputs.hold(make_case(problem, self._T + 9)).x)
         for index, num_tokens in enumerate((self._T, 3, 0, 1, self._T + 9, 5, self._T)):
             case = make_case(problem, num_tokens, ("random", "masked")[index % 2], key=index)
-            held = inputs.hold(case)
+            held, out = inputs.hold(case), poison(outputs)[:num_tokens]
             inference, threads = torch.inference_mode(index % 3 == 0), 2 if index < 3 else 1
             with inference, threads_of_torch(threads), poisoned_allocations():
-                out = kernel(held.x, packed, held.routing)
-            assert_close(
-                out, case.reference(), problem, f"call {index} with T={num_tokens}", case=case
-            )
+                kernel(held.x, packed, held.routing, out=out)
+            what = f"call {index} with T={num_tokens}"
+            assert_close(out, case.reference(), problem, what, case=case)
+            assert bool(torch.isnan(outputs[num_tokens:]).all()), f"{what} wrote behind its output"
 
     def test_calls_in_other_orders(self) -> None:
         """Calls whose tensors hold the same values in other orders are other calls."""
@@ -87,7 +89,8 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
     def test_many_calls(self) -> None:
         """Calls as a decoder makes them: one shape, one address, other contents every time.
 
-        A warm-up, in which a backend may choose kernels, comes first.
+        A warm-up, in which a backend may choose kernels, comes first. A call with more tokens than
+        it had comes last.
         """
         if self._interpreted:
             self._skip("takes seconds in Triton's interpreter")
@@ -106,6 +109,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
                 out, wanted[index % 2], problem, what, case=made[index % 2], earlier=earlier
             )
             earlier = [out]
+        check_call(kernel, make_case(problem, self._T, weights=weights), packed)
 
     def test_nothing_is_kept(self) -> None:
         """Calls and packing keep neither the caller's tensors nor their own.
@@ -267,7 +271,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
     def test_int32_ids(self) -> None:
         """From the caller, and from dispatchers whose ids have 32 bits."""
         problem = self._problem()
-        case = make_case(problem, self._T, "masked")
+        case = make_case(problem, self._many_tokens, "masked")
         ids = replace(case.routing, topk_ids=case.routing.topk_ids.int())
         for dispatcher in (self._native, QUANTIZED_WIRE):
             check_call(self._compose(problem, dispatcher), replace(case, routing=ids))
@@ -323,15 +327,18 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
     def test_deterministic(self) -> None:
         if not self._spec().deterministic:
             self._skip("the spec does not declare deterministic")
-        problem = self._problem()
-        kernel = self._compose(problem, self._native)
-        packed = pack(kernel, random_weights(problem))
         twice = ((1, 2), (self._T, 2))
         often = ((1, 4), (self._T, 4), (self._many_tokens, 2))
-        for num_tokens, times in twice if self._interpreted else often:
-            case = make_case(problem, num_tokens, "hot")
-            outs = [call(kernel, packed, case) for _ in range(times)]
-            assert all(same_bits(outs[0], out) for out in outs), "equal calls, different bits"
+        schemes = () if self._interpreted else one_of_each_kind(self._declared_schemes())
+        problems = [self._problem(), *(self._find_problem(quant=name) for name in schemes)]
+        for problem in [p for p in problems if isinstance(p, MoEProblem)]:
+            kernel = self._compose(problem, self._native)
+            packed = pack(kernel, random_weights(problem))
+            main = problem == problems[0]
+            for num_tokens, times in often if main and not self._interpreted else twice:
+                case = make_case(problem, num_tokens, "hot")
+                outs = [call(kernel, packed, case) for _ in range(times)]
+                assert all(same_bits(outs[0], out) for out in outs), "equal calls, different bits"
 
     def test_graph_capture(self) -> None:
         """A graph is captured once, and replayed with other tokens and routings of the same T."""

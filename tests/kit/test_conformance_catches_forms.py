@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance_catches import killed_by, mutants_of
-from right_experts import Plain, Skips
+from right_experts import Plain, Skips, Unreduced
 from test_conformance_catches_sizes import (
     DropsTheLast,
     FullTile,
@@ -251,6 +251,71 @@ class FullBlockOfExperts(Skips):
     def kept(self, ids, tokens):
         L = self.problem.num_local_experts
         return ids < L - (L % 256 == 0)
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+@killed_by("test_repeated_calls", says="wrote behind its output")
+class GridOfTheLargestCall(Plain):
+    """Writes as many rows as its largest call had."""
+
+    most = 0
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        self.most = max(self.most, len(y))
+        room = y.untyped_storage().nbytes() // y.itemsize - y.storage_offset()
+        shape = min(self.most, room // y.shape[1]), y.shape[1]
+        torch.as_strided(y, shape, (shape[1], 1), y.storage_offset())[len(y) :] = 0
+
+
+@killed_by("test_many_calls")
+class RoomOfTheWarmUp(Skips):
+    """Drops the tokens for which its warm-up made no room."""
+
+    tuned, most = False, 1 << 20
+
+    def tuning(self):
+        self.tuned = True
+        return super().tuning()
+
+    def kept(self, ids, tokens):
+        if self.tuned:
+            self.tuned, self.most = False, len(ids)
+        return (torch.arange(len(ids)) < self.most)[:, None]
+
+
+@killed_by("test_int32_ids", says="relative error|exact zeros")
+class ManyIdsOf32Bits(DropsTheLast):
+    """Drops the last of more than 64 tokens whose ids have 32 bits."""
+
+    def wrong(self, tokens):
+        return tokens.topk_ids.dtype == torch.int32 and len(tokens.x) > 64
+
+
+@killed_by("test_deterministic", says="different bits")
+class AtomicsWhereQuantized(Plain):
+    """Adds up parts of K by atomic additions, in quantized schemes."""
+
+    calls = 0
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if self.problem.quant.weight is not None and len(y):
+            self.calls += 1
+            y[0, 0] *= 1 + 2 * torch.finfo(y.dtype).eps * (self.calls % 2)
+
+
+@killed_by("test_batch_invariant_scheme", "int8_w8a16")
+@killed_by("test_batch_invariant_scheme", "mxfp4_w4a16")
+class InvariantWithoutBiasWhereQuantized(Unreduced):
+    """Drops biases in batch-invariant problems with a quantized scheme."""
+
+    def pack(self, weights):
+        if self.problem.batch_invariant and self.problem.quant.weight is not None:
+            weights = replace(weights, w13_bias=None, w2_bias=None)
+        return super().pack(weights)
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
