@@ -387,12 +387,18 @@ class DispatcherConformance(Conformance):
 
     @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
     def test_quantized_tokens(self, scheme: str, ends: int) -> None:
-        """Every scheme gives right results, whether or not tokens travel quantized."""
+        """Every scheme gives right results, whether or not tokens travel quantized.
+
+        Wide tokens have many scales.
+        """
         if scheme not in WIRE_SCHEMES | self._spec().wire_schemes:
             self._skip(f"the spec does not declare {scheme} in wire_schemes")
         sequence = [Call((3, 0, 9, 13), "rows"), Call((0, 0, 0, 0))]
-        for experts in ("torch", "reference"):
-            self._run(ends, ranks.calls, sequence, quant=scheme, experts=experts)
+        widths = (1296,) if self._device().type == "cpu" else (7168, 4096, 2048)
+        wide = {"quant": scheme, "parallel": self._parallel(ends)}
+        wide = self._first(*({**wide, "hidden_size": h} for h in widths), wide)
+        for experts, changes in (("torch", wide), ("reference", {"quant": scheme})):
+            self._run(ends, ranks.calls, sequence, experts=experts, **changes)
 
     @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
     def test_quantized_wire(self, scheme: str, ends: int) -> None:

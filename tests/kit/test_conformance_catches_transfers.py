@@ -30,8 +30,19 @@ class OneScaleColumn(NaiveDispatcher):
         return x, columns
 
 
-def test_scales_of_other_groups():
-    caught_naive(OneScaleColumn, "test_quantized_tokens", "fp8_block", 4, says="relative error")
+class EightScaleColumns(OneScaleColumn):
+    """Sends the scales of a token's first eight groups, and the eighth for the others."""
+
+    def _to_send(self, x_TH, routing, quantize):
+        x, columns = NaiveDispatcher._to_send(self, x_TH, routing, quantize)
+        behind = 2 * self.problem.top_k + 8
+        columns[:, behind:] = columns[:, behind - 1 : behind]
+        return x, columns
+
+
+@pytest.mark.parametrize("wrong", [OneScaleColumn, EightScaleColumns])
+def test_scales_of_other_groups(wrong):
+    caught_naive(wrong, "test_quantized_tokens", "fp8_block", 4, says="relative error")
 
 
 class SixteenChoices(NaiveDispatcher):
