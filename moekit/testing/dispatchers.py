@@ -456,7 +456,9 @@ class DispatcherConformance(Conformance):
         self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "masked")], "strided")
 
     def test_given_output(self, ends: int) -> None:
-        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out")
+        """For tokens with one expert each, whose router weight is not 1."""
+        changes = self._first({"top_k": 1, "parallel": self._parallel(ends)}, {})
+        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out", **changes)
 
     def test_without_capacity(self, ends: int) -> None:
         """The problem has no max_num_tokens."""
@@ -464,9 +466,12 @@ class DispatcherConformance(Conformance):
 
     def test_full_capacity(self, world: int) -> None:
         """Every rank has max_num_tokens tokens, all for one expert, then all for one rank."""
-        most = self._problem(parallel=self._parallel(world)).max_num_tokens
+        parallel = {"parallel": self._parallel(world)}
+        changes = self._first(*({"max_num_tokens": n, **parallel} for n in (1030, 260)), parallel)
+        most = self._problem(**changes).max_num_tokens
         assert most is not None
-        self._run(world, ranks.calls, [Call((most,), "hot"), Call((most,), cases.LAST)])
+        calls = [Call((most,), "hot"), Call((most,), cases.LAST)]
+        self._run(world, ranks.calls, calls, **changes)
 
     # -- errors -----------------------------------------------------------------------------------
 

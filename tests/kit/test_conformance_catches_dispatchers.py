@@ -90,6 +90,42 @@ def test_dispatcher_weighs_twice():
     caught_batched(BatchedWeightsTwice, "test_dtype", "float32", 1, says="relative error")
 
 
+class TopOneUnweighted(LocalDispatcher):
+    """Sends no router weights to a token's only expert."""
+
+    def prepare(self, x_TH, routing, quantize):
+        if self.problem.top_k == 1:
+            routing = Routing(torch.ones_like(routing.topk_weights), routing.topk_ids)
+        return super().prepare(x_TH, routing, quantize)
+
+
+class BatchedTopOneUnweighted(BatchedReference):
+    """Keeps no router weights for a token's only expert."""
+
+    def prepare(self, x_TH, routing, quantize):
+        if self.problem.top_k == 1:
+            routing = Routing(torch.ones_like(routing.topk_weights), routing.topk_ids)
+        return super().prepare(x_TH, routing, quantize)
+
+
+def test_weights_of_tokens_with_one_expert():
+    caught_local(TopOneUnweighted, "test_given_output", 1, says="relative error")
+    caught_batched(BatchedTopOneUnweighted, "test_given_output", 1, says="relative error")
+
+
+class Capacity1024(BatchedReference):
+    """Drops an expert's rows beyond 1024."""
+
+    def prepare(self, x_TH, routing, quantize):
+        tokens = super().prepare(x_TH, routing, quantize).result()
+        counts = tokens.expert_num_tokens.clamp(max=1024)
+        return Pending.ready(replace(tokens, expert_num_tokens=counts))
+
+
+def test_more_rows_than_a_batched_layout_has():
+    caught_batched(Capacity1024, "test_full_capacity", 1, says="relative error|NaN")
+
+
 class SumOrderByPosition(LocalDispatcher):
     """Sums K backwards in every second token, as tiles with other orders would."""
 
