@@ -107,8 +107,8 @@ _PROJECTED = (
     "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_omni_moe_text",
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4v_moe_text", "olmoe",
     "flex_olmo", "ernie4_5_moe", "dots1", "hunyuan_v1_moe", "exaone_moe", "afmoe", "cohere2_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "solar_open", "mellum", "axk1", "axk2", "hy_v3", "mimo_v2_flash",
-    "sarvam_moe", "sarvam_mla",
+    "glm4_moe_lite", "glm_moe_dsa", "solar_open", "mellum", "axk1", "axk2", "hy_v3",
+    "mimo_v2_flash", "sarvam_moe", "sarvam_mla",
 )  # fmt: skip
 # The names in the models' own checkpoints, by the model_type of the (text) config.
 NAMES: Mapping[str, ExpertNames] = MappingProxyType(

@@ -438,7 +438,8 @@ def test_a_limit_is_a_percentage(capsys, limit: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["tune", "--regret", f"--limit={limit}"])
     assert caught.value.code == 2
-    assert f"--limit: expected a percentage of at least 0 (got {limit!r})" in capsys.readouterr().err
+    said = f"--limit: expected a percentage of at least 0 (got {limit!r})"
+    assert said in capsys.readouterr().err
 
 
 def test_a_choice_that_has_no_time_is_above_every_limit(cells: Cells, capsys, tmp_path) -> None:
