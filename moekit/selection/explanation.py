@@ -112,7 +112,8 @@ class Explanation:
             lines.append(f"  not {blamed}: {fault}")
         if others := sum(not self.faults.issuperset(why) for why in left.values()):
             words = "1 other" if others == 1 else f"{others} others"
-            lines.append(f"  {words} cannot run it: python -m moekit explain --all")
+            why = "text(every=True), or explain with --all, gives the reasons"
+            lines.append(f"  {words} cannot run it: {why}")
         return "\n".join(lines)
 
     def refusals(self, names: Collection[str] | None = None) -> list[str]:

@@ -156,7 +156,7 @@ def test_explain_is_short_unless_asked_for_all(only, capsys) -> None:
     assert main(args) == 0
     out = capsys.readouterr().out
     assert out.count("then: ") == 2 and "not experts" not in out and "pip install" not in out
-    assert "\n  3 others cannot run it: python -m moekit explain --all\n" in out
+    assert "\n  3 others cannot run it: text(every=True), or explain with --all, gives" in out
     assert main([*args, "--all"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("then: ") > 4 and out.count("not experts") == 3 and "others" not in out
