@@ -29,7 +29,6 @@ import torch
 import triton
 import triton.language as tl
 from common import failures, part, say, verdict
-from cuda.bindings import driver, nvrtc
 from moekit_bench import random_weights, shape
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_triton import plans
@@ -95,6 +94,8 @@ _launch_list = Launcher(_list)
 
 def gemm(g: Any) -> None:
     """Compute what `specialized_tokens.specialized_tokens_gemm` computes, of bf16."""
+    from cuda.bindings import driver
+
     num_experts, w_rows, n, k = g.sizes()
     weights = g.config.block_n * (2 if g.gated else 1)
     x64, x8 = (tensor_map(g.a_SK, (len(g.a_SK), k), (k,), (rows, _STEP)) for rows in (64, 8))
@@ -125,6 +126,8 @@ def gemm(g: Any) -> None:
 @functools.cache
 def compiled(gated: bool, blocks: int) -> Any:
     """Compile and load a kernel."""
+    from cuda.bindings import driver, nvrtc
+
     wgmmas = "".join(map(_wgmma, range(8, 257, 8)))
     source = Path(__file__).with_suffix(".cu").read_text().replace("// WGMMA\n", wgmmas)
     (program,) = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"cuda_tokens.cu", 0, [], []))
@@ -165,6 +168,8 @@ def tensor_map(
     tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> bytes:
     """Return a CUtensorMap of a bf16 tensor, in rows of 128 swizzled bytes."""
+    from cuda.bindings import driver
+
     (made,) = checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes),
