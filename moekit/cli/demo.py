@@ -81,9 +81,7 @@ def _run(directory: Path) -> int:
             f"{eager / ours:>8.2f}x"
         )
     if _disturbed(waited, took):
-        print(
-            "\n   Other work took the cores meanwhile, so these times say little. On a busy machine"
-        )
+        print("\n   Other work took the cores meanwhile, so these times say little. If it stays,")
         print("   OMP_WAIT_POLICY=passive keeps torch's threads from waiting actively.")
     memory = kernel.memory(max(TOKENS))
     print(f"\n   scratch for {max(TOKENS)} tokens: {memory.total / 2**20:.1f} MiB (kernel.memory)")

@@ -30,8 +30,8 @@ from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocation
 QUANTIZED_WIRE = "kit_quantized_wire"
 # A per-tensor scale arrives as one per row, which differs by source.
 ROW_SCALES = "kit_row_scales"
-# Several rows for a token, with one or three columns of ids, which are strided, also from row to
-# row, and otherwise than the weights; int32 ids.
+# Several rows for a token, with one or three columns of int32 ids. Ids and router weights are
+# strided in both dimensions, by other strides each.
 ONE_COLUMN, THREE_COLUMNS = "kit_one_column", "kit_three_columns"
 # BATCHED: spare capacity, in a part of a buffer.
 SPARE_CAPACITY = "kit_spare_capacity"

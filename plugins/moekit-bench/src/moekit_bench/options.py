@@ -38,24 +38,19 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 def seconds(text: str) -> float:
     """Read an option that is a time of more than 0 seconds."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0 (got {text!r})")
-    return found
+    return _finite(text, "a number of seconds above 0", lambda found: found > 0)
 
 
 def percent(text: str) -> float:
     """Read an option that is a percentage of at least 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a percentage of at least 0 (got {text!r})")
-    return found
+    return _finite(text, "a percentage of at least 0", lambda found: found >= 0)
+
+
+def _finite(text: str, expected: str, fits: Callable[[float], bool]) -> float:
+    with suppress(ValueError):
+        if fits(found := float(text)) and found < math.inf:  # NaN fits nothing
+            return found
+    raise argparse.ArgumentTypeError(f"expected {expected} (got {text!r})")
 
 
 def add_sweep(

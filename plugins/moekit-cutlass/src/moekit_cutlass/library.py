@@ -29,7 +29,7 @@ _PROVIDERS = {
     "fp8_channel_token": ("torch", "vllm"),
     W4A8: ("vllm",),
 }
-_KNOWN = ("quack", "torch", "vllm")
+_KNOWN = sorted({name for names in _PROVIDERS.values() for name in names})
 
 
 # Their kernels that prepare pointers have one thread for each local expert, in one block; torch's
