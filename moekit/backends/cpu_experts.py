@@ -517,7 +517,5 @@ def _one_token(
         run_expert(method, experts, expert, x_1H, z_KH[row : row + 1], arena)
     if len(used) < ids_1K.shape[1]:
         weights_1K = weights_1K[:, [k for k, _ in used]]
-    # Given its output, mm keeps fp32 under torch.autocast.
-    total_1H = torch.empty(y_1H.shape, dtype=torch.float32, device="cpu")
-    y_1H.copy_(torch.mm(weights_1K, z_KH, out=total_1H))
+    y_1H.copy_(weights_1K @ z_KH)
     arena.used = used_bytes

@@ -259,14 +259,20 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
 
     def test_autocast(self) -> None:
         """torch.autocast changes no number, since the problem names the dtype."""
-        problem = self._precise({})
-        kernel = self._compose(problem, self._native)
-        for num_tokens in (1, self._T):
-            case = make_case(problem, num_tokens)
-            want = case.reference()
-            with torch.autocast(case.x.device.type, dtype=torch.bfloat16):
-                out = call(kernel, pack(kernel, case.weights), case)
-            assert_close(out, want, problem, f"output of T={num_tokens}", case=case)
+        schemes = one_of_each_kind(self._declared_schemes())
+        changes: list[dict[str, Any]] = [{}, *({"quant": scheme} for scheme in schemes)]
+        if self._spec().batch_invariant:
+            changes.append({"batch_invariant": True})
+        for change in changes:
+            problem = self._precise(change)
+            kernel = self._compose(problem, self._native)
+            for num_tokens in (1, self._T):
+                case = make_case(problem, num_tokens)
+                want = case.reference()
+                with torch.autocast(case.x.device.type, dtype=torch.bfloat16):
+                    out = call(kernel, pack(kernel, case.weights), case)
+                what = f"output of T={num_tokens}, {change}"
+                assert_close(out, want, problem, what, case=case)
 
     def test_int32_ids(self) -> None:
         """From the caller, and from dispatchers whose ids have 32 bits."""

@@ -254,6 +254,27 @@ def test_accelerator_path_on_the_cpu(dtype, activation, bias) -> None:
     assert rms(y, oracle(x, w, routing, p)) < LIMIT[dtype]
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_autocast_changes_no_number(batch_invariant) -> None:
+    p, w, x, routing = case(torch.float32, 8, 3, 21, batch_invariant=batch_invariant)
+    kernel = moekit.compose(p, "local", "torch")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = kernel(x, kernel.pack(w), routing)
+    assert rms(out, oracle(x, w, routing, p)) < LIMIT[torch.float32]
+
+
+def test_autocast_changes_no_number_on_the_accelerator_path() -> None:
+    """It serves the CPU in float16, where outputs were infinite."""
+    p, w, x, routing = case(torch.float16, 4, 2, 9)
+    kernel = moekit.compose(p, "local", "torch")
+    large = ExpertWeights(w.w13, (w.w2.float() * 6e4).half())
+    small = moekit.Routing(routing.topk_weights / 2**12, routing.topk_ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = kernel(x, kernel.pack(large), small)
+    want = oracle(x, large, small, p)
+    assert want.abs().max() < 65504 and rms(out, want) < LIMIT[torch.float16]
+
+
 def test_shipped_tables_in_a_zip_file(tmp_path: Path) -> None:
     """Python imports packages from zip files, which have no paths of their own."""
     root = Path(moekit.__file__).parent

@@ -357,6 +357,25 @@ class ProductsOfAutocast(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
+@killed_by("test_autocast", says="batch_invariant", batch_invariant=True)
+class InvariantProductsOfAutocast(ProductsOfAutocast):
+    """Multiplies in autocast's dtype where sums are not to depend on other rows."""
+
+    def apply(self, y, tokens, weights, workspace):
+        experts = ProductsOfAutocast if self.problem.batch_invariant else Plain
+        experts.apply(self, y, tokens, weights, workspace)
+
+
+@killed_by("test_autocast", says="quant")
+class QuantizedProductsOfAutocast(ProductsOfAutocast):
+    """Multiplies in autocast's dtype where weights are dequantized first."""
+
+    def apply(self, y, tokens, weights, workspace):
+        quantized = self.problem.quant.weight is not None
+        experts = ProductsOfAutocast if quantized else Plain
+        experts.apply(self, y, tokens, weights, workspace)
+
+
 @killed_by("test_repeated_calls", says="inference")
 class ScratchOfInferenceMode(Plain):
     """Keeps scratch of a call in inference mode, which other calls cannot write."""
