@@ -10,7 +10,7 @@ a race, in whatever order this run made them. A run in which every rank waits is
 programs run one after another, it is also one where a GPU holds a single program at a time.
 
 A program has two threads here: one makes all scalar stores and atomics, as thread 0 does in
-compiled kernels, and one stands for all others.
+compiled kernels, and one stands for all others, which also make those of several values.
 """
 
 from __future__ import annotations
@@ -183,11 +183,11 @@ class World:
         if self._fault is not None:
             raise SystemExit
 
-    def _look(self, flag: int) -> None:
-        """Let other ranks go on; at a second look at a flag, wait until one of them changed one."""
-        again = getattr(self._mine, "look", (0, 0))
-        self._give_way(again[1] if again[0] == flag else None)
-        self._mine.look = flag, self._changes
+    def _look(self, flags: list[int]) -> None:
+        """Let other ranks go on; at a second look at flags, wait until one of them changed one."""
+        again = getattr(self._mine, "look", ([], 0))
+        self._give_way(again[1] if again[0] == flags else None)
+        self._mine.look = flags, self._changes
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict) -> None:
         """Run a kernel of this thread's rank, one program after another."""
@@ -220,7 +220,7 @@ class World:
         end = start.copy()
         for index in range(programs):
             self._give_way()
-            self._mine.look = 0, 0
+            self._mine.look = [], 0
             self._mine.program = program = _Program(rank, number, index, start)
             work(index)
             for clock in program.clocks:
@@ -269,7 +269,7 @@ class World:
     def _atomic(self, ptr: Any, val: Any, mask: Any, sem: str, scope: str, change: bool) -> None:
         """Order what an atomic orders; yields before a look at a flag."""
         addresses, size = ptr.data, val.data.itemsize
-        watched = [a for a in addresses.ravel().tolist() if self._place(a)]
+        watched = [a for a in addresses[mask.data].ravel().tolist() if self._place(a)]
         if not watched:
             return
         if change:
@@ -307,9 +307,9 @@ class World:
             return store(ptrs, value, mask, *more, **named)
 
         def sees_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-            look = "ADD" in str(op) and val.data.size == 1 and not val.data.any()
+            look = "ADD" in str(op) and not val.data.any()
             if look:
-                self._look(int(ptr.data.item()))
+                self._look(ptr.data[mask.data].tolist())
             self._atomic(ptr, val, mask, str(sem), str(scope), change=not look)
             return rmw(op, ptr, val, mask, sem, scope)
 
@@ -318,7 +318,7 @@ class World:
 
             def launch(grid: Any, *args: Any, num_warps: int = 4, num_stages: int = 3,
                        **constants: Any) -> None:  # fmt: skip
-                self.launch(kernel, grid, args, constants)
+                self.launch(kernel, grid, args, constants | {"PDL": False})
 
             return launch
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from moekit_nvlink import transfer
 from moekit_nvlink.kernels import assignments, combine, flags, rows
+from moekit_nvlink.kernels.flags import at, raise_flags, wait_for
 from nvlink_races import Deadlock, Race, World
 from test_nvlink_kernels import KINDS, WAYS, Call, Shape
 
@@ -129,58 +130,95 @@ def test_numbers_of_calls_wrap(batched, push, last) -> None:
 
 
 @triton.jit
-def relaxed_flag(peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr):
-    own = flags.at(peers_ptr, to, flags_at, tl.int64)
-    tl.atomic_xchg(own + PHASE * RANKS + rank, value, sem="relaxed", scope="sys")
+def _flags(peers_ptr, rank, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
+           RANKS_2: tl.constexpr):  # fmt: skip
+    r = tl.arange(0, RANKS_2)
+    peer = tl.load(peers_ptr + r, mask=r < RANKS, other=0)
+    return (peer + flags_at).to(tl.pointer_type(tl.int64)) + PHASE * RANKS + rank, r < RANKS
 
 
 @triton.jit
-def flag_of_one_gpu(peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr):
-    own = flags.at(peers_ptr, to, flags_at, tl.int64)
-    tl.atomic_xchg(own + PHASE * RANKS + rank, value, sem="release", scope="gpu")
+def relaxed_flags(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
+                  RANKS_2: tl.constexpr):  # fmt: skip
+    own, mask = _flags(peers_ptr, rank, flags_at, PHASE, RANKS, RANKS_2)
+    value += tl.zeros([RANKS_2], tl.int64)
+    tl.atomic_xchg(own, value, mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit
-def flag_of_the_next_call(
-    peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr
-):
-    own = flags.at(peers_ptr, to, flags_at, tl.int64)
-    tl.atomic_xchg(own + PHASE * RANKS + rank, value + (1 << 32), sem="release", scope="sys")
+def flags_of_one_gpu(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
+                     RANKS_2: tl.constexpr):  # fmt: skip
+    own, mask = _flags(peers_ptr, rank, flags_at, PHASE, RANKS, RANKS_2)
+    value += tl.zeros([RANKS_2], tl.int64)
+    tl.atomic_xchg(own, value, mask=mask, sem="release", scope="gpu")
 
 
 @triton.jit
-def flag_of_the_last_call(
-    peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr
-):
-    own = flags.at(peers_ptr, to, flags_at, tl.int64)
-    tl.atomic_xchg(own + PHASE * RANKS + rank, value - (1 << 32), sem="release", scope="sys")
+def flags_of_the_next_call(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
+                           RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
+    raise_flags(peers_ptr, rank, value + (1 << 32), flags_at, PHASE, RANKS, RANKS_2)
 
 
 @triton.jit
-def never_waits(flag_ptr, lost, number, spins):
-    flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-    return (number << 32) | (flag & 0xFFFFFFFF)
+def flags_of_the_last_call(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
+                           RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
+    raise_flags(peers_ptr, rank, value - (1 << 32), flags_at, PHASE, RANKS, RANKS_2)
 
 
 @triton.jit
-def acquires_nothing(flag_ptr, lost, number, spins):
-    flag = tl.atomic_add(flag_ptr, 0, sem="relaxed", scope="sys")
-    while (flag >> 32) < number:
-        flag = tl.atomic_add(flag_ptr, 0, sem="relaxed", scope="sys")
-    return flag
+def flag_of_rank_0_only(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
+                        RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
+    own, mask = _flags(peers_ptr, rank, flags_at, PHASE, RANKS, RANKS_2)
+    value += tl.zeros([RANKS_2], tl.int64)
+    tl.atomic_xchg(own, value, mask=mask & (tl.arange(0, RANKS_2) == 0), sem="release", scope="sys")
+
+
+@triton.jit
+def always_reached(flag, number):
+    return flag == flag
+
+
+@triton.jit
+def acquires_nothing(flags, there):
+    nothing = tl.zeros(there.shape, tl.int64)
+    return tl.atomic_add(flags, nothing, mask=there, sem="relaxed", scope="sys")
 
 
 @triton.jit
 def waits_for_rank_0_only(
-    peers_ptr, lost_ptr, error_ptr, rank, source, number, spins, flags_at,
+    peers_ptr, lost_ptr, error_ptr, rank, sources, there, number, spins, flags_at,
     PHASE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    return flags.wait_for(peers_ptr, lost_ptr, error_ptr, rank, 0, number, spins, flags_at, PHASE,
-                          RANKS)  # fmt: skip
+    return wait_for(peers_ptr, lost_ptr, error_ptr, rank, sources, there & (sources == 0), number,
+                    spins, flags_at, PHASE, RANKS)  # fmt: skip
+
+
+@triton.jit
+def waits_without_barrier(
+    peers_ptr, lost_ptr, error_ptr, rank, sources, there, number, spins, flags_at,
+    PHASE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    own = at(peers_ptr, rank, flags_at, tl.int64) + PHASE * RANKS
+    flag = tl.atomic_add(own, 0, sem="acquire", scope="sys")
+    for r in tl.static_range(RANKS):
+        flag = tl.atomic_add(own + r, 0, sem="acquire", scope="sys")
+        while ((flag >> 32) < number) & (tl.sum((there & (sources == r)).to(tl.int32)) > 0):
+            flag = tl.atomic_add(own + r, 0, sem="acquire", scope="sys")
+    return flag + tl.zeros(there.shape, tl.int64), 1
 
 
 @triton.jit
 def last_without_barrier(counters_ptr):
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    if last:
+        tl.store(counters_ptr, 0)
+    tl.debug_barrier()
+    return last
+
+
+@triton.jit
+def last_without_second_barrier(counters_ptr):
+    tl.debug_barrier()
     last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
     if last:
         tl.store(counters_ptr, 0)
@@ -193,6 +231,7 @@ def last_without_order(counters_ptr):
     last = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="sys") == tl.num_programs(0) - 1
     if last:
         tl.store(counters_ptr, 0)
+    tl.debug_barrier()
     return last
 
 
@@ -202,18 +241,23 @@ def first_is_last(counters_ptr):
     last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == 0
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(counters_ptr, 0)
+    tl.debug_barrier()
     return last
 
 
 ALL = (assignments, combine, rows)
 FAULTS = [
-    *(("raise_flag", fault, module)
-      for fault in (relaxed_flag, flag_of_one_gpu, flag_of_the_next_call, flag_of_the_last_call)
+    *(("raise_flags", fault, module)
+      for fault in (relaxed_flags, flags_of_one_gpu, flags_of_the_next_call,
+                    flags_of_the_last_call, flag_of_rank_0_only)
       for module in ALL),
-    *(("wait", fault, flags) for fault in (never_waits, acquires_nothing)),
-    *(("wait_for", waits_for_rank_0_only, module) for module in ALL),
+    ("reached", always_reached, flags),
+    ("look_at", acquires_nothing, flags),
+    *(("wait_for", fault, module)
+      for fault in (waits_for_rank_0_only, waits_without_barrier) for module in ALL),
     *(("is_last", fault, module)
-      for fault in (last_without_barrier, last_without_order, first_is_last)
+      for fault in (last_without_barrier, last_without_second_barrier, last_without_order,
+                    first_is_last)
       for module in (assignments, rows)),
 ]  # fmt: skip
 

@@ -40,6 +40,11 @@ class Ranks:
     def batches(self) -> int:
         return self.count // self.copies
 
+    @property
+    def count_2(self) -> int:
+        """Return the least power of 2 that is no less than ``count``."""
+        return 1 << (self.count - 1).bit_length()
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -63,7 +63,7 @@ class Tile:
         if tokens <= cls.few:
             return cls(max(1, min(tokens, cls.few_programs)), 1, min(4096, columns), 8)
         columns = min(4096, columns)
-        return cls(most, min(8, 16384 // columns), columns, 16)
+        return cls(most, min(16, 16384 // columns), columns, 16)
 
     @classmethod
     def of_assignments(cls, tokens: int, words: int, most: int) -> Tile:
@@ -144,7 +144,8 @@ class Transfer(ABC):
         r, at, buffer, (T, H) = self.ranks, self.layout, call.buffer, out_TH.shape
         lost, push = buffer.lost, self.settings.push
         ways = {
-            "RANKS": r.count, "TP": r.tp, "COPIES": r.copies, "LISTED": self.batched,
+            "RANKS": r.count, "RANKS_2": r.count_2, "TP": r.tp, "COPIES": r.copies,
+            "LISTED": self.batched,
         }  # fmt: skip
         steps: list[Step] = []
         if push:
@@ -196,8 +197,8 @@ class RowTransfer(Transfer):
                 words, routing.topk_weights if scale is None else scale, routing.topk_ids,
                 routing.topk_weights, buffer.peers, places, buffer.counters, buffer.epoch,
                 T, r.rank, at.capacity, at.x, at.scale, at.ids, at.weights, at.flags,
-                SHARES=r.shares, SHARES_2=triton.next_power_of_2(r.shares), TP=r.tp,
-                COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
+                SHARES=r.shares, SHARES_2=triton.next_power_of_2(r.shares), RANKS_2=r.count_2,
+                TP=r.tp, COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
                 K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
                 GROUPS_2=triton.next_power_of_2(max(1, groups)), TOKENS=tile.tokens,
                 WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=512, num_warps=tile.warps,
@@ -206,8 +207,8 @@ class RowTransfer(Transfer):
                 _receive_rows, (r.batches,),
                 buffer.peers, buffer.used, buffer.epoch, buffer.lost.ranks, buffer.lost.flags,
                 r.rank, at.capacity, _SPINS, at.ids, at.flags,
-                RANKS=r.count, COPIES=r.copies, K=K, K_2=triton.next_power_of_2(K), SCAN=256,
-                num_warps=4,
+                RANKS=r.count, COPIES=r.copies, COPIES_2=triton.next_power_of_2(r.copies), K=K,
+                K_2=triton.next_power_of_2(K), SCAN=256, num_warps=4,
             ),
         ]  # fmt: skip
         return steps, self._arrived(
@@ -239,7 +240,8 @@ class AssignmentTransfer(Transfer):
                 _count, (-(-experts // 8),),
                 routing.topk_ids, positions, buffer.peers, buffer.counters, buffer.epoch,
                 T * K, r.rank, at.counts, at.flags,
-                RANKS=r.count, COPIES=r.copies, EXPERTS=experts, TILE=8, SCAN=512, num_warps=4,
+                RANKS=r.count, RANKS_2=r.count_2, COPIES=r.copies, EXPERTS=experts, TILE=8,
+                SCAN=512, num_warps=4,
             ),
             partial(
                 _dispatch_assignments, (tile.programs,),
@@ -247,7 +249,7 @@ class AssignmentTransfer(Transfer):
                 positions, buffer.peers, places, buffer.counters, buffer.epoch, lost.ranks,
                 lost.flags, T, r.rank, at.capacity, _SPINS, at.x, at.scale, at.sources, at.counts,
                 at.flags,
-                RANKS=r.count, TP=r.tp, COPIES=r.copies,
+                RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, COPIES=r.copies,
                 BATCHES_2=triton.next_power_of_2(r.batches), EXPERTS=experts, SHARE=r.share,
                 LARGER=r.larger, SLOTS=at.slots, PER_RANK=at.rows, K=K,
                 K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
@@ -258,7 +260,7 @@ class AssignmentTransfer(Transfer):
                 _receive_assignments, (1,),
                 buffer.peers, counts, ends, buffer.epoch, lost.ranks, lost.flags, r.rank,
                 mine.start, len(mine), _SPINS, at.counts, at.flags,
-                RANKS=r.count, BATCHES=r.batches, EXPERTS=experts,
+                RANKS=r.count, RANKS_2=r.count_2, BATCHES=r.batches, EXPERTS=experts,
                 LOCAL_2=triton.next_power_of_2(len(mine)), num_warps=1,
             ),
         ]  # fmt: skip

@@ -9,15 +9,25 @@ where its own rows begin, and writes them there.
 import triton
 import triton.language as tl
 
-from .flags import COUNTS, ROWS, at, is_last, owner_of, raise_flag, wait_for
+from .flags import (
+    COUNTS,
+    ROWS,
+    at,
+    is_last,
+    launch_dependents,
+    owner_of,
+    raise_flags,
+    wait_for,
+    wait_for_kernel,
+)
 
 
 @triton.jit
 def count_assignments(
     ids_ptr, positions_ptr, peers_ptr, counters_ptr, epoch_ptr, assignments, rank, counts_at,
     flags_at,
-    RANKS: tl.constexpr, COPIES: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr,
-    SCAN: tl.constexpr,
+    RANKS: tl.constexpr, RANKS_2: tl.constexpr, COPIES: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Count this rank's assignments of each expert, and tell every rank.
 
@@ -25,6 +35,8 @@ def count_assignments(
         ids_ptr: int32 (T * K,) of EXPERTS physical experts. positions_ptr: int32 (T * K,), written:
             how many earlier assignments have the same expert.
     """
+    wait_for_kernel(PDL)
+    launch_dependents(PDL)
     expert = tl.program_id(0) * TILE + tl.arange(0, TILE)
     before = tl.zeros([TILE], tl.int32)
     for first in range(0, assignments, SCAN):
@@ -38,21 +50,22 @@ def count_assignments(
         before += tl.sum(hit, axis=0)
     for r in tl.static_range(RANKS):
         counts = at(peers_ptr, r, counts_at, tl.int32) + rank // COPIES * EXPERTS
-        tl.store(counts + expert, before, mask=expert < EXPERTS)
+        mine = expert + (rank + r) % COPIES * EXPERTS < EXPERTS  # one of the COPIES tells a rank
+        tl.store(counts + expert, before, mask=mine)
     if is_last(counters_ptr):
         number = tl.load(epoch_ptr) + 1
-        for r in tl.static_range(RANKS):
-            raise_flag(peers_ptr, r, rank, number << 32, flags_at, COUNTS, RANKS)
+        raise_flags(peers_ptr, rank, number << 32, flags_at, COUNTS, RANKS, RANKS_2)
 
 
 @triton.jit
 def dispatch_assignments(
     x_ptr, scale_ptr, ids_ptr, positions_ptr, peers_ptr, places_ptr, counters_ptr, epoch_ptr,
     error_ptr, lost_ptr, T, rank, capacity, spins, x_at, scale_at, sources_at, counts_at, flags_at,
-    RANKS: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr, BATCHES_2: tl.constexpr,
-    EXPERTS: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr, SLOTS: tl.constexpr,
-    PER_RANK: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr, WORDS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, WORDS_TILE: tl.constexpr, SOURCES: tl.constexpr,
+    RANKS: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
+    BATCHES_2: tl.constexpr, EXPERTS: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr,
+    SLOTS: tl.constexpr, PER_RANK: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
+    WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, WORDS_TILE: tl.constexpr,
+    SOURCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each token's row and scales to the places of its experts.
 
@@ -62,14 +75,12 @@ def dispatch_assignments(
         SLOTS: rows of an expert; PER_RANK: rows of a rank.
         SOURCES: also write to which assignment a row belongs, (batch, token, k) as one int32.
     """
+    wait_for_kernel(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    number = tl.load(epoch_ptr) + 1
-    complete = 1
-    for r in tl.static_range(RANKS):
-        _, came = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, number, spins, flags_at,
-                           COUNTS, RANKS)  # fmt: skip
-        complete = tl.where(came, complete, 0)
-    tl.debug_barrier()
+    number, r = tl.load(epoch_ptr) + 1, tl.arange(0, RANKS_2)
+    _, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
+                           flags_at, COUNTS, RANKS)  # fmt: skip
+    launch_dependents(PDL)
 
     batch = rank // COPIES
     b, k, word = tl.arange(0, BATCHES_2), tl.arange(0, K_2), tl.arange(0, WORDS_TILE)
@@ -112,15 +123,15 @@ def dispatch_assignments(
                     tl.store(scales[:, None] + wide[:, None] * GROUPS + g[None, :], scale[None, :],
                              mask=real[:, None] & (g < GROUPS)[None, :])  # fmt: skip
     if is_last(counters_ptr):
-        for r in tl.static_range(RANKS):
-            raise_flag(peers_ptr, r, rank, number << 32, flags_at, ROWS, RANKS)
+        raise_flags(peers_ptr, rank, number << 32, flags_at, ROWS, RANKS, RANKS_2)
 
 
 @triton.jit
 def receive_assignments(
     peers_ptr, counts_ptr, ends_ptr, epoch_ptr, error_ptr, lost_ptr, rank, first, experts, spins,
     counts_at, flags_at,
-    RANKS: tl.constexpr, BATCHES: tl.constexpr, EXPERTS: tl.constexpr, LOCAL_2: tl.constexpr,
+    RANKS: tl.constexpr, RANKS_2: tl.constexpr, BATCHES: tl.constexpr, EXPERTS: tl.constexpr,
+    LOCAL_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Wait for the rows of all ranks, and sum the counts of this rank's experts over the batches.
 
@@ -128,13 +139,11 @@ def receive_assignments(
         counts_ptr, ends_ptr: int32 (experts,), written: the rows of each local expert, and of all
             up to it. first: the first local expert.
     """
-    number = tl.load(epoch_ptr) + 1
-    complete = 1
-    for r in tl.static_range(RANKS):
-        _, came = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, number, spins, flags_at, ROWS,
-                           RANKS)  # fmt: skip
-        complete = tl.where(came, complete, 0)
-    tl.debug_barrier()
+    wait_for_kernel(PDL)
+    number, r = tl.load(epoch_ptr) + 1, tl.arange(0, RANKS_2)
+    _, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
+                           flags_at, ROWS, RANKS)  # fmt: skip
+    launch_dependents(PDL)
     expert = tl.arange(0, LOCAL_2)
     there = expert < experts
     total = tl.zeros([LOCAL_2], tl.int32)

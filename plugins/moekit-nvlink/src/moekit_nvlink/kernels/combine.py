@@ -13,16 +13,25 @@ import triton
 import triton.language as tl
 from moekit_kernels.numerics import convert
 
-from .flags import COMBINE, at, is_last, raise_flag, wait_for
+from .flags import (
+    COMBINE,
+    at,
+    is_last,
+    launch_dependents,
+    raise_flags,
+    wait_for,
+    wait_for_kernel,
+)
 
 
 @triton.jit
 def push_rows(
     peers_ptr, counts_ptr, counters_ptr, epoch_ptr, lost_ptr, rank, capacity, slots, y_at, back_at,
     sources_at, flags_at,
-    RANKS: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr, K: tl.constexpr,
-    SEGMENTS: tl.constexpr, SEGMENTS_2: tl.constexpr, LISTED: tl.constexpr, WORDS: tl.constexpr,
-    TOKENS: tl.constexpr, WORDS_TILE: tl.constexpr, STAGES: tl.constexpr,
+    RANKS: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
+    K: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENTS_2: tl.constexpr, LISTED: tl.constexpr,
+    WORDS: tl.constexpr, TOKENS: tl.constexpr, WORDS_TILE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of y to the ranks of their tokens; rows of this rank's own tokens stay.
 
@@ -30,6 +39,8 @@ def push_rows(
         counts_ptr: int32 (SEGMENTS,): the rows of each batch, or with LISTED the rows of all local
             experts up to each. slots: rows between the segments of y.
     """
+    wait_for_kernel(PDL)
+    launch_dependents(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     segments = tl.arange(0, SEGMENTS_2)
     in_range = segments < SEGMENTS
@@ -73,17 +84,17 @@ def push_rows(
                      mask=inside & (batch * COPIES + c != rank)[:, None])  # fmt: skip
     if is_last(counters_ptr):
         value = ((tl.load(epoch_ptr) + 1) << 32) | tl.load(lost_ptr)
-        for r in tl.static_range(RANKS):
-            raise_flag(peers_ptr, r, rank, value, flags_at, COMBINE, RANKS)
+        raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2)
 
 
 @triton.jit
 def combine_rows(
     out_ptr, peers_ptr, places_ptr, weights_ptr, counters_ptr, epoch_ptr, error_ptr,
     lost_ptr, T, out_stride, rank, capacity, spins, y_at, back_at, flags_at,
-    RANKS: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr, ROWS_EACH: tl.constexpr,
-    PER_RANK: tl.constexpr, LISTED: tl.constexpr, PUSHED: tl.constexpr, H: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    RANKS: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
+    ROWS_EACH: tl.constexpr, PER_RANK: tl.constexpr, LISTED: tl.constexpr, PUSHED: tl.constexpr,
+    H: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum each token's rows in fp32, in the order of its places.
 
@@ -93,20 +104,20 @@ def combine_rows(
             with LISTED.
         PER_RANK: rows of y on a rank. PUSHED: `push_rows` has run.
     """
+    wait_for_kernel(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     number = tl.load(epoch_ptr) + 1
     if not PUSHED:
         if program == 0:  # this rank's experts are done, as they come before on the stream
             value = (number << 32) | tl.load(lost_ptr)
-            for r in tl.static_range(RANKS):
-                raise_flag(peers_ptr, r, rank, value, flags_at, COMBINE, RANKS)
-    failed = 0
-    for r in tl.static_range(RANKS):
-        flag, came = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, number, spins, flags_at,
-                              COMBINE, RANKS)  # fmt: skip
-        # A rank that gave up another one has no right output.
-        failed = tl.where(came & ((flag & 1) == 0), failed, 1)
-    tl.debug_barrier()
+            raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2)
+    r = tl.arange(0, RANKS_2)
+    flag, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
+                              flags_at, COMBINE, RANKS)  # fmt: skip
+    launch_dependents(PDL)
+    # A rank that gave up another one has no right output.
+    gave_up = tl.max(tl.where(r < RANKS, flag & 1, 0), axis=0)
+    failed = (complete == 0) | (gave_up != 0)
 
     type: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, COLUMNS)
@@ -144,7 +155,7 @@ def combine_rows(
                     weight = tl.load(weights_ptr + token * ROWS_EACH + j, mask=exists, other=0.0)
                     got *= tl.where(place >= 0, weight, 0.0)[:, None]
                 total += got
-        total = tl.where(failed != 0, float("nan"), total)
+        total = tl.where(failed, float("nan"), total)
         tl.store(
             out_ptr + token[:, None].to(tl.int64) * out_stride + h + column[None, :],
             convert(total, type), mask=exists[:, None] & inside[None, :],

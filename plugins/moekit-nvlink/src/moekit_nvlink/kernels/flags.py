@@ -7,13 +7,17 @@ modulo 2**32, which a day of decoding reaches.
 
 Writes happen before the flag. All threads of a program write rows, in other ranks' memory. The
 barrier in `is_last` orders them before one thread's add (acquire and release, at system scope) to a
-counter in this rank's memory. The program that finds all others there has acquired their adds, so
-its release of a flag at system scope covers every program's writes. Causality in PTX's model is
-transitive through barriers and through adds of one location.
+counter in this rank's memory. The program that finds all others there has acquired their adds, and
+a second barrier orders its other threads behind that one, so their releases of flags at system
+scope, one for each rank, cover every program's writes. Causality in PTX's model is transitive
+through barriers and through adds of one location.
 
-Reads happen after the flag. One thread acquires the flag at system scope, and a barrier orders the
-reads of the program's other threads behind it. The kernels that follow on the stream start when
-that kernel has ended, so they see the rows, too.
+Reads happen after the flag. A thread for each rank acquires its flag at system scope, and a barrier
+orders the reads of the program's other threads behind it. The kernels that follow on the stream
+wait until that kernel has ended, so they see the rows, too.
+
+Kernels that wait for flags let the next kernel start only when the flags have come
+(`launch_dependents`): it would otherwise occupy multiprocessors for as long as a rank is late.
 
 Memory is written again only when nobody reads it:
 
@@ -32,6 +36,7 @@ Calls in flight at the same time have separate buffers and flags.
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 # The phases of a call, which have a flag for each rank.
 COUNTS = tl.constexpr(0)
@@ -47,20 +52,39 @@ def at(peers_ptr, rank, offset, type: tl.constexpr):
 
 
 @triton.jit
+def wait_for_kernel(PDL: tl.constexpr):
+    """Wait until the previous kernel has ended, see `moekit_kernels.launch`."""
+    if PDL:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def launch_dependents(PDL: tl.constexpr):
+    """Let the next kernel start, which waits until this one has ended."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def is_last(counters_ptr):
     """Return whether all other programs of this kernel came here before, with all their writes."""
     tl.debug_barrier()
     last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
     if last:
         tl.store(counters_ptr, 0)
+    tl.debug_barrier()
     return last
 
 
 @triton.jit
-def raise_flag(peers_ptr, to, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr):
-    """Release this rank's flag on rank ``to``."""
-    flags = at(peers_ptr, to, flags_at, tl.int64)
-    tl.atomic_xchg(flags + PHASE * RANKS + rank, value, sem="release", scope="sys")
+def raise_flags(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
+                RANKS_2: tl.constexpr):  # fmt: skip
+    """Release this rank's flag on every rank. value: int64, or one for each rank."""
+    r = tl.arange(0, RANKS_2)
+    peer = tl.load(peers_ptr + r, mask=r < RANKS, other=0)
+    flags = (peer + flags_at).to(tl.pointer_type(tl.int64)) + PHASE * RANKS + rank
+    value += tl.zeros([RANKS_2], tl.int64)
+    tl.atomic_xchg(flags, value, mask=r < RANKS, sem="release", scope="sys")
 
 
 @triton.jit
@@ -70,38 +94,42 @@ def reached(flag, number):
 
 
 @triton.jit
-def wait(flag_ptr, lost, number, spins):
-    """Return the flag once it has reached ``number``, or as it is after so many ``spins``.
-
-    lost: 1 if its rank was given up before, which takes one look.
-    """
-    flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-    spun = lost * spins
-    while (not reached(flag, number)) & (spun < spins):
-        flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-        spun += 1
-    return flag
+def look_at(flags, there):
+    """Acquire flags."""
+    nothing = tl.zeros(there.shape, tl.int64)
+    return tl.atomic_add(flags, nothing, mask=there, sem="acquire", scope="sys")
 
 
 @triton.jit
 def wait_for(
-    peers_ptr, lost_ptr, error_ptr, rank, source, number, spins, flags_at,
+    peers_ptr, lost_ptr, error_ptr, rank, sources, there, number, spins, flags_at,
     PHASE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Return (flag of rank ``source``, whether it came and never was given up).
+    """Return the flags of ranks, and whether all came and none of them was ever given up.
 
-    lost_ptr: int32 (1 + RANKS,): whether any rank was given up, and which. error_ptr: int32
-    (RANKS,) in host memory, the same for the host.
+    Flags are looked at until they have reached ``number``, at most ``spins`` times more; that of a
+    rank that was given up before is not waited for.
+
+    Args:
+        lost_ptr: int32 (1 + RANKS,): whether any rank was given up, and which. error_ptr: int32
+            (RANKS,) in host memory, the same for the host.
+        sources: (n,) ranks, where ``there`` (n,) is true.
     """
-    lost = tl.load(lost_ptr + 1 + source)
-    own = at(peers_ptr, rank, flags_at, tl.int64)
-    flag = wait(own + PHASE * RANKS + source, lost, number, spins)
-    came = reached(flag, number)
-    if not came:
-        tl.store(lost_ptr, 1)
-        tl.store(lost_ptr + 1 + source, 1)
-        tl.store(error_ptr + source, 1)
-    return flag, came & (lost == 0)
+    lost = tl.load(lost_ptr + 1 + sources, mask=there, other=0)
+    flags = at(peers_ptr, rank, flags_at, tl.int64) + PHASE * RANKS + sources
+    flag = look_at(flags, there)
+    missing = there & ~reached(flag, number)
+    spun = 0
+    while (tl.max((missing & (lost == 0)).to(tl.int32), axis=0) != 0) & (spun < spins):
+        flag = look_at(flags, there)
+        missing = there & ~reached(flag, number)
+        spun += 1
+    tl.store(lost_ptr + 0 * sources, 1, mask=missing)
+    tl.store(lost_ptr + 1 + sources, 1, mask=missing)
+    tl.store(error_ptr + sources, 1, mask=missing)
+    complete = 1 - tl.max((missing | there & (lost != 0)).to(tl.int32), axis=0)
+    tl.debug_barrier()
+    return flag, complete
 
 
 @triton.jit

@@ -9,7 +9,17 @@ token.
 import triton
 import triton.language as tl
 
-from .flags import LOW, ROWS, at, is_last, owner_of, raise_flag, wait_for
+from .flags import (
+    LOW,
+    ROWS,
+    at,
+    is_last,
+    launch_dependents,
+    owner_of,
+    raise_flags,
+    wait_for,
+    wait_for_kernel,
+)
 
 
 @triton.jit
@@ -33,10 +43,11 @@ def _goes_to(
 def dispatch_rows(
     x_ptr, scale_ptr, ids_ptr, weights_ptr, peers_ptr, places_ptr, counters_ptr, epoch_ptr,
     T, rank, capacity, x_at, scale_at, ids_at, weights_at, flags_at,
-    SHARES: tl.constexpr, SHARES_2: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
-    SHARE: tl.constexpr, LARGER: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
-    WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, TOKENS: tl.constexpr,
-    WORDS_TILE: tl.constexpr, STAGES: tl.constexpr, SCAN: tl.constexpr,
+    SHARES: tl.constexpr, SHARES_2: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr,
+    COPIES: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr, K: tl.constexpr,
+    K_2: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
+    TOKENS: tl.constexpr, WORDS_TILE: tl.constexpr, STAGES: tl.constexpr, SCAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each token's row, scales, ids and weights to the ranks of its experts.
 
@@ -48,6 +59,8 @@ def dispatch_rows(
         epoch_ptr: int64 (1,), the number of calls that were combined.
         SHARES: ranks that share the experts; SHARE experts each, LARGER of them one more.
     """
+    wait_for_kernel(PDL)
+    launch_dependents(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     share = tl.cdiv(tl.cdiv(T, programs), TOKENS) * TOKENS
     start = tl.minimum(program * share, T)
@@ -117,34 +130,33 @@ def dispatch_rows(
         counters_ptr + 1 + shares, before - earlier_programs, mask=shares < SHARES, sem="relaxed"
     )
     if is_last(counters_ptr):
-        number = tl.load(epoch_ptr) + 1
-        for s in tl.static_range(SHARES):
-            count = tl.atomic_xchg(counters_ptr + 1 + s, 0, sem="relaxed").to(tl.int64)
-            for t in tl.static_range(TP):
-                raise_flag(peers_ptr, s * TP + t, rank, (number << 32) | count, flags_at, ROWS,
-                           SHARES * TP)  # fmt: skip
+        r = tl.arange(0, RANKS_2)
+        count = tl.load(counters_ptr + 1 + r // TP, mask=r < SHARES * TP, other=0)
+        value = (tl.load(epoch_ptr) + 1 << 32) | count.to(tl.int64)
+        raise_flags(peers_ptr, rank, value, flags_at, ROWS, SHARES * TP, RANKS_2)
+        tl.debug_barrier()  # all counts are read
+        tl.store(counters_ptr + 1 + shares, 0, mask=shares < SHARES)
 
 
 @triton.jit
 def receive_rows(
     peers_ptr, used_ptr, epoch_ptr, error_ptr, lost_ptr, rank, capacity, spins, ids_at, flags_at,
-    RANKS: tl.constexpr, COPIES: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
-    SCAN: tl.constexpr,
+    RANKS: tl.constexpr, COPIES: tl.constexpr, COPIES_2: tl.constexpr, K: tl.constexpr,
+    K_2: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Wait for the rows of one batch, and give the rows behind them no expert.
 
     used_ptr: int32 (batches,), rows of the call before, updated.
     """
-    batch = tl.program_id(0)
-    number = tl.load(epoch_ptr) + 1
-    count = 0
-    complete = 1
-    for c in tl.static_range(COPIES):
-        flag, came = wait_for(peers_ptr, lost_ptr, error_ptr, rank, batch * COPIES + c, number,
-                              spins, flags_at, ROWS, RANKS)  # fmt: skip
-        count = (flag & LOW).to(tl.int32)
-        complete = tl.where(came, complete, 0)
-    count = count * complete
+    wait_for_kernel(PDL)
+    batch, copy = tl.program_id(0), tl.arange(0, COPIES_2)
+    flag, complete = wait_for(
+        peers_ptr, lost_ptr, error_ptr, rank, batch * COPIES + copy, copy < COPIES,
+        tl.load(epoch_ptr) + 1, spins, flags_at, ROWS, RANKS,
+    )  # fmt: skip
+    launch_dependents(PDL)
+    # Ranks with the same tokens send the same count.
+    count = tl.max(tl.where(copy < COPIES, flag & LOW, 0), axis=0).to(tl.int32) * complete
     ids = at(peers_ptr, rank, ids_at, tl.int32)
     k = tl.arange(0, K_2)
     for first in range(count, tl.load(used_ptr + batch), SCAN):
