@@ -44,6 +44,7 @@ from moekit.runtime.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
 from moekit.untrusted.files import check_writable, replace_file
+from moekit.untrusted.switches import switch
 
 __all__ = [
     "ACTIVATIONS",
@@ -94,6 +95,7 @@ __all__ = [
     "replace_file",
     "resolve",
     "size_distance",
+    "switch",
     "unpack_int4",
     "weight_and_reduce",
 ]

@@ -29,6 +29,7 @@ import torch
 
 from moekit.errors import MoekitError
 from moekit.untrusted.files import cache_folder, replace_file
+from moekit.untrusted.switches import switch
 
 logger = logging.getLogger("moekit")
 
@@ -134,7 +135,7 @@ def cpu_name() -> str:
 
 def calibrates() -> bool:
     """Return whether this process may time products; ``MOEKIT_CALIBRATE=0`` forbids it."""
-    return os.environ.get(CALIBRATE, "1") not in ("", "0")
+    return switch(CALIBRATE, True)
 
 
 # -- the store ----------------------------------------------------------------------------------

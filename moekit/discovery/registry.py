@@ -26,6 +26,7 @@ from moekit.discovery.specs import SpecT as SpecT
 from moekit.discovery.specs import importable as importable
 from moekit.errors import BackendError, NameClash, UnknownBackend
 from moekit.untrusted.code import shown
+from moekit.untrusted.switches import switch
 
 logger = logging.getLogger("moekit")
 
@@ -44,7 +45,7 @@ class Registry:
 
     @classmethod
     def discover(cls, environ: Mapping[str, str] = os.environ) -> Registry:
-        strict = environ.get("MOEKIT_STRICT", "") == "1"
+        strict = switch("MOEKIT_STRICT", False, environ)
         found, unknown = sources(environ)
         states = [
             source.state("blocked", blocked) if blocked else probe(source, strict)

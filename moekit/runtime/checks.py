@@ -110,6 +110,7 @@ def check_call(
             )
         if out is not None:
             _check_out(x, out)
+            _check_inputs_stay(out, weights, routing)
         if by_value and ids.numel():
             _check_values(ids, topk_weights, problem.num_physical_experts)
     except (AttributeError, TypeError, RuntimeError, IndexError, StopIteration):
@@ -177,6 +178,19 @@ def _check_out(x: Tensor, out: Tensor) -> None:
             "out was made in inference mode and can be written only there: pass another "
             "tensor, or call under torch.inference_mode()"
         )
+
+
+def _check_inputs_stay(out: Tensor, weights: PackedWeights, routing: Routing) -> None:
+    """Raise InvalidInput if writing ``out`` would change the weights or the routing."""
+    inputs = {
+        "topk_ids": routing.topk_ids,
+        "topk_weights": routing.topk_weights,
+        **{f"the weights' {name}": t for name, t in weights.experts.items()},
+        **{f"the weights' {name}": t for name, t in weights.shared.items()},
+    }
+    for name, tensor in inputs.items():
+        if tensor.layout is _STRIDED and overlap(tensor, out):
+            raise InvalidInput(f"out shares memory with {name}; pass another tensor")
 
 
 def _check_values(ids: Tensor, topk_weights: Tensor, num_experts: int) -> None:

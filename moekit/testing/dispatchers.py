@@ -22,6 +22,7 @@ from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.diagnose import check_negative_controls
 from moekit.testing.distributed import RankError, RankPool
 from moekit.testing.ranks import Call, Job, Members
+from moekit.untrusted.switches import switch
 
 # Numbers of ranks to test with, up to 8, instead of `world_sizes`: "2,8".
 WORLD_SIZES_VARIABLE = "MOEKIT_TEST_WORLD_SIZES"
@@ -127,7 +128,7 @@ def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _shares() -> bool:
-    return os.environ.get(SHARE_VARIABLE, "0") not in ("", "0")
+    return switch(SHARE_VARIABLE, False)
 
 
 def _asked_sizes(asked: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from fake_plugins import PROBLEM, Fakes, assert_usable, installed, offers, state
 
 import moekit
 from moekit.discovery import registry as plugins
-from moekit.errors import NameClash, NoBackend
+from moekit.errors import InvalidInput, NameClash, NoBackend
 
 
 @pytest.fixture
@@ -149,6 +149,13 @@ def test_strict_lets_the_error_out(fakes: Fakes) -> None:
     with pytest.raises(RuntimeError, match="CUDA_HOME"):
         fakes.discover(MOEKIT_STRICT="1")
     assert state(fakes.discover(MOEKIT_STRICT="0"), "bad").state == "broken"
+
+
+@pytest.mark.parametrize("value", ["2", "yes", "True", "-1"])
+def test_a_switch_is_0_or_1(fakes: Fakes, value: str) -> None:
+    says = rf"MOEKIT_STRICT='{value}': expected 0 or 1; set one of them, or unset .* for 0"
+    with pytest.raises(InvalidInput, match=says):
+        fakes.discover(MOEKIT_STRICT=value)
 
 
 def test_a_plugin_may_not_ask_for_the_registry_at_import(

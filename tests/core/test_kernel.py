@@ -110,6 +110,12 @@ def test_bad_out_and_foreign_weights() -> None:
     rows = torch.randn(T + 1, H)
     with pytest.raises(InvalidInput, match="shares memory"):
         kernel(rows[:-1], packed, routing, out=rows[1:])
+    with pytest.raises(InvalidInput, match="out shares memory with the weights' w2"):
+        kernel(x, packed, routing, out=packed["w2"].view(-1)[: T * H].view(T, H))
+    drawn = torch.rand(T, H)
+    given = moekit.Routing(drawn.view(-1)[: T * K].view(T, K), routing.topk_ids)
+    with pytest.raises(InvalidInput, match="out shares memory with topk_weights"):
+        kernel(x, packed, given, out=drawn)
     both = torch.randn(2 * T, H)  # one allocation, two halves: fine
     kernel(both[:T], packed, routing, out=both[T:])
     with pytest.raises(InvalidInput, match="expected .*float32"):

@@ -10,13 +10,14 @@ kernel has waited for them. MOEKIT_TRITON_PDL=0 in the environment turns PDL off
 """
 
 import functools
-import os
 import threading
 from typing import Any
 
 import torch
 import triton
 from triton.language.extra import cuda
+
+from moekit.plugin import switch
 
 from .numerics import INTERPRETED
 
@@ -76,7 +77,7 @@ class Launcher:
 @functools.cache
 def pdl_enabled(device: int) -> bool:
     """Return whether kernels on this device use programmatic dependent launch."""
-    wanted = os.environ.get("MOEKIT_TRITON_PDL", "1") != "0"
+    wanted = switch("MOEKIT_TRITON_PDL", True)
     return wanted and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

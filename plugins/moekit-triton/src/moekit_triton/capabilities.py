@@ -11,7 +11,7 @@ import torch
 import triton
 from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
 
-from moekit.plugin import MoEProblem
+from moekit.plugin import MoEProblem, switch
 
 logger = logging.getLogger("moekit")
 
@@ -30,9 +30,9 @@ _SHARED = {
 }  # fmt: skip
 _RAN = ("3.6", "3.8", "3.9")
 _COMPILING = (*_RAN, "3.7")
-GLUON_VERSIONS: Sequence[str] = {"0": (), "1": _COMPILING}.get(
-    os.environ.get("MOEKIT_TRITON_GLUON", ""), _RAN
-)
+GLUON_VERSIONS: Sequence[str] = _RAN
+if os.environ.get("MOEKIT_TRITON_GLUON", "").strip():
+    GLUON_VERSIONS = _COMPILING if switch("MOEKIT_TRITON_GLUON", True) else ()
 """Versions of triton with which specialized warps, in Gluon, are used: those that ran on a GPU;
 with MOEKIT_TRITON_GLUON=1 also those that compile them, with 0 none."""
 
