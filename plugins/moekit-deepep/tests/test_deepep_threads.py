@@ -16,6 +16,8 @@ if torch.cuda.is_available():
 import deepep_standin  # noqa: E402
 from moekit_deepep import buffers  # noqa: E402
 
+from moekit.errors import GroupMismatch  # noqa: E402
+
 # How long a thread waits for another one, which a lock may keep from coming.
 PATIENCE = 0.5
 
@@ -45,6 +47,36 @@ def test_two_threads_take_configurations(monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(configs, range(2))) == [[buffers.NUM_SMS] * 2] * 2
     assert deepep_standin.Buffer.num_sms == 12
+
+
+def test_two_threads_connect_other_ranks(monkeypatch):
+    """The second thread comes while the first one makes its buffer, and again afterwards."""
+    making, refused = threading.Event(), threading.Event()
+
+    def make(buffer, group, **sizes):
+        making.set()
+        assert refused.wait(20.0)
+
+    def first():
+        return buffers.low_latency([0, 1], 16, 512, 8)
+
+    monkeypatch.setattr(buffers.dist, "get_process_group_ranks", list)
+    monkeypatch.setattr(buffers, "_lease", lambda group, kind, make: make())
+    monkeypatch.setattr(deepep_standin.Buffer, "__init__", make)
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(first)
+        assert making.wait(20.0)
+        try:
+            with pytest.raises(GroupMismatch, match=r"connect ranks \[1, 2\].*ranks \[0, 1\]"):
+                buffers.low_latency([1, 2], 16, 512, 8)
+        finally:
+            refused.set()
+        held, _ = made.result()
+    try:
+        with pytest.raises(GroupMismatch):
+            buffers.low_latency([1, 2], 16, 512, 8)
+    finally:
+        buffers._connected.pop(held)
 
 
 @pytest.mark.parametrize("before", [None, "0"])

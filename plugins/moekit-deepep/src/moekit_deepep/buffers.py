@@ -76,8 +76,10 @@ def _missing(held: Held) -> str:
 
 _shared: SharedBuffers[Held] = SharedBuffers(_free)
 _unresponsive: set[dist.ProcessGroup] = set()
-# The ranks that each low-latency buffer connects over NVSHMEM.
+# The ranks that each low-latency buffer connects over NVSHMEM, and those that threads are about to
+# connect.
 _connected: dict[Any, list[int]] = {}
+_connecting: list[list[int]] = []
 
 
 def protocol() -> str:
@@ -88,7 +90,7 @@ def protocol() -> str:
 
 def connected() -> list[int] | None:
     """Return the ranks that NVSHMEM connects in this process, or None."""
-    return next(iter(_connected.values()), None)
+    return next(iter([*_connected.values(), *_connecting]), None)
 
 
 def normal_configs(ranks: int) -> tuple[Any, Any]:
@@ -126,11 +128,23 @@ def low_latency(
         GroupMismatch: NVSHMEM connects other ranks already, and it can do so once per process.
     """
     ranks = dist.get_process_group_ranks(group)
-    if connected() not in (None, ranks):
-        raise GroupMismatch(
-            f"deepep_ll cannot connect ranks {ranks}: a kernel of this process connects ranks "
-            f"{connected()}, and NVSHMEM connects only one set of ranks; destroy that kernel first"
-        )
+    with _lock:
+        if (others := connected()) not in (None, ranks):
+            raise GroupMismatch(
+                f"deepep_ll cannot connect ranks {ranks}: a kernel of this process connects ranks "
+                f"{others}, and NVSHMEM connects only one set of ranks; destroy that kernel first"
+            )
+        _connecting.append(ranks)
+    try:
+        return _connected_buffer(group, ranks, capacity, hidden_size, num_experts)
+    finally:
+        with _lock:
+            _connecting.remove(ranks)
+
+
+def _connected_buffer(
+    group: dist.ProcessGroup, ranks: list[int], capacity: int, hidden_size: int, num_experts: int
+) -> Lease[Held]:
     nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
         capacity, hidden_size, len(ranks), num_experts
     )
