@@ -13,6 +13,7 @@ kraken   4096 tokens of 4096 columns, one expert each: 33.5 MB of a rank, as in 
 stress   1000 eager calls with changing T, delays of random ranks and poisoned memory; 200 replays
 edges    calls whose numbers exceed 2**31, on two streams in turn, and one that a rank refuses
 layers   whole layers (`python -m moekit bench --layers`): Qwen3-30B, DeepSeek-V3
+profile  whole layers with `triton`: replays of one input, and the kernels that a profiler sees
 
 Hidden size 7168, top 8 of 256 experts. Experts return what they get; each dispatcher's output is
 compared with the sum that it must be in 20 replays with delays. Each group of lines has its own
@@ -33,6 +34,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -42,7 +44,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import moekit
-from moekit.plugin import ActivationFormat, DispatcherSpec, Routing, quant, registry
+from moekit.plugin import (
+    ActivationFormat,
+    DispatcherSpec,
+    Routing,
+    Workspace,
+    quant,
+    registry,
+)
 
 EXPERTS, TOP_K, HIDDEN = 256, 8, 7168
 DEVICE = "cuda"
@@ -67,12 +76,22 @@ LAYERS = (
     ("qwen3-30b", "1,128,8192", "none"),
     ("256:8:7168:2048", "128,4096", "none,fp8_block"),
 )
+# Experts, top_k, hidden size, intermediate size, tokens of each rank, scheme.
+PROFILED = (
+    (128, 8, 2048, 768, 1, "none"),
+    (128, 8, 2048, 768, 128, "none"),
+    (128, 8, 2048, 768, 8192, "none"),
+    (256, 8, 7168, 2048, 128, "fp8_block"),
+    (256, 8, 7168, 2048, 4096, "fp8_block"),
+)
 
 
-def problem_of(tokens: int, scheme: str, experts: int, top_k: int, hidden: int) -> Any:
+def problem_of(
+    tokens: int, scheme: str, experts: int, top_k: int, hidden: int, inner: int = 256
+) -> Any:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return moekit.MoEProblem(
-        num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=256,
+        num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner,
         max_num_tokens=tokens, quant=scheme, device=DEVICE,
         parallel=moekit.ParallelConfig(ep_size=ranks, ep_rank=rank),
     )  # fmt: skip
@@ -126,22 +145,13 @@ class Pair:
     def microseconds(self) -> tuple[float, float, float]:
         """Return the time of a pair, and of its dispatch and its combine between events."""
         graph = captured(lambda: [self.combine(self.dispatch()) for _ in range(PAIRS)])
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        both = []
-        for _ in range(REPEATS):
-            together()
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            both.append(1e3 * start.elapsed_time(end) / PAIRS)
+        both = replayed_us(graph)
         del graph
         try:
-            return min(both), *self._parts()
+            return both, *self._parts()
         except Exception as error:  # the pair is known
             say(f"  (no times of the parts: {first_line(error)})")
-            return min(both), float("nan"), float("nan")
+            return both, float("nan"), float("nan")
 
     def _parts(self) -> tuple[float, float]:
         marks = [
@@ -198,6 +208,21 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         work()
     return graph
+
+
+def replayed_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Return the shortest time of the graph behind another replay, for each of its PAIRS."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(REPEATS):
+        together()
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / PAIRS)
+    return min(times)
 
 
 def together() -> None:
@@ -356,6 +381,37 @@ def edges(name: str, tokens: Sequence[int]) -> None:
         print(f"{name}: rank {rank}: {wrong} of 12 calls at the edges wrong", flush=True)
 
 
+def profile(name: str, tokens: Sequence[int]) -> None:
+    from moekit_bench.shapes import random_weights
+
+    for experts, top_k, hidden, inner, count, scheme in PROFILED:
+        problem = problem_of(count, scheme, experts, top_k, hidden, inner)
+        kernel = moekit.compose(problem, name, "triton", workspace=Workspace(), checked=False)
+        packed = kernel.pack(random_weights(problem, torch.device(DEVICE), dist.get_rank()))
+        x = torch.randn(count, hidden, dtype=torch.bfloat16, device=DEVICE)
+        routing = moekit.route(torch.randn(count, experts, device=DEVICE), top_k)
+        call = partial(kernel, x, packed, routing)
+        graph = captured(lambda call=call: [call() for _ in range(PAIRS)])
+        both = replayed_us(graph)
+        del graph
+        together()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(REPEATS):
+                call()
+            torch.cuda.synchronize()
+        plan = kernel.experts.plan(count * dist.get_world_size(), top_k).describe()
+        layer = f"{experts}:{top_k}:{hidden}:{inner}, {scheme}, T = {count}"
+        say(f"\n{name} + triton, {layer}: {both:.1f} us in a graph, {plan}")
+        times: dict[str, list[float]] = {}
+        for event in profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                times.setdefault(event.name, []).append(event.device_time)
+        for kind, each in times.items():
+            say(f"{statistics.median(each):10.1f} us x {len(each) / REPEATS:.1f}  {kind[:80]}")
+        kernel.destroy()
+        torch.cuda.empty_cache()
+
+
 # -- processes -------------------------------------------------------------------------------------
 
 
@@ -406,7 +462,7 @@ def movers() -> list[DispatcherSpec]:
 
 
 def main() -> None:
-    names = ("pairs", "ways", "dedup", "tiles", "kraken", "stress", "edges", "layers")
+    names = ("pairs", "ways", "dedup", "tiles", "kraken", "stress", "edges", "profile", "layers")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -427,6 +483,7 @@ def main() -> None:
     os.environ[PROGRAMS] = args.programs
     jobs = [(part, name) for part in ("edges", "stress") for name in own]
     jobs += [("pairs", name) for name in chosen] + [("ways", name) for name in own]
+    jobs += [("profile", name) for name in chosen]
     jobs += [(part, "nvlink_ht") for part in ("dedup", "kraken", "tiles")]
     print(f"torch {torch.__version__}, {torch.cuda.device_count()} x "
           f"{torch.cuda.get_device_name()}, dispatchers {', '.join(installed)}\n")  # fmt: skip
