@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
 from moekit.runtime.calls import Flow, calls_of
 from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
+from moekit.runtime.device import is_elsewhere, on_device
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
 from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("moekit")
 
+_T = TypeVar("_T")
 _MAX_LAYOUTS = 1024
 
 
@@ -104,6 +106,7 @@ class ModularKernel:
         self._layouts: dict[int, Layout] = {}
         self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
         self._moves = dispatcher.spec.moves_tokens
+        self._on_accelerator = self.problem.device.type != "cpu"
         self._offers_output = offers_output(dispatcher)
         # Whether experts return (R, H) or (L, C, H), which the dispatcher takes as it is.
         self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
@@ -137,8 +140,9 @@ class ModularKernel:
                 f"pack() needs moekit.ExpertWeights, but got {type(weights).__name__}"
             )
         (weights := checks.detached(weights)).check(self.problem)
-        packed = packed_by(self.experts, weights.canonical(self.problem)._map(aligned))
-        settle(weights.w13.device)
+        with on_device(weights.w13):
+            packed = packed_by(self.experts, weights.canonical(self.problem)._map(aligned))
+            settle(weights.w13.device)
         return replace(packed, made_for=self._made_for)
 
     # -- calls ------------------------------------------------------------------------------
@@ -162,6 +166,9 @@ class ModularKernel:
             shared: shared experts, called with x while tokens are in flight; their (T, H) result
                 is added.
         """
+        if self._on_accelerator and is_elsewhere(x):
+            with on_device(x):
+                return self(x, weights, routing, out=out, shared=shared)
         if shared is None:
             return self._calls.call(self._flow(x, weights, routing, out, None), x)
         extra: list[Tensor] = []
@@ -194,12 +201,15 @@ class ModularKernel:
                 call, on all ranks.
         """
         flow = self._flow(x, weights, routing, out, meanwhile)
-        started = self._calls.start(flow, x)
 
         def run() -> Pending[Tensor]:
             return Pending(partial(_finish, self._calls.run(flow, started), flow))
 
-        return InFlight(run)
+        if not self._on_accelerator:
+            started = self._calls.start(flow, x)
+            return InFlight(run)
+        started = _at(x, partial(self._calls.start, flow, x))
+        return InFlight(lambda: Pending(partial(_at, x, _at(x, run).result)))
 
     def abort(self, error: Exception) -> None:
         """Make the other ranks raise PeerFailed with ``error``: this rank has no next call."""
@@ -377,6 +387,12 @@ def _quantize(
     valid_rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return experts.quantize(x_RH, weights, valid_rows)
+
+
+def _at(x: Tensor, part: Callable[[], _T]) -> _T:
+    """Run a part of a call on the device of x, in any thread."""
+    with on_device(x):
+        return part()
 
 
 def _finish(combining: Pending[Tensor], flow: Flow) -> Tensor:

@@ -20,7 +20,7 @@ from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import overlap
 from moekit.runtime.rows import quantize_dispatched
-from moekit.runtime.workspace import Layout, Workspace, is_capturing
+from moekit.runtime.workspace import Layout, Workspace, lends
 from moekit.selection.composite import CompositeSpec
 
 logger = logging.getLogger("moekit")
@@ -139,7 +139,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         if arena.data_ptr() == own.arena and rows in own.by_rows:
             return own.by_rows[rows]
         views = Layout(member.workspace(rows)).views(arena)
-        if is_capturing(arena.device):  # kept views would keep memory of the graph's pool in use
+        if not lends(arena.device):  # kept views would keep a stream's or a graph's memory in use
             return views
         if arena.data_ptr() != own.arena or len(own.by_rows) >= _MAX_LAYOUTS:
             own.arena, own.by_rows = arena.data_ptr(), {}

@@ -145,7 +145,7 @@ def sizes_for(problem: MoEProblem, device: torch.device) -> Sizes:
     with _lock:
         if key not in _known:
             like = torch.empty(0, dtype=p.dtype, device=device)
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.autocast(device.type, enabled=False):
                 first = same_bits_sizes(_product, p.hidden_size, p.w13_rows, like)
                 second = same_bits_sizes(_product, p.local_intermediate_size, p.hidden_size, like)
             both = {1} if {1} in (first, second) else first & second

@@ -72,17 +72,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         device = tokens.x.device.type
         if torch.is_autocast_enabled(device):  # the problem names the dtype
             with torch.autocast(device, enabled=False):
-                self._apply(y, tokens, weights, workspace)
-        else:
-            self._apply(y, tokens, weights, workspace)
-
-    def _apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
-    ) -> None:
+                return TorchExperts.apply(self, y, tokens, weights, workspace)
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         x = tokens.x
         if tokens.x_scale is not None:

@@ -44,9 +44,10 @@ def experts_forward(
             number = getattr(self, ATTRIBUTE).number
             _prepare(number, hidden_states.dtype, top_k, weight_on_input)
         # Read from the module, so that a guard binds compiled code to it.
-        number = getattr(self, ATTRIBUTE).number
-        out: Tensor = _operator(
-            hidden_states, top_k_index, top_k_weights, needs_grad, number, weight_on_input
+        found = getattr(self, ATTRIBUTE)
+        operator = _operator if found.graph_safe else _operator_without_graphs
+        out: Tensor = operator(
+            hidden_states, top_k_index, top_k_weights, needs_grad, found.number, weight_on_input
         )
         return out
     layer = Layer.of(self)
@@ -67,8 +68,7 @@ def _prepare(number: int, dtype: torch.dtype, top_k: int, on_input: bool) -> Non
         Layer.numbered(number).prepare(dtype, top_k, on_input)
 
 
-@torch.library.custom_op("moekit::transformers_experts", mutates_args=())
-def _operator(
+def _run(
     x: Tensor,
     ids: Tensor,
     topk_weights: Tensor,
@@ -83,8 +83,7 @@ def _operator(
     return Layer.numbered(number).run(x, ids, topk_weights, on_input)
 
 
-@_operator.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
+def _fake(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -97,4 +96,15 @@ def _no_backward(ctx: Any, grad: Tensor) -> Any:
     )
 
 
-_operator.register_autograd(_no_backward)
+def _made(name: str, tags: tuple[torch.Tag, ...] = ()) -> Any:
+    operator = torch.library.custom_op(f"moekit::{name}", _run, mutates_args=(), tags=tags)
+    operator.register_fake(_fake)
+    operator.register_autograd(_no_backward)
+    return operator
+
+
+_operator = _made("transformers_experts")
+# torch.compile captures no CUDA graph of this one.
+_operator_without_graphs = _made(
+    "transformers_experts_without_graphs", (torch.Tag.cudagraph_unsafe,)
+)

@@ -77,6 +77,8 @@ class Layer:
     def __init__(self, module: nn.Module) -> None:
         self.number = next(self._count)
         self.packed: Packed | None = None
+        # Whether the kernel's calls can be captured in a CUDA graph.
+        self.graph_safe = False
         self._module = weakref.ref(module)
         self._all[self.number] = self
 
@@ -150,8 +152,9 @@ class Layer:
 
     def _drop(self) -> None:
         packed, self.packed = self.packed, None
-        if packed is not None and (device := packed.kernel.problem.device.type) != "cpu":
-            torch.get_device_module(device).synchronize()  # any stream may still read the weights
+        if packed is not None and packed.kernel.problem.device.type != "cpu":
+            device = _tensors(packed.weights)[0].device
+            torch.get_device_module(device).synchronize(device)  # any stream may still read them
 
     # -- packing --------------------------------------------------------------------------------
 
@@ -166,6 +169,7 @@ class Layer:
                     self._drop()  # before packing, so that there is only one packed copy
                     del packed
                     packed = self.packed = self._pack(module, dtype, top_k, on_input)
+                    self.graph_safe = not graphs.unsupported(packed.kernel)
         return packed
 
     def _pack(self, module: nn.Module, dtype: torch.dtype, top_k: int, on_input: bool) -> Packed:
@@ -224,13 +228,9 @@ def _compute(
     if sentinels:
         ids = ids.masked_fill(ids >= problem.num_experts, -1)
     routing = Routing(topk_weights.float(), ids)
-    converts, index = x.dtype != problem.dtype, x.device.index
+    converts = x.dtype != problem.dtype
     given, into = (x.to(problem.dtype), None) if converts else (x, out)
-    if index is None or index == torch.accelerator.current_device_index():
-        made = kernel(given, weights, routing, out=into)
-    else:
-        with torch.accelerator.device_index(index):  # the model is spread over devices
-            made = kernel(given, weights, routing, out=into)
+    made = kernel(given, weights, routing, out=into)
     if not converts:
         return made
     return made.to(x.dtype) if out is None else out.copy_(made)

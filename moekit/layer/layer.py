@@ -28,6 +28,7 @@ from moekit.problem.activation import Activation
 from moekit.problem.quant import QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import check_function, check_tokens
+from moekit.runtime.device import on_device
 from moekit.selection.select import compose
 from moekit.untrusted.arguments import FLAG, FUNCTION, NAME, TIMEOUT, accept, instance, optional
 
@@ -158,15 +159,16 @@ class FusedMoE(nn.Module):
             f"zero_expert_num={routing.zero_expert_num}, "
             f"shared_experts={shared is not None}, partial={shared is not None and shared.partial}"
         )
-        self.ranks = LayerRanks(self.problem, parallel, parallelism, common, peer_timeout)
-        self.kernel = compose(
-            self.problem,
-            dispatcher,
-            experts,
-            group=self.ranks.group,
-            checked=checked,
-            peer_timeout=peer_timeout,
-        )
+        with on_device(torch.empty(0, device=self.device)):
+            self.ranks = LayerRanks(self.problem, parallel, parallelism, common, peer_timeout)
+            self.kernel = compose(
+                self.problem,
+                dispatcher,
+                experts,
+                group=self.ranks.group,
+                checked=checked,
+                peer_timeout=peer_timeout,
+            )
         specs = (self.kernel.dispatcher.spec, self.kernel.experts.spec)
         # Whether calls can be captured in a CUDA graph.
         self.graph_safe = all(s.graph_safe for s in specs) and not self.kernel.checked
@@ -295,7 +297,9 @@ class FusedMoE(nn.Module):
         )
         grad_enabled = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
-            operator = ops.fused_moe if self.graph_safe else ops.fused_moe_without_graphs
+            # torch.compile would replay a rank's graph while another rank runs Python, and waits.
+            graphs = self.graph_safe and not self.ranks.moves
+            operator = ops.fused_moe if graphs else ops.fused_moe_without_graphs
             return operator(*inputs, self.prefix)
         with torch.no_grad() if grad_enabled else nullcontext():
             return self.run(inputs)
@@ -307,7 +311,8 @@ class FusedMoE(nn.Module):
 
     def run(self, inputs: LayerInputs) -> Tensor:
         """Compute `forward` without the operator."""
-        return self.flow(self.packed, inputs)
+        with on_device(inputs.x):
+            return self.flow(self.packed, inputs)
 
     # -- the module -------------------------------------------------------------------------
 

@@ -201,3 +201,22 @@ def test_memory_is_stated(dispatcher, changes) -> None:
     kernel.workspace = moekit.plugin.Workspace()
     peak, _ = measure(case.x.device, lambda: kernel(case.x, packed, case.routing, out=out))
     assert peak <= kernel.memory(200).total
+
+
+def test_sizes_are_checked_in_the_problems_dtype(monkeypatch) -> None:
+    """Weights may be packed under torch.autocast, whose products have another dtype."""
+    seen = []
+
+    def same_bits_sizes(product, inner, columns, like):
+        seen.append(product(like.new_ones(4, inner), like.new_ones(columns, inner)).dtype)
+        return {1}
+
+    monkeypatch.setattr(row_blocks, "_known", {})
+    monkeypatch.setattr(row_blocks, "same_bits_sizes", same_bits_sizes)
+    problem = MoEProblem(
+        num_experts=4, top_k=2, hidden_size=32, intermediate_size=24, dtype=torch.float32,
+        device="cpu", batch_invariant=True,
+    )  # fmt: skip
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        row_blocks.sizes_for(problem, torch.device("cpu"))
+    assert seen == [torch.float32] * 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import moekit
+from moekit.backends import composite_experts
 from moekit.backends.composite_experts import CompositeExperts
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import PackedWeights
@@ -169,6 +170,16 @@ def test_a_composite_declares_what_all_members_can_do() -> None:
     assert not composite("torch:4|fixed", found.expert).graph_safe
     slabs = made.native_to(ActivationFormat.BATCHED)
     assert slabs.format is ActivationFormat.BATCHED and not slabs.reduces
+
+
+def test_scratch_of_a_side_stream_is_not_kept(monkeypatch) -> None:
+    """It is torch's, and may be of a CUDA graph's pool."""
+    kernel = moekit.compose(PROBLEM, experts="torch:4|turned", backends=backends())
+    packed, case = kernel.pack(random_weights(PROBLEM)), make_case(PROBLEM, 7)
+    for lends in (False, True):
+        monkeypatch.setattr(composite_experts, "lends", lambda device, lends=lends: lends)
+        kernel(case.x, packed, case.routing)
+        assert bool(kernel.experts._own.by_rows) == lends
 
 
 # -- calls -------------------------------------------------------------------------------------

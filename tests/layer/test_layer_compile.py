@@ -142,6 +142,25 @@ def test_layers_that_cannot_be_captured_have_the_tag() -> None:
     assert torch.Tag.cudagraph_unsafe not in torch.ops.moekit.fused_moe.default.tags
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_ranks_that_move_tokens_replay_no_graphs(moves: bool) -> None:
+    """One rank would replay its graph while another one runs Python, and waits for it."""
+    layer, _ = loaded_layer()
+    layer.graph_safe, layer.ranks.moves = True, moves
+    seen: list[object] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        seen.extend(node.target for node in graph.graph.nodes if "moekit" in str(node.target))
+        return graph.forward
+
+    x = torch.randn(4, H)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "run", lambda inputs: inputs.x.clone())
+        torch.compile(layer, fullgraph=True, backend=compiler)(x, logits_for(layer, 4))
+    (operator,) = seen
+    assert (torch.Tag.cudagraph_unsafe in operator.tags) == moves
+
+
 def test_compiled_code_raises_the_layers_errors() -> None:
     layer, _ = loaded_layer()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")

@@ -387,6 +387,30 @@ def test_layers_compiled_one_by_one() -> None:
     torch._dynamo.reset()
 
 
+def test_layers_that_cannot_be_captured_have_the_tag() -> None:
+    model = make(hfm.QWEN3_MOE)
+    logits(model)
+    found = next(iter(Layer.find(model).values()))
+    assert not found.graph_safe  # on the CPU
+    seen: list[object] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        seen.extend(node.target for node in graph.graph.nodes if "moekit" in str(node.target))
+        return graph.forward
+
+    for graphs in (False, True):
+        seen.clear()
+        torch._dynamo.reset()
+        found.graph_safe = graphs
+        layer = model.model.layers[0].mlp.experts
+        inputs = torch.randn(5, 96), torch.rand(5, 8).topk(3).indices, torch.rand(5, 3)
+        with torch.no_grad():
+            torch.compile(layer, backend=compiler)(*inputs)
+        (operator,) = seen
+        assert (torch.Tag.cudagraph_unsafe in operator.tags) != graphs
+    torch._dynamo.reset()
+
+
 def test_the_operator_passes_opcheck() -> None:
     model = make(hfm.QWEN3_MOE)
     logits(model)

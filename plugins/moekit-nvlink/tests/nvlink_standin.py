@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from moekit_nvlink import buffers, dispatcher, moekit_dispatchers
+from moekit_nvlink.footprint import footprint
 from moekit_nvlink.settings import Settings
 from moekit_nvlink.transfer import Tile
 from nvlink_host import problems
@@ -110,8 +111,10 @@ def specs() -> list[DispatcherSpec]:
     ):
         for way, name in zip(("", "_push"), names, strict=True):
             check = partial(_check, spec.check)
+            states = partial(footprint, batched="LowLatency" in name, push=bool(way))
             made.append(replace(spec, name=f"{spec.name}{way}_standin", devices=("cpu",),
-                                check=check, target=f"nvlink_standin:{name}"))  # fmt: skip
+                                check=check, target=f"nvlink_standin:{name}",
+                                footprint=states))  # fmt: skip
     return made
 
 
