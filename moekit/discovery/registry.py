@@ -44,7 +44,8 @@ class Registry:
     _added: list[BackendSpec] = field(default_factory=list)
 
     @classmethod
-    def discover(cls, environ: Mapping[str, str] = os.environ) -> Registry:
+    def discover(cls, environ: Mapping[str, str] | None = None) -> Registry:
+        environ = os.environ if environ is None else environ
         strict = switch("MOEKIT_STRICT", False, environ)
         found, unknown = sources(environ)
         states = [

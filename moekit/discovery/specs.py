@@ -354,10 +354,6 @@ class DispatcherSpec(BackendSpec):
                 "every rank must have a batch of tokens: dp_size must equal the number of ranks "
                 f"(dp_size={dp}, {ranks} ranks)"
             )
-        elif ranks % dp:
-            reasons.append(
-                f"the number of ranks must be a multiple of dp_size ({ranks} ranks, dp_size={dp})"
-            )
         if experts % p.ep_size and not self.uneven_experts:
             reasons.append(
                 f"{experts} experts must be a multiple of ep_size={p.ep_size}; add redundant "
@@ -488,7 +484,8 @@ class ExpertsSpec(BackendSpec):
             known = ", ".join(sorted(self.schemes))
             reasons.append(f"quant scheme {problem.quant.name} is not supported (has {known})")
         if problem.activation.name not in self.activations:
-            reasons.append(f"activation {problem.activation.name} is not supported")
+            known = ", ".join(sorted(self.activations))
+            reasons.append(f"activation {problem.activation.name} is not supported (has {known})")
         if problem.activation.clamped and not self.silu_clamp:
             reasons.append(f"does not clamp silu (limit={problem.activation.limit})")
         if problem.has_bias and not self.bias:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.errors import GroupMismatch, InvalidInput, InvalidProblem
+from moekit.errors import GroupMismatch, InvalidInput
 from moekit.layer.parallelism import LayerParallelism
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.runtime.group import has_backend, resolve
@@ -28,7 +28,6 @@ class LayerRanks:
 
     Raises:
         GroupMismatch: The group does not fit, or ranks differ; raised on all ranks.
-        InvalidProblem: The ranks do not divide into token batches.
     """
 
     def __init__(
@@ -42,10 +41,6 @@ class LayerRanks:
         parallel = problem.parallel
         self.size = parallel.num_ranks
         self.rank = parallel.rank
-        if self.size % tokens.dp_size:
-            raise InvalidProblem(
-                f"{self.size} ranks do not divide into dp_size={tokens.dp_size} batches of tokens"
-            )
         # Number of consecutive ranks that hold the same tokens.
         self.copies = self.size // tokens.dp_size
         self.moves = parallel.moves_tokens

@@ -115,7 +115,15 @@ class Activation:
 
 
 def apply_activation(h: Tensor, activation: Activation, dim: int = -1) -> Tensor:
-    """Apply the activation along ``dim``: 2I entries if gated, else I -> I, in ``h``'s dtype."""
+    """Apply the activation along ``dim``: 2I entries -> I if gated, else I -> I, in ``h``'s dtype.
+
+    Raises InvalidProblem for a gated activation of an odd number of entries.
+    """
+    if activation.gated and h.shape[dim] % 2:
+        raise InvalidProblem(
+            f"h has shape {tuple(h.shape)}, expected an even size in dim {dim}: {activation.name} "
+            "takes gate and up, I entries each"
+        )
     x = h.float()
     if not activation.gated:
         y = _UNARY[activation.name.removesuffix("_no_mul")](x)

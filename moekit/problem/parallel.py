@@ -9,7 +9,12 @@ from moekit.untrusted.arguments import MAX_RANKS, accept_fields, size
 
 
 def partition(total: int, size: int, rank: int) -> range:
-    """Return a rank's contiguous share of ``total`` items; the first ranks get the remainder."""
+    """Return a rank's contiguous share of ``total`` items; the first ranks get the remainder.
+
+    Raises InvalidProblem unless 0 <= rank < size.
+    """
+    if not 0 <= rank < size:
+        raise InvalidProblem(f"rank={rank} with size={size}: expected a rank in [0, {size})")
     share, extra = divmod(total, size)
     start = rank * share + min(rank, extra)
     return range(start, start + share + (rank < extra))
@@ -64,6 +69,11 @@ class ParallelConfig:
                 f"ranks, {self.nodes} nodes)"
             )
         object.__setattr__(self, "dp_size", self.dp_size or self.ep_size)
+        if self.num_ranks % self.dp_size:
+            raise InvalidProblem(
+                f"dp_size={self.dp_size} must divide the number of ranks, ep_size x tp_size "
+                f"({self.num_ranks}): as many consecutive ranks hold each of the batches"
+            )
 
     @property
     def num_ranks(self) -> int:

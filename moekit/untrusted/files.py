@@ -40,8 +40,9 @@ def home_folder() -> Path:
         return Path("/nonexistent")
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Return the folder where the user's caches are."""
+    environ = os.environ if environ is None else environ
     return Path(environ.get("XDG_CACHE_HOME") or home_folder() / ".cache")
 
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from moekit.errors import InvalidInput
 
 
-def switch(name: str, default: bool, environ: Mapping[str, str] = os.environ) -> bool:
+def switch(name: str, default: bool, environ: Mapping[str, str] | None = None) -> bool:
     """Return whether variable ``name`` is 1; ``default`` where it is unset or empty.
 
     Raises InvalidInput for any other value than 0 and 1.
     """
+    environ = os.environ if environ is None else environ
     value = environ.get(name, "").strip()
     if value not in ("", "0", "1"):
         raise InvalidInput(

@@ -55,12 +55,6 @@ def test_a_limit_is_a_reason_where_tokens_move(fact, layer, reason) -> None:
         assert reasons(within, **layer) == []
 
 
-def test_batches_must_divide_the_ranks() -> None:
-    assert reasons(ANY, dp=3) == [
-        "the number of ranks must be a multiple of dp_size (4 ranks, dp_size=3)"
-    ]
-
-
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "8"])
 def test_limits_are_positive_ints(wrong) -> None:
     with pytest.raises(ValueError, match="most_top_k .*expected an int of at least 1, or None"):

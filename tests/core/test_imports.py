@@ -107,3 +107,17 @@ def test_rooms_import_from_their_own_line_and_the_lines_below():
                     found.append(f"{file.relative_to(ROOT)}:{line} imports {module}")
     assert len(rooms) > 10
     assert not found, "\n".join(found)
+
+
+def test_help_shows_no_environment():
+    """A default of os.environ would print the whole environment, with its secrets, in help()."""
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for folder in ("moekit", "plugins")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for default in (*node.args.defaults, *node.args.kw_defaults)
+        if default is not None and ast.unparse(default) in ("os.environ", "environ")
+    ]
+    assert not found, "\n".join(found)

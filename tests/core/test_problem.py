@@ -10,6 +10,7 @@ import moekit
 from moekit import Activation, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.errors import InvalidProblem
 from moekit.problem import partition
+from moekit.problem.activation import apply_activation
 from moekit.testing import cases
 
 SIZES = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=96, device="cpu")
@@ -65,6 +66,11 @@ def test_contradictions_are_refused(changes: dict, said: str) -> None:
         lambda: ParallelConfig(tp_size=0),
         lambda: ParallelConfig(ep_size="2"),
         lambda: ParallelConfig(dp_size=-1),
+        lambda: ParallelConfig(ep_size=4, dp_size=3),
+        lambda: ParallelConfig(ep_size=2, dp_size=8),
+        lambda: partition(8, 2, 2),
+        lambda: partition(8, 2, -1),
+        lambda: apply_activation(torch.randn(2, 3), Activation("silu")),
         lambda: Activation("gelu", limit=3.0),
         lambda: Activation("silu", alpha=1.0),
         lambda: Activation("silu", limit=-1.0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -167,7 +166,7 @@ def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def lookup(problem: MoEProblem, environ: Mapping[str, str] = os.environ) -> Found | None:
+def lookup(problem: MoEProblem, environ: Mapping[str, str] | None = None) -> Found | None:
     """Return the times of ``problem`` or of the nearest shape; None if none is near.
 
     Where its device was not measured, those of another device of its architecture count.

@@ -51,8 +51,9 @@ def nearest(keys: Iterable[T], distance_to: Callable[[T], float]) -> tuple[T, fl
     return min(found, key=lambda item: item[1], default=None)
 
 
-def user_path(environ: Mapping[str, str] = os.environ) -> Path:
+def user_path(environ: Mapping[str, str] | None = None) -> Path:
     """Return the file or folder of the user's tables."""
+    environ = os.environ if environ is None else environ
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
     return cache_folder(environ) / "moekit" / "tuned"
@@ -78,16 +79,17 @@ class TableFiles(Generic[T, M]):
     owner: str = ""
     optional: bool = False
 
-    def user_folder(self, environ: Mapping[str, str] = os.environ) -> Path:
+    def user_folder(self, environ: Mapping[str, str] | None = None) -> Path:
         """Return where the user's tables are, and a tuner writes."""
         place = user_path(environ)
         return place / self.owner if self.owner else place
 
-    def known(self, device: str = "", environ: Mapping[str, str] = os.environ) -> M:
+    def known(self, device: str = "", environ: Mapping[str, str] | None = None) -> M:
         """Return all tables merged. Files that cannot be used are skipped with a warning.
 
         Files are read again only when they change. device: its file alone; default: all files.
         """
+        environ = os.environ if environ is None else environ
         named = environ.get(VARIABLE)
         off = named == ""
         if named and not os.path.exists(named):

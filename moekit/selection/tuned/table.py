@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
@@ -107,7 +106,7 @@ def read(file: Path) -> Table:
     return _tables().read(file)
 
 
-def known(environ: Mapping[str, str] = os.environ) -> Table:
+def known(environ: Mapping[str, str] | None = None) -> Table:
     """Return the user's and the shipped tables as one; empty if MOEKIT_TUNED is empty.
 
     Files that cannot be used are skipped with a warning.

@@ -24,7 +24,7 @@ from layer_on_ranks import (
 )
 
 import moekit
-from moekit import MoEProblem, ParallelConfig, Routing
+from moekit import ParallelConfig, Routing
 from moekit.errors import GroupMismatch
 from moekit.problem.quant import quantize
 from moekit.testing.distributed import RankError, RankPool
@@ -406,16 +406,3 @@ def test_local_is_preferred_where_nothing_moves():
     assert moekit.explain(problem).chosen.dispatcher == "local"
     moving = moekit.explain(my_problem(Case(((),)), 0, 2))
     assert moving.chosen.dispatcher == "naive" and "local" in moving.rejected_dispatchers
-
-
-def test_batches_that_do_not_divide_are_refused_with_a_reason():
-    problem = MoEProblem(
-        num_experts=8,
-        top_k=2,
-        hidden_size=64,
-        intermediate_size=32,
-        parallel=ParallelConfig(ep_size=4, dp_size=3),
-        device="cpu",
-    )
-    (reason,) = moekit.registry().dispatcher("naive").unsupported(problem)
-    assert "dp_size=3" in reason
