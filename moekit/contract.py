@@ -30,8 +30,8 @@ from moekit.runtime.units import size_text
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# (x_RH, valid_rows_R or None) -> (quantized_RH, scale)
 Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
+"""A function: (x_RH, valid_rows_R or None) -> (quantized_RH, scale)."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,14 @@ class PrepareAndFinalize(Backend):
     ) -> Pending[Dispatched]:
         """Quantize the tokens with ``quantize`` if it is not None, and dispatch them.
 
-        A scale that tokens share is that of all tokens of this rank that have an expert.
-        x_TH is contiguous, in the problem's dtype; ids are contiguous, of ``spec.ids_dtype``.
+        The result may share memory with x_TH and ``routing``: the caller leaves both unchanged
+        until the combine has ended.
+
+        Args:
+            x_TH: (T, H), contiguous, in the problem's dtype.
+            routing: contiguous weights (T, K) float32 and ids (T, K) of ``spec.ids_dtype``.
+            quantize: takes x_TH and a (T,) bool mask of the tokens that have an expert, because
+                only these count for a scale that tokens share. None: send unquantized tokens.
         """
 
     @abstractmethod
@@ -169,9 +175,11 @@ class PrepareAndFinalize(Backend):
         taken. Tokens without any expert get zeros.
 
         Args:
-            y: in the problem's dtype, or `output_dtype`. STANDARD: (R, H), weighted and summed over
-                K. BATCHED: (L, C, H), raw expert rows, padding undefined. STANDARD in
-                batch-invariant problems: (R, K', H), raw expert rows, undefined where the id is -1.
+            y: in the problem's dtype, or float32 if `weights_in_fp32` in fp16 problems. STANDARD:
+                (R, H), weighted and summed over K. BATCHED: (L, C, H), raw expert rows, padding
+                undefined. STANDARD in batch-invariant problems: (R, K', H), raw expert rows,
+                undefined where the id is -1.
+            dispatched: of this call; the kernel may have replaced x and x_scale.
             out_TH: (T, H). None only if `makes_output`: then return a tensor of the library's.
         """
 
@@ -227,7 +235,9 @@ class PermuteExpertsUnpermute(Backend):
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Convert weights to this backend's layout, without changing ``weights``.
 
-        ``weights`` are checked against the problem, and w13 holds gate and up in halves.
+        Args:
+            weights: `ExpertWeights.canonical`, checked against the problem: w13 (L, 2I or I, H)
+                holds gate and up in halves, w2 is (L, H, I). The result may share their memory.
         """
 
     @abstractmethod
@@ -245,12 +255,16 @@ class PermuteExpertsUnpermute(Backend):
         """Write the experts' output to ``y``.
 
         Args:
-            y: in the problem's dtype, or `output_dtype`.
+            y: in the problem's dtype, or float32 if `weights_in_fp32` in fp16 problems.
                 STANDARD, ``spec.reduces``: (R, H), weighted by ``topk_weights`` and summed over K';
                 rows without a local expert are set to zero.
                 STANDARD otherwise: (R, K', H); rows of assignments with id -1 stay undefined.
                 BATCHED: (L, C, H); rows at or beyond ``expert_num_tokens`` stay undefined.
-            workspace: the buffers that `workspace` asked for, uninitialized.
+            tokens: what arrived, quantized if ``x_scale`` is not None. Read only; y may be the
+                caller's output, which shares no memory with it.
+            weights: what `pack` returned, possibly with experts moved. Read only.
+            workspace: the buffers that `workspace` asked for, uninitialized, which share no memory
+                with the other arguments.
         """
 
     def quantize(
@@ -287,7 +301,11 @@ class PermuteExpertsUnpermute(Backend):
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A scratch buffer that an experts backend asks for."""
+    """A scratch buffer that an experts backend asks for.
+
+    shape: ints of at least 0.
+    dtype: any torch dtype.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype

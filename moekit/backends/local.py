@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 def local_ids(topk_ids: Tensor, problem: MoEProblem) -> Tensor:
     """Return local expert ids for global physical ids, -1 for experts of other ranks.
 
-    The dtype stays the same.
+    Args:
+        topk_ids: (T, K), any integer dtype; -1 for no expert.
+
+    Returns:
+        (T, K) of the same dtype. May be topk_ids itself: do not modify it.
     """
     experts = problem.local_experts
     if len(experts) == problem.num_physical_experts:

@@ -8,6 +8,7 @@ from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 
 GROUP = "moekit"
 hookimpl = pluggy.HookimplMarker(GROUP)
+"""Decorates the functions `moekit_dispatchers` and `moekit_experts` of a plugin."""
 _hookspec = pluggy.HookspecMarker(GROUP)
 
 

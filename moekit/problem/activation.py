@@ -32,6 +32,7 @@ DEFAULT_ACTIVATIONS = _GATED_BY_DEFAULT | NON_GATED
 
 GATED = _GATED_BY_DEFAULT | {"relu2_and_mul", "situ", "swiglustep"}
 ACTIVATIONS = GATED | NON_GATED
+"""The names of all kinds of activation."""
 
 # Kinds that accept ``limit``.
 CLAMPABLE = frozenset({"silu", "swigluoai", "situ", "swiglustep"})
@@ -106,6 +107,7 @@ class Activation:
 
     @property
     def gated(self) -> bool:
+        """Return whether the kind has a gate, so that w13 has 2I rows."""
         return self.name in GATED
 
     @property

@@ -53,6 +53,7 @@ _TORCH_DTYPE = {
     "float4_e2m1": torch.uint8,
 }
 INT4_ZERO = 8
+"""The stored integer of value 0 in int4 weights without zero points."""
 # Values of the codes 0..7; code + 8 is the negative value.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST_AMAX = 1e-12
@@ -78,6 +79,7 @@ _OPERAND = {
 class OperandQuant:
     """The quantization of one operand.
 
+    ``dtype``: float8_e4m3fn, int8, int4 or float4_e2m1.
     ``group`` (rows, columns) share one scale; -1 means the whole extent: (-1, -1) per tensor,
     (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
     ``static``: the checkpoint has the scale; otherwise it is computed from the data.
@@ -220,13 +222,14 @@ SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
         )
     }
 )
+"""The quantization schemes by name."""
 
-# Schemes whose activations are one byte each with fp32 scales, which dispatchers can transfer.
 WIRE_SCHEMES = frozenset(
     name
     for name, scheme in SCHEMES.items()
     if scheme.activation is not None and scheme.activation.scale_dtype == "float32"
 )
+"""Names of schemes whose activations are one byte each with fp32 scales, as transfers need them."""
 
 
 def scheme(name: str) -> QuantScheme:
@@ -345,7 +348,7 @@ def pack_int4(values: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """Undo `pack_int4`."""
+    """Unpack (..., C/2) uint8 to (..., C) uint8 of 0..15; the lower half of a byte comes first."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 

@@ -83,6 +83,7 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
+        """L, the number of experts in these tensors."""
         return self.w13.shape[0]
 
     def select(self, experts: Sequence[int] | Tensor) -> ExpertWeights:

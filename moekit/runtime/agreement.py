@@ -262,7 +262,7 @@ class Agreement:
 
     @property
     def step(self) -> int:
-        """The number of the next step, the same on all ranks after one that succeeded."""
+        """Return the number of the next step. After a successful step it is equal on all ranks."""
         return self._sequence.step
 
     @property

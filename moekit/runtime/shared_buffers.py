@@ -73,7 +73,7 @@ class Lease(Generic[T]):
 
     @property
     def held(self) -> bool:
-        """Return whether it was not released."""
+        """Return whether the lease still holds its buffers."""
         return self._value is not None
 
     @property
@@ -100,7 +100,7 @@ class CallBuffers(Generic[T]):
     def __init__(self, make: Callable[[], T], most: int | None = 2) -> None:
         """Make the first buffer; collective if ``make`` is.
 
-        most: calls that may be in flight.
+        most: calls that may be in flight; None: no limit.
         """
         self._make, self._most = make, most
         self.all = [_made(make)]

@@ -89,6 +89,7 @@ class Workspace:
 
     @classmethod
     def nbytes_for(cls, specs: Sequence[BufferSpec]) -> int:
+        """Return the bytes of an arena that holds these buffers at once."""
         return sum(-(-s.nbytes // cls._ALIGN) * cls._ALIGN for s in specs)
 
     @property

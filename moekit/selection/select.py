@@ -79,7 +79,8 @@ def compose(
 
     A backend that nobody named and that cannot be loaded or made is skipped with a warning. Where
     tokens move, the call is collective: all ranks agree on a combination, then make its dispatcher
-    together, so that no other one can take its place.
+    together, so that no other one can take its place. The dispatcher's
+    buffers are made on the thread's current device.
 
     Args:
         problem: what is to be computed, and where.
@@ -91,11 +92,13 @@ def compose(
         backends: the backends to choose from; default: all that are installed.
 
     Raises:
+        InvalidProblem: an argument has another type, or is out of range.
         Unsupported: a named backend cannot do the problem.
         NoBackend: no combination can.
         UnknownBackend, NameClash: a name means no backend, or more than one.
         BackendBroken: a named backend cannot be loaded or made.
-        GroupMismatch: ranks chose differently, or another rank raised.
+        GroupMismatch: ranks chose differently, another rank raised, or the group does not fit.
+        PeerFailed: a rank did not come within ``peer_timeout`` seconds.
     """
     accept(_PROBLEM | {"group": optional(GROUP)}, locals())
     moves = problem.parallel.moves_tokens

@@ -41,12 +41,15 @@ def device_file(device: str) -> str:
 
 
 def size_distance(sizes: Iterable[float], others: Iterable[float]) -> float:
-    """Return how far sizes are apart: the root of the squares of the log2 of their ratios."""
+    """Return how far sizes are apart.
+
+    It is the root of the sum of the squares of the log2 of their ratios.
+    """
     return math.hypot(*(math.log2(a / b) for a, b in zip(sizes, others, strict=True)))
 
 
 def nearest(keys: Iterable[T], distance_to: Callable[[T], float]) -> tuple[T, float] | None:
-    """Return the nearest key and its distance; of equals the first, None if none is in `REACH`."""
+    """Return (key, distance) of the nearest key within `REACH`, or None; of equals the first."""
     found = [(key, far) for key in keys if (far := distance_to(key)) <= REACH]
     return min(found, key=lambda item: item[1], default=None)
 
