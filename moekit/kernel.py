@@ -165,6 +165,12 @@ class ModularKernel:
             out: (T, H), written and returned if given; it must not overlap x.
             shared: shared experts, called with x while tokens are in flight; their (T, H) result
                 is added.
+
+        Raises:
+            InvalidInput: An argument does not fit the problem.
+            CapacityExceeded: There are more tokens than max_num_tokens.
+            WeightsError: The weights are of another backend or problem.
+            PeerFailed: Another rank failed or did not come.
         """
         if self._on_accelerator and is_elsewhere(x):
             with on_device(x):
@@ -199,6 +205,8 @@ class ModularKernel:
         Args:
             meanwhile: ``.run()`` calls it while tokens are in flight; if it raises, so does the
                 call, on all ranks.
+
+        Raises: as a call does; PeerFailed also from ``.run()`` and ``.result()``.
         """
         flow = self._flow(x, weights, routing, out, meanwhile)
 
@@ -334,7 +342,7 @@ class ModularKernel:
     def memory(self, num_tokens: int | None = None) -> MemoryReport:
         """Return the bytes needed when every rank passes ``num_tokens`` tokens.
 
-        num_tokens: default: problem.max_num_tokens.
+        num_tokens: default: problem.max_num_tokens; InvalidInput is raised if there is neither.
         """
         tokens = self.problem.max_num_tokens if num_tokens is None else num_tokens
         if tokens is None:

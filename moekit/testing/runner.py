@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from moekit.discovery.registry import registry
+from moekit.errors import Unsupported
 from moekit.testing.collection import WITHOUT_DEVICE
 
 VARIABLE = "_MOEKIT_CHECK"
@@ -39,10 +40,12 @@ def run(name: str, extra_args: Sequence[str] = ()) -> int:
     Raises:
         UnknownBackend: no backend has the name.
         NameClash: two packages offer it.
+        Unsupported: a package that it needs is not installed.
     """
     known = registry()
-    if name not in known.dispatchers:
-        known.expert(name)
+    spec = known.dispatchers.get(name) or known.expert(name)
+    if missing := spec.missing():
+        raise Unsupported(f"{name!r} cannot be checked: {missing}", [missing])
     count = _Count()
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = name

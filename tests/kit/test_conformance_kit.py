@@ -15,7 +15,8 @@ import torch
 
 import moekit
 from moekit import MoEProblem
-from moekit.errors import InvalidInput
+from moekit.discovery.registry import Registry, registry
+from moekit.errors import InvalidInput, Unsupported
 from moekit.problem.activation import Activation
 from moekit.testing import (
     ExpertsConformance,
@@ -26,6 +27,7 @@ from moekit.testing import (
     memory,
     relative_error,
     run,
+    runner,
     tolerance,
 )
 from moekit.testing.calls import same_bits
@@ -315,6 +317,15 @@ def test_run_fails_when_no_test_calls_the_backend(tests):
     )
     assert done.returncode == 5, done.stdout + done.stderr
     assert "no test called 'local'" in done.stdout
+
+
+def test_run_refuses_a_backend_whose_package_is_missing(monkeypatch):
+    found = Registry(plugins=registry().plugins)
+    needs = {"requires": ("no_such_package",), "install_hint": "pip install no-such-package"}
+    found.register(replace(registry().expert("torch"), name="needy", **needs))
+    monkeypatch.setattr(runner, "registry", lambda: found)
+    with pytest.raises(Unsupported, match="'needy' cannot be checked: no_such_package is not"):
+        runner.run("needy")
 
 
 def test_numbers_of_ranks_can_be_asked_for():

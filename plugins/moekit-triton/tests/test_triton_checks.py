@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from moekit_triton.checks import checks
 
+import moekit
 from moekit.plugin import DeviceSpec
 
 
@@ -13,3 +15,13 @@ def test_tables_are_found_by_device() -> None:
     ((_, state, text),) = checks(DeviceSpec("cuda", (9, 0), "NVIDIA H2000"))
     assert state == "no" and text.startswith("none for NVIDIA H2000") and "tune triton" in text
     assert [state for _, state, _ in checks(DeviceSpec("cpu"))] == ["no"]
+
+
+@pytest.mark.parametrize("value", ["2", "on"])
+def test_a_gluon_switch_is_0_or_1(monkeypatch, value) -> None:
+    monkeypatch.setenv("MOEKIT_TRITON_GLUON", value)
+    problem = moekit.MoEProblem(
+        num_experts=4, top_k=2, hidden_size=64, intermediate_size=64, device="sm90"
+    )
+    (reason,) = moekit.registry().expert("triton").unsupported(problem)
+    assert reason.startswith(f"MOEKIT_TRITON_GLUON={value!r}: expected 0 or 1")

@@ -1,4 +1,4 @@
-"""Settings that users choose by environment variables; all ranks must choose alike."""
+"""Settings that users choose by environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _MOST_PROGRAMS = 1024
 
 @dataclass(frozen=True)
 class Settings:
-    """push: the experts' ranks write rows back, and tokens' ranks do not read them from there.
+    """push: the experts' ranks write rows back, and tokens' ranks do not read them from there. All
+    ranks must choose alike, which construction checks.
 
     programs: of a kernel that moves many tokens; each occupies one multiprocessor.
     """

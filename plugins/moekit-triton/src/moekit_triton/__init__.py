@@ -6,6 +6,7 @@ On the CPU they run in Triton's interpreter, for tests, when TRITON_INTERPRET=1.
 import os
 import sys
 
+from moekit.errors import InvalidInput
 from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
 _SCHEMES = frozenset(
@@ -31,6 +32,20 @@ _SCHEMES = frozenset(
 _FP8_CAPABILITY = (8, 9)
 
 
+GLUON_VARIABLE = "MOEKIT_TRITON_GLUON"
+
+
+def gluon_asked() -> str:
+    """Return "0", "1", or "" where the user leaves the choice to moekit. Raises InvalidInput."""
+    value = os.environ.get(GLUON_VARIABLE, "").strip()
+    if value not in ("", "0", "1"):
+        raise InvalidInput(
+            f"{GLUON_VARIABLE}={value!r}: expected 0 or 1; set one of them, or unset the variable "
+            "for the versions of triton that have run on a GPU"
+        )
+    return value
+
+
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
@@ -44,6 +59,10 @@ def _imported_compiled() -> bool:
 def _check(problem: MoEProblem) -> list[str]:
     reasons = []
     device, weight = problem.device, problem.quant.weight
+    try:
+        gluon_asked()
+    except InvalidInput as error:
+        reasons.append(str(error))
     if device.type == "cpu" and not _interpreted():
         reasons.append(
             "on the CPU Triton runs only in its interpreter (slow, for tests): "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Sequence
 
 import torch
 import triton
 from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
 
-from moekit.plugin import MoEProblem, switch
+from moekit.plugin import MoEProblem
+
+from . import gluon_asked
 
 logger = logging.getLogger("moekit")
 
@@ -30,9 +31,7 @@ _SHARED = {
 }  # fmt: skip
 _RAN = ("3.6", "3.8", "3.9")
 _COMPILING = (*_RAN, "3.7")
-GLUON_VERSIONS: Sequence[str] = _RAN
-if os.environ.get("MOEKIT_TRITON_GLUON", "").strip():
-    GLUON_VERSIONS = _COMPILING if switch("MOEKIT_TRITON_GLUON", True) else ()
+GLUON_VERSIONS: Sequence[str] = {"0": (), "1": _COMPILING}.get(gluon_asked(), _RAN)
 """Versions of triton with which specialized warps, in Gluon, are used: those that ran on a GPU;
 with MOEKIT_TRITON_GLUON=1 also those that compile them, with 0 none."""
 
