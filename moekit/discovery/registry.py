@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from types import MappingProxyType
 
 from moekit.discovery.entry_points import SWITCHES as SWITCHES
@@ -30,6 +31,11 @@ from moekit.untrusted.switches import switch
 
 logger = logging.getLogger("moekit")
 
+# What the core reads; plugins read others.
+_VARIABLES = (
+    *SWITCHES, "MOEKIT_DISPATCHER", "MOEKIT_EXPERTS", "MOEKIT_TUNED", "MOEKIT_CALIBRATE",
+)  # fmt: skip
+
 
 @dataclass
 class Registry:
@@ -47,6 +53,9 @@ class Registry:
     def discover(cls, environ: Mapping[str, str] | None = None) -> Registry:
         environ = os.environ if environ is None else environ
         strict = switch("MOEKIT_STRICT", False, environ)
+        for name in environ:
+            if name not in _VARIABLES and (meant := get_close_matches(name, _VARIABLES, 1, 0.9)):
+                logger.warning("moekit: %s is ignored: %s may be meant", name, meant[0])
         found, unknown = sources(environ)
         states = [
             source.state("blocked", blocked) if blocked else probe(source, strict)

@@ -55,6 +55,7 @@ class LoadWindow:
 
     Counts are of logical experts, so they stay valid when experts move. ``record`` does not
     synchronize, can be captured in a CUDA graph, and may be called from any thread on any stream.
+    ``step`` counts what has been recorded before it on its own stream, so let that wait for others.
 
     Args:
         layers: Number of layers.

@@ -151,6 +151,17 @@ def test_strict_lets_the_error_out(fakes: Fakes) -> None:
     assert state(fakes.discover(MOEKIT_STRICT="0"), "bad").state == "broken"
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("MOEKIT_EXPERT", "MOEKIT_EXPERTS"), ("MOEKIT_PLUGIN", "MOEKIT_PLUGINS")]
+)
+def test_a_misspelt_variable_is_named(fakes: Fakes, caplog, name: str, meant: str) -> None:
+    fakes.discover(**{name: "torch"})
+    assert f"{name} is ignored: {meant} may be meant" in caplog.text
+    caplog.clear()
+    fakes.discover(**{meant: "torch", "MOEKIT_VLLM": "on", "MOEKIT_TEST_SEED": "1"})
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("value", ["2", "yes", "True", "-1"])
 def test_a_switch_is_0_or_1(fakes: Fakes, value: str) -> None:
     says = rf"MOEKIT_STRICT='{value}': expected 0 or 1; set one of them, or unset .* for 0"
