@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moekit.errors import InvalidInput
 from moekit.untrusted.code import printable, shown
 
 
@@ -29,7 +30,7 @@ class Footprint:
         sizes = {"rows": self.rows, "transient": self.transient, **dict(self.buffers)}
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise ValueError(f"{shown(name)} {shown(size)}: expected an int of at least 0")
+                raise InvalidInput(f"{shown(name)} {shown(size)}: expected an int of at least 0")
         object.__setattr__(self, "buffers", {printable(n): b for n, b in self.buffers.items()})
         object.__setattr__(self, "source", printable(self.source))
         object.__setattr__(self, "across", tuple(map(printable, self.across)))

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from moekit.errors import InvalidInput
+
 _COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     ">=": operator.ge,
     "<": operator.lt,
@@ -53,7 +55,7 @@ class VendorLibrary:
 
     def __post_init__(self) -> None:
         if not all(map(_CLAUSE.fullmatch, self.versions.split(","))):
-            raise ValueError(f"versions must look like '>=1.2,<2' (got {self.versions!r})")
+            raise InvalidInput(f"versions must look like '>=1.2,<2' (got {self.versions!r})")
         if not self.install_hint:
             hint = f"pip install '{self.distribution}{self.versions}'"
             object.__setattr__(self, "install_hint", hint)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 from moekit.discovery import padding as sizes
 from moekit.discovery.footprint import Footprint
-from moekit.errors import BackendBroken
+from moekit.errors import BackendBroken, InvalidInput
 from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from moekit.problem.quant import SCHEMES
@@ -190,7 +190,7 @@ class BackendSpec:
             value = getattr(self, fact.name)
             if fault := _RULES[fact.name](value):
                 whose = "" if fact.name == "name" else f"{self.name}: "
-                raise ValueError(f"{whose}{fact.name} {shown(value)}: {fault}")
+                raise InvalidInput(f"{whose}{fact.name} {shown(value)}: {fault}")
             if isinstance(value, set):
                 object.__setattr__(self, fact.name, frozenset(value))
         object.__setattr__(self, "install_hint", printable(self.install_hint))
@@ -404,9 +404,15 @@ class ExpertsSpec(BackendSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reduces and self.format is ActivationFormat.BATCHED:
-            raise ValueError(f"{self.name}: BATCHED experts see no router weights to reduce with")
+            raise InvalidInput(
+                f"{self.name}: BATCHED experts see no router weights to reduce with: set "
+                "reduces=False"
+            )
         if not (self.takes_quantized or self.takes_unquantized):
-            raise ValueError(f"{self.name}: takes neither quantized nor unquantized input")
+            raise InvalidInput(
+                f"{self.name}: takes neither quantized nor unquantized input: set takes_quantized "
+                "or takes_unquantized"
+            )
 
     def made_for(self, problem: MoEProblem) -> ExpertsSpec:
         """Return the spec as it holds for ``problem``: batch-invariant experts do not reduce."""

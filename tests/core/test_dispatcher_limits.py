@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from moekit import MoEProblem, ParallelConfig
-from moekit.plugin import ActivationFormat, DispatcherSpec, quant, quantize_for_transfer
+from moekit.errors import InvalidInput
+from moekit.plugin import (
+    ActivationFormat,
+    DispatcherSpec,
+    ExpertsSpec,
+    quant,
+    quantize_for_transfer,
+)
 
 ANY = DispatcherSpec(
     name="any",
@@ -57,7 +64,7 @@ def test_a_limit_is_a_reason_where_tokens_move(fact, layer, reason) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "8"])
 def test_limits_are_positive_ints(wrong) -> None:
-    with pytest.raises(ValueError, match="most_top_k .*expected an int of at least 1, or None"):
+    with pytest.raises(InvalidInput, match="most_top_k .*expected an int of at least 1, or None"):
         replace(ANY, most_top_k=wrong)
 
 
@@ -76,3 +83,21 @@ def test_scales_travel_with_every_row(scheme: str) -> None:
     assert len(scale) == 5 and bool(torch.isfinite(scale[ids[:, 0] >= 0]).all())
     if activation.per_tensor:
         assert scale.shape == (5, 1) and len(set(scale.flatten().tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"reduces": True, "format": ActivationFormat.BATCHED}, "set reduces=False"),
+        (
+            {"reduces": True, "takes_quantized": False, "takes_unquantized": False},
+            "set takes_quantized or takes_unquantized",
+        ),
+    ],
+)
+def test_experts_that_contradict_themselves_are_refused(changes, says) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        ExpertsSpec(
+            name="a", target="a:A",
+            **{"format": ActivationFormat.STANDARD, "schemes": frozenset({"none"}), **changes},
+        )  # fmt: skip
