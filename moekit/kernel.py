@@ -44,7 +44,7 @@ from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
 from moekit.runtime.calls import Flow, calls_of
 from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
-from moekit.runtime.device import is_elsewhere, on_device
+from moekit.runtime.device import elsewhere, on_device
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
 from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched
@@ -172,7 +172,7 @@ class ModularKernel:
             WeightsError: The weights are of another backend or problem.
             PeerFailed: Another rank failed or did not come.
         """
-        if self._on_accelerator and is_elsewhere(x):
+        if self._on_accelerator and elsewhere(x) is not None:
             with on_device(x):
                 return self(x, weights, routing, out=out, shared=shared)
         if shared is None:

@@ -71,6 +71,7 @@ class TorchExperts(PermuteExpertsUnpermute):
     ) -> None:
         device = tokens.x.device.type
         if torch.is_autocast_enabled(device):  # the problem names the dtype
+            # Not self.apply, which a subclass may extend.
             with torch.autocast(device, enabled=False):
                 return TorchExperts.apply(self, y, tokens, weights, workspace)
         assert tokens.topk_ids is not None and tokens.topk_weights is not None

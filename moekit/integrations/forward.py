@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moekit.errors import MoekitError, Unsupported
 from moekit.integrations.packed_layer import ATTRIBUTE, Layer
+from moekit.runtime.operators import Operators
 
 # Whether dynamo evaluates functions of modules while it compiles; that of torch 2.11 does not.
 BINDS_MODULES = torch.__version__ >= (2, 13)  # type: ignore[operator]  # a TorchVersion
@@ -44,12 +44,11 @@ def experts_forward(
             number = getattr(self, ATTRIBUTE).number
             _prepare(number, hidden_states.dtype, top_k, weight_on_input)
         # Read from the module, so that a guard binds compiled code to it.
-        found = getattr(self, ATTRIBUTE)
-        operator = _operator if found.graph_safe else _operator_without_graphs
-        out: Tensor = operator(
-            hidden_states, top_k_index, top_k_weights, needs_grad, found.number, weight_on_input
+        layer = getattr(self, ATTRIBUTE)
+        operator = _operators.plain if layer.graph_safe else _operators.without_graphs
+        return operator(
+            hidden_states, top_k_index, top_k_weights, needs_grad, layer.number, weight_on_input
         )
-        return out
     layer = Layer.of(self)
     return layer.run(hidden_states, top_k_index, top_k_weights, weight_on_input, replays=True)
 
@@ -83,28 +82,9 @@ def _run(
     return Layer.numbered(number).run(x, ids, topk_weights, on_input)
 
 
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _no_backward(ctx: Any, grad: Tensor) -> Any:
-    reason = "moekit has no backward pass"
-    raise Unsupported(
-        f"{reason}: train with model.set_experts_implementation('eager'), and run moekit "
-        "under torch.inference_mode() or torch.no_grad()",
-        [reason],
-    )
-
-
-def _made(name: str, tags: tuple[torch.Tag, ...] = ()) -> Any:
-    operator = torch.library.custom_op(f"moekit::{name}", _run, mutates_args=(), tags=tags)
-    operator.register_fake(_fake)
-    operator.register_autograd(_no_backward)
-    return operator
-
-
-_operator = _made("transformers_experts")
-# torch.compile captures no CUDA graph of this one.
-_operator_without_graphs = _made(
-    "transformers_experts_without_graphs", (torch.Tag.cudagraph_unsafe,)
+_operators = Operators.of(
+    "transformers_experts",
+    _run,
+    "train with model.set_experts_implementation('eager'), and run moekit under "
+    "torch.inference_mode() or torch.no_grad()",
 )

@@ -77,7 +77,7 @@ class Layer:
     def __init__(self, module: nn.Module) -> None:
         self.number = next(self._count)
         self.packed: Packed | None = None
-        # Whether the kernel's calls can be captured in a CUDA graph.
+        # Whether calls can be captured in a CUDA graph: a plain value, which dynamo guards.
         self.graph_safe = False
         self._module = weakref.ref(module)
         self._all[self.number] = self

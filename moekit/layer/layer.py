@@ -159,7 +159,7 @@ class FusedMoE(nn.Module):
             f"zero_expert_num={routing.zero_expert_num}, "
             f"shared_experts={shared is not None}, partial={shared is not None and shared.partial}"
         )
-        with on_device(torch.empty(0, device=self.device)):
+        with on_device(self.device):
             self.ranks = LayerRanks(self.problem, parallel, parallelism, common, peer_timeout)
             self.kernel = compose(
                 self.problem,
@@ -299,7 +299,7 @@ class FusedMoE(nn.Module):
         if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
             # torch.compile would replay a rank's graph while another rank runs Python, and waits.
             graphs = self.graph_safe and not self.ranks.moves
-            operator = ops.fused_moe if graphs else ops.fused_moe_without_graphs
+            operator = ops.operators.plain if graphs else ops.operators.without_graphs
             return operator(*inputs, self.prefix)
         with torch.no_grad() if grad_enabled else nullcontext():
             return self.run(inputs)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
-from moekit.errors import MoekitError, NameClash, Unsupported
+from moekit.errors import MoekitError, NameClash
 from moekit.layer.rows import LayerInputs
+from moekit.runtime.operators import Operators
 
 
 class NamedLayer(Protocol):
@@ -113,23 +112,4 @@ def tracks(inputs: LayerInputs) -> bool:
     return typed and (max_tokens is None or isinstance(max_tokens, int))
 
 
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _no_backward(ctx: Any, grad: Tensor) -> Any:
-    reason = "moekit has no backward pass"
-    raise Unsupported(f"{reason}: call FusedMoE under torch.no_grad()", [reason])
-
-
-def _operator(name: str, tags: tuple[torch.Tag, ...] = ()) -> Callable[..., Tensor]:
-    operator = torch.library.custom_op(
-        f"moekit::{name}", _run, mutates_args=(), schema=_SCHEMA, tags=tags
-    )
-    operator.register_fake(_fake)
-    operator.register_autograd(_no_backward)
-    return operator
-
-
-fused_moe = _operator("fused_moe")
-fused_moe_without_graphs = _operator("fused_moe_without_graphs", (torch.Tag.cudagraph_unsafe,))
+operators = Operators.of("fused_moe", _run, "call FusedMoE under torch.no_grad()", _SCHEMA)

@@ -110,7 +110,7 @@ def check_call(
             )
         if out is not None:
             _check_out(x, out)
-            _check_inputs_stay(out, weights, routing)
+            _check_apart(out, x, weights, routing)
         if by_value and ids.numel():
             _check_values(ids, topk_weights, problem.num_physical_experts)
     except (AttributeError, TypeError, RuntimeError, IndexError, StopIteration):
@@ -169,8 +169,6 @@ def _check_out(x: Tensor, out: Tensor) -> None:
             f"out has strides {out.stride()}, so several elements share memory: pass a tensor "
             "with memory for each element, for example torch.empty_like(x)"
         )
-    if overlap(x, out):
-        raise InvalidInput("out shares memory with x; pass another tensor")
     if out.requires_grad and torch.is_grad_enabled():
         raise InvalidInput("out requires a gradient: call under torch.no_grad()")
     if out.is_inference() and not torch.is_inference_mode_enabled():
@@ -180,9 +178,10 @@ def _check_out(x: Tensor, out: Tensor) -> None:
         )
 
 
-def _check_inputs_stay(out: Tensor, weights: PackedWeights, routing: Routing) -> None:
-    """Raise InvalidInput if writing ``out`` would change the weights or the routing."""
+def _check_apart(out: Tensor, x: Tensor, weights: PackedWeights, routing: Routing) -> None:
+    """Raise InvalidInput if writing ``out`` would change an input."""
     inputs = {
+        "x": x,
         "topk_ids": routing.topk_ids,
         "topk_weights": routing.topk_weights,
         **{f"the weights' {name}": t for name, t in weights.experts.items()},

@@ -9,18 +9,22 @@ import torch
 _HERE = nullcontext()
 
 
-def is_elsewhere(x: object) -> bool:
-    """Return whether x is a tensor on another device than the thread's current one."""
-    device = getattr(x, "device", None)
+def elsewhere(x: object) -> int | None:
+    """Return the index of the device x, or of tensor x, unless it is the thread's current one.
+
+    None also for CPUs, and for what is no tensor and no device.
+    """
+    device = getattr(x, "device", x)
     if not isinstance(device, torch.device) or device.type in ("cpu", "meta"):
-        return False
-    return device.index not in (None, torch.accelerator.current_device_index())
+        return None
+    return None if device.index == torch.accelerator.current_device_index() else device.index
 
 
 def on_device(x: object) -> AbstractContextManager[object]:
-    """Make the device of tensor x the thread's current one, whose stream kernels are launched on.
+    """Make the device x, or that of tensor x, the thread's current one, which kernels start on.
 
     Operators of torch do so by themselves, kernels of Triton and of libraries do not. A new
     thread's current device is the first one, and a model may be spread over devices.
     """
-    return torch.accelerator.device_index(x.device.index) if is_elsewhere(x) else _HERE  # type: ignore[attr-defined]
+    index = elsewhere(x)
+    return _HERE if index is None else torch.accelerator.device_index(index)

@@ -79,8 +79,8 @@ def compose(
 
     A backend that nobody named and that cannot be loaded or made is skipped with a warning. Where
     tokens move, the call is collective: all ranks agree on a combination, then make its dispatcher
-    together, so that no other one can take its place. The dispatcher's
-    buffers are made on the thread's current device.
+    together, so that no other one can take its place. The dispatcher's buffers are made on the
+    thread's current device.
 
     Args:
         problem: what is to be computed, and where.

@@ -67,7 +67,7 @@ def test_every_step_of_a_call_is_on_the_device_of_x(monkeypatch) -> None:
         return wrapped
 
     monkeypatch.setattr(kernels, "on_device", on_device)
-    monkeypatch.setattr(kernels, "is_elsewhere", lambda x: not inside)
+    monkeypatch.setattr(kernels, "elsewhere", lambda x: None if inside else 0)
     kernel = moekit.compose(PROBLEM, "local", "torch")
     for part, name in ((kernel.dispatcher, "prepare"), (kernel.dispatcher, "finalize"),
                        (kernel.experts, "apply"), (kernel.experts, "pack")):  # fmt: skip

@@ -346,36 +346,6 @@ class ScratchOfTheDefaultDevice(Plain):
         super().apply(y, tokens, weights, (total,))
 
 
-@killed_by("test_autocast", says="relative error")
-class ProductsOfAutocast(Plain):
-    """Multiplies in the dtype that torch.autocast chooses."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if torch.is_autocast_enabled(y.device.type):
-            dtype = torch.get_autocast_dtype(y.device.type)
-            tokens = replace(tokens, x=tokens.x.to(dtype).to(tokens.x.dtype))
-        super().apply(y, tokens, weights, workspace)
-
-
-@killed_by("test_autocast", says="batch_invariant", batch_invariant=True)
-class InvariantProductsOfAutocast(ProductsOfAutocast):
-    """Multiplies in autocast's dtype where sums are not to depend on other rows."""
-
-    def apply(self, y, tokens, weights, workspace):
-        experts = ProductsOfAutocast if self.problem.batch_invariant else Plain
-        experts.apply(self, y, tokens, weights, workspace)
-
-
-@killed_by("test_autocast", says="quant")
-class QuantizedProductsOfAutocast(ProductsOfAutocast):
-    """Multiplies in autocast's dtype where weights are dequantized first."""
-
-    def apply(self, y, tokens, weights, workspace):
-        quantized = self.problem.quant.weight is not None
-        experts = ProductsOfAutocast if quantized else Plain
-        experts.apply(self, y, tokens, weights, workspace)
-
-
 @killed_by("test_repeated_calls", says="inference")
 class ScratchOfInferenceMode(Plain):
     """Keeps scratch of a call in inference mode, which other calls cannot write."""
@@ -390,16 +360,6 @@ class ScratchOfInferenceMode(Plain):
             shape = 2 * len(y), self.problem.hidden_size
             kept = self._own.kept = torch.empty(shape, dtype=torch.float32)
         super().apply(y, tokens, weights, (kept,))
-
-
-@killed_by("test_autocast")
-class PackedInAutocast(Plain):
-    """Packs weights by a product, whose dtype torch.autocast chooses."""
-
-    def pack(self, weights):
-        if weights.w2.dtype == torch.float32:
-            weights = replace(weights, w2=(weights.w2 @ torch.eye(weights.w2.shape[2])).float())
-        return super().pack(weights)
 
 
 @killed_by("test_repeated_calls", says="NaN|relative error")

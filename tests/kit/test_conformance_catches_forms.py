@@ -256,6 +256,46 @@ class FullBlockOfExperts(Skips):
 # -- calls ----------------------------------------------------------------------------------------
 
 
+@killed_by("test_autocast", says="relative error")
+class ProductsOfAutocast(Plain):
+    """Multiplies in the dtype that torch.autocast chooses."""
+
+    def wrong(self):
+        return True
+
+    def apply(self, y, tokens, weights, workspace):
+        if torch.is_autocast_enabled(y.device.type) and self.wrong():
+            dtype = torch.get_autocast_dtype(y.device.type)
+            tokens = replace(tokens, x=tokens.x.to(dtype).to(tokens.x.dtype))
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_autocast", says="batch_invariant", batch_invariant=True)
+class InvariantProductsOfAutocast(ProductsOfAutocast):
+    """Multiplies in autocast's dtype where sums are not to depend on other rows."""
+
+    def wrong(self):
+        return self.problem.batch_invariant
+
+
+@killed_by("test_autocast", says="quant")
+class QuantizedProductsOfAutocast(ProductsOfAutocast):
+    """Multiplies in autocast's dtype where weights are dequantized first."""
+
+    def wrong(self):
+        return self.problem.quant.weight is not None
+
+
+@killed_by("test_autocast")
+class PackedInAutocast(Plain):
+    """Packs weights by a product, whose dtype torch.autocast chooses."""
+
+    def pack(self, weights):
+        if weights.w2.dtype == torch.float32:
+            weights = replace(weights, w2=(weights.w2 @ torch.eye(weights.w2.shape[2])).float())
+        return super().pack(weights)
+
+
 @killed_by("test_repeated_calls", says="wrote behind its output")
 class GridOfTheLargestCall(Plain):
     """Writes as many rows as its largest call had."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +29,15 @@ def fresh():
 
 
 class Counting:
-    """A compiler that only counts the graphs it receives."""
+    """A compiler that only counts the graphs it receives, and keeps moekit's operators in them."""
 
     def __init__(self) -> None:
         self.graphs = 0
+        self.operators: list[Any] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]):
         self.graphs += 1
+        self.operators += [n.target for n in graph.graph.nodes if "moekit" in str(n.target)]
         return graph.forward
 
 
@@ -111,7 +114,7 @@ def test_opcheck() -> None:
     layer, _ = loaded_layer(shared_experts=torch.sin, zero_expert_num=1)
     x, logits = random_x(layer.problem, 6), logits_for(layer, 6)
     routing = moekit.route(logits, K)
-    for operator in (ops.fused_moe, ops.fused_moe_without_graphs):
+    for operator in ops.operators:
         for x_of, logits_of in ((x, logits), (x.view(2, 3, H), logits.view(2, 3, -1))):
             args = (x_of, logits_of, None, None, None, None, None, layer.prefix)
             torch.library.opcheck(operator, args)
@@ -147,17 +150,11 @@ def test_ranks_that_move_tokens_replay_no_graphs(moves: bool) -> None:
     """One rank would replay its graph while another one runs Python, and waits for it."""
     layer, _ = loaded_layer()
     layer.graph_safe, layer.ranks.moves = True, moves
-    seen: list[object] = []
-
-    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]):
-        seen.extend(node.target for node in graph.graph.nodes if "moekit" in str(node.target))
-        return graph.forward
-
-    x = torch.randn(4, H)
+    x, counting = torch.randn(4, H), Counting()
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer, "run", lambda inputs: inputs.x.clone())
-        torch.compile(layer, fullgraph=True, backend=compiler)(x, logits_for(layer, 4))
-    (operator,) = seen
+        torch.compile(layer, fullgraph=True, backend=counting)(x, logits_for(layer, 4))
+    (operator,) = counting.operators
     assert (torch.Tag.cudagraph_unsafe in operator.tags) == moves
 
 
@@ -196,7 +193,7 @@ def test_compiled_code_that_outlives_its_layer() -> None:
     del layer
     gc.collect()
     with pytest.raises(MoekitError, match="no layer named 'gone' is alive"):
-        ops.fused_moe(x, logits, None, None, None, None, None, "gone")
+        ops.operators.plain(x, logits, None, None, None, None, None, "gone")
 
 
 def test_gradients_are_refused() -> None:

@@ -130,27 +130,33 @@ def test_numbers_of_calls_wrap(batched, push, last) -> None:
 
 
 @triton.jit
-def _flags(peers_ptr, rank, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
-           RANKS_2: tl.constexpr):  # fmt: skip
+def _exchange(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
+              RANKS_2: tl.constexpr, RAISED: tl.constexpr, SEM: tl.constexpr,
+              SCOPE: tl.constexpr):  # fmt: skip
+    """Do as `raise_flags`, on the first RAISED ranks, with another order of memory."""
     r = tl.arange(0, RANKS_2)
     peer = tl.load(peers_ptr + r, mask=r < RANKS, other=0)
-    return (peer + flags_at).to(tl.pointer_type(tl.int64)) + PHASE * RANKS + rank, r < RANKS
+    own = (peer + flags_at).to(tl.pointer_type(tl.int64)) + PHASE * RANKS + rank
+    value += tl.zeros([RANKS_2], tl.int64)
+    tl.atomic_xchg(own, value, mask=r < RAISED, sem=SEM, scope=SCOPE)
 
 
 @triton.jit
 def relaxed_flags(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
                   RANKS_2: tl.constexpr):  # fmt: skip
-    own, mask = _flags(peers_ptr, rank, flags_at, PHASE, RANKS, RANKS_2)
-    value += tl.zeros([RANKS_2], tl.int64)
-    tl.atomic_xchg(own, value, mask=mask, sem="relaxed", scope="sys")
+    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, RANKS, "relaxed", "sys")
 
 
 @triton.jit
 def flags_of_one_gpu(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
                      RANKS_2: tl.constexpr):  # fmt: skip
-    own, mask = _flags(peers_ptr, rank, flags_at, PHASE, RANKS, RANKS_2)
-    value += tl.zeros([RANKS_2], tl.int64)
-    tl.atomic_xchg(own, value, mask=mask, sem="release", scope="gpu")
+    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, RANKS, "release", "gpu")
+
+
+@triton.jit
+def flag_of_rank_0_only(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
+                        RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
+    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, 1, "release", "sys")
 
 
 @triton.jit
@@ -163,14 +169,6 @@ def flags_of_the_next_call(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr
 def flags_of_the_last_call(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
                            RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
     raise_flags(peers_ptr, rank, value - (1 << 32), flags_at, PHASE, RANKS, RANKS_2)
-
-
-@triton.jit
-def flag_of_rank_0_only(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
-                        RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
-    own, mask = _flags(peers_ptr, rank, flags_at, PHASE, RANKS, RANKS_2)
-    value += tl.zeros([RANKS_2], tl.int64)
-    tl.atomic_xchg(own, value, mask=mask & (tl.arange(0, RANKS_2) == 0), sem="release", scope="sys")
 
 
 @triton.jit

@@ -6,7 +6,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,23 +129,6 @@ def low_latency(
         GroupMismatch: NVSHMEM connects other ranks already, and it can do so once per process.
     """
     ranks = dist.get_process_group_ranks(group)
-    with _lock:
-        if (others := connected()) not in (None, ranks):
-            raise GroupMismatch(
-                f"deepep_ll cannot connect ranks {ranks}: a kernel of this process connects ranks "
-                f"{others}, and NVSHMEM connects only one set of ranks; destroy that kernel first"
-            )
-        _connecting.append(ranks)
-    try:
-        return _connected_buffer(group, ranks, capacity, hidden_size, num_experts)
-    finally:
-        with _lock:
-            _connecting.remove(ranks)
-
-
-def _connected_buffer(
-    group: dist.ProcessGroup, ranks: list[int], capacity: int, hidden_size: int, num_experts: int
-) -> Lease[Held]:
     nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
         capacity, hidden_size, len(ranks), num_experts
     )
@@ -160,7 +144,25 @@ def _connected_buffer(
         _connected[buffer] = ranks
         return buffer, nbytes + LEGACY_WORKSPACE_BYTES
 
-    return _lease(group, ("low_latency", capacity, hidden_size, num_experts), make)
+    with _claimed(ranks):
+        return _lease(group, ("low_latency", capacity, hidden_size, num_experts), make)
+
+
+@contextmanager
+def _claimed(ranks: list[int]) -> Iterator[None]:
+    """Keep other threads from connecting other ranks. Raises GroupMismatch if one does already."""
+    with _lock:
+        if (others := connected()) not in (None, ranks):
+            raise GroupMismatch(
+                f"deepep_ll cannot connect ranks {ranks}: a kernel of this process connects ranks "
+                f"{others}, and NVSHMEM connects only one set of ranks; destroy that kernel first"
+            )
+        _connecting.append(ranks)
+    try:
+        yield
+    finally:
+        with _lock:
+            _connecting.remove(ranks)
 
 
 def elastic(

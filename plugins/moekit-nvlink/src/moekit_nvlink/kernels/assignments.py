@@ -8,6 +8,7 @@ where its own rows begin, and writes them there.
 
 import triton
 import triton.language as tl
+from moekit_kernels.launch import wait_then_launch_dependents
 
 from .flags import (
     COUNTS,
@@ -35,8 +36,8 @@ def count_assignments(
         ids_ptr: int32 (T * K,) of EXPERTS physical experts. positions_ptr: int32 (T * K,), written:
             how many earlier assignments have the same expert.
     """
-    wait_for_kernel(PDL)
-    launch_dependents(PDL)
+    if PDL:
+        wait_then_launch_dependents()
     expert = tl.program_id(0) * TILE + tl.arange(0, TILE)
     before = tl.zeros([TILE], tl.int32)
     for first in range(0, assignments, SCAN):
@@ -50,8 +51,8 @@ def count_assignments(
         before += tl.sum(hit, axis=0)
     for r in tl.static_range(RANKS):
         counts = at(peers_ptr, r, counts_at, tl.int32) + rank // COPIES * EXPERTS
-        mine = expert + (rank + r) % COPIES * EXPERTS < EXPERTS  # one of the COPIES tells a rank
-        tl.store(counts + expert, before, mask=mine)
+        tells = (rank + r) % COPIES + 0 * expert == 0  # one of the ranks with these tokens
+        tl.store(counts + expert, before, mask=(expert < EXPERTS) & tells)
     if is_last(counters_ptr):
         number = tl.load(epoch_ptr) + 1
         raise_flags(peers_ptr, rank, number << 32, flags_at, COUNTS, RANKS, RANKS_2)

@@ -11,6 +11,7 @@ not one for each share of the experts (`nvlink_ht`).
 
 import triton
 import triton.language as tl
+from moekit_kernels.launch import wait_then_launch_dependents
 from moekit_kernels.numerics import convert
 
 from .flags import (
@@ -39,8 +40,8 @@ def push_rows(
         counts_ptr: int32 (SEGMENTS,): the rows of each batch, or with LISTED the rows of all local
             experts up to each. slots: rows between the segments of y.
     """
-    wait_for_kernel(PDL)
-    launch_dependents(PDL)
+    if PDL:
+        wait_then_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     segments = tl.arange(0, SEGMENTS_2)
     in_range = segments < SEGMENTS

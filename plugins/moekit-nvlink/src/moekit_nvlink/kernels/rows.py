@@ -8,6 +8,7 @@ token.
 
 import triton
 import triton.language as tl
+from moekit_kernels.launch import wait_then_launch_dependents
 
 from .flags import (
     LOW,
@@ -59,8 +60,8 @@ def dispatch_rows(
         epoch_ptr: int64 (1,), the number of calls that were combined.
         SHARES: ranks that share the experts; SHARE experts each, LARGER of them one more.
     """
-    wait_for_kernel(PDL)
-    launch_dependents(PDL)
+    if PDL:
+        wait_then_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     share = tl.cdiv(tl.cdiv(T, programs), TOKENS) * TOKENS
     start = tl.minimum(program * share, T)
