@@ -12,10 +12,10 @@ _HERE = nullcontext()
 def elsewhere(x: object) -> int | None:
     """Return the index of the device x, or of tensor x, unless it is the thread's current one.
 
-    None also for CPUs, and for what is no tensor and no device.
+    None also for CPUs, for devices without an index, and for what is no tensor and no device.
     """
     device = getattr(x, "device", x)
-    if not isinstance(device, torch.device) or device.type in ("cpu", "meta"):
+    if not isinstance(device, torch.device) or device.index is None or device.type == "cpu":
         return None
     return None if device.index == torch.accelerator.current_device_index() else device.index
 

@@ -50,6 +50,18 @@ def test_what_is_no_tensor_is_left_to_the_checks(entered, x) -> None:
         assert not entered
 
 
+@pytest.mark.parametrize("device", ["mps", "cuda", "meta", "cpu:0"])
+def test_a_device_without_index_asks_for_no_driver(monkeypatch, device) -> None:
+    """torch's build for CUDA raises RuntimeError on machines without a driver."""
+
+    def raising() -> int:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    fake = SimpleNamespace(current_device_index=raising)
+    monkeypatch.setattr(devices, "torch", SimpleNamespace(device=torch.device, accelerator=fake))
+    assert devices.elsewhere(torch.device(device)) is None
+
+
 def test_every_step_of_a_call_is_on_the_device_of_x(monkeypatch) -> None:
     inside, steps = [], []
 
