@@ -24,7 +24,7 @@ def test_only_internals_looks_inside_moekit() -> None:
 
 
 def test_the_readme_names_what_internals_imports() -> None:
-    readme = (FOLDER.parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
     tree = ast.parse((FOLDER / "internals.py").read_text())
     imported = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     names = [(node.module, alias.name) for node in imported for alias in node.names]
