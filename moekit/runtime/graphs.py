@@ -80,8 +80,9 @@ class Graphed:
                 graph = self._graphs.get(rows)
                 if graph is None:
                     graph = self._new(rows, inputs)
-                if graph is not None and graph.takes(inputs):
-                    return graph.replay(inputs)
+                out = None if graph is None else graph.replay(inputs)
+            if out is not None:
+                return out
         return self._function(*inputs)
 
     @property
@@ -91,10 +92,13 @@ class Graphed:
             return sum(t.nbytes for g in self._graphs.values() for t in (*g.inputs, g.out))
 
     def _new(self, rows: int, inputs: Sequence[Tensor]) -> _Graph | None:
-        if is_capturing(inputs[0].device):
+        device = inputs[0].device
+        if is_capturing(device):
             return None
         if rows not in self._called:  # a size that is called once needs no graph
             self._called.add(rows)
+            return None
+        if not follow(device):
             return None
         try:
             made = self._graphs[rows] = _Graph(self._function, inputs)
@@ -141,14 +145,17 @@ class _Graph:
         self._own_uses = _uses(self._storage)
         self._stream: Any = None  # the stream that it last ran on
 
-    def takes(self, inputs: Sequence[Tensor]) -> bool:
+    def replay(self, inputs: Sequence[Tensor]) -> Tensor | None:
+        """Return the output for ``inputs``, or None where the graph cannot serve this call."""
         for t, (shape, dtype, device) in zip(inputs, self._kinds, strict=True):
             if t.shape != shape or t.dtype != dtype or t.device != device:
-                return False
-        return _uses(self._storage) == self._own_uses and not is_capturing(self._device)
-
-    def replay(self, inputs: Sequence[Tensor]) -> Tensor:
-        self._stream = follow(self._device, self._stream)
+                return None
+        if _uses(self._storage) != self._own_uses or is_capturing(self._device):
+            return None
+        stream = follow(self._device, self._stream)
+        if stream is None:
+            return None
+        self._stream = stream
         # As bytes, one launch copies all dtypes.
         torch._foreach_copy_(self._bytes, [_bytes(t) for t in inputs])
         self._replay()
@@ -173,13 +180,21 @@ _last: dict[torch.device, Any] = {}
 def follow(device: torch.device, reader: Any = None) -> Any:
     """Make the current stream wait for graphs on other streams, as they share memory; return it.
 
+    Return None, and wait for nothing, while such a stream is being captured by another thread: the
+    current stream would become a part of that capture.
+
     reader: a stream that may still read the output; the current stream waits for it, too.
     """
     current = torch.cuda.current_stream(device)
     last = _last.get(device)
-    for other in (last,) if reader == last else (last, reader):
-        if other is not None and current != other:
-            current.wait_stream(other)
+    streams = (last,) if reader == last else (last, reader)
+    others = [each for each in streams if each is not None and each != current]
+    for other in others:
+        with torch.cuda.stream(other):
+            if torch.cuda.is_current_stream_capturing():
+                return None
+    for other in others:
+        current.wait_stream(other)
     _last[device] = current
     return current
 
@@ -202,12 +217,12 @@ def capture(
 ) -> tuple[Callable[[], None], Tensor]:
     """Capture ``function(*inputs)``; return a function that replays it, and its output.
 
-    The output is allocated outside the pool, where other graphs could use the same memory.
+    The current stream must have waited for other graphs (`follow`). The output is allocated outside
+    the pool, where other graphs could use the same memory.
     """
     device = inputs[0].device
     with torch.cuda.device(device):
         pool, stream, _ = _pool(device)
-        follow(device)
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()

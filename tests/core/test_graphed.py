@@ -123,6 +123,21 @@ def test_nothing_is_replayed_into_a_capture(device: Device) -> None:
     assert eager.calls == 5 and device.replays == 2
 
 
+def test_calls_are_eager_while_another_thread_captures_the_last_stream(device: Device) -> None:
+    graphed, eager = make()
+    device.others_capture = True
+    for _ in range(2):
+        graphed(*inputs(2))
+    assert eager.calls == 2 and not device.captures
+    device.others_capture = False
+    graphed(*inputs(2))
+    assert device.captures == [2] and device.replays == 1
+    device.others_capture = True
+    given = inputs(2)
+    assert torch.equal(graphed(*given), want(*given))
+    assert eager.calls == 3 and device.replays == 1
+
+
 def test_other_dtypes_and_shapes_than_the_graphs(device: Device) -> None:
     graphed, eager = make()
     for _ in range(2):
@@ -221,6 +236,7 @@ class Streams:
         self.log: list[str] = []
         self.current = FakeStream(self, 0)
         self.made = 0
+        self.captured: list[int] = []
 
     def Stream(self, device: torch.device) -> FakeStream:
         self.made += 1
@@ -264,6 +280,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
         "Stream": fake.Stream,
         "stream": fake.stream,
         "CUDAGraph": fake.CUDAGraph,
+        "is_current_stream_capturing": lambda: fake.current.number in fake.captured,
     }
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -283,14 +300,27 @@ def test_a_capture_is_between_what_comes_before_and_after(streams: Streams) -> N
     streams.made = 8
     graphs.follow(device)
     streams.current = FakeStream(streams, 5)
+    graphs.follow(device)
     replay, out = graphs.capture(function, [torch.zeros(1)])
     once = ["9 waits for 5", "9: call", "9: begin pool", "9: call", "9: end", "5 waits for 9"]
     kept = ["9: begin pool", "9: end"]  # the graph that keeps the pool
-    assert streams.log == [*kept, "5 waits for 0", *once]
+    assert streams.log == ["5 waits for 0", *kept, *once]
     replay()
     graphs.capture(function, [torch.zeros(1)])
     assert streams.log[9:] == ["5: replay", *once], "one pool and stream for all"
     assert gc.isenabled()
+
+
+def test_no_stream_waits_for_one_that_is_captured(streams: Streams) -> None:
+    device = torch.device("cpu")
+    last, reader, streams.current = (FakeStream(streams, number) for number in (1, 2, 3))
+    graphs._last[device] = last
+    for streams.captured in ([1], [2], [1, 2]):
+        assert graphs.follow(device, reader) is None
+    assert not streams.log and graphs._last[device] == last
+    streams.captured = [3]  # the caller looks at the current stream itself
+    assert graphs.follow(device, reader) == streams.current
+    assert streams.log == ["3 waits for 1", "3 waits for 2"]
 
 
 def test_a_capture_that_fails_is_ended(streams: Streams) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -174,6 +175,44 @@ def test_inside_a_capture_of_the_caller() -> None:
         routing.topk_weights.copy_(other.topk_weights)
         graph.replay()
         same(out, kernel(x, packed, routing))
+
+
+def test_while_another_thread_captures_the_last_stream() -> None:
+    """A wait for that stream would make this thread's stream a part of the capture."""
+    kernel = kernel_of()
+    packed = packed_for(kernel)
+    graphed = GraphedKernel(kernel, packed)
+    captured, begun, done = tokens(kernel, 2), threading.Event(), threading.Event()
+    stream, outs = torch.cuda.Stream(), []
+
+    def capture() -> None:
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            for _ in range(3):
+                graphed(*captured)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            begun.set()
+            assert done.wait(60)
+            outs.append(graphed(*captured))
+            graph.capture_end()
+            outs.append(graph)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(60)
+    try:
+        x, routing = tokens(kernel, 2)
+        got = graphed(x, routing).clone()
+        torch.cuda.current_stream().synchronize()
+    finally:
+        done.set()
+        thread.join()
+    same(got, kernel(x, packed, routing))
+    out, graph = outs
+    graph.replay()
+    torch.cuda.synchronize()
+    same(out, kernel(captured[0], packed, captured[1]))
 
 
 # -- transformers ---------------------------------------------------------------------------

@@ -17,6 +17,7 @@ class Device:
         self.captures: list[int] = []
         self.replays = 0
         self.capturing = False
+        self.others_capture = False
         self.broken = False
 
     def capture(
@@ -40,7 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device whose graphs `moekit.runtime.graphs` uses."""
     made = Device()
     monkeypatch.setattr(graphs, "capture", made.capture)
-    monkeypatch.setattr(graphs, "follow", lambda *_: None)
+    monkeypatch.setattr(graphs, "follow", lambda *_: None if made.others_capture else "stream")
     monkeypatch.setattr(graphs, "is_capturing", lambda device: made.capturing)
     monkeypatch.setattr(graphs, "unsupported", lambda kernel: [])
     return made
