@@ -17,6 +17,7 @@ from moekit.testing.distributed import RankPool
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 EXPERTS = sorted(moekit.registry().experts)
+COMPOSITES = ["triton:32|cutlass", "triton:32|deepgemm"]
 SIZES = {"num_experts": 16, "top_k": 4, "hidden_size": 1024, "intermediate_size": 512}
 BF16 = {"params_dtype": torch.bfloat16, "device": "cuda"}
 
@@ -39,9 +40,9 @@ class Shared(nn.Module):
 def layer_of(experts: str, quant: str, **knobs) -> FusedMoE:
     """Return a loaded layer, or skip with the reasons why these experts are not supported."""
     problem = MoEProblem(**SIZES, quant=quant, device="cuda")
-    spec = moekit.registry().expert(experts)
-    if reasons := spec.unsupported(problem):
-        pytest.skip(f"{experts}: {'; '.join(reasons)}")
+    for member in experts.split("|"):
+        if reasons := moekit.registry().expert(member.split(":")[0]).unsupported(problem):
+            pytest.skip(f"{member}: {'; '.join(reasons)}")
     layer = FusedMoE(**SIZES, quant=quant, experts=experts, **BF16, **knobs)
     layer.load_weights(random_weights(problem))
     return layer
@@ -128,7 +129,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("experts", EXPERTS + COMPOSITES)
 @torch.inference_mode()
 def test_inductor(experts, mode) -> None:
     """Same numbers, with CUDA graphs if the layer allows them, and one compilation for all T."""

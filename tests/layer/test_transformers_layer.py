@@ -359,6 +359,18 @@ def test_compiled_blocks() -> None:
 
 
 @pytest.mark.skipif(not forward.BINDS_MODULES, reason=forward.RUN_FIRST)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled_blocks_with_cuda_graphs() -> None:
+    block = make(hfm.QWEN3_MOE, torch.bfloat16).model.layers[0].mlp.cuda()
+    compiled = torch.compile(block, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for tokens in (16, 16, 16, 3, 3, 3, 16):  # a graph is recorded at the second call
+            x = torch.randn(1, tokens, 96, dtype=torch.bfloat16, device="cuda")
+            torch.compiler.cudagraph_mark_step_begin()
+            assert errors(compiled(x).float().cpu(), block(x).float().cpu()).max() < 1.5e-2
+    torch._dynamo.reset()
+
+
 def test_weights_are_packed_before_compiled_code_runs() -> None:
     """CUDA graphs must not capture it."""
     packed_when_compiled = []
