@@ -5,8 +5,8 @@
 numbers: dot products against the oracle for all schemes, dtypes and activations; results with and
 without programmatic dependent launch (PDL) must be equal bit by bit. table: microseconds of the
 whole block in a CUDA graph by dot products, direct and gathered GEMMs, each with PDL and without.
-sweep: the block by dot products with other parameters of each kernel, one token. A pool of
-processes compiles the kernels first. Exit code 1 if a number is wrong.
+sweep: the block by dot products with other parameters of each kernel. A pool of processes compiles
+the kernels first. Exit code 1 if a number is wrong.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from moekit.testing.cases import make_case
 from moekit.testing.compare import complain
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOKENS = (1, 2, 4, 8, 16)
 PATHS = ("dot_products", "direct", "gathered")
 _PARTS = 8  # of the numbers, each a process
 
@@ -82,19 +81,20 @@ class Variant:
 # -- compile ------------------------------------------------------------------------------------
 
 
-def sweep_plans(problem: MoEProblem) -> Iterator[tuple[str, StandardPlan]]:
-    """Yield plans with each config of one kernel and the usual one of the other."""
-    usual = dot_products(problem, 1, problem.top_k)
-    for rows, warps in itertools.product((2, 4, 8, 16), (2, 4, 8)):
+def sweep_plans(problem: MoEProblem, tokens: int) -> Iterator[tuple[str, StandardPlan]]:
+    """Yield plans with each config of one kernel and the usual one of the other; some of both."""
+    usual = dot_products(problem, tokens, problem.top_k)
+    for up, down in itertools.product(((2, 2), (2, 4), (4, 8)), ((2, 4), (2, 8), (4, 8), (8, 8))):
+        plan = replace(usual, up=GemvConfig(*up), down=GemvConfig(*down))
+        yield f"both {plan.up.describe()} | {plan.down.describe()}", plan
+    for rows, warps in itertools.product((1, 2, 4, 8), (2, 4, 8)):
         yield f"up rows {rows} warps {warps}", replace(usual, up=GemvConfig(rows, warps))
-    for rows, warps, warps_k in itertools.product((1, 2, 4, 8), (2, 4, 8), (1, 2)):
-        down = GemvConfig(rows, warps, warps_k)
-        yield f"down rows {rows} warps {warps} k {warps_k}", replace(usual, down=down)
+        yield f"down rows {rows} warps {warps}", replace(usual, down=GemvConfig(rows, warps))
 
 
-def compile_one(job: tuple[str, str, bool, bool]) -> None:
+def compile_one(job: tuple[str, str, bool, bool, tuple[int, ...]]) -> None:
     """Run every plan once on weights of any value, which fills Triton's cache."""
-    name, scheme, pdl, sweep = job
+    name, scheme, pdl, sweep, counts = job
     launch.pdl_enabled = lambda device: pdl
     problem = shape(name).problem(quant=scheme, device=DEVICE)
     experts: Any = TritonExperts(moekit.registry().expert("triton"), problem)
@@ -104,9 +104,9 @@ def compile_one(job: tuple[str, str, bool, bool]) -> None:
         for key, t in one.experts.items()
     }
     packed = PackedWeights("triton", arrays, one.shared)
-    plans = [(t, plan_for(problem, t, path)) for t in TOKENS for path in PATHS]
+    plans = [(t, plan_for(problem, t, path)) for t in counts for path in PATHS]
     if sweep:
-        plans = [(1, plan) for _, plan in sweep_plans(problem)]
+        plans = [(t, plan) for t in counts for _, plan in sweep_plans(problem, t)]
     for rows, plan in plans:
         experts._plans[rows, problem.top_k] = plan
         x = torch.zeros(rows, problem.hidden_size, dtype=problem.dtype, device=DEVICE)
@@ -190,11 +190,11 @@ def cell(
     return limit or 0.0, {label: getattr(t, "us", float("nan")) for label, t in times.items()}
 
 
-def table(name: str, scheme: str, weights: Any) -> None:
+def table(name: str, scheme: str, weights: Any, counts: tuple[int, ...]) -> None:
     problem = shape(name).problem(quant=scheme, device=DEVICE)
     labels = [f"{path}{'+pdl' if pdl else ''}" for path in PATHS for pdl in (False, True)]
     print(f"\n{name} {scheme}\n| T | limit | {' | '.join(labels)} | best/limit | chosen |")
-    for tokens in TOKENS:
+    for tokens in counts:
         plans = [
             (label, plan_for(problem, tokens, label.split("+")[0]), label.endswith("+pdl"))
             for label in labels
@@ -206,15 +206,16 @@ def table(name: str, scheme: str, weights: Any) -> None:
         print(f"| {tokens} | {limit:.1f} | {cells} | {best:.2f} | {chosen.kind} |", flush=True)
 
 
-def sweep(name: str, scheme: str, weights: Any) -> None:
+def sweep(name: str, scheme: str, weights: Any, counts: tuple[int, ...]) -> None:
     problem = shape(name).problem(quant=scheme, device=DEVICE)
-    plans = [(label, plan, True) for label, plan in sweep_plans(problem)]
-    plans.append(("usual", dot_products(problem, 1, problem.top_k), True))
-    _, us = cell(name, scheme, 1, weights, plans)
-    print(f"\n{name} {scheme} T=1, usual {dot_products(problem, 1, problem.top_k).describe()}")
-    for kind in ("usual", "up", "down"):
-        found = sorted((t, label) for label, t in us.items() if label.startswith(kind))
-        print("  " + " · ".join(f"{label} {t:.1f}" for t, label in found[:8]), flush=True)
+    for tokens in counts:
+        usual = dot_products(problem, tokens, problem.top_k)
+        plans = [(label, plan, True) for label, plan in sweep_plans(problem, tokens)]
+        limit, us = cell(name, scheme, tokens, weights, [*plans, ("usual", usual, True)])
+        print(f"\n{name} {scheme} T={tokens}, limit {limit:.1f}, usual {usual.describe()}")
+        for kind in ("usual", "up", "down", "both"):
+            found = sorted((t, label) for label, t in us.items() if label.startswith(kind))
+            print("  " + " · ".join(f"{label} {t:.1f}" for t, label in found), flush=True)
 
 
 def main() -> int:
@@ -222,11 +223,13 @@ def main() -> int:
     parser.add_argument("--only", default="numbers,table")
     parser.add_argument("--shapes", default="qwen3-30b,mixtral,dsv3-ep8")
     parser.add_argument("--quant", default="none,fp8_block")
+    parser.add_argument("--tokens", default="1,2,4,8,16")
     args = parser.parse_args()
+    counts = tuple(map(int, args.tokens.split(",")))
     only, names, schemes = args.only.split(","), args.shapes.split(","), args.quant.split(",")
     begin = time.monotonic()
     jobs = [
-        (n, s, pdl, kind == "sweep")
+        (n, s, pdl, kind == "sweep", counts)
         for n, s, kind in itertools.product(names, schemes, only)
         for pdl in ((True,) if kind == "sweep" else (False, True))
         if kind != "numbers"
@@ -247,9 +250,9 @@ def main() -> int:
             break
         weights = random_weights(shape(name).problem(quant=scheme, device=DEVICE), cuda())
         if "table" in only:
-            table(name, scheme, weights)
+            table(name, scheme, weights, counts)
         if "sweep" in only:
-            sweep(name, scheme, weights)
+            sweep(name, scheme, weights, counts)
         del weights
         torch.cuda.empty_cache()
     print(f"done after {time.monotonic() - begin:.0f} s", flush=True)

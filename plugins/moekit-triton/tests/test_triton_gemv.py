@@ -72,9 +72,9 @@ def activated(h: torch.Tensor, act: Activation) -> torch.Tensor:
 
 # (N, K): whole tiles, several steps; partial ones in both; one scale block over gate and up
 SHAPES_NK = [(128, 1024), (136, 328)]
-CONFIGS = [GemvConfig(64, 1), GemvConfig(32, 2, 2), GemvConfig(128)]
+CONFIGS = [GemvConfig(64, 1), GemvConfig(32, 2), GemvConfig(128)]
 if not INTERPRETED:
-    CONFIGS = [GemvConfig(8), GemvConfig(1, 1), GemvConfig(4, 2, 2), GemvConfig(2, 8)]
+    CONFIGS = [GemvConfig(8), GemvConfig(1, 1), GemvConfig(4, 2), GemvConfig(2, 8)]
 
 
 def configs(n: int) -> list[GemvConfig]:
@@ -239,14 +239,13 @@ def test_when_experts_are_hardly_shared(name, tokens):
     assert isinstance(choose_plan(problem, 1, top_k, batched=True), Batched)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 64])
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_enough_programs(name, monkeypatch):
-    """There are four programs per multiprocessor, or one column per program."""
+def test_numbers_of_programs(name, tokens, monkeypatch):
+    """GEMM 2 fills the multiprocessors, and GEMM 1 has no more programs than its sizes ask for."""
     monkeypatch.setattr(heuristics, "INTERPRETED", False)
     problem = SHAPES[name].problem(device="sm90")
-    plan = dot_products(problem, 1, problem.top_k)
-    for gemv, columns in (
-        (plan.up, problem.top_k * problem.intermediate_size),
-        (plan.down, problem.hidden_size),
-    ):
-        assert columns // gemv.rows >= 4 * 132 or gemv.rows == 1
+    plan = dot_products(problem, tokens, problem.top_k)
+    assert tokens * problem.hidden_size // plan.down.rows >= 2.5 * 132 or plan.down.rows == 1
+    columns = tokens * problem.top_k * problem.intermediate_size
+    assert plan.up.rows == (2 if columns <= 32768 else 8)

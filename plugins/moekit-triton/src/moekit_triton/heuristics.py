@@ -57,6 +57,7 @@ _AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
 # average, for weights of more than 8 bits and for 8 bits.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
+_SMALL_PROGRAMS_TO = 32768  # columns of GEMM 1's result
 # Rows per expert that the plans of batch-invariant problems are made for: tiles of 64 rows, whose
 # time is that of the weights for a few tokens, and tiles of 128.
 _INVARIANT_FEW, _INVARIANT_MANY = 48, 256
@@ -250,16 +251,14 @@ def dots_pay(problem: MoEProblem, rows: int, top_k: int) -> bool:
 
 
 def dot_products(problem: MoEProblem, rows: int, top_k: int) -> DotProducts:
-    """Return the plan with as many columns a program as leave four programs per multiprocessor."""
-    p, wanted = problem, 4 * HOPPER_SMS
+    """Return the plan: small programs of GEMM 1 unless there are too many, and programs of GEMM 2
+    as large as leave 2.5 to a multiprocessor."""
     if INTERPRETED:  # its time is that of the number of programs, not of their size
         return DotProducts(GemvConfig(64), GemvConfig(64))
-
-    def columns(n: int, rows: int) -> int:
-        return next((c for c in (8, 4, 2) if rows * n // c >= wanted), 1)
-
-    up = columns(p.local_intermediate_size, rows * top_k)
-    return DotProducts(GemvConfig(up), GemvConfig(columns(p.hidden_size, rows)))
+    small = rows * top_k * problem.local_intermediate_size <= _SMALL_PROGRAMS_TO
+    wanted = 5 * HOPPER_SMS // 2
+    down = next((n for n in (8, 4, 2) if rows * problem.hidden_size // n >= wanted), 1)
+    return DotProducts(GemvConfig(2 if small else 8), GemvConfig(down, num_warps=8))
 
 
 # -- expert-sorted rows -------------------------------------------------------------------------

@@ -107,12 +107,11 @@ def gemv_down(
     if rows == 0:
         return
     parts = triton.next_power_of_2(top_k)
-    warps_k = max(config.warps_k, config.num_warps // parts)
     _launch_down(
         (rows, triton.cdiv(n, config.rows)),
         x, w_LNK, out, ids_RK, weights_RK, w_scale, bias_LN, x.stride(0), out.stride(0),
         TOP_K=top_k, PARTS=parts, **_constants(x, w_LNK, n, "none", w_scale, bias_LN, config),
-        CHUNKS=32 * warps_k,
+        CHUNKS=32 * max(1, config.num_warps // parts),
         num_warps=config.num_warps,
     )  # fmt: skip
 

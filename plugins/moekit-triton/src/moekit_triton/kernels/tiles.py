@@ -96,12 +96,10 @@ class GemvConfig(_Tile):
     Args:
         rows: output columns of a program, each one weight row (two with a gate); a power of two.
         num_warps: warps of a program.
-        warps_k: warps that share a weight row.
     """
 
     rows: int
     num_warps: int = 4
-    warps_k: int = 1
 
     def describe(self) -> str:
         """Return for example ``4 rows w4``."""
