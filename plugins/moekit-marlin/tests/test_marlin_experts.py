@@ -7,7 +7,6 @@ import marlin_stand_in as stand_in
 import pytest
 import torch
 from moekit_marlin import sizes
-from moekit_marlin.layout import unpack_e5m3, unpack_exponents, unpack_weights
 
 import moekit
 from moekit.backends.reference import oracle
@@ -133,10 +132,11 @@ def test_mxfp4_scales_far_apart(operator_device, backends):
     w13_scale = torch.exp2(exponents).view(weights.w13_scale.shape).to(operator_device)
     w13 = torch.randint(256, weights.w13.shape, dtype=torch.uint8, device=operator_device)
     packed = kernel.pack(dataclasses.replace(weights, w13=w13, w13_scale=w13_scale))
-    got = unpack_exponents(packed["w13_scale"])[:, :, : problem.w13_rows].transpose(1, 2)
-    assert torch.equal(got, w13_scale.where(w13_scale > 2.0**-127, 0.0))
-    codes = unpack_weights(packed["w13"], 4)[:, : problem.w13_rows]
-    assert torch.equal(codes, unpack_int4(w13))
+    got = stand_in.exponents_of(packed["w13_scale"].cpu())[:, :, : problem.w13_rows]
+    want = w13_scale.where(w13_scale > 2.0**-127, 0.0)
+    assert torch.equal(got.transpose(1, 2), want.cpu())
+    codes = stand_in.weights_of(packed["w13"].cpu(), 4)[:, : problem.w13_rows]
+    assert torch.equal(codes, unpack_int4(w13).cpu().long())
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
@@ -187,7 +187,7 @@ def test_nvfp4_drops_scales_far_below_the_largest(operator_device, backends):
     scale = torch.full_like(weights.w2_scale, 1.0)
     scale[0, 0, 1], scale[0, 0, 2] = 2.0**-13, 2.0**-15
     packed = kernel.pack(dataclasses.replace(weights, w2_scale=scale))
-    found = unpack_e5m3(packed["w2_scale"])[0, :3, 0] / 2.0**15
+    found = stand_in.e5m3_of(packed["w2_scale"].cpu(), torch.float16)[0, :3, 0] / 2.0**15
     assert found.tolist() == [1.0, 2.0**-13, 0.0]
     zeros = kernel.pack(dataclasses.replace(weights, w2_scale=torch.zeros_like(scale)))
     assert not zeros["w2_scale"].any() and not zeros["w2_global"].any()

@@ -1,4 +1,4 @@
-"""Packing against the operator's own view of the layout, and back."""
+"""Packing against the operator's own view of the layout."""
 
 import marlin_stand_in as stand_in
 import pytest
@@ -21,7 +21,6 @@ def test_weights_are_where_the_lanes_look(shape, bits):
     experts, n, k = shape
     assert packed.shape == (experts, k // 16, n * bits // 2) and packed.dtype == torch.int32
     assert torch.equal(stand_in.weights_of(packed, bits), q.long())
-    assert torch.equal(layout.unpack_weights(packed, bits), q)
     assert torch.equal(q, before)
 
 
@@ -46,7 +45,6 @@ def test_scales(groups):
     permuted = layout.permute_scales(scale)
     assert permuted.is_contiguous()
     assert torch.equal(stand_in.columns_of(permuted, grouped=groups > 1), scale)
-    assert torch.equal(layout.unpermute_scales(permuted), scale)
     assert not torch.equal(permuted, scale)
 
 
@@ -57,7 +55,6 @@ def test_exponents(groups):
     packed = layout.pack_exponents(scale)
     assert packed.dtype == torch.uint8 and packed.shape == scale.shape
     assert torch.equal(stand_in.exponents_of(packed), scale)
-    assert torch.equal(layout.unpack_exponents(packed), scale)
 
 
 def test_exponents_by_hand():
@@ -77,7 +74,6 @@ def test_e5m3(dtype):
     packed = layout.pack_e5m3(scale)
     assert packed.dtype == torch.uint8 and packed.shape == scale.shape
     assert torch.equal(stand_in.e5m3_of(packed, dtype), scale)
-    assert torch.equal(layout.unpack_e5m3(packed), scale)
 
 
 def test_e5m3_as_vllm_packs_it():
@@ -91,7 +87,6 @@ def test_channels():
     bias = torch.randn(3, 96)
     permuted = layout.permute_channels(bias)
     assert torch.equal(stand_in.columns_of(permuted, grouped=False), bias)
-    assert torch.equal(layout.unpermute_channels(permuted), bias)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -100,7 +95,6 @@ def test_zero_points(groups):
     packed = layout.pack_zeros(zeros)
     assert packed.shape == (2, groups, 16) and packed.dtype == torch.int32
     assert torch.equal(stand_in.zeros_of(packed), zeros.long())
-    assert torch.equal(layout.unpack_zeros(packed), zeros)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

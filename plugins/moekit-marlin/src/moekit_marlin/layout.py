@@ -1,4 +1,4 @@
-"""Marlin's layout of weights, scales, zero points and biases, and back. Plain torch, any device.
+"""Marlin's layout of weights, scales, zero points and biases. Plain torch, any device.
 
 One expert's (N, K) weight is cut into tiles of 16 (K) x 64 (N). A warp multiplies a tile with
 mma.m16n8k16, whose B fragment gives lane ``4 * c + t`` (c < 8, t < 4) the rows
@@ -45,20 +45,6 @@ def pack_weights(q_LNK: Tensor, bits: int) -> Tensor:
     return out
 
 
-def unpack_weights(packed: Tensor, bits: int) -> Tensor:
-    """Invert `pack_weights`."""
-    experts, k_tiles, words = packed.shape
-    n_tiles = words * 2 // bits // TILE_N
-    values = _values(packed, bits)
-    if bits == 4:  # k_tile n_tile c t j rl b rh
-        tiles = values.view(experts, k_tiles, n_tiles, 8, 4, 4, 2, 2, 2)
-        order = (0, 2, 5, 7, 3, 1, 8, 4, 6)
-    else:  # k_tile n_tile c t j b rl rh
-        tiles = values.view(experts, k_tiles, n_tiles, 8, 4, 4, 2, 2, 2)
-        order = (0, 2, 5, 6, 3, 1, 8, 4, 7)
-    return tiles.permute(order).reshape(experts, n_tiles * TILE_N, k_tiles * TILE_K)
-
-
 def permute_scales(scale_LGN: Tensor) -> Tensor:
     """Return scales (L, G, N) with columns in the order in which lanes read them.
 
@@ -71,13 +57,6 @@ def permute_scales(scale_LGN: Tensor) -> Tensor:
     return _by_lane(scale_LGN)
 
 
-def unpermute_scales(scale_LGN: Tensor) -> Tensor:
-    """Invert `permute_scales`."""
-    if scale_LGN.shape[1] == 1:
-        return unpermute_channels(scale_LGN)
-    return _by_lane(scale_LGN)  # a transposition of 8 x 8 undoes itself
-
-
 def pack_exponents(scale_LGN: Tensor) -> Tensor:
     """Convert fp32 powers of two or 0 (L, G, N), G > 1, to e8m0: uint8 of the same shape.
 
@@ -86,12 +65,6 @@ def pack_exponents(scale_LGN: Tensor) -> Tensor:
     """
     exponents = (scale_LGN.contiguous().view(torch.int32) >> 23).to(torch.uint8)
     return _swap(_by_lane(exponents), 2, 2, 1)
-
-
-def unpack_exponents(packed: Tensor) -> Tensor:
-    """Invert `pack_exponents`."""
-    exponents = _by_lane(_swap(packed, 2, 2, 1))
-    return (exponents.int() << 23).view(torch.float32)
 
 
 def pack_e5m3(scale_LGN: Tensor) -> Tensor:
@@ -107,23 +80,12 @@ def pack_e5m3(scale_LGN: Tensor) -> Tensor:
     return _swap(_by_lane((bits >> 7).to(torch.uint8)), 2, 2, 1)
 
 
-def unpack_e5m3(packed: Tensor) -> Tensor:
-    """Invert `pack_e5m3`."""
-    bits = _by_lane(_swap(packed, 2, 2, 1)).to(torch.int16) << 7
-    return bits.view(torch.float16).float()
-
-
 def permute_channels(x: Tensor) -> Tensor:
     """Reorder (..., N), N a multiple of 32: biases, and scales over all of K.
 
     The accumulator of mma.m16n8k16 gives lane t of a row the columns 2 * t and 2 * t + 1 of each
     8: out[8 * t + 2 * block + l] = x[8 * block + 2 * t + l].
     """
-    return _swap(x, 4, 4, 2)
-
-
-def unpermute_channels(x: Tensor) -> Tensor:
-    """Invert `permute_channels`."""
     return _swap(x, 4, 4, 2)
 
 
@@ -137,14 +99,8 @@ def pack_zeros(zeros_LGN: Tensor) -> Tensor:
     return _words(by_lane.flatten(-3), 4)
 
 
-def unpack_zeros(packed: Tensor) -> Tensor:
-    """Invert `pack_zeros`."""
-    values = _values(packed, 4).unflatten(-1, (-1, 2, 4)).transpose(-1, -2)
-    return _by_lane(values.flatten(-3))
-
-
 def _by_lane(x: Tensor) -> Tensor:
-    """Let out[8 * c + block] = x[8 * block + c] within each 64 of (..., n); undoes itself."""
+    """Let out[8 * c + block] = x[8 * block + c] within each 64 of (..., n)."""
     return _swap(x, 8, 8, 1)
 
 
@@ -158,11 +114,3 @@ def _words(values: Tensor, bits: int) -> Tensor:
     if bits == 4:
         values = values[..., 0::2] | (values[..., 1::2] << 4)
     return values.contiguous().view(torch.int32)
-
-
-def _values(words: Tensor, bits: int) -> Tensor:
-    """Invert `_words`."""
-    values = words.contiguous().view(torch.uint8)
-    if bits == 4:
-        values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
-    return values
