@@ -111,11 +111,11 @@ def kernels(shape: str, tokens: int) -> Iterator[Kernel]:
            lambda: weighted_sum(y_MH, weights, ids, out, rows))  # fmt: skip
 
     block = choose_block(S / E)
-    capacity = marlin.pairs_capacity(S, E, block)
+    capacity = align_capacity(S, E, block)
     blocks = marlin.Blocks(
         empty(capacity), empty(capacity // block), empty(1), empty(LOCKS), block
     )  # fmt: skip
-    list_scratch = empty(marlin.pairs_scratch(S, E))
+    list_scratch = empty(align_scratch(S, E))
     yield ("marlin list", S * 12,
            lambda: marlin.list_pairs(ids, E, blocks, list_scratch))  # fmt: skip
     yield ("marlin activate", S * inner * 6,

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from moekit_kernels.align import FEW_ASSIGNMENTS, ONE_LAUNCH_ASSIGNMENTS
+from moekit_kernels.align import (
+    FEW_ASSIGNMENTS,
+    ONE_LAUNCH_ASSIGNMENTS,
+    align_capacity,
+    align_scratch,
+)
 from moekit_kernels.numerics import Activation
 from moekit_marlin.kernels import (
     Blocks,
@@ -10,8 +15,6 @@ from moekit_marlin.kernels import (
     gather_columns,
     list_pairs,
     list_slabs,
-    pairs_capacity,
-    pairs_scratch,
     slab_capacity,
 )
 
@@ -62,9 +65,9 @@ def test_list_pairs(device, rows, top_k, experts, block):
         ids = torch.randint(experts, (rows, top_k), device=device)
         ids[torch.rand(rows, top_k, device=device) < skip] = -1
         for dtype in (torch.int32, torch.int64):
-            out = empty_blocks(pairs_capacity(ids.numel(), experts, block), block, device)
+            out = empty_blocks(align_capacity(ids.numel(), experts, block), block, device)
             scratch = torch.empty(
-                pairs_scratch(ids.numel(), experts), dtype=torch.int32, device=device
+                align_scratch(ids.numel(), experts), dtype=torch.int32, device=device
             )
             list_pairs(ids.to(dtype), experts, out, scratch)
             flat = ids.flatten().tolist()
@@ -126,7 +129,7 @@ def test_gather_columns(device, top_k):
     x = torch.randn(rows, cols, dtype=torch.float16).to(device)
     columns = torch.stack([torch.randperm(cols) for _ in range(experts)]).int().to(device)
     ids = torch.randint(-1, experts, (rows, top_k), device=device)
-    blocks = empty_blocks(pairs_capacity(ids.numel(), experts, block), block, device)
+    blocks = empty_blocks(align_capacity(ids.numel(), experts, block), block, device)
     list_pairs(ids, experts, blocks, torch.empty(0, dtype=torch.int32, device=device))
     out = torch.full((rows * top_k, cols), 7.0, dtype=torch.float16, device=device)
     gather_columns(x, columns, out, blocks, top_k)

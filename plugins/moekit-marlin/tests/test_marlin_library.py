@@ -58,7 +58,7 @@ def test_other_arguments(folder):
     if hasattr(getattr(torch.ops, library.NAMESPACE), library.NAME):
         pytest.skip("the true operator is loaded in this process already")
     with pytest.raises(ImportError, match="other arguments"):
-        library._load()
+        library.load_operator()
 
 
 def test_no_library(folder):

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
+from moekit_kernels.align import align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
 from moekit_kernels.rows import weighted_sum
 from torch import Tensor
@@ -31,8 +32,6 @@ from .kernels import (
     gather_columns,
     list_pairs,
     list_slabs,
-    pairs_capacity,
-    pairs_scratch,
     slab_capacity,
 )
 from .pack import pack, stored
@@ -145,7 +144,7 @@ class MarlinExperts(_MarlinExperts):
 
     def _capacity(self, rows: int, block: int) -> int:
         p = self.problem
-        return pairs_capacity(rows * p.top_k, p.num_local_experts, block)
+        return align_capacity(rows * p.top_k, p.num_local_experts, block)
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         p = self.problem
@@ -153,7 +152,7 @@ class MarlinExperts(_MarlinExperts):
         # GEMM 1's output and, after the activation has read it, GEMM 2's share one buffer.
         return (
             *self._buffers(rows, pairs * max(self._w13_rows, p.hidden_size), pairs),
-            BufferSpec((pairs_scratch(pairs, p.num_local_experts),), torch.int32),
+            BufferSpec((align_scratch(pairs, p.num_local_experts),), torch.int32),
         )
 
     def apply(
@@ -170,7 +169,7 @@ class MarlinExperts(_MarlinExperts):
         entries, experts, num_rows, locks, unused, outputs, a_SI, gathered, scratch = workspace
 
         block = self._block(rows, slots)
-        capacity = pairs_capacity(pairs, p.num_local_experts, block)
+        capacity = align_capacity(pairs, p.num_local_experts, block)
         blocks = Blocks(entries[:capacity], experts[: capacity // block], num_rows, locks, block)
         list_pairs(ids_RK, p.num_local_experts, blocks, scratch)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.align import SortedAssignments, align
 from moekit_kernels.numerics import Activation, activate, activate_gated, convert
 
 
@@ -33,16 +33,6 @@ class Blocks:
     @property
     def capacity(self) -> int:
         return self.entries.numel()
-
-
-def pairs_capacity(pairs: int, num_experts: int, block: int) -> int:
-    """Return the entries that `list_pairs` needs."""
-    return align_capacity(pairs, num_experts, block)
-
-
-def pairs_scratch(pairs: int, num_experts: int) -> int:
-    """Return the int32 scratch that `list_pairs` needs."""
-    return align_scratch(pairs, num_experts)
 
 
 def list_pairs(ids_RK: torch.Tensor, num_experts: int, out: Blocks, scratch: torch.Tensor) -> None:

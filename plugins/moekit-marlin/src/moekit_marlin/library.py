@@ -1,6 +1,6 @@
 """Find the vLLM library that holds the Marlin operator, check it, and load it alone.
 
-`unsupported` reads files and imports nothing. Only `operator` loads the library.
+`unsupported` reads files and imports nothing. Only `load_operator` loads the library.
 """
 
 from __future__ import annotations
@@ -26,20 +26,6 @@ ARGUMENTS = (
     "bool use_atomic_add", "bool use_fp32_reduce", "bool is_zp_float",
     "int thread_k", "int thread_n", "int blocks_per_sm",
 )  # fmt: skip
-
-_operator: Callable[..., Any] | None = None
-
-
-def operator() -> Callable[..., Any]:
-    """Return the operator; the first call loads the library.
-
-    Raises:
-        ImportError: There is no library, or its operator takes other arguments.
-    """
-    global _operator
-    if _operator is None:
-        _operator = _load()
-    return _operator
 
 
 def unsupported() -> list[str]:
@@ -85,7 +71,12 @@ def is_known(schema: str) -> bool:
     return plain == [part.replace("!", "").split() for part in ARGUMENTS]
 
 
-def _load() -> Callable[..., Any]:
+def load_operator() -> Callable[..., Any]:
+    """Load the library and return the operator.
+
+    Raises:
+        ImportError: There is no library, or its operator takes other arguments.
+    """
     import torch
 
     operators = getattr(torch.ops, NAMESPACE)
@@ -102,3 +93,7 @@ def _load() -> Callable[..., Any]:
     if not is_known(str(getattr(found, "_schema", ""))):
         raise ImportError(f"{NAME} takes other arguments than vllm{VLLM.versions}: {found}")
     return found
+
+
+operator = functools.cache(load_operator)
+"""Returns the operator; the first call loads the library."""
