@@ -126,8 +126,8 @@ def standard_calls(
         rows = torch.empty(ids.numel(), dtype=torch.int32, device=DEVICE)
         layout = SortedAssignments(None, None, None, plan.block_m, rows, ends_L)
         align(ids, p.num_local_experts, layout, scratch[2])
-        steps = (("w13", *experts._first(plan, scratch[3:])),
-                 ("w2", *experts._second(plan, scratch[3:])))  # fmt: skip
+        steps = (("w13", *experts._operands("w13", plan, scratch[3:])),
+                 ("w2", *experts._operands("w2", plan, scratch[3:])))  # fmt: skip
         bare.append(partial(gemms, experts, packed, steps, ends_L, plan))
     return blocks, bare
 

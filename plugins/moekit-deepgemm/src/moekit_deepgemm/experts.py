@@ -138,13 +138,13 @@ class DeepGemmExperts(_DeepGemmExperts):
 
         layout = SortedAssignments(None, None, None, plan.block_m, rows_S, ends_L)
         align(ids_RK, ends_L.numel(), layout, scratch)
-        a_MH, scale_GM, h_MN = self._first(plan, buffers)
+        a_MH, scale_GM, h_MN = self._operands("w13", plan, buffers)
         if scale_GM is None:
             copy_rows(x_RH, layout, a_MH)
         else:
             copy_rows_quantized(x_RH, tokens.x_scale, layout, a_MH, scale_GM)
         self._gemm(a_MH, scale_GM, weights, "w13", h_MN, ends_L, plan)
-        a_MI, scale_GM, y_MH = self._second(plan, buffers)
+        a_MI, scale_GM, y_MH = self._operands("w2", plan, buffers)
         bias_LN = weights.get("w13_bias")
         activate_pairs(h_MN, rows_S, ids_S, bias_LN, self._activation, a_MI, scale_GM)
         self._gemm(a_MI, scale_GM, weights, "w2", y_MH, ends_L, plan)
@@ -154,20 +154,14 @@ class DeepGemmExperts(_DeepGemmExperts):
         p = self.problem
         return make_plan(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
 
-    def _first(self, plan: Plan, buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return GEMM 1's input, its scales and its output."""
-        return self._views(plan.rows, self.problem.hidden_size, self.problem.w13_rows, buffers)
-
-    def _second(
-        self, plan: Plan, buffers: Sequence[Tensor]
+    def _operands(
+        self, name: str, plan: Plan, buffers: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        p = self.problem
-        return self._views(plan.rows, p.local_intermediate_size, p.hidden_size, buffers)
-
-    def _views(
-        self, rows: int, k: int, n: int, buffers: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        a, scale, out = buffers
+        """Return the input, its scales and the output of the GEMM with the weight ``name``."""
+        p, rows, (a, scale, out) = self.problem, plan.rows, buffers
+        k, n = p.hidden_size, p.w13_rows
+        if name == "w2":
+            k, n = p.local_intermediate_size, p.hidden_size
         groups = k // GROUP
         scale_GM = scale[: groups * rows].view(groups, rows) if self._quantized else None
         return a[: rows * k].view(rows, k), scale_GM, out[: rows * n].view(rows, n)
@@ -188,8 +182,8 @@ class DeepGemmExperts(_DeepGemmExperts):
         plans = plans_up_to(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
         for done, plan in enumerate(plans):
             logger.info("%s: compiling, %d of %d: %s", self.spec.name, done + 1, len(plans), plan)
-            for name, views in (("w13", self._first), ("w2", self._second)):
-                a, scale, out = views(plan, buffers)
+            for name in ("w13", "w2"):
+                a, scale, out = self._operands(name, plan, buffers)
                 self._gemm(a, scale, weights, name, out, ends_L, plan)
             self._first_use(plan.kind, ends_L.device)
         logger.info("%s: compiled in %.1f s", self.spec.name, time.monotonic() - start)

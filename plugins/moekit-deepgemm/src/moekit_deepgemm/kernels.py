@@ -62,15 +62,22 @@ def stage_slabs(
         scales_only: a is x, and only scales are copied.
     """
     L, slab, cols = x_LCH.shape
-    assert x_LCH.stride(2) == 1 and a_LCH.is_contiguous()
+    assert x_LCH.stride(2) == 1 and a_LCH.is_contiguous() and a_LCH.shape[2] == cols
     tiling = Tiling.of(slab, cols)
-    x, a, mode = _mode(x_LCH, x_scale, a_LCH, scale_LGC)
+    x, a, mode = x_LCH, a_LCH, "copy"
+    if x_scale is not None:  # quantized values are copied as bytes
+        assert scale_LGC is not None and x.dtype == a.dtype
+        x, a = x.view(torch.uint8), a.view(torch.uint8)
+        mode = "scales" if scales_only else "copy_scaled"
+    elif scale_LGC is not None:
+        mode = "quantize"
+    else:
+        assert x.dtype == a.dtype
     xs_strides = (0, 0, 0) if x_scale is None else x_scale.stride()
     _stage_slabs[(L, _programs_per_slab(slab, L), tiling.programs)](
         x, x_scale, counts_L, a, scale_LGC, cols, x.stride(0), x.stride(1), *xs_strides,
         a.stride(0), a.stride(1), 0 if scale_LGC is None else scale_LGC.stride(0), _lead(scale_LGC),
-        MODE="scales" if scales_only else mode, GROUP=GROUP, GROUPS=tiling.groups,
-        num_warps=tiling.warps,
+        MODE=mode, GROUP=GROUP, GROUPS=tiling.groups, num_warps=tiling.warps,
     )  # fmt: skip
 
 
@@ -128,20 +135,6 @@ def finish_slabs(
         out_LCH.stride(0), out_LCH.stride(1),
         HAS_BIAS=bias_LH is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
-
-
-def _mode(
-    x: torch.Tensor, x_scale: torch.Tensor | None, a: torch.Tensor, scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return x, a and what the kernel does; quantized values are copied as bytes."""
-    assert x.stride(-1) == 1 and a.stride(-1) == 1 and x.shape[-1] == a.shape[-1]
-    if x_scale is not None:
-        assert scale is not None and x.dtype == a.dtype
-        return x.view(torch.uint8), a.view(torch.uint8), "copy_scaled"
-    if scale is not None:
-        return x, a, "quantize"
-    assert x.dtype == a.dtype
-    return x, a, "copy"
 
 
 def _lead(scale: torch.Tensor | None) -> int:
