@@ -80,18 +80,19 @@ def group_batched(counts_L: Tensor, slab: int, groups: Groups) -> None:
         groups.rows_S.div_(1, rounding_mode="floor")  # a launch between, as in `sort_assignments`
 
 
-def problem_sizes(
-    groups: Groups, starts_L: Tensor, sizes_L3: Tensor, n: int, k: int, swap: bool
-) -> None:
-    """Fill starts_L (int64) with each expert's first row, and sizes_L3 (int32) with (rows, n, k).
+def problem_sizes(groups: Groups, n: int, k: int, swap: bool) -> tuple[Tensor, Tensor]:
+    """Return each expert's first row, int64 (L,), and its (rows, n, k), int32 (L, 3).
 
-    ``swap`` stores (n, rows, k), for swap-AB GEMMs.
+    With ``swap`` (n, rows, k), for swap-AB GEMMs.
     """
-    num_experts = groups.num_experts
+    num_experts, device = groups.num_experts, groups.offsets_L1.device
+    starts_L = torch.empty(num_experts, dtype=torch.int64, device=device)
+    sizes_L3 = torch.empty((num_experts, 3), dtype=torch.int32, device=device)
     _problem_sizes[(1,)](
         groups.offsets_L1, starts_L, sizes_L3, num_experts, n, k, SWAP=swap,
         BINS=triton.next_power_of_2(num_experts), num_warps=4,
     )  # fmt: skip
+    return starts_L, sizes_L3
 
 
 def spread_rows(

@@ -159,7 +159,6 @@ class Torch(Provider):
     name = "torch"
     allocates = True
     scratch = 4 << 20
-    fast_accum: ClassVar[bool] = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,7 +172,7 @@ class Torch(Provider):
             return F.grouped_mm(x, w_LNK.mT, offs=ends_L)
         return torch._scaled_grouped_mm(
             x, w_LNK.mT, scales.a.view(-1), scales.w, offs=ends_L,
-            out_dtype=torch.bfloat16, use_fast_accum=self.fast_accum,
+            out_dtype=torch.bfloat16, use_fast_accum=True,
         )  # fmt: skip
 
 
@@ -187,20 +186,19 @@ class Vllm(Provider):
 
     name = "vllm"
     scratch = 2 << 20
+    operator: ClassVar[str] = "cutlass_moe_mm"
     SWAP_ROWS: ClassVar[int] = 64
 
     def __init__(self, problem: MoEProblem) -> None:
         super().__init__(problem)
-        self._op = vllm_operator("cutlass_moe_mm")
+        self._op = vllm_operator(self.operator)
 
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
         assert out is not None and scales is not None
         (rows, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
-        starts_L = torch.empty(L, dtype=torch.int64, device=device)
-        sizes_L3 = torch.empty((L, 3), dtype=torch.int32, device=device)
-        problem_sizes(groups, starts_L, sizes_L3, n, k, swap=rows <= self.SWAP_ROWS)
+        starts_L, sizes_L3 = problem_sizes(groups, n, k, swap=rows <= self.SWAP_ROWS)
         ab, c = _stride(L, k, device), _stride(L, n, device)
         self._op(
             out, x, w_LNK, scales.a, scales.w, starts_L, sizes_L3,
@@ -209,19 +207,14 @@ class Vllm(Provider):
         return out
 
 
-class VllmW4A8(Provider):
+class VllmW4A8(Vllm):
     """`cutlass_w4a8_moe_mm` of vLLM's library: e4m3 rows by int4 weights from `w4a8.pack`.
 
     Results are bf16. The operator always uses swap-AB, so problem sizes are (N, M, K); the rest is
     as for `Vllm`. Weight scales are stored (groups, N); their strides are N and 0.
     """
 
-    name = "vllm"
-    scratch = 2 << 20
-
-    def __init__(self, problem: MoEProblem) -> None:
-        super().__init__(problem)
-        self._op = vllm_operator("cutlass_w4a8_moe_mm")
+    operator = "cutlass_w4a8_moe_mm"
 
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
@@ -229,9 +222,7 @@ class VllmW4A8(Provider):
         """w_LNK: int32 (L, N, K / 8)."""
         assert out is not None and scales is not None
         (_, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
-        starts_L = torch.empty(L, dtype=torch.int64, device=device)
-        sizes_L3 = torch.empty((L, 3), dtype=torch.int32, device=device)
-        problem_sizes(groups, starts_L, sizes_L3, n, k, swap=True)
+        starts_L, sizes_L3 = problem_sizes(groups, n, k, swap=True)
         self._op(
             out, x, w_LNK, scales.a, scales.w, scales.table, 128, starts_L, sizes_L3,
             _stride(L, k, device), scales.layout, _stride(L, n, device),
