@@ -17,6 +17,7 @@ from moekit.plugin import Activation as ProblemActivation
 
 __all__ = [
     "INTERPRETED",
+    "NO_ACTIVATION",
     "QMAX",
     "SCALE_GROUP",
     "TINY",
@@ -70,6 +71,9 @@ class Activation:
         name = activation.name.removesuffix("_no_mul").removesuffix("_and_mul")
         return cls(name, activation.gated, activation.alpha or 0.0, activation.limit)
 
+
+NO_ACTIVATION = Activation("none", gated=False, alpha=0.0)
+"""Leaves values as they are."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _TINY = tl.constexpr(TINY)

@@ -15,6 +15,7 @@ from moekit.plugin import OperandQuant, quant
 from .launch import Launcher, wait_then_launch_dependents
 from .numerics import (
     INTERPRETED,
+    NO_ACTIVATION,
     QMAX,
     SCALE_GROUP,
     Activation,
@@ -59,19 +60,17 @@ class ValidRows:
 
     @property
     def kind(self) -> str:
-        return self._named[0]
+        if self.mask is not None:
+            return "mask"
+        if self.ids is not None:
+            return "ids"
+        return "all" if self.counts_L is None else "counts"
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        return self._named[1]
-
-    @property
-    def _named(self) -> tuple[str, torch.Tensor | None]:
         if self.mask is not None:
-            return "mask", self.mask.contiguous().view(torch.int8)
-        if self.ids is not None:
-            return "ids", self.ids
-        return ("all", None) if self.counts_L is None else ("counts", self.counts_L)
+            return self.mask.contiguous().view(torch.int8)
+        return self.counts_L if self.ids is None else self.ids
 
 
 def quantize_rows(
@@ -87,7 +86,7 @@ def quantize_rows(
         scale: fp32 (rows, 1) or (rows, ceil(cols / 128)); written.
         valid: the rows that exist.
     """
-    _launch_rows(x, q, scale, None, "group" if scale.shape[1] > 1 else "row", valid, None)
+    _launch_rows(x, q, scale, None, "group" if scale.shape[1] > 1 else "row", valid)
 
 
 def quantize_rows_per_tensor(
@@ -115,7 +114,7 @@ def quantize_rows_per_tensor(
             x, scratch, valid.tensor, rows, cols, x.stride(0), valid.capacity,
             VALID=valid.kind, BLOCK=triton.next_power_of_2(cols), num_warps=_warps(cols),
         )  # fmt: skip
-    _launch_rows(x, q, scale, scratch, "tensor", valid, None)
+    _launch_rows(x, q, scale, scratch, "tensor", valid)
 
 
 def quantize_activations(
@@ -184,13 +183,9 @@ def activate_rows(
 
 
 def _warps(cols: int) -> int:
-    return (
-        min(16, max(1, triton.next_power_of_2(cols) // 1024))
-        if cols > 1024
-        else 1
-        if cols <= 256
-        else 4
-    )
+    if cols <= 1024:
+        return 1 if cols <= 256 else 4
+    return min(16, int(triton.next_power_of_2(cols)) // 1024)
 
 
 @dataclass(frozen=True)
@@ -229,10 +224,10 @@ class Tiling:
 
 def _launch_rows(
     x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None, partials: torch.Tensor | None,
-    kind: str, valid: ValidRows, activation: Activation | None,
+    kind: str, valid: ValidRows, activation: Activation = NO_ACTIVATION,
 ) -> None:  # fmt: skip
     rows, cols = out.shape
-    gated = activation is not None and activation.gated
+    gated, limit = activation.gated, activation.limit
     assert x.shape == (rows, 2 * cols if gated else cols)
     assert x.stride(1) == 1 and out.stride(1) == 1
     assert valid.ids is None or (valid.ids.numel() == rows and valid.ids.is_contiguous())
@@ -243,14 +238,12 @@ def _launch_rows(
     capacity = valid.capacity if valid.kind == "counts" else rows
     assert rows % capacity == 0
     row_stride, group_stride = (0, 0) if scale is None or kind == "tensor" else scale.stride()
-    limit = activation.limit if activation is not None else None
     _launch_rows_kernel(
         (triton.cdiv(capacity * parts, tiling.lines), rows // capacity),
         x, out, scale, partials, valid.tensor, capacity,
         x.stride(0), out.stride(0), row_stride, group_stride,
-        0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
-        ACTIVATION="none" if activation is None else activation.name,
-        GATED=gated, CLAMP=limit is not None, QUANTIZE=kind,
+        activation.alpha, 0.0 if limit is None else limit,
+        ACTIVATION=activation.name, GATED=gated, CLAMP=limit is not None, QUANTIZE=kind,
         PARTIALS=0 if partials is None else AMAX_PARTIALS, QMAX=QMAX.get(out.dtype, 0.0),
         VALID=valid.kind, COLS=cols, PARTS=parts, LINES=tiling.lines, CHUNKS=tiling.chunks,
         BLOCK=tiling.block, num_warps=tiling.warps,

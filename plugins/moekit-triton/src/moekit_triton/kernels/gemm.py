@@ -13,9 +13,9 @@ import triton.language as tl
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import (
     INTERPRETED,
+    NO_ACTIVATION,
     QMAX,
     SCALE_GROUP,
-    Activation,
     activate,
     activate_gated,
     convert,
@@ -30,7 +30,7 @@ from .operands import Epilogue, Rows
 from .packed import packed_products
 from .tiles import CHUNK, GemmConfig
 
-_STORE = Epilogue(Activation("none", gated=False, alpha=0.0))
+_STORE = Epilogue(NO_ACTIVATION)
 
 
 def grouped_gemm(

@@ -15,6 +15,7 @@ import triton.language as tl
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import (
+    NO_ACTIVATION,
     Activation,
     activate,
     activate_gated,
@@ -82,8 +83,8 @@ def sorted_gemm(
         return
     assert scales is None and x_RK is None, "only specialized tiles take these"
     num_experts, w_rows, k = w_LNK.shape
-    gated = activation is not None and activation.gated
-    n = w_rows // 2 if gated else w_rows
+    activation = activation or NO_ACTIVATION
+    n = w_rows // 2 if activation.gated else w_rows
     capacity = aligned.capacity
     assert a_SK.shape == (capacity, k) and out.shape[1] == n and w_LNK.is_contiguous()
     assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == config.block_m
@@ -93,7 +94,7 @@ def sorted_gemm(
     a_box, half_box, w_box = (
         [rows, config.block_k] for rows in (config.block_m, config.block_m // 2, config.block_n)
     )
-    limit = None if activation is None else activation.limit
+    limit = activation.limit
     _launch_gemm(
         (min(tiles, num_sms) if config.persistent else tiles,),
         TensorDescriptor(a_SK, [capacity, k], [k, 1], a_box),
@@ -101,10 +102,10 @@ def sorted_gemm(
         TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
         out, aligned.assignments_S, aligned.experts_B, aligned.num_rows, bias_LN,
         weights_RK, n, k, num_assignments, config.group_m, out.stride(0),
-        0.0 if activation is None else activation.alpha, 0.0 if limit is None else limit,
-        ACTIVATION="none" if activation is None else activation.name, GATED=gated,
-        CLAMP=limit is not None, BIAS=bias_LN is not None, BY_ASSIGNMENT=by_assignment,
-        PERSISTENT=config.persistent, HALVES=config.halves,
+        activation.alpha, 0.0 if limit is None else limit,
+        ACTIVATION=activation.name, GATED=activation.gated, CLAMP=limit is not None,
+        BIAS=bias_LN is not None, BY_ASSIGNMENT=by_assignment, PERSISTENT=config.persistent,
+        HALVES=config.halves,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
