@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import triton
 from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
@@ -324,55 +324,61 @@ def _sorted_kind(problem: MoEProblem, per_expert: float) -> type[Sorted]:
 # -- gathered rows ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Case:
     """A problem and its rows per expert, as the rules for tiles distinguish them.
 
     plain: 16-bit operands; grouped: activations with scales by groups of 128 columns; across: such
     groups do not divide I; whole_k_fp8: e4m3 on Hopper whose scales serve all of K; wide: weight
-    rows behind an output column of GEMM 1.
+    rows behind an output column of GEMM 1; busy: row blocks that programs share.
     """
 
-    problem: MoEProblem
-    per_expert: float
-    a_bits: int
-    w_bits: int
-    plain: bool
-    grouped: bool
-    across: bool
-    whole_k_fp8: bool
-    wide: int
-    block_m: int
-    busy: int
+    def __init__(self, p: MoEProblem, per_expert: float) -> None:
+        self.problem, self.per_expert = p, per_expert
+        self.a_bits, self.w_bits = operand_bits(p)
+        self.plain = self.a_bits == self.w_bits == 16
+        self.grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
+        self.across = self.grouped and p.local_intermediate_size % SCALE_GROUP != 0
+        self.whole_k_fp8 = swap_ab_pays(p) and not self.grouped
+        self.wide = 2 if p.activation.gated else 1  # GEMM 1 with a gate holds two tiles of block_n
+        self.block_m = self._block_m()
+        self.busy = p.num_local_experts * max(1, math.ceil(per_expert / self.block_m))
+        if self.w_bits == 4:  # experts without rows keep nothing busy
+            self.busy = math.ceil(self.busy * min(1.0, per_expert))
 
-    @classmethod
-    def of(cls, p: MoEProblem, per_expert: float) -> _Case:
-        a_bits, w_bits = operand_bits(p)
-        plain = a_bits == w_bits == 16
-        grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
-        whole_k_fp8 = swap_ab_pays(p) and not grouped
+    def _block_m(self) -> int:
+        """Return twice the expected rows while weights bound the time, then large tiles."""
+        if self.w_bits == 4 and self.per_expert <= 4:
+            return 8
         # Half tiles of 128 rows win where many experts have more than 64.
-        most_64 = 48 if plain or swap_ab_pays(p) else 64
-        block_m = _block_m(per_expert, most_64, a_bits, w_bits)
-        # Tiles of 128 weight rows of up then lie across two groups of scales.
-        across = grouped and p.local_intermediate_size % SCALE_GROUP != 0
-        block_m = min(block_m, 64) if across else block_m
-        busy = p.num_local_experts * max(1, math.ceil(per_expert / block_m))
-        if w_bits == 4:  # experts without rows keep nothing busy
-            busy = math.ceil(busy * min(1.0, per_expert))
-        wide = 2 if p.activation.gated else 1  # GEMM 1 with a gate holds two tiles of block_n
-        return cls(
-            p, per_expert, a_bits, w_bits, plain, grouped, across, whole_k_fp8, wide, block_m, busy
-        )
+        most_64 = 48 if self.plain or swap_ab_pays(self.problem) else 64
+        steps = ((16, 8), (32, 24), (64, most_64))
+        block_m = next((b for b, most in steps if self.per_expert <= most), 128)
+        # 32 bits have no tensor cores. Tiles of 128 weight rows of up would lie across two groups
+        # of scales.
+        if self.a_bits == 32 or self.across:
+            block_m = min(block_m, 64)
+        return min(block_m, PACKED_BLOCK_M) if self.w_bits == 4 else block_m
 
     def tile(self, n: int, k: int, wide: int) -> GemmConfig:
         """Return the tile for n output columns, each of ``wide`` weight rows of k columns."""
         if self.w_bits == 4:
-            scheme = self.problem.quant.weight
-            fp4 = scheme is not None and scheme.dtype == "float4_e2m1"
-            return _packed_tile(self.block_m, self.busy, n, wide, fp4)
-        tile = _tile(self.block_m, self.busy, n, k, self.a_bits, self.w_bits, wide)
-        return self._streaming(tile, n, wide) if self.block_m <= 32 else tile
+            return self._packed_tile(n, wide)
+        block_m, a_bits = self.block_m, self.a_bits
+        if a_bits == 32:
+            block_n, block_k, warps, stages = 64, 32, 4, 3
+        elif block_m <= 32:  # bound by reading weights: keep every multiprocessor streaming
+            block_n = 128 if self.busy * triton.cdiv(n, 128) >= 2 * HOPPER_SMS else 64
+            block_k, warps, stages = 128, 4, 4
+        elif block_m == 64:
+            block_n, block_k, warps, stages = 128, 1024 // a_bits, 4, 4
+        elif self.plain:
+            block_n, block_k, warps, stages = 256, 64, 8, 3
+        else:
+            block_n, block_k, warps, stages = 128, 1024 // a_bits, 8, 4
+        block_n = min(max(32, block_n // wide), max(32, triton.next_power_of_2(n)))
+        block_k = min(block_k, max(32, triton.next_power_of_2(k)))
+        tile = GemmConfig(block_m, block_n, block_k, num_warps=warps, num_stages=stages)
+        return self._streaming(tile, n, wide) if block_m <= 32 else tile
 
     def _streaming(self, tile: GemmConfig, n: int, wide: int) -> GemmConfig:
         """Return a wider tile for few rows where Hopper has enough of them to read weights by."""
@@ -383,20 +389,33 @@ class _Case:
                 return replace(tile, block_n=rows // wide, num_stages=stages)
         return tile
 
+    def _packed_tile(self, n: int, wide: int) -> GemmConfig:
+        """Return a tile for 4-bit weights: a warp makes 16 weight rows, or 32; four warps and 64 or
+        more rows form warp groups."""
+        block_m, scheme = self.block_m, self.problem.quant.weight
+        fp4 = scheme is not None and scheme.dtype == "float4_e2m1"
+        most = 64 if block_m <= 32 or wide == 2 or fp4 else 128
+        sizes = [b for b in (most, 64, 32, 16) if b <= max(16, triton.next_power_of_2(n))]
+        block_n = sizes[0]
+        if block_m <= 32 and not INTERPRETED:  # keep every multiprocessor streaming
+            fills = (b for b in sizes if self.busy * triton.cdiv(n, b) >= 3 * HOPPER_SMS)
+            block_n = next(fills, sizes[-1])
+        if block_m == 8 and block_n == 64 and (wide == 1 or fp4):
+            return GemmConfig(block_m, block_n, CHUNK, num_warps=2, num_stages=2)
+        stages = 3 if block_n >= 64 else 5
+        return GemmConfig(block_m, block_n, CHUNK, num_warps=block_n // 16, num_stages=stages)
 
-def _block_m(per_expert: float, most_64: int, a_bits: int, w_bits: int) -> int:
-    """Return twice the expected rows while weights bound the time, then large tiles."""
-    if w_bits == 4 and per_expert <= 4:
-        return 8
-    block_m = next((b for b, most in ((16, 8), (32, 24), (64, most_64)) if per_expert <= most), 128)
-    if a_bits == 32:  # without tensor cores
-        block_m = min(block_m, 64)
-    return min(block_m, PACKED_BLOCK_M) if w_bits == 4 else block_m
+    def within(self, tile: GemmConfig, wide: int) -> GemmConfig:
+        """Limit the stages to what shared memory holds, at least two."""
+        columns = tile.block_n * wide * (2 if tile.wide else 1)
+        stage = (tile.block_m * self.a_bits + columns * self.w_bits) * tile.block_k // 8
+        stages = min(tile.num_stages, shared_memory(self.problem) // stage)
+        return replace(tile, num_stages=max(2, stages))
 
 
 def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
     """Return a plan for gathered rows without any measurement."""
-    p, case = problem, _Case.of(problem, per_expert)
+    p, case = problem, _Case(problem, per_expert)
     hidden, inner, block_m = p.hidden_size, p.local_intermediate_size, case.block_m
     first = case.tile(inner, hidden, case.wide)
     if case.grouped and (block_m <= 64 or hopper(p)) and inner >= 128:
@@ -414,12 +433,7 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
     )
     if block_m == 128:
         first, second = _large_tiles(case, first, second, fused)
-    shared, wide = shared_memory(p), case.wide if fused else 1
-    return Gathered(
-        _within(first, case.a_bits, case.w_bits, wide, shared),
-        _within(second, case.a_bits, case.w_bits, 1, shared),
-        fused,
-    )
+    return Gathered(case.within(first, case.wide if fused else 1), case.within(second, 1), fused)
 
 
 def _large_tiles(
@@ -446,44 +460,3 @@ def _large_fp8_tile(tile: GemmConfig, n: int, per_expert: float) -> GemmConfig:
     if per_expert > _SORTED_FROM and n >= 256:
         return replace(tile, block_n=256, num_warps=8, num_stages=4)
     return replace(tile, num_warps=4, num_stages=3)
-
-
-def _tile(
-    block_m: int, busy: int, n: int, k: int, a_bits: int, w_bits: int, wide: int
-) -> GemmConfig:
-    """Return a tile; block_n counts output columns, each of ``wide`` weight rows."""
-    if a_bits == 32:
-        block_n, block_k, warps, stages = 64, 32, 4, 3
-    elif block_m <= 32:  # bound by reading weights: keep every multiprocessor streaming
-        block_n = 128 if busy * triton.cdiv(n, 128) >= 2 * HOPPER_SMS else 64
-        block_k, warps, stages = 128, 4, 4
-    elif block_m == 64:
-        block_n, block_k, warps, stages = 128, 1024 // a_bits, 4, 4
-    elif a_bits == w_bits == 16:
-        block_n, block_k, warps, stages = 256, 64, 8, 3
-    else:
-        block_n, block_k, warps, stages = 128, 1024 // a_bits, 8, 4
-    block_n = min(max(32, block_n // wide), max(32, triton.next_power_of_2(n)))
-    block_k = min(block_k, max(32, triton.next_power_of_2(k)))
-    return GemmConfig(block_m, block_n, block_k, num_warps=warps, num_stages=stages)
-
-
-def _packed_tile(block_m: int, busy: int, n: int, wide: int, fp4: bool) -> GemmConfig:
-    """Return a tile for 4-bit weights: a warp makes 16 weight rows, or 32; four warps and 64 or
-    more rows form warp groups."""
-    most = 64 if block_m <= 32 or wide == 2 or fp4 else 128
-    sizes = [b for b in (most, 64, 32, 16) if b <= max(16, triton.next_power_of_2(n))]
-    block_n = sizes[0]
-    if block_m <= 32 and not INTERPRETED:  # keep every multiprocessor streaming
-        block_n = next((b for b in sizes if busy * triton.cdiv(n, b) >= 3 * HOPPER_SMS), sizes[-1])
-    if block_m == 8 and block_n == 64 and (wide == 1 or fp4):
-        return GemmConfig(block_m, block_n, CHUNK, num_warps=2, num_stages=2)
-    stages = 3 if block_n >= 64 else 5
-    return GemmConfig(block_m, block_n, CHUNK, num_warps=block_n // 16, num_stages=stages)
-
-
-def _within(config: GemmConfig, a_bits: int, w_bits: int, wide: int, shared: int) -> GemmConfig:
-    """Limit the stages to what shared memory holds, at least two."""
-    columns = config.block_n * wide * (2 if config.wide else 1)
-    stage = (config.block_m * a_bits + columns * w_bits) * config.block_k // 8
-    return replace(config, num_stages=max(2, min(config.num_stages, shared // stage)))
