@@ -6,6 +6,7 @@ The user's tables (`moekit.plugin.TableFiles` says where) count before the shipp
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -83,11 +84,8 @@ def _merge(shipped: Iterable[list[Entry]], user: Iterable[list[Entry]]) -> list[
     for entry in itertools.chain(*shipped, *user):
         keys[str(entry.key)] = entry.key
         plans.setdefault(str(entry.key), {}).update(entry.plans)
-    return [Entry(key, sorted(plans[name].items(), key=_rows)) for name, key in keys.items()]
-
-
-def _rows(measured: Measured) -> float:
-    return measured[0]
+    by_rows = operator.itemgetter(0)
+    return [Entry(key, sorted(plans[name].items(), key=by_rows)) for name, key in keys.items()]
 
 
 FILES: TableFiles[list[Entry], list[Entry]] = TableFiles(
