@@ -169,10 +169,8 @@ def threads(torch_threads: int) -> int:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return how many cores this process may use; the library runs on Linux alone."""
+    return len(os.sched_getaffinity(0))
 
 
 def _environment_faults() -> list[str]:
