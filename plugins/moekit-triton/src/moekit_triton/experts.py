@@ -91,11 +91,8 @@ class TritonExperts(_TritonExperts):
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         plan: StandardPlan = self.plan(*ids_RK.shape)  # type: ignore[assignment]
-        plan.launch(
-            Call(
-                self._layer, tokens.x, tokens.x_scale, ids_RK, weights_RK, weights, y, workspace
-            )
-        )  # fmt: skip
+        x, x_scale = tokens.x, tokens.x_scale
+        plan.launch(Call(self._layer, x, x_scale, ids_RK, weights_RK, weights, y, workspace))
 
 
 class BatchedTritonExperts(_TritonExperts):
@@ -116,8 +113,5 @@ class BatchedTritonExperts(_TritonExperts):
         plan = self.plan(tokens.x.shape[1], self.problem.top_k)
         assert isinstance(plan, Batched)
         h, a, scale = workspace
-        plan.launch(
-            BatchedCall(
-                self._layer, tokens.x, tokens.x_scale, counts_L, weights, y, (h, a, scale)
-            )
-        )  # fmt: skip
+        x, x_scale = tokens.x, tokens.x_scale
+        plan.launch(BatchedCall(self._layer, x, x_scale, counts_L, weights, y, (h, a, scale)))
