@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -91,10 +92,14 @@ class CompositeExperts(PermuteExpertsUnpermute):
         return self.members[index].quantize(x_RH, weights.members[index], valid_rows)
 
     def largest_calls(self, num_tokens: int) -> list[int]:
-        """Return ``num_tokens``, and below it the largest call that each member serves."""
+        """Return the calls that each member names among the sizes that it serves."""
         parallel = self.problem.parallel
-        most = [m * parallel.ep_size // parallel.dp_size for m in self._most]
-        return [num_tokens, *(t for t in reversed(most) if 0 < t < num_tokens)]
+        most = (m * parallel.ep_size // parallel.dp_size for m in self._most)
+        ends = [0, *(t for t in most if t < num_tokens), num_tokens]
+        calls = {num_tokens}
+        for index, (start, end) in zip(self._serving, pairwise(ends), strict=False):
+            calls.update(t for t in self.members[index].largest_calls(end) if t > start)
+        return sorted(calls, reverse=True)
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         needs = [Workspace.nbytes_for(m.workspace(most)) for m, most in self._uses(rows)]

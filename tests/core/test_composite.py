@@ -219,6 +219,20 @@ def test_sizes_are_tokens_of_one_rank() -> None:
     assert kernel.experts.largest_calls(20) == [20, 8]
 
 
+def test_warmup_includes_the_calls_that_members_name(monkeypatch) -> None:
+    """A member's kernels may change within the sizes that it serves."""
+
+    def halves(self, num_tokens: int) -> list[int]:
+        return [num_tokens >> n for n in range(num_tokens.bit_length())]
+
+    monkeypatch.setattr(Turned, "largest_calls", halves, raising=False)
+    kernel = moekit.compose(PROBLEM, experts="turned:10|torch:30|turned", backends=backends())
+    assert kernel.experts.largest_calls(100) == [100, 50, 30, 10, 5, 2, 1]
+    assert kernel.experts.largest_calls(20) == [20, 10, 5, 2, 1]
+    assert kernel.experts.largest_calls(7) == [7, 3, 1]
+    assert kernel.experts.largest_calls(0) == [0]
+
+
 @interpreted
 @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
 @pytest.mark.parametrize("name", ["torch:5|triton_batched", "triton_batched:5|torch"])
