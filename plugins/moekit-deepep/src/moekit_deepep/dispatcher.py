@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.plugin import Lease, MoEProblem, Pending, PrepareAndFinalize, resolve
+from moekit.plugin import (
+    DispatcherSpec,
+    Lease,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    resolve,
+)
 
 from . import buffers
-
-if TYPE_CHECKING:
-    from moekit.plugin import DispatcherSpec
 
 
 class DeepEPDispatcher(PrepareAndFinalize):

@@ -12,7 +12,7 @@ needed, and gloo works too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moekit.plugin import (
     Dispatched,
+    DispatcherSpec,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -32,9 +33,6 @@ from moekit.plugin import (
 
 from . import footprint
 from .one_sided import quantized_payloads
-
-if TYPE_CHECKING:
-    from moekit.plugin import DispatcherSpec
 
 _PROTOCOL = "moekit-flashinfer allgather 1"
 

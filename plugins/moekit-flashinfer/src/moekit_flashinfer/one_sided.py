@@ -11,7 +11,6 @@ The library assigns rows in any order, so a token's row differs between calls.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch import Tensor
 from moekit.plugin import (
     CallBuffers,
     Dispatched,
+    DispatcherSpec,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -33,9 +33,6 @@ from moekit.plugin import (
 from . import footprint, library
 from .kernels import local_ids, reroute
 from .shared_memory import Ranks, SharedMemory, protocol
-
-if TYPE_CHECKING:
-    from moekit.plugin import DispatcherSpec
 
 # The library sends an assignment with id -1 to rank 0, which is cheaper than a kernel up to here.
 REROUTED_FROM = 256

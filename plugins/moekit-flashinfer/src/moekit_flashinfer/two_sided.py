@@ -10,7 +10,7 @@ A finished call leaves nothing in the FIFOs, so any number of calls may be in fl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moekit.plugin import (
     Dispatched,
+    DispatcherSpec,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -32,9 +33,6 @@ from . import footprint, library
 from .kernels import local_ids
 from .one_sided import REROUTED_FROM, quantized_payloads
 from .shared_memory import Ranks, SharedMemory, protocol
-
-if TYPE_CHECKING:
-    from moekit.plugin import DispatcherSpec
 
 
 class Fifos:

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch import Tensor
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.plugin import (
     Dispatched,
+    DispatcherSpec,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -48,9 +49,6 @@ from moekit.plugin import (
 
 from .board import board_of
 from .footprint import transient_bytes
-
-if TYPE_CHECKING:
-    from moekit.plugin import DispatcherSpec
 
 logger = logging.getLogger("moekit")
 

@@ -12,7 +12,7 @@ The host waits for nothing, so that a call can be captured in a CUDA graph.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 from moekit.errors import MoekitError
 from moekit.plugin import (
     Dispatched,
+    DispatcherSpec,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -35,9 +36,6 @@ from .buffers import Buffers
 from .footprint import transient_bytes
 from .settings import Settings
 from .transfer import AssignmentTransfer, Call, RowTransfer, Transfer
-
-if TYPE_CHECKING:
-    from moekit.plugin import DispatcherSpec
 
 # Ranks that speak different versions must not write into each other's memory.
 _PROTOCOL = "moekit-nvlink 2"

@@ -11,8 +11,8 @@ Rounds, library experts and spare ones: layout.py. Buffers: buffers.py.
 from __future__ import annotations
 
 import socket
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 from moekit.errors import GroupMismatch
 from moekit.plugin import (
     Dispatched,
+    DispatcherSpec,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -35,11 +36,6 @@ from .buffers import Lane, Lanes, shared
 from .kernels import translate
 from .layout import TOKENS_PER_ROUND, Layout, Wire, scale_columns
 from .library import all_to_all
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from moekit.plugin import DispatcherSpec
 
 
 @dataclass(frozen=True)
