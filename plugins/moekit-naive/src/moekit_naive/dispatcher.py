@@ -103,6 +103,8 @@ class NaiveDispatcher(PrepareAndFinalize):
     call's result is taken.
     """
 
+    group: dist.ProcessGroup  # this dispatcher is made only where tokens move
+
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
@@ -139,7 +141,6 @@ class NaiveDispatcher(PrepareAndFinalize):
         return Pending(arrive)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        assert self.group is not None
         handle: _Handle = dispatched.handle
         sizes = handle.sizes
         if not sizes.rows:
@@ -205,7 +206,6 @@ class NaiveDispatcher(PrepareAndFinalize):
 
     def abort(self, reason: str) -> None:
         """Take this rank's place in the header exchange: every other rank raises PeerFailed."""
-        assert self.group is not None
         try:
             self._exchange_headers([-1, 0, 0])
             exchange(_REASONS, reason, self.group)
@@ -241,7 +241,6 @@ class NaiveDispatcher(PrepareAndFinalize):
 
     def _agree(self, tokens: int, dtype: torch.dtype, scales: int) -> _Sizes:
         """Exchange sizes. Raise, on every rank, if a rank reports a failure or they disagree."""
-        assert self.group is not None
         wire = zlib.crc32(str(dtype).encode())
         headers = self._exchange_headers([tokens, wire, scales])
         failed = [rank for rank, header in enumerate(headers) if header[0] < 0]
@@ -270,7 +269,6 @@ class NaiveDispatcher(PrepareAndFinalize):
         return _Sizes(sent, tuple(counts))
 
     def _exchange_headers(self, header: list[int]) -> list[list[int]]:
-        assert self.group is not None
         if self._board is not None:
             return self._board.exchange(header)
         if self._header_device != "cpu" and torch.cuda.is_current_stream_capturing():
@@ -289,14 +287,12 @@ class NaiveDispatcher(PrepareAndFinalize):
         if not sizes.rows or _coalescing is None or self.problem.device.type != "cuda":
             yield works
             return
-        assert self.group is not None
         with _coalescing(self.group, device=torch.device("cuda"), async_ops=True) as together:
             yield works
         works[:] = [together]
 
     def _gather(self, mine: Tensor, everyone: Tensor, sizes: _Sizes, works: list[Any]) -> None:
         """Start (T, N) -> (R, N) in rank order; ``works`` get the handles to wait for."""
-        assert self.group is not None
         if sizes.rows and len(set(sizes.sent)) == 1:
             works.append(
                 _all_gather(_bytes(everyone), _bytes(mine), group=self.group, async_op=True)

@@ -57,6 +57,7 @@ class PplxDispatcher(PrepareAndFinalize):
     in flight.
     """
 
+    group: dist.ProcessGroup  # this dispatcher is made only where tokens move
     library = staticmethod(all_to_all)
 
     def __init__(
@@ -192,14 +193,12 @@ class PplxDispatcher(PrepareAndFinalize):
         call.lanes.calls.give_back(call.lane)
 
     def _lanes_for(self, wire: Wire) -> Lanes:
-        assert self.group is not None
         key = (self._library, self.group.group_name, self._layout, wire, self.problem.dtype)
         if key not in self._lanes:
             self._lanes[key] = shared.acquire(key, lambda: self._make_lanes(wire))
         return self._lanes[key]
 
     def _make_lanes(self, wire: Wire) -> Lanes:
-        assert self.group is not None
         return Lanes(
             self._library, self.group, self._layout, wire, self.problem.dtype, self._device
         )
