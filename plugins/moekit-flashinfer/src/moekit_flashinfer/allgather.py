@@ -28,11 +28,11 @@ from moekit.plugin import (
     Routing,
     Transfers,
     local_ids,
+    quantize_for_transfer,
     resolve,
 )
 
 from . import footprint
-from .one_sided import quantized_payloads
 
 _PROTOCOL = "moekit-flashinfer allgather 1"
 
@@ -59,15 +59,13 @@ class AllGatherDispatcher(PrepareAndFinalize):
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        p, ids = self.problem, routing.topk_ids
-        payloads = {"x": x_TH}
-        if quantize is not None:
-            payloads |= quantized_payloads(x_TH, ids, quantize, p)
+        p, ids, x = self.problem, routing.topk_ids, x_TH
         columns = [ids, routing.topk_weights.view(torch.int32)]
-        if "scale" in payloads:
-            columns.append(payloads["scale"].view(torch.int32))
+        if quantize is not None:
+            x, scale = quantize_for_transfer(x_TH, ids, quantize, p)
+            columns.append(scale.view(torch.int32))
         with self._transfers:
-            x_RH, wait_x = self._gather(payloads["x"])
+            x_RH, wait_x = self._gather(x)
             meta_RM, wait_meta = self._gather(torch.cat(columns, dim=1))
 
         def arrive() -> Dispatched:

@@ -136,7 +136,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
         ids, p, ranks = routing.topk_ids, self.problem, self._buffers.ranks
         payloads = {"x": x_TH, "weights": routing.topk_weights, "ids": ids}
         if quantize is not None:
-            payloads |= quantized_payloads(x_TH, ids, quantize, p)
+            payloads["x"], payloads["scale"] = quantize_for_transfer(x_TH, ids, quantize, p)
         targets = ids
         if len(ids) >= REROUTED_FROM or p.num_local_experts == 1:
             targets = reroute(ids, nowhere=p.local_experts.start)
@@ -211,14 +211,6 @@ class OneSidedDispatcher(PrepareAndFinalize):
 
     def destroy(self) -> None:
         self._lease.release()
-
-
-def quantized_payloads(
-    x_TH: Tensor, ids_TK: Tensor, quantize: Quantizer, problem: MoEProblem
-) -> dict[str, Tensor]:
-    """Quantize x for the transfer; scales (T, groups) fp32 travel with every token."""
-    x, scale = quantize_for_transfer(x_TH, ids_TK, quantize, problem)
-    return {"x": x, "scale": scale}
 
 
 def _alignment(rows: Tensor) -> int:

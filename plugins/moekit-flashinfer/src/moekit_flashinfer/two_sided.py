@@ -26,12 +26,13 @@ from moekit.plugin import (
     Quantizer,
     Routing,
     SharedBuffers,
+    quantize_for_transfer,
     resolve,
 )
 
 from . import footprint, library
 from .kernels import local_ids
-from .one_sided import REROUTED_FROM, quantized_payloads
+from .one_sided import REROUTED_FROM
 from .shared_memory import Ranks, SharedMemory, protocol
 
 
@@ -93,7 +94,7 @@ class TwoSidedDispatcher(PrepareAndFinalize):
         rank, ranks, experts = fifos.ranks.rank, fifos.ranks.size, p.num_physical_experts
         payloads = {"x": x_TH}
         if quantize is not None:
-            payloads |= quantized_payloads(x_TH, ids, quantize, p)
+            payloads["x"], payloads["scale"] = quantize_for_transfer(x_TH, ids, quantize, p)
         # The library takes id -1 for rank 0, and sends an id beyond the last expert nowhere.
         sent_ids = ids if len(ids) < REROUTED_FROM else torch.where(ids < 0, experts, ids)
         info, received_ids, weights, _ = (
