@@ -149,6 +149,7 @@ class QuantScheme:
         operand = self.activation
         if operand is None or operand.static:
             return False
+        # The second scale of nvfp4 covers all rows.
         return operand.per_tensor or operand.scale_dtype == "float8_e4m3fn"
 
 

@@ -30,11 +30,8 @@ def quantize_for_transfer(
     The scales are (T, groups) fp32, also where a rank's tokens share one: it differs between
     ranks, so it travels with every row. Tokens without an expert do not influence it.
     """
-    activation = problem.quant.activation
-    assert activation is not None
-    nvfp4 = activation.scale_dtype == "float8_e4m3fn"  # its second scale covers all rows
-    shared = (activation.per_tensor or nvfp4) and not activation.static
-    x, scale = quantize(x_TH, (ids_TK >= 0).any(dim=1) if shared else None)
+    valid_T = (ids_TK >= 0).any(dim=1) if problem.quant.shared_scale else None
+    x, scale = quantize(x_TH, valid_T)
     return x.contiguous(), scale.float().expand(len(x_TH), scale.shape[-1]).contiguous()
 
 
