@@ -71,14 +71,13 @@ class PaddedExperts(PermuteExpertsUnpermute):
         """Return the memory of padded tokens, their scales, and the padded output."""
         if not self._pads_tokens:
             return ()
-        p, activation = self.problem, self.problem.quant.activation
+        p = self.problem
         batched = self.spec.format is ActivationFormat.BATCHED
         rows *= p.num_local_experts if batched else 1
         outputs = rows if batched or self.spec.reduces else rows * p.top_k
-        groups = 0 if activation is None else activation.scale_shape(1, self._columns)[1]
         return (
             BufferSpec((rows, self._columns), p.dtype),
-            BufferSpec((rows, groups), torch.float32),
+            BufferSpec((rows, self.inner.problem.scales_per_row), torch.float32),
             BufferSpec((outputs, self._columns), output_dtype(p, self.spec)),
         )
 
@@ -95,18 +94,12 @@ class PaddedExperts(PermuteExpertsUnpermute):
         x, scale = tokens.x, tokens.x_scale
         held = self._columns * x.shape[-1] // self.problem.hidden_size  # two in a byte, or one
         padded = _wider(x, held, x_memory, 0)
-        if scale is not None and (groups := self._groups(scale)) > scale.shape[-1]:
+        if scale is not None and (groups := self.inner.problem.scales_per_row) > scale.shape[-1]:
             scale = _wider(scale, groups, scale_memory, 1)
         out = y_memory.view(-1)[: y.numel() // y.shape[-1] * self._columns]
         out = out.view(y.dtype).view(*y.shape[:-1], self._columns)
         self.inner.apply(out, replace(tokens, x=padded, x_scale=scale), weights, rest)
         y.copy_(out[..., : y.shape[-1]])
-
-    def _groups(self, scale: Tensor) -> int:
-        """Return how many scales a padded row has."""
-        activation = self.problem.quant.activation
-        assert activation is not None
-        return max(scale.shape[-1], activation.scale_shape(1, self._columns)[1])
 
 
 def _wider(x: Tensor, columns: int, memory: Tensor, value: float) -> Tensor:

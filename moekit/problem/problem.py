@@ -231,6 +231,12 @@ class MoEProblem:
         return self.local_intermediate_size * (2 if self.activation.gated else 1)
 
     @property
+    def scales_per_row(self) -> int:
+        """Scales of a row of H activations, 0 if they are not quantized."""
+        activation = self.quant.activation
+        return 0 if activation is None else activation.scale_shape(1, self.hidden_size)[1]
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 

@@ -44,7 +44,7 @@ def even(num_tokens: int) -> int:
 
 def ht_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
     p = problem
-    row = 2 * p.hidden_size + 4 * _scales(p)
+    row = 2 * p.hidden_size + 4 * p.scales_per_row
     received = rows * (row + p.top_k * (8 + 4) + 4)
     # Quantized and combined tokens; for each token and rank, whether and where it goes.
     sent = num_tokens * (row + 2 * p.hidden_size + 5 * p.parallel.ep_size)
@@ -54,24 +54,19 @@ def ht_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
 def ll_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
     p = problem
     slots = p.num_local_experts * rows
-    row = 2 * p.hidden_size + 4 * _scales(p)
+    row = 2 * p.hidden_size + 4 * p.scales_per_row
     ranges = p.num_local_experts * p.parallel.ep_size * 8
     return slots * (row + 4) + ranges + num_tokens * 2 * p.hidden_size
 
 
 def elastic_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
     p = problem
-    row = 2 * p.hidden_size + 4 * _scales(p)
+    row = 2 * p.hidden_size + 4 * p.scales_per_row
     # Ids as received and as handed on, and the source of each row.
     received = rows * (row + p.top_k * (8 + 8 + 4) + 1 + 4 * (p.top_k + 2))
     # Quantized and combined tokens; ids and their destinations.
     sent = num_tokens * (row + 2 * p.hidden_size + p.top_k * (8 + 4))
     return received + sent
-
-
-def _scales(problem: MoEProblem) -> int:
-    activation = problem.quant.activation
-    return 0 if activation is None else activation.scale_shape(1, problem.hidden_size)[1]
 
 
 # -- buffers -------------------------------------------------------------------------------------

@@ -32,11 +32,6 @@ def pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def scales(problem: MoEProblem) -> int:
-    activation = problem.quant.activation
-    return 0 if activation is None else activation.scale_shape(1, problem.hidden_size)[1]
-
-
 # -- one-sided -------------------------------------------------------------------------------------
 
 
@@ -45,7 +40,7 @@ def one_sided_row_bytes(problem: MoEProblem) -> tuple[int, int]:
     p = problem
     there = back = p.hidden_size * p.dtype.itemsize
     if (activation := p.quant.activation) is not None:
-        quantized = p.hidden_size * activation.torch_dtype.itemsize + 4 * scales(p)
+        quantized = p.hidden_size * activation.torch_dtype.itemsize + 4 * p.scales_per_row
         there = max(back, quantized)
     return there + 8 * p.top_k, back
 
@@ -82,7 +77,7 @@ def two_sided_transient(problem: MoEProblem, num_tokens: int, rows: int, capacit
     """Return the bytes of received rows, their sources, and a returned row per assignment."""
     p = problem
     x = p.hidden_size * p.dtype.itemsize
-    wide = 0 if p.quant.activation is None else 8 * (scales(p) + SCALES)
+    wide = 0 if p.quant.activation is None else 8 * (p.scales_per_row + SCALES)
     slots = max(p.parallel.ep_size, p.top_k)
     indices = rows * 4 * (3 * p.top_k + 2) + capacity * slots * 4 * 4
     back = num_tokens * (p.top_k * x + 4 * p.top_k + x)
@@ -114,7 +109,7 @@ def allgather_transient(problem: MoEProblem, num_tokens: int, rows: int, capacit
     """Return the bytes of gathered and returned rows, this rank's padded rows, and the fp32 sum."""
     p = problem
     x = p.hidden_size * p.dtype.itemsize
-    meta = 4 * (2 * p.top_k + scales(p))
+    meta = 4 * (2 * p.top_k + p.scales_per_row)
     # Gathered rows; ids, weights and scales apart; ids shifted, selected, and two masks.
     arriving = rows * (x + 2 * meta + p.top_k * (3 * 4 + 2))
     sent = capacity * (x + 2 * meta)

@@ -10,9 +10,7 @@ def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:
     p, parallel = problem, problem.parallel
     rows = num_tokens * parallel.dp_size
     row_bytes = p.hidden_size * p.dtype.itemsize
-    scales = 0
-    if p.quant.activation is not None:
-        scales = p.quant.activation.scale_shape(1, p.hidden_size)[1]
+    scales = p.scales_per_row
     meta_bytes = 4 * (2 * p.top_k + scales)
     # int64 ids: as gathered, shifted, and selected, with two masks; weights and scales again.
     unpacked_bytes = p.top_k * (3 * 8 + 2 + 4) + 4 * scales

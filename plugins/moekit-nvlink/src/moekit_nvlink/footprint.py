@@ -62,7 +62,6 @@ class Layout:
 
     batched: bool
     capacity: int
-    groups: int
     slots: int
     rows: int
     entries: int
@@ -81,14 +80,13 @@ class Layout:
     def of(cls, problem: MoEProblem, batched: bool, push: bool) -> Layout:
         p, ranks, capacity = problem, Ranks.of(problem), problem.max_num_tokens
         assert capacity is not None
-        groups = _groups(problem)
         slots = ranks.batches * capacity
         rows = slots * (ranks.share + bool(ranks.larger)) if batched else slots
         entries = p.top_k if batched else ranks.shares
         row, each = p.hidden_size * p.dtype.itemsize, 0 if batched else p.top_k
         sizes = [
             rows * row,
-            rows * 4 * groups,
+            rows * 4 * p.scales_per_row,
             rows * 4 * each,
             rows * 4 * each,
             rows * 4 * (batched and push),
@@ -100,7 +98,7 @@ class Layout:
         x, scale, ids, weights, sources, y, back, counts, flags = accumulate(padded, initial=0)
         nbytes = flags + PHASES * 8 * ranks.count
         return cls(
-            batched, capacity, groups, slots, rows, entries, x, scale, ids, weights, sources, y,
+            batched, capacity, slots, rows, entries, x, scale, ids, weights, sources, y,
             back, counts, flags, nbytes,
         )  # fmt: skip
 
@@ -117,12 +115,7 @@ def transient_bytes(problem: MoEProblem, num_tokens: int, batched: bool) -> int:
         kept += 8 * p.num_local_experts
     if p.quant.activation is None:
         return kept
-    return kept + num_tokens * (p.hidden_size * 10 + 8 * _groups(problem))
-
-
-def _groups(problem: MoEProblem) -> int:
-    activation = problem.quant.activation
-    return 0 if activation is None else activation.scale_shape(1, problem.hidden_size)[1]
+    return kept + num_tokens * (p.hidden_size * 10 + 8 * p.scales_per_row)
 
 
 def footprint(problem: MoEProblem, batched: bool, push: bool) -> Footprint:

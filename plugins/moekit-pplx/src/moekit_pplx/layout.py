@@ -110,11 +110,10 @@ class Layout:
 
     def transient_bytes(self, problem: MoEProblem, num_tokens: int) -> int:
         """Return the bytes that a call allocates and frees."""
-        p, rows, groups = problem, self.slabs * self.slab_rows, 0
-        if p.quant.activation is not None:
-            groups = p.quant.activation.scale_shape(1, p.hidden_size)[1]
-        slabs = rows * (self.hidden_size * p.dtype.itemsize + 2 * 4 * scale_columns(groups))
-        tokens = self.top_k * (4 + 4 + 8) + 4 * scale_columns(groups) + 2 * self.hidden_size
+        p, rows = problem, self.slabs * self.slab_rows
+        scales = scale_columns(p.scales_per_row)
+        slabs = rows * (self.hidden_size * p.dtype.itemsize + 2 * 4 * scales)
+        tokens = self.top_k * (4 + 4 + 8) + 4 * scales + 2 * self.hidden_size
         return slabs + num_tokens * tokens + 4 * self.slabs
 
 
