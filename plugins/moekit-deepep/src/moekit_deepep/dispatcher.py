@@ -28,6 +28,7 @@ class DeepEPDispatcher(PrepareAndFinalize):
     that uses a buffer, `destroy`.
     """
 
+    group: dist.ProcessGroup  # this dispatcher is made only where tokens move
     makes_output = True
 
     def __init__(
@@ -46,20 +47,6 @@ class DeepEPDispatcher(PrepareAndFinalize):
     @property
     def _buffer(self) -> Any:
         return self._lease.value.buffer
-
-    def max_rows(self, num_tokens: int) -> int:
-        assert self.group is not None
-        return self.group.size() * self._tokens(num_tokens)
-
-    @abstractmethod
-    def _tokens(self, num_tokens: int) -> int:
-        """Return the tokens of each rank that a call of ``num_tokens`` tokens has room for."""
-
-    def transient_bytes(self, num_tokens: int) -> int:
-        return self._transient_bytes(num_tokens, self.max_rows(num_tokens))
-
-    @abstractmethod
-    def _transient_bytes(self, num_tokens: int, rows: int) -> int: ...
 
     def buffer_bytes(self) -> int:
         return self._lease.value.nbytes if self._lease.held else 0

@@ -25,8 +25,10 @@ class ElasticDispatcher(DeepEPDispatcher):
     """STANDARD, R = ranks * max_num_tokens for every call."""
 
     def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Held]:
-        p, device = self.problem, self.problem.device.type
-        return buffers.elastic(group, self._tokens(0), p.hidden_size, p.top_k, device)
+        p = self.problem
+        assert p.max_num_tokens is not None
+        self._capacity = p.max_num_tokens
+        return buffers.elastic(group, self._capacity, p.hidden_size, p.top_k, p.device.type)
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
@@ -37,7 +39,7 @@ class ElasticDispatcher(DeepEPDispatcher):
             topk_idx=ids,
             topk_weights=routing.topk_weights,
             num_experts=self.problem.num_physical_experts,
-            num_max_tokens_per_rank=self._tokens(0),
+            num_max_tokens_per_rank=self._capacity,
             num_sms=footprint.NUM_SMS,
             do_cpu_sync=False,
             async_with_compute_stream=True,
@@ -58,10 +60,8 @@ class ElasticDispatcher(DeepEPDispatcher):
         )
         return combined(event, combined_TH, out_TH)
 
-    def _tokens(self, num_tokens: int) -> int:
-        most = self.problem.max_num_tokens
-        assert most is not None
-        return most
+    def max_rows(self, num_tokens: int) -> int:
+        return self.group.size() * self._capacity
 
-    def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        return footprint.elastic_transient(self.problem, num_tokens, rows)
+    def transient_bytes(self, num_tokens: int) -> int:
+        return footprint.elastic_transient(self.problem, num_tokens, self.max_rows(num_tokens))

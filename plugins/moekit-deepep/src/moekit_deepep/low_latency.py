@@ -32,7 +32,9 @@ class LowLatencyDispatcher(DeepEPDispatcher):
 
     def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Held]:
         p = self.problem
-        return buffers.low_latency(group, self._tokens(0), p.hidden_size, p.num_physical_experts)
+        assert p.max_num_tokens is not None
+        self._capacity = footprint.even(p.max_num_tokens)
+        return buffers.low_latency(group, self._capacity, p.hidden_size, p.num_physical_experts)
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
@@ -41,7 +43,7 @@ class LowLatencyDispatcher(DeepEPDispatcher):
         received, counts_L, handle, event, _ = self._buffer.low_latency_dispatch(
             x_TH,
             ids,
-            self._tokens(0),
+            self._capacity,
             self.problem.num_physical_experts,
             use_fp8=quantize is not None,
             async_finish=True,
@@ -72,10 +74,8 @@ class LowLatencyDispatcher(DeepEPDispatcher):
         )
         return combined(event, combined_TH, out_TH)
 
-    def _tokens(self, num_tokens: int) -> int:
-        most = self.problem.max_num_tokens
-        assert most is not None
-        return footprint.even(most)
+    def max_rows(self, num_tokens: int) -> int:
+        return self.group.size() * self._capacity
 
-    def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        return footprint.ll_transient(self.problem, num_tokens, rows)
+    def transient_bytes(self, num_tokens: int) -> int:
+        return footprint.ll_transient(self.problem, num_tokens, self.max_rows(num_tokens))

@@ -78,9 +78,9 @@ class NormalDispatcher(DeepEPDispatcher):
             )
         return self._most_rows if capturing or self._most_rows <= footprint.FEW_ROWS else 0
 
-    def _tokens(self, num_tokens: int) -> int:
-        """Return the tokens as outside of CUDA graphs."""
-        return footprint.ht_tokens(self.problem, num_tokens)
+    def max_rows(self, num_tokens: int) -> int:
+        """Return the most rows outside of CUDA graphs."""
+        return self.group.size() * footprint.ht_tokens(self.problem, num_tokens)
 
-    def _transient_bytes(self, num_tokens: int, rows: int) -> int:
-        return footprint.ht_transient(self.problem, num_tokens, rows)
+    def transient_bytes(self, num_tokens: int) -> int:
+        return footprint.ht_transient(self.problem, num_tokens, self.max_rows(num_tokens))
