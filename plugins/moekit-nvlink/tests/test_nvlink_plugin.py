@@ -100,6 +100,14 @@ def test_memory_is_no_more_than_deepep_takes(push: bool, ranks: int, quant: str)
     assert ours.buffer_bytes <= theirs.buffer_bytes + theirs.transient + theirs.rows * 7168 * 2
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_layers_of_another_top_k_do_not_share_buffers(batched: bool) -> None:
+    """Regions begin at multiples of 256 bytes, so those of few tokens have equal offsets."""
+    small = {"parallel": moekit.ParallelConfig(ep_size=2), "max_num_tokens": 4}
+    layouts = [Layout.of(layer(top_k=k, **small), batched, push=False) for k in (2, 4)]
+    assert layouts[0].nbytes == layouts[1].nbytes and layouts[0] != layouts[1]
+
+
 def test_regions_of_a_buffer_do_not_overlap() -> None:
     for batched in (False, True):
         at = Layout.of(problems(3, 2, 10, 4, 48, 7, quant="fp8_block")[0], batched, True)

@@ -53,6 +53,8 @@ class Layout:
     Standard: ``rows`` are (batch, slot), with ids and weights for each. Batched: they are (local
     expert, slot), with ``slots`` for each expert. ``entries`` is the number of rows that a token
     gets back from other ranks: one for each share of the experts, or one for each assignment.
+    ``top_k``: layers with another one must not share a buffer, even if all offsets are equal. A
+    row's ids lie elsewhere then, and ids of an earlier call would be taken for those of this one.
 
     x: rows as they travel, at most hidden_size * itemsize bytes; scale: fp32; ids: int32 local
     experts; weights: fp32; sources: int32, a row's assignment; y: the experts' output; back: the
@@ -62,6 +64,7 @@ class Layout:
 
     batched: bool
     capacity: int
+    top_k: int
     slots: int
     rows: int
     entries: int
@@ -98,7 +101,7 @@ class Layout:
         x, scale, ids, weights, sources, y, back, counts, flags = accumulate(padded, initial=0)
         nbytes = flags + PHASES * 8 * ranks.count
         return cls(
-            batched, capacity, slots, rows, entries, x, scale, ids, weights, sources, y,
+            batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, sources, y,
             back, counts, flags, nbytes,
         )  # fmt: skip
 
