@@ -25,6 +25,7 @@ from moekit.problem import MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.overlap import Pending
 from moekit.runtime.reduce import weight_and_reduce
+from moekit.runtime.shared_buffers import Lease
 from moekit.runtime.units import size_text
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class PrepareAndFinalize(Backend):
     num_sms: int | None = None
     # `finalize` weights and sums with it. The kernel sets it to the experts' function.
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
+    # Buffers with ``nbytes`` that layers share, if it keeps any: `destroy` gives them up.
+    lease: Lease[Any] | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -197,7 +200,8 @@ class PrepareAndFinalize(Backend):
 
     def buffer_bytes(self) -> int:
         """Return the bytes that this dispatcher keeps allocated between calls."""
-        return 0
+        lease = self.lease
+        return int(lease.value.nbytes) if lease is not None and lease.held else 0
 
     def transient_bytes(self, num_tokens: int) -> int:
         """Return the bytes that a call allocates and frees, for ``num_tokens`` on every rank."""
@@ -212,8 +216,10 @@ class PrepareAndFinalize(Backend):
     def abandon(self, dispatched: Dispatched) -> None:  # noqa: B027 (as above)
         """End a call whose experts failed on some rank: no rank calls `finalize` for its tokens."""
 
-    def destroy(self) -> None:  # noqa: B027 (as above)
+    def destroy(self) -> None:
         """Free buffers and handles; idempotent."""
+        if self.lease is not None:
+            self.lease.release()
 
 
 class PermuteExpertsUnpermute(Backend):

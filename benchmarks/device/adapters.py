@@ -130,8 +130,8 @@ def deepep_elastic(c: Case) -> Callable[[], None]:
 
 def flashinfer_alltoall(c: Case) -> Callable[[], None]:
     """Return the library's own calls, with sanitized ids; the output lies where it is read."""
-    buffers, p = c.dispatcher._buffers, c.problem
-    lib, ranks, buffer = buffers.library, buffers.ranks, buffers._buffers[0]
+    buffers, p = c.dispatcher.lease.value, c.problem
+    lib, ranks, buffer = buffers.library, buffers.ranks, buffers.calls.all[0]
     ids = c.routing.topk_ids
     parts = [part for part in (*c.sent, c.routing.topk_weights, ids) if part is not None]
     memory = buffer.memory.tensor

@@ -329,7 +329,7 @@ def stress(name: str, tokens: Sequence[int]) -> None:
             late = shared.randrange(dist.get_world_size())
             if call % 10 == 0:  # nobody writes or reads rows between two calls of all ranks
                 together()
-                held = pair.dispatcher._lease.value
+                held = pair.dispatcher.lease.value
                 for buffer in held.calls.all:
                     layout = held.layout
                     buffer.bytes[: layout.ids].fill_(0xFF)
@@ -360,7 +360,7 @@ def edges(name: str, tokens: Sequence[int]) -> None:
     with made(name, name, 128) as pair:
         if pair is None:
             return
-        held, wrong, kept = pair.dispatcher._lease.value, 0, []
+        held, wrong, kept = pair.dispatcher.lease.value, 0, []
         streams = [torch.cuda.Stream() for _ in range(2)]
         for buffer in held.calls.all:
             flags = buffer.region(held.layout.flags, (3, ranks), torch.int64)

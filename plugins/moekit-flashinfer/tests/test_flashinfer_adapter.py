@@ -61,7 +61,7 @@ def buffers_are_shared_and_freed(rank, ranks):
     mapped, reserved = flashinfer_standins.Driver.mapped, flashinfer_standins.Driver.reserved
     first, second = made(rank, ranks), made(rank, ranks)
     other = made(rank, ranks, max_num_tokens=8)
-    assert first._buffers is second._buffers and first._buffers is not other._buffers
+    assert first.lease.value is second.lease.value and first.lease.value is not other.lease.value
     assert len(mapped) == 2 * ranks
     first.destroy()
     first.destroy()
@@ -78,7 +78,7 @@ def test_buffers_are_shared_and_freed(pool):
 
 def views_outlive_the_memory(rank, ranks):
     d = made(rank, ranks)
-    tensor = d._buffers.calls.all[0].memory.tensor
+    tensor = d.lease.value.calls.all[0].memory.tensor
     view, descriptor = tensor[0, :8], weakref.ref(tensor._capsule_wrapper)
     del tensor
     d.destroy()
@@ -102,7 +102,7 @@ def a_third_call_in_flight_is_refused(rank, ranks):
     for call in calls:
         d.finalize(torch.zeros_like(call.x), call, torch.empty_like(x)).result()
     d.abandon(d.prepare(x, routing(p, 3), None).result())
-    assert d._buffers.calls.in_flight == 0
+    assert d.lease.value.calls.in_flight == 0
     d.destroy()
 
 

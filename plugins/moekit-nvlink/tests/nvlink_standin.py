@@ -136,7 +136,7 @@ def delayed_calls(rank: int, world: int, name: str, calls: int) -> None:
         for call in range(calls):
             if call % 4 == 0:  # nobody writes or reads rows between two calls of all ranks
                 dist.barrier()
-                buffers_of_rank = held._lease.value
+                buffers_of_rank = held.lease.value
                 at = buffers_of_rank.layout
                 for buffer in buffers_of_rank.calls.all:
                     buffer.bytes[: at.ids] = 0xFF

@@ -29,6 +29,7 @@ class DeepEPDispatcher(PrepareAndFinalize):
     """
 
     group: dist.ProcessGroup  # this dispatcher is made only where tokens move
+    lease: Lease[buffers.Held]
     makes_output = True
 
     def __init__(
@@ -36,7 +37,7 @@ class DeepEPDispatcher(PrepareAndFinalize):
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, self._protocol()))
         assert self.group is not None
-        self._lease = self._acquire(self.group)
+        self.lease = self._acquire(self.group)
 
     def _protocol(self) -> str:
         return buffers.protocol()
@@ -46,13 +47,7 @@ class DeepEPDispatcher(PrepareAndFinalize):
 
     @property
     def _buffer(self) -> Any:
-        return self._lease.value.buffer
-
-    def buffer_bytes(self) -> int:
-        return self._lease.value.nbytes if self._lease.held else 0
-
-    def destroy(self) -> None:
-        self._lease.release()
+        return self.lease.value.buffer
 
 
 class Transfer:

@@ -20,6 +20,7 @@ from moekit.plugin import (
     CallBuffers,
     Dispatched,
     DispatcherSpec,
+    Lease,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -111,6 +112,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
     ``checked`` kernels reports it earlier.
     """
 
+    lease: Lease[Buffers]
     makes_output = True
 
     def __init__(
@@ -120,20 +122,17 @@ class OneSidedDispatcher(PrepareAndFinalize):
         capacity, made_in = problem.max_num_tokens, self.group
         sizes = footprint.one_sided_row_bytes(problem)
         assert capacity is not None and made_in is not None
-        self._lease = _shared.lease(
+        self.lease = _shared.lease(
             (made_in, capacity, sizes), lambda: Buffers(made_in, capacity, sizes)
         )
-
-    @property
-    def _buffers(self) -> Buffers:
-        return self._lease.value
 
     # -- calls ------------------------------------------------------------------------------
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        ids, p, ranks = routing.topk_ids, self.problem, self._buffers.ranks
+        ids, p, buffers = routing.topk_ids, self.problem, self.lease.value
+        ranks = buffers.ranks
         payloads = {"x": x_TH, "weights": routing.topk_weights, "ids": ids}
         if quantize is not None:
             payloads["x"], payloads["scale"] = quantize_for_transfer(x_TH, ids, quantize, p)
@@ -142,14 +141,14 @@ class OneSidedDispatcher(PrepareAndFinalize):
             targets = reroute(ids, nowhere=p.local_experts.start)
         # The library packs payloads without gaps: the widest alignment first keeps all aligned.
         names = sorted(payloads, key=lambda name: -_alignment(payloads[name]))
-        buffer = self._buffers.calls.take()
+        buffer = buffers.calls.take()
         try:
-            received, offset = self._buffers.library.moe_a2a_dispatch(
+            received, offset = buffers.library.moe_a2a_dispatch(
                 targets, [payloads[name] for name in names], buffer.memory.tensor, buffer.metainfo,
-                self._buffers.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
+                buffers.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
             )  # fmt: skip
         except Exception:
-            self._buffers.calls.give_back(buffer)
+            buffers.calls.give_back(buffer)
             raise
         got = {name: t.flatten(0, 1) for name, t in zip(names, received, strict=True)}
         tokens = Dispatched(
@@ -165,7 +164,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return (R, H) in the buffer that other ranks read."""
-        p, call, ranks = self.problem, dispatched.handle, self._buffers.ranks
+        p, call, ranks = self.problem, dispatched.handle, self.lease.value.ranks
         nbytes = self.max_rows(0) * p.hidden_size * p.dtype.itemsize
         mine = call.buffer.memory.tensor[ranks.rank]
         rows: Tensor = mine[call.offset : call.offset + nbytes].view(p.dtype)
@@ -176,7 +175,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
         return Pending.ready(combined if out_TH is None else out_TH.copy_(combined))
 
     def _combine(self, y_RH: Tensor, call: _Call) -> Tensor:
-        p, buffers, buffer = self.problem, self._buffers, call.buffer
+        p, buffers, buffer = self.problem, self.lease.value, call.buffer
         ranks = buffers.ranks
         buffers.calls.keep_order()
         mine = buffer.memory.tensor[ranks.rank]
@@ -194,23 +193,18 @@ class OneSidedDispatcher(PrepareAndFinalize):
 
         A rank that does not fail itself then sees that something is missing.
         """
-        if self._lease.held:
+        if self.lease.held:
             self._combine(self.output(dispatched).fill_(float("nan")), dispatched.handle)
 
     # -- memory -----------------------------------------------------------------------------
 
     def max_rows(self, num_tokens: int) -> int:
-        return self._buffers.ranks.size * self._buffers.capacity
-
-    def buffer_bytes(self) -> int:
-        return self._buffers.nbytes if self._lease.held else 0
+        buffers = self.lease.value
+        return buffers.ranks.size * buffers.capacity
 
     def transient_bytes(self, num_tokens: int) -> int:
         rows = self.max_rows(num_tokens)
         return footprint.one_sided_transient(self.problem, num_tokens, rows)
-
-    def destroy(self) -> None:
-        self._lease.release()
 
 
 def _alignment(rows: Tensor) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from moekit.plugin import (
     Dispatched,
     DispatcherSpec,
+    Lease,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -74,23 +75,21 @@ class TwoSidedDispatcher(PrepareAndFinalize):
     of the same group share the FIFOs; construction is collective. All calls belong on one stream.
     """
 
+    lease: Lease[Fifos]
+
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, protocol(spec.name)))
         made_in = self.group
         assert made_in is not None and problem.max_num_tokens is not None
-        self._lease = _shared.lease(made_in, lambda: Fifos(made_in))
+        self.lease = _shared.lease(made_in, lambda: Fifos(made_in))
         self._capacity = problem.max_num_tokens
-
-    @property
-    def _fifos(self) -> Fifos:
-        return self._lease.value
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        p, fifos, ids = self.problem, self._fifos, routing.topk_ids
+        p, fifos, ids = self.problem, self.lease.value, routing.topk_ids
         rank, ranks, experts = fifos.ranks.rank, fifos.ranks.size, p.num_physical_experts
         payloads = {"x": x_TH}
         if quantize is not None:
@@ -130,7 +129,7 @@ class TwoSidedDispatcher(PrepareAndFinalize):
     def _combine(self, y_RH: Tensor, call: _Call) -> Tensor:
         """Return (T, K, H): one row for each rank that had the token, and zeros."""
         info, shape = call.info, (call.tokens, self.problem.top_k, y_RH.shape[1])
-        fifos = self._fifos
+        fifos = self.lease.value
         rows = y_RH.new_zeros((shape[0] * shape[1], shape[2]))
         fifos.library.moe_comm(
             y_RH.contiguous(), info.recv_rank_count_cumsum, info.recv_rank_local_indices,
@@ -141,7 +140,7 @@ class TwoSidedDispatcher(PrepareAndFinalize):
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Send NaN rows, as other ranks may wait for this rank's rows."""
-        if self._lease.held:
+        if self.lease.held:
             y_RH = dispatched.x.new_full(
                 (self.max_rows(0), self.problem.hidden_size), float("nan"), dtype=self.problem.dtype
             )
@@ -150,14 +149,8 @@ class TwoSidedDispatcher(PrepareAndFinalize):
     # -- memory -----------------------------------------------------------------------------
 
     def max_rows(self, num_tokens: int) -> int:
-        return self._fifos.ranks.size * self._capacity
-
-    def buffer_bytes(self) -> int:
-        return self._fifos.nbytes if self._lease.held else 0
+        return self.lease.value.ranks.size * self._capacity
 
     def transient_bytes(self, num_tokens: int) -> int:
         rows = self.max_rows(num_tokens)
         return footprint.two_sided_transient(self.problem, num_tokens, rows, self._capacity)
-
-    def destroy(self) -> None:
-        self._lease.release()

@@ -22,6 +22,7 @@ from moekit.errors import MoekitError
 from moekit.plugin import (
     Dispatched,
     DispatcherSpec,
+    Lease,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -57,6 +58,7 @@ class _Dispatcher(PrepareAndFinalize):
     all ranks, and the next call is right. Checked kernels raise before.
     """
 
+    lease: Lease[Buffers]
     _transfers: ClassVar[type[Transfer]]
 
     def __init__(
@@ -72,7 +74,7 @@ class _Dispatcher(PrepareAndFinalize):
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.num_sms = settings.programs
-        self._lease = _shared.lease(
+        self.lease = _shared.lease(
             (made_in, layout, device.index), lambda: Buffers(made_in, layout, device)
         )
 
@@ -84,13 +86,13 @@ class _Dispatcher(PrepareAndFinalize):
         x, scale = x_TH, None
         if quantize is not None:
             x, scale = quantize_for_transfer(x_TH, routing.topk_ids, quantize, self.problem)
-        buffer = self._lease.value.take()
+        buffer = self.lease.value.take()
         try:
             steps, arrived = self._transfer.send(buffer, x, scale, routing)
             for step in steps:
                 step()
         except BaseException:
-            self._lease.value.calls.give_back(buffer)
+            self.lease.value.calls.give_back(buffer)
             raise
         return Pending.ready(arrived)
 
@@ -108,7 +110,7 @@ class _Dispatcher(PrepareAndFinalize):
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Tell the other ranks that this rank is done: they wait for it before their next call."""
-        if not self._lease.held:
+        if not self.lease.held:
             return
         call: Call = dispatched.handle
         self.output(dispatched).fill_(float("nan"))
@@ -118,9 +120,9 @@ class _Dispatcher(PrepareAndFinalize):
 
     def abort(self, reason: str) -> None:
         """Take part in the call without tokens, and make it NaN on all ranks: none waits."""
-        if not self._lease.held:
+        if not self.lease.held:
             return
-        p, lost = self.problem, self._lease.value.lost.flags
+        p, lost = self.problem, self.lease.value.lost.flags
         ids = torch.empty((0, p.top_k), dtype=torch.int32, device=lost.device)
         x = torch.empty((0, p.hidden_size), dtype=p.dtype, device=lost.device)
         with suppress(MoekitError):  # the caller's own error matters
@@ -132,7 +134,7 @@ class _Dispatcher(PrepareAndFinalize):
 
     def _gather(self, call: Call, out_TH: Tensor) -> None:
         out = out_TH if out_TH.stride(1) == 1 else torch.empty_like(out_TH).contiguous()
-        calls = self._lease.value.calls
+        calls = self.lease.value.calls
         calls.keep_order()
         for step in self._transfer.gather(call, out):
             step()
@@ -146,14 +148,8 @@ class _Dispatcher(PrepareAndFinalize):
         layout = self._transfer.layout
         return layout.slots if layout.batched else layout.rows
 
-    def buffer_bytes(self) -> int:
-        return self._lease.value.nbytes if self._lease.held else 0
-
     def transient_bytes(self, num_tokens: int) -> int:
         return transient_bytes(self.problem, num_tokens, self._transfers.batched)
-
-    def destroy(self) -> None:
-        self._lease.release()
 
 
 class HighThroughputDispatcher(_Dispatcher):
