@@ -330,7 +330,8 @@ def _alone() -> bool:
     return before == _last_thread
 
 
-def _matrices(experts: Experts, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def matrices(experts: Experts, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return w13 and w2 of an expert. dtype: of quantized experts' matrices."""
     if experts.matrix is None:
         assert experts.w13 is not None and experts.w2 is not None
         return experts.w13[expert], experts.w2[expert]
@@ -338,7 +339,7 @@ def _matrices(experts: Experts, expert: int, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _right(onednn: bool, experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> None:
-    w13, w2 = _matrices(experts, expert, x.dtype)
+    w13, w2 = matrices(experts, expert, x.dtype)
     if onednn:
         h = _linear(x, w13)
     else:
@@ -355,7 +356,7 @@ def _right(onednn: bool, experts: Experts, expert: int, x: Tensor, z: Tensor, ar
 
 
 def _left(experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> None:
-    w13, w2 = _matrices(experts, expert, x.dtype)
+    w13, w2 = matrices(experts, expert, x.dtype)
     h = _mm(w13, x.T, arena.take((len(w13), len(x)), x.dtype))
     if experts.bias13 is not None:
         h += experts.bias13[expert, :, None]
@@ -367,7 +368,7 @@ def _left(experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> 
 def _upcast(
     onednn: bool, experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena
 ) -> None:
-    w13, w2 = _matrices(experts, expert, torch.float32)
+    w13, w2 = matrices(experts, expert, torch.float32)
     x32 = arena.take(x.shape, torch.float32).copy_(x)
     h = arena.take((len(x), len(w13)), torch.float32)
     _upcast_product(onednn, x32, w13, h, arena)

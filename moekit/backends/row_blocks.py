@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moekit.backends import cpu_costs
-from moekit.backends.cpu_experts import Experts, activate
+from moekit.backends.cpu_experts import Experts, activate, matrices
 from moekit.problem import Activation, MoEProblem
 
 _BLOCK = 16
@@ -58,7 +58,7 @@ def run(experts: Experts, sizes: Sizes, y_RKH: Tensor, x_RH: Tensor, ids_RK: Ten
     for expert, rows in enumerate(counts):
         if not rows:
             continue
-        w13, w2 = (_aligned(w) for w in _matrices(experts, expert))
+        w13, w2 = (_aligned(w) for w in matrices(experts, expert, experts.problem.dtype))
         for size in cover(rows, sizes):
             mine = order_S[end : end + min(size, rows)]
             x_BH = x_RH.new_zeros((size, x_RH.shape[1]))
@@ -74,14 +74,6 @@ def transient_bytes(problem: MoEProblem, rows: int) -> int:
     block = min(_MOST, max(_BLOCK, rows))  # a token names an expert once
     wide = 4 * p.hidden_size + 2 * p.w13_rows + 2 * p.local_intermediate_size
     return 4 * block * wide + 8 * 8 * rows * p.top_k + 64 * p.num_local_experts
-
-
-def _matrices(experts: Experts, expert: int) -> tuple[Tensor, Tensor]:
-    if experts.matrix is not None:
-        dtype = experts.problem.dtype
-        return experts.matrix("w13", expert, dtype), experts.matrix("w2", expert, dtype)
-    assert experts.w13 is not None and experts.w2 is not None
-    return experts.w13[expert], experts.w2[expert]
 
 
 def _aligned(matrix: Tensor) -> Tensor:
@@ -122,7 +114,7 @@ def _in_range(experts: Experts, expert: int, x_BH: Tensor, z_BH: Tensor) -> Tens
     if experts.problem.dtype != torch.float16 or bool(finite_B.all()):
         return z_BH
     wide = experts.in_fp32()
-    w13, w2 = (_aligned(w) for w in _matrices(wide, expert))
+    w13, w2 = (_aligned(w) for w in matrices(wide, expert, torch.float32))
     z_BH = z_BH.float()
     for row in (~finite_B).nonzero()[:, 0].tolist():
         z_BH[row] = _mlp(wide, expert, w13, w2, x_BH[row : row + 1].float().clone())[0]
