@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moekit.contract import Routing
 from moekit.errors import InvalidInput, InvalidProblem
-from moekit.runtime.checks import check_ids, check_tensor
+from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor
 from moekit.untrusted.arguments import FLAG, FUNCTION, accept, choice, optional, real, shown, size
 
 _SCORING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -166,14 +166,11 @@ def check_hash_table(table: Any, num_experts: int, top_k: int) -> None:
 
 def _check_table_shape(table: Tensor, top_k: int) -> None:
     rows, *columns = *table.shape, 0
-    if table.dim() != 2 or not rows or columns[0] != top_k or table.dtype not in _ID_DTYPES:
+    if table.dim() != 2 or not rows or columns[0] != top_k or table.dtype not in ID_DTYPES:
         raise InvalidInput(
             f"hash_table must be (V, {top_k}) int32 or int64, a row of experts for each token of "
             f"the vocabulary (got {tuple(table.shape)} {table.dtype})"
         )
-
-
-_ID_DTYPES = (torch.int32, torch.int64)
 
 
 def _hashed(
@@ -192,7 +189,7 @@ def _hashed(
         check_tensor(name, tensor)
         if tensor.device != device:
             raise InvalidInput(f"{name} is on {tensor.device}, logits on {device}: move one")
-    if token_ids.shape != (T,) or token_ids.dtype not in _ID_DTYPES:
+    if token_ids.shape != (T,) or token_ids.dtype not in ID_DTYPES:
         raise InvalidInput(
             f"token_ids must be ({T},) int32 or int64 (got {tuple(token_ids.shape)} "
             f"{token_ids.dtype})"
