@@ -16,6 +16,7 @@ from moekit.layer.router import Router
 from moekit.layer.rows import LayerInputs, TokenRows
 from moekit.layer.shared import SharedExperts
 from moekit.problem import partition
+from moekit.runtime.checks import check_ids
 from moekit.runtime.overlap import ConcurrentExperts
 
 
@@ -90,7 +91,8 @@ class LayerFlow:
                 ids = ids.masked_fill(padding[:, None], -1)
             routing = Routing(rows.take("topk_weights", topk_weights, top_k), ids)
         if checked and (self.router.num_zero_experts or self.to_physical is not None):
-            self.router.check(routing)  # the kernel only sees ids that are translated already
+            # The kernel only sees ids that are translated already.
+            check_ids(routing.topk_ids, self.router.width)
         routing, identity = self.router.take_zero_experts(routing)
         if self.to_physical is not None:
             routing = self.to_physical(routing)

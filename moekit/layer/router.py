@@ -13,7 +13,7 @@ from moekit.contract import Routing
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.layer.route import OPTIONS, check_hash_table, route
 from moekit.layer.simulate import SIMULATED, simulate_routing
-from moekit.runtime.checks import check_ids, check_tensor
+from moekit.runtime.checks import check_tensor
 from moekit.untrusted.arguments import FUNCTION, MAX_EXPERTS, accept_fields, choice, optional, size
 
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], "tuple[Tensor, Tensor]"]
@@ -241,10 +241,6 @@ class Router:
             checked=checked,
             batch_invariant=self.batch_invariant,
         )
-
-    def check(self, routing: Routing) -> None:
-        """Raise InvalidInput for ids of no expert; synchronizes with the device."""
-        check_ids(routing.topk_ids, self.width)
 
     def take_zero_experts(self, routing: Routing) -> tuple[Routing, Tensor | None]:
         """Split off the identity experts.
