@@ -8,7 +8,6 @@ texts only: importing a library in order to look at it is slow and may end the p
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import operator
 import os
 import re
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from moekit.discovery.specs import find_module
 from moekit.errors import InvalidInput
 
 _COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
@@ -141,10 +141,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 def _package_folder(name: str) -> Path | None:
     """Return the folder that ``import name`` would use."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
+    spec = find_module(name)
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     return Path(folders[0]) if folders else None
 
