@@ -36,7 +36,8 @@ def padded(problem: MoEProblem, multiples: Multiples) -> MoEProblem:
 def faults(problem: MoEProblem, made: MoEProblem, multiples: Multiples) -> list[str]:
     """Return why padding to ``made`` would not be exact, or is not possible at all."""
     weight, inner = problem.quant.weight, problem.local_intermediate_size
-    if made.hidden_size % multiples[0] or _inner(made) % multiples[1]:
+    made_inner = made.local_intermediate_size
+    if made.hidden_size % multiples[0] or made_inner % multiples[1]:
         return [
             f"H={problem.hidden_size} and I={inner} must be multiples of {multiples[0]} and "
             f"{multiples[1]}, and are too large to be padded"
@@ -46,9 +47,9 @@ def faults(problem: MoEProblem, made: MoEProblem, multiples: Multiples) -> list[
     if weight.packed and (problem.hidden_size % 2 or inner % 2):
         return [f"H={problem.hidden_size} and I={inner} must be even: 4 bits pack two in a byte"]
     rows = weight.group[0]
-    if rows > 1 and problem.activation.gated and inner != _inner(made) and inner % rows:
+    if rows > 1 and problem.activation.gated and inner != made_inner and inner % rows:
         return [
-            f"I={inner} cannot be padded to {_inner(made)}: a block of {rows} rows of w13 has rows "
+            f"I={inner} cannot be padded to {made_inner}: a block of {rows} rows of w13 has rows "
             "of gate and of up"
         ]
     return []
@@ -58,13 +59,9 @@ def words(problem: MoEProblem, made: MoEProblem) -> str:
     """Return what is padded, for people; "" if nothing is."""
     sizes = (
         ("hidden size", problem.hidden_size, made.hidden_size),
-        ("intermediate size", problem.local_intermediate_size, _inner(made)),
+        ("intermediate size", problem.local_intermediate_size, made.local_intermediate_size),
     )
     return " and ".join(f"{name} {was} padded to {now}" for name, was, now in sizes if was != now)
-
-
-def _inner(problem: MoEProblem) -> int:
-    return problem.local_intermediate_size
 
 
 def _up(size: int, multiple: int) -> int:
