@@ -98,12 +98,11 @@ class Activation:
             )
         if self.limit is None:
             object.__setattr__(self, "limit", _LIMITS.get(self.name))
-        if self.limit is not None:
-            if self.name not in CLAMPABLE:
-                raise InvalidProblem(
-                    f"activation {self.name!r} has no clamp (got limit={self.limit}); "
-                    f"kinds with one: {', '.join(sorted(CLAMPABLE))}"
-                )
+        elif self.name not in CLAMPABLE:
+            raise InvalidProblem(
+                f"activation {self.name!r} has no clamp (got limit={self.limit}); "
+                f"kinds with one: {', '.join(sorted(CLAMPABLE))}"
+            )
 
     @property
     def gated(self) -> bool:
