@@ -149,10 +149,9 @@ class BatchedAsStandard(_Bridge):
             scale = to_batched(scale, places_RK, (L, C), scale_memory)
         batched = Dispatched(x=x_LCH, x_scale=scale, expert_num_tokens=counts_L)
         self.inner.apply(y_LCH, batched, weights, inner_workspace)
+        y_SH = y_LCH.view(-1, y_LCH.shape[2])
         if self.spec.reduces:
-            y_SH = y_LCH.view(-1, y_LCH.shape[2])
             self.weight_and_reduce(y_SH, ids, topk_weights, y, places_RK)
         else:  # rows of assignments without an expert may hold anything
-            y_SH = y_LCH.view(-1, y_LCH.shape[2])
             for k in range(y.shape[1]):
                 y[:, k] = y_SH[places_RK[:, k].clamp(max=len(y_SH) - 1)]

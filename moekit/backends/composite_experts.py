@@ -181,9 +181,8 @@ def _merge(name: str, packed: Sequence[PackedWeights]) -> CompositeWeights:
             if any(_same_experts(tensor, other) for other in others):
                 continue
             if any(overlap(tensor, other) for other in others):
-                own[key] = (
-                    tensor.clone()
-                )  # it overlaps another tensor in part: they cannot move as one
+                # It overlaps another tensor in part: they cannot move as one.
+                own[key] = tensor.clone()
             kept[f"{member.backend}.{key}"] = own[key]
         for key, tensor in member.shared.items():
             if all(tensor.data_ptr() != other.data_ptr() for other in shared.values()):

@@ -98,9 +98,8 @@ class ConcurrentExperts:
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self._function, self._x = function, x
         self._value: Tensor
-        self._streams = None if x.device.type == "cpu" else torch.get_device_module(x.device)
-        if self._streams is not None and not hasattr(self._streams, "Stream"):
-            self._streams = None
+        module = None if x.device.type == "cpu" else torch.get_device_module(x.device)
+        self._streams = module if hasattr(module, "Stream") else None
         if self._streams is not None:
             current = self._streams.current_stream(x.device)
             self._idle = _idle.setdefault((x.device, current.stream_id), [])
