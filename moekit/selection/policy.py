@@ -1,13 +1,12 @@
-"""Policies: in which order the combinations that can do a problem are preferred.
+"""The policy: in which order the combinations that can do a problem are preferred.
 
-A policy is a function of the problem and the candidates, best priority first. It returns a
-`Ranking`, or None if it has nothing to say, and then the next policy is asked.
+Measurements decide if the tuned tables have any, else priorities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
@@ -67,14 +66,11 @@ class Ranking:
     note: str = ""
 
 
-Policy = Callable[[MoEProblem, Sequence[Candidate]], "Ranking | None"]
-
-
 def rank(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
-    """Return the ranking of the first policy that has one; priorities always have."""
+    """Rank the candidates by measurement, or by declared priorities."""
     ordered = sorted(candidates, key=lambda each: _preference(problem, each))
-    rankings = (policy(problem, ordered) for policy in POLICIES)
-    return next(ranking for ranking in rankings if ranking is not None)
+    by_priority = Ranking(tuple(ordered), _BY_PRIORITY, _BY_PRIORITY)
+    return by_measurement(problem, ordered) or by_priority
 
 
 def _preference(problem: MoEProblem, candidate: Candidate) -> tuple[int, str, str]:
@@ -97,6 +93,8 @@ def expected(problem: MoEProblem, candidates: Sequence[Candidate]) -> str:
 
 def by_measurement(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking | None:
     """Rank by the times in the tuned tables; None if they do not compare the best dispatcher's.
+
+    candidates: best priority first.
 
     Measured combinations come first. Others follow by priority: they may be faster, but no time
     shows it. Times of experts that were measured on one rank order the experts behind STANDARD
@@ -131,14 +129,6 @@ def by_measurement(problem: MoEProblem, candidates: Sequence[Candidate]) -> Rank
     by = f"by measurement ({found})"
     dispatcher_by = _BY_PRIORITY if found.borrowed else by
     return Ranking(tuple(ranked), dispatcher_by, by, choices[order[0]].note)
-
-
-def by_priority(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
-    """Rank by declared priorities, which the candidates are sorted by already."""
-    return Ranking(tuple(candidates), _BY_PRIORITY, _BY_PRIORITY)
-
-
-POLICIES: tuple[Policy, ...] = (by_measurement, by_priority)
 
 
 def _choose(
