@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from moekit.plugin import Footprint, MoEProblem
 
-# The driver's granularity.
-PAGE = 2 << 20
 # The FIFOs carry words of 16 bytes, so the scales of a row are padded to 4.
 SCALES = 4
 
@@ -29,7 +27,8 @@ _HOSTS = (
 
 
 def pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
+    """Round up to the driver's granularity."""
+    return _up(nbytes, 2 << 20)
 
 
 # -- one-sided -------------------------------------------------------------------------------------
@@ -185,8 +184,8 @@ def _quantized(pairs: int, k: int, experts: int) -> int:
     return rows * k + 4 * padded * -(-k // 128)
 
 
-def _up(n: int) -> int:
-    return -(-n // 128) * 128
+def _up(n: int, multiple: int = 128) -> int:
+    return -(-n // multiple) * multiple
 
 
 def _sizes(problem: MoEProblem) -> tuple[int, int]:

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from moekit.errors import BackendError
 
-from . import library
-
-# The driver's granularity.
-_PAGE = 2 << 20
+from . import footprint, library
 
 # Only the library's tensor object keeps its descriptor alive, but torch reads the descriptor once
 # more when the storage is freed, and views of the tensor can outlive the tensor object.
@@ -74,7 +71,7 @@ class SharedMemory:
             ) from error
         self.tensor: Tensor = self._memory.as_torch_strided_tensor(dtype)
         _descriptors.append(getattr(self.tensor, "_capsule_wrapper", None))
-        self.nbytes = -(-nbytes // _PAGE) * _PAGE
+        self.nbytes = footprint.pages(nbytes)
 
     def free(self) -> None:
         """Unmap the memory after this rank's kernels; ranks that still map it keep it alive."""
