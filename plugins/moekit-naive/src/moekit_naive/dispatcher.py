@@ -316,13 +316,10 @@ class NaiveDispatcher(PrepareAndFinalize):
 
 def _timeout(group: dist.ProcessGroup) -> float:
     """Return the seconds after which the group's own collectives give up."""
-    options = getattr(group._get_backend(torch.device(_kind(group))), "options", None)
+    device = torch.device("cuda" if has_backend(group, "cuda") else "cpu")
+    options = getattr(group._get_backend(device), "options", None)
     found = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return float(found.total_seconds())
-
-
-def _kind(group: dist.ProcessGroup) -> str:
-    return "cuda" if has_backend(group, "cuda") else "cpu"
 
 
 def _bytes(rows: Tensor) -> Tensor:
