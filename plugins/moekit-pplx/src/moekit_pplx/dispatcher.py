@@ -13,6 +13,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -193,15 +194,12 @@ class PplxDispatcher(PrepareAndFinalize):
         call.lanes.calls.give_back(call.lane)
 
     def _lanes_for(self, wire: Wire) -> Lanes:
-        key = (self._library, self.group.group_name, self._layout, wire, self.problem.dtype)
+        library, at, dtype = self._library, self._layout, self.problem.dtype
+        key = (library, self.group.group_name, at, wire, dtype)
         if key not in self._lanes:
-            self._lanes[key] = shared.acquire(key, lambda: self._make_lanes(wire))
+            make = partial(Lanes, library, self.group, at, wire, dtype, self._device)
+            self._lanes[key] = shared.acquire(key, make)
         return self._lanes[key]
-
-    def _make_lanes(self, wire: Wire) -> Lanes:
-        return Lanes(
-            self._library, self.group, self._layout, wire, self.problem.dtype, self._device
-        )
 
 
 def _device(problem: MoEProblem) -> torch.device:
