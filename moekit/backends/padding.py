@@ -121,18 +121,12 @@ def pad_weights(weights: ExpertWeights, problem: MoEProblem, made: MoEProblem) -
     """Return canonical weights of ``problem`` as those of ``made``, which has larger sizes."""
     operand, gated = problem.quant.weight, problem.activation.gated
     hidden, inner = made.hidden_size, made.local_intermediate_size
-    of_w13, of_w2 = _part(weights, "w13"), _part(weights, "w2")
-    if gated and inner != problem.local_intermediate_size:
-        joined = _joined([_pad(half, operand, inner, hidden) for half in _halves(of_w13)])
-    else:
-        joined = _pad(of_w13, operand, made.w13_rows, hidden)
-    changes: dict[str, Any] = {
-        **_named("w13", joined),
-        **_named("w2", _pad(of_w2, operand, hidden, inner)),
-    }
+    halves = 2 if gated and inner != problem.local_intermediate_size else 1
+    w13 = _pad(_part(weights, "w13"), operand, made.w13_rows, hidden, halves)
+    w2 = _pad(_part(weights, "w2"), operand, hidden, inner)
+    changes: dict[str, Any] = {**_named("w13", w13), **_named("w2", w2)}
     if weights.w13_bias is not None and weights.w2_bias is not None:
-        biases = weights.w13_bias.chunk(2, dim=1) if gated else (weights.w13_bias,)
-        changes["w13_bias"] = torch.cat([_grow(bias, 1, inner, 0.0) for bias in biases], dim=1)
+        changes["w13_bias"] = _grow_rows(weights.w13_bias, made.w13_rows, halves, 0.0)
         changes["w2_bias"] = _grow(weights.w2_bias, 1, hidden, 0.0)
     return replace(weights, **changes)
 
@@ -151,48 +145,39 @@ def _named(name: str, part: Part) -> Part:
     return {f"{name}_{field}" if field else name: tensor for field, tensor in part.items()}
 
 
-def _halves(part: Part) -> list[Part]:
-    """Split w13 into gate and up; they share g_idx, and a scale for all rows."""
+def _pad(
+    part: Part, operand: OperandQuant | None, rows: int, columns: int, halves: int = 1
+) -> Part:
+    """Return a matrix of (rows, columns); added scales repeat the last ones.
 
-    def half(field: str, tensor: Tensor, index: int) -> Tensor:
-        shared = field == "g_idx" or tensor.shape[1] == 1
-        return tensor if shared else tensor.chunk(2, dim=1)[index]
-
-    return [{f: half(f, t, index) for f, t in part.items()} for index in (0, 1)]
-
-
-def _joined(halves: list[Part]) -> Part:
-    def both(field: str, first: Tensor) -> Tensor:
-        shared = field == "g_idx" or (field and first.shape[1] == 1)
-        return first if shared else torch.cat([half[field] for half in halves], dim=1)
-
-    return {field: both(field, tensor) for field, tensor in halves[0].items()}
-
-
-def _pad(part: Part, operand: OperandQuant | None, rows: int, columns: int) -> Part:
-    """Return a matrix of (rows, columns); added scales repeat the last ones."""
+    halves: 2 adds equally many rows to gate and to up.
+    """
     if operand is None:
-        return {"": _grow(_grow(part[""], 1, rows, 0.0), 2, columns, 0.0)}
+        return {"": _grow(_grow_rows(part[""], rows, halves, 0.0), 2, columns, 0.0)}
     made = dict(part)
     shape = operand.scale_shape(rows, columns)
     for field in ("scale", "zero_points"):
         if field in part:
-            made[field] = _grow(_grow(part[field], 1, shape[0]), 2, shape[1])
+            # One scale may be that of all rows.
+            split = halves if shape[0] > 1 else 1
+            made[field] = _grow(_grow_rows(part[field], shape[0], split), 2, shape[1])
     if "g_idx" in part:
         old = part["g_idx"]
         added = torch.arange(old.shape[1], columns, device=old.device) // operand.group[1]
         made["g_idx"] = torch.cat([old, added.to(old.dtype).expand(len(old), -1)], dim=1)
     if "zero_points" in part:
-        made[""] = _pad_around_zeros(part[""], made, operand, columns)
+        made[""] = _pad_around_zeros(part[""], made, operand, columns, halves)
         return made
     byte = INT4_ZERO * 0x11 if operand.dtype == "int4" else 0
     stored = columns // 2 if operand.packed else columns
     q = part[""].view(torch.uint8)
-    grown = _grow(_grow(q, 1, rows, byte), 2, stored, byte)
+    grown = _grow(_grow_rows(q, rows, halves, byte), 2, stored, byte)
     return {**made, "": grown.view(part[""].dtype)}
 
 
-def _pad_around_zeros(packed: Tensor, made: Part, operand: OperandQuant, columns: int) -> Tensor:
+def _pad_around_zeros(
+    packed: Tensor, made: Part, operand: OperandQuant, columns: int, halves: int
+) -> Tensor:
     """Return packed int4 whose added elements are their groups' zero points, expert by expert."""
     position = torch.arange(columns, device=packed.device)
     run = position // operand.group[1] if operand.group[1] > 0 else position * 0
@@ -200,10 +185,18 @@ def _pad_around_zeros(packed: Tensor, made: Part, operand: OperandQuant, columns
     for expert, stored in enumerate(packed):
         groups = made["g_idx"][expert].long() if "g_idx" in made else run
         q = made["zero_points"][expert][:, groups]
-        old = unpack_int4(stored)
-        q[: old.shape[0], : old.shape[1]] = old
+        old = torch.unflatten(unpack_int4(stored), 0, (halves, -1))
+        torch.unflatten(q, 0, (halves, -1))[:, : old.shape[1], : old.shape[2]] = old
         grown.append(pack_int4(q))
     return torch.stack(grown)
+
+
+def _grow_rows(tensor: Tensor, rows: int, halves: int, value: float | None = None) -> Tensor:
+    """Return ``tensor`` with ``rows`` entries along dim 1, as many in each half; see `_grow`."""
+    if halves == 1:
+        return _grow(tensor, 1, rows, value)
+    parts = [_grow(half, 1, rows // halves, value) for half in tensor.chunk(halves, dim=1)]
+    return torch.cat(parts, dim=1)
 
 
 def _grow(tensor: Tensor, dim: int, size: int, value: float | None = None) -> Tensor:

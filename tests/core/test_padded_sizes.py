@@ -104,6 +104,19 @@ def test_padded_weights_are_zeros_around_the_same_numbers(
     assert torch.equal(now.w2_bias, F.pad(was.w2_bias, (0, Hp - H)))
 
 
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor", "int4_w4a16_g32_zp"])
+def test_weights_are_padded_under_autocast(scheme: str) -> None:
+    """torch.cat has no fp8 there."""
+    p = problem(100, 128, quant=scheme, has_bias=True)
+    made = made_sizes(p, (64, 384))
+    weights = random_weights(p).canonical(p)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = pad_weights(weights, p, made).tensors()
+    for name, wanted in pad_weights(weights, p, made).tensors().items():
+        assert found[name].dtype == wanted.dtype
+        assert torch.equal(found[name].view(torch.uint8), wanted.view(torch.uint8)), name
+
+
 # -- calls ---------------------------------------------------------------------------------------
 
 
