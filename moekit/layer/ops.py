@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -77,25 +77,16 @@ def unregister(name: str) -> None:
     _layers.pop(name, None)
 
 
-def _run(
-    x: Tensor,
-    router_logits: Tensor | None,
-    topk_weights: Tensor | None,
-    topk_ids: Tensor | None,
-    is_padding: Tensor | None,
-    max_tokens: int | None,
-    token_ids: Tensor | None,
-    layer: str,
-) -> Tensor:
+def _run(*arguments: Any) -> Tensor:
+    """Run the layer that the last argument names; the others are those of `LayerInputs`."""
+    *inputs, layer = arguments
     found = _layers.get(layer)
     if found is None:
         raise MoekitError(
             f"no layer named {layer!r} is alive: compiled code outlived the FusedMoE it was "
             "compiled for; compile again"
         )
-    return found.run(
-        LayerInputs(x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids)
-    )
+    return found.run(LayerInputs(*inputs))
 
 
 def tracks(inputs: LayerInputs) -> bool:
