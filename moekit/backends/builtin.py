@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moekit.discovery.hooks import hookimpl
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
@@ -17,62 +19,51 @@ def _describe_torch(problem: MoEProblem) -> str:
 
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
-    return [
-        DispatcherSpec(
-            name="local",
-            target="moekit.backends.local:LocalDispatcher",
-            format=ActivationFormat.STANDARD,
-            devices=("any",),
-            moves_tokens=False,
-            priority=100,
-            graph_safe=True,
-            deterministic=True,
-            batch_invariant=True,
-            weights_in_fp32=True,
-        ),
-        DispatcherSpec(
-            name="batched_reference",
-            target="moekit.backends.reference:BatchedReference",
-            format=ActivationFormat.BATCHED,
-            devices=("any",),
-            moves_tokens=False,
-            priority=-100,
-            deterministic=True,
-            batch_invariant=True,
-            weights_in_fp32=True,
-        ),
-    ]
+    local = DispatcherSpec(
+        name="local",
+        target="moekit.backends.local:LocalDispatcher",
+        format=ActivationFormat.STANDARD,
+        devices=("any",),
+        moves_tokens=False,
+        priority=100,
+        graph_safe=True,
+        deterministic=True,
+        batch_invariant=True,
+        weights_in_fp32=True,
+    )
+    batched = replace(
+        local,
+        name="batched_reference",
+        target="moekit.backends.reference:BatchedReference",
+        format=ActivationFormat.BATCHED,
+        priority=-100,
+        graph_safe=False,
+    )
+    return [local, batched]
 
 
 @hookimpl
 def moekit_experts() -> list[ExpertsSpec]:
-    return [
-        ExpertsSpec(
-            name="torch",
-            target="moekit.backends.torch_experts:TorchExperts",
-            format=ActivationFormat.STANDARD,
-            devices=("any",),
-            schemes=frozenset(SCHEMES),
-            activations=ACTIVATIONS,
-            emulates=True,
-            describe=_describe_torch,
-            reduces=True,
-            deterministic=True,
-            batch_invariant=True,
-            weights_in_fp32=True,
-        ),
-        ExpertsSpec(
-            name="reference",
-            target="moekit.backends.reference:ReferenceExperts",
-            format=ActivationFormat.STANDARD,
-            devices=("any",),
-            schemes=frozenset(SCHEMES),
-            activations=ACTIVATIONS,
-            emulates=True,
-            reduces=False,
-            priority=-100,
-            deterministic=True,
-            batch_invariant=True,
-            weights_in_fp32=True,
-        ),
-    ]
+    torch = ExpertsSpec(
+        name="torch",
+        target="moekit.backends.torch_experts:TorchExperts",
+        format=ActivationFormat.STANDARD,
+        devices=("any",),
+        schemes=frozenset(SCHEMES),
+        activations=ACTIVATIONS,
+        emulates=True,
+        describe=_describe_torch,
+        reduces=True,
+        deterministic=True,
+        batch_invariant=True,
+        weights_in_fp32=True,
+    )
+    reference = replace(
+        torch,
+        name="reference",
+        target="moekit.backends.reference:ReferenceExperts",
+        describe=None,
+        reduces=False,
+        priority=-100,
+    )
+    return [torch, reference]
