@@ -15,9 +15,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moekit.discovery.specs import Backend, DispatcherSpec, ExpertsSpec
@@ -27,9 +28,6 @@ from moekit.runtime.overlap import Pending
 from moekit.runtime.reduce import weight_and_reduce
 from moekit.runtime.shared_buffers import Lease
 from moekit.runtime.units import size_text
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
 """A function: (x_RH, valid_rows_R or None) -> (quantized_RH, scale)."""

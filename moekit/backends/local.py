@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
@@ -14,9 +14,6 @@ from moekit.discovery.specs import DispatcherSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.overlap import Pending
 from moekit.runtime.rows import batched_places, to_batched
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 def local_ids(topk_ids: Tensor, problem: MoEProblem) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch.distributed as dist
 
 from moekit.backends.bridge import bridge
 from moekit.backends.local import local_spec
@@ -25,9 +27,6 @@ from moekit.selection.policy import Candidate
 from moekit.selection.tuned import VARIABLE
 from moekit.untrusted.arguments import FLAG, GROUP, NAME, TIMEOUT, accept, instance, optional
 from moekit.untrusted.code import message
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 logger = logging.getLogger("moekit")
 
