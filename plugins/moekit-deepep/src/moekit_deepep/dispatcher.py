@@ -8,14 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.plugin import (
-    DispatcherSpec,
-    Lease,
-    MoEProblem,
-    Pending,
-    PrepareAndFinalize,
-    resolve,
-)
+from moekit.plugin import DispatcherSpec, Lease, MoEProblem, Pending, PrepareAndFinalize, resolve
 
 from . import buffers
 
