@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from moekit.problem import MoEProblem
@@ -166,12 +166,12 @@ def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def lookup(problem: MoEProblem, environ: Mapping[str, str] | None = None) -> Found | None:
+def lookup(problem: MoEProblem) -> Found | None:
     """Return the times of ``problem`` or of the nearest shape; None if none is near.
 
     Where its device was not measured, those of another device of its architecture count.
     """
-    table, wanted = known(environ), Key.of(problem)
+    table, wanted = known(), Key.of(problem)
     by_name = sorted(table, key=lambda key: (key.device, str(key)))
     parallel, high = problem.parallel, problem.max_num_tokens
     if high is not None:  # the table counts tokens that bring all of their choices to this rank

@@ -106,12 +106,12 @@ def read(file: Path) -> Table:
     return _tables().read(file)
 
 
-def known(environ: Mapping[str, str] | None = None) -> Table:
+def known() -> Table:
     """Return the user's and the shipped tables as one; empty if MOEKIT_TUNED is empty.
 
     Files that cannot be used are skipped with a warning.
     """
-    return _tables().known(environ=environ)
+    return _tables().known()
 
 
 def _tables() -> TableFiles[Table, Table]:
