@@ -83,21 +83,18 @@ def _usable(spec: BackendSpec) -> bool:
 
 
 def _text(states: Sequence[PluginState]) -> str:
-    rows = [
+    rows = [("PLUGIN", "STATE", "DISTRIBUTION", ["OFFERS"])]
+    rows += [
         (s.name, s.state, f"{s.distribution} {s.version}".strip() or "-", _details(s))
         for s in states
     ]
-    head = ("PLUGIN", "STATE", "DISTRIBUTION")
-    widths = [
-        max(len(text) for text in column)
-        for column in zip(head, *(r[:3] for r in rows), strict=True)
-    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
     indent = sum(widths) + 2 * len(widths)
     lines = []
-    for *cells, details in (*[(*head, ["OFFERS"])], *rows):
+    for *cells, details in rows:
         start = "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True))
         body = [wrap(" " * indent + line, indent + 2) for line in details] or [""]
-        lines.append(start.rstrip() if not details else start + body[0].lstrip())
+        lines.append((start + body[0].lstrip()).rstrip())
         lines += body[1:]
     switches = [f"{name}={os.environ[name]}" for name in _switches() if name in os.environ]
     return "\n".join([*lines, *(["", "environment: " + " ".join(switches)] if switches else [])])
