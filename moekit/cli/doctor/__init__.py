@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
 import moekit
 from moekit.cli.doctor import backends, devices, system
+from moekit.cli.plugins import wrap
 from moekit.untrusted.code import describe, printable
 
-_NAME, _WIDTH = 30, 100
+_NAME = 30  # columns
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,4 @@ def examine(seconds: float) -> Iterator[Finding]:
 
 def _line(finding: Finding) -> str:
     text = f"  {finding.state:<3} {finding.name:<{_NAME}} {finding.text}".rstrip()
-    indent = " " * (_NAME + 7)
-    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return wrap(text, _NAME + 7)
