@@ -107,7 +107,6 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:
     """Return the problem that is asked for, and notes of the package that described it."""
-    folders = {name: getattr(args, name.replace("-", "_")) for name in ("model", *_sources())}
     parallel = moekit.ParallelConfig(
         ep_size=args.ep,
         tp_size=args.tp,
@@ -128,11 +127,11 @@ def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]
     if args.activation_limit is not None:
         given["activation"] = Activation(args.activation or "silu", limit=args.activation_limit)
     fields = {name: value for name, value in given.items() if value is not None}
-    for name, folder in folders.items():
-        if folder is not None and name == "model":
-            return problem_from_config(folder, parallel=parallel, **fields), ()
-        if folder is not None:
-            problem, notes = load(_sources()[name], f"--{name}")(folder, parallel, **fields)
+    if args.model is not None:
+        return problem_from_config(args.model, parallel=parallel, **fields), ()
+    for name, source in _sources().items():
+        if (folder := getattr(args, name.replace("-", "_"))) is not None:
+            problem, notes = load(source, f"--{name}")(folder, parallel, **fields)
             return problem, notes
     if missing := [_option(size) for size in _SIZES if size not in fields]:
         raise InvalidProblem(
