@@ -187,17 +187,13 @@ def _seconds(
 
     They take turns, so that other work on the machine disturbs both.
     """
+    synchronize = torch.get_device_module(x.device).synchronize
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats + 2):
         for function, took in zip(functions, times, strict=True):
-            _synchronize(x.device)
+            synchronize()
             start = time.perf_counter()
             function(x)
-            _synchronize(x.device)
+            synchronize()
             took.append(time.perf_counter() - start)
     return [statistics.median(took[2:]) for took in times]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()

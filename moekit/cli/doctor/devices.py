@@ -90,5 +90,4 @@ def _copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float
 
 def _wait_for(*devices: torch.device) -> None:
     for device in devices:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+        torch.get_device_module(device).synchronize(device)
