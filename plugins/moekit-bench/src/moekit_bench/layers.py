@@ -281,7 +281,7 @@ class LayersSweep(RanksSweep):
         """Return whether the time is over, by the first rank's clock."""
         if self.seconds is None:
             return False
-        return bool(self.ranks.run(_first, time.monotonic() - self.begin > self.seconds)[0])
+        return bool(self.run_on_ranks(_first, time.monotonic() - self.begin > self.seconds)[0])
 
 
 def _first(rank: int, world_size: int, value: bool) -> bool:

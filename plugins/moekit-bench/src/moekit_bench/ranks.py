@@ -55,20 +55,12 @@ class Task:
         return inputs(self.routing, self.tokens, self.inputs, whole, device, seed)
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Processes of a group.
-
-    run: runs ``function(rank, world_size, *args)`` on each, and returns their results. leader:
-    whether this process reports.
-    """
-
-    run: Callable[..., list[Any]]
-    leader: bool = True
+Runner = Callable[..., list[Any]]
+"""Runs ``function(rank, world_size, *args)`` on each rank, and returns their results."""
 
 
 @contextmanager
-def _pool(count: int, device_type: str) -> Iterator[Ranks]:
+def _pool(count: int, device_type: str) -> Iterator[Runner]:
     """Yield ranks of this process; new ones after a failure, which may have left them unusable."""
     try:
         from moekit.testing.distributed import RankPool
@@ -90,13 +82,13 @@ def _pool(count: int, device_type: str) -> Iterator[Ranks]:
             raise
 
     try:
-        yield Ranks(run)
+        yield run
     finally:
         pool.close()
 
 
 @contextmanager
-def _torchrun(device: DeviceSpec, share: bool) -> Iterator[Ranks]:
+def _torchrun(device: DeviceSpec, share: bool) -> Iterator[Runner]:
     """Yield torchrun's ranks. This process is one; if it fails it ends, and torchrun ends all."""
     backend = "gloo"
     if device.type == "cuda":
@@ -115,7 +107,7 @@ def _torchrun(device: DeviceSpec, share: bool) -> Iterator[Ranks]:
 
     dist.init_process_group(backend)
     try:
-        yield Ranks(run, leader=dist.get_rank() == 0)
+        yield run
     finally:
         dist.destroy_process_group()
 
@@ -149,7 +141,7 @@ class RanksSweep(Sweep):
     dispatchers: Sequence[DispatcherSpec]
     device: DeviceSpec
     asked: int | None
-    ranks: Ranks = field(init=False)
+    run_on_ranks: Runner = field(init=False)
 
     def __post_init__(self) -> None:
         default = torch.cuda.device_count() if self.device.type == "cuda" else 2
@@ -170,15 +162,15 @@ class RanksSweep(Sweep):
         return self.shape.on_ranks(self.num_ranks, self.device, scheme, self.settings.dtype, tokens)
 
     def measure(self) -> None:
-        with self._open() as self.ranks:
-            self.leader = self.ranks.leader
+        with self._open() as self.run_on_ranks:
             super().measure()
 
-    def _open(self) -> AbstractContextManager[Ranks]:
+    def _open(self) -> AbstractContextManager[Runner]:
         """Return torchrun's ranks if this process is one of them and no number was asked for, else
         ranks that this process starts."""
         share = getattr(self.settings, "share_devices", False)
         if "RANK" in os.environ and self.asked is None:
+            self.leader = os.environ["RANK"] == "0"
             return _torchrun(self.device, share)
         if self.fewer_devices and not share:
             raise MoekitError(
@@ -219,7 +211,7 @@ class RanksSweep(Sweep):
             spec, problem, cell.tokens, routing=cell.routing, inputs=s.inputs, replays=s.replays,
             graph=not s.no_graph, seed=s.seed, **more,
         )  # fmt: skip
-        return self.ranks.run(function, task)
+        return self.run_on_ranks(function, task)
 
     def leave_out(self, cell: Cell, name: str, reason: str) -> None:
         self.refuse(name, reason, None, cell.scheme, cell.tokens)
