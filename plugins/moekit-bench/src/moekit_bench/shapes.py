@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,10 +46,9 @@ class Shape:
                 moves.
             changes: Further arguments of MoEProblem, such as quant, dtype and device.
         """
-        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = vars(self) | {"parallel": ParallelConfig(ep_size=ep, dp_size=1)} | changes
         del given["name"], given["source"]
-        given["parallel"] = ParallelConfig(ep_size=ep, dp_size=1)
-        return MoEProblem(**{**given, **changes})
+        return MoEProblem(**given)
 
     def on_ranks(
         self, ranks: int, device: DeviceSpec, scheme: str, dtype: str, tokens: int
