@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import moekit
@@ -129,14 +129,14 @@ def markdown(title: str, choices: Sequence[Choice], limit: float) -> str:
     return "\n".join([*lines, "", summary, ""])
 
 
-def _table(choices: Sequence[Choice]) -> Iterator[str]:
+def _table(choices: Sequence[Choice]) -> report.Table:
     names = report.distinct(name for choice in choices for name in choice.times)
     table = report.Table("T", *names, "choice", "µs", "regret")
     for choice in choices:
         times = (_us(choice.times.get(name)) for name in names)
         pick = choice.pick or report.NONE
         table.add(choice.tokens, *times, pick, _us(choice.us), choice.shown)
-    return iter(table)
+    return table
 
 
 def _us(us: float | None) -> str:
