@@ -11,9 +11,9 @@ from pathlib import Path
 import moekit_bench as bench
 import pytest
 import torch
-from moekit_bench import Case, Ceilings, Work, experts_report, take_turns
+from moekit_bench import Case, Ceilings, Work, experts, experts_report, take_turns
 from moekit_bench.accuracy import oracle_rows, relative_error, sampled_rows
-from moekit_bench.limits import arithmetic, parse_ceilings
+from moekit_bench.limits import arithmetic, bytes_per_expert, parse_ceilings
 
 import moekit
 from moekit.backends.reference import oracle
@@ -169,6 +169,16 @@ def test_inputs_differ_and_repeat():
     assert not torch.equal(first[0][0], first[1][0])
     assert torch.equal(first[1][0], again[1][0])
     assert torch.equal(first[1][1].topk_ids, again[1][1].topk_ids)
+
+
+@pytest.mark.parametrize(("count", "drawn"), [(3, 8), (9, 9), (20, 20)])
+def test_inputs_are_added_where_the_cache_would_hold_their_weights(monkeypatch, count, drawn):
+    """At most eight are drawn for that, and none that was asked for is left out."""
+    p = problem()
+    weights = bench.random_weights(p, CPU)
+    read = Case.make(p, weights, 40).work.active_experts * bytes_per_expert(weights)
+    monkeypatch.setattr(experts, "_cache_bytes", lambda device: 10 * read)
+    assert len(Case.make(p, weights, 40, count=count).inputs) == drawn
 
 
 @pytest.mark.parametrize("scheme", moekit.SCHEMES)

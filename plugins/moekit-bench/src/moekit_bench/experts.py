@@ -62,7 +62,7 @@ class Case:
         cache = _cache_bytes(device)
         read = done.active_experts * bytes_per_expert(weights)
         if tokens and read and count * read < 2 * cache:
-            count = min(_MAX_INPUTS, -int(-2 * cache // read))
+            count = max(count, min(_MAX_INPUTS, -int(-2 * cache // read)))
             drawn = inputs(routing, tokens, count, problem, device, seed)
             done = work(problem, weights, drawn)
         return cls(problem, weights, tokens, routing, drawn, done)
