@@ -503,3 +503,25 @@ def test_a_file_that_is_no_recording(tmp_path, capsys, text, command):
     file.write_text(text)
     assert main([*command.split(), "--from", str(file)]) == 2
     assert str(file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "recording", "key", "value", "said"),
+    [
+        ("bench", "experts", "us", 10**400, "is too large for a number"),
+        ("bench --dispatch", "dispatch", "buffer_bytes", 10**400, "is too large for a number"),
+        ("bench --ceilings bf16=7,read=4", "experts", "dtype", "fp3", "dtype='fp3': it must be"),
+        ("tune --regret", "experts", "dtype", "fp3", "dtype='fp3': it must be"),
+        ("tune --regret", "layers", "dtype", "fp3", "dtype='fp3': it must be"),
+    ],
+    ids=["number", "whole number", "limits", "choice of experts", "choice of layers"],
+)
+def test_a_recording_of_impossible_values(tmp_path, capsys, command, recording, key, value, said):
+    def replaced(fields):
+        return {name: value if name == key else each for name, each in fields.items()}
+
+    file = tmp_path / "recording.json"
+    text = EXPERTS.with_name(f"{recording}.json").read_text()
+    file.write_text(json.dumps(json.loads(text, object_hook=replaced)))
+    assert main([*command.split(), "--from", str(file)]) == 2
+    assert said in capsys.readouterr().err

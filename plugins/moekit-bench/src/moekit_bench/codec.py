@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from moekit.errors import MoekitError
 from moekit.plugin import replace_file
 
+from .internals import parse_json
+
 T = TypeVar("T")
 
 
@@ -130,12 +132,12 @@ def _key(f: Field[Any]) -> str:
 def read_recording(file: Path) -> dict[str, Any]:
     """Return the JSON object in ``file``; MoekitError if it cannot be read, or holds none."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_bytes())
     except OSError as error:
         raise MoekitError(
             f"{file} cannot be read ({error.strerror}): expected a recording made with --json"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise MoekitError(f"{file} is not a recording made with --json: {error}") from error
     if not isinstance(data, dict):
         raise MoekitError(f"{file} is not a recording made with --json: no JSON object")

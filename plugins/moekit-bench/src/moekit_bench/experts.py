@@ -261,7 +261,7 @@ def _limited(cell: ExpertsCell, ceilings: Ceilings | None) -> ExpertsCell:
         return cell
     shape = Shape(cell.num_experts, cell.top_k, cell.hidden_size, cell.intermediate_size)
     problem = shape.problem(
-        ep=cell.ep, quant=cell.scheme, dtype=DTYPES.get(cell.dtype), device="cpu"
+        ep=cell.ep, quant=cell.scheme, dtype=DTYPES.get(cell.dtype, cell.dtype), device="cpu"
     )
     done = Work(cell.flop, cell.bytes, cell.active_experts, cell.rows)
     limit = limit_us(done, problem, ceilings)

@@ -17,3 +17,4 @@ from moekit.selection.tuned.plan import split as split
 from moekit.selection.tuned.table import Key as Key
 from moekit.selection.tuned.table import Record as Record
 from moekit.selection.tuned.table import Table as Table
+from moekit.untrusted.files import parse_json as parse_json

@@ -102,7 +102,7 @@ def of_experts(run: ExpertsRun) -> list[Choice]:
     device, choices = run.device.spec(), []
     for cell in run.cells:
         problem = shape(cell.shape).problem(
-            quant=cell.scheme, dtype=DTYPES[cell.dtype], device=device, ep=cell.ep
+            quant=cell.scheme, dtype=DTYPES.get(cell.dtype, cell.dtype), device=device, ep=cell.ep
         )
         chosen = moekit.explain(problem, run.settings.dispatcher).chosen
         pick = serving(split(chosen.experts), cell.tokens) if chosen else ""

@@ -56,7 +56,7 @@ class Shape:
         """Return the problem of capacity ``tokens`` on each of several ranks, as rank 0 sees it."""
         return self.problem(
             quant=scheme,
-            dtype=DTYPES[dtype],
+            dtype=DTYPES.get(dtype, dtype),
             max_num_tokens=tokens,
             parallel=ParallelConfig(ep_size=ranks),
             device=device,
