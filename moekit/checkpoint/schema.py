@@ -43,21 +43,21 @@ _LIMIT = number(1e-6, 1e6)
 _OPERAND = mapping(
     {
         "num_bits": integer(1, 64),
-        "type": text(),
-        "strategy": text(),
+        "type": text,
+        "strategy": text,
         "group_size": _GROUP,
-        "block_structure": either(_BLOCK, text()),
-        "dynamic": either(flag, text()),
+        "block_structure": either(_BLOCK, text),
+        "dynamic": either(flag, text),
     }
 )
 
 QUANTIZATION = mapping(
     {
-        "quant_method": text(),
-        "quant_algo": text(),
-        "activation_scheme": text(),
-        "version": text(),
-        "checkpoint_format": text(),
+        "quant_method": text,
+        "quant_algo": text,
+        "activation_scheme": text,
+        "version": text,
+        "checkpoint_format": text,
         "group_size": _GROUP,
         "weight_block_size": _BLOCK,
         "sym": flag,
@@ -66,7 +66,7 @@ QUANTIZATION = mapping(
         "config_groups": table(
             mapping(
                 {
-                    "targets": sequence(text(), 0, _MAX_TARGETS),
+                    "targets": sequence(text, 0, _MAX_TARGETS),
                     "weights": _OPERAND,
                     "input_activations": _OPERAND,
                 }
@@ -77,11 +77,11 @@ QUANTIZATION = mapping(
 )
 
 _FIELDS: dict[str, Kind] = {
-    "model_type": text(),
-    "dtype": text(),
-    "torch_dtype": text(),
-    "hidden_act": text(),
-    "mlp_hidden_act": text(),
+    "model_type": text,
+    "dtype": text,
+    "torch_dtype": text,
+    "hidden_act": text,
+    "mlp_hidden_act": text,
     "swiglu_limit": _LIMIT,
     "swiglu_alpha": _LIMIT,
     "num_hidden_layers": integer(0, _MAX_LAYERS),

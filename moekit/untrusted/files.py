@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
 _SHOWN = 80  # characters of a wrong value in a message
 _DIGITS = 40
+_MAX_TEXT = 1000  # characters of a field
 _MAX_VALUES = 4_000_000  # in one file; a header has about eight for each tensor
 
 
@@ -185,12 +186,9 @@ def number(low: float, high: float) -> Kind:
     return faults
 
 
-def text(most: int = 1000) -> Kind:
-    def faults(value: Any) -> Iterator[str]:
-        if not isinstance(value, str) or len(value) > most:
-            yield f" is {shown(value)}, expected a text of at most {most} characters"
-
-    return faults
+def text(value: Any) -> Iterator[str]:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        yield f" is {shown(value)}, expected a text of at most {_MAX_TEXT} characters"
 
 
 def flag(value: Any) -> Iterator[str]:
