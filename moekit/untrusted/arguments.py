@@ -2,7 +2,7 @@
 
 A value of another kind raises an error that names the argument, the value and the kind:
 
-    _KINDS = {"steps": size(), "name": optional(NAME), "min_gain": real(0.0, 1.0)}
+    _KINDS = {"steps": size(), "name": optional(NAME), "min_gain": real(above=0.0)}
     given = accept(_KINDS, {"steps": steps, "name": name, "min_gain": min_gain})
 
 Tables are for constructors and setup. Calls use the faster `moekit.runtime.checks`.
@@ -110,23 +110,17 @@ def size(least: int = 1, most: int = MAX_TOKENS) -> Kind:
     return Kind(f"an integer of at least {least} and at most {most}", keep)
 
 
-def real(
-    least: float = -math.inf,
-    most: float = math.inf,
-    *,
-    above: float = -math.inf,
-    finite: bool = True,
-) -> Kind:
+def real(*, above: float = -math.inf, most: float = math.inf, finite: bool = True) -> Kind:
     """Return the kind of numbers within the bounds, kept as float; no NaN and no bools."""
 
     def keep(value: Any) -> float:
         _require(isinstance(value, Real) and not isinstance(value, bool))
         number = float(value)
-        _require(least <= number <= most and (number > above or above == -math.inf))
+        _require(number <= most and (number > above or above == -math.inf))
         _require(math.isfinite(number) or not finite)
         return number
 
-    bounds = (("at least", least), ("above", above), ("at most", most))
+    bounds = (("above", above), ("at most", most))
     words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
     return Kind(f"a {'finite ' * finite}number {words}".strip(), keep)
 
