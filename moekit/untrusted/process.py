@@ -128,18 +128,15 @@ def _watch(pid: int, answers: int, output: int, seconds: float, most_bytes: int)
         if not ended:
             done, code = os.waitpid(pid, os.WNOHANG)
             status = code if done else None
-    outcome = Outcome(list(_answers(bytes(received))), fault)
+    outcome = Outcome(list(_answers(bytes(received))))
     last = outcome.answers.pop() if outcome.answers else []
-    if last[:1] == [_END]:
-        outcome.fault = ""
-    elif last[:1] == [_RAISED] and len(last) == 2:
+    if last[:1] == [_RAISED] and len(last) == 2:
         outcome.fault = last[1]
-    else:
+    elif last[:1] != [_END]:
         outcome.answers += [last] if last else []
         outcome.fault = fault or _ended(status or 0)
-        if lines := tail.decode(errors="replace").split("\n"):
-            text = next((line.strip() for line in reversed(lines) if line.strip()), "")
-            outcome.fault += f"; it printed last: {printable(text, 200)}" if text else ""
+        text = tail.decode(errors="replace").strip().rpartition("\n")[2].strip()
+        outcome.fault += f"; it printed last: {printable(text, 200)}" if text else ""
     return outcome
 
 
