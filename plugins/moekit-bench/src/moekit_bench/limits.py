@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -56,14 +57,10 @@ def known_ceilings(device_name: str) -> Ceilings | None:
 
 def parse_ceilings(text: str) -> Ceilings:
     """Parse ``bf16=791,fp8=1424,read=4490``: TFLOP/s by arithmetic, and read bandwidth in GB/s."""
-    values = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        try:
-            values[name.strip()] = float(number)
-        except ValueError:
-            values = {}
-            break
+    values: dict[str, float] = {}
+    parts = (part.partition("=") for part in text.split(","))
+    with suppress(ValueError):  # else nothing is known, not even `read`
+        values = {name.strip(): float(number) for name, _, number in parts}
     read = values.pop("read", 0.0)
     if not values or not all(0 < rate < math.inf for rate in (read, *values.values())):
         raise MoekitError(
