@@ -20,35 +20,28 @@ from .records import Settings
 from .shapes import ROUTINGS
 
 S = TypeVar("S", bound=Settings)
+N = TypeVar("N", int, float)
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     """Return the type of an option that is a whole number within these bounds."""
-
-    def number(text: str) -> int:
-        with suppress(ValueError):
-            if least <= int(text) <= most:
-                return int(text)
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number from {least} to {most} (got {text!r})"
-        )
-
-    return number
+    expected = f"a whole number from {least} to {most}"
+    return lambda text: _number(text, int, expected, lambda found: least <= found <= most)
 
 
 def seconds(text: str) -> float:
     """Read an option that is a time of more than 0 seconds."""
-    return _finite(text, "a number of seconds above 0", lambda found: found > 0)
+    return _number(text, float, "a number of seconds above 0", lambda found: 0 < found < math.inf)
 
 
 def percent(text: str) -> float:
     """Read an option that is a percentage of at least 0."""
-    return _finite(text, "a percentage of at least 0", lambda found: found >= 0)
+    return _number(text, float, "a percentage of at least 0", lambda found: 0 <= found < math.inf)
 
 
-def _finite(text: str, expected: str, fits: Callable[[float], bool]) -> float:
+def _number(text: str, read: Callable[[str], N], expected: str, fits: Callable[[N], bool]) -> N:
     with suppress(ValueError):
-        if fits(found := float(text)) and found < math.inf:  # NaN fits nothing
+        if fits(found := read(text)):  # NaN fits nothing
             return found
     raise argparse.ArgumentTypeError(f"expected {expected} (got {text!r})")
 
