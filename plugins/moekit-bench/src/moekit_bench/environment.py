@@ -7,7 +7,8 @@ import importlib.metadata
 import os
 import platform
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from moekit.plugin import DeviceSpec, DispatcherSpec, ExpertsSpec, registry
 
 from .implementations import Implementation
 from .records import DeviceFacts
+
+_owners = functools.cache(importlib.metadata.packages_distributions)
 
 
 def command(*words: str) -> str:
@@ -35,9 +38,10 @@ def versions(
         "moekit": moekit.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": _installed("triton"),
-        "cuda": torch.version.cuda or "",
     }
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found["triton"] = importlib.metadata.version("triton")
+    found["cuda"] = torch.version.cuda or ""
     # An implementation names its distribution: "moekit-triton 0.1.0".
     for text in sorted({i.version for i in implementations if i.version and not i.left_out}):
         name, _, version = text.rpartition(" ")
@@ -64,10 +68,8 @@ def made_with(
         for name in {required.partition(".")[0] for required in spec.requires}:
             for distribution in _owners().get(name, ()):
                 found[distribution] = importlib.metadata.version(distribution)
-        try:
+        with suppress(MoekitError):  # reported when the backend is created
             found |= getattr(spec.load(), "libraries", dict)()
-        except MoekitError:  # reported when the backend is created
-            pass
     return ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
 
 
@@ -88,15 +90,3 @@ def about(
         "versions": versions(implementations, dispatchers),
         "device": DeviceFacts(name, device.type, spec.capability, spec.arch, *facts),
     }
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-@functools.lru_cache
-def _owners() -> Mapping[str, Sequence[str]]:
-    return importlib.metadata.packages_distributions()
