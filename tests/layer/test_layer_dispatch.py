@@ -13,7 +13,8 @@ from moekit_bench import layers, regret
 from moekit_bench.codec import from_json, merge
 from moekit_bench.layers import measure_layers
 from moekit_bench.ranks import Task
-from moekit_bench.records import LayersRun
+from moekit_bench.records import LayerSettings, LayersRun
+from moekit_bench.sweep import Cell
 from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
@@ -213,15 +214,20 @@ def layer_problem(ranks: int, **changes):
     return moekit.MoEProblem(**{**values, **changes})
 
 
-def oracle_of(rank, world_size, cell):
+def layer_task(*names: str) -> Task:
+    settings = LayerSettings(layer="", inputs=2, replays=2)
+    dispatcher, cell = moekit.registry().dispatcher("naive"), Cell("", "none", "uniform", 7)
+    return Task(dispatcher, layer_problem(2), cell, settings, names)
+
+
+def oracle_of(rank, world_size, task):
     """This rank's oracle rows, and a layer of one rank with everyone's experts."""
-    parallel = replace(cell.problem.parallel, ep_rank=rank)
     with torch.inference_mode():
-        mine = layers._Layers(cell.problem.replace(parallel=parallel), cell)
+        mine = layers._Layers(task.problem_of(rank), task)
         everyone = [None] * world_size
         torch.distributed.all_gather_object(everyone, mine.weights.tensors())
     whole = moekit.ExpertWeights(**{n: torch.cat([w[n] for w in everyone]) for n in everyone[0]})
-    alone = cell.problem.replace(parallel=ParallelConfig())
+    alone = task.problem.replace(parallel=ParallelConfig())
     kernel = moekit.compose(alone, "local", "reference")
     out = kernel(mine.inputs[0][0], kernel.pack(whole), mine.inputs[0][1])
     return mine.want, out[mine.rows]
@@ -229,16 +235,13 @@ def oracle_of(rank, world_size, cell):
 
 def test_the_oracle_is_that_of_one_rank_with_all_experts(pool) -> None:
     """Also where experts do not divide by the ranks."""
-    cell = Task(moekit.registry().dispatcher("naive"), layer_problem(2), 7)
-    for want, out in pool.run(oracle_of, cell):
+    for want, out in pool.run(oracle_of, layer_task()):
         assert len(want) == 7 and bool(want.any())
         torch.testing.assert_close(want, out.float(), rtol=2e-2, atol=2e-2 * float(want.std()))
 
 
 def test_one_that_cannot_be_composed_leaves_the_others(pool) -> None:
-    task = Task(
-        moekit.registry().dispatcher("naive"), layer_problem(2), 7, ("nobody", "torch"), replays=2
-    )
+    task = layer_task("nobody", "torch")
     nobody, right = map(merge, zip(*pool.run(measure_layers, task), strict=True))
     assert "nobody" in nobody.reason and nobody.us is None
     assert right.right and right.reason == "" and right.copied == 0.0

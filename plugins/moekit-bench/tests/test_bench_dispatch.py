@@ -15,7 +15,8 @@ from moekit_bench import dispatch_report
 from moekit_bench.codec import merge
 from moekit_bench.dispatch import measure_dispatch
 from moekit_bench.ranks import Task
-from moekit_bench.records import DispatcherCell
+from moekit_bench.records import DispatcherCell, DispatchSettings
+from moekit_bench.sweep import Cell
 from moekit_bench.timer import first_fault, from_all_ranks
 
 import moekit
@@ -85,6 +86,11 @@ def problem_for(ranks, **changes):
         "parallel": ParallelConfig(ep_size=ranks),
     }
     return MoEProblem(**{**values, **changes})
+
+
+def task_of(spec, problem, tokens):
+    settings = DispatchSettings(sizes="", inputs=2, replays=1)
+    return Task(spec, problem, Cell("", problem.quant.name, "uniform", tokens), settings)
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -169,8 +175,7 @@ def test_wrong_questions(capsys, argv, text):
 @pytest.mark.parametrize("quant", ["fp8_tensor", "fp8_tensor_static", "int8_channel_token"])
 def test_outputs_are_compared_with_the_tokens_that_were_sent(pool, quant):
     spec = moekit.registry().dispatcher("naive")
-    task = Task(spec, problem_for(2, quant=quant), 7, inputs=1, replays=1)
-    result = merge(pool.run(measure_dispatch, task))
+    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2, quant=quant), 7)))
     assert result.right and result.error < 1e-2
 
 
@@ -178,8 +183,7 @@ def test_output_that_is_not_written_is_wrong(pool):
     spec = replace(
         moekit.registry().dispatcher("naive"), name="bad", target=f"{__name__}:Forgetting"
     )
-    task = Task(spec, problem_for(2), 7, inputs=1, replays=1)
-    result = merge(pool.run(measure_dispatch, task))
+    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2), 7)))
     assert not result.right and result.error is None
     assert str(result).endswith("us, wrong (error not finite)")
     cell = DispatcherCell(scheme="none", routing="uniform", tokens=7, results=(result,))
@@ -189,8 +193,7 @@ def test_output_that_is_not_written_is_wrong(pool):
 def test_rows_by_hand(pool):
     """With K = E every token goes to every rank once, however many experts the rank has."""
     spec = moekit.registry().dispatcher("naive")
-    task = Task(spec, problem_for(2, top_k=8), 5, inputs=2, replays=1)
-    result = merge(pool.run(measure_dispatch, task))
+    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2, top_k=8), 5)))
     assert (result.link_rows, result.rows) == (5, 10)
 
 

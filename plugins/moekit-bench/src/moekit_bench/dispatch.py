@@ -67,10 +67,10 @@ class _RoundTrips:
     def measure(self) -> DispatcherResult:
         task = self.task
         error = max(self._error(index) for index in range(len(self.inputs)))
-        prepared = Prepared(
-            self, [(i,) for i in range(len(self.inputs))], self.device, task.graph, timer=self.timer
-        )
-        timing = time_one(prepared, task.replays)
+        indices = [(index,) for index in range(len(self.inputs))]
+        graph = not task.settings.no_graph
+        prepared = Prepared(self, indices, self.device, graph, timer=self.timer)
+        timing = time_one(prepared, task.settings.replays)
         dispatch, combine = self._phases(timing.host_us or 0.0)
         link_rows, rows = self._rows()
         q, scale = self.sent[0]
@@ -126,7 +126,7 @@ class _RoundTrips:
         A GPU starts when all round trips of a turn are enqueued.
         """
         timer, dispatch, combine = self.timer, list[float](), list[float]()
-        for _ in range(self.task.replays):
+        for _ in range(self.task.settings.replays):
             timer.drain()
             timer.occupy(1.5 * host_us * len(self.inputs) + 200.0)
             marks = []
@@ -197,8 +197,9 @@ class DispatchSweep(RanksSweep):
     def results(
         self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell
     ) -> list[DispatcherResult]:
+        task = Task(spec, problem, cell, self.settings)
         try:
-            return [merge(self.on_ranks(measure_dispatch, spec, problem, cell)).with_rates()]
+            return [merge(self.on_ranks(measure_dispatch, task)).with_rates()]
         except Exception as error:
             return [DispatcherResult(name=spec.name, reason=cause(error))]
 

@@ -91,17 +91,17 @@ class _Layers:
         self.rows, self.want = self._oracle()
 
     def _hold(self) -> _Held:
-        key = (repr(self.problem.replace(max_num_tokens=None)), self.task.seed)
+        key = (repr(self.problem.replace(max_num_tokens=None)), self.task.settings.seed)
         if key not in _held:
             _held.clear()
             release(self.device)
-            seed = self.task.seed * 1013 + self.problem.parallel.ep_rank
+            seed = self.task.settings.seed * 1013 + self.problem.parallel.ep_rank
             _held[key] = _Held(random_weights(self.problem, self.device, seed))
         return _held[key]
 
     def _oracle(self) -> tuple[Tensor, Tensor]:
         """Return rows of the first input and the oracle's output (n, H) for them. Collective."""
-        key = (self.task.tokens, self.task.routing)
+        key = (self.task.cell.tokens, self.task.cell.routing)
         if key in self.held.wants:
             return self.held.wants[key]
         x, routing = self.inputs[0]
@@ -134,7 +134,7 @@ class _Layers:
             )
             kernels.append(kernel)
             packed, copied = self._packed(experts, kernel)
-            stated = kernel.memory(self.task.tokens).total
+            stated = kernel.memory(self.task.cell.tokens).total
             reason = self._too_large(stated)
         except Exception as failure:
             reason = first_line(failure)
@@ -162,7 +162,7 @@ class _Layers:
         unsafe = [s.name for s in (kernel.dispatcher.spec, kernel.experts.spec) if not s.graph_safe]
         if unsafe and self.device.type == "cuda":
             prepared.note = f"{unsafe[0]}: declared not graph-safe"
-        elif self.task.graph:
+        elif not self.task.settings.no_graph:
             prepared.capture()
         if prepared.graph is not None:
             error = max(error, self._error(prepared.first_output()))
@@ -205,7 +205,7 @@ class _Layers:
     def _replays(self, us: float) -> int:
         """Return the turns that fit the time, by the slowest rank. Collective."""
         slowest = max(*from_all_ranks(us), 1.0)
-        return max(2, min(self.task.replays, int(_SECONDS_A_KIND * 1e6 / slowest)))
+        return max(2, min(self.task.settings.replays, int(_SECONDS_A_KIND * 1e6 / slowest)))
 
 
 def _backends(spec: DispatcherSpec) -> moekit.Registry:
@@ -268,9 +268,9 @@ class LayersSweep(RanksSweep):
     def _measured(
         self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, names: Sequence[str]
     ) -> list[LayerResult]:
-        more = {"experts": tuple(names), "overlap": self.overlap}
+        task = Task(spec, problem, cell, self.settings, tuple(names), self.overlap)
         try:
-            ranks = self.on_ranks(measure_layers, spec, problem, cell, **more)
+            ranks = self.on_ranks(measure_layers, task)
             return [merge(results) for results in zip(*ranks, strict=True)]
         except Exception as error:
             if len(names) > 1:  # which of them it was, and the others' times
@@ -281,7 +281,7 @@ class LayersSweep(RanksSweep):
         """Return whether the time is over, by the first rank's clock."""
         if self.seconds is None:
             return False
-        return bool(self.run_on_ranks(_first, time.monotonic() - self.begin > self.seconds)[0])
+        return bool(self.on_ranks(_first, time.monotonic() - self.begin > self.seconds)[0])
 
 
 def _first(rank: int, world_size: int, value: bool) -> bool:

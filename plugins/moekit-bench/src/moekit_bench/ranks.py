@@ -19,6 +19,7 @@ from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, ParallelConfig
 
 from .environment import about
 from .implementations import Implementation
+from .records import Settings
 from .shapes import Inputs, Shape, inputs
 from .sweep import Cell, Sweep
 from .timer import first_line, from_all_ranks
@@ -36,14 +37,10 @@ class Task:
 
     spec: DispatcherSpec
     problem: MoEProblem
-    tokens: int
+    cell: Cell
+    settings: Settings
     experts: tuple[str, ...] = ()
-    routing: str = "uniform"
-    inputs: int = 2
-    replays: int = 5
-    graph: bool = True
     overlap: bool = False
-    seed: int = 0
 
     def problem_of(self, rank: int) -> MoEProblem:
         return self.problem.replace(parallel=replace(self.problem.parallel, ep_rank=rank))
@@ -51,8 +48,8 @@ class Task:
     def inputs_of(self, rank: int, device: torch.device) -> Inputs:
         """Return the rank's own tokens, which choose among the experts of all ranks."""
         whole = self.problem.replace(parallel=ParallelConfig())
-        seed = self.seed * 1009 + rank
-        return inputs(self.routing, self.tokens, self.inputs, whole, device, seed)
+        cell, seed = self.cell, self.settings.seed * 1009 + rank
+        return inputs(cell.routing, cell.tokens, self.settings.inputs, whole, device, seed)
 
 
 Runner = Callable[..., list[Any]]
@@ -141,7 +138,7 @@ class RanksSweep(Sweep):
     dispatchers: Sequence[DispatcherSpec]
     device: DeviceSpec
     asked: int | None
-    run_on_ranks: Runner = field(init=False)
+    on_ranks: Runner = field(init=False)
 
     def __post_init__(self) -> None:
         default = torch.cuda.device_count() if self.device.type == "cuda" else 2
@@ -162,7 +159,7 @@ class RanksSweep(Sweep):
         return self.shape.on_ranks(self.num_ranks, self.device, scheme, self.settings.dtype, tokens)
 
     def measure(self) -> None:
-        with self._open() as self.run_on_ranks:
+        with self._open() as self.on_ranks:
             super().measure()
 
     def _open(self) -> AbstractContextManager[Runner]:
@@ -200,18 +197,6 @@ class RanksSweep(Sweep):
 
     @abstractmethod
     def record(self, cell: Cell, results: tuple[Any, ...]) -> Any: ...
-
-    def on_ranks(
-        self, function: Callable[..., Any], spec: DispatcherSpec, problem: MoEProblem, cell: Cell,
-        **more: Any,
-    ) -> list[Any]:  # fmt: skip
-        """Return what ``function`` returns on each rank for a task."""
-        s = self.settings
-        task = Task(
-            spec, problem, cell.tokens, routing=cell.routing, inputs=s.inputs, replays=s.replays,
-            graph=not s.no_graph, seed=s.seed, **more,
-        )  # fmt: skip
-        return self.run_on_ranks(function, task)
 
     def leave_out(self, cell: Cell, name: str, reason: str) -> None:
         self.refuse(name, reason, None, cell.scheme, cell.tokens)
