@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,14 +186,8 @@ def _memory_of(session: int) -> int:
     """Return the bytes that the processes of a session hold, or 0 if unknown."""
     pages = 0
     with suppress(OSError):
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                pages += _pages(name, session)
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, ValueError, IndexError):  # the process may have ended
+                facts = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+                pages += int(facts[21]) if int(facts[3]) == session else 0
     return pages * resource.getpagesize()
-
-
-def _pages(pid: str, session: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        facts: Sequence[str] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(facts[21]) if int(facts[3]) == session else 0
-    return 0
