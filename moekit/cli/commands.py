@@ -44,12 +44,11 @@ def run(name: str, argv: Sequence[str]) -> int | None:
 
     Raises MoekitError if its package is not installed or does not load.
     """
-    source = installed().get(name)
-    if source is None and name not in KNOWN:
-        return None
-    if source is None:
+    if source := installed().get(name):
+        return int(load(source, f"the command {name!r}")(argv))
+    if name in KNOWN:
         raise MoekitError(_missing(name))
-    return int(load(source, f"the command {name!r}")(argv))
+    return None
 
 
 def load(source: Source, what: str) -> Callable[..., Any]:
