@@ -141,6 +141,6 @@ def measure_ceilings(device: torch.device, size: int = 0, read_bytes: int = 0) -
     return Ceilings(flops, read_bytes / _best_seconds(lambda: data.sum(), device))
 
 
-def _best_seconds(function: Callable[[], Tensor], device: torch.device, times: int = 10) -> float:
+def _best_seconds(function: Callable[[], Tensor], device: torch.device) -> float:
     timer = Timer(device)
-    return min([timer.eager_us(function) for _ in range(times)][1:]) / 1e6
+    return min([timer.eager_us(function) for _ in range(10)][1:]) / 1e6
