@@ -8,7 +8,6 @@ nvlink_ll   batched format: the same, with a row for each assignment at its expe
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from moekit.errors import InvalidInput
 from moekit.plugin import (
@@ -51,8 +50,12 @@ def _check_batched(problem: MoEProblem) -> list[str]:
     return reasons
 
 
-def _footprint(problem: MoEProblem, *, batched: bool) -> Footprint:
-    return footprint(problem, batched, push=Settings.read().push)
+def _footprint_standard(problem: MoEProblem) -> Footprint:
+    return footprint(problem, batched=False, push=Settings.read().push)
+
+
+def _footprint_batched(problem: MoEProblem) -> Footprint:
+    return footprint(problem, batched=True, push=Settings.read().push)
 
 
 @hookimpl
@@ -74,7 +77,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         deterministic=True,
         graph_safe=True,
         check=_check,
-        footprint=partial(_footprint, batched=False),
+        footprint=_footprint_standard,
     )
     batched = replace(
         standard,
@@ -83,6 +86,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         format=ActivationFormat.BATCHED,
         priority=2,
         check=_check_batched,
-        footprint=partial(_footprint, batched=True),
+        footprint=_footprint_batched,
     )
     return [standard, batched]
