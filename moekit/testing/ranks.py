@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any
@@ -58,6 +58,13 @@ _UNROUNDED = ("torch", "reference")
 
 # Seconds that a collective of the kit's own groups may take before it raises.
 _GROUP_SECONDS = 60.0
+
+
+def same_spec(spec: DispatcherSpec, other: DispatcherSpec) -> bool:
+    """Return whether all fields are equal but functions: a ``functools.partial`` that was sent to
+    another process does not equal the one there."""
+    pairs = ((getattr(spec, f.name), getattr(other, f.name)) for f in fields(spec))
+    return all(a == b or (callable(a) and callable(b)) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -177,7 +184,8 @@ class Rank:
 
     def compose(self, problem: MoEProblem, *, checked: bool = True) -> ModularKernel:
         backends = kit_registry(extra=[self.job.spec])
-        assert backends.dispatcher(self.job.spec.name) == self.job.spec, "another of that name"
+        installed = backends.dispatcher(self.job.spec.name)
+        assert same_spec(installed, self.job.spec), "another backend of that name is installed"
         group = None if self.job.members is None else self.job.members.group
         with unchanged_process():
             return compose(

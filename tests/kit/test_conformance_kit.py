@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
 import tempfile
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ from moekit.testing import (
 from moekit.testing.calls import same_bits
 from moekit.testing.compare import Errors, complain
 from moekit.testing.diagnose import check_negative_controls
+from moekit.testing.ranks import same_spec
 
 pytest_plugins = "pytester"
 
@@ -343,6 +346,18 @@ for asked in ("3,8", "3,all", "9"):
     assert "[3ranks]" in ranks and "[8ranks]" in ranks, done.stdout + done.stderr
     assert "expected numbers" in word and "from 1 to 8" in many, done.stdout + done.stderr
     assert "[2ranks]" not in done.stdout
+
+
+def refuse_many(problem: MoEProblem, most: int) -> list[str]:
+    return [f"more than {most} experts"] if problem.num_experts > most else []
+
+
+def test_a_spec_is_known_again_in_another_process():
+    spec = replace(registry().dispatcher("local"), check=partial(refuse_many, most=8))
+    sent = pickle.loads(pickle.dumps(spec))
+    assert sent != spec and same_spec(sent, spec)
+    for change in ({"target": "acme:Acme"}, {"priority": 7}, {"check": None}):
+        assert not same_spec(replace(sent, **change), spec)
 
 
 def test_run_of_an_unknown_name():
