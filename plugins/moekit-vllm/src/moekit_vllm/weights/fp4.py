@@ -17,6 +17,7 @@ from moekit_vllm.weights.parameters import (
     clear_padding,
     expert_weights,
     pair,
+    per_row,
     refusal,
     require_unpadded,
 )
@@ -42,16 +43,13 @@ def mxfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
             f"vLLM's backend {chosen} quantizes the activations of mxfp4 weights, and moekit has "
             "only 16-bit and mxfp8 activations for them"
         )
-    w13, w2 = pair(layer, _packed(layer))
-    scales = pair(layer, "weight_scale")
-    clear_padding(layer, w13, w2, unit=2)
+    codes, scales = pair(layer, _packed(layer)), pair(layer, "weight_scale")
+    clear_padding(layer, *codes, unit=2)
     clear_padding(layer, *scales, unit=32, fill=_ONE)
     if layer.moe_config.has_bias:
         clear_padding(layer, *pair(layer, "bias"))
-    weights = expert_weights(
-        layer, w13, w2, w13_scale=scale_values(scales[0]), w2_scale=scale_values(scales[1])
-    )
-    return scheme, weights
+    scales = scale_values(scales[0]), scale_values(scales[1])
+    return scheme, expert_weights(layer, codes, scale=scales)
 
 
 def nvfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
@@ -64,12 +62,9 @@ def nvfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
         raise refusal("moekit has no nvfp4 activations with a scale for each token")
     divides = getattr(layer, "w13_weight_global_scale", None) is not None
     totals = pair(layer, "weight_global_scale" if divides else "weight_scale_2")
-    w13, w2 = pair(layer, _packed(layer))
-    scales = [
-        _scaled(scale, total, divides)
-        for scale, total in zip(pair(layer, "weight_scale"), totals, strict=True)
-    ]
-    weights = expert_weights(layer, w13, w2, w13_scale=scales[0], w2_scale=scales[1])
+    codes, scales = pair(layer, _packed(layer)), pair(layer, "weight_scale")
+    scales = _scaled(scales[0], totals[0], divides), _scaled(scales[1], totals[1], divides)
+    weights = expert_weights(layer, codes, scale=scales)
     a16 = getattr(method, "use_a16", False)  # 0.26 chooses Marlin then, and keeps no mark
     only = a16 or backend(method, "nvfp4_backend") == "MARLIN"
     return ("nvfp4_w4a16" if only else "nvfp4"), weights
@@ -82,6 +77,5 @@ def _packed(layer: Any) -> str:
 
 def _scaled(scale: Tensor, total: Tensor, divides: bool) -> Tensor:
     """Return scales (L, N, K / 16) fp32 with their matrix's number, (L,) or (L, gate and up)."""
-    totals = total.view(len(total), -1)
-    each = totals.repeat_interleave(scale.shape[1] // totals.shape[1], dim=1).unsqueeze(2)
+    each = per_row(total, scale.shape[1])
     return scale.float() / each if divides else scale.float() * each

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moekit import ExpertWeights
 from moekit_vllm.weights.parameters import (
     backend,
     expert_weights,
     pair,
+    per_row,
     refusal,
     require_unpadded,
 )
@@ -32,17 +32,17 @@ _WEIGHT_ONLY = frozenset({"MARLIN", "CPU"})
 def read(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read Fp8MoEMethod, CompressedTensorsW8A8Fp8MoEMethod and ModelOptFp8MoEMethod."""
     require_unpadded(layer)
-    w13, w2 = pair(layer, "weight")
+    codes = pair(layer, "weight")
     inverse = getattr(layer, "w13_weight_scale_inv", None) is not None
-    scale13, scale2 = pair(layer, "weight_scale_inv" if inverse else "weight_scale")
-    weights = expert_weights(layer, w13, w2, w13_scale=scale13, w2_scale=scale2)
+    scales = pair(layer, "weight_scale_inv" if inverse else "weight_scale")
+    weights = expert_weights(layer, codes, scale=scales)
     if block := getattr(method, "weight_block_size", None):
         if list(block) != [_BLOCK, _BLOCK]:
             raise refusal(f"moekit has fp8 blocks of {_BLOCK} x {_BLOCK} (got {list(block)})")
         if (refined := getattr(method, "weight_scale_refine", None)) is not None:
             weights = whole_blocks(layer, weights, refined)
         return scheme(method, "block"), weights
-    if scale2.dim() == 3:
+    if scales[1].dim() == 3:
         return scheme(method, "channel"), weights
     static = getattr(layer, "w13_input_scale", None) is not None
     name = scheme(method, "tensor", static)
@@ -72,16 +72,11 @@ def scheme(method: Any, kind: str, static: bool = False) -> str:
 
 def each_row(weights: ExpertWeights) -> ExpertWeights:
     """Return weights with scales per channel, which repeat those per tensor."""
-
-    def each(scale: Tensor | None, weight: Tensor) -> Tensor:
-        assert scale is not None
-        parts = scale.view(len(scale), -1)  # of gate and up, or one
-        return parts.repeat_interleave(weight.shape[1] // parts.shape[1], dim=1).unsqueeze(2)
-
+    assert weights.w13_scale is not None and weights.w2_scale is not None
     return replace(
         weights,
-        w13_scale=each(weights.w13_scale, weights.w13),
-        w2_scale=each(weights.w2_scale, weights.w2),
+        w13_scale=per_row(weights.w13_scale, weights.w13.shape[1]),
+        w2_scale=per_row(weights.w2_scale, weights.w2.shape[1]),
     )
 
 

@@ -22,6 +22,7 @@ from moekit import ExpertWeights
 from moekit.problem.int4 import AWQ_ORDER, repack_rows, unpack_rows
 from moekit.problem.weights import in_order
 from moekit_vllm.weights.parameters import (
+    Pair,
     expert_weights,
     pair,
     parameter,
@@ -31,25 +32,19 @@ from moekit_vllm.weights.parameters import (
 
 _GROUPS = (128, 64, 32)
 
-Pair = tuple[Tensor, Tensor]
-
 
 def int8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read CompressedTensorsW8A8Int8MoEMethod: int8 (L, N, K) and fp32 scales (L, N, 1)."""
     require_unpadded(layer)
-    w13, w2 = pair(layer, "weight")
-    scale13, scale2 = pair(layer, "weight_scale")
-    weights = expert_weights(layer, w13, w2, w13_scale=scale13, w2_scale=scale2)
-    return "int8_channel_token", weights
+    weights, scales = pair(layer, "weight"), pair(layer, "weight_scale")
+    return "int8_channel_token", expert_weights(layer, weights, scale=scales)
 
 
 def compressed_tensors(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read CompressedTensorsWNA16MoEMethod, and ...MarlinMoEMethod of 0.26."""
-    packed = pair(layer, "weight_packed")
-    words, scales = packed, pair(layer, "weight_scale")
-    flipped = bool(getattr(layer.w13_weight_packed, "is_transposed", False))
+    words, scales = pair(layer, "weight_packed"), pair(layer, "weight_scale")
     zeros = None if method.weight_quant.symmetric else pair(layer, "weight_zero_point")
-    if flipped:
+    if getattr(layer.w13_weight_packed, "is_transposed", False):
         words, scales = _flip(words), _flip(scales)
         zeros = None if zeros is None else _flip(zeros)
     if zeros is not None:
@@ -129,15 +124,13 @@ def _grouped(
     if bits == 8 and counts == (1, 1) and zeros is None:
         # Stored are the integers plus 128.
         w13, w2 = (t.bitwise_xor(128).view(torch.int8) for t in (w13, w2))
-        weights = expert_weights(layer, w13, w2, w13_scale=scales[0], w2_scale=scales[1])
-        return "int8_w8a16", weights
+        return "int8_w8a16", expert_weights(layer, (w13, w2), scale=scales)
     if bits != 4:
         raise refusal(
             f"moekit has no scheme for {bits}-bit integers in groups, or with zero points"
         )
-    more: dict[str, Tensor | None] = {}
     if counts == (1, 1):
-        kind = "channel"
+        kind, g_idx = "channel", None
     else:
         group = columns[0] // counts[0]
         if group * counts[0] != columns[0] or group * counts[1] != columns[1]:
@@ -152,13 +145,9 @@ def _grouped(
         kind = f"g{finer}"
         scales = _repeat(scales, group // finer)
         zeros = None if zeros is None else _repeat(zeros, group // finer)
-        if g_idx is not None:
-            more |= {"w13_g_idx": g_idx[0], "w2_g_idx": g_idx[1]}
-            kind += "_act_order" if zeros is None else "_zp_act_order"
-    if zeros is not None:
-        more |= {"w13_zero_points": zeros[0], "w2_zero_points": zeros[1]}
-        kind += "" if "_zp" in kind else "_zp"
-    weights = expert_weights(layer, w13, w2, w13_scale=scales[0], w2_scale=scales[1], **more)
+    kind += "" if zeros is None else "_zp"
+    kind += "" if g_idx is None else "_act_order"
+    weights = expert_weights(layer, (w13, w2), scale=scales, zero_points=zeros, g_idx=g_idx)
     return f"int4_w4a16_{kind}", weights
 
 

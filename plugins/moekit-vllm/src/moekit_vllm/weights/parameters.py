@@ -12,6 +12,9 @@ from moekit.errors import Unsupported
 from moekit_vllm import versions
 from moekit_vllm.problem import interleaved
 
+Pair = tuple[Tensor, Tensor]
+"""A tensor of w13, and the same of w2."""
+
 _SIGNED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -32,7 +35,7 @@ def parameter(layer: Any, name: str) -> Tensor:
     return found.detach()  # type: ignore[no-any-return]
 
 
-def pair(layer: Any, suffix: str) -> tuple[Tensor, Tensor]:
+def pair(layer: Any, suffix: str) -> Pair:
     """Return the parameters ``w13_<suffix>`` and ``w2_<suffix>``.
 
     vLLM draws dummy scales of both signs. Of these, the magnitudes are returned.
@@ -48,21 +51,33 @@ def backend(method: Any, name: str) -> str:
     return str(getattr(getattr(method, name, None), "name", ""))
 
 
-def expert_weights(layer: Any, w13: Tensor, w2: Tensor, **more: Tensor | None) -> ExpertWeights:
-    """Return weights with the layer's biases and its order of gate and up rows."""
-    biases: dict[str, Tensor] = {}
+def per_row(numbers: Tensor, rows: int) -> Tensor:
+    """Return numbers of matrices, (L,) or (L, gate and up), for each row, (L, rows, 1)."""
+    parts = numbers.view(len(numbers), -1)
+    return parts.repeat_interleave(rows // parts.shape[1], dim=1).unsqueeze(2)
+
+
+def expert_weights(layer: Any, weights: Pair, **more: Pair | None) -> ExpertWeights:
+    """Return weights with the layer's biases and its order of gate and up rows.
+
+    more: both matrices' ``scale``, ``zero_points`` and so on; None for those that do not exist.
+    """
     if layer.moe_config.has_bias:
-        biases = {name: parameter(layer, name) for name in ("w13_bias", "w2_bias")}
-    return ExpertWeights(w13, w2, **{**biases, **more}, interleaved=interleaved(layer))
+        more["bias"] = pair(layer, "bias")
+    fields: dict[str, Tensor] = {}
+    for name, both in more.items():
+        if both is not None:
+            fields[f"w13_{name}"], fields[f"w2_{name}"] = both
+    return ExpertWeights(*weights, **fields, interleaved=interleaved(layer))
 
 
 def unquantized(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read w13_weight (L, 2I or I, H), w2_weight (L, H, I) and their biases."""
-    w13, w2 = pair(layer, "weight")
-    clear_padding(layer, w13, w2)
+    weights = pair(layer, "weight")
+    clear_padding(layer, *weights)
     if layer.moe_config.has_bias:
         clear_padding(layer, *pair(layer, "bias"))
-    return "none", expert_weights(layer, w13, w2)
+    return "none", expert_weights(layer, weights)
 
 
 # -- sizes that vLLM rounds up for its own kernels ---------------------------------------
