@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import moekit
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
-from moekit.errors import MoekitError, Unsupported
+from moekit.errors import MoekitError
 from moekit.problem.problem import summary
 from moekit_vllm import versions, weights
 from moekit_vllm.problem import exchanges_tokens, parallel_of, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
+from moekit_vllm.weights.parameters import refusal
 
 # Seconds that a rank waits for the others: they load their weights at different speeds.
 _PEER_TIMEOUT = 600.0
@@ -58,8 +59,7 @@ class LayerExperts:
             MoekitError: moekit cannot compute the layer; it is as it was before.
         """
         if versions.prepared_elsewhere():
-            reason = "another process has prepared its weights for vLLM's own kernels"
-            raise Unsupported(reason, [reason])
+            raise refusal("another process has prepared its weights for vLLM's own kernels")
         with torch.inference_mode(False), torch.no_grad():
             with _on_all_ranks(layer):  # before other ranks wait for this one in `compose`
                 quant, loaded = weights.read(layer, method)
@@ -71,7 +71,7 @@ class LayerExperts:
                 packed = kernel.pack(loaded)
                 order = _order(layer, problem)
                 if reasons := _against(kernel, packed, before):
-                    raise Unsupported("; ".join(reasons), reasons)
+                    raise refusal(*reasons)
             del loaded
             if before is None:
                 made = cls(kernel, packed, order, _held(layer, packed))
@@ -114,13 +114,9 @@ class LayerExperts:
         self._take(kernel, _order(layer, problem))
 
     def _take(self, kernel: ModularKernel, order: Tensor | None) -> None:
-        self.kernel = kernel
-        if (
-            order is not None
-            and self.to_physical is not None
-            and _form(order) == _form(self.to_physical)
-        ):
-            self.to_physical.copy_(order)  # where CUDA graphs read it
+        self.kernel, held = kernel, self.to_physical
+        if order is not None and held is not None and _form(order) == _form(held):
+            held.copy_(order)  # where CUDA graphs read it
         else:
             self.to_physical = order
 
@@ -174,7 +170,7 @@ def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
     explanation = kernel.explanation
     assert explanation is not None
     if reasons := too_slow(explanation, cpu_kernel):
-        raise Unsupported("; ".join(reasons), reasons)
+        raise refusal(*reasons)
     expected = f"; {explanation.expected}" if explanation.expected else ""
     say_once(f"moekit: {summary(problem)}: {explanation.chosen} ({explanation.why}){expected}")
     return kernel
@@ -220,8 +216,7 @@ def _on_all_ranks(layer: Any) -> Iterator[None]:
         raise error
     if failed:
         ranks = ", ".join(map(str, failed))
-        reason = f"expert-parallel rank {ranks} leaves it to vLLM, and its log says why"
-        raise Unsupported(reason, [reason])
+        raise refusal(f"expert-parallel rank {ranks} leaves it to vLLM, and its log says why")
 
 
 def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
@@ -236,8 +231,7 @@ def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
     if torch.equal(places, linear):
         return None
     if problem.parallel.moves_tokens:
-        reason = "moekit's dispatchers need vLLM's linear placement of experts"
-        raise Unsupported(reason, [reason])
+        raise refusal("moekit's dispatchers need vLLM's linear placement of experts")
     return places
 
 

@@ -18,9 +18,9 @@ Pair = tuple[Tensor, Tensor]
 _SIGNED = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def refusal(reason: str) -> Unsupported:
-    """Return the error for weights that stay with vLLM."""
-    return Unsupported(reason, [reason])
+def refusal(*reasons: str) -> Unsupported:
+    """Return the error for a layer that stays with vLLM."""
+    return Unsupported("; ".join(reasons), reasons)
 
 
 def parameter(layer: Any, name: str) -> Tensor:
