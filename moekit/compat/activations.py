@@ -10,6 +10,11 @@ from moekit.problem.activation import Activation
 # vLLM's names that mean something else in moekit. Its "relu2" has a gate, and its "swigluoai"
 # alternates rows of gate and up.
 RENAMED = {"relu2": "relu2_and_mul", "swigluoai_uninterleave": "swigluoai"}
+# The arguments of `vllm_activation` beside the name.
+NUMBERS = (
+    "swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta",
+    "activation_situ_linear_beta",
+)  # fmt: skip
 
 
 def vllm_activation(

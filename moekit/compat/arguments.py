@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moekit.compat.activations import RENAMED, vllm_activation
+from moekit.compat.activations import NUMBERS, RENAMED, vllm_activation
 from moekit.errors import InvalidProblem
 from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.router import RoutingConfig, RoutingFunction
@@ -48,10 +48,6 @@ _INSTEAD = {
 _HARMLESS = (
     "image_sentinel_lo", "intermediate_pad", "n_shared_experts", "router_logits_dtype",
     "routing_method_type", "shared_expert_prefix", "skip_padding",
-)  # fmt: skip
-_NUMBERS = (
-    "swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta",
-    "activation_situ_linear_beta",
 )  # fmt: skip
 _OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
 _UNGATED = frozenset(name.removesuffix("_no_mul") for name in NON_GATED)
@@ -96,7 +92,7 @@ def activation_of(given: Keywords) -> tuple[Activation | str, bool | None]:
     named = isinstance(activation, str)
     if named and not gated and activation in _UNGATED:
         activation += "_no_mul"
-    if numbers := {name: given[name] for name in _NUMBERS if given[name] is not None}:
+    if numbers := {name: given[name] for name in NUMBERS if given[name] is not None}:
         accept(dict.fromkeys(numbers, real()), numbers)
         if not named:
             raise InvalidProblem(
@@ -227,7 +223,7 @@ def parallelism(given: Keywords, rest: dict[str, Any]) -> LayerParallelism:
         if named := [name for name, value in sizes.items() if value is not None]:
             raise InvalidProblem(f"parallel and {', '.join(named)} are both given: give one")
         return LayerParallelism(**common)
-    tp, ep, dp = (sizes[name] for name in sizes)
+    tp, ep, dp = sizes.values()
     if ep and tp is None and dp is None:
         tp = ep  # the ranks hold the same tokens
     tp, dp, spread = tp or 1, dp or 1, ep not in (None, 1)

@@ -8,25 +8,16 @@ from typing import Any
 import torch
 
 from moekit import SCHEMES, ExpertWeights, Explanation, MoEProblem, ParallelConfig
-from moekit.compat.activations import vllm_activation
+from moekit.compat.activations import NUMBERS, vllm_activation
 from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
 from moekit_vllm import versions
 from moekit_vllm.settings import VARIABLE
 
-_NUMBERS = (
-    "swiglu_limit",
-    "swiglu_alpha",
-    "swiglu_beta",
-    "activation_situ_beta",
-    "activation_situ_linear_beta",
-)
 # Experts that are right everywhere, and slower than vLLM's kernels.
 _SLOW = frozenset({"reference", "torch"})
 # vLLM's variable for the same bits in every batch, for a fixed number of ranks.
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-# The gate and up rows of w13 alternate.
-_INTERLEAVED = frozenset({"swigluoai"})
 
 
 def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
@@ -146,7 +137,7 @@ def activation_of(layer: Any) -> Activation:
     """
     config = layer.moe_config
     numbers = {}
-    for field in _NUMBERS:  # the layer has some, and its config others, by version
+    for field in NUMBERS:  # the layer has some, and its config others, by version
         own = getattr(layer, field, None)
         numbers[field] = getattr(config, field, None) if own is None else own
     return vllm_activation(layer.activation.value, **numbers)
@@ -179,7 +170,7 @@ def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
 
 def interleaved(layer: Any) -> bool:
     """Return whether the gate and up rows of w13 alternate."""
-    return layer.activation.value in _INTERLEAVED
+    return bool(layer.activation.value == "swigluoai")
 
 
 def shape(layer: Any) -> str:
