@@ -32,7 +32,8 @@ _KINDS = {
     **dict.fromkeys(("hidden_size", "intermediate_size"), size(1, MAX_WIDTH)),
     "module": NAME,
 }
-_NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+# Lists of modules that are not quantized, by their names in configs and in vLLM's objects.
+SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _Tensors = dict[str, tuple[tuple[int, ...], torch.dtype | str]]
 
 
@@ -108,7 +109,7 @@ def _left_out(config: Mapping[str, Any], module: str) -> bool:
     Entries name a module, or modules that it contains or is in, or are expressions after "re:", or
     patterns with wildcards, as ModelOpt writes them.
     """
-    entries = [config.get(key) for key in _NOT_CONVERTED]
+    entries = [config.get(key) for key in SKIPPED]
     names, matcher = (module, f"{module}.0.down_proj"), Matcher()
     for entry in itertools.chain.from_iterable(e for e in entries if isinstance(e, list)):
         if not isinstance(entry, str):
@@ -197,7 +198,7 @@ def _compressed(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensor
     group = config_group(config, down)
     if not group.get("weights"):
         raise WeightsError("quantization_config has no config_groups with weights: add them")
-    said, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    said, inputs = group["weights"], group.get("input_activations") or {}
     bits, kind = said.get("num_bits"), said.get("type") or "int"
     columns = said.get("group_size") or -1
     grid = _grid(said)

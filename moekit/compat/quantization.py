@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moekit.checkpoint.declared import declared_format, format_of_scheme
+from moekit.checkpoint.declared import SKIPPED, declared_format, format_of_scheme
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.schemes import mismatch, no_scheme, scheme_for
 from moekit.errors import InvalidProblem, WeightsError
@@ -13,8 +13,6 @@ from moekit.problem.quant import QuantScheme, scheme
 from moekit.untrusted.arguments import accept, instance, optional, shown
 
 _QUANT = optional(instance("a QuantScheme of moekit.SCHEMES or the name of one", str, QuantScheme))
-# Lists of modules that are not quantized, by the names in configs and in vLLM's objects.
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _ARGUMENTS = (
     "num_bits", "type", "strategy", "group_size", "symmetric", "actorder", "dynamic",
     "block_structure",
@@ -99,7 +97,7 @@ def _of_vllm(given: Any) -> dict[str, Any]:
     """Convert an object with the public fields of one of vLLM's QuantizationConfig classes."""
     name = str(given.get_name())
     method = _method(name)
-    lists = {key: getattr(given, key) for key in _LISTS if isinstance(_get(given, key), list)}
+    lists = {key: getattr(given, key) for key in SKIPPED if isinstance(_get(given, key), list)}
     for field in ("full_config", "config"):  # the model's own config
         raw = _get(given, field)
         if isinstance(raw, Mapping) and raw.get("quant_method"):
@@ -109,7 +107,7 @@ def _of_vllm(given: Any) -> dict[str, Any]:
         raise InvalidProblem(
             f"quant_config of vLLM's method {name!r}: expected one of {', '.join(_FIELDS)}"
         )
-    return {**lists, **make(given)}
+    return {**lists, "quant_method": method, **make(given)}
 
 
 def _get(given: object, field: str, default: object = None) -> Any:
@@ -123,16 +121,15 @@ def _fp8(given: object) -> dict[str, Any]:
             "leave quant_config out"
         )
     scheme, block = _get(given, "activation_scheme", "dynamic"), _get(given, "weight_block_size")
-    return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}
+    return {"activation_scheme": scheme, "weight_block_size": block}
 
 
 def _fbgemm(given: object) -> dict[str, Any]:
-    return {"quant_method": "fbgemm_fp8", "ignore": list(_get(given, "ignore_list") or ())}
+    return {"ignore": list(_get(given, "ignore_list") or ())}
 
 
 def _gptq(given: object) -> dict[str, Any]:
     return {
-        "quant_method": "gptq",
         "bits": _get(given, "weight_bits"),
         "group_size": _get(given, "group_size"),
         "desc_act": bool(_get(given, "desc_act")),
@@ -142,12 +139,11 @@ def _gptq(given: object) -> dict[str, Any]:
 
 
 def _awq(given: object) -> dict[str, Any]:
-    bits, group = _get(given, "weight_bits"), _get(given, "group_size")
-    return {"quant_method": "awq", "bits": bits, "group_size": group}
+    return {"bits": _get(given, "weight_bits"), "group_size": _get(given, "group_size")}
 
 
 def _modelopt(given: object) -> dict[str, Any]:
-    return {"quant_method": "modelopt", "quant_algo": _get(given, "quant_method") or "FP8"}
+    return {"quant_algo": _get(given, "quant_method") or "FP8"}
 
 
 def _modelopt_fp4(given: object) -> dict[str, Any]:
@@ -162,8 +158,7 @@ def _compressed(given: object) -> dict[str, Any]:
             "weights": _arguments(said.get("weights")),
             "input_activations": _arguments(said.get("input_activations")),
         }
-    form = _get(given, "quant_format")
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+    return {"format": _get(given, "quant_format"), "config_groups": groups}
 
 
 def _arguments(said: object) -> dict[str, Any] | None:
@@ -183,5 +178,5 @@ _FIELDS: Mapping[str, Callable[[object], dict[str, Any]]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt_fp4,
     "compressed-tensors": _compressed,
-    "mxfp4": lambda given: {"quant_method": "mxfp4"},
+    "mxfp4": lambda given: {},
 }
