@@ -60,33 +60,29 @@ def detect(path: str | Path | Checkpoint, names: ExpertNames | None = None) -> D
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     with named(checkpoint):
-        return _detect(checkpoint, names)
-
-
-def _detect(checkpoint: Checkpoint, names: ExpertNames | None) -> Detected:
-    config, model_type = _text_config(checkpoint), model_type_of(checkpoint)
-    # The first layers may be dense, and the tensors may have one of several names.
-    probe = names_in(checkpoint, names or model_type, None)
-    layers = layers_in(checkpoint, probe)
-    if not layers:
-        raise WeightsError(no_experts(checkpoint, probe))
-    hidden, inner = _size(config, "hidden_size"), _size(config, *INNER)
-    format = format_of(checkpoint, probe, layers[0], 0, hidden, inner)
-    return Detected(
-        model_type=model_type,
-        names=probe,
-        format=format,
-        scheme=scheme_for(format, inner),
-        layers=layers,
-        num_experts=_size(config, *EXPERTS),
-        top_k=_size(config, *TOP_K),
-        hidden_size=hidden,
-        intermediate_size=inner,
-        dtype=_dtype(config, checkpoint.config),
-        activation=_activation_function(config, model_type),
-        has_bias=bool(probe.down_bias),
-        apply_router_weight_on_input=model_type == "llama4_text",
-    )
+        config, model_type = _text_config(checkpoint), model_type_of(checkpoint)
+        # The first layers may be dense, and the tensors may have one of several names.
+        probe = names_in(checkpoint, names or model_type, None)
+        layers = layers_in(checkpoint, probe)
+        if not layers:
+            raise WeightsError(no_experts(checkpoint, probe))
+        hidden, inner = _size(config, "hidden_size"), _size(config, *INNER)
+        format = format_of(checkpoint, probe, layers[0], 0, hidden, inner)
+        return Detected(
+            model_type=model_type,
+            names=probe,
+            format=format,
+            scheme=scheme_for(format, inner),
+            layers=layers,
+            num_experts=_size(config, *EXPERTS),
+            top_k=_size(config, *TOP_K),
+            hidden_size=hidden,
+            intermediate_size=inner,
+            dtype=_dtype(config, checkpoint.config),
+            activation=_activation_function(config, model_type),
+            has_bias=bool(probe.down_bias),
+            apply_router_weight_on_input=model_type == "llama4_text",
+        )
 
 
 def problem_from_config(
