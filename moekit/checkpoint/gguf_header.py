@@ -129,10 +129,10 @@ class _Cursor:
             raise ValueError(f"its header has more than {_MAX_VALUES} values")
         return found
 
-    def text(self, most: int = _MAX_NAME) -> str:
+    def name(self) -> str:
         length = self.number("Q")
-        if length > most:
-            raise ValueError(f"a name has {length} bytes, more than {most}")
+        if length > _MAX_NAME:
+            raise ValueError(f"a name has {length} bytes, more than {_MAX_NAME}")
         return self.take(length).decode()
 
 
@@ -161,7 +161,7 @@ class _Header:
     def _metadata(self, count: int) -> dict[str, Any]:
         seen, kept = set(), {}
         for _ in range(count):
-            if (key := self.cursor.text()) in seen:
+            if (key := self.cursor.name()) in seen:
                 raise ValueError(f"the field {shown(key)} is there twice")
             seen.add(key)
             if (value := self._value(self.cursor.number("I"), 0)) is not None:
@@ -209,7 +209,7 @@ class _Header:
     def _info(self) -> tuple[str, list[int], int, int]:
         """Return a tensor's name, shape, number of type, and offset in the data."""
         cursor = self.cursor
-        name = cursor.text()
+        name = cursor.name()
         if (dims := cursor.number("I")) > _MAX_DIMS:
             raise ValueError(f"{shown(name)} has {dims} dimensions, more than {_MAX_DIMS}")
         shape = [cursor.number("Q") for _ in range(dims)][::-1]
@@ -235,21 +235,21 @@ class _Header:
         if kind not in TYPES:  # its size is not known; only reading it is refused
             return Entry(self.file, f"ggml type {kind}", tuple(shape), offset, 0)
         label, elements, nbytes = TYPES[kind]
+        dtype, block = label, ""
         if elements > 1:
             if not shape or shape[-1] % elements:
                 raise ValueError(
                     f"{shown(name)} is {label} with rows of {shape[-1] if shape else 1}, no "
                     f"multiple of {elements}"
                 )
-            shape = [*shape[:-1], shape[-1] // elements, nbytes]
-        size = math.prod(shape) * (1 if elements > 1 else nbytes)
+            dtype, block = "U8", label
+            shape, nbytes = [*shape[:-1], shape[-1] // elements, nbytes], 1
+        size = math.prod(shape) * nbytes
         if offset + size > self.cursor.size:
             raise ValueError(
                 f"{shown(name)} ends at byte {shown(offset + size)} of {self.cursor.size}"
             )
-        if elements > 1:
-            return Entry(self.file, "U8", tuple(shape), offset, size, label)
-        return Entry(self.file, label, tuple(shape), offset, size)
+        return Entry(self.file, dtype, tuple(shape), offset, size, block)
 
     @staticmethod
     def _refuse_overlaps(entries: dict[str, Entry]) -> None:
