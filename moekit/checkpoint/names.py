@@ -97,7 +97,6 @@ def _projections(module: str) -> ExpertNames:
 
 _MIXTRAL = per_expert(f"{_MODEL}block_sparse_moe.experts", "w1", "w3", "w2")
 _GATE_UP_DOWN = _projections("mlp")
-_GPT_OSS = f"{_MODEL}mlp.experts"
 _BLOCK = f"{_MODEL}block_sparse_moe"
 _GRANITE = ExpertNames(
     gate_up=f"{_BLOCK}.input_linear.weight", down=f"{_BLOCK}.output_linear.weight"
@@ -121,14 +120,11 @@ NAMES: Mapping[str, ExpertNames] = MappingProxyType(
         "nemotron_h": per_expert(
             "backbone.layers.{layer}.mixer.experts", "", "up_proj", "down_proj"
         ),
-        "qwen3_vl_moe_text": _fused(f"{_MODEL}mlp.experts", transposed=None),
-        "gpt_oss": ExpertNames(
-            gate_up=f"{_GPT_OSS}.gate_up_proj",
-            down=f"{_GPT_OSS}.down_proj",
-            gate_up_bias=f"{_GPT_OSS}.gate_up_proj_bias",
-            down_bias=f"{_GPT_OSS}.down_proj_bias",
-            transposed=True,
-            interleaved=True,
+        "qwen3_vl_moe_text": _fused(f"{_MODEL}mlp.experts"),
+        "gpt_oss": replace(
+            _fused(f"{_MODEL}mlp.experts", transposed=True, interleaved=True),
+            gate_up_bias=f"{_MODEL}mlp.experts.gate_up_proj_bias",
+            down_bias=f"{_MODEL}mlp.experts.down_proj_bias",
         ),
         "llama4_text": _fused(f"{_MODEL}feed_forward.experts", transposed=True),
     }
