@@ -22,7 +22,7 @@ from moekit.checkpoint.progress import Report
 from moekit.checkpoint.progress import progress as show_progress
 from moekit.checkpoint.read import Reader, is_finite
 from moekit.checkpoint.schema import MAX_EXPERTS
-from moekit.checkpoint.share import Piece, Share
+from moekit.checkpoint.share import Share
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights, in_order
@@ -286,11 +286,11 @@ def _biases(share: Share, faults: list[str]) -> dict[str, Tensor]:
     """Read w13_bias (L, 2I or I) and w2_bias (L, H), if the names have them."""
     names, found = share.names, {}
     of = {names.gate: names.gate_bias, names.up: names.up_bias, names.gate_up: names.gate_up_bias}
-    w13 = [
-        _padded(_stack(share, of[piece.template], slice(piece.rows.start, piece.rows.stop)), piece)
-        for piece in share.w13
-        if of[piece.template]
-    ]
+    w13 = []
+    for piece in share.w13:
+        if template := of[piece.template]:
+            bias = _stack(share, template, slice(piece.rows.start, piece.rows.stop))
+            w13.append(F.pad(bias, (0, piece.room - len(piece.rows))))
     if w13:
         found["w13_bias"] = torch.cat(w13, dim=1)
     if names.down_bias:
@@ -300,10 +300,6 @@ def _biases(share: Share, faults: list[str]) -> dict[str, Tensor]:
             faults.append(f"layer {share.layer}'s {name} holds values that are not finite")
     dtype = share.problem.dtype
     return {name: t.to(dtype) if share.dequantize else t for name, t in found.items()}
-
-
-def _padded(bias: Tensor, piece: Piece) -> Tensor:
-    return F.pad(bias, (0, piece.room - len(piece.rows)))
 
 
 def _stack(share: Share, template: str, part: slice) -> Tensor:

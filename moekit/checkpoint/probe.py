@@ -227,7 +227,8 @@ class Probe:
         group = self._scale_grid(scale) if self.has(scale) else (-1, -1)
         label = "fp8" if dtype == torch.float8_e4m3fn else "int8"
         name = f"{self.method or label} {label}".replace("fp8 fp8", "fp8")
-        powers = group == (1, 32) and self.has(scale) and self._are_exponents(scale)
+        exponents = (torch.uint8, torch.float8_e8m0fnu)
+        powers = group == (1, 32) and self.has(scale) and self.dtype(scale) in exponents
         scale_dtype = "float8_e8m0fnu" if powers else "float32"
         activation = self._activation(dtype, group, scale_dtype)
         inputs = "activation_scale" if self.has("activation_scale") else "input_scale"
@@ -274,9 +275,6 @@ class Probe:
         if algorithm in ("NVFP4", "NVFP4_AWQ"):
             return SCHEMES["nvfp4"].activation
         return OperandQuant(dtype=algorithm, group=(-1, -1))  # no scheme has it
-
-    def _are_exponents(self, scale: str) -> bool:
-        return self.dtype(scale) in (torch.uint8, torch.float8_e8m0fnu)
 
     def _activation(self, dtype: torch.dtype, group: Grid, scale_dtype: str) -> OperandQuant | None:
         """Return the intended quantization of activations; by convention if nothing states it."""
