@@ -340,6 +340,5 @@ def _in_place(old: PackedWeights | None, new: PackedWeights) -> PackedWeights:
     return old
 
 
-def _layout(tensor: Tensor) -> Mapping[str, object]:
-    names = ("shape", "dtype", "device")
-    return {"strides": tensor.stride(), **{name: getattr(tensor, name) for name in names}}
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

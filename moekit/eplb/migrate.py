@@ -25,8 +25,7 @@ from moekit.errors import GroupMismatch, InvalidInput, PeerFailed, WeightsError
 from moekit.layer.placement import Placement
 from moekit.runtime.agreement import exchange, reason_of
 from moekit.runtime.group import has_backend
-from moekit.untrusted.arguments import GROUP, accept, instance, optional
-from moekit.untrusted.arguments import size as size_kind
+from moekit.untrusted.arguments import GROUP, accept, instance, optional, size
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ _KINDS = {
     "old": instance("a Placement", Placement),
     "new": instance("a Placement", Placement),
     "group": optional(GROUP),
-    "staging_bytes": size_kind(1, 2**62),
+    "staging_bytes": size(1, 2**62),
 }
 
 
@@ -223,11 +222,11 @@ def _check(
             f"the weights that {packed.backend!r} packed have no tensor with an expert dimension, "
             "so experts cannot move"
         )
-    device, size = next(iter(packed.experts.values())).device, 1 if group is None else group.size()
-    if size % old.ep_size or (group is not None and not has_backend(group, device.type)):
+    device, ranks = next(iter(packed.experts.values())).device, 1 if group is None else group.size()
+    if ranks % old.ep_size or (group is not None and not has_backend(group, device.type)):
         backends = "" if group is None else f", with backends {dist.get_backend_config(group)},"
         raise GroupMismatch(
-            f"a process group of {size} ranks{backends} cannot move weights on {device} between "
+            f"a process group of {ranks} ranks{backends} cannot move weights on {device} between "
             f"{old.ep_size} expert-parallel ranks; pass the group of the layer's ranks"
         )
 
