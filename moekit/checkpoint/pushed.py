@@ -9,6 +9,7 @@ that cannot be converted without them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint, listed
-from moekit.checkpoint.formats import Format, Part
+from moekit.checkpoint.formats import Format, Part, stored
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
-from moekit.checkpoint.names import ExpertNames
+from moekit.checkpoint.names import ExpertNames, per_expert
 from moekit.checkpoint.read import Reader
 from moekit.checkpoint.share import Share
 from moekit.checkpoint.stacks import Splitter
@@ -348,16 +349,12 @@ class PushedExperts:
 
 def _names(problem: MoEProblem) -> ExpertNames:
     """Return the names of pushed tensors: those of the shards."""
-    stem, gated, biased = "experts.{expert}", problem.activation.gated, problem.has_bias
-    up = "w3" if gated else "w1"
-    return ExpertNames(
-        gate=f"{stem}.w1.weight" if gated else "",
-        up=f"{stem}.{up}.weight",
-        down=f"{stem}.w2.weight",
-        gate_bias=f"{stem}.w1.bias" if gated and biased else "",
-        up_bias=f"{stem}.{up}.bias" if biased else "",
-        down_bias=f"{stem}.w2.bias" if biased else "",
-    )
+    gate, up = ("w1", "w3") if problem.activation.gated else ("", "w1")
+    names = per_expert("experts", gate, up, "w2")
+    if not problem.has_bias:
+        return names
+    biases = {f"{role}_bias": stored(name, "bias") for role, name in names.templates().items()}
+    return replace(names, **biases)  # type: ignore[arg-type]
 
 
 class HeldTensors(Checkpoint):
