@@ -19,9 +19,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
 _BYTES, _WORDS = (torch.uint8,), (torch.int32,)
 
-# Dtypes (`Format.dtype`) of which the core packs two columns into a byte.
-_PACKED = ("int4", "float4_e2m1")
-
 Grid = tuple[int, int]
 """Rows and columns of the matrix that one entry covers; -1 for all of them."""
 
@@ -115,7 +112,7 @@ class Format:
     @property
     def packed(self) -> bool:
         """Return whether a byte of the core's tensor holds two columns."""
-        return self.dtype in _PACKED
+        return self.dtype in ("int4", "float4_e2m1")
 
     @property
     def packs_rows(self) -> bool:
