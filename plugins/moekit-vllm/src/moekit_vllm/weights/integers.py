@@ -139,7 +139,8 @@ def _grouped(
                 f"{columns[1]}; tensor parallelism must not cut the groups of act-order"
             )
         finer = next((size for size in _GROUPS if group % size == 0), 0)
-        g_idx = None if g_idx is None or _ordered(g_idx, group) else g_idx
+        if g_idx is not None and all(in_order(each, group) for each in g_idx):
+            g_idx = None
         if not finer or (g_idx is not None and finer != group):
             raise refusal(f"moekit has int4 groups of {', '.join(map(str, _GROUPS))} (got {group})")
         kind = f"g{finer}"
@@ -165,7 +166,3 @@ def _repeat(tensors: Pair, times: int) -> Pair:
     if times == 1:
         return tensors
     return tensors[0].repeat_interleave(times, 2), tensors[1].repeat_interleave(times, 2)
-
-
-def _ordered(g_idx: Pair, group: int) -> bool:
-    return in_order(g_idx[0], group) and in_order(g_idx[1], group)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from moekit import SCHEMES, ExpertWeights
 from moekit_vllm.weights import fp8
-from moekit_vllm.weights.parameters import quantized, refusal, unquantized
+from moekit_vllm.weights.parameters import refusal, unquantized
 
 
 def fp8_tensor(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
@@ -36,7 +38,16 @@ def int8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
 
 
 def _quantized(layer: Any, method: Any, scheme: str) -> ExpertWeights:
+    """Quantize one expert after the other, which bounds the memory in use."""
     if getattr(method, "requantization_source", None) is not None:
         raise refusal("vLLM quantizes weights anew that the checkpoint has quantized")
     _, weights = unquantized(layer, method)
-    return quantized(weights, SCHEMES[scheme])
+    parts = [
+        ExpertWeights(weights.w13[e : e + 1], weights.w2[e : e + 1]).quantize(SCHEMES[scheme])
+        for e in range(weights.num_experts)
+    ]
+    joined = {
+        name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()
+    }
+    biases = {name: t for name, t in weights.tensors().items() if name.endswith("_bias")}
+    return ExpertWeights(**joined, **biases, interleaved=weights.interleaved)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit import ExpertWeights, QuantScheme
+from moekit import ExpertWeights
 from moekit.errors import Unsupported
 from moekit_vllm import versions
 from moekit_vllm.problem import interleaved
@@ -138,16 +138,3 @@ def clear_padding(layer: Any, w13: Tensor, w2: Tensor, unit: int = 1, fill: int 
     for matrix, columns in ((w13, hidden), (w2, inner)):
         if matrix.dim() == 3:
             matrix[:, :, -(-columns // unit) :] = fill
-
-
-def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
-    """Quantize 16-bit weights one expert after the other, which bounds the memory in use."""
-    parts = [
-        ExpertWeights(weights.w13[e : e + 1], weights.w2[e : e + 1]).quantize(scheme)
-        for e in range(weights.num_experts)
-    ]
-    joined = {
-        name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()
-    }
-    biases = {name: t for name, t in weights.tensors().items() if name.endswith("_bias")}
-    return ExpertWeights(**joined, **biases, interleaved=weights.interleaved)
