@@ -13,19 +13,16 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from moekit.checkpoint.headers import LFS, Entry, Version, opened
+from moekit.checkpoint.headers import MAX_FILES, MAX_HEADER, MAX_NAME, Entry, Version, opened
 from moekit.errors import WeightsError
 from moekit.untrusted.files import shown
 
-_MAX_HEADER = 100_000_000
 _MAX_VALUES = 4_000_000  # in one file; the largest vocabularies have under a million
 _MAX_KEPT = 1 << 14  # elements of a kept array, one for each layer
 _MAX_TEXT = 1 << 16  # bytes of a kept text
-_MAX_NAME = 4096
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 _MAX_DEPTH = 4
-_MAX_FILES = 10_000
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 _STRING, _ARRAY = 8, 9
@@ -57,8 +54,8 @@ def shards_of(file: Path) -> list[Path]:
     if not match:
         return [file]
     stem, _, total = match.groups()
-    if not 1 <= int(total) <= _MAX_FILES:
-        raise WeightsError(f"{file}: a split model has 1 to {_MAX_FILES} files (got {total})")
+    if not 1 <= int(total) <= MAX_FILES:
+        raise WeightsError(f"{file}: a split model has 1 to {MAX_FILES} files (got {total})")
     return [file.with_name(f"{stem}-{n:05}-of-{total}.gguf") for n in range(1, int(total) + 1)]
 
 
@@ -110,8 +107,8 @@ class _Cursor:
                 f"{shown(count)} bytes should be at byte {self.position} of {self.size}"
             )
         self.position += count
-        if self.position > _MAX_HEADER:
-            raise ValueError(f"its header has more than {_MAX_HEADER} bytes")
+        if self.position > MAX_HEADER:
+            raise ValueError(f"its header has more than {MAX_HEADER} bytes")
         if len(data := self.stream.read(count)) < count:
             raise ValueError("it was truncated while it was read")
         return data
@@ -131,8 +128,8 @@ class _Cursor:
 
     def name(self) -> str:
         length = self.number("Q")
-        if length > _MAX_NAME:
-            raise ValueError(f"a name has {length} bytes, more than {_MAX_NAME}")
+        if length > MAX_NAME:
+            raise ValueError(f"a name has {length} bytes, more than {MAX_NAME}")
         return self.take(length).decode()
 
 
@@ -145,8 +142,6 @@ class _Header:
         if cursor.size < 24:
             raise ValueError(f"it has {cursor.size} bytes, and a header begins with 24")
         if (magic := cursor.take(4)) != b"GGUF":
-            if LFS.startswith(magic):
-                raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")
             raise ValueError(f"it begins with {magic!r} instead of b'GGUF'")
         if (version := cursor.number("I")) not in (2, 3):
             order = " (it may be big endian)" if version & 0xFFFF == 0 else ""

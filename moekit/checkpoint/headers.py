@@ -21,12 +21,12 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-LFS = b"version https://git-lfs"
+_LFS = b"version https://git-lfs"
 # The library has the same limit of a header; no model in use comes near the other limits.
-_MAX_HEADER = 100_000_000
-_MAX_NAME = 4096
+MAX_HEADER = 100_000_000
+MAX_NAME = 4096
 _MAX_DIMS = 32
-_MAX_FILES = 10_000
+MAX_FILES = 10_000
 
 
 class Entry(NamedTuple):
@@ -71,7 +71,7 @@ def shards(path: Path) -> list[Path]:
     usual = path / "model.safetensors.index.json"
     index = usual if usual in indexes else indexes[0]
     try:
-        names = _files_of(read_json(index, _MAX_HEADER))
+        names = _files_of(read_json(index, MAX_HEADER))
     except (OSError, ValueError) as error:
         raise WeightsError(f"{index}: not a safetensors index ({error})") from error
     return sorted(path / name for name in names)
@@ -86,7 +86,7 @@ def _files_of(index: Any) -> set[str]:
     if not isinstance(held, dict):
         raise ValueError(f"weight_map must be an object (got {shown(held)})")
     for tensor, name in held.items():
-        if not isinstance(name, str) or not name or len(name) > _MAX_NAME:
+        if not isinstance(name, str) or not name or len(name) > MAX_NAME:
             raise ValueError(f"weight_map[{shown(tensor)}] must name a file (got {shown(name)})")
         path = PureWindowsPath(name)  # it knows the separators and roots of all systems
         if path.anchor or ".." in path.parts or "\0" in name:
@@ -94,8 +94,8 @@ def _files_of(index: Any) -> set[str]:
                 f"weight_map[{shown(tensor)}] must name a file in the index's folder "
                 f"(got {shown(name)})"
             )
-    if len(names := set(held.values())) > _MAX_FILES:
-        raise ValueError(f"weight_map must name at most {_MAX_FILES} files (got {len(names)})")
+    if len(names := set(held.values())) > MAX_FILES:
+        raise ValueError(f"weight_map must name at most {MAX_FILES} files (got {len(names)})")
     return names
 
 
@@ -109,15 +109,11 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Version]:
         WeightsError: The file is missing, truncated, or not of this format.
     """
     with opened(file, "a safetensors file") as (stream, version):
-        start = stream.read(len(LFS))
-        if start == LFS:
-            raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")
-        if len(start) < 8:
+        if version.size < 8:
             raise ValueError(f"it has {version.size} bytes, and a header begins with 8")
-        length = int.from_bytes(start[:8], "little")
-        if length > (most := min(version.size - 8, _MAX_HEADER)):
+        length = int.from_bytes(stream.read(8), "little")
+        if length > (most := min(version.size - 8, MAX_HEADER)):
             raise ValueError(f"its header would have {length} bytes, more than {most}")
-        stream.seek(8)
         if stream.read(1) != b"{":
             raise ValueError("its header is no JSON object")
         header = parse_json(b"{" + stream.read(length - 1))
@@ -131,6 +127,9 @@ def opened(file: Path, what: str) -> Iterator[tuple[BinaryIO, Version]]:
     """Open a file to read its header; raise WeightsError for every fault that is found in it."""
     try:
         with open(open_regular(file), "rb") as stream:
+            if stream.read(len(_LFS)) == _LFS:
+                raise ValueError("it is a git-lfs pointer instead of the tensors: run git lfs pull")
+            stream.seek(0)
             yield stream, Version.of(stream.fileno())
     except FileNotFoundError as error:
         why = (
@@ -168,8 +167,8 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[s
 
 
 def _entry(file: Path, name: str, tensor: Any, data: int) -> Entry:
-    if len(name) > _MAX_NAME:
-        raise ValueError(f"{shown(name)}: the name has {len(name)} characters, above {_MAX_NAME}")
+    if len(name) > MAX_NAME:
+        raise ValueError(f"{shown(name)}: the name has {len(name)} characters, above {MAX_NAME}")
     if not isinstance(tensor, dict):
         raise ValueError(f"{name} must be an object (got {shown(tensor)})")
     shape: Any = tensor.get("shape")
