@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from math import ceil
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import MAX_WIDTH, NAME, accept, instance, optional, size
 from moekit.untrusted.files import shown
 
-_FP8, _F32, _BYTES, _WORDS = torch.float8_e4m3fn, torch.float32, torch.uint8, torch.int32
+_FP8 = torch.float8_e4m3fn
 _METHODS = ("fp8", "fbgemm_fp8", "modelopt", "gptq", "awq", "compressed-tensors", "mxfp4")
 _KINDS = {
     "config": optional(instance("a quantization_config (a mapping)", Mapping)),
@@ -68,7 +68,9 @@ def declared_format(
         return formats.fp4_bytes("mxfp4", "weight", 32)
     down, n, k = f"{module}.0.down_proj", hidden_size, intermediate_size
     make = {"gptq": _gptq, "awq": _awq, "modelopt": _modelopt, "compressed-tensors": _compressed}
-    tensors = make.get(method, _fp8)(config, down, n, k)
+    tensors = _tensors(make.get(method, _fp8)(config, down), n, k)
+    if method == "gptq":
+        tensors.setdefault("qzeros", ((), torch.int32))  # 8-bit weights have them, too
     stored = {formats.stored(f"{down}.weight", suffix): of for suffix, of in tensors.items()}
     return Probe(stored, f"{down}.weight", config, n, k).format()
 
@@ -128,38 +130,40 @@ def _left_out(config: Mapping[str, Any], module: str) -> bool:
     return False
 
 
-# -- the tensors of one matrix (n, k) in each method ------------------------------------------
+# -- how each method stores a matrix; `Probe` finds the rest ----------------------------------
 
 
-def _scale(grid: Grid, n: int, k: int) -> tuple[int, int]:
-    rows, columns = grid
-    return (1 if rows < 0 else ceil(n / rows), 1 if columns < 0 else ceil(k / columns))
+def _tensors(format: Format, n: int, k: int) -> _Tensors:
+    """Return the shape and dtype of each tensor of a matrix (n, k), by suffix."""
+    found: _Tensors = {}
+    for role, part in format.parts.items():
+        powers = role == "scale" and format.scale_dtype == "float8_e8m0fnu"
+        shape = () if part.grid == (-1, -1) else part.shape(n, k)
+        found[part.suffix] = (shape, torch.uint8 if powers else part.dtypes[0])
+    return found
 
 
-def _fp8(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
-    weight: _Tensors = {"weight": ((n, k), _FP8)}
+def _eight_bits(
+    grid: Grid, scale: str = "weight_scale", dtype: torch.dtype = _FP8, static: bool = False
+) -> Format:
+    inputs = "input_scale" if static else ""
+    return formats.eight_bits("", dtype, grid, scale, None, input_scale=inputs)
+
+
+def _fp8(config: Mapping[str, Any], down: str) -> Format:
     if config["quant_method"].lower() == "fbgemm_fp8":
-        return weight | {"weight_scale": ((n, 1), _F32)}
+        return _eight_bits((1, -1))
     if blocks := config.get("weight_block_size"):
-        return weight | {"weight_scale_inv": (_scale(tuple(blocks), n, k), _F32)}
-    static = config.get("activation_scheme") == "static"
-    return weight | {"weight_scale": ((), _F32)} | _input_scale(static)
+        return _eight_bits(tuple(blocks), "weight_scale_inv")
+    return _eight_bits((-1, -1), static=config.get("activation_scheme") == "static")
 
 
-def _input_scale(static: bool) -> _Tensors:
-    return {"input_scale": ((), _F32)} if static else {}
-
-
-def _modelopt(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
+def _modelopt(config: Mapping[str, Any], down: str) -> Format:
     algorithm = (config.get("quant_algo") or "FP8").upper()
     if algorithm == "FP8":
-        return {"weight": ((n, k), _FP8), "weight_scale": ((), _F32)} | _input_scale(True)
+        return _eight_bits((-1, -1), static=True)
     if "NVFP4" in algorithm:
-        return {
-            "weight": ((n, k // 2), _BYTES),
-            "weight_scale": (_scale((1, 16), n, k), _FP8),
-            "weight_scale_2": ((), _F32),
-        }
+        return formats.fp4_bytes("", "weight", 16, "weight_scale_2")
     raise WeightsError(
         f"quantization_config names ModelOpt's algorithm {shown(algorithm)}, expected FP8 or NVFP4"
     )
@@ -173,61 +177,38 @@ def _integer(config: Mapping[str, Any], key: str, allowed: tuple[int, ...]) -> i
     return value
 
 
-def _gptq(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
-    bits = _integer(config, "bits", (4, 8))
-    groups = _scale((1, config.get("group_size") or -1), n, k)[1]
-    return {
-        "qweight": ((k * bits // 32, n), _WORDS),
-        "qzeros": ((groups, n * bits // 32), _WORDS),
-        "scales": ((groups, n), torch.float16),
-        "g_idx": ((k,), _WORDS),
-    }
+def _gptq(config: Mapping[str, Any], down: str) -> Format:
+    bits, group = _integer(config, "bits", (4, 8)), config.get("group_size") or -1
+    return formats.gptq(bits, group, zero_points=True, zero_offset=0, act_order=False, g_idx=True)
 
 
-def _awq(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
+def _awq(config: Mapping[str, Any], down: str) -> Format:
     _integer({"bits": config.get("bits", config.get("w_bit"))}, "bits", (4,))
-    groups = _scale((1, config.get("group_size") or -1), n, k)[1]
-    return {
-        "qweight": ((k, n // 8), _WORDS),
-        "qzeros": ((groups, n // 8), _WORDS),
-        "scales": ((groups, n), torch.float16),
-    }
+    return formats.awq(config.get("group_size") or -1)
 
 
-def _compressed(config: Mapping[str, Any], down: str, n: int, k: int) -> _Tensors:
+def _compressed(config: Mapping[str, Any], down: str) -> Format:
     group = config_group(config, down)
     if not group.get("weights"):
         raise WeightsError("quantization_config has no config_groups with weights: add them")
     said, inputs = group["weights"], group.get("input_activations") or {}
     bits, kind = said.get("num_bits"), said.get("type") or "int"
-    columns = said.get("group_size") or -1
     grid = _grid(said)
     if kind == "float" and bits == 8:
-        dtype = _BYTES if grid == (1, 32) else _F32
-        scale = () if grid == (-1, -1) else _scale(grid, n, k)
         static = bool(inputs) and not inputs.get("dynamic")
-        return {"weight": ((n, k), _FP8), "weight_scale": (scale, dtype)} | _input_scale(static)
+        found = _eight_bits(grid, static=static)
+        return replace(found, scale_dtype="float8_e8m0fnu") if grid == (1, 32) else found
     if kind == "float" and bits == 4:
-        packed: _Tensors = {"weight_packed": ((n, k // 2), _BYTES)}
-        if columns == 16:
-            scales = {"weight_scale": (_scale(grid, n, k), _FP8)}
-            return packed | scales | {"weight_global_scale": ((1,), _F32)}
-        return packed | {"weight_scale": (_scale((1, 32), n, k), _BYTES)}
+        if said.get("group_size") == 16:
+            return formats.fp4_bytes("", "weight_packed", 16, "weight_global_scale")
+        return formats.fp4_bytes("", "weight_packed", 32)
     if kind == "int" and bits in (4, 8):
         how = str(group.get("format") or config.get("format") or "")
         if bits == 8 and not how.startswith("pack"):
-            return {"weight": ((n, k), torch.int8), "weight_scale": (_scale(grid, n, k), _F32)}
-        groups = _scale(grid, n, k)
-        words: _Tensors = {
-            "weight_packed": ((n, ceil(k * bits / 32)), _WORDS),
-            "weight_scale": (groups, torch.bfloat16),
-            "weight_shape": ((2,), torch.int64),
-        }
-        if said.get("symmetric") is False:
-            words["weight_zero_point"] = ((ceil(n / 8), groups[1]), _WORDS)
-        if said.get("actorder") in ("group", "GROUP", True):
-            words["weight_g_idx"] = ((k,), _WORDS)
-        return words
+            return _eight_bits(grid, dtype=torch.int8)
+        zeros = said.get("symmetric") is False
+        order = said.get("actorder") in ("group", "GROUP", True)
+        return formats.pack_quantized(bits, grid[1], None, zero_points=zeros, act_order=order)
     raise WeightsError(
         f"quantization_config describes weights of {shown(bits)} bits of type {shown(kind)}, "
         "expected 4 or 8 bits of type int or float"
