@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from math import ceil, prod
 from typing import Any
 
@@ -93,7 +94,6 @@ class Probe:
         self.tensors, self.template, self.config = tensors, down, config
         self.n, self.k, self.transposed = H, I, transposed
         self.method = (self.config.get("quant_method") or "").lower()
-        self._matcher = Matcher()
 
     def format(self) -> Format:
         """Return the format of a matrix that is stored (out, in)."""
@@ -196,7 +196,7 @@ class Probe:
 
     def _weight_packed(self) -> Format:
         groups = self.matrix("weight_scale")[1] if self.has("weight_scale") else 1
-        weights, activation = self._compressed_tensors()
+        weights, activation = self._compressed_tensors
         if self.dtype("weight_packed") == torch.uint8:
             name, columns, scale = "mxfp4", 32, ""
             if self.has("weight_global_scale"):
@@ -245,7 +245,7 @@ class Probe:
 
     def _scale_grid(self, scale: str) -> Grid:
         shape = self.shape(scale)
-        blocks = self.config.get("weight_block_size") or self._compressed_tensors()[0].get(
+        blocks = self.config.get("weight_block_size") or self._compressed_tensors[0].get(
             "block_structure"
         )
         if isinstance(blocks, str):  # "128x128"
@@ -281,7 +281,7 @@ class Probe:
         kind, config = str(dtype).removeprefix("torch."), self.config
         has_input = self.has("input_scale") or self.has("activation_scale")
         if self.method == "compressed-tensors":
-            return self._compressed_tensors()[1]
+            return self._compressed_tensors[1]
         if self.method == "modelopt":
             algorithm = (config.get("quant_algo") or "FP8").upper()
             if algorithm.endswith("_WO"):
@@ -293,29 +293,27 @@ class Probe:
             return OperandQuant(dtype=kind, group=(-1, -1), static=scheme == "static")
         return OperandQuant(dtype=kind, group=(1, group[1]), scale_dtype=scale_dtype)
 
+    @cached_property
     def _compressed_tensors(self) -> tuple[Mapping[str, Any], OperandQuant | None]:
-        """Return (weights, activation) of the config group whose target is this module."""
-        group = config_group(self.config, self.template.removesuffix(".weight"), self._matcher)
+        """The (weights, activation) of the config group whose target is this module."""
+        group = config_group(self.config, self.template.removesuffix(".weight"))
         return group.get("weights") or {}, _operand(group.get("input_activations"))
 
 
-def config_group(
-    config: Mapping[str, Any], module: str, matcher: Matcher | None = None
-) -> Mapping[str, Any]:
+def config_group(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     """Return compressed-tensors' config group whose target is ``module``; {} if there is none.
 
     Args:
         config: The quantization config.
         module: The name of a Linear.
-        matcher: Counts the steps of this config's expressions. Default: a new one.
 
     Raises:
         WeightsError: A target is no regular expression that moekit supports.
     """
-    groups, bounded = config.get("config_groups"), matcher or Matcher()
+    groups, matcher = config.get("config_groups"), Matcher()
 
     def nearness(group: Mapping[str, Any]) -> int:
-        return max((_nearness(t, module, bounded) for t in group.get("targets") or ()), default=0)
+        return max((_nearness(t, module, matcher) for t in group.get("targets") or ()), default=0)
 
     return max(groups.values(), key=nearness) if groups else {}
 
