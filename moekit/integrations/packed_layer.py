@@ -87,11 +87,6 @@ class Layer:
         """The kernel, if the module is packed."""
         return None if self.packed is None else self.packed.kernel
 
-    @property
-    def weights(self) -> PackedWeights | None:
-        """The packed weights, if the module is packed."""
-        return None if self.packed is None else self.packed.weights
-
     def __deepcopy__(self, memo: Any) -> None:
         return None
 

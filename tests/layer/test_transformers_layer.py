@@ -144,12 +144,12 @@ def test_unchanged_weights_are_packed_once() -> None:
     model = make(hfm.GPT_OSS)
     logits(model)
     layers = Layer.find(model)
-    packed = {name: layer.weights for name, layer in layers.items()}
+    packed = {name: layer.packed for name, layer in layers.items()}
     assert len(packed) == 2 and None not in packed.values()
     logits(model)
     with torch.inference_mode():
         model(hfm.token_ids(sequence=3))
-    assert all(layers[name].weights is weights for name, weights in packed.items())
+    assert all(layers[name].packed is before for name, before in packed.items())
     assert len({id(layer.kernel) for layer in layers.values()}) == 1  # equal layers share it
 
 
@@ -191,9 +191,9 @@ def test_installing_again() -> None:
     model = make(hfm.QWEN3_MOE)
     logits(model)
     name, layer = next(iter(Layer.find(model).items()))
-    weights = layer.weights
+    packed = layer.packed
     integration.install()
-    assert layer.weights is weights
+    assert layer.packed is packed
     integration.install(experts="reference", dispatcher="local")
     assert integration.kernels(model) == {}
     check(model)
@@ -376,7 +376,7 @@ def test_weights_are_packed_before_compiled_code_runs() -> None:
     packed_when_compiled = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        packed_when_compiled.append(Layer.of(experts).weights is not None)
+        packed_when_compiled.append(Layer.of(experts).packed is not None)
         return graph
 
     block = make(hfm.GPT_OSS).model.layers[0].mlp
