@@ -294,7 +294,7 @@ class Checkpoint:
     # -- opening ----------------------------------------------------------------------------
 
     def _add(self, file: Path) -> None:
-        if gguf_header.is_gguf(file):
+        if file.suffix == ".gguf":
             entries, self._versions[file], metadata = gguf_header.read_header(file)
             self.metadata = self.metadata or metadata
         else:
@@ -308,7 +308,7 @@ class Checkpoint:
 def _files_of(path: Path) -> list[Path]:
     """Return the files of a model. A directory with both formats is one of safetensors."""
     if not path.is_dir():
-        return gguf_header.shards_of(path) if gguf_header.is_gguf(path) else shards(path)
+        return gguf_header.shards_of(path)
     if any(path.glob("*.safetensors*")):
         return shards(path)
     return gguf_header.model_in(path) or shards(path)

@@ -43,13 +43,8 @@ TYPES: dict[int, tuple[str, int, int]] = {
 }  # fmt: skip
 
 
-def is_gguf(file: Path) -> bool:
-    """Return whether a file's name says that it is of this format."""
-    return file.suffix == ".gguf"
-
-
 def shards_of(file: Path) -> list[Path]:
-    """Return all files of a split model ("x-00001-of-00003.gguf"), or ``[file]``."""
+    """Return all files of a split model ("x-00001-of-00003.gguf"); of any other, ``[file]``."""
     match = _SPLIT.fullmatch(file.name)
     if not match:
         return [file]

@@ -55,9 +55,7 @@ class Version(NamedTuple):
 
 
 def shards(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: ``path`` itself, or those that its index names."""
-    if not path.is_dir():
-        return [path]
+    """Return the files of the checkpoint in a directory: those that its index names, or all."""
     indexes = sorted(path.glob("*.safetensors.index.json"))
     if not indexes:
         whole = path / "model.safetensors"
