@@ -105,7 +105,7 @@ def test_a_wrong_zero_point_shows(device, scheme):
     weights = random_weights(problem)
     assert weights.w2_zero_points is not None
     zeros = weights.w2_zero_points.clone()
-    zeros[:, 5] ^= 1
+    zeros[:, 5] ^= 4
     wrong = dataclasses.replace(weights, w2_zero_points=zeros)
     out, _ = run(problem, *FORMATS[0], weights=wrong, kind="random")
     right = make_case(problem, 7, "random", weights=weights).reference()
