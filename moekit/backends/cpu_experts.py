@@ -452,8 +452,9 @@ def run(
     """
     (R, H), K, L = x_RH.shape, ids_RK.shape[1], experts.problem.num_local_experts
     alone = _alone()
-    if R == 1 and not chosen.one_token_at_once(K):
-        _one_token(chosen.loop(1, alone), experts, y_RH, x_RH, ids_RK, weights_RK, arena)
+    if R == 1:
+        method = "grouped" if chosen.one_token_at_once(K) else chosen.loop(1, alone)
+        _one_token(method, experts, y_RH, x_RH, ids_RK, weights_RK, arena)
         return
     ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
     count_L = torch.bincount(ids_S + 1, minlength=L + 1)
@@ -510,13 +511,20 @@ def _one_token(
     weights_1K: Tensor,
     arena: Arena,
 ) -> None:
-    """Run the experts of a single token, without sorting or gathering."""
-    used = [(k, expert) for k, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
+    """Run the experts of a single token, without operators that sort, gather and scatter."""
+    used = [(expert, k) for k, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
     used_bytes = arena.used
-    z_KH = arena.take((len(used), x_1H.shape[1]), torch.float32)
-    for row, (_, expert) in enumerate(used):
-        run_expert(method, experts, expert, x_1H, z_KH[row : row + 1], arena)
-    if len(used) < ids_1K.shape[1]:
-        weights_1K = weights_1K[:, [k for k, _ in used]]
-    y_1H.copy_(weights_1K @ z_KH)
+    if method == "grouped" and used:
+        used.sort()
+        ids_S = torch.tensor([expert for expert, _ in used], device="cpu")
+        count_L = torch.bincount(ids_S, minlength=experts.problem.num_local_experts)
+        x_SH = arena.take((len(used), x_1H.shape[1]), x_1H.dtype).copy_(x_1H)
+        z_SH = run_grouped(experts, x_SH, count_L)
+    else:
+        z_SH = arena.take((len(used), x_1H.shape[1]), torch.float32)
+        for row, (expert, _) in enumerate(used):
+            run_expert(method, experts, expert, x_1H, z_SH[row : row + 1], arena)
+    if [k for _, k in used] != list(range(ids_1K.shape[1])):
+        weights_1K = weights_1K[:, [k for _, k in used]]
+    y_1H.copy_(weights_1K @ z_SH)
     arena.used = used_bytes

@@ -55,10 +55,11 @@ class Forced(cpu_experts.Choice):
 
     def loop(self, rows: int, alone: bool) -> str:
         self.taken += 1
-        return self.method
+        return self.method if self.method in cpu_experts.LOOPS else "right"
 
     def one_token_at_once(self, top_k: int) -> bool:
-        return self.method in cpu_experts.ALL_AT_ONCE
+        self.taken += self.method == "grouped"
+        return self.method == "grouped"
 
     def at_once(self, counts, batched_fits: bool) -> str | None:
         if self.method not in cpu_experts.ALL_AT_ONCE:
