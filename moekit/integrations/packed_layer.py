@@ -245,7 +245,13 @@ def _seen(module: nn.Module, dtype: torch.dtype, top_k: int) -> tuple[Any, ...]:
         dtype,
         top_k,
         *[
-            (p.untyped_storage()._cdata, p.data_ptr(), 0 if p.is_inference() else p._version)
+            (
+                p.untyped_storage()._cdata,
+                p.data_ptr(),
+                p.shape,
+                p.stride(),  # a view of the same memory is a new parameter, too
+                0 if p.is_inference() else p._version,
+            )
             for p in module._parameters.values()
             if p is not None
         ],

@@ -105,6 +105,12 @@ def _new_data_at_the_old_address(module: nn.Module) -> None:
     module.gate_up_proj.data = (again or tries)[0].copy_(values)
 
 
+def _view_of_the_same_memory(module: nn.Module) -> None:
+    down = module.down_proj
+    module.down_proj = nn.Parameter(down[:1].expand(down.shape), requires_grad=False)
+    assert module.down_proj.data_ptr() == down.data_ptr()
+
+
 def _optimizer_step(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -113,7 +119,7 @@ def _optimizer_step(module: nn.Module) -> None:
 
 CHANGES = [
     _in_place, _load_state_dict, _assigned, _new_parameter, _new_data,
-    _new_data_at_the_old_address, _optimizer_step,
+    _new_data_at_the_old_address, _view_of_the_same_memory, _optimizer_step,
 ]  # fmt: skip
 
 
