@@ -39,7 +39,8 @@ class RoutingConfig:
         renormalize: Scale each token's weights to a sum of one.
         scoring_func: "softmax", "sigmoid" or "sqrtsoftplus".
         e_score_correction_bias: (E + zero experts,), added to the scores for the choice only. It
-            is read at every call, so it may be filled later, in place.
+            is read at every call, so it may be filled later, in place. A tensor on another device
+            is copied once, and ``module.to`` replaces buffers: pass a Parameter in these cases.
         num_expert_group: Number of expert groups for grouped top-k; given with ``topk_group``.
         topk_group: Number of groups that a token's experts may come from.
         routed_scaling_factor: Multiplies the weights.
@@ -102,13 +103,22 @@ class RoutingConfig:
             )
 
     def on(self, device: torch.device) -> RoutingConfig:
-        """Return the same with its tensors on ``device``. Parameters stay with their owners."""
-        held = {name: getattr(self, name) for name in ("e_score_correction_bias", "hash_table")}
-        moved: dict[str, Any] = {
-            name: tensor.to(device)
-            for name, tensor in held.items()
-            if tensor is not None and not isinstance(tensor, nn.Parameter)
-        }
+        """Return the same with its tensors on ``device``. Parameters stay with their owners.
+
+        Raises:
+            InvalidInput: A tensor is a meta tensor.
+        """
+        moved: dict[str, Any] = {}
+        for name in ("e_score_correction_bias", "hash_table"):
+            tensor = getattr(self, name)
+            if tensor is None or isinstance(tensor, nn.Parameter):
+                continue
+            if tensor.is_meta:
+                raise InvalidInput(
+                    f"{name} is a meta tensor, which holds no values: make it on {device}, where "
+                    "it may be filled later"
+                )
+            moved[name] = tensor.to(device)
         return replace(self, **moved) if moved else self
 
     def __str__(self) -> str:

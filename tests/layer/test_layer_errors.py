@@ -41,6 +41,16 @@ ROUTING = moekit.route(torch.randn(5, E), K)
             InvalidInput,
             r"e_score_correction_bias must have shape \(8,\)",
         ),
+        (
+            {"e_score_correction_bias": torch.zeros(E, device="meta")},
+            InvalidInput,
+            "e_score_correction_bias is a meta tensor, which holds no values: make it on cpu",
+        ),
+        (
+            {"hash_table": torch.zeros((9, K), dtype=torch.int64, device="meta")},
+            InvalidInput,
+            "hash_table is a meta tensor",
+        ),
         ({"zero_expert_num": -1}, InvalidProblem, "zero_expert_num=-1"),
         (
             {"custom_routing_function": lambda *a: a, "routed_scaling_factor": 2.0},
