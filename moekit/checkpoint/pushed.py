@@ -76,10 +76,10 @@ class PushedExperts:
     ) -> None:
         accept(_KINDS, locals(), WeightsError)
         self.problem, self.format, self.name = problem, format, name
-        self._split = Splitter(problem, name, interleaved, transposed)
+        local = local_experts(problem, experts)
+        self._split = Splitter(problem, name, local, interleaved, transposed)
         self.device = torch.device(device)
         self._held = HeldTensors(name)
-        local = local_experts(problem, experts)
         self._share = Share(self._held, _names(problem), 0, problem, local, dequantize, format)
         if wrong := self._share.setting_fault():
             raise WeightsError(f"{name}: {wrong}")
@@ -193,7 +193,8 @@ class PushedExperts:
                 Experts without a gate have "w1" and "w2".
             expert: The physical expert. It has no effect for a stack.
             tensor: The whole tensor as a checkpoint stores it, on any device, for one expert; or a
-                stack of those of all experts or of all experts of this rank. It is not kept.
+                stack of those of all experts, or of this rank's `experts` in their order. It is not
+                kept.
 
         Returns:
             Whether this rank needs it.
@@ -263,9 +264,10 @@ class PushedExperts:
     def _push(
         self, suffix: str, part: Part | None, shard: str, expert: int, tensor: Tensor
     ) -> bool:
-        template, E, needed = self._template(shard), self.problem.num_experts, False
-        for physical, each in self._split.by_expert(suffix, part, shard, expert, tensor):
-            name = self._share.name(template, physical % E, suffix)
+        template, needed = self._template(shard), False
+        parts = self._split.by_expert(suffix, part, shard, expert, tensor)
+        for physical, logical, each in parts:
+            name = self._share.name(template, logical, suffix)
             if name not in self._wanted:
                 continue
             needed = True

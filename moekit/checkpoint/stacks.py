@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ class Splitter:
 
     problem: MoEProblem
     name: str
+    experts: Sequence[int]
     interleaved: bool
     transposed: bool
 
@@ -58,8 +59,8 @@ class Splitter:
 
     def by_expert(
         self, suffix: str, part: Part | None, shard: str, expert: int, tensor: Tensor
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (physical expert, its tensor).
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (physical expert, its logical expert, its tensor).
 
         Raises:
             WeightsError: The shape is neither that of one expert nor that of a stack.
@@ -73,13 +74,18 @@ class Splitter:
             allowed = " or ".join(map(str, dtypes))
             raise WeightsError(f"{what} of expert {expert} is {tensor.dtype}, expected {allowed}")
         if fits(tensor.shape, shape, part):
-            yield expert, tensor
+            yield expert, p.logical_expert(expert), tensor
             return
-        stacks = {count: range(count) for count in (p.num_experts, p.num_physical_experts)}
-        stacks.setdefault(p.num_local_experts, p.local_experts)
+        held: dict[int, Sequence[tuple[int, int]]] = {
+            count: [(e, p.logical_expert(e)) for e in range(count)]
+            for count in (p.num_experts, p.num_physical_experts)
+        }
+        mine = list(zip(p.local_experts, self.experts, strict=True))
+        held.setdefault(p.num_local_experts, mine)
         for stack in (tensor.mT, tensor) if self._flips(part, tensor) else (tensor,):
-            if stack.dim() and len(stack) in stacks and fits(stack.shape[1:], shape, part):
-                yield from zip(stacks[len(stack)], stack.unbind(), strict=True)
+            if stack.dim() and len(stack) in held and fits(stack.shape[1:], shape, part):
+                for ids, each in zip(held[len(stack)], stack.unbind(), strict=True):
+                    yield *ids, each
                 return
         hint = ""
         if tuple(tensor.shape[-2:]) == shape[::-1]:

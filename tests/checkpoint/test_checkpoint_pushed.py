@@ -272,6 +272,18 @@ def test_a_stack_of_this_ranks_experts() -> None:
     assert torch.equal(weights.w13, torch.cat([stacks["w1"], stacks["w3"]], 1)[2:])
 
 
+def test_a_stack_of_this_ranks_experts_in_another_placement() -> None:
+    """Round-robin placements, and what eplb has moved, leave a rank with other experts."""
+    stacks, held = random_stacks(), [3, 1, 3]
+    problem = problem_for(parallel=ParallelConfig(ep_size=2, ep_rank=1), num_redundant_experts=2)
+    pushed = loader(problem, experts=held)
+    for shard, stack in stacks.items():
+        assert pushed.push("weight", shard, 3, stack[held])
+    weights = pushed.finish()
+    assert torch.equal(weights.w2, stacks["w2"][held])
+    assert torch.equal(weights.w13, torch.cat([stacks["w1"], stacks["w3"]], 1)[held])
+
+
 def test_experts_of_other_ranks_are_not_needed() -> None:
     problem = problem_for(parallel=ParallelConfig(ep_size=2, ep_rank=1), num_redundant_experts=2)
     pushed = loader(problem)  # physical 3, 4, 5: experts 3, 0, 1
