@@ -17,7 +17,7 @@ import torch
 
 from moekit.checkpoint import formats
 from moekit.checkpoint.formats import Format, Grid
-from moekit.checkpoint.probe import Probe, config_group
+from moekit.checkpoint.probe import Probe, config_group, nearest_group
 from moekit.checkpoint.schema import QUANTIZATION
 from moekit.checkpoint.targets import Matcher
 from moekit.errors import WeightsError
@@ -26,6 +26,8 @@ from moekit.untrusted.arguments import MAX_WIDTH, NAME, accept, instance, option
 from moekit.untrusted.files import shown
 
 _FP8 = torch.float8_e4m3fn
+# What models call an expert's down projection.
+_DOWN = ("down_proj", "w2")
 _METHODS = ("fp8", "fbgemm_fp8", "modelopt", "gptq", "awq", "compressed-tensors", "mxfp4")
 _KINDS = {
     "config": optional(instance("a quantization_config (a mapping)", Mapping)),
@@ -66,7 +68,9 @@ def declared_format(
         raise WeightsError(f"quantization_config has {named}, expected {' or '.join(_METHODS)}")
     if method == "mxfp4":
         return formats.fp4_bytes("mxfp4", "weight", 32)
-    down, n, k = f"{module}.0.down_proj", hidden_size, intermediate_size
+    called = [f"{module}.0.{name}" for name in _DOWN]
+    down = max(called, key=lambda name: nearest_group(config, name)[0])
+    n, k = hidden_size, intermediate_size
     make = {"gptq": _gptq, "awq": _awq, "modelopt": _modelopt, "compressed-tensors": _compressed}
     tensors = _tensors(make.get(method, _fp8)(config, down), n, k)
     if method == "gptq":
@@ -112,7 +116,7 @@ def _left_out(config: Mapping[str, Any], module: str) -> bool:
     patterns with wildcards, as ModelOpt writes them.
     """
     entries = [config.get(key) for key in SKIPPED]
-    names, matcher = (module, f"{module}.0.down_proj"), Matcher()
+    names, matcher = (module, *(f"{module}.0.{name}" for name in _DOWN)), Matcher()
     for entry in itertools.chain.from_iterable(e for e in entries if isinstance(e, list)):
         if not isinstance(entry, str):
             continue

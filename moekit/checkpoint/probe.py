@@ -310,12 +310,16 @@ def config_group(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     Raises:
         WeightsError: A target is no regular expression that moekit supports.
     """
-    groups, matcher = config.get("config_groups"), Matcher()
+    return nearest_group(config, module)[1]
 
-    def nearness(group: Mapping[str, Any]) -> int:
-        return max((_nearness(t, module, matcher) for t in group.get("targets") or ()), default=0)
 
-    return max(groups.values(), key=nearness) if groups else {}
+def nearest_group(config: Mapping[str, Any], module: str) -> tuple[int, Mapping[str, Any]]:
+    """Return how closely a target of `config_group` names the module, and that group."""
+    matcher, found = Matcher(), (-1, dict[str, Any]())
+    for group in (config.get("config_groups") or {}).values():
+        near = [_nearness(target, module, matcher) for target in group.get("targets") or ()]
+        found = max(found, (max(near, default=0), group), key=lambda each: each[0])
+    return found
 
 
 def _nearness(target: str, module: str, matcher: Matcher) -> int:

@@ -468,7 +468,7 @@ def test_configs_that_moekit_does_not_know(config: dict[str, Any], message: str)
     "ignore",
     ["layers.3.mlp.experts", "layers.3.mlp.experts.0.w1", "re:.*3", "layers.3.mlp", "layers.3",
      r"re:layers\.3\..*experts\.\d+\.down_proj$", "layers.3.*", "*.3.mlp.experts*",
-     "layers.3.mlp.experts.*"],
+     r"re:layers\.3\..*experts\.\d+\.w[123]$", "layers.3.mlp.experts.*"],
 )  # fmt: skip
 def test_modules_that_a_config_leaves_out(ignore: str) -> None:
     said = FP8 | dict(modules_to_not_convert=["lm_head", "*.mlp.gate", "re:.*mlp.gate$", ignore])
@@ -479,11 +479,13 @@ def test_modules_that_a_config_leaves_out(ignore: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [r"re:.*mlp\.experts\.\d+\.down_proj$", r"re:.*experts.*", "down_proj"]
-)
+    "target",
+    [r"re:.*mlp\.experts\.\d+\.down_proj$", r"re:.*experts.*", "down_proj",
+     r"re:.*experts\.\d+\.w[123]$", "w2"],
+)  # fmt: skip
 def test_a_config_group_of_the_experts(target: str) -> None:
     """Its targets name an expert's Linear as checkpoints do."""
-    groups = {"a": ct(8)["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}}
+    groups = {"a": ct(8)["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*", "Linear"]}}
     groups["b"] = ct(4, group=32)["config_groups"]["group_0"] | {"targets": [target]}
     found = declared_format(ct(4) | {"config_groups": groups}, 128, 256, "layers.3.mlp.experts")
     assert (found.dtype, found.group) == ("int4", (1, 32))
