@@ -19,7 +19,8 @@ _SILU = (
     "llada-moe", "llama", "llama4", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe",
     "qwen3moe", "qwen3next", "qwen3vlmoe",
 )  # fmt: skip
-_OTHERS = {"gpt-oss": "swigluoai", "grok": "gelu", "nemotron_h_moe": "relu2"}
+# ggml's gelu is the approximation by tanh; its gelu_erf is the exact one.
+_OTHERS = {"gpt-oss": "swigluoai", "grok": "gelu_pytorch_tanh", "nemotron_h_moe": "relu2"}
 _ACTIVATIONS = dict.fromkeys(_SILU, "silu") | _OTHERS
 # Architectures that moekit treats differently, by the name that transformers has for them.
 _MODEL_TYPES = {"gpt-oss": "gpt_oss", "llama4": "llama4_text"}

@@ -241,6 +241,11 @@ def test_gpt_oss(rng: Any, tmp_path: Path) -> None:
     assert_close(out, oracle(x, dense, routing, plain), problem)
 
 
+def test_grok_has_ggmls_gelu(rng: Any, tmp_path: Path) -> None:
+    path, _ = write(tmp_path, rng, MIXED, arch="grok")
+    assert detect(path).activation.name == "gelu_tanh"
+
+
 def test_a_block_that_no_scheme_holds(rng: Any, tmp_path: Path) -> None:
     path, tensors = write(tmp_path, rng, ("Q8_0",) * 3)
     data, _ = tensors["blk.0.ffn_down_exps.weight"]
