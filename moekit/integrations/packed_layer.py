@@ -160,8 +160,12 @@ class Layer:
         if packed is None or packed.seen != _seen(module, dtype, top_k):
             with _lock:
                 packed = self.packed  # another thread may have packed it while this one waited
-                if packed is None or packed.seen != _seen(module, dtype, top_k):
-                    self._drop()  # before packing, so that there is only one packed copy
+                seen, freed = _seen(module, dtype, top_k), _freed(module)
+                if freed and packed is not None and packed.seen[1:] == seen[1:]:
+                    return packed  # which converts inputs of another dtype
+                if packed is None or packed.seen != seen:
+                    if not freed:  # there is nothing to pack again, and packing says so
+                        self._drop()  # before packing, so that there is only one packed copy
                     del packed
                     packed = self.packed = self._pack(module, dtype, top_k, on_input)
                     self.graph_safe = not graphs.unsupported(packed.kernel)

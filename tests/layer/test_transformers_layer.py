@@ -295,6 +295,23 @@ def test_freed_parameters() -> None:
     integration.uninstall()
 
 
+def test_freed_parameters_serve_inputs_of_other_dtypes() -> None:
+    """Under autocast, and afterwards. A call with another top-k fails, and loses no weights."""
+    integration.install(free_original=True)
+    model = make(hfm.GPT_OSS)
+    module = model.model.layers[0].mlp.experts
+    ids, weights = torch.rand(5, 8).topk(2).indices, torch.rand(5, 2)
+    x = torch.randn(5, 96)
+    want = module(x, ids, weights)
+    assert module.gate_up_proj.is_meta
+    low = module(x.bfloat16(), ids, weights)
+    assert low.dtype == torch.bfloat16
+    assert (low - want).norm() < 2e-2 * want.norm()
+    with pytest.raises(WeightsError, match="load the model again"):
+        module(x, ids[:, :1], weights[:, :1])
+    assert torch.equal(module(x, ids, weights), want)
+
+
 def test_parameters_that_are_read_in_place_are_not_freed() -> None:
     integration.install(free_original=True)
     model = make(hfm.QWEN3_MOE)
