@@ -42,6 +42,7 @@ from moekit.problem import ActivationFormat
 from moekit.problem.problem import summary
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
+from moekit.runtime.agreement import exchange
 from moekit.runtime.calls import Flow, calls_of
 from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
 from moekit.runtime.device import elsewhere, on_device
@@ -361,10 +362,15 @@ class ModularKernel:
         """
         num_tokens, device = check_tokens(num_tokens), checks.device_of(weights)
         powers = (1 << n for n in range(num_tokens.bit_length()))
-        # The largest first: the workspace grows once, and memory that is too small fails at once.
-        sizes = sorted({*powers, *self.experts.largest_calls(num_tokens)}, reverse=True)
+        sizes = {*powers, *self.experts.largest_calls(num_tokens)}
+        if (group := self.dispatcher.group) is not None:
+            # Ranks with one expert more may name other sizes, and all must make the same calls.
+            mine = " ".join(map(str, sizes))
+            for said in exchange(f"warm up with {num_tokens} tokens", mine, group):
+                sizes.update(map(int, said.split()))
         with self.experts.tuning():
-            for step, tokens in enumerate(sizes):
+            # The largest first: the workspace grows once, and too little memory fails at once.
+            for step, tokens in enumerate(sorted(sizes, reverse=True)):
                 begin = time.perf_counter()
                 self._random_call(weights, tokens, device)
                 if (seconds := time.perf_counter() - begin) > 1:

@@ -19,6 +19,7 @@ from group_faults_on_ranks import (
     one_group,
     serve,
     two_threads,
+    warmup_of_other_sizes,
 )
 
 from moekit.testing.distributed import RankPool
@@ -81,6 +82,13 @@ def test_checked_on_some_ranks_only(pool) -> None:
     for text, again in pool.run(checked_differs):
         assert "ranks disagree on checked: True on ranks [0], False on ranks [1]" in text
         assert again == "right"
+
+
+def test_ranks_warm_up_with_the_same_calls(pool) -> None:
+    """A rank with one expert more may have launch plans for other numbers of tokens."""
+    for rank, (sizes, other) in enumerate(pool.run(warmup_of_other_sizes)):
+        assert sizes == [5, 4, 3, 2, 1]
+        assert other.startswith(f"rank {rank} is at 'warm up with {5 + rank} tokens'")
 
 
 def test_a_rank_that_fails_to_choose(pool) -> None:

@@ -186,6 +186,22 @@ def checked_differs(rank: int, world_size: int) -> tuple[str, str]:
     return "no error", ""
 
 
+def warmup_of_other_sizes(rank: int, world_size: int) -> tuple[list[int], str]:
+    """Return the sizes of warm-up calls, and the error where ranks name other numbers of tokens.
+
+    Rank 1's experts name one size more than rank 0's.
+    """
+    layer, sizes = Layer(dist.new_group(), 2.0), []
+    layer.kernel.experts.largest_calls = lambda num_tokens: (num_tokens, 3)[: 1 + rank]
+    layer.kernel._random_call = lambda weights, tokens, device: sizes.append(tokens)
+    layer.kernel.warmup(layer.packed, 5)
+    try:
+        layer.kernel.warmup(layer.packed, 5 + rank)
+    except PeerFailed as error:
+        return sizes, str(error)
+    return sizes, "no error"
+
+
 def choosing_fails(rank: int, world_size: int) -> tuple[str, float]:
     """Let rank 1 raise no MoekitError while it chooses backends; return every error, and when."""
 
