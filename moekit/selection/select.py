@@ -116,15 +116,20 @@ def compose(
     tokens = made.dispatcher
     if tokens is None:
         tokens = create(made.dispatcher_class, made.dispatcher_spec, problem, group)
-        check_experts(made.experts, check_dispatcher(tokens))
-    return ModularKernel(
-        tokens,
-        made.experts,
-        workspace=workspace,
-        explanation=made.explanation,
-        checked=checked,
-        peer_timeout=peer_timeout,
-    )
+    try:
+        if moves:
+            check_experts(made.experts, check_dispatcher(tokens))
+        return ModularKernel(
+            tokens,
+            made.experts,
+            workspace=workspace,
+            explanation=made.explanation,
+            checked=checked,
+            peer_timeout=peer_timeout,
+        )
+    except BaseException:
+        tokens.destroy()  # nobody else could free its buffers
+        raise
 
 
 # -- making ----------------------------------------------------------------------------------------

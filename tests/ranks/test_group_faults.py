@@ -79,9 +79,10 @@ def test_the_others_hear_of_an_x_that_is_no_tensor(pool) -> None:
 
 
 def test_checked_on_some_ranks_only(pool) -> None:
-    for text, again in pool.run(checked_differs):
+    for text, again, destroyed in pool.run(checked_differs):
         assert "ranks disagree on checked: True on ranks [0], False on ranks [1]" in text
         assert again == "right"
+        assert destroyed == 1, "a dispatcher keeps its buffers for a kernel that nobody has"
 
 
 def test_ranks_warm_up_with_the_same_calls(pool) -> None:

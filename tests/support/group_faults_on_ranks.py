@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moekit import ExpertWeights, MoEProblem, ParallelConfig, compose
 from moekit.backends.reference import oracle
-from moekit.contract import Routing
+from moekit.contract import PrepareAndFinalize, Routing
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.kernel import ModularKernel
 from moekit.runtime.workspace import Workspace
@@ -177,13 +177,17 @@ def no_tensor(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def checked_differs(rank: int, world_size: int) -> tuple[str, str]:
-    group = dist.new_group()
+def checked_differs(rank: int, world_size: int) -> tuple[str, str, int]:
+    """Return the error, the next kernel's call, and how many dispatchers were destroyed."""
+    group, destroy, destroyed = dist.new_group(), PrepareAndFinalize.destroy, []
+    PrepareAndFinalize.destroy = lambda self: destroyed.append(self)
     try:
         Layer(group, 5.0, checked=rank == 0)
     except GroupMismatch as error:
-        return str(error), Layer(group, 5.0).call()
-    return "no error", ""
+        return str(error), Layer(group, 5.0).call(), len(destroyed)
+    finally:
+        PrepareAndFinalize.destroy = destroy
+    return "no error", "", 0
 
 
 def warmup_of_other_sizes(rank: int, world_size: int) -> tuple[list[int], str]:
