@@ -6,6 +6,8 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -216,6 +218,40 @@ def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
     others[0] = "RuntimeError: no room"
     with pytest.raises(BackendError, match="rank 1: RuntimeError: no room"):
         open_memory(64, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_two_threads_open_memory(monkeypatch, before: str | None) -> None:
+    """The first thread ends while the second one is about to meet the ranks of its group."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    for name in buffers._TORCH:
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+    inside = {group: threading.Event() for group in ("one", "other")}
+    ended, seen = threading.Event(), []
+
+    def rendezvous(memory, group: str):
+        inside[group].set()
+        assert (inside["other"] if group == "one" else ended).wait(20.0)
+        seen.append([buffers.os.environ.get(name) for name in buffers._TORCH])
+        return SimpleNamespace(buffer_ptrs=[])
+
+    def use(group: str) -> None:
+        if group == "other":
+            assert inside["one"].wait(20.0)
+        open_memory(64, group, torch.device("cpu"))
+        ended.set()
+
+    monkeypatch.setattr(buffers, "_check_reach", lambda *_: None)
+    monkeypatch.setattr(buffers, "exchange", lambda what, mine, group: [mine])
+    monkeypatch.setattr(symmetric, "empty", lambda nbytes, **_: torch.empty(nbytes))
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(use, ("one", "other")))
+    assert seen == [["1", "1"]] * 2
+    assert [buffers.os.environ.get(name) for name in buffers._TORCH] == [before] * 2
 
 
 def test_buffers_in_flight(monkeypatch) -> None:

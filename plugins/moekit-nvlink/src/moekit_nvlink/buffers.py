@@ -6,7 +6,8 @@ import ctypes
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +136,7 @@ def open_memory(
 
     _check_reach(group, device)
     memory, fault = torch.empty(0), ""
-    with _variables(_TORCH):
+    with _torch_variables():
         try:
             memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # the other ranks would wait for this one's address
@@ -199,17 +200,27 @@ def _reaches(mine: int, other: int) -> bool:
 # multicast, which some hosts announce and lack.
 _TORCH = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
+_lock = threading.Lock()  # never held while this rank waits for others
+_inside = 0  # threads in `_torch_variables`
+_before: dict[str, str | None] = {}
+
 
 @contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and put back what they were."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _torch_variables() -> Iterator[None]:
+    """Set `_TORCH`. Of threads that are inside at once, the last one puts back what was before."""
+    global _inside
+    with _lock:
+        if not _inside:
+            _before.update((name, os.environ.get(name)) for name in _TORCH)
+            os.environ.update(_TORCH)
+        _inside += 1
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        with _lock:
+            _inside -= 1
+            for name, value in _before.items() if not _inside else ():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
