@@ -69,7 +69,7 @@ class InFlight(Pending[Tensor]):
         outs = first.result(), second.result()
 
     `result` runs what was not run. Call both on the stream that the call was started on, in any
-    thread.
+    thread. Take the result also where a later start raises: a dropped call keeps its buffer.
     """
 
     def __init__(self, run: Callable[[], Pending[Tensor]]) -> None:
