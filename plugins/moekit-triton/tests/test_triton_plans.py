@@ -437,13 +437,15 @@ def test_plans_of_a_batch_invariant_problem(device, quant) -> None:
     assert len(plans) > 1  # the default mode chooses by tokens
 
 
+@pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("quant", ["none", "fp8_block"])
-def test_warmup_calls_every_plan(quant) -> None:
+def test_warmup_calls_every_plan(quant, batches) -> None:
     """Plans of this shape change twice between some powers of two."""
     p = problem(num_experts=64, top_k=6, hidden_size=2048, intermediate_size=1408, quant=quant)
+    p = p.replace(parallel=ParallelConfig(ep_size=batches))
     experts = TritonExperts(registry().expert("triton"), p)
     called = experts.largest_calls(8000)
     assert called[0] == 8000 and len(set(called)) == len(called) <= 16
-    assert {experts.plan(tokens, 6) for tokens in called} == {
-        experts.plan(tokens, 6) for tokens in range(1, 8001)
+    assert {experts.plan(batches * tokens, 6) for tokens in called} == {
+        experts.plan(batches * tokens, 6) for tokens in range(1, 8001)
     }

@@ -71,10 +71,14 @@ class TritonExperts(_TritonExperts):
     """STANDARD, weighted and summed over K."""
 
     def largest_calls(self, num_tokens: int) -> Sequence[int]:
-        """Return ``num_tokens``, and below it a call of each launch plan: its kernels compile."""
-        calls: dict[StandardPlan | Batched, int] = {}
+        """Return ``num_tokens``, and below it a call of each launch plan: its kernels compile.
+
+        Rows of all batches of tokens may arrive here.
+        """
+        p, calls = self.problem, dict[StandardPlan | Batched, int]()
         while num_tokens:
-            calls.setdefault(self._planner.plan(num_tokens, self.problem.top_k), num_tokens)
+            plan = self._planner.plan(num_tokens * p.parallel.dp_size, p.top_k)
+            calls.setdefault(plan, num_tokens)
             num_tokens -= max(1, num_tokens // 64)
         return tuple(calls.values())
 
