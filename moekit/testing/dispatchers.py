@@ -250,6 +250,7 @@ class DispatcherConformance(Conformance):
         if not self._devices_for(processes):
             self._skip(f"{processes} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
         # Three ranks are a group of four processes: these exist already.
+        tasks = [(f, replace(job, spec=ranks.to_send(job.spec)), args) for f, job, args in tasks]
         pool = _pool(4 if processes == 3 and self._devices_for(4) else processes, kind)
         groups = [
             Members(each, pool.failures, copy)

@@ -36,8 +36,8 @@ def in_opposite_orders(rank: int, world_size: int, job: Job, wanted: Call, secon
         return _at_once(rank, what, step, seconds)
 
     def make(which: int) -> None:
-        problem, members = layers[which].problem, groups[which]
-        job.spec.load()(job.spec, problem, members.group).destroy()
+        spec, problem = layers[which].spec, layers[which].problem
+        spec.load()(spec, problem, groups[which].group).destroy()
 
     at_once("make dispatchers", make)
     made = [

@@ -7,13 +7,14 @@ runs it for one rank after the other.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,29 @@ def same_spec(spec: DispatcherSpec, other: DispatcherSpec) -> bool:
     another process does not equal the one there."""
     pairs = ((getattr(spec, f.name), getattr(other, f.name)) for f in fields(spec))
     return all(a == b or (callable(a) and callable(b)) for a, b in pairs)
+
+
+def to_send(spec: DispatcherSpec) -> DispatcherSpec:
+    """Return the spec as other processes get it: a stand-in for each lambda and local function.
+
+    A `Rank` needs the installed spec then.
+    """
+    functions = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    lost = [name for name, each in functions.items() if callable(each) and not _can_be_sent(each)]
+    changes: dict[str, Any] = dict.fromkeys(lost, _stand_in)
+    return replace(spec, **changes)
+
+
+def _can_be_sent(function: Callable[..., Any]) -> bool:
+    try:
+        pickle.dumps(function)
+    except Exception:
+        return False
+    return True
+
+
+def _stand_in(problem: MoEProblem) -> NoReturn:
+    raise AssertionError("a spec that was sent to a rank without its functions was used there")
 
 
 @dataclass(frozen=True)
@@ -150,6 +174,14 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, job: Job, *, checked: bool = True) -> None:
         cases.use_seed(job.seed)
+        self._backends = kit_registry(extra=[job.spec])
+        self.spec = self._backends.dispatcher(job.spec.name)
+        assert same_spec(self.spec, job.spec), "another backend of that name is installed"
+        lost = [f.name for f in fields(self.spec) if getattr(self.spec, f.name) is _stand_in]
+        assert not lost, (
+            f"{self.spec.name}'s {' and '.join(lost)} cannot be sent to rank processes, as lambdas "
+            "and local functions: use functions of a module, or install the backend's package"
+        )
         self.rank, self.world_size, self.job = rank, world_size, job
         parallel, tp = job.problem.parallel, job.problem.parallel.tp_size
         self.problem = job.problem.replace(
@@ -183,17 +215,14 @@ class Rank:
             raise AssertionError(self._faults[0])
 
     def compose(self, problem: MoEProblem, *, checked: bool = True) -> ModularKernel:
-        backends = kit_registry(extra=[self.job.spec])
-        installed = backends.dispatcher(self.job.spec.name)
-        assert same_spec(installed, self.job.spec), "another backend of that name is installed"
         group = None if self.job.members is None else self.job.members.group
         with unchanged_process():
             return compose(
                 problem,
-                self.job.spec.name,
+                self.spec.name,
                 self.job.experts,
                 group=group,
-                backends=backends,
+                backends=self._backends,
                 workspace=Workspace(),
                 checked=checked,
             )
@@ -475,8 +504,8 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
         f"rank {rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
         "rest in buffer_bytes() or transient_bytes()",
     )
-    if job.spec.footprint is not None and not r.alone:
-        _check_footprint(r, job.spec.footprint(r.problem))
+    if r.spec.footprint is not None and not r.alone:
+        _check_footprint(r, r.spec.footprint(r.problem))
     r.kernel.destroy()
     kept: list[ModularKernel] = []
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conformance_catches import suite
+from moekit_naive.dispatcher import NaiveDispatcher
 
 import moekit
 from moekit import MoEProblem
@@ -35,7 +37,8 @@ from moekit.testing import (
 from moekit.testing.calls import same_bits
 from moekit.testing.compare import Errors, complain
 from moekit.testing.diagnose import check_negative_controls
-from moekit.testing.ranks import same_spec
+from moekit.testing.distributed import RankError
+from moekit.testing.ranks import same_spec, to_send
 
 pytest_plugins = "pytester"
 
@@ -358,6 +361,14 @@ def test_a_spec_is_known_again_in_another_process():
     assert sent != spec and same_spec(sent, spec)
     for change in ({"target": "acme:Acme"}, {"priority": 7}, {"check": None}):
         assert not same_spec(replace(sent, **change), spec)
+
+
+def test_a_spec_with_a_lambda_is_sent_without_it():
+    spec = replace(registry().dispatcher("naive"), check=lambda problem: [])
+    sent = pickle.loads(pickle.dumps(to_send(spec)))
+    assert same_spec(sent, spec) and sent.footprint is spec.footprint
+    with pytest.raises(RankError, match="suspect's check cannot be sent to rank processes, as lam"):
+        suite(NaiveDispatcher, "naive", check=spec.check).test_tokens_per_rank("one_each", 2)
 
 
 def test_run_of_an_unknown_name():
