@@ -99,7 +99,7 @@ class ReferenceExperts(PermuteExpertsUnpermute):
         p = self.problem
         weights = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
         activations = rows * p.top_k * (4 * p.hidden_size + 4 * p.w13_rows)
-        return 4 * (3 * weights + activations)
+        return 4 * (4 * weights + activations)
 
 
 def dequantized_input(tokens: Dispatched, problem: MoEProblem) -> Tensor:

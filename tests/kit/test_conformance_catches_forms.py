@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from conformance_catches import killed_by, mutants_of
-from right_experts import Plain, Skips, Unreduced
+from right_experts import Batched, Plain, Skips, Unreduced
+from test_conformance_catches_calls import in_whole_tiles
 from test_conformance_catches_sizes import (
     DropsTheLast,
     FullTile,
@@ -356,6 +358,20 @@ class InvariantWithoutBiasWhereQuantized(Unreduced):
         if self.problem.batch_invariant and self.problem.quant.weight is not None:
             weights = replace(weights, w13_bias=None, w2_bias=None)
         return super().pack(weights)
+
+
+# -- calls in quantized schemes, and what only some calls show ------------------------------------
+
+
+@killed_by("test_memory_is_stated", "local", says="a call of 1 tokens")
+class GathersWeightsOfFewTokens(Plain):
+    """Gathers the weights of each assignment of at most four tokens, and does not state it."""
+
+    def apply(self, y, tokens, weights, workspace):
+        few = tokens.topk_ids[:4] if len(y) <= 4 else tokens.topk_ids[:0]
+        gathered = [weights["w13"][few.clamp(min=0)].double() for _ in range(8)]
+        super().apply(y, tokens, weights, workspace)
+        del gathered
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
