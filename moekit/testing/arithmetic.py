@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -28,7 +27,7 @@ from moekit.testing.calls import (
 )
 from moekit.testing.cases import ROUTINGS, SIGNED, Case, make_case, random_weights
 from moekit.testing.diagnose import assert_close, check_negative_controls
-from moekit.testing.experts_base import TOKENS, ExpertsBase, sizes_of
+from moekit.testing.experts_base import TOKENS, ExpertsBase, one_of_each_kind, sizes_of
 
 _COMBINATIONS = 6
 
@@ -55,16 +54,6 @@ _INPUT_FORMS = [
     if wire != ROW_SCALES or name in _PER_TENSOR_INPUT  # others always have them
 ]
 _ACT_ORDER = [n for n, s in SCHEMES.items() if s.weight is not None and s.weight.act_order]
-
-
-def one_of_each_kind(schemes: Iterable[str]) -> list[str]:
-    """Return the first of the schemes that have the same tolerance and the same mistakes."""
-    kinds: dict[object, str] = {}
-    for name in schemes:
-        weight, activation = SCHEMES[name].weight, SCHEMES[name].activation
-        ordered = weight is not None and weight.act_order
-        kinds.setdefault((weight is None, activation and activation.dtype, ordered), name)
-    return list(kinds.values())
 
 
 class ExpertsNumbers(ExpertsBase):

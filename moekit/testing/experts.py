@@ -18,7 +18,7 @@ from moekit.problem.activation import GATED
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.runtime.workspace import Workspace
 from moekit.testing import cases
-from moekit.testing.arithmetic import ExpertsNumbers, one_of_each_kind
+from moekit.testing.arithmetic import ExpertsNumbers
 from moekit.testing.base import over
 from moekit.testing.calls import (
     AROUND,
@@ -37,6 +37,7 @@ from moekit.testing.calls import (
 )
 from moekit.testing.cases import device_of, make_case, random_weights
 from moekit.testing.diagnose import assert_close
+from moekit.testing.experts_base import one_of_each_kind
 from moekit.testing.invariance import ExpertsInvariance, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
 from moekit.testing.sizes import ExpertsSizes
@@ -119,15 +120,15 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         A backend may keep what its largest call needed, but it must not keep more after more calls,
         of fewer tokens each.
         """
-        problem = self._problem()
-        kernel = self._compose(problem, self._native)
-        case = make_case(problem, 1 if self._interpreted else 5)
+        problems = self._one_of_each_kind()
+        kernels = [self._compose(problem, self._native) for problem in problems]
+        made = [make_case(problem, 1 if self._interpreted else 5) for problem in problems]
 
         def left(times: int) -> int:
-            return measure(case.x.device, lambda: calls(times))[1]
+            return measure(made[0].x.device, lambda: calls(times))[1]
 
         def calls(times: int) -> None:
-            for fewer in range(times):
+            for fewer, (kernel, case) in product(range(times), zip(kernels, made, strict=True)):
                 packed = kernel.pack(case.weights._map(torch.clone))
                 some = rows_of(case, slice(max(1, len(case.x) - fewer)))
                 routing = Routing(some.routing.topk_weights.clone(), some.routing.topk_ids.clone())
@@ -139,28 +140,29 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
 
     def test_weights_in_turns(self) -> None:
         """One kernel serves several layers, each with its own weights, and two share weights."""
-        problem = self._problem()
-        kernel, other = (self._compose(problem, self._native) for _ in range(2))
-        layers = [random_weights(problem, key) for key in (1, 2)]
-        packed = [pack(kernel, weights) for weights in layers]
-        for turn, (layer, using) in enumerate(((0, kernel), (1, kernel), (0, other))):
-            case = make_case(problem, 5, key=turn, weights=layers[layer])
-            out = using(case.x, packed[layer], case.routing)
-            assert_close(out, case.reference(), problem, f"call {turn}, weights {layer}", case=case)
+        for problem in self._one_of_each_kind():
+            kernel, other = (self._compose(problem, self._native) for _ in range(2))
+            layers = [random_weights(problem, key) for key in (1, 2)]
+            packed = [pack(kernel, weights) for weights in layers]
+            for turn, (layer, using) in enumerate(((0, kernel), (1, kernel), (0, other))):
+                case = make_case(problem, 5, key=turn, weights=layers[layer])
+                out, what = using(case.x, packed[layer], case.routing), f"weights {layer}"
+                assert_close(out, case.reference(), problem, f"call {turn}, {what}", case=case)
 
     def test_weights_change_in_place(self) -> None:
         """Experts move between ranks by copies into packed weights that are in use."""
         if not self._spec().movable:
             self._skip("the spec declares its packed weights not movable")
-        problem = self._problem()
-        kernel = self._compose(problem, self._native)
-        packed = pack(kernel, random_weights(problem))
-        for turn in range(2):
-            case = make_case(problem, 5, weights=random_weights(problem, turn))
-            for name, tensor in pack(kernel, case.weights).experts.items():
-                packed.experts[name].copy_(tensor)
-            out = kernel(case.x, packed, case.routing)
-            assert_close(out, case.reference(), problem, f"weights {turn} in place", case=case)
+        for problem in self._one_of_each_kind():
+            kernel, weights = self._compose(problem, self._native), random_weights(problem)
+            packed = pack(kernel, weights)
+            for turn in range(2):
+                order = torch.arange(problem.num_local_experts).roll(turn)
+                case = make_case(problem, 5, weights=weights.select(order))
+                for name, tensor in pack(kernel, case.weights).experts.items():
+                    packed.experts[name].copy_(tensor)
+                out = kernel(case.x, packed, case.routing)
+                assert_close(out, case.reference(), problem, f"weights {turn} in place", case=case)
 
     def test_kernels_in_turns(self) -> None:
         """Kernels for problems of the same sizes share nothing that changes their results."""
@@ -336,13 +338,10 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             self._skip("the spec does not declare deterministic")
         twice = ((1, 2), (self._T, 2))
         often = ((1, 4), (self._T, 4), (self._many_tokens, 2))
-        schemes = () if self._interpreted else one_of_each_kind(self._declared_schemes())
-        problems = [self._problem(), *(self._find_problem(quant=name) for name in schemes)]
-        for problem in [p for p in problems if isinstance(p, MoEProblem)]:
+        for index, problem in enumerate(self._one_of_each_kind()):
             kernel = self._compose(problem, self._native)
             packed = pack(kernel, random_weights(problem))
-            main = problem == problems[0]
-            for num_tokens, times in often if main and not self._interpreted else twice:
+            for num_tokens, times in twice if index or self._interpreted else often:
                 case = make_case(problem, num_tokens, "hot")
                 outs = [call(kernel, packed, case) for _ in range(times)]
                 assert all(same_bits(outs[0], out) for out in outs), "equal calls, different bits"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,16 @@ def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Si
         "hidden_size": hidden,
         "intermediate_size": intermediate,
     }
+
+
+def one_of_each_kind(schemes: Iterable[str]) -> list[str]:
+    """Return the first of the schemes that have the same tolerance and the same mistakes."""
+    kinds: dict[object, str] = {}
+    for name in schemes:
+        weight, activation = SCHEMES[name].weight, SCHEMES[name].activation
+        ordered = weight is not None and weight.act_order
+        kinds.setdefault((weight is None, activation and activation.dtype, ordered), name)
+    return list(kinds.values())
 
 
 class ExpertsBase(Conformance):
@@ -73,6 +83,16 @@ class ExpertsBase(Conformance):
 
     def _declared_schemes(self) -> list[str]:
         return [name for name in SCHEMES if name in self._spec().schemes]
+
+    def _one_of_each_kind(self) -> list[MoEProblem]:
+        """Return the main problem, and one for each other kind of declared schemes.
+
+        In Triton's interpreter the main problem only.
+        """
+        main = self._problem()
+        others = [] if self._interpreted else one_of_each_kind(self._declared_schemes())[1:]
+        found = [main, *(self._find_problem(quant=scheme) for scheme in others)]
+        return [problem for problem in found if isinstance(problem, MoEProblem)]
 
     @property
     def _native(self) -> str:

@@ -363,6 +363,41 @@ class InvariantWithoutBiasWhereQuantized(Unreduced):
 # -- calls in quantized schemes, and what only some calls show ------------------------------------
 
 
+@killed_by("test_weights_in_turns", says="call 1, weights 1")
+class FirstWeightsWhereQuantized(Plain):
+    """Dequantizes the weights of its first call, and keeps them."""
+
+    kept = None
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.quant.weight is not None:
+            weights = self.kept = self.kept or weights
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_weights_change_in_place", says="weights 1 in place")
+class DequantizedOnce(Plain):
+    """Dequantizes weights once, although experts move into them later."""
+
+    of, made = None, None
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.quant.weight is not None and self.of is not weights:
+            copies = {name: t.clone() for name, t in weights.experts.items()}
+            self.of, self.made = weights, replace(weights, experts=copies)
+        super().apply(y, tokens, weights if self.of is None else self.made, workspace)
+
+
+@killed_by("test_nothing_is_kept", says="bytes are left")
+class KeepsWeightsWhereQuantized(Plain):
+    """Keeps all weights that it has dequantized."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.quant.weight is not None:
+            self.__dict__.setdefault("kept", []).append(weights)
+        super().apply(y, tokens, weights, workspace)
+
+
 @killed_by("test_memory_is_stated", "local", says="a call of 1 tokens")
 class GathersWeightsOfFewTokens(Plain):
     """Gathers the weights of each assignment of at most four tokens, and does not state it."""
