@@ -23,6 +23,7 @@ from moekit.testing.calls import (
     SPARE_CAPACITY,
     call,
     check_call,
+    defaults,
     pack,
 )
 from moekit.testing.cases import ROUTINGS, SIGNED, Case, make_case, random_weights
@@ -72,14 +73,18 @@ class ExpertsNumbers(ExpertsBase):
         """In the main form; and on the second of ranks with shares of the experts and of I, with a
         bias, the other kind of activation and another dtype.
 
-        Some tokens are far from 1, so that scales must follow them.
+        Some tokens are far from 1, so that scales must follow them, in a call in which torch has
+        another default dtype and device.
         """
         problem = self._problem(quant=scheme)
         self._check_counts(problem, "masked", invariant=False)
         if self._interpreted:
             return
         large = cases.scaled(make_case(problem, 3), 2.0**12)
-        check_call(self._compose(problem, self._native), large)
+        with defaults(torch.bfloat16, large.x.device):
+            kernel = self._compose(problem, self._native)
+            out = call(kernel, pack(kernel, large.weights), large)
+        assert_close(out, large.reference(), problem, "output with other defaults", case=large)
         spec, main = self._spec(), self._main
         others = (NON_GATED if main["activation"] in GATED else GATED) & spec.activations
         changes: dict[str, Any] = {"activation": min(others)} if others else {}

@@ -150,8 +150,8 @@ class ScalesOfAllSlices(Packs):
         L, N, groups = tensor.shape
         p, columns = self.problem, self.problem.quant.weight.group[1]
         each = -(-p.intermediate_size // columns) if p.parallel.tp_size > 1 else groups
-        place = (torch.arange(N)[:, None] * each + torch.arange(groups)) % (N * groups)
-        return tensor.view(L, -1)[:, place]
+        row, group = torch.arange(N, device="cpu"), torch.arange(groups, device="cpu")
+        return tensor.view(L, -1)[:, (row[:, None] * each + group) % (N * groups)]
 
 
 @killed_by("test_scheme", "int8_w8a16")
@@ -395,6 +395,18 @@ class KeepsWeightsWhereQuantized(Plain):
     def apply(self, y, tokens, weights, workspace):
         if self.problem.quant.weight is not None:
             self.__dict__.setdefault("kept", []).append(weights)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_scheme", "fp8_block", says="meta")
+@killed_by("test_scheme", "mxfp4_w4a16", says="meta")
+class TableOfTheDefaultDevice(Plain):
+    """Dequantizes by a table on torch's default device."""
+
+    def apply(self, y, tokens, weights, workspace):
+        codes = weights["w13"].view(torch.uint8)
+        if self.problem.quant.weight is not None:
+            assert (torch.arange(256, dtype=torch.uint8)[codes.long()] == codes).all()
         super().apply(y, tokens, weights, workspace)
 
 
