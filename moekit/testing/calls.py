@@ -353,20 +353,23 @@ def call(
     ``out`` itself.
 
     Args:
-        out: (T, H); default: a new tensor.
+        out: (T, H); default: a new tensor, behind which nothing may be written.
     """
     x, routing = case.x, case.routing
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
     packed_watch = Watch(**packed.experts, **packed.shared)
     guarded = PoisonedWorkspace()
     workspace, kernel.workspace = kernel.workspace, guarded
+    behind = x.new_empty(0)
     if out is None:
-        out = poison(torch.empty_like(x, memory_format=torch.contiguous_format))
+        whole = poison(x.new_empty(len(x) + AROUND, x.shape[1]))
+        out, behind = whole[: len(x)], whole[len(x) :]
     try:
         with unchanged_process(), poisoned_allocations():
             result = kernel(x, packed, routing, out=out)
     finally:
         kernel.workspace = workspace
+    assert bool(torch.isnan(behind).all()), "the call wrote behind its output"
     assert result.data_ptr() == out.data_ptr() and result.shape == out.shape, (
         "the call did not return the `out` it was given"
     )

@@ -410,6 +410,17 @@ class TableOfTheDefaultDevice(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
+@killed_by("test_scheme", "int8_w8a16", says="behind its output")
+@killed_by("test_scheme", "mxfp4_w4a16", says="behind its output")
+class WritesWholeTilesWhereQuantized(Plain):
+    """Writes the output's last tile of 16 rows whole, in quantized schemes."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if self.problem.quant.weight is not None:
+            in_whole_tiles(y)
+
+
 @killed_by("test_memory_is_stated", "local", says="a call of 1 tokens")
 class GathersWeightsOfFewTokens(Plain):
     """Gathers the weights of each assignment of at most four tokens, and does not state it."""
