@@ -55,16 +55,23 @@ def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> Non
 
 
 class QuantizedWire(LocalDispatcher):
-    """Checks the form of quantized tokens, on which other dispatchers rely."""
+    """Checks the form of quantized tokens, on which other dispatchers rely.
+
+    The experts must not modify the tokens that arrive.
+    """
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        pending = super().prepare(x_TH, routing, quantize)
+        tokens = super().prepare(x_TH, routing, quantize).result()
         if quantize is not None:
-            tokens = pending.result()
             check_quantized(tokens.x, tokens.x_scale, self.problem)
-        return pending
+        watch = Watch(x=tokens.x, x_scale=tokens.x_scale)
+        return Pending.ready(replace(tokens, handle=watch))
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        dispatched.handle.check("the experts", "the dispatcher's")
+        return super().finalize(y, dispatched, out_TH)
 
 
 class RowScales(LocalDispatcher):
@@ -142,7 +149,7 @@ class ThreeColumns(OneColumn):
 class SpareCapacity(LocalBatchedDispatcher):
     """Has more capacity than tokens, as dispatchers with room for all ranks' tokens do.
 
-    Rows arrive behind others of the same buffer.
+    Rows arrive behind others of the same buffer, and the experts must not modify them.
     """
 
     def prepare(
@@ -153,10 +160,14 @@ class SpareCapacity(LocalBatchedDispatcher):
         buffer = x_TH.new_empty((_BEFORE + L * (C + _SPARE), H))
         x_LCH = buffer[_BEFORE:].view(L, C + _SPARE, H)
         x_LCH[:, :C] = tokens.x
-        return Pending.ready(replace(tokens, x=x_LCH))
+        handle = tokens.handle, Watch(x=x_LCH, expert_num_tokens=tokens.expert_num_tokens)
+        return Pending.ready(replace(tokens, x=x_LCH, handle=handle))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        return super().finalize(y[:, : len(out_TH)].contiguous(), dispatched, out_TH)
+        handle, watch = dispatched.handle
+        watch.check("the experts", "the dispatcher's")
+        tokens = replace(dispatched, handle=handle)
+        return super().finalize(y[:, : len(out_TH)].contiguous(), tokens, out_TH)
 
     def max_rows(self, num_tokens: int) -> int:
         return num_tokens + _SPARE
@@ -249,9 +260,9 @@ class Watch:
     def weights(cls, weights: ExpertWeights) -> Watch:
         return cls(**weights.tensors())
 
-    def check(self, when: str) -> None:
+    def check(self, when: str, whose: str = "the caller's") -> None:
         changed = [n for n, t in self._tensors.items() if not torch.equal(bits(t), self._before[n])]
-        assert not changed, f"{when} modified the caller's {', '.join(changed)}"
+        assert not changed, f"{when} modified {whose} {', '.join(changed)}"
 
 
 def bits(tensor: Tensor) -> Tensor:

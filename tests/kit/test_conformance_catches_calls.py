@@ -491,7 +491,7 @@ class AtomicsForManyTokens(AtomicsForOneToken):
     LEAST, MOST = 65, 1 << 20
 
 
-@killed_by("test_two_calls_in_flight", says="call 0")
+@killed_by("test_two_calls_in_flight", says="modified the dispatcher's x")
 class QuantizesToOneBuffer(Plain):
     """Quantizes to memory that it keeps, and that the next call quantizes to."""
 

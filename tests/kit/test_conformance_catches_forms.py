@@ -432,6 +432,26 @@ class GathersWeightsOfFewTokens(Plain):
         del gathered
 
 
+@killed_by("test_spare_capacity", says="the experts modified the dispatcher's x")
+class PaddingMadeZero(Batched):
+    """Sets padding rows to zero in the dispatcher's memory."""
+
+    def apply(self, y, tokens, weights, workspace):
+        row = torch.arange(tokens.x.shape[1])
+        tokens.x[row >= tokens.expert_num_tokens[:, None]] = 0
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="the dispatcher's x_scale")
+class ScalesMultiplied(Plain):
+    """Multiplies the scales that arrive by another factor, in place."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        if tokens.x_scale is not None:
+            tokens.x_scale.mul_(2)
+
+
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
 def test_killed(mutant):
     mutant.check()
