@@ -190,7 +190,12 @@ class ExpertsBase(Conformance):
         problem = self._problem()
         made = self._spec().load()(self._spec(), problem)
         assert made.problem == problem and made.spec == self._spec()
+        for _ in range(2):  # a warm-up may happen twice
+            with made.tuning():
+                pass
         for rows in (0, 1, self._T):
             assert made.transient_bytes(rows) >= 0
+            named = made.largest_calls(rows)
+            assert all(0 <= n <= rows for n in named), f"a warm-up for {rows} tokens calls {named}"
             for buffer in made.workspace(rows):
                 assert buffer.nbytes >= 0

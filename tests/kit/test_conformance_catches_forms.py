@@ -452,6 +452,29 @@ class ScalesMultiplied(Plain):
             tokens.x_scale.mul_(2)
 
 
+@killed_by("test_constructor_keeps_spec_and_problem", says="a warm-up for")
+class WarmsUpWholeTiles(Plain):
+    """Names calls of whole tiles for a warm-up, more than max_num_tokens may allow."""
+
+    def largest_calls(self, num_tokens):
+        return (num_tokens, -(-num_tokens // 64) * 64)
+
+
+@contextmanager
+def tuning():
+    yield
+
+
+@killed_by("test_constructor_keeps_spec_and_problem", says="generator|args")
+class TunedOnce(Plain):
+    """Keeps a context for tuning that can be entered once."""
+
+    def __init__(self, spec, problem):
+        super().__init__(spec, problem)
+        once = tuning()
+        self.tuning = lambda: once
+
+
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
 def test_killed(mutant):
     mutant.check()
