@@ -342,6 +342,20 @@ def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
             torch.are_deterministic_algorithms_enabled(),
             torch.use_deterministic_algorithms,
         ),
+        "rounding of small numbers to zero": (
+            not bool(torch.full((), 1e-39, device="cpu") / 2),
+            torch.set_flush_denormal,
+        ),
+        **{
+            f"{name} of CUDA's products": (
+                getattr(torch.backends.cuda.matmul, name),
+                partial(setattr, torch.backends.cuda.matmul, name),
+            )
+            for name in (
+                "allow_bf16_reduced_precision_reduction",
+                "allow_fp16_reduced_precision_reduction",
+            )
+        },
         "use of oneDNN": (
             torch.backends.mkldnn.enabled,
             partial(setattr, torch.backends.mkldnn, "enabled"),

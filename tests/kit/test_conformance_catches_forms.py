@@ -475,6 +475,24 @@ class TunedOnce(Plain):
         self.tuning = lambda: once
 
 
+@killed_by("test_dtype", "float32", says="rounding of small numbers to zero")
+class FlushesSmallNumbers(Plain):
+    """Makes the process round small numbers to zero."""
+
+    def apply(self, y, tokens, weights, workspace):
+        torch.set_flush_denormal(True)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_dtype", "float32", says="allow_bf16_reduced_precision_reduction")
+class SumsOfAllInFloat32(Plain):
+    """Makes all of the process's products sum in float32."""
+
+    def __init__(self, spec, problem):
+        super().__init__(spec, problem)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
 def test_killed(mutant):
     mutant.check()
