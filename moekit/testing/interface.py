@@ -65,7 +65,7 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
     first, L = p.local_experts.start, p.num_local_experts
     x = tokens.x
     assert x.dtype == p.dtype and tokens.x_scale is None, "quantized without being asked to"
-    assert x.is_contiguous(), f"x has strides {x.stride()}, expected a contiguous tensor"
+    _check_contiguous(x)
     others = (tokens.topk_ids, tokens.topk_weights, tokens.expert_num_tokens)
     places = [t.device for t in others if t is not None]
     assert set(places) == {x.device}, f"x is on {x.device}, ids, weights or counts on {places}"
@@ -98,6 +98,10 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
     assert bool(((ids >= -1) & (ids < L)).all()), f"ids must be local or -1: {ids.tolist()}"
     for row, k in (ids >= 0).nonzero().tolist():
         yield delivery(x[row], int(ids[row, k]), float(weights[row, k]))
+
+
+def _check_contiguous(x: Tensor) -> None:
+    assert x.is_contiguous(), f"x has strides {x.stride()}, expected a contiguous tensor"
 
 
 def _identity(tokens: Dispatched) -> Tensor:
@@ -218,6 +222,7 @@ def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
         lambda x, valid: r.kernel.experts.quantize(x, r.packed, valid),
     ).result()
     check_quantized(tokens.x, tokens.x_scale, p)
+    _check_contiguous(tokens.x)
     y = torch.zeros((*tokens.x.shape[:-1], p.hidden_size), dtype=p.dtype, device=case.x.device)
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from abc import abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -43,6 +44,39 @@ class EightScaleColumns(OneScaleColumn):
 @pytest.mark.parametrize("wrong", [OneScaleColumn, EightScaleColumns])
 def test_scales_of_other_groups(wrong):
     caught_naive(wrong, "test_quantized_tokens", "fp8_block", 4, says="relative error")
+
+
+class RowsInTheirMessage(NaiveDispatcher):
+    """Leaves quantized rows in the message in which their scales arrived, too."""
+
+    def _arrived(self, x_RH, *args):
+        tokens = super()._arrived(x_RH, *args)
+        if tokens.x_scale is None:
+            return tokens
+        R, H = x_RH.shape
+        message = torch.zeros(R, H + 16, dtype=torch.uint8, device=x_RH.device)
+        message[:, :H] = x_RH.view(torch.uint8)
+        return replace(tokens, x=message.view(x_RH.dtype)[:, :H])
+
+
+def test_quantized_rows_that_are_not_contiguous():
+    test, says = "test_quantized_wire", "expected a contiguous tensor"
+    caught_naive(RowsInTheirMessage, test, "fp8_block", 2, says=says)
+
+
+class ScalesOnTheDefaultDevice(NaiveDispatcher):
+    """Receives scales in a tensor on torch's default device."""
+
+    def _arrived(self, *args):
+        tokens = super()._arrived(*args)
+        if tokens.x_scale is None:
+            return tokens
+        return replace(tokens, x_scale=torch.empty(tokens.x_scale.shape).copy_(tokens.x_scale))
+
+
+def test_scales_on_another_device():
+    test = "test_quantized_tokens"
+    caught_naive(ScalesOnTheDefaultDevice, test, "fp8_channel_token", 2, says="meta")
 
 
 class SixteenChoices(NaiveDispatcher):
