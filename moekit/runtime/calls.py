@@ -139,5 +139,5 @@ def _raised_or_pending(found: Pending[Tensor] | BaseException, flow: Flow) -> Pe
 
 def _combining(flow: Flow) -> Pending[Tensor]:
     combining = next(flow)
-    assert isinstance(combining, Pending)
+    assert isinstance(combining, Pending), "finalize must return a Pending"
     return combining

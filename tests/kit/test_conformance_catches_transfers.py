@@ -79,6 +79,18 @@ def test_scales_on_another_device():
     caught_naive(ScalesOnTheDefaultDevice, test, "fp8_channel_token", 2, says="meta")
 
 
+class ReturnsTheOutput(NaiveDispatcher):
+    """Returns its output from `finalize`, and not a `Pending`."""
+
+    def finalize(self, *args):
+        return super().finalize(*args).result()
+
+
+def test_output_that_is_no_pending():
+    says = "finalize must return a Pending"
+    caught_naive(ReturnsTheOutput, "test_tokens_per_rank", "even", 2, says=says)
+
+
 class SixteenChoices(NaiveDispatcher):
     """Drops a token's assignments from the 17th on."""
 
