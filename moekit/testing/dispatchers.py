@@ -444,7 +444,9 @@ class DispatcherConformance(Conformance):
             ),
             {"parallel": p.parallel},
         )
-        self._run(several, ranks.layers, self._problem(**changes))
+        alike = {"num_experts": 2 * p.num_experts, "top_k": 2 * p.top_k, "parallel": p.parallel}
+        for each in (changes, self._first(alike, {"parallel": p.parallel})):
+            self._run(several, ranks.layers, self._problem(**each))
 
     def test_two_calls_in_flight(self, world: int) -> None:
         """In the main form, and with tokens that travel quantized."""

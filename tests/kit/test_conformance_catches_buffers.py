@@ -129,6 +129,18 @@ class BufferOfTheFirstLayer(NaiveDispatcher):
         return tokens
 
 
+class BufferOfTheSameSize(NaiveDispatcher):
+    """Layers share what was made for the first of them that has rows as wide and as many."""
+
+    _columns: ClassVar[dict[Any, int]] = {}
+
+    def _arrived(self, x_RH, meta_RM, sizes):
+        p, tokens = self.problem, super()._arrived(x_RH, meta_RM, sizes)
+        key = self.group, p.hidden_size, p.max_num_tokens
+        tokens.topk_ids[:, self._columns.setdefault(key, p.top_k) :] = -1
+        return tokens
+
+
 class WidthOfTheFirstLayer(NaiveDispatcher):
     """Layers share receive buffers as wide as the first of them needs."""
 
@@ -189,6 +201,7 @@ class DestroyedForAll(NaiveDispatcher):
 def test_layers_that_share_buffers():
     test = "test_layers_in_turn"
     caught_naive(BufferOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
+    caught_naive(BufferOfTheSameSize, test, 2, says="layer 1.*: relative error")
     caught_naive(WidthOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
     caught_naive(RoomOfTheFirstLayer, test, 2, says="layer 1.*(relative error|exact zeros)")
     caught_naive(DestroyedForAll, test, 2, says="buffers are gone")
