@@ -38,7 +38,16 @@ PROBLEM = moekit.MoEProblem(
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
 
 
-class Turned(TorchExperts):
+class Copying(TorchExperts):
+    """Copies all weights in a call."""
+
+    def transient_bytes(self, rows):
+        p = self.problem
+        columns = p.num_local_experts * (p.w13_rows + p.local_intermediate_size)
+        return super().transient_bytes(rows) + columns * p.hidden_size * p.dtype.itemsize
+
+
+class Turned(Copying):
     """Packs transposed copies of the weights."""
 
     def pack(self, weights):
@@ -51,7 +60,7 @@ class Turned(TorchExperts):
         super().apply(y, tokens, replace(weights, experts=back), workspace)
 
 
-class Halved(TorchExperts):
+class Halved(Copying):
     """Packs gate and up as two views, and refuses tokens that its spec does not declare."""
 
     def pack(self, weights):

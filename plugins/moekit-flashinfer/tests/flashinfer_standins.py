@@ -7,6 +7,7 @@ library's place, in this process.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import itertools
@@ -48,6 +49,7 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(library, "two_sided", lambda: two_sided)
     put(library, "MEMORY_MODULE", "flashinfer_mnnvl")
     put(library, "fused_moe", lambda: fused_moe)
+    put(library, "autotune", contextlib.nullcontext)
 
 
 # -- memory of all ranks ----------------------------------------------------------------------
