@@ -359,6 +359,9 @@ class ModularKernel:
         ``num_tokens`` (kernels that change with the size change at most once per factor of two).
         Calls that take over a second are logged with their time. Collective: every rank must call
         it with the same ``num_tokens``.
+
+        Raises:
+            PeerFailed: A rank warms up for another number of tokens, or did not come.
         """
         num_tokens, device = check_tokens(num_tokens), checks.device_of(weights)
         powers = (1 << n for n in range(num_tokens.bit_length()))

@@ -109,10 +109,9 @@ class BatchedAsStandard(_Bridge):
         activation = p.quant.activation
         dtypes = [p.dtype] if activation is None else [p.dtype, activation.torch_dtype]
         widest = max(dtypes, key=lambda d: d.itemsize)
-        groups = 1 if activation is None else activation.scale_shape(1, p.hidden_size)[1]
         return (
             BufferSpec((batched_rows, p.hidden_size), widest),
-            BufferSpec((batched_rows, groups), torch.float32),
+            BufferSpec((batched_rows, max(1, p.scales_per_row)), torch.float32),
             BufferSpec(
                 (p.num_local_experts, rows, p.hidden_size), output_dtype(p, self.inner.spec)
             ),

@@ -36,8 +36,8 @@ _PIECE_BYTES = 4 << 20  # fp32 bytes of upcast weights that fit in second-level 
 _UPCAST_ROWS = 512  # rows that share one conversion, whose cost is small then
 # Most rows of the batched layout per assignment, or per expert, that memory may hold.
 BATCHED_ROWS_PER_ASSIGNMENT, BATCHED_ROWS_PER_EXPERT = 4, 8
-# Approximate time of the dozen small operations that sort, gather and sum by token.
-_SORTING_SECONDS = 100e-6
+# Approximate time of the small operations around `run_grouped` for one token.
+_AROUND_GROUPED_SECONDS = 100e-6
 # Calibration: the most weight elements of an expert (times of larger experts are scaled), and the
 # bytes of experts to cycle through, which exceed the caches if the layer's experts do.
 _MAX_ELEMENTS, _CYCLE_BYTES = 8 << 20, 64 << 20
@@ -144,9 +144,9 @@ class Choice:
         return method if alone or method != "native" else "right"
 
     def one_token_at_once(self, top_k: int) -> bool:
-        """Return whether one token's experts are faster all at once, sorting included."""
+        """Return whether `run_grouped` is faster for one token, with what is around it."""
         grouped = self._at_once.get("grouped", (math.inf,))[0]
-        return top_k * grouped + _SORTING_SECONDS < top_k * self._seconds[0]
+        return top_k * grouped + _AROUND_GROUPED_SECONDS < top_k * self._seconds[0]
 
     def at_once(self, counts: Sequence[int], batched_fits: bool) -> str | None:
         """Return the method that runs all experts at once, or None if a loop is faster.
@@ -524,7 +524,7 @@ def _one_token(
         z_SH = arena.take((len(used), x_1H.shape[1]), torch.float32)
         for row, (expert, _) in enumerate(used):
             run_expert(method, experts, expert, x_1H, z_SH[row : row + 1], arena)
-    if [k for _, k in used] != list(range(ids_1K.shape[1])):
-        weights_1K = weights_1K[:, [k for _, k in used]]
+    if (order := [k for _, k in used]) != list(range(ids_1K.shape[1])):
+        weights_1K = weights_1K[:, order]
     y_1H.copy_(weights_1K @ z_SH)
     arena.used = used_bytes

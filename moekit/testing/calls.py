@@ -48,7 +48,7 @@ def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> Non
     assert x.dtype == activation.torch_dtype, f"x is {x.dtype}, expected {activation.torch_dtype}"
     assert x.shape[-1] == columns, f"x has {x.shape[-1]} columns, expected {columns}"
     assert scale is not None and scale.dtype == torch.float32, "expected x_scale in float32"
-    allowed = {(*x.shape[:-1], activation.scale_shape(1, problem.hidden_size)[1])}
+    allowed = {(*x.shape[:-1], problem.scales_per_row)}
     if activation.per_tensor:
         allowed.add((1,) * x.dim())
     assert tuple(scale.shape) in allowed, f"x_scale is {tuple(scale.shape)}, expected {allowed}"

@@ -57,7 +57,8 @@ _AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
 # average, for weights of more than 8 bits and for 8 bits.
 _MOST_SHARING, _MOST_SHARING_8_BITS = 1.3, 1.5
-_SMALL_PROGRAMS_TO = 32768  # columns of GEMM 1's result
+# Up to so many elements of GEMM 1's result, its programs compute two columns of one assignment.
+_SMALL_PROGRAMS_TO = 32768
 # Rows per expert that the plans of batch-invariant problems are made for: tiles of 64 rows, whose
 # time is that of the weights for a few tokens, and tiles of 128.
 _INVARIANT_FEW, _INVARIANT_MANY = 48, 256
