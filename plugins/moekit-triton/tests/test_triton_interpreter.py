@@ -129,7 +129,7 @@ def check_products() -> None:
         a, b = torch.randn(m, k), torch.randn(k, n)
         places_m, places_n = torch.randperm(m), torch.randperm(n)
         whole = product(a, b)
-        torch.testing.assert_close(whole, a @ b)
+        torch.testing.assert_close(whole, a @ b, rtol=1e-5, atol=1e-4)
         assert torch.equal(product(a[places_m], b), whole[places_m])
         assert torch.equal(product(a, b[:, places_n]), whole[:, places_n])
 
