@@ -339,7 +339,8 @@ def _to_e2m1(x: Tensor) -> Tensor:
     up = torch.tensor([0.75, 1.75, 3.5], dtype=x.dtype, device=x.device)
     down = torch.tensor([0.25, 1.25, 2.5, 5.0], dtype=x.dtype, device=x.device)
     magnitude = x.abs()
-    code = torch.bucketize(magnitude, up, right=True) + torch.bucketize(magnitude, down)
+    code = torch.bucketize(magnitude, up, right=True, out_int32=True)
+    code += torch.bucketize(magnitude, down, out_int32=True)
     return (code + 8 * (x < 0)).to(torch.uint8)
 
 
@@ -371,7 +372,7 @@ def dequantize(
     values = (unpack_int4(q) if quant.packed else q).float()
     if quant.dtype == _FP4:
         codes = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=q.device)
-        return (codes[values.long()] * _expand(scale.float(), quant.group, *values.shape[-2:])).to(
+        return (codes[values.int()] * _expand(scale.float(), quant.group, *values.shape[-2:])).to(
             dtype
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -249,15 +250,13 @@ class ExpertWeights:
             if not faults and scheme.weight.packed and weight.shape[2] % 2
         ]
         _raise(faults)
-        if scheme.weight.zero_points:
-            w13, w13_scale, w13_zeros = quant.quantize_with_zeros(self.w13, scheme.weight)
-            w2, w2_scale, w2_zeros = quant.quantize_with_zeros(self.w2, scheme.weight)
-            zeros: dict[str, Any] = {"w13_zero_points": w13_zeros, "w2_zero_points": w2_zeros}
-        else:
-            w13, w13_scale = quant.quantize(self.w13, scheme.weight)
-            w2, w2_scale = quant.quantize(self.w2, scheme.weight)
-            zeros = {}
-        return replace(self, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, **zeros)
+        quantize = quant.quantize_with_zeros if scheme.weight.zero_points else quant.quantize
+        convert = partial(quantize, quant=scheme.weight)
+        made: dict[str, Any] = {}
+        for name, weight in (("w13", self.w13), ("w2", self.w2)):
+            results = _few_experts_at_a_time(convert, weight)
+            made |= dict(zip((name, f"{name}_scale", f"{name}_zero_points"), results, strict=False))
+        return replace(self, **made)
 
     def dequantize(self, scheme: QuantScheme, dtype: torch.dtype = torch.float32) -> ExpertWeights:
         """Return canonical weights with both matrices in ``dtype`` and without scales."""
@@ -265,20 +264,49 @@ class ExpertWeights:
             return replace(self, w13=self.w13.to(dtype), w2=self.w2.to(dtype))
         assert self.w13_scale is not None and self.w2_scale is not None
         none: dict[str, Any] = dict.fromkeys(_OF_QUANTIZED)
-        of_w13 = {"zero_points": self.w13_zero_points, "g_idx": self.w13_g_idx}
-        of_w2 = {"zero_points": self.w2_zero_points, "g_idx": self.w2_g_idx}
-        return replace(
-            self,
-            w13=quant.dequantize(self.w13, self.w13_scale, scheme.weight, dtype, **of_w13),
-            w2=quant.dequantize(self.w2, self.w2_scale, scheme.weight, dtype, **of_w2),
-            **none,
-        )
+        operand = scheme.weight
+
+        def convert(w: Tensor, scale: Tensor, zeros: Tensor | None, g_idx: Tensor | None) -> Any:
+            more = {"zero_points": zeros, "g_idx": g_idx}
+            return (quant.dequantize(w, scale, operand, dtype, **more),)
+
+        of_w13 = self.w13, self.w13_scale, self.w13_zero_points, self.w13_g_idx
+        of_w2 = self.w2, self.w2_scale, self.w2_zero_points, self.w2_g_idx
+        (w13,) = _few_experts_at_a_time(convert, *of_w13)
+        (w2,) = _few_experts_at_a_time(convert, *of_w2)
+        return replace(self, w13=w13, w2=w2, **none)
 
 
 # Fields that only quantized weights have.
 _OF_QUANTIZED = tuple(
     f"{name}_{what}" for name in ("w13", "w2") for what in ("scale", "zero_points", "g_idx")
 )
+
+
+# Elements of weights that are converted at once: temporaries take up to 32 bytes each.
+_AT_ONCE = 2**24
+
+
+def _few_experts_at_a_time(
+    convert: Callable[..., Sequence[Tensor]], *stacks: Tensor | None
+) -> Sequence[Tensor]:
+    """Return what ``convert`` makes of the (L, ...) stacks, with little memory beside the results.
+
+    Expert by expert it makes the same.
+    """
+    weight = stacks[0]
+    assert weight is not None
+    L = len(weight)
+    step = max(1, _AT_ONCE // max(1, weight[:1].numel()))
+    whole: list[Tensor] = []
+    for first in range(0, max(1, L), step):
+        part = convert(*(None if s is None else s[first : first + step] for s in stacks))
+        if step >= L:
+            return part
+        whole = whole or [made.new_empty((L, *made.shape[1:])) for made in part]
+        for all_experts, made in zip(whole, part, strict=True):
+            all_experts[first : first + step] = made
+    return whole
 
 
 def _raise(faults: list[str]) -> None:

@@ -9,7 +9,9 @@ import torch
 
 from moekit import SCHEMES, ExpertWeights, MoEProblem
 from moekit.errors import WeightsError
+from moekit.problem import weights
 from moekit.problem.quant import E2M1, OperandQuant, compute_scale, dequantize, quantize
+from moekit.testing.memory import measure
 
 QUANTIZED = [s for s in SCHEMES.values() if s.weight is not None]
 
@@ -242,3 +244,27 @@ def test_mxfp4_scales_are_powers_of_two():
     wrong = replace(weights, w2_scale=weights.w2_scale * 1.5)
     with pytest.raises(WeightsError, match="w2_scale holds values that are not powers of two"):
         wrong.check(problem)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_block", "int4_w4a16_g128", "int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4"]
+)
+def test_weights_are_converted_a_few_experts_at_a_time(name, monkeypatch):
+    """The same bits as at once, with the memory of a few experts beside the results."""
+    scheme, E, H, N = SCHEMES[name], 24, 256, 512
+    given = ExpertWeights(torch.randn(E, N, H).bfloat16(), torch.randn(E, H, N // 2).bfloat16())
+    at_once = given.quantize(scheme)
+    back = at_once.dequantize(scheme, torch.bfloat16)
+    monkeypatch.setattr(weights, "_AT_ONCE", 5 * N * H)  # and 10 of w2
+    made = given.quantize(scheme)
+    for field, tensor in at_once.tensors().items():
+        assert torch.equal(getattr(made, field).view(torch.uint8), tensor.view(torch.uint8)), field
+    for field, tensor in made.dequantize(scheme, torch.bfloat16).tensors().items():
+        assert torch.equal(tensor, getattr(back, field)), field
+
+    device, of_five = torch.device("cpu"), 5 * N * H
+    results = sum(t.nbytes for t in made.tensors().values())
+    peak, _ = measure(device, lambda: given.quantize(scheme))
+    assert peak < results + 32 * of_five, "temporaries of all experts"
+    peak, _ = measure(device, lambda: made.dequantize(scheme, torch.bfloat16))
+    assert peak < back.w13.nbytes + back.w2.nbytes + 32 * of_five, "temporaries of all experts"
