@@ -30,6 +30,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -45,6 +46,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 _STARTUP_SECONDS = 180.0
 # Once a rank has raised, how long the others get before they count as waiting for it forever.
 _GRACE_SECONDS = 5.0
+# How long a hanging rank may take to write its stack.
+_STACK_SECONDS = 3.0
 _HOST = "127.0.0.1"
 
 
@@ -222,11 +225,21 @@ class RankPool:
             if pid is not None and Path(self._stacks.name, str(rank)).exists():
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.3)
-        found = {}
-        for rank in ranks:
-            file = Path(self._stacks.name, str(rank))
-            found[rank] = file.read_text() if file.exists() else "(no stack: not started yet)"
-        return found
+        return {rank: self._stack_of(rank) for rank in ranks}
+
+    def _stack_of(self, rank: int) -> str:
+        file, process = Path(self._stacks.name, str(rank)), self._processes[rank]
+        if not file.exists():
+            return "(no stack: not started yet)"
+        deadline = time.monotonic() + _STACK_SECONDS
+        while not (stack := file.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with suppress(OSError):  # where there is no /proc
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            state = next(line for line in status.splitlines() if line.startswith("State"))
+            waits = Path(f"/proc/{process.pid}/wchan").read_text()
+            stack = stack or f"(no stack: it does not answer signals; {state}, in {waits})"
+        return stack
 
     def _end(self, why: str, patience: float) -> None:
         self._why_closed = why

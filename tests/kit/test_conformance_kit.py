@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import subprocess
 import sys
@@ -349,6 +350,15 @@ for asked in ("3,8", "3,all", "9"):
     assert "[3ranks]" in ranks and "[8ranks]" in ranks, done.stdout + done.stderr
     assert "expected numbers" in word and "from 1 to 8" in many, done.stdout + done.stderr
     assert "[2ranks]" not in done.stdout
+
+
+def test_eight_ranks_have_an_expert_each():
+    code = 'import moekit.testing; moekit.testing.run("local", ["-k", "slices_and_shared_tokens"])'
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MOEKIT_TEST_WORLD_SIZES": "8"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert " passed" in done.stdout and "failed" not in done.stdout, done.stdout + done.stderr
 
 
 def refuse_many(problem: MoEProblem, most: int) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moekit.testing import distributed
 from moekit.testing.distributed import RankError, RankPool
 
 
@@ -40,6 +43,13 @@ def fail_while_peers_wait(rank, world_size):
 def sleep(rank, world_size, seconds):
     if rank == 1:
         time.sleep(seconds)
+
+
+def ignore_signals(rank, world_size):
+    """Wait without an answer to signals, as processes do within a driver."""
+    if rank == 1:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        time.sleep(60)
 
 
 def die(rank, world_size):
@@ -88,6 +98,14 @@ def test_hangs_close_the_pool_and_name_the_ranks(monkeypatch):
         assert caught.value.hung == (1,) and "in sleep" in str(caught.value)
         with pytest.raises(RankError, match="closed: sleep left ranks"):
             ranks.run(fail, [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read from /proc")
+def test_a_hanging_rank_without_a_stack_has_a_state(monkeypatch):
+    monkeypatch.setattr(distributed, "_STACK_SECONDS", 0.1)
+    with RankPool(2, timeout=0.5) as ranks:
+        with pytest.raises(RankError, match=r"it does not answer signals; State:\tS"):
+            ranks.run(ignore_signals)
 
 
 def test_an_exception_that_peers_wait_for_closes_the_pool():
