@@ -369,18 +369,18 @@ def dequantize(
         zero_points: uint8, shaped as scale.
         g_idx: (..., columns), the group of each column.
     """
-    values = (unpack_int4(q) if quant.packed else q).float()
+    values = unpack_int4(q) if quant.packed else q
     if quant.dtype == _FP4:
         codes = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=q.device)
-        return (codes[values.int()] * _expand(scale.float(), quant.group, *values.shape[-2:])).to(
-            dtype
-        )
+        # An index in brackets would be converted to int64.
+        values = codes.index_select(0, values.int().flatten()).view(values.shape)
+    values = values.float()
 
     def each(x: Tensor) -> Tensor:
         if g_idx is None:
             return _expand(x.float(), quant.group, *values.shape[-2:])
         return x.float().gather(-1, g_idx.long().unsqueeze(-2).expand(values.shape))
 
-    if quant.packed:
+    if quant.packed and quant.dtype != _FP4:
         values -= INT4_ZERO if zero_points is None else each(zero_points)
-    return (values * each(scale)).to(dtype)
+    return values.mul_(each(scale)).to(dtype)
