@@ -36,6 +36,7 @@ from moekit.problem import (
 from moekit.problem.activation import ACTIVATIONS, apply_activation
 from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange, reason_of
+from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.overlap import Pending
 from moekit.runtime.reduce import weight_and_reduce
@@ -70,6 +71,7 @@ __all__ = [
     "Pending",
     "PermuteExpertsUnpermute",
     "PrepareAndFinalize",
+    "ProcessVariables",
     "QuantScheme",
     "Quantizer",
     "Routing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -192,7 +193,7 @@ class Symmetric:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def rendezvous(self, memory, group):
-        self.seen = [buffers.os.environ.get(name) for name in buffers._TORCH]
+        self.seen = [os.environ.get(name) for name in buffers._TORCH]
         return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * 2)
 
 
@@ -212,7 +213,7 @@ def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
     assert addresses == [memory.data_ptr()] * 2
     # Ranks may share a GPU or see one GPU each, and multicast is not used.
     assert fake.seen == ["1", "1"]
-    assert first not in buffers.os.environ and buffers.os.environ[second] == "0"
+    assert first not in os.environ and os.environ[second] == "0"
     with pytest.raises(BackendError, match="rank 0: OutOfMemoryError.*; lower max_num_tokens"):
         open_memory(101, None, torch.device("cpu"))
     others[0] = "RuntimeError: no room"
@@ -235,7 +236,7 @@ def test_two_threads_open_memory(monkeypatch, before: str | None) -> None:
     def rendezvous(memory, group: str):
         inside[group].set()
         assert (inside["other"] if group == "one" else ended).wait(20.0)
-        seen.append([buffers.os.environ.get(name) for name in buffers._TORCH])
+        seen.append([os.environ.get(name) for name in buffers._TORCH])
         return SimpleNamespace(buffer_ptrs=[])
 
     def use(group: str) -> None:
@@ -251,7 +252,7 @@ def test_two_threads_open_memory(monkeypatch, before: str | None) -> None:
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(use, ("one", "other")))
     assert seen == [["1", "1"]] * 2
-    assert [buffers.os.environ.get(name) for name in buffers._TORCH] == [before] * 2
+    assert [os.environ.get(name) for name in buffers._TORCH] == [before] * 2
 
 
 def test_buffers_in_flight(monkeypatch) -> None:
@@ -289,6 +290,6 @@ def test_kernels_compile_for_hopper(layers: str, tmp_path) -> None:
     if not Path(found.origin, "../backends/nvidia/bin/cuobjdump").resolve().exists():
         pytest.skip("this triton has no NVIDIA backend")
     command = [sys.executable, str(Path(__file__).parent / "nvlink_compile.py"), layers]
-    environment = {**buffers.os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     made = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert made.returncode == 0 and made.stdout.count("registers") > 10, made.stdout + made.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import GroupMismatch, PeerFailed
-from moekit.plugin import Agreement, Lease, SharedBuffers
+from moekit.plugin import Agreement, Lease, ProcessVariables, SharedBuffers
 
 from .footprint import LEGACY_WORKSPACE_BYTES, NUM_SMS
 
@@ -187,34 +186,5 @@ def elastic(
     return _lease(group, ("elastic", capacity, hidden_size, top_k), make)
 
 
-class _WithoutNetwork:
-    """Keep the library from setting up a network card, which a single host need not have.
-
-    Threads may be inside at once: the first one sets the variable, and the last one restores it.
-    """
-
-    _NAME = "EP_DISABLE_GIN"
-
-    def __init__(self) -> None:
-        self._threads = 0
-        self._before: str | None = None
-
-    def __enter__(self) -> None:
-        with _lock:
-            if not self._threads:
-                self._before = os.environ.get(self._NAME)
-                os.environ[self._NAME] = "1"
-            self._threads += 1
-
-    def __exit__(self, *error: object) -> None:
-        with _lock:
-            self._threads -= 1
-            if self._threads:
-                return
-            if self._before is None:
-                del os.environ[self._NAME]
-            else:
-                os.environ[self._NAME] = self._before
-
-
-_without_network = _WithoutNetwork()
+# A single host need not have the network card that the library would set up.
+_without_network = ProcessVariables({"EP_DISABLE_GIN": "1"})

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import BackendError, GroupMismatch, PeerFailed
-from moekit.plugin import CallBuffers, exchange, reason_of
+from moekit.plugin import CallBuffers, ProcessVariables, exchange, reason_of
 
 from .footprint import Layout
 
@@ -136,7 +132,7 @@ def open_memory(
 
     _check_reach(group, device)
     memory, fault = torch.empty(0), ""
-    with _torch_variables():
+    with _torch_variables:
         try:
             memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # the other ranks would wait for this one's address
@@ -199,28 +195,4 @@ def _reaches(mine: int, other: int) -> bool:
 # Torch would refuse ranks that share a GPU, and ranks that each see one GPU only, and set up
 # multicast, which some hosts announce and lack.
 _TORCH = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-
-_lock = threading.Lock()  # never held while this rank waits for others
-_inside = 0  # threads in `_torch_variables`
-_before: dict[str, str | None] = {}
-
-
-@contextmanager
-def _torch_variables() -> Iterator[None]:
-    """Set `_TORCH`. Of threads that are inside at once, the last one puts back what was before."""
-    global _inside
-    with _lock:
-        if not _inside:
-            _before.update((name, os.environ.get(name)) for name in _TORCH)
-            os.environ.update(_TORCH)
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            for name, value in _before.items() if not _inside else ():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+_torch_variables = ProcessVariables(_TORCH)
