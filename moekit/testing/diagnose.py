@@ -190,10 +190,10 @@ def _non_finite(out: Tensor, case: Case) -> str:
         return "a token that is not finite changes the output of other tokens"
     if bool((bad == (case.routing.topk_ids < 0).any(dim=1)).all()):
         return "exactly the tokens with an id of -1 are not finite: these assignments are computed"
+    if bool(bad.any()) and not bool(out.isnan().any()):
+        return "values are infinite, and none is NaN: something overflows, in float16 above 65504"
     if bool(bad.all()):
-        return (
-            "every row is NaN or infinite: it was not written, or computed from memory that was not"
-        )
+        return "every row holds NaN: it was not written, or computed from memory that was not"
     return ""
 
 
@@ -228,9 +228,10 @@ def _some_experts(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> st
     """Find a mistake that only the experts have whose tokens are all wrong."""
     p, ids = case.problem, case.routing.topk_ids
     local = set(p.local_experts)
-    right_ones = set(ids[~wrong_T].flatten().tolist())
+    # A token of zeros is right with any weights, and clears no expert.
+    right_ones = set(ids[~wrong_T & case.x.any(dim=1)].flatten().tolist()) & local
     wrong_ones = sorted((set(ids[wrong_T].flatten().tolist()) - right_ones) & local)
-    if not wrong_ones or len(wrong_ones) == len(local):
+    if not wrong_ones or not right_ones:
         return ""
     # A right expert may share all of its few tokens with wrong ones.
     fewer = [[e for e in wrong_ones if e != out_of] for out_of in wrong_ones[:_MOST_SUBSETS]]

@@ -12,6 +12,7 @@ from moekit.backends.reference import oracle
 from moekit.problem.activation import Activation
 from moekit.testing import assert_close, cases
 from moekit.testing.diagnose import diagnose
+from moekit.testing.invariance import rows_of
 
 PROBLEM = MoEProblem(
     num_experts=6, top_k=3, hidden_size=96, intermediate_size=80, has_bias=True, device="cpu"
@@ -126,13 +127,18 @@ def test_rows_that_are_not_finite_are_explained():
     out = RIGHT.clone()
     out[[4, 5]] = float("nan")
     assert "changes the output of other tokens" in diagnose(out, not_finite)
-    assert "every row is NaN" in diagnose(torch.full_like(RIGHT, float("inf")), CASE)
+    assert "every row holds NaN" in diagnose(torch.full_like(RIGHT, float("nan")), CASE)
+    assert "overflows" in diagnose(torch.full_like(RIGHT, float("inf")), CASE)
 
 
 def test_an_unknown_mistake_has_no_name():
     noise = torch.randn(RIGHT.shape, generator=torch.Generator().manual_seed(1))
     assert diagnose(RIGHT * (1 + 0.1 * noise), CASE) == ""
     assert diagnose(RIGHT[:-1], CASE) == ""
+    zero_token = replace(CASE, x=CASE.x.clone())
+    zero_token.x[0] = noise[0] = 0
+    assert diagnose(zero_token.reference() * (1 + 0.1 * noise), zero_token) == ""
+    assert diagnose(RIGHT[1:2] * (1 + 0.1 * noise[1:2]), rows_of(CASE, slice(1, 2))) == ""
 
 
 def test_a_failure_begins_with_the_diagnosis():
