@@ -205,7 +205,10 @@ class RankPool:
             return [results[rank] for rank in range(self.world_size)]
 
         self.failures += 1
-        faults = [f"rank {rank} raised:\n{tracebacks[rank]}" for rank in sorted(tracebacks)]
+        raised: dict[str, list[int]] = {}
+        for rank in sorted(tracebacks):
+            raised.setdefault(tracebacks[rank], []).append(rank)
+        faults = [f"ranks {ranks} raised:\n{text}" for text, ranks in raised.items()]
         faults += [f"rank {rank} died with exit code {died[rank]}" for rank in sorted(died)]
         if hung:
             stacks = self._stacks_of(hung)

@@ -81,8 +81,9 @@ def test_an_exception_carries_every_traceback_and_the_pool_lives_on(pool):
     with pytest.raises(RankError) as caught:
         pool.run(fail, [1])
     assert list(caught.value.tracebacks) == [1] and not caught.value.hung
-    with pytest.raises(RankError, match="pickle"):
+    with pytest.raises(RankError, match="pickle") as caught:
         pool.run(unpicklable)
+    assert str(caught.value).count("Traceback") == 1 and "ranks [0, 1] raised" in str(caught.value)
     assert not pool.closed
     assert pool.run(fail, []) == [0, 1]
 
