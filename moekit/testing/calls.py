@@ -304,10 +304,16 @@ def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         device: of the tensors. On the CPU, the default device is another one.
     """
     before = torch.get_default_dtype()
+    other = torch.device("meta") if device.type == "cpu" else device
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta" if device.type == "cpu" else device):
+        with other:
             yield
+    except RuntimeError as error:
+        raise AssertionError(
+            f"failed while torch's default dtype was {dtype} and its default device {other}: name "
+            f"the dtype and the device of every tensor that you make ({error})"
+        ) from error
     finally:
         torch.set_default_dtype(before)
 

@@ -136,7 +136,10 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
 
         calls(1)
         few, many = left(1), left(4)
-        assert many <= few, f"{few} bytes are left of one call, {many} of four"
+        assert many <= few, (
+            f"{many} bytes are left of four calls, and {few} of one: the backend keeps tensors of "
+            "the calls; use the workspace, and store none in `pack` or `apply`"
+        )
 
     def test_weights_in_turns(self) -> None:
         """One kernel serves several layers, each with its own weights, and two share weights."""
@@ -275,7 +278,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
                 want = case.reference()
                 with torch.autocast(case.x.device.type, dtype=torch.bfloat16):
                     out = call(kernel, pack(kernel, case.weights), case)
-                what = f"output of T={num_tokens}, {change}"
+                what = f"output under autocast, T={num_tokens}, {change or problem.dtype}"
                 assert_close(out, want, problem, what, case=case)
 
     def test_int32_ids(self) -> None:
