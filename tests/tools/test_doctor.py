@@ -103,6 +103,7 @@ def test_caches(
     assert found["ACME_CACHE_DIR"][0] == "bad" and "file/kernels" in found["ACME_CACHE_DIR"][1]
     assert found["TRITON_CACHE_DIR"] == ("ok", str(tmp_path / "new" / "kernels"))
     assert found["tuned tables"] == ("ok", str(tmp_path / "file"))
+    assert found["file"][0] == "bad" and "measure again" in found["file"][1]
 
     def read_only(**options: object) -> NoReturn:
         raise OSError(30, "Read-only file system")

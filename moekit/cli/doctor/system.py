@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 import moekit
+from moekit.errors import MoekitError
+from moekit.selection.tuned import table
 from moekit.selection.tuned.files import user_path
 from moekit.untrusted.files import cache_folder, home_folder
 
@@ -94,6 +96,13 @@ def caches(environ: Mapping[str, str]) -> _Found:
     named = {n: Path(v) for n, v in environ.items() if n.endswith("_CACHE_DIR") and v}
     for name, path in {**folders, **named}.items():
         yield name, *_try_folder(path)
+    tables = folders["tuned tables"]
+    for file in sorted(tables.glob("[!.]*.json")) if tables.is_dir() else [tables]:
+        try:
+            if file.exists():
+                table.read(file)
+        except MoekitError as error:
+            yield file.name, "bad", str(error)
 
 
 def _try_folder(path: Path) -> tuple[str, str]:
