@@ -18,7 +18,7 @@ from moekit.untrusted.arguments import Kind, accept, first_line, instance, shown
 
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_SCHEME = instance("a QuantScheme", QuantScheme)
+_SCHEME = instance("a QuantScheme of moekit.SCHEMES", QuantScheme)
 _DEVICE = Kind("a device that torch sees here", lambda value: torch.empty(0, device=value).device)
 
 
@@ -166,6 +166,11 @@ class ExpertWeights:
             elif scheme.weight is not None:
                 gated = problem.activation.gated
                 found += _scale_faults(self, name, want, scheme.weight, gated)
+        if self.num_experts == problem.num_experts != L:
+            found.append(
+                f"this rank holds {L} of the {self.num_experts} experts: pass "
+                "weights.select(local_experts), which layers and problems have"
+            )
         if found and inner * problem.parallel.tp_size != problem.intermediate_size:
             held = problem.local_neurons
             found.append(

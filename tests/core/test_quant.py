@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moekit import SCHEMES, ExpertWeights, MoEProblem
+from moekit import SCHEMES, ExpertWeights, MoEProblem, ParallelConfig
 from moekit.errors import WeightsError
 from moekit.problem import weights
 from moekit.problem.quant import E2M1, OperandQuant, compute_scale, dequantize, quantize
@@ -141,6 +141,9 @@ def test_check_lists_every_fault() -> None:
     assert "w13 has shape (3, 161, 200), expected (3, 160, 200)" in text
     assert "w2 is torch.bfloat16, expected torch.float32" in text
     assert "w13_bias is missing" in text and "w2_bias is missing" in text
+    whole = ExpertWeights(torch.randn(3, 160, 200), torch.randn(3, 200, 80))
+    with pytest.raises(WeightsError, match=r"holds 2 of the 3 experts: pass weights\.select"):
+        whole.check(problem("none", parallel=ParallelConfig(ep_size=2)))
 
 
 @pytest.mark.parametrize(
