@@ -4,7 +4,7 @@ This module imports only `moekit.plugin`, so that listing backends stays cheap a
 refuses everything that a spec does not declare, with a reason; the classes need no checks.
 """
 
-from moekit.plugin import ActivationFormat, DispatcherSpec, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ActivationFormat, DispatcherSpec, ExpertsSpec, hookimpl
 
 
 @hookimpl
@@ -24,17 +24,6 @@ def moekit_experts() -> list[ExpertsSpec]:
     ]
 
 
-def _check_ranks(problem: MoEProblem) -> list[str]:
-    """Return the reasons why the all-to-all cannot serve these ranks."""
-    parallel = problem.parallel
-    if parallel.moves_tokens and parallel.dp_size != parallel.num_ranks:
-        return [
-            f"each of the {parallel.num_ranks} ranks must hold tokens of its own "
-            f"(dp_size={parallel.dp_size}): set dp_size to ep_size * tp_size"
-        ]
-    return []
-
-
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
     return [
@@ -52,8 +41,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             format=ActivationFormat.STANDARD,
             moves_tokens=True,
             spans_hosts=True,
+            shared_tokens=False,
             deterministic=True,
-            check=_check_ranks,
             priority=-10,
         ),
     ]
