@@ -17,8 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from moekit.errors import MoekitError, PeerFailed
+from moekit.errors import InvalidInput, MoekitError, PeerFailed
 from moekit.runtime.store import Job, StoreLost, access, host_of, learn_host
+from moekit.untrusted.arguments import shown
 
 logger = logging.getLogger("moekit")
 
@@ -74,6 +75,11 @@ class _Sequence:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> _Sequence:
+        if not isinstance(group, dist.ProcessGroup):
+            raise InvalidInput(
+                f"group is {shown(group)}, expected a ProcessGroup of the ranks: pass what "
+                "moekit.plugin.resolve(problem, group) returns"
+            )
         with cls._making:
             found = cls._of.get(group)
             if found is None:

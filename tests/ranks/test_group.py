@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import InvalidInput, PeerFailed
+from moekit.plugin import Transfers, exchange
 from moekit.runtime.agreement import Agreement, CollectiveCheck
 from moekit.runtime.shared_buffers import CallBuffers, SharedBuffers
 from moekit.runtime.store import StoreLost, access
@@ -25,6 +26,12 @@ def pool():
 def _agreement(timeout=20.0):
     """In a group of its own: what a test leaves unfinished does not reach the next one."""
     return Agreement(dist.new_group(), timeout)
+
+
+@pytest.mark.parametrize("use", [Transfers, lambda group: exchange("meet", "", group)])
+def test_a_dispatcher_that_does_not_resolve_its_group_learns_how(use) -> None:
+    with pytest.raises(InvalidInput, match="group is None, expected .*resolve.problem, group"):
+        use(None)
 
 
 def go_on(rank, world_size):
