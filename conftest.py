@@ -6,6 +6,7 @@ GPU. Both are chosen before torch and triton are imported.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 
@@ -52,6 +53,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item, place in zip(group, steps, strict=True):
             if tuple(rank[step] for rank, step in zip(ranks, place, strict=True)) not in diagonal:
                 item.add_marker("full")
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections skip modules and tests, of which there are thousands."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let Python free them at its end, without which Triton reports leaks."""
+    gc.unfreeze()
 
 
 def _steps(item: pytest.Item) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from moekit.testing import cases, interface, rank_failures, rank_threads, ranks
 from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.diagnose import check_negative_controls
 from moekit.testing.distributed import RankError, RankPool
+from moekit.testing.memory import older_objects_skipped
 from moekit.testing.ranks import Call, Job, Members
 from moekit.untrusted.switches import switch
 
@@ -72,15 +72,14 @@ def _pool(processes: int, device_type: str) -> RankPool:
 
 @contextmanager
 def _quickly(device: DeviceSpec) -> Iterator[None]:
-    """Run small tests on one thread and without garbage collection, which is faster."""
+    """Run small tests on one thread and with short garbage collections, which is faster."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
-    gc.freeze()
     try:
-        yield
+        with older_objects_skipped():
+            yield
     finally:
-        gc.unfreeze()
         torch.set_num_threads(before)
 
 

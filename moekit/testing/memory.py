@@ -175,10 +175,11 @@ def measure(
     """
     if device.type == "cpu":
         mode = _Live()
-        with mode:
-            function()
-        if collect:
-            gc.collect()
+        with older_objects_skipped():
+            with mode:
+                function()
+            if collect:
+                gc.collect()
         return mode.peak, mode.live
     gc.collect()
     module = torch.get_device_module(device)
@@ -196,6 +197,19 @@ def measure(
     peak = requested("peak") - before
     gc.collect()
     return peak, requested("current") - before
+
+
+@contextmanager
+def older_objects_skipped() -> Iterator[None]:
+    """Let collections skip what exists, as modules do: all of them take 0.3 s each time."""
+    frozen = gc.get_freeze_count()
+    if not frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
 
 
 @contextmanager
