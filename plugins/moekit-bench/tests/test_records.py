@@ -60,6 +60,25 @@ def test_a_wrong_recording_is_named_by_its_place() -> None:
         from_json(LayersRun, {**data, "cells": [data["cells"][0], {"scheme": "none"}]}, "f")
 
 
+@pytest.mark.parametrize(
+    ("name", "cells", "mode"),
+    [
+        ("experts", "contestants", []),
+        ("dispatch", "dispatchers", ["--dispatch"]),
+        ("layers", "pairs", ["--layers"]),
+    ],
+)
+@pytest.mark.parametrize("us", [0, 0.0, -1.5])
+def test_a_time_that_is_not_above_zero_is_named(capsys, tmp_path, name, cells, mode, us) -> None:
+    file, data = tmp_path / "run.json", json.loads((RECORDINGS / f"{name}.json").read_text())
+    data["cells"][0][cells][0]["us"] = us
+    file.write_text(json.dumps(data))
+    for command in (["bench", *mode], ["tune", "--regret"])[: 1 if name == "dispatch" else 2]:
+        assert main([*command, "--from", str(file)]) == 2
+        said = f"{file}.cells[0].{cells}[0].us must be above 0 (got {us})"
+        assert said in capsys.readouterr().err
+
+
 def test_ranks_become_one_record() -> None:
     """Medians of times, the mean of counts, the worst error, the most bytes, all right."""
 

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from moekit.errors import MoekitError
 from moekit.plugin import replace_file
@@ -22,6 +22,9 @@ from moekit.plugin import replace_file
 from .internals import parse_json
 
 T = TypeVar("T")
+
+Positive = Annotated[float, "positive"]
+"""A number that `from_json` accepts above 0 only, because reports divide by it."""
 
 
 def named(key: str, **options: Any) -> Any:
@@ -77,13 +80,18 @@ def from_json(cls: type[T], data: object, where: str = "the record") -> T:
     versions can be read.
 
     Raises:
-        MoekitError: Something is missing or has the wrong type; the message names it.
+        MoekitError: Something is missing or has the wrong type or value; the message names it.
     """
     result: T = _decode(cls, data, where)
     return result
 
 
 def _decode(hint: Any, data: Any, where: str) -> Any:
+    if hint == Positive:
+        number = _decode(float, data, where)
+        if number <= 0:
+            raise MoekitError(f"{where} must be above 0 (got {data})")
+        return number
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in arguments:
@@ -111,7 +119,7 @@ def _decode(hint: Any, data: Any, where: str) -> Any:
 
 def _decode_fields(cls: Any, data: Any, where: str) -> Any:
     _expect(dict, data, where)
-    hints, values = typing.get_type_hints(cls), {}
+    hints, values = typing.get_type_hints(cls, include_extras=True), {}
     for f in fields(cls):
         if (key := _key(f)) in data:
             values[f.name] = _decode(hints[f.name], data[key], f"{where}.{key}")
