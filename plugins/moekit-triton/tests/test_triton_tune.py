@@ -185,25 +185,29 @@ def test_whole_plans_decide_among_the_best_few(monkeypatch) -> None:
 
 def test_the_tuner_adds_rows_to_an_entry() -> None:
     large, small = problem(), problem(hidden_size=64, intermediate_size=64)
-    table = {"entries": []}
+    table: tune.Table = {}
     assert tune.missing(table, small, [4, 32, 10**6]) == [4, 32]  # too many tokens for the last
     assert tune.missing(table, small, [0.25, 0.26, 1, 1]) == [0.25, 1], "of equal rows one"
-
-    def entry(p, *rows):
-        return tune._key(p) | {"plans": [{"rows_per_expert": float(r)} for r in rows]}
-
-    tune.merge(table, entry(small, 4, 64))
-    tune.merge(table, entry(large, 16))
+    entries = [
+        json.loads(tune._key(p)) | {"plans": [{"rows_per_expert": float(r)} for r in rows]}
+        for p, rows in ((small, (64, 4)), (large, (16,)), (small, (128, 32)))
+    ]
+    table = tune.loads(json.dumps({"entries": entries[:2]}))
     assert tune.missing(table, small, [4, 32, 64, 128]) == [32, 128]
     assert tune.missing(table, large, [4, 16]) == [4]
-    tune.merge(table, entry(small, 32, 128))
-    assert [p["rows_per_expert"] for p in table["entries"][0]["plans"]] == [4, 32, 64, 128]
-    assert len(table["entries"]) == 2 and tune.missing(table, small, [4, 32, 64, 128]) == []
-    again = entry(small, 32)
-    again["plans"][0]["us"] = [1.0, 1.0]
-    tune.merge(table, again)
-    assert [p["rows_per_expert"] for p in table["entries"][0]["plans"]] == [4, 32, 64, 128]
-    assert table["entries"][0]["plans"][1]["us"] == [1.0, 1.0]
+    table = tune.loads(json.dumps({"entries": entries}))
+    assert tune.missing(table, small, [4, 32, 64, 128]) == []
+    first, second = json.loads(tune.dumps(table))["entries"]
+    assert [p["rows_per_expert"] for p in first["plans"]] == [4, 32, 64, 128]
+    assert [p["rows_per_expert"] for p in second["plans"]] == [16]
+
+
+def test_an_entry_of_another_version_is_kept_apart() -> None:
+    """The first tables did not name the version of triton."""
+    old = tables.table_key(problem()) | {"plans": [{"rows_per_expert": 4.0}]}
+    table = tune.loads(json.dumps({"entries": [old]}))
+    assert tune.missing(table, problem(), [4]) == [4]
+    assert json.loads(tune.dumps(table))["entries"] == [old]
 
 
 def test_a_run_whose_time_is_over_is_continued(monkeypatch, tmp_path, capsys) -> None:
@@ -221,7 +225,7 @@ def test_a_run_whose_time_is_over_is_continued(monkeypatch, tmp_path, capsys) ->
         size = {"rows_per_expert": job.rows, "us": [1.0, 2.0]}
         size |= Gathered(tile, tile, True).to_json()
         found = tune.shape(job.shape).problem(quant=job.scheme, device="sm90")
-        return tune._key(found) | {"plans": [size]}
+        return tune._key(found), {job.rows: size}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -255,4 +259,4 @@ def test_nothing_begins_when_the_time_is_over() -> None:
 def test_tables_are_written_a_plan_on_a_line() -> None:
     for file in tables.FILES.shipped.glob("*.json"):
         text = file.read_text()
-        assert tune.dumps(json.loads(text)) == text
+        assert tune.dumps(tune.loads(text)) == text

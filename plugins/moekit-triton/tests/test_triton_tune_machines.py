@@ -45,9 +45,9 @@ def machine(monkeypatch):
         names = names or ("a GPU",)
         spec = DeviceSpec("cuda", capability, names[0])
 
-        def found(job: tune.Job, *_: object) -> dict[str, Any]:
+        def found(job: tune.Job, *_: object) -> tuple[str, tune.Plans]:
             p = tune.shape(job.shape).problem(quant=job.scheme, device="sm90")
-            return tune._key(p) | {"plans": search_plan(job)}
+            return tune._key(p), {plan["rows_per_expert"]: plan for plan in search_plan(job)}
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))

@@ -52,6 +52,11 @@ _MOST_TOKENS = 32768
 # Rows of a case that only compiles: from so many, workspace has room for expert-sorted rows.
 _TINY_ROWS = 128
 
+Plans = dict[float, dict[str, Any]]
+"""The JSON of plans, by rows per expert."""
+Table = dict[str, Plans]
+"""The plans of a table's entries, by the JSON of what identifies an entry."""
+
 
 def token_count(problem: MoEProblem, per_expert: float) -> int:
     """Return the tokens that bring about ``per_expert`` rows to each expert."""
@@ -175,13 +180,13 @@ class _Weights:
         return cls._packed
 
 
-def _tune(job: Job, end: float) -> dict[str, Any] | None:
-    """Return the table's entry of a job, with no plan if no tile runs here; None after ``end``, by
-    `time.monotonic`."""
+def _tune(job: Job, end: float) -> tuple[str, Plans] | None:
+    """Return the key of a job's entry and its plan, or no plan if no tile runs here; None after
+    ``end``, by `time.monotonic`."""
     if time.monotonic() > end:
         return None
     problem = shape(job.shape).problem(quant=job.scheme, device="cuda")
-    rows, plans = token_count(problem, job.rows), []
+    rows, plans = token_count(problem, job.rows), Plans()
     routings = 8 if rows <= 64 else 3 if rows < 4096 else 2
     case = make_case(problem, rows, routings, _Weights.of(job, problem))
     found = fastest_plan(case, rows)
@@ -189,29 +194,22 @@ def _tune(job: Job, end: float) -> dict[str, Any] | None:
     if found is not None:
         plan, first, second = found
         us = [round(first.us, 1), round(second.us, 1)]
-        size = {"rows_per_expert": rows_per_expert(problem, rows), "us": us}
-        plans.append(size | plan.to_json())
+        per_expert = rows_per_expert(problem, rows)
+        plans[per_expert] = {"rows_per_expert": per_expert, "us": us} | plan.to_json()
     torch.cuda.empty_cache()
-    return {**_key(problem), "plans": plans}
+    return _key(problem), plans
 
 
 # -- the table ----------------------------------------------------------------------------------
 
 
-def _key(problem: MoEProblem) -> dict[str, Any]:
-    return table_key(problem) | {"triton": triton.__version__}
+def _key(problem: MoEProblem) -> str:
+    return json.dumps(table_key(problem) | {"triton": triton.__version__})
 
 
-def missing(table: Mapping[str, Any], problem: MoEProblem, sizes: Sequence[float]) -> list[float]:
+def missing(table: Table, problem: MoEProblem, sizes: Sequence[float]) -> list[float]:
     """Return the rows per expert that the table has no plan for, and may have."""
-    key = _key(problem)
-    known = {
-        plan["rows_per_expert"]
-        for entry in table["entries"]
-        if all(entry[name] == value for name, value in key.items())
-        for plan in entry["plans"]
-    }
-    found = []
+    known, found = set(table.get(_key(problem), ())), []
     for size in sizes:
         rows = token_count(problem, size)
         if rows <= _MOST_TOKENS and rows_per_expert(problem, rows) not in known:
@@ -220,35 +218,32 @@ def missing(table: Mapping[str, Any], problem: MoEProblem, sizes: Sequence[float
     return found
 
 
-def merge(table: dict[str, Any], entry: dict[str, Any]) -> None:
-    """Add the plans of ``entry`` to the table's entry of the same key, sorted by rows."""
-    for known in table["entries"]:
-        if all(known[name] == value for name, value in entry.items() if name != "plans"):
-            plans = {p["rows_per_expert"]: p for p in (*known["plans"], *entry["plans"])}
-            known["plans"] = [plans[rows] for rows in sorted(plans)]
-            return
-    table["entries"].append(entry)
+def loads(text: str) -> Table:
+    """Return the table of a file's JSON."""
+    table: Table = {}
+    for entry in json.loads(text)["entries"]:
+        plans = {plan["rows_per_expert"]: plan for plan in entry.pop("plans")}
+        table.setdefault(json.dumps(entry), {}).update(plans)
+    return table
 
 
-def dumps(table: Mapping[str, Any]) -> str:
-    """Return the table's JSON, a plan on a line."""
+def dumps(table: Table) -> str:
+    """Return the table's JSON, a plan on a line, sorted by rows."""
     entries = []
-    for entry in table["entries"]:
-        head = json.dumps({name: value for name, value in entry.items() if name != "plans"})
-        plans = ",\n  ".join(map(json.dumps, entry["plans"]))
-        entries.append(f'{head[:-1]}, "plans": [\n  {plans}\n ]}}')
+    for key, plans in table.items():
+        lines = ",\n  ".join(json.dumps(plans[rows]) for rows in sorted(plans))
+        entries.append(f'{key[:-1]}, "plans": [\n  {lines}\n ]}}')
     return '{"entries": [\n ' + ",\n ".join(entries) + "\n]}\n"
 
 
-def _table(out: Path) -> dict[str, Any]:
-    """Return the JSON of the table in ``out``, an empty one if there is none. Raises MoekitError if
-    it cannot be read or written, before hours are spent."""
+def _table(out: Path) -> Table:
+    """Return the table in ``out``, an empty one if there is none. Raises MoekitError if it cannot
+    be read or written, before hours are spent."""
     check_writable(out, "name another file with --out, or a folder of yours in MOEKIT_TUNED")
     if not out.exists():
-        return {"entries": []}
+        return {}
     FILES.read(out)
-    table: dict[str, Any] = json.loads(out.read_text())
-    return table
+    return loads(out.read_text())
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -308,13 +303,13 @@ def _runnable(
 
 
 def _jobs(
-    table: Mapping[str, Any], problems: Mapping[tuple[str, str], MoEProblem], sizes: list[float]
+    table: Table, problems: Mapping[tuple[str, str], MoEProblem], sizes: list[float]
 ) -> list[Job]:
     """Return what is missing, once for shapes that share an entry."""
     first: dict[str, list[Job]] = {}
     for (name, scheme), problem in problems.items():
         found = [Job(name, scheme, rows) for rows in missing(table, problem, sizes)]
-        first.setdefault(str(_key(problem)), found)
+        first.setdefault(_key(problem), found)
     return [job for found in first.values() for job in found]
 
 
@@ -367,32 +362,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _collect(
-    running: Mapping[concurrent.futures.Future[dict[str, Any] | None], Job],
-    table: dict[str, Any],
+    running: Mapping[concurrent.futures.Future[tuple[str, Plans] | None], Job],
+    table: Table,
     out: Path,
 ) -> int:
     """Write each plan when it is found, and return how many jobs found none."""
     began, left = time.monotonic(), 0
     for done, future in enumerate(concurrent.futures.as_completed(running), 1):
-        job = running[future]
-        why = ""
+        why = "no tile compiles and runs on this GPU"
         try:
-            entry = future.result()
+            found = future.result()
         except torch.OutOfMemoryError:
-            entry, why = None, "it needs more memory than the GPU has"
-        if entry is not None and not entry["plans"]:
-            entry, why = None, "no tile compiles and runs on this GPU"
-        if entry is None:
+            found, why = ("", {}), "it needs more memory than the GPU has"
+        if found is None:  # the time was over
             left += 1
-            if why:
-                print(f"[{done}/{len(running)}] {job}: no plan, {why}", file=sys.stderr, flush=True)
             continue
-        merge(table, entry)
-        replace_file(out, dumps(table))
-        to_go = (time.monotonic() - began) / done * (len(running) - done)
-        print(
-            f"[{done}/{len(running)}] {job}: about {to_go:.0f} s left", file=sys.stderr, flush=True
-        )
+        key, plans = found
+        if plans:
+            table.setdefault(key, {}).update(plans)
+            replace_file(out, dumps(table))
+            to_go = (time.monotonic() - began) / done * (len(running) - done)
+            text = f"about {to_go:.0f} s left"
+        else:
+            left += 1
+            text = f"no plan, {why}"
+        print(f"[{done}/{len(running)}] {running[future]}: {text}", file=sys.stderr, flush=True)
     return left
 
 
