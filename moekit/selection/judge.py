@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -44,20 +44,19 @@ class Asked(NamedTuple):
             raise type(error)(f"{error}\n  (chosen {self.by})") from error
 
 
-Rejected = Mapping[str, tuple[str, ...]]  # every reason, by the backend's name
-
-
 @dataclass(frozen=True)
 class Selection:
-    """The backends that can do a problem, in order, and those that cannot."""
+    """The backends that can do a problem, in order, and those that cannot.
+
+    rejected: every reason, by the backend's kind and name.
+    """
 
     problem: MoEProblem
     backends: Registry
     dispatcher: Asked
     experts: Asked
     ranking: Ranking
-    rejected_dispatchers: Rejected
-    rejected_experts: Rejected
+    rejected: Mapping[tuple[str, str], tuple[str, ...]]
     hints: frozenset[str]
 
     def explanation(self) -> Explanation:
@@ -72,13 +71,12 @@ class Selection:
             spec.moves_tokens for spec in self.backends.dispatchers.values()
         ):
             notes.append("no dispatcher that moves tokens is installed: pip install moekit-naive")
-        rejected = (*self.rejected_dispatchers.values(), *self.rejected_experts.values())
         return Explanation(
             self.problem,
             tuple(candidate.combination for candidate in ranking.candidates),
             why,
-            self.rejected_dispatchers,
-            self.rejected_experts,
+            {name: why for (kind, name), why in self.rejected.items() if kind == "dispatcher"},
+            {name: why for (kind, name), why in self.rejected.items() if kind != "dispatcher"},
             "; ".join(notes),
             frozenset(
                 f"{kind} {asked.name}"
@@ -87,22 +85,18 @@ class Selection:
             ),
             self.hints,
             expected(self.problem, ranking.candidates),
-            frozenset(filter(_is_fault, chain(*rejected))),
+            frozenset(filter(_is_fault, chain(*self.rejected.values()))),
         )
 
     def without(self, spec: BackendSpec, reason: str) -> Selection:
         """Return the same selection with one more backend rejected."""
-        dispatches = spec.kind == "dispatcher"
         left = tuple(
-            candidate
-            for candidate in self.ranking.candidates
-            if spec.name != (candidate.dispatcher if dispatches else candidate.experts).name
+            each
+            for each in self.ranking.candidates
+            if spec.name != (each.dispatcher if spec.kind == "dispatcher" else each.experts).name
         )
-        smaller = replace(self, ranking=replace(self.ranking, candidates=left))
-        if dispatches:
-            rejected = {**self.rejected_dispatchers, spec.name: (reason,)}
-            return replace(smaller, rejected_dispatchers=rejected)
-        return replace(smaller, rejected_experts={**self.rejected_experts, spec.name: (reason,)})
+        rejected = {**self.rejected, (spec.kind, spec.name): (reason,)}
+        return replace(self, ranking=replace(self.ranking, candidates=left), rejected=rejected)
 
     def named(self, spec: BackendSpec) -> bool:
         return (self.dispatcher if spec.kind == "dispatcher" else self.experts).name is not None
@@ -125,18 +119,22 @@ def judge(
     find = partial(find_experts, backends=backends)
     dispatchers = asked[0].specs(backends.dispatchers, backends.dispatcher)
     every = [spec.made_for(problem) for spec in asked[1].specs(backends.experts, find)]
-    able, rejected_dispatchers = _divide(dispatchers, problem)
-    able_experts, rejected_experts = _divide(every, problem)
+    specs: list[BackendSpec] = [*dispatchers, *every]
+    rejected = {
+        (spec.kind, spec.name): tuple(why) for spec in specs if (why := spec.unsupported(problem))
+    }
+    able = [spec for spec in dispatchers if (spec.kind, spec.name) not in rejected]
     candidates = []
-    for spec in able_experts:
+    for spec in every:
+        if (spec.kind, spec.name) in rejected:
+            continue
         reasons = {each.name: spec.unsupported_behind(each.format) for each in able}
         candidates += [Candidate(each, spec) for each in able if not reasons[each.name]]
         if reasons and all(reasons.values()):
-            rejected_experts[spec.name] = tuple(dict.fromkeys(chain(*reasons.values())))
+            rejected[spec.kind, spec.name] = tuple(dict.fromkeys(chain(*reasons.values())))
     ranking = rank(problem, candidates)
-    hints = frozenset(s.install_hint for s in (*dispatchers, *every) if s.install_hint)
-    rejected = rejected_dispatchers, rejected_experts
-    return Selection(problem, backends, *asked, ranking, *rejected, hints)
+    hints = frozenset(spec.install_hint for spec in specs if spec.install_hint)
+    return Selection(problem, backends, *asked, ranking, rejected, hints)
 
 
 def _is_fault(reason: str) -> bool:
@@ -146,12 +144,3 @@ def _is_fault(reason: str) -> bool:
     """
     quoted = re.findall(r"\b([A-Z][A-Z0-9_]+)=", reason)
     return reason.startswith(CHECK_FAILED) or any(name in os.environ for name in quoted)
-
-
-def _divide(
-    specs: Iterable[SpecT], problem: MoEProblem
-) -> tuple[list[SpecT], dict[str, tuple[str, ...]]]:
-    """Return the specs that support ``problem``, and the reasons of the others by name."""
-    judged = [(spec, tuple(spec.unsupported(problem))) for spec in specs]
-    able = [spec for spec, why in judged if not why]
-    return able, {spec.name: why for spec, why in judged if why}
