@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import moekit
 from moekit.checkpoint.config import problem_from_config
@@ -69,24 +69,26 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     for name, added in _sources().items():
         text = f"the same, as {added.distribution} computes it"
         source.add_argument(f"--{name}", metavar="DIR", help=text)
+    # Fields of the problem: what is not given is left to the model or to MoEProblem.
+    field = partial(parser.add_argument, default=argparse.SUPPRESS)
     for size in _SIZES:
-        parser.add_argument(_option(size), type=int, metavar="N")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the model's, else bfloat16")
-    parser.add_argument(
-        "--quant", metavar="SCHEME", help=f"default: the model's, else none; {', '.join(SCHEMES)}"
-    )
+        field(_option(size), type=int, metavar="N")
+    field("--dtype", choices=DTYPES, help="default: the model's, else bfloat16")
+    schemes = f"default: the model's, else none; {', '.join(SCHEMES)}"
+    field("--quant", metavar="SCHEME", help=schemes)
     kinds = ", ".join(sorted(ACTIVATIONS))
-    parser.add_argument("--activation", metavar="KIND", help=f"default: silu; {kinds}")
+    field("--activation", metavar="KIND", help=f"default: silu; {kinds}")
     parser.add_argument(
         "--activation-limit", type=float, metavar="X", help="clamp gate and up to it"
     )
-    parser.add_argument("--has-bias", action="store_true")
-    parser.add_argument(
-        "--weight-on-input", action="store_true", help="the router weight scales the token"
-    )
-    parser.add_argument("--redundant-experts", type=int, default=0, metavar="N")
-    parser.add_argument("--max-num-tokens", type=int, metavar="N", help="most tokens in one call")
-    parser.add_argument(
+    field("--has-bias", action="store_true")
+    field(
+        "--weight-on-input", action="store_true", dest="apply_router_weight_on_input",
+        help="the router weight scales the token",
+    )  # fmt: skip
+    field("--redundant-experts", type=int, dest="num_redundant_experts", metavar="N")
+    field("--max-num-tokens", type=int, metavar="N", help="most tokens in one call")
+    field(
         "--batch-invariant", action="store_true", help="the same bits at every T, position and --ep"
     )
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallel ranks")
@@ -100,7 +102,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="hosts that the ranks are spread over; also print what each rank would need",
     )
-    parser.add_argument(
+    field(
         "--device", help="cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
     )
 
@@ -113,20 +115,12 @@ def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]
         dp_size=args.dp,
         nodes=1 if args.nodes is None else args.nodes,
     )
-    given = {size: getattr(args, size) for size in _SIZES} | {
-        "dtype": None if args.dtype is None else DTYPES[args.dtype],
-        "quant": args.quant,
-        "activation": args.activation,
-        "has_bias": args.has_bias or None,
-        "apply_router_weight_on_input": args.weight_on_input or None,
-        "num_redundant_experts": args.redundant_experts,
-        "max_num_tokens": args.max_num_tokens,
-        "batch_invariant": args.batch_invariant or None,
-        "device": args.device,
-    }
+    fields = {n: v for n, v in vars(args).items() if n in moekit.MoEProblem.__dataclass_fields__}
+    if "dtype" in fields:
+        fields["dtype"] = DTYPES[fields["dtype"]]
     if args.activation_limit is not None:
-        given["activation"] = Activation(args.activation or "silu", limit=args.activation_limit)
-    fields = {name: value for name, value in given.items() if value is not None}
+        kind = fields.get("activation") or "silu"
+        fields["activation"] = Activation(kind, limit=args.activation_limit)
     if args.model is not None:
         return problem_from_config(args.model, parallel=parallel, **fields), ()
     for name, source in _sources().items():
