@@ -32,7 +32,7 @@ from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.packing import pack_weights
 from moekit_triton.plans import Copied, TilePlan
 from moekit_triton.search import Case, Timer
-from moekit_triton.tune import compile_attempts_of, rows_per_expert
+from moekit_triton.tune import compile_all, rows_per_expert
 
 from moekit.backends.reference import oracle
 from moekit.contract import Routing
@@ -166,7 +166,7 @@ def main() -> None:
         for tokens in tokens_of(args.cells, name):
             found += [Attempt(s, Planner(problem).plan(tokens, problem.top_k)) for s in steps]
         wanted[problem] = found
-    compile_attempts_of(wanted)
+    compile_all(wanted.items())
     say("\n| cell | what | us | TFLOP/s; or chosen plan's time / this | tile; or error | plan |")
     say("|---|---|---|---|---|---|")
     lines: list[str] = []

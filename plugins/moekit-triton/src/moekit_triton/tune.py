@@ -100,23 +100,15 @@ def _compile(job: tuple[MoEProblem, list[Attempt]], end: float) -> int:
     return len(wanted)
 
 
-def compile_all(sizes: Iterable[tuple[MoEProblem, int]], end: float = math.inf) -> None:
-    """Compile all candidates of problems and numbers of rows."""
-    wanted: dict[MoEProblem, dict[Attempt, None]] = {}
-    for problem, rows in sizes:
-        wanted.setdefault(problem, {}).update(dict.fromkeys(attempts(problem, rows)))
-    compile_attempts_of(wanted, end)
-
-
-def compile_attempts_of(
-    wanted: Mapping[MoEProblem, Iterable[Attempt]], end: float = math.inf
+def compile_all(
+    wanted: Iterable[tuple[MoEProblem, Iterable[Attempt]]], end: float = math.inf
 ) -> None:
-    """Compile attempts by as many processes as there are cores, up to 48.
+    """Compile attempts of problems by as many processes as there are cores, up to 48.
 
     What is not compiled at ``end``, by `time.monotonic`, is left to its first launch.
     """
     small: dict[MoEProblem, dict[Attempt, None]] = {}
-    for problem, found in wanted.items():
+    for problem, found in wanted:
         small.setdefault(_tiny(problem), {}).update(dict.fromkeys(found))
     jobs = [
         (tiny, list(found)[i : i + 3])
@@ -160,6 +152,10 @@ class Job(NamedTuple):
     scheme: str
     rows: float
 
+    @property
+    def problem(self) -> MoEProblem:
+        return shape(self.shape).problem(quant=self.scheme, device="cuda")
+
     def __str__(self) -> str:
         return f"{self.shape} {self.scheme}, {self.rows:g} rows an expert"
 
@@ -185,7 +181,7 @@ def _tune(job: Job, end: float) -> tuple[str, Plans] | None:
     ``end``, by `time.monotonic`."""
     if time.monotonic() > end:
         return None
-    problem = shape(job.shape).problem(quant=job.scheme, device="cuda")
+    problem = job.problem
     rows, plans = token_count(problem, job.rows), Plans()
     routings = 8 if rows <= 64 else 3 if rows < 4096 else 2
     case = make_case(problem, rows, routings, _Weights.of(job, problem))
@@ -333,13 +329,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = _devices(args.gpus)
     if len(devices) < args.gpus:
         print(f"{len(devices)} of {args.gpus} GPUs are of the kind {name}", file=sys.stderr)
-    problems = [(shape(j.shape).problem(quant=j.scheme, device="cuda"), j.rows) for j in jobs]
+    problems = [(job.problem, job.rows) for job in jobs]
+    wanted = [(p, attempts(p, token_count(p, rows))) for p, rows in problems]
     try:
         # Compilation may take half of the time, because the timings need the rest.
-        compile_all(
-            ((p, token_count(p, rows)) for p, rows in problems),
-            begin + args.seconds / 2,
-        )
+        compile_all(wanted, begin + args.seconds / 2)
         with _pool(min(len(devices), len(jobs)), devices) as pool:
             end = begin + args.seconds
             running = {pool.submit(_tune, job, end): job for job in jobs}
