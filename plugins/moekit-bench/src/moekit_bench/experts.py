@@ -83,7 +83,7 @@ def run_cell(
         DeviceLost: A failure left the device unusable.
     """
     device = case.weights.w13.device
-    failed: dict[str, Measurement] = {}
+    results: dict[str, Measurement] = {}
     ready: dict[str, Prepared] = {}
     errors: dict[str, float] = {}
 
@@ -99,17 +99,13 @@ def run_cell(
         for name, call in calls.items():
             log(name)
             _, reason = attempt(device, prepare, name, call)
-            if reason:
-                failed[name] = Measurement(reason=reason)
+            results[name] = Measurement(reason=reason)
         timings = take_turns(ready, replays, host=host)
     ready.clear()
     release(device)
-    bound, results = benchmark_bound(case.problem), {}
-    for name in calls:
-        timing = timings.get(name)
-        if timing is None:
-            results[name] = failed[name]
-        elif isinstance(timing, Exception):
+    bound = benchmark_bound(case.problem)
+    for name, timing in timings.items():
+        if isinstance(timing, Exception):
             results[name] = Measurement(reason=first_line(timing))
         else:
             error = errors[name]
