@@ -68,15 +68,30 @@ def test_a_wrong_recording_is_named_by_its_place() -> None:
         ("layers", "pairs", ["--layers"]),
     ],
 )
-@pytest.mark.parametrize("us", [0, 0.0, -1.5])
-def test_a_time_that_is_not_above_zero_is_named(capsys, tmp_path, name, cells, mode, us) -> None:
+@pytest.mark.parametrize("us", [0, 0.0, -1.5, 1e-320])
+def test_a_time_that_cannot_be_is_named(capsys, tmp_path, name, cells, mode, us) -> None:
     file, data = tmp_path / "run.json", json.loads((RECORDINGS / f"{name}.json").read_text())
     data["cells"][0][cells][0]["us"] = us
     file.write_text(json.dumps(data))
     for command in (["bench", *mode], ["tune", "--regret"])[: 1 if name == "dispatch" else 2]:
         assert main([*command, "--from", str(file)]) == 2
-        said = f"{file}.cells[0].{cells}[0].us must be above 0 (got {us})"
+        said = f"{file}.cells[0].{cells}[0].us must be at least 0.001 (got {us})"
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("what", "value"), [("us", 1e-4), ("copied", -1)])
+def test_a_wrong_recording_leaves_the_table_alone(capsys, tmp_path, what, value) -> None:
+    """A table that does not hold what tables may hold is refused as a whole when it is read."""
+    file, table = tmp_path / "run.json", tmp_path / "table.json"
+    data = json.loads((RECORDINGS / "layers.json").read_text())
+    argv = ["tune", "--select", "--from", str(file), "--output", str(table)]
+    file.write_text(json.dumps(data))
+    assert main(argv) == 0
+    good = table.read_text()
+    data["cells"][0]["pairs"][0][what] = value
+    file.write_text(json.dumps(data))
+    assert main(argv) == 2 and table.read_text() == good
+    assert f"{file}.cells[0].pairs[0].{what} must be at least 0" in capsys.readouterr().err
 
 
 def test_ranks_become_one_record() -> None:

@@ -23,8 +23,11 @@ from .internals import parse_json
 
 T = TypeVar("T")
 
-Positive = Annotated[float, "positive"]
-"""A number that `from_json` accepts above 0 only, because reports divide by it."""
+# Numbers that `from_json` bounds: what it expects, and whether a number fits. Reports divide by
+# them or average their logarithms; the bounds of times and shares are those of tuned tables.
+Positive = Annotated[float, "above 0", lambda number: number > 0]
+Microseconds = Annotated[float, "at least 0.001", lambda number: number >= 1e-3]
+Share = Annotated[float, "at least 0", lambda number: number >= 0]
 
 
 def named(key: str, **options: Any) -> Any:
@@ -87,12 +90,13 @@ def from_json(cls: type[T], data: object, where: str = "the record") -> T:
 
 
 def _decode(hint: Any, data: Any, where: str) -> Any:
-    if hint == Positive:
-        number = _decode(float, data, where)
-        if number <= 0:
-            raise MoekitError(f"{where} must be above 0 (got {data})")
-        return number
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        kind, expected, fits = arguments
+        value = _decode(kind, data, where)
+        if not fits(value):
+            raise MoekitError(f"{where} must be {expected} (got {data})")
+        return value
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in arguments:
             return None

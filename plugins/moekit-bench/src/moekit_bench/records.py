@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec, MoEProblem
 
-from .codec import Positive, mean, median, merged_by, named, widest, worst
+from .codec import Microseconds, Positive, Share, mean, median, merged_by, named, widest, worst
 from .limits import Ceilings
 from .shapes import Shape
 from .timer import Timing
@@ -45,7 +45,7 @@ class Measurement:
     reason: why it failed or is wrong. note: why there is no graph time.
     """
 
-    us: Positive | None = merged_by(median, default=None)
+    us: Microseconds | None = merged_by(median, default=None)
     graph_us: float | None = merged_by(median, default=None)
     eager_us: float | None = merged_by(median, default=None)
     host_us: float | None = merged_by(median, default=None)
@@ -103,7 +103,7 @@ class ExpertsResult(Result):
     name: str
     kind: str = BACKEND
     fraction: Positive | None = None
-    copied: float | None = None
+    copied: Share | None = None
 
     @property
     def label(self) -> str:
@@ -162,12 +162,12 @@ class Overlap:
     on its stream, and on a separate stream. error_*: None where an output is not finite.
     """
 
-    sequential_us: Positive = merged_by(median, "one_after_the_other_us")
-    in_flight_us: Positive = merged_by(median)
-    run_ahead_us: Positive | None = merged_by(median, default=None)  # older recordings lack it
-    shared_after_us: Positive = merged_by(median, "after_us")
-    shared_within_us: Positive = merged_by(median, "meanwhile_us")
-    shared_concurrent_us: Positive = merged_by(median, "beside_us")
+    sequential_us: Microseconds = merged_by(median, "one_after_the_other_us")
+    in_flight_us: Microseconds = merged_by(median)
+    run_ahead_us: Microseconds | None = merged_by(median, default=None)  # older recordings lack it
+    shared_after_us: Microseconds = merged_by(median, "after_us")
+    shared_within_us: Microseconds = merged_by(median, "meanwhile_us")
+    shared_concurrent_us: Microseconds = merged_by(median, "beside_us")
     error_in_flight: float | None = merged_by(worst)
     error_run_ahead: float | None = merged_by(worst, default=None)
     error_within: float | None = merged_by(worst, "error_meanwhile")
@@ -190,7 +190,7 @@ class LayerResult(Result):
     experts: str
     buffer_bytes: int | None = merged_by(worst, default=None)
     stated_bytes: int | None = merged_by(worst, default=None)
-    copied: float | None = None
+    copied: Share | None = None
     overlap: Overlap | None = None
 
     @property
