@@ -8,37 +8,19 @@
 writes the tables (``python -m moekit tune``). docs/bench.md documents the files.
 """
 
-from __future__ import annotations
-
-from moekit.selection.tuned.choice import Choice, Found, lookup
-from moekit.selection.tuned.plan import (
-    TOLERANCE,
-    Buckets,
-    Curve,
-    Plan,
-    join,
-    plan,
-    serving,
-    split,
-    time_at,
-)
-from moekit.selection.tuned.table import VARIABLE, Key, Record, read
-
-__all__ = [
-    "TOLERANCE",
-    "VARIABLE",
-    "Buckets",
-    "Choice",
-    "Curve",
-    "Found",
-    "Key",
-    "Plan",
-    "Record",
-    "join",
-    "lookup",
-    "plan",
-    "read",
-    "serving",
-    "split",
-    "time_at",
-]
+from moekit.selection.tuned.choice import Choice as Choice
+from moekit.selection.tuned.choice import Found as Found
+from moekit.selection.tuned.choice import lookup as lookup
+from moekit.selection.tuned.plan import TOLERANCE as TOLERANCE
+from moekit.selection.tuned.plan import Buckets as Buckets
+from moekit.selection.tuned.plan import Curve as Curve
+from moekit.selection.tuned.plan import Plan as Plan
+from moekit.selection.tuned.plan import join as join
+from moekit.selection.tuned.plan import plan as plan
+from moekit.selection.tuned.plan import serving as serving
+from moekit.selection.tuned.plan import split as split
+from moekit.selection.tuned.plan import time_at as time_at
+from moekit.selection.tuned.table import VARIABLE as VARIABLE
+from moekit.selection.tuned.table import Key as Key
+from moekit.selection.tuned.table import Record as Record
+from moekit.selection.tuned.table import read as read
