@@ -188,7 +188,7 @@ class Search:
         for (step, _, kind), found in list(self.found.items()):
             if kind is Gathered and found:
                 best = found[0].plan
-                for tile in variations(_tile(step, best)):
+                for tile in variations(best.first if step == "gemm_1" else best.second):
                     self.attempt(step, replace(best, first=tile, second=tile))
         for timed in self.found.get(("gemm_1", 128, Gathered), [])[:_FINALISTS]:
             if sorts and isinstance(timed.plan, Gathered) and timed.plan.fused:
@@ -233,10 +233,6 @@ def _tile_is_impossible(error: Exception) -> bool:
     if isinstance(error, triton.TritonError):
         return True
     return type(error) is RuntimeError and "PassManager" in str(error)
-
-
-def _tile(step: Step, plan: TilePlan) -> Any:
-    return plan.first if step == "gemm_1" else plan.second
 
 
 def _key(step: Step, plan: TilePlan) -> Key:

@@ -160,20 +160,17 @@ class Job(NamedTuple):
         return f"{self.shape} {self.scheme}, {self.rows:g} rows an expert"
 
 
-class _Weights:
-    """The packed weights of a worker's last job, which most often are those of its next one."""
+_packed: dict[tuple[str, str], PackedWeights] = {}  # of a worker's last job alone
 
-    _key: tuple[str, str] | None = None
-    _packed: PackedWeights | None = None
 
-    @classmethod
-    def of(cls, job: Job, problem: MoEProblem) -> PackedWeights:
-        if cls._key != job[:2] or cls._packed is None:
-            cls._packed = None
-            torch.cuda.empty_cache()
-            cls._packed = _random_packed(problem)
-            cls._key = job[:2]
-        return cls._packed
+def _weights(job: Job) -> PackedWeights:
+    """Return a job's packed weights, which most often are those of the worker's last job."""
+    key = (job.shape, job.scheme)
+    if key not in _packed:
+        _packed.clear()
+        torch.cuda.empty_cache()
+        _packed[key] = _random_packed(job.problem)
+    return _packed[key]
 
 
 def _tune(job: Job, end: float) -> tuple[str, Plans] | None:
@@ -184,7 +181,7 @@ def _tune(job: Job, end: float) -> tuple[str, Plans] | None:
     problem = job.problem
     rows, plans = token_count(problem, job.rows), Plans()
     routings = 8 if rows <= 64 else 3 if rows < 4096 else 2
-    case = make_case(problem, rows, routings, _Weights.of(job, problem))
+    case = make_case(problem, rows, routings, _weights(job))
     found = fastest_plan(case, rows)
     del case
     if found is not None:
