@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from . import report
 from .records import DispatcherCell, DispatchRun
-from .report import Table, distinct, fastest, grouped
+from .report import Table, grouped
 
 
 def markdown(run: DispatchRun) -> str:
@@ -21,18 +21,10 @@ def markdown(run: DispatchRun) -> str:
         "count, rows to this rank too."
     ]
     for (scheme, routing), group in grouped(run.cells, lambda c: (c.scheme, c.routing)).items():
-        lines += ["", f"## {scheme}, {routing}", "", *_side_by_side(group), "", *details(group)]
+        lines += ["", f"## {scheme}, {routing}", "", *report.side_by_side(group)]
+        lines += ["", *details(group)]
     lines += report.not_measured(run.refused)
     return "\n".join(lines) + "\n"
-
-
-def _side_by_side(cells: Sequence[DispatcherCell]) -> Table:
-    names = distinct(r.name for c in cells for r in c.results)
-    table = Table("T", *names)
-    for cell in cells:
-        best, by_name = fastest(cell.results), {r.name: r for r in cell.results}
-        table.add(cell.tokens, *(report.time(by_name.get(name), best) for name in names))
-    return table
 
 
 def details(cells: Sequence[DispatcherCell]) -> Table:

@@ -86,7 +86,8 @@ def markdown(run: ExpertsRun) -> str:
         f"ones gave wrong results. {_ceilings(run.ceilings)}"
     ]
     for group in grouped(run.cells, lambda c: (c.shape, c.scheme, c.routing)).values():
-        lines += ["", _heading(group[0]), "", *_side_by_side(group), *_cost_of_mode(group)]
+        times = report.side_by_side(group, limit=lambda cell: report.us(cell.limit_us))
+        lines += ["", _heading(group[0]), "", *times, *_cost_of_mode(group)]
         lines += ["", *_details(group)]
     lines += report.not_measured(run.refused)
     lines += ["", "## All cells", "", *_summary(run.summary)]
@@ -110,19 +111,6 @@ def _heading(cell: ExpertsCell) -> str:
     )
 
 
-def _side_by_side(cells: Sequence[ExpertsCell]) -> Table:
-    names = distinct(r.name for c in cells for r in c.results)
-    table = Table("T", "limit", *names)
-    for cell in cells:
-        best, by_name = fastest(cell.results), {r.name: r for r in cell.results}
-        table.add(
-            cell.tokens,
-            report.us(cell.limit_us),
-            *(report.time(by_name.get(n), best, after=_fraction(by_name.get(n))) for n in names),
-        )
-    return table
-
-
 def _cost_of_mode(cells: Sequence[ExpertsCell]) -> list[str]:
     """Return a table of times in batch-invariant mode over the same backend's default times."""
     modes = distinct(r.name for c in cells for r in c.results if r.name.endswith(IN_MODE))
@@ -138,10 +126,6 @@ def _cost_of_mode(cells: Sequence[ExpertsCell]) -> list[str]:
             *(report.NONE if None in pair else f"{pair[1] / pair[0]:.2f}" for pair in pairs),  # type: ignore[operator]
         )
     return ["", "Time in batch-invariant mode, over the default's:", "", *table]
-
-
-def _fraction(result: ExpertsResult | None) -> str:
-    return "" if result is None or result.fraction is None else f" ({result.fraction:.2f})"
 
 
 def _details(cells: Iterable[ExpertsCell]) -> Table:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from .records import Measurement, Refusal, Run, shown_error
+from .records import ExpertsResult, Measurement, Refusal, Run, shown_error
 
 C = TypeVar("C")
 V = TypeVar("V")
@@ -61,14 +61,28 @@ def fastest(results: Iterable[M]) -> M | None:
     return min(right, key=lambda r: r.us or 0.0, default=None)
 
 
-def time(result: Measurement | None, best: Measurement | None, *, after: str = "") -> str:
-    """Show a time: eager ones with `e`, the best one in bold, wrong ones struck out."""
+def time(result: Measurement | None, best: Measurement | None) -> str:
+    """Show a time: eager ones with `e`, the best one in bold and wrong ones struck out; and the
+    roofline fraction, if it is known."""
     if result is None or result.us is None:
         return NONE
     text = us(result.us) + ("e" if result.eager else "")
     if not result.right:
         return f"~~{text}~~"
-    return (f"**{text}**" if result is best else text) + after
+    text = f"**{text}**" if result is best else text
+    fraction = result.fraction if isinstance(result, ExpertsResult) else None
+    return text if fraction is None else f"{text} ({fraction:.2f})"
+
+
+def side_by_side(cells: Sequence[Any], **columns: Callable[[Any], object]) -> Table:
+    """Return the times of all names by T, after columns that show something of the cell."""
+    names = distinct(r.name for c in cells for r in c.results)
+    table = Table("T", *columns, *names)
+    for cell in cells:
+        best, by_name = fastest(cell.results), {r.name: r for r in cell.results}
+        shown = (show(cell) for show in columns.values())
+        table.add(cell.tokens, *shown, *(time(by_name.get(name), best) for name in names))
+    return table
 
 
 def distinct(values: Iterable[C]) -> list[C]:
