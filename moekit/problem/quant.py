@@ -383,4 +383,4 @@ def dequantize(
 
     if quant.packed and quant.dtype != _FP4:
         values -= INT4_ZERO if zero_points is None else each(zero_points)
-    return values.mul_(each(scale)).to(dtype)
+    return (values * each(scale)).to(dtype)

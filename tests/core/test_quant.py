@@ -270,4 +270,4 @@ def test_weights_are_converted_a_few_experts_at_a_time(name, monkeypatch):
     peak, _ = measure(device, lambda: given.quantize(scheme))
     assert peak < results + 32 * of_five, "temporaries of all experts"
     peak, _ = measure(device, lambda: made.dequantize(scheme, torch.bfloat16))
-    assert peak < back.w13.nbytes + back.w2.nbytes + 18 * of_five, "temporaries of all experts"
+    assert peak < back.w13.nbytes + back.w2.nbytes + 25 * of_five, "temporaries of all experts"
