@@ -324,7 +324,7 @@ class FusedMoE(nn.Module):
         """Free the dispatcher's buffers, the weights and the name; idempotent."""
         self.packed = None
         self.kernel.destroy()
-        ops.unregister(self.prefix)
+        ops.unregister(self, self.prefix)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoE:
         here = torch.empty(0, dtype=self.problem.dtype, device=self.device)

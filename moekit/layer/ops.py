@@ -72,9 +72,11 @@ def _taken(name: str) -> bool:
     return bool(vars(found)[_MAKER] != threading.get_ident())
 
 
-def unregister(name: str) -> None:
-    """Free the name; idempotent."""
-    _layers.pop(name, None)
+def unregister(layer: NamedLayer, name: str) -> None:
+    """Free the name if ``layer`` still has it; idempotent."""
+    with _lock:
+        if _layers.get(name) is layer:
+            del _layers[name]
 
 
 def _run(*arguments: Any) -> Tensor:

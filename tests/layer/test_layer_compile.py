@@ -183,7 +183,10 @@ def test_names_are_unique_while_layers_live() -> None:
     del layer
     again = make_layer(prefix="model.layers.3.mlp.experts")
     again.destroy()
-    make_layer(prefix="model.layers.3.mlp.experts")
+    successor = make_layer(prefix="model.layers.3.mlp.experts")
+    again.destroy()  # compiled code would find no successor, or the next layer of that name
+    with pytest.raises(NameClash):
+        make_layer(prefix=successor.prefix)
     assert make_layer().prefix != make_layer().prefix
 
 
