@@ -163,7 +163,8 @@ class Rebalancer:
 
     Raises:
         Unsupported: The experts backend does not declare its packed weights movable.
-        InvalidInput: An argument has the wrong type, or the lists' lengths differ.
+        InvalidInput: An argument has the wrong type, the lists' lengths differ, or two layers have
+            the same weights.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class Rebalancer:
             )
         for each in packed:
             device_of(each)
+        _check_apart(packed)
         self.policy = named_policy(policy, options or {}) if isinstance(policy, str) else policy
         self.packed, self.min_gain, self.staging_bytes = list(packed), min_gain, staging_bytes
         self.placements = list(placements or [Placement.default(problem)] * len(packed))
@@ -269,6 +271,7 @@ class Rebalancer:
                 if owner.packed is None:
                     raise WeightsError(f"layer {layer} has no weights: call its load_weights()")
                 self.packed[layer] = owner.packed  # they may have been loaded again
+            _check_apart(self.packed)
             for load_E, now in zip(loads, self.placements, strict=True):
                 wanted.append(improve(self.policy, load_E, now, self.min_gain))
         except Exception as found:  # the policy may raise anything; the other ranks must know
@@ -293,3 +296,15 @@ class Rebalancer:
             for owner in owners:
                 owner.placement = new
         return RebalanceReport(layer, old.imbalance(load_E), new.imbalance(load_E), migration)
+
+
+def _check_apart(packed: Sequence[PackedWeights]) -> None:
+    """Raise InvalidInput if two layers have the same weights, which can only be in one order."""
+    owners: dict[int, int] = {}
+    for layer, each in enumerate(packed):
+        for tensor in each.experts.values():
+            if (owner := owners.setdefault(tensor.data_ptr(), layer)) != layer:
+                raise InvalidInput(
+                    f"layers {owner} and {layer} share the memory of their weights, and moving the "
+                    "experts of one would move the other's: load copies of the weights"
+                )

@@ -238,6 +238,20 @@ def test_a_rebalancer_refuses_wrong_arguments() -> None:
     assert len(caught.value.reasons) == 1
 
 
+def test_layers_that_share_weights_are_refused() -> None:
+    """To move the experts of one layer would move those of the other, too."""
+    layer, weights = loaded_layer(experts="torch")
+    tied, own = (loaded_layer(experts="torch")[0] for _ in range(2))
+    layer.load_weights(weights)
+    tied.load_weights(weights)
+    with pytest.raises(InvalidInput, match="layers 0 and 2 share the memory of their weights"):
+        Rebalancer.of([layer, own, tied])
+    balancer = Rebalancer.of([layer, own])
+    own.load_weights(weights)
+    with pytest.raises(InvalidInput, match="layers 0 and 1 share"):
+        balancer.rebalance()
+
+
 def test_without_a_process_group_several_ranks_cannot_rebalance() -> None:
     alone = problem(parallel=ParallelConfig(ep_size=2, dp_size=1))
     kernel = moekit.compose(alone, experts="torch")
