@@ -198,6 +198,7 @@ class Rebalancer:
         self.packed, self.min_gain, self.staging_bytes = list(packed), min_gain, staging_bytes
         self.placements = list(placements or [Placement.default(problem)] * len(packed))
         self._layers: Sequence[FusedMoE] = ()
+        self._routes: Sequence[object] = ()  # the layers' routing by this table
         rank, ranks = parallel.rank, parallel.num_ranks
         self.group = group or kernel.dispatcher.group or (dist.group.WORLD if ranks > 1 else None)
         # Ranks that hold the same tokens must choose the same replicas; others need not.
@@ -232,6 +233,7 @@ class Rebalancer:
         made._layers = layers
         for index, layer in enumerate(layers):
             layer.set_replicas(made.replicas[index], partial(made.window.record, layer=index))
+        made._routes = [layer.flow.to_physical for layer in layers]
         return made
 
     def route(self, routing: Routing, layer: int = 0) -> Routing:
@@ -262,6 +264,7 @@ class Rebalancer:
             A report for each layer.
 
         Raises:
+            InvalidInput: A layer does not use this rebalancer's replicas any more.
             MoekitError: As `migrate`, or what the policy raised on this rank.
         """
         loads, wanted = self.loads().double(), []
@@ -270,6 +273,11 @@ class Rebalancer:
             for layer, owner in enumerate(self._layers):
                 if owner.packed is None:
                     raise WeightsError(f"layer {layer} has no weights: call its load_weights()")
+                if owner.flow.to_physical is not self._routes[layer]:
+                    raise InvalidInput(
+                        f"layer {layer} routes by other replicas since a later Rebalancer.of() or "
+                        "set_replicas(): use that rebalancer, or make another one"
+                    )
                 self.packed[layer] = owner.packed  # they may have been loaded again
             _check_apart(self.packed)
             for load_E, now in zip(loads, self.placements, strict=True):

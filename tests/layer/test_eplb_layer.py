@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layer_cases import loaded_layer, logits_for
+from layer_cases import check_logits, loaded_layer, logits_for
 from torch import Tensor, nn
 
 import moekit
@@ -250,6 +250,22 @@ def test_layers_that_share_weights_are_refused() -> None:
     own.load_weights(weights)
     with pytest.raises(InvalidInput, match="layers 0 and 1 share"):
         balancer.rebalance()
+
+
+def test_a_rebalancer_that_another_replaced_moves_nothing() -> None:
+    layer, weights = loaded_layer()
+    layer.load_weights(weights.select(layer.local_experts))  # a copy
+    turned = {
+        "policy": lambda _, now: (*now.physical_to_logical[1:], now.physical_to_logical[0]),
+        "min_gain": -float("inf"),
+    }
+    first, second = (Rebalancer.of([layer], **turned) for _ in range(2))
+    check_logits(layer, weights, renormalize=True)
+    second.step()
+    assert second.rebalance()[0].migration is not None
+    with pytest.raises(InvalidInput, match="layer 0 routes by other replicas"):
+        first.rebalance()
+    check_logits(layer, weights, renormalize=True)
 
 
 def test_without_a_process_group_several_ranks_cannot_rebalance() -> None:
