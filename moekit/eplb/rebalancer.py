@@ -295,7 +295,7 @@ class Rebalancer:
                 migration = migrate(
                     self.packed[layer], old, new, self.group, staging_bytes=self.staging_bytes
                 )
-            except MigrationInterrupted:
+            except (MigrationInterrupted, KeyboardInterrupt):  # the weights may be a mix
                 for owner in owners:
                     owner.packed = None
                 raise

@@ -330,7 +330,13 @@ def test_the_example_runs() -> None:
     assert "outputs agree" in done.stdout
 
 
-def test_an_interrupted_migration_leaves_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(MigrationInterrupted, WeightsError), (KeyboardInterrupt, KeyboardInterrupt)],
+)
+def test_an_interrupted_migration_leaves_no_weights(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], raised: type[BaseException]
+) -> None:
     layer, _ = loaded_layer()
     x, logits = random_x(layer.problem, 3), logits_for(layer, 3)
     balancer = Rebalancer.of(
@@ -340,10 +346,10 @@ def test_an_interrupted_migration_leaves_no_weights(monkeypatch: pytest.MonkeyPa
     balancer.step()
 
     def broken(*args: object, **kwargs: object) -> None:
-        raise MigrationInterrupted("broke off")
+        raise error("broke off")
 
     monkeypatch.setattr("moekit.eplb.rebalancer.migrate", broken)
-    with pytest.raises(WeightsError, match="broke off"):
+    with pytest.raises(raised, match="broke off"):
         balancer.rebalance()
     with pytest.raises(WeightsError, match="has no weights"):
         layer(x, logits)
