@@ -160,7 +160,7 @@ class _Sequence:
             values = job.read(client, keys, seconds)
         except dist.DistNetworkError:
             raise
-        except dist.DistStoreError:
+        except RuntimeError:  # a timeout; that of a FileStore has no type of its own
             job.go_on()
             late = _encoded(f"~{seconds:g}|{self.rank}|{what}")
             values = [client.compare_set(key, "", late) for key in keys]

@@ -9,6 +9,7 @@ import socket
 
 import pytest
 from group_faults_on_ranks import (
+    away_from,
     checked_differs,
     choosing_fails,
     interrupted,
@@ -42,6 +43,13 @@ def test_a_late_rank_hears_who_gave_up_and_all_recover(pool) -> None:
     assert seconds < 0.9, "no wait for a step that is over"
     assert [text for text, _ in waited[3:]] == ["right", "right"]
     assert [text for text, _ in came_late[2:]] == ["right", "right"]
+
+
+def test_a_file_is_the_store_where_a_rank_does_not_come(tmp_path) -> None:
+    with RankPool(2) as ranks:
+        failed, away = ranks.run(away_from, str(tmp_path))
+    assert failed.startswith("rank 1 did not come to 'choose backends' within 2 s")
+    assert away == "away"
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])

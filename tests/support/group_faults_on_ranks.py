@@ -82,6 +82,18 @@ def late(rank: int, world_size: int) -> list[tuple[str, float]]:
     return [*said, layer.timed(), layer.timed()]
 
 
+def away_from(rank: int, world_size: int, folder: str) -> str:
+    """Rank 1 never comes to a default group whose store is a file."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    try:
+        return Layer(dist.group.WORLD, 2.0).call() if rank != 1 else "away"
+    except PeerFailed as error:
+        return str(error)
+
+
 def interrupted(rank: int, world_size: int, where: str, kind: type[BaseException]) -> list[str]:
     """Rank 1 is interrupted in its second call; all go on to a third and a fourth."""
     layer = Layer(dist.new_group(), 20.0)
