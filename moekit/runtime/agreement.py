@@ -7,7 +7,6 @@ is left half-way, and a rank that does not answer is named.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from threading import Lock, RLock
@@ -70,7 +69,6 @@ class _Sequence:
     """
 
     _of: ClassVar[WeakKeyDictionary[dist.ProcessGroup, _Sequence]] = WeakKeyDictionary()
-    _made: ClassVar[Counter[str]] = Counter()
     _making: ClassVar[Lock] = Lock()
 
     @classmethod
@@ -87,9 +85,7 @@ class _Sequence:
             return found
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        name = group.group_name
-        self._made[name] += 1  # a group made after another was destroyed may have its name
-        self._prefix = f"moekit/{name}/{self._made[name]}"
+        self._name, self._prefix = f"moekit/{group.group_name}", ""
         self._store = dist.distributed_c10d._get_default_store()
         self.rank, self._size = group.rank(), group.size()
         self.step = 0
@@ -114,6 +110,7 @@ class _Sequence:
             wait = min(timeout, _SLACK) if fault is not None else timeout
 
             def work(client: Any, job: Job) -> tuple[int, int, list[str]]:
+                self._begin(client)
                 # A rank that repeats the call it left is still expected there, or learns that the
                 # others gave it up.
                 now = step
@@ -139,6 +136,17 @@ class _Sequence:
         if said.count(said[0]) != self._size:
             self._compare(said, what, advice)
         return [text.partition("\n")[2] for text in said]
+
+    def _begin(self, client: Any) -> None:
+        """Choose the prefix of the keys, at the first access.
+
+        A group that is made after another was destroyed may have its name and its store. This
+        rank's groups are counted in the store: a process may have used others than those of the
+        store, for example if another rank has been restarted.
+        """
+        if not self._prefix:
+            made = client.add(f"{self._name}/made/{self.rank}", 1)
+            self._prefix = f"{self._name}/{made}"
 
     def _take(
         self, client: Any, job: Job, step: int, mine: bytes, what: str, seconds: float
@@ -168,6 +176,7 @@ class _Sequence:
 
     def _settle(self, client: Any, step: int, why: str) -> int:
         """Leave a step whose end this rank does not know. Return the step where it goes on."""
+        self._begin(client)
         gone = _encoded(f"!{self.rank}|{why}")
         values = [client.compare_set(key, "", gone) for key in self._keys(step)]
         if all(value[:1] == b"+" for value in values):  # the others went on to the next step
