@@ -195,7 +195,7 @@ class PplxDispatcher(PrepareAndFinalize):
 
     def _lanes_for(self, wire: Wire) -> Lanes:
         library, at, dtype = self._library, self._layout, self.problem.dtype
-        key = (library, self.group.group_name, at, wire, dtype)
+        key = (library, self.group, at, wire, dtype)
         if key not in self._lanes:
             make = partial(Lanes, library, self.group, at, wire, dtype, self._device)
             self._lanes[key] = shared.acquire(key, make)
