@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from moekit.errors import MoekitError
-from moekit.untrusted.files import cache_folder, replace_file
+from moekit.untrusted.files import cache_folder, read_json, replace_file
 from moekit.untrusted.switches import switch
 
 logger = logging.getLogger("moekit")
@@ -186,9 +186,9 @@ def _file() -> Path:
 def _read(path: Path) -> dict[str, Any]:
     """Return the entries of the cache file, none if it is missing or damaged."""
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
         return {name: entry for name, entry in found.items() if _is_entry(entry)}
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError):
         return {}
 
 

@@ -109,9 +109,14 @@ def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(cpu_experts, "_timed", lambda *args: pytest.fail("timed a second time"))
     cpu_experts._choices.clear()
     assert str(cpu_experts.choice(p)) == str(first)
-    for damage in ("", "[]", "{", '{"x": {"right": [[1, -1]]}}', "[" * 100_000, "\udcff"):
+    digits = "0" * 400
+    endless = f'{{"x": {{"right": [[1{digits}, 1.0]]}}}}'
+    for damage in ("", "[]", "{", '{"x": {"right": [[1, -1]]}}', "[" * 100_000, "\udcff", endless):
         kept.write_bytes(damage.encode(errors="surrogateescape"))
         assert cpu_costs._read(kept) == {}
+    kept.unlink()
+    kept.symlink_to("/dev/zero")  # a file without an end
+    assert cpu_costs._read(kept) == {}
 
 
 def test_calibration_names_its_dtypes(monkeypatch, tmp_path) -> None:
