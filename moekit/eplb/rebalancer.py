@@ -310,7 +310,7 @@ def _check_apart(packed: Sequence[PackedWeights]) -> None:
     """Raise InvalidInput if two layers have the same weights, which can only be in one order."""
     owners: dict[int, int] = {}
     for layer, each in enumerate(packed):
-        for tensor in each.experts.values():
+        for tensor in filter(Tensor.numel, each.experts.values()):  # empty ones have no memory
             if (owner := owners.setdefault(tensor.data_ptr(), layer)) != layer:
                 raise InvalidInput(
                     f"layers {owner} and {layer} share the memory of their weights, and moving the "

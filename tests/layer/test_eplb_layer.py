@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import moekit
 from moekit import MoEProblem, PackedWeights, ParallelConfig, Routing, to_physical
-from moekit.eplb import LoadWindow, Placement, Rebalancer, migrate
+from moekit.eplb import LoadWindow, Placement, Rebalancer, migrate, rebalancer
 from moekit.eplb.migrate import MigrationInterrupted
 from moekit.errors import GroupMismatch, InvalidInput, Unsupported, WeightsError
 from moekit.testing.calls import bits
@@ -250,6 +250,8 @@ def test_layers_that_share_weights_are_refused() -> None:
     own.load_weights(weights)
     with pytest.raises(InvalidInput, match="layers 0 and 1 share"):
         balancer.rebalance()
+    empty = PackedWeights("torch", {"w13_scale": torch.empty(4, 0)})
+    rebalancer._check_apart([empty, empty])  # all empty tensors have the address 0
 
 
 def test_a_rebalancer_that_another_replaced_moves_nothing() -> None:
