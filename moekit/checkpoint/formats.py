@@ -64,6 +64,10 @@ class Part:
         return self if self.fixed else replace(self, axes=self.axes[::-1])
 
 
+BIAS = Part("bias", FLOATS, axes="N", fixed=True)
+"""The bias of a matrix in any format; `ExpertNames` has names of its own for it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """The form in which a checkpoint stores each expert matrix.

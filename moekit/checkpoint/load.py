@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
@@ -20,7 +19,7 @@ from moekit.checkpoint.formats import stored
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.progress import Report
 from moekit.checkpoint.progress import progress as show_progress
-from moekit.checkpoint.read import Reader, is_finite
+from moekit.checkpoint.read import Reader
 from moekit.checkpoint.schema import MAX_EXPERTS
 from moekit.checkpoint.share import Share
 from moekit.errors import WeightsError
@@ -223,20 +222,18 @@ def _load(
 
 
 def collect(reader: Reader) -> ExpertWeights:
-    """Return the experts that ``reader`` has read, with their biases and input scales.
+    """Return the experts that ``reader`` has read, with their input scales.
 
     Raises:
         WeightsError: Lists the reader's faults.
     """
     share = reader.share
     input_scales = _input_scales(share, reader.faults) if share.static else {}
-    biases = _biases(share, reader.faults)
     _raise(share.checkpoint, reader.faults)
     extras = {name: torch.stack([e[name] for e in reader.extras]) for name in reader.extras[0]}
     return ExpertWeights(
         **reader.out,
         **_without_runs(share, extras),
-        **biases,
         **input_scales,
         interleaved=bool(share.names.gate_up and share.names.interleaved),
     )
@@ -280,37 +277,6 @@ def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
         if in_order(extras[name], weight.group[1]):
             del extras[name]
     return extras
-
-
-def _biases(share: Share, faults: list[str]) -> dict[str, Tensor]:
-    """Read w13_bias (L, 2I or I) and w2_bias (L, H), if the names have them."""
-    names, found = share.names, {}
-    of = {names.gate: names.gate_bias, names.up: names.up_bias, names.gate_up: names.gate_up_bias}
-    w13 = []
-    for piece in share.w13:
-        if template := of[piece.template]:
-            bias = _stack(share, template, slice(piece.rows.start, piece.rows.stop))
-            w13.append(F.pad(bias, (0, piece.room - len(piece.rows))))
-    if w13:
-        found["w13_bias"] = torch.cat(w13, dim=1)
-    if names.down_bias:
-        found["w2_bias"] = _stack(share, names.down_bias, slice(None))
-    for name, bias in found.items():
-        if not is_finite(bias):
-            faults.append(f"layer {share.layer}'s {name} holds values that are not finite")
-    dtype = share.problem.dtype
-    return {name: t.to(dtype) if share.dequantize else t for name, t in found.items()}
-
-
-def _stack(share: Share, template: str, part: slice) -> Tensor:
-    read, per_expert = share.checkpoint.read, "{expert}" in template
-    rows = [
-        read(share.name(template, e), part).unsqueeze(0)
-        if per_expert
-        else read(share.name(template, e), slice(e, e + 1), part)
-        for e in share.experts
-    ]
-    return torch.cat(rows)
 
 
 def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:

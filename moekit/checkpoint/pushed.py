@@ -8,6 +8,7 @@ that cannot be converted without them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint, listed
-from moekit.checkpoint.formats import Format, Part, stored
+from moekit.checkpoint.formats import BIAS, Format, Part, stored
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames, per_expert
 from moekit.checkpoint.read import Reader
@@ -86,7 +87,7 @@ class PushedExperts:
         if not format.dtype:  # convert to the problem's dtype, as engines do
             self._share.dequantize = True
         wanted = self._share.wanted(sorted(set(self._share.experts)))
-        self._wanted = dict.fromkeys(tensor for tensor, _, _ in wanted)
+        self._wanted = dict.fromkeys(stored.name for stored in wanted)
         self._in_order = not (problem.parallel.tp_size > 1 and "g_idx" in format.parts)
         self._direct = not format.dtype or (self._in_order and not dequantize)
         self._units = self._make_units()
@@ -105,8 +106,8 @@ class PushedExperts:
     @property
     def suffixes(self) -> tuple[str, ...]:
         """The names that tensors may have: "weight", "weight_scale", "bias" and so on."""
+        biases = [BIAS.suffix] * self.problem.has_bias
         parts = [part.suffix for part in self.format.parts.values()]
-        biases = ["bias"] * self.problem.has_bias
         return tuple(dict.fromkeys([*parts, *self.format.ignored, *biases]))
 
     @property
@@ -124,14 +125,11 @@ class PushedExperts:
         """Return the tensors that are converted together."""
         share, units = self._share, dict[_Unit, set[str]]()
         for which in ("w13", "w2"):
-            for template in dict.fromkeys(piece.template for piece in share.of(which)):
-                for role, part in self.format.parts.items():
-                    if role == "input_scale":
-                        continue  # all experts share the largest one
-                    for expert in share.experts:
-                        unit = (expert, which if self._in_order else "")
-                        name = share.name(template, expert, part.suffix)
-                        units.setdefault(unit, set()).add(name)
+            for piece, expert in itertools.product(share.of(which), share.experts):
+                unit = (expert, which if self._in_order else "")
+                roles = set(share.roles(piece)) - {"input_scale"}  # experts share the largest one
+                names = {share.stored(piece, role, expert).name for role in roles}
+                units.setdefault(unit, set()).update(names)
         return units
 
     # -- storage ----------------------------------------------------------------------------
@@ -204,8 +202,9 @@ class PushedExperts:
                 that cannot be right. The round may go on with the right tensor.
         """
         self._check(suffix, shard, expert, tensor)
-        part = next((p for p in self.format.parts.values() if p.suffix == suffix), None)
-        if part is None and suffix != "bias":
+        parts = (*self.format.parts.values(), BIAS)
+        part = next((part for part in parts if part.suffix == suffix), None)
+        if part is None:
             return int(expert) % self.problem.num_experts in self._share.experts
         if shard == "w13":
             halves = self._split.halves(suffix, part, tensor)
@@ -261,9 +260,7 @@ class PushedExperts:
                 "dense tensor with values"
             )
 
-    def _push(
-        self, suffix: str, part: Part | None, shard: str, expert: int, tensor: Tensor
-    ) -> bool:
+    def _push(self, suffix: str, part: Part, shard: str, expert: int, tensor: Tensor) -> bool:
         template, needed = self._template(shard), False
         parts = self._split.by_expert(suffix, part, shard, expert, tensor)
         for physical, logical, each in parts:
@@ -292,7 +289,7 @@ class PushedExperts:
         names = self._share.names
         return {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}[shard]
 
-    def _take(self, name: str, part: Part | None, tensor: Tensor) -> None:
+    def _take(self, name: str, part: Part, tensor: Tensor) -> None:
         """Place a tensor at once, or keep a copy of it until its unit is complete."""
         assert self._reader is not None
         reader, unit = self._reader, self._unit_of.get(name)

@@ -8,10 +8,11 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.checkpoint.files import empty
-from moekit.checkpoint.formats import Grid, Part
+from moekit.checkpoint.formats import Grid
 from moekit.checkpoint.gguf_blocks import BlockFormat, dequantize
 from moekit.checkpoint.scales import Regrid, requantize, sources
 from moekit.checkpoint.schemes import scheme_for
@@ -19,13 +20,6 @@ from moekit.checkpoint.share import Piece, Share
 from moekit.problem.quant import INT4_ZERO, pack_int4, unpack_int4
 
 _CHUNK = 1 << 22  # values that are dequantized at a time
-
-
-class _Stored(NamedTuple):
-    part: Part
-    name: str
-    expert: list[slice]  # selects the expert if one tensor holds all of them
-    shape: tuple[int, ...]
 
 
 class _Scales(NamedTuple):
@@ -95,9 +89,18 @@ class Reader:
 
     def finish(self, slot: int, which: str, order: Tensor | None) -> None:
         """Read what belongs to w13 or w2 of a physical expert after its pieces are placed."""
-        self._check_shapes(self.share.of(which), self.share.experts[slot])
+        pieces, expert = self.share.of(which), self.share.experts[slot]
+        self._check_shapes(pieces, expert)
         if self.format.dtype and not self.share.dequantize:
-            self._scale(slot, which, self.share.of(which), self.out[which][slot], order)
+            self._scale(slot, which, pieces, self.out[which][slot], order)
+        along_n = pieces if which == "w13" else pieces[:1]  # those of w2 have the same rows
+        if biases := [self._bias(piece, expert, order) for piece in along_n if piece.bias]:
+            bias = torch.cat(biases)
+            if not is_finite(bias):
+                layer = self.share.layer
+                self.faults.append(f"layer {layer}'s {which}_bias holds values that are not finite")
+            dtype = self.share.problem.dtype if self.share.dequantize else bias.dtype
+            self.extras[slot][f"{which}_bias"] = bias.to(dtype)
 
     def place(self, slot: int, which: str, piece: Piece, order: Tensor | None) -> None:
         """Read a piece into its rows and columns of w13 or w2 of a physical expert."""
@@ -122,19 +125,9 @@ class Reader:
 
     # -- stored entries -----------------------------------------------------------------------
 
-    def _stored(self, piece: Piece, role: str, expert: int) -> _Stored:
-        """Return which tensor holds a part of the piece's matrix."""
-        part = self.share.part(piece.template, expert, role)
-        name = self.share.name(piece.template, expert, part.suffix)
-        shape = part.shape(piece.n, piece.k)
-        if "{expert}" in piece.template:
-            return _Stored(part, name, [], shape)
-        stack = (self.share.problem.num_experts, *shape)
-        return _Stored(part, name, [slice(expert, expert + 1)], stack)
-
     def _entries(self, piece: Piece, role: str, expert: int, rows: range, columns: range) -> Tensor:
         """Read the entries that cover ``rows`` and ``columns``: (along N, along K, *tail)."""
-        part, name, which, shape = self._stored(piece, role, expert)
+        part, name, which, shape = self.share.stored(piece, role, expert)
         if part.grid == (-1, -1) and prod(self.checkpoint.shape(name)) == 1:
             return self.checkpoint.read(name, shape=(1, 1))
         extents = {"N": rows, "K": columns}
@@ -149,27 +142,43 @@ class Reader:
         for piece in pieces:
             said = self._entries(piece, "shape", expert, piece.rows, piece.columns).tolist()
             if said != [piece.n, piece.k]:
-                name = self._stored(piece, "shape", expert).name
+                name = self.share.stored(piece, "shape", expert).name
                 self.faults.append(f"{name} holds {said}, expected {[piece.n, piece.k]}")
+
+    def _picked(self, piece: Piece, order: Tensor | None) -> Tensor | None:
+        """Return the stored rows of the neurons that are counted in ``order``; None: `rows`."""
+        if order is None or piece in self.share.w2:
+            return None
+        return piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
+
+    def _bias(self, piece: Piece, expert: int, order: Tensor | None) -> Tensor:
+        """Read the bias of the piece's rows, padded with zeros."""
+        picked = self._picked(piece, order)
+        rows = piece.rows if picked is None else range(piece.n)
+        bias = self._entries(piece, "bias", expert, rows, piece.columns)
+        if picked is not None:
+            bias = bias[picked]
+        return F.pad(bias, (0, piece.room - len(bias))) if piece in self.share.w13 else bias
 
     # -- weights ------------------------------------------------------------------------------
 
     def _read_neurons(self, piece: Piece, expert: int, order: Tensor, out: Tensor) -> None:
         """Read the piece's neurons, which are counted in ``order``, of an int4 matrix."""
-        neurons = order[piece.neurons.start : piece.neurons.stop]
         whole = empty((piece.n, piece.k // 2), out.dtype)
         self._read(piece, expert, range(piece.n), range(piece.k), whole)
-        if piece in self.share.w2:
-            out.copy_(pack_int4(unpack_int4(whole)[:, neurons]))
+        picked = self._picked(piece, order)
+        if picked is not None:
+            out.copy_(whole[picked])
         else:
-            out.copy_(whole[piece.rows_of(neurons)])
+            neurons = order[piece.neurons.start : piece.neurons.stop]
+            out.copy_(pack_int4(unpack_int4(whole)[:, neurons]))
 
     def _read(self, piece: Piece, expert: int, rows: range, columns: range, out: Tensor) -> None:
         """Read rows and columns of a matrix as the core's tensor.
 
         They go straight from the file into ``out`` if the stored form is the core's.
         """
-        part, name, which, shape = self._stored(piece, "weight", expert)
+        part, name, which, shape = self.share.stored(piece, "weight", expert)
         unit = part.grid[1]
         if self.format.packs_rows or columns.start % unit or len(columns) % unit:
             read = self._entries(piece, "weight", expert, rows, columns).contiguous()
@@ -249,9 +258,8 @@ class Reader:
             entries = [len(torch.unique(sources(extent, group))) for extent, group in extents]
             shape = [max(n, 1) for n in entries]
             return _Scales(torch.ones(shape, dtype=torch.float32, device="cpu"), None)
-        picked = None
-        if order is not None and piece in self.share.w13:
-            picked = piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
+        picked = self._picked(piece, order)
+        if picked is not None:
             rows = range(piece.n)
         stored = self._entries(piece, "scale", expert, rows, columns)
         factor = None
@@ -263,7 +271,7 @@ class Reader:
         positive = factor is None or bool((factor > 0).all())
         or_zero = stored.dtype == torch.float8_e4m3fn and positive
         if not ((low >= 0 if or_zero else low > 0) and high < torch.inf):  # NaN fails this, too
-            name = self._stored(piece, "scale", expert).name
+            name = self.share.stored(piece, "scale", expert).name
             wrong = "negative or not finite" if or_zero else "not finite and positive"
             self.faults.append(f"{name} holds values that are {wrong}")
         zeros = self._zeros_of(piece, expert, rows, columns)
@@ -281,7 +289,7 @@ class Reader:
         if self.format.zero_points:
             return zeros
         if bool((zeros != INT4_ZERO).any()):
-            name = self._stored(piece, "zeros", expert).name
+            name = self.share.stored(piece, "zeros", expert).name
             self.faults.append(f"{name} is not all {INT4_ZERO}, but the weights are symmetric")
         return None
 
@@ -289,7 +297,7 @@ class Reader:
 
     def _g_idx(self, piece: Piece, expert: int) -> Tensor:
         """Read the group of each column, (K,) int64."""
-        part, name, which, shape = self._stored(piece, "g_idx", expert)
+        part, name, which, shape = self.share.stored(piece, "g_idx", expert)
         return self.checkpoint.read(name, *which, shape=shape).flatten().long()
 
     def _order(self, piece: Piece, expert: int) -> Tensor | None:
@@ -302,7 +310,7 @@ class Reader:
             return None
         order = torch.argsort(g_idx, stable=True)
         if not torch.equal(g_idx[order], runs):
-            name = self._stored(piece, "g_idx", expert).name
+            name = self.share.stored(piece, "g_idx", expert).name
             self.faults.append(f"{name} does not form groups of {self.format.group[1]} columns")
             return None
         return order
@@ -322,12 +330,12 @@ class Reader:
             g_idx = torch.empty_like(groups)
             g_idx[order] = groups
         if len({tuple(self._g_idx(p, expert).tolist()) for p in matrices}) > 1:
-            names = " and ".join(self._stored(p, "g_idx", expert).name for p in matrices)
+            names = " and ".join(self.share.stored(p, "g_idx", expert).name for p in matrices)
             self.faults.append(
                 f"{names} differ, but gate and up must have the same order; use dequantize=True"
             )
         elif order is not None and not weight.act_order:
-            name = self._stored(matrices[0], "g_idx", expert).name
+            name = self.share.stored(matrices[0], "g_idx", expert).name
             self.faults.append(f"{name} is in act-order; use {self._in_act_order()}")
         self.extras[slot][f"{which}_g_idx"] = g_idx.int()
 
@@ -344,7 +352,7 @@ class Reader:
         format = self.format
         if isinstance(format, BlockFormat):
             return self._dequantize_blocks(piece, expert, out)
-        dtype = self.checkpoint.dtype(self._stored(piece, "weight", expert).name)
+        dtype = self.checkpoint.dtype(self.share.stored(piece, "weight", expert).name)
         assert isinstance(dtype, torch.dtype)
         if dtype == out.dtype:  # not quantized, and nothing to convert
             return self._read(piece, expert, piece.rows, piece.columns, out)
@@ -372,7 +380,7 @@ class Reader:
 
     def _dequantize_blocks(self, piece: Piece, expert: int, out: Tensor) -> None:
         """Dequantize whole GGUF blocks of each row, and cut the piece's columns out of them."""
-        part, name, _, _ = self._stored(piece, "weight", expert)
+        part, name, _, _ = self.share.stored(piece, "weight", expert)
         block, finite = self.checkpoint.block(name), True
         left = piece.columns.start - part.cells("K", piece.columns).start * part.grid[1]
         step = max(1, _CHUNK // max(len(piece.columns), 1))

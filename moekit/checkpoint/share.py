@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
-from moekit.checkpoint.formats import FLOATS, Format, Part, filled, stored
+from moekit.checkpoint.formats import BIAS, Format, Part, filled, stored
 from moekit.checkpoint.gguf_blocks import BlockFormat, part_of
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
 from moekit.checkpoint.probe import format_of
@@ -26,6 +27,7 @@ class Piece:
 
     Args:
         template: The matrix's name.
+        bias: Its bias's name, or "".
         rows, columns: The part.
         neurons: Its neurons, of all I.
         room: Rows of w13 or columns of w2 that it occupies there, padded with zeros.
@@ -36,6 +38,7 @@ class Piece:
     """
 
     template: str
+    bias: str
     n: int
     k: int
     rows: range
@@ -51,6 +54,15 @@ class Piece:
         """Return the stored rows of ``neurons`` of w13."""
         first = self.base + self.per_neuron * neurons
         return (first[:, None] + torch.arange(self.per_neuron, device="cpu")).flatten()
+
+
+class Stored(NamedTuple):
+    """A stored tensor: one part of a matrix, of one expert or of all of them."""
+
+    part: Part
+    name: str
+    expert: list[slice]  # selects the expert if the tensor holds all of them
+    shape: tuple[int, ...]
 
 
 class Share:
@@ -94,31 +106,34 @@ class Share:
 
     def _w13(self) -> tuple[Piece, ...]:
         names, H, I = self.names, self.problem.hidden_size, self.problem.intermediate_size
-        # (template, its rows, the first one, rows per neuron)
+        gate, up = (names.gate, names.gate_bias), (names.up, names.up_bias)
+        both = (names.gate_up, names.gate_up_bias)
+        # (names, rows, the first one, rows per neuron)
         if names.up and names.gate:
-            stored = [(names.gate, I, 0, 1), (names.up, I, 0, 1)]
+            stored = [(gate, I, 0, 1), (up, I, 0, 1)]
         elif names.up or not self.problem.activation.gated:
-            stored = [(names.up or names.gate_up, I, 0, 1)]
+            stored = [(up if names.up else both, I, 0, 1)]
         elif names.interleaved:
-            stored = [(names.gate_up, 2 * I, 0, 2)]
+            stored = [(both, 2 * I, 0, 2)]
         else:
-            stored = [(names.gate_up, 2 * I, 0, 1), (names.gate_up, 2 * I, I, 1)]
+            stored = [(both, 2 * I, 0, 1), (both, 2 * I, I, 1)]
         pieces, at = [], 0
-        for template, n, base, per in stored:
+        for called, n, base, per in stored:
             for run in self.neurons:
                 rows = range(base + per * run.start, base + per * run.stop)
                 room = per * self._room(run)
-                piece = Piece(template, n, H, rows, range(H), run, room, at)
+                piece = Piece(*called, n, H, rows, range(H), run, room, at)
                 pieces.append(replace(piece, base=base, per_neuron=per))
                 at += room
         return tuple(pieces)
 
     def _w2(self) -> tuple[Piece, ...]:
         H, I = self.problem.hidden_size, self.problem.intermediate_size
+        called = self.names.down, self.names.down_bias
         pieces, left = [], 0
         for run in self.neurons:
             room = self._room(run)
-            pieces.append(Piece(self.names.down, H, I, range(H), run, run, room, left=left))
+            pieces.append(Piece(*called, H, I, range(H), run, run, room, left=left))
             left += room
         return tuple(pieces)
 
@@ -146,26 +161,28 @@ class Share:
         activation = self.problem.quant.activation
         return activation is not None and activation.static
 
-    @property
-    def biases(self) -> list[tuple[str, int]]:
-        """The (template, size in the whole model) of each bias."""
-        names, p = self.names, self.problem
-        I = p.intermediate_size
-        sizes = (
-            (names.gate_bias, I),
-            (names.up_bias, I),
-            (names.gate_up_bias, I * (2 if p.activation.gated else 1)),
-            (names.down_bias, p.hidden_size),
-        )
-        return [(template, size) for template, size in sizes if template]
+    def roles(self, piece: Piece) -> list[str]:
+        """Return the roles of the stored tensors that the piece's matrix needs."""
+        parts = [role for role in self.format.parts if role != "input_scale" or self.static]
+        return [*parts, "bias"] if piece.bias else parts
 
-    def part(self, template: str, expert: int, role: str = "weight") -> Part:
-        """Return the stored tensor of a matrix; blocks that are dequantized may differ in type."""
-        if self.dequantize and isinstance(self.format, BlockFormat):
+    def stored(self, piece: Piece, role: str, expert: int) -> Stored:
+        """Return which tensor holds a part of the piece's matrix."""
+        if role == "bias":
+            template, part = piece.bias, BIAS
             name = self.name(template, expert)
-            if name in self.checkpoint:
-                return part_of(self.checkpoint.block(name))
-        return self.format.parts[role]
+        else:
+            template, part = piece.template, self.format.parts[role]
+            name = self.name(template, expert, part.suffix)
+            # Blocks that are dequantized may differ in type.
+            blocks = self.dequantize and isinstance(self.format, BlockFormat)
+            if blocks and name in self.checkpoint:
+                part = part_of(self.checkpoint.block(name))
+        shape = part.shape(piece.n, piece.k)
+        if "{expert}" in template:
+            return Stored(part, name, [], shape)
+        stack = (self.problem.num_experts, *shape)
+        return Stored(part, name, [slice(expert, expert + 1)], stack)
 
     def name(self, template: str, expert: int, suffix: str = "weight") -> str:
         """Return the name of an expert's part."""
@@ -173,27 +190,26 @@ class Share:
 
     def place(self, expert: int) -> tuple[Path, int, int]:
         """Return a key that sorts experts by their place on disk: file, offset, expert."""
-        suffix = self.format.weight.suffix
-        return (*self.checkpoint.place(self.name(self.names.down, expert, suffix)), expert)
+        down = self.stored(self.w2[0], "weight", expert).name
+        return (*self.checkpoint.place(down), expert)
 
     @property
     def expert_nbytes(self) -> int:
         """Bytes of this rank's share of one expert's weights, without scales."""
         total = 0.0
         for piece in self.pieces:
-            part = self.part(piece.template, self.experts[0])
-            name = self.name(piece.template, self.experts[0], part.suffix)
-            dtype = self.checkpoint.dtype(name)
+            stored = self.stored(piece, "weight", self.experts[0])
+            dtype = self.checkpoint.dtype(stored.name)
             assert isinstance(dtype, torch.dtype)
             share = len(piece.rows) * len(piece.columns) / (piece.n * piece.k)
-            total += share * prod(part.shape(piece.n, piece.k)) * dtype.itemsize
+            total += share * prod(stored.part.shape(piece.n, piece.k)) * dtype.itemsize
         return int(total)
 
     # -- faults ------------------------------------------------------------------------
 
     def faults(self) -> list[str]:
         """Return everything that prevents this layer from being loaded, by name."""
-        held = any(name in self.checkpoint for name, _, _ in self.wanted(self.experts))
+        held = any(one.name in self.checkpoint for one in self.wanted(self.experts))
         if not held and self.layer not in layers_in(self.checkpoint, self.names):
             return [no_experts(self.checkpoint, self.names, self.layer)]
         if wrong := self.setting_fault():
@@ -233,15 +249,15 @@ class Share:
         """List tensors of this rank's experts that are missing, or of another shape or dtype."""
         checkpoint, found = self.checkpoint, []
         dtypes: dict[str, str] = {}
-        for name, part, shape in self.wanted(sorted(set(self.experts))):
+        for part, name, _, shape in self.wanted(sorted(set(self.experts))):
             if name not in checkpoint:
                 found.append(f"{name} is missing")
                 continue
             dtype = checkpoint.dtype(name)
             if not fits(checkpoint.shape(name), shape, part):
                 found.append(f"{name} is {checkpoint.shape(name)}, expected {shape}")
-            elif dtype not in (allowed_dtypes := FLOATS if part is None else part.dtypes):
-                allowed = " or ".join(str(d) for d in allowed_dtypes)
+            elif dtype not in part.dtypes:
+                allowed = " or ".join(map(str, part.dtypes))
                 found.append(f"{name} is {dtype}, expected {allowed}")
             elif part is self.format.weight:
                 dtypes.setdefault(str(dtype), name)
@@ -250,32 +266,21 @@ class Share:
             found.append(f"weights have different dtypes: {mixed}")
         return found
 
-    def wanted(self, experts: Sequence[int]) -> Iterator[tuple[str, Part | None, tuple[int, ...]]]:
-        """Yield (name, part, shape) of every tensor to read; part is None for a bias.
-
-        These are the tensors of ``experts``, and the input scales of all experts.
-        """
-        E = self.problem.num_experts
-        matrices = dict.fromkeys((piece.template, piece.n, piece.k) for piece in self.pieces)
-        for template, n, k in matrices:
-            per_expert = "{expert}" in template
-            for role in self.format.parts:
-                if role == "input_scale" and not self.static:
-                    continue
-                of = range(E) if role == "input_scale" else experts
-                for expert in of if per_expert else (0,):
-                    part = self.part(template, expert, role)
-                    shape = part.shape(n, k) if per_expert else (E, *part.shape(n, k))
-                    yield self.name(template, expert, part.suffix), part, shape
-        for template, size in self.biases:
-            per_expert = "{expert}" in template
-            for expert in experts if per_expert else (0,):
-                yield self.name(template, expert), None, (size,) if per_expert else (E, size)
+    def wanted(self, experts: Sequence[int]) -> Iterator[Stored]:
+        """Yield every tensor to read: those of ``experts``, and the input scales of all experts."""
+        every = range(self.problem.num_experts)
+        for piece in {piece.template: piece for piece in self.pieces}.values():
+            for role in self.roles(piece):
+                for expert in every if role == "input_scale" else experts:
+                    stored = self.stored(piece, role, expert)
+                    yield stored
+                    if stored.expert:
+                        break  # it holds all experts
 
     def _name_faults(self) -> list[str]:
         """List unknown names under the experts' prefixes, and names that several files have."""
         E, checkpoint = range(self.problem.num_experts), self.checkpoint
-        known = {name for name, _, _ in self.wanted(E)}
+        known = {stored.name for stored in self.wanted(E)}
         prefixes = set()
         for template in {piece.template for piece in self.pieces}:
             known |= {self.name(template, e, suffix) for e in E for suffix in self.format.ignored}
@@ -289,12 +294,12 @@ class Share:
         return found
 
 
-def fits(shape: Sequence[int], wanted: Sequence[int], part: Part | None) -> bool:
+def fits(shape: Sequence[int], wanted: Sequence[int], part: Part) -> bool:
     """Return whether a stored shape is the wanted one.
 
     Scales and the like may have more or fewer dimensions of 1, and one scale may serve all experts.
     """
-    if part is None or part.grid == (1, 1):
+    if part.grid == (1, 1):
         return tuple(shape) == tuple(wanted)
     if part.grid == (-1, -1) and prod(shape) == 1:
         return True

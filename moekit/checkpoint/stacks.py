@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.formats import FLOATS, Part
+from moekit.checkpoint.formats import Part
 from moekit.checkpoint.share import fits
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
@@ -24,17 +24,17 @@ class Splitter:
     interleaved: bool
     transposed: bool
 
-    def halves(self, suffix: str, part: Part | None, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def halves(self, suffix: str, part: Part, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Split a tensor of gate and up, of one expert or all, into those of each.
 
         Raises:
             WeightsError: The shape is not that of gate and up.
         """
-        axes, unit, tail = ("N", 1, ()) if part is None else (part.axes, part.grid[0], part.tail)
+        axes, unit = part.axes, part.grid[0]
         if unit < 0 or axes == "K":  # gate and up have the same
             return tensor, tensor
         I = self.problem.intermediate_size
-        after = len(axes) + len(tail) - axes.find("N")
+        after = len(axes) + len(part.tail) - axes.find("N")
         if self._flips(part, tensor):
             after = 1
         fitting = [d for d, n in enumerate(tensor.shape) if n * unit == 2 * I]
@@ -53,12 +53,12 @@ class Splitter:
             gate, up = tensor.chunk(2, dim=axis)
         return gate, up
 
-    def _flips(self, part: Part | None, tensor: Tensor) -> bool:
+    def _flips(self, part: Part, tensor: Tensor) -> bool:
         """Return whether a tensor is a stack of matrices (in, out)."""
-        return self.transposed and tensor.dim() == 3 and part is not None and not part.fixed
+        return self.transposed and tensor.dim() == 3 and not part.fixed
 
     def by_expert(
-        self, suffix: str, part: Part | None, shard: str, expert: int, tensor: Tensor
+        self, suffix: str, part: Part, shard: str, expert: int, tensor: Tensor
     ) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (physical expert, its logical expert, its tensor).
 
@@ -67,11 +67,10 @@ class Splitter:
         """
         p = self.problem
         n, k = (p.hidden_size, p.intermediate_size)[:: 1 if shard == "w2" else -1]
-        shape = (n,) if part is None else part.shape(n, k)
-        dtypes = FLOATS if part is None else part.dtypes
+        shape = part.shape(n, k)
         what = f"{self.name}: {shard}.{suffix}"
-        if tensor.dtype not in dtypes:
-            allowed = " or ".join(map(str, dtypes))
+        if tensor.dtype not in part.dtypes:
+            allowed = " or ".join(map(str, part.dtypes))
             raise WeightsError(f"{what} of expert {expert} is {tensor.dtype}, expected {allowed}")
         if fits(tensor.shape, shape, part):
             yield expert, p.logical_expert(expert), tensor
@@ -95,7 +94,7 @@ class Splitter:
         elif p.parallel.tp_size > 1:
             hint = "; load the whole tensor, and each rank takes its part"
         one, many = str(shape), str((p.num_experts, *shape))
-        if part is not None and part.grid == (-1, -1):
+        if part.grid == (-1, -1):
             one, many = "one number", f"{p.num_experts} numbers"
         raise WeightsError(
             f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {one} for one expert "

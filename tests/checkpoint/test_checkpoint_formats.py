@@ -127,6 +127,29 @@ def test_act_order_is_cut_into_whole_groups(name: str, tp_size: int, layer) -> N
         assert len(want) == 256 and torch.equal(neurons(torch.cat(got), w2), want)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
+def test_biases_in_act_order_are_those_of_a_ranks_neurons(
+    name: str, tp_size: int, layer, tmp_path: Path
+) -> None:
+    made, biases, names = layer(name), {}, moekit.checkpoint.NAMES["qwen3_moe"]
+    for expert in range(4):
+        for which, rows in (("gate", made.gate), ("up", made.up), ("down", made.down)):
+            full = getattr(names, which).format(layer=0, expert=expert)
+            biases[full.replace("weight", "bias")] = rows[expert].sum(1)
+    config = json.loads((made.path / "config.json").read_text())
+    files.save(tmp_path, made.tensors | biases, config)
+    roles = {f"{role}_bias": t.replace("weight", "bias") for role, t in names.templates().items()}
+    names = replace(names, **roles)
+    for rank in range(tp_size):
+        parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
+        problem = problem_from_config(tmp_path, names=names, parallel=parallel, device="cpu")
+        weights = load_experts(tmp_path, names, 0, problem)
+        w13, _ = values(weights, problem)
+        torch.testing.assert_close(weights.w13_bias, w13.sum(2))
+        assert torch.equal(weights.w2_bias, made.down.sum(2))
+
+
 # -- blocks that a rank's share cuts ---------------------------------------------------------------
 
 FP8_BLOCK = FP8 | dict(activation_scheme="dynamic", weight_block_size=[128, 128])
