@@ -17,7 +17,7 @@ import torch
 
 from moekit.checkpoint import formats
 from moekit.checkpoint.formats import Format, Grid
-from moekit.checkpoint.probe import Probe, config_group, nearest_group
+from moekit.checkpoint.probe import Probe, nearest_group
 from moekit.checkpoint.schema import QUANTIZATION
 from moekit.checkpoint.targets import Matcher
 from moekit.errors import WeightsError
@@ -192,7 +192,7 @@ def _awq(config: Mapping[str, Any], down: str) -> Format:
 
 
 def _compressed(config: Mapping[str, Any], down: str) -> Format:
-    group = config_group(config, down)
+    _, group = nearest_group(config, down)
     if not group.get("weights"):
         raise WeightsError("quantization_config has no config_groups with weights: add them")
     said, inputs = group["weights"], group.get("input_activations") or {}

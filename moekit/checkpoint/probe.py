@@ -296,25 +296,16 @@ class Probe:
     @cached_property
     def _compressed_tensors(self) -> tuple[Mapping[str, Any], OperandQuant | None]:
         """The (weights, activation) of the config group whose target is this module."""
-        group = config_group(self.config, self.template.removesuffix(".weight"))
+        _, group = nearest_group(self.config, self.template.removesuffix(".weight"))
         return group.get("weights") or {}, _operand(group.get("input_activations"))
 
 
-def config_group(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Return compressed-tensors' config group whose target is ``module``; {} if there is none.
-
-    Args:
-        config: The quantization config.
-        module: The name of a Linear.
+def nearest_group(config: Mapping[str, Any], module: str) -> tuple[int, Mapping[str, Any]]:
+    """Return how closely a target names a Linear, and its config group of compressed-tensors.
 
     Raises:
         WeightsError: A target is no regular expression that moekit supports.
     """
-    return nearest_group(config, module)[1]
-
-
-def nearest_group(config: Mapping[str, Any], module: str) -> tuple[int, Mapping[str, Any]]:
-    """Return how closely a target of `config_group` names the module, and that group."""
     matcher, found = Matcher(), (-1, dict[str, Any]())
     for group in (config.get("config_groups") or {}).values():
         near = [_nearness(target, module, matcher) for target in group.get("targets") or ()]
