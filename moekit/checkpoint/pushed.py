@@ -9,7 +9,7 @@ that cannot be converted without them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -80,8 +80,9 @@ class PushedExperts:
         local = local_experts(problem, experts)
         self._split = Splitter(problem, name, local, interleaved, transposed)
         self.device = torch.device(device)
-        self._held = HeldTensors(name)
-        self._share = Share(self._held, _names(problem), 0, problem, local, dequantize, format)
+        self._held: dict[str, Tensor] = {}
+        held = HeldTensors(name, self._held)
+        self._share = Share(held, _names(problem), 0, problem, local, dequantize, format)
         if wrong := self._share.setting_fault():
             raise WeightsError(f"{name}: {wrong}")
         if not format.dtype:  # convert to the problem's dtype, as engines do
@@ -233,8 +234,7 @@ class PushedExperts:
         try:
             experts = collect(reader).to(self.device)
         finally:
-            for name in self._held.names():
-                self._held.drop(name)
+            self._held.clear()
         self._finished = True
         return experts
 
@@ -294,14 +294,14 @@ class PushedExperts:
         assert self._reader is not None
         reader, unit = self._reader, self._unit_of.get(name)
         if part is not self.format.weight or not self._direct:
-            self._held.hold(name, tensor.detach().to("cpu", copy=True))
+            self._held[name] = tensor.detach().to("cpu", copy=True)
         else:
             assert unit is not None
-            self._held.hold(name, tensor.detach())
+            self._held[name] = tensor.detach()
             try:
                 self._place(reader, unit, name)
             finally:
-                self._held.drop(name)
+                del self._held[name]
         if unit is not None and self._units[unit] <= self._pushed.keys():
             self._complete(reader, unit)
 
@@ -329,7 +329,7 @@ class PushedExperts:
             raise WeightsError(f"{error}; {again}") from error
         finally:
             for name in self._units[unit]:
-                self._held.drop(name)
+                self._held.pop(name, None)
 
     def _matrices(self, reader: Reader, unit: _Unit) -> Iterator[tuple[int, str, Tensor | None]]:
         """Yield (slot, "w13" or "w2", order of neurons) of each matrix of a unit."""
@@ -357,20 +357,10 @@ def _names(problem: MoEProblem) -> ExpertNames:
 
 
 class HeldTensors(Checkpoint):
-    """Tensors in memory in place of files; ``name`` stands for the path in errors."""
+    """Tensors ``held`` in memory in place of files; ``name`` stands for the path in errors."""
 
-    def __init__(self, name: str) -> None:
-        self.path = Path(name)
-        self.metadata = {}
-        self._held: dict[str, Tensor] = {}
-
-    def hold(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor under a name."""
-        self._held[name] = tensor
-
-    def drop(self, name: str) -> None:
-        """Forget a tensor, if it is held."""
-        self._held.pop(name, None)
+    def __init__(self, name: str, held: Mapping[str, Tensor]) -> None:
+        self.path, self.metadata, self._held = Path(name), {}, held
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
