@@ -34,7 +34,7 @@ def expert_mlp(x_NH: Tensor, weights: ExpertWeights, expert: int, problem: MoEPr
 def _mlp(
     parts: Iterable[Tensor], weights: ExpertWeights, expert: int, problem: MoEProblem
 ) -> list[Tensor]:
-    """Run one expert on each part of its rows by itself."""
+    """Run one expert on each part of its rows by itself: (N, H) fp32 -> (N, H) fp32, each."""
     w13_HI, w2_IH = weights.w13[expert].T, weights.w2[expert].T
     b13 = None if weights.w13_bias is None else weights.w13_bias[expert].float()
     b2 = None if weights.w2_bias is None else weights.w2_bias[expert].float()

@@ -381,6 +381,6 @@ def dequantize(
             return _expand(x.float(), quant.group, *values.shape[-2:])
         return x.float().gather(-1, g_idx.long().unsqueeze(-2).expand(values.shape))
 
-    if quant.packed and quant.dtype != _FP4:
+    if quant.dtype == "int4":
         values -= INT4_ZERO if zero_points is None else each(zero_points)
     return (values * each(scale)).to(dtype)

@@ -297,7 +297,10 @@ def _few_experts_at_a_time(
 ) -> Sequence[Tensor]:
     """Return what ``convert`` makes of the (L, ...) stacks, with little memory beside the results.
 
-    Expert by expert it makes the same.
+    Args:
+        convert: takes the same experts of each stack, and returns (experts, ...) tensors, which do
+            not depend on the other experts.
+        stacks: the weights (L, N, K), then their scales, zero points and so on, or None.
     """
     weight = stacks[0]
     assert weight is not None

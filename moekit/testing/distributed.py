@@ -237,12 +237,14 @@ class RankPool:
         deadline = time.monotonic() + _STACK_SECONDS
         while not (stack := file.read_text()) and time.monotonic() < deadline:
             time.sleep(0.1)
+        if stack:
+            return stack
+        where = ""
         with suppress(OSError):  # where there is no /proc
             status = Path(f"/proc/{process.pid}/status").read_text()
             state = next(line for line in status.splitlines() if line.startswith("State"))
-            waits = Path(f"/proc/{process.pid}/wchan").read_text()
-            stack = stack or f"(no stack: it does not answer signals; {state}, in {waits})"
-        return stack
+            where = f"; {state}, in {Path(f'/proc/{process.pid}/wchan').read_text()}"
+        return f"(no stack: it does not answer signals{where})"
 
     def _end(self, why: str, patience: float) -> None:
         self._why_closed = why
