@@ -82,18 +82,10 @@ def _is_most(value: Any) -> bool:
     return value is None or (type(value) is int and value >= 1)
 
 
-def _are_scheme_priorities(value: Any) -> bool:
-    return (
-        type(value) is tuple
-        and all(type(item) is tuple and len(item) == 2 for item in value)
-        and all(type(name) is str and name in SCHEMES for name, _ in value)
-        and all(_is_priority(priority) for _, priority in value)
-        and len({name for name, _ in value}) == len(value)
-    )
-
-
 _BOOL = _expect("True or False", lambda value: type(value) is bool)
 _FUNCTION = _expect("a function or None", lambda value: value is None or callable(value))
+
+_PRIORITY = f"an int within +-{MOST_PRIORITY}"
 
 # Every field of every kind of spec.
 _RULES: Mapping[str, _Rule] = MappingProxyType({
@@ -111,10 +103,10 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
     ),
     "requires": _tuple_of("importable names", _is_dotted),
     "install_hint": _expect("a string", lambda value: type(value) is str),
-    "priority": _expect(f"an int within +-{MOST_PRIORITY}", _is_priority),
+    "priority": _expect(_PRIORITY, _is_priority),
     "most_top_k": _expect("an int of at least 1, or None", _is_most),
     "most_ranks": _expect("an int of at least 1, or None", _is_most),
-    "scheme_priority": _expect("a tuple of (scheme, int), each once", _are_scheme_priorities),
+    "prefer": _FUNCTION,
     "ids_dtype": _expect("'int32' or 'int64'", lambda value: value in ("int32", "int64")),
     "check": _FUNCTION,
     "describe": _FUNCTION,
@@ -151,7 +143,8 @@ class BackendSpec:
     requires: importable names that it needs. They are looked up, but not imported, to list it.
     install_hint: the command that provides them.
     priority: without a measurement, the supported backend of the highest priority is chosen.
-    scheme_priority: (scheme, priority) for schemes whose priority differs.
+    prefer: returns the priority for a problem, where it depends on the problem; must be pure, as
+        `check`. `priority` is what lists show.
     check: returns further reasons against a problem; must be pure and must not touch a device.
     describe: returns how it will run a problem, in a few words for `explain`, or "".
     graph_safe: calls can be captured in a CUDA graph (no host synchronization, static shapes).
@@ -174,7 +167,7 @@ class BackendSpec:
     requires: tuple[str, ...] = ()
     install_hint: str = ""
     priority: int = 0
-    scheme_priority: tuple[tuple[str, int], ...] = ()
+    prefer: Callable[[MoEProblem], int] | None = None
     check: Callable[[MoEProblem], list[str]] | None = None
     describe: Callable[[MoEProblem], str] | None = None
     graph_safe: bool = False
@@ -196,7 +189,14 @@ class BackendSpec:
         object.__setattr__(self, "install_hint", printable(self.install_hint))
 
     def priority_for(self, problem: MoEProblem) -> int:
-        return dict(self.scheme_priority).get(problem.quant.name, self.priority)
+        """Return the priority for ``problem``, which this backend supports: `unsupported` reports
+        a `prefer` that fails."""
+        if self.prefer is None:
+            return self.priority
+        with contained():
+            if not _is_priority(found := self.prefer(problem)):
+                raise TypeError(f"prefer returned {shown(found)}, expected {_PRIORITY}")
+        return found
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
         """Return every reason why this backend cannot do ``problem``; empty if it can."""
@@ -241,9 +241,10 @@ class BackendSpec:
             return f"its description failed: {fault}"
 
     def _reasons_of_check(self, problem: MoEProblem) -> list[str]:
-        if self.check is None:
-            return []
         try:
+            self.priority_for(problem)
+            if self.check is None:
+                return []
             with contained():
                 found = self.check(problem)
                 if not isinstance(found, (list, tuple)):

@@ -36,6 +36,9 @@ class CompositeSpec(ExpertsSpec):
     def __post_init__(self) -> None:
         """Skip validation: members were validated, and the name is no identifier here."""
 
+    def priority_for(self, problem: MoEProblem) -> int:
+        return min(member.priority_for(problem) for member in self.members)
+
     def needs_bridge(self, format: ActivationFormat) -> bool:
         return any(member.needs_bridge(format) for member in self.members)
 
@@ -134,7 +137,6 @@ def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
         schemes=common("schemes"),
         devices=members[0].devices,  # `unsupported` asks every member for the problem's device
         requires=tuple(dict.fromkeys(r for m in members for r in m.requires)),
-        priority=min(m.priority for m in members),
         graph_safe=all(m.graph_safe for m in members),
         deterministic=all(m.deterministic for m in members),
         activations=common("activations"),

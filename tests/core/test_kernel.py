@@ -22,6 +22,7 @@ from moekit.errors import (
     Unsupported,
     WeightsError,
 )
+from moekit.selection.composite import composite
 from moekit.testing import assert_close, relative_error
 from moekit.testing.cases import make_case
 
@@ -388,12 +389,13 @@ def test_experts_that_take_quantized_tokens_alone(dispatcher: str, scheme: str) 
     assert relative_error(out, case.reference()) > 1e-2, "not quantized"
 
 
-def test_priority_may_differ_by_scheme() -> None:
+def test_priority_may_depend_on_the_problem() -> None:
     registry = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
-    torch_spec = registry.expert("torch")
-    registry.register(
-        replace(torch_spec, name="picky", priority=-1, scheme_priority=(("int8_w8a16", 1),))
-    )
+
+    def prefer(problem: moekit.MoEProblem) -> int:
+        return 1 if problem.quant.name == "int8_w8a16" else -1
+
+    registry.register(replace(registry.expert("torch"), name="picky", prefer=prefer))
     chosen = {
         scheme: moekit.explain(
             PROBLEM.replace(quant=moekit.SCHEMES[scheme]), backends=registry
@@ -401,8 +403,17 @@ def test_priority_may_differ_by_scheme() -> None:
         for scheme in ("none", "int8_w8a16")
     }
     assert chosen == {"none": "torch", "int8_w8a16": "picky"}
-    with pytest.raises(ValueError, match="each once"):
-        replace(torch_spec, scheme_priority=(("fp9", 1),))
+    assert composite("torch:7|picky", registry.expert).priority_for(PROBLEM) == -1
+
+
+@pytest.mark.parametrize("wrong", [lambda problem: 10**9, lambda problem: 1 / 0])
+def test_a_priority_that_fails_is_a_reason(wrong) -> None:
+    registry = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    registry.register(replace(registry.expert("torch"), name="picky", prefer=wrong))
+    explanation = moekit.explain(PROBLEM, backends=registry)
+    assert explanation.chosen.experts == "torch"
+    with pytest.raises(Unsupported, match="prefer returned 1000000000|ZeroDivisionError"):
+        moekit.compose(PROBLEM, experts="picky", backends=registry)
 
 
 class Aligned(TorchExperts):

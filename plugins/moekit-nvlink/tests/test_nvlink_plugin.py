@@ -63,6 +63,16 @@ def test_rows_that_an_int32_cannot_number() -> None:
     assert LL.unsupported(layer(max_num_tokens=2**20 - 1)) == []
 
 
+@pytest.mark.parametrize("other", ["moekit_flashinfer", "moekit_deepep"])
+def test_it_precedes_others_on_two_gpus_only(other: str) -> None:
+    """Two GPUs are where they were compared."""
+    problems = [layer(parallel=moekit.ParallelConfig(ep_size=ranks)) for ranks in (2, 4, 8)]
+    theirs = pytest.importorskip(other).moekit_dispatchers()
+    ahead = [HT.priority_for(p) > max(spec.priority_for(p) for spec in theirs) for p in problems]
+    assert ahead == [True, False, False]
+    assert all(LL.priority_for(p) < HT.priority_for(p) for p in problems)
+
+
 @pytest.mark.parametrize("name", [COMBINE_VARIABLE, PROGRAMS_VARIABLE])
 def test_settings_are_checked(name: str, monkeypatch) -> None:
     monkeypatch.setenv(name, "fast")

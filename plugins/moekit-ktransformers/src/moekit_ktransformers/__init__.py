@@ -15,6 +15,11 @@ def _check(problem: MoEProblem) -> list[str]:
     return [*library.unsupported(), *kinds.unsupported(problem)]
 
 
+def _prefer(problem: MoEProblem) -> int:
+    # `torch` is faster in bf16 (benchmarks/results, cpu-ktransformers) and copies nothing.
+    return -10 if problem.quant.name == "none" else 10
+
+
 @hookimpl
 def moekit_experts() -> list[ExpertsSpec]:
     return [
@@ -28,8 +33,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             requires=("kt_kernel",),
             install_hint=library.KT_KERNEL.install_hint,
             priority=10,
-            # `torch` is faster in bf16 (benchmarks/results, cpu-ktransformers) and copies nothing.
-            scheme_priority=(("none", -10),),
+            prefer=_prefer,
             check=_check,
             multiples=kinds.multiples,
             activations=frozenset({"silu"}),

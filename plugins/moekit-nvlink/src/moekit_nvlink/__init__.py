@@ -23,6 +23,7 @@ from .footprint import footprint
 from .settings import Settings
 
 _MOST_ROWS = 2**31 - 1
+_PRIORITY = 3
 
 
 def _check(problem: MoEProblem) -> list[str]:
@@ -50,6 +51,11 @@ def _check_batched(problem: MoEProblem) -> list[str]:
     return reasons
 
 
+def _prefer(problem: MoEProblem) -> int:
+    """Precede DeepEP and FlashInfer on two GPUs: on more it has not been compared with them."""
+    return 25 if problem.parallel.num_ranks == 2 else _PRIORITY
+
+
 def _footprint_standard(problem: MoEProblem) -> Footprint:
     return footprint(problem, batched=False, push=Settings.read().push)
 
@@ -67,7 +73,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         devices=("cuda>=8.0",),
         requires=("triton", "moekit_kernels"),
         install_hint="pip install moekit-nvlink",
-        priority=3,
+        priority=_PRIORITY,
+        prefer=_prefer,
         moves_tokens=True,
         wire_schemes=WIRE_SCHEMES,
         needs_capacity=True,
@@ -85,6 +92,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         target="moekit_nvlink.dispatcher:LowLatencyDispatcher",
         format=ActivationFormat.BATCHED,
         priority=2,
+        prefer=None,
         check=_check_batched,
         footprint=_footprint_batched,
     )
