@@ -130,11 +130,11 @@ def entry(experts: int, hidden: int, *rows: float, **more) -> tables.Entry:
 
 @pytest.fixture
 def table(monkeypatch):
-    """Let the H200's table hold the given entries."""
+    """Let the table of a device, by default the H200, hold the given entries."""
 
-    def use(*entries: tables.Entry) -> None:
+    def use(*entries: tables.Entry, gpu: DeviceSpec = H200) -> None:
         def known(self, device):
-            return entries if device == H200.name else ()
+            return entries if device == gpu.name else ()
 
         monkeypatch.setattr(tables.TableFiles, "known", known)
 
@@ -326,7 +326,8 @@ def test_tiles_of_tokens_without_a_table(monkeypatch, gpu, experts, top_k, hidde
     p = problem(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner,
                 device=gpu)  # fmt: skip
     for per_expert, wanted in (
-        (96, WIDE), (128, WIDE), (191, WIDE), (192, NARROW), (256, NARROW), (639, NARROW)
+        (96 if gpu != H100 else 120, WIDE), (128, WIDE), (191, WIDE), (192, NARROW), (256, NARROW),
+        (639, NARROW),
     ):  # fmt: skip
         plan = choose_plan(p, tokens(per_expert, p), top_k)
         # A near shape was measured with such tiles.
@@ -346,6 +347,42 @@ def test_tiles_of_tokens_without_a_table(monkeypatch, gpu, experts, top_k, hidde
         assert not choose_plan(p, tokens(per_expert - 1, p), top_k).first.token_tile
     monkeypatch.setattr(capabilities, "GLUON_VERSIONS", ())
     assert not choose_plan(p, tokens(256, p), top_k).first.token_tile
+
+
+STREAMED = Gathered(
+    GemmConfig(128, 64, 128, group_m=1, num_warps=4, num_stages=3, halves=True),
+    GemmConfig(128, 128, 64, group_m=1, num_warps=4, num_stages=3, halves=True, tma=True),
+    fused=True,
+)
+
+
+def test_an_h100_streams_weights_by_small_tiles(monkeypatch, table) -> None:
+    choose_as_compiled(monkeypatch, triton_version="3.6.0")
+
+    def chosen(per_expert: float, device=H100, **changes):
+        p = problem(device=device, num_experts=64, top_k=1, **changes)
+        return choose_plan(p, tokens(per_expert, p), 1)
+
+    table()
+    for per_expert in (25, 48, 64, 119):
+        assert chosen(per_expert) == chosen(per_expert, dtype=torch.float16) == STREAMED
+        for other in (H200, DeviceSpec("cuda", (9, 0), "NVIDIA H20")):
+            assert chosen(per_expert, other) != STREAMED
+        for quant in ("fp8_block", "fp8_channel_token", "int8_w8a16"):
+            assert chosen(per_expert, quant=quant).second != STREAMED.second
+    assert {chosen(n).first.block_m for n in (24, 16)} == {32}
+    assert chosen(120) == WIDE
+    plain = chosen(64, activation="relu2_no_mul")
+    assert plain.first == replace(STREAMED.first, block_n=128), "as many weight rows"
+    mode = chosen(64, batch_invariant=True)
+    assert mode == invariant_plans(problem(device=H100, batch_invariant=True))[1]
+
+    measured = Gathered(*(replace(t, num_warps=8) for t in (STREAMED.first, STREAMED.second)), True)
+    key = tables.table_key(problem(num_experts=64))
+    table(tables.Entry(key, [(16.0, measured), (64.0, measured), (256.0, WIDE)]), gpu=H100)
+    assert chosen(40) == chosen(64) == chosen(100) == measured, "this very shape, measured there"
+    assert chosen(30) == STREAMED, "16 rows are nearer than 64"
+    assert chosen(64, hidden_size=4096 + 128) == STREAMED, "another shape"
 
 
 def test_specialized_warps_by_version(monkeypatch, caplog) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Sequence
 
 import torch
@@ -49,6 +50,12 @@ def operand_bits(problem: MoEProblem) -> tuple[int, int]:
 def hopper(problem: MoEProblem) -> bool:
     """Return whether the device has compute capability 9.0; an unknown device counts as one."""
     return (problem.device.capability or (9, 0)) == (9, 0)
+
+
+def streams_slowly(problem: MoEProblem) -> bool:
+    """Return whether the device is an H100 or H800: they read 3.1 TB/s where an H200 reads 4.5, so
+    up to more rows an expert's time is that of its weights."""
+    return hopper(problem) and re.search(r"\bH[18]00\b", problem.device.name) is not None
 
 
 def shared_memory(problem: MoEProblem) -> int:

@@ -1,6 +1,7 @@
 """Choose a call's launch plan: from a tuned table if a near shape was measured, else by rules.
 
-The constants were measured on an H200; `sorted_plan` and `heuristic` say where they apply.
+The constants were measured on an H200, unless they name an H100; `sorted_plan` and `heuristic` say
+where they apply.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .capabilities import (
     operand_bits,
     shared_memory,
     specializable,
+    streams_slowly,
     swap_ab_pays,
     tma_possible,
 )
@@ -53,6 +55,8 @@ _SORTED_ALWAYS_FROM, _SORTED_ALWAYS_FROM_FP8 = 200, 56
 # Rows per expert from which tiles of tokens win in 16 bits, of 256 weight rows; from which those of
 # 128 weight rows do; and up to which. They were fitted on an H100 and an H200.
 _TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
+# Rows per expert above which, and below which, 16-bit tiles that stream weights win on an H100.
+_STREAMED_FROM, _STREAMED_BELOW = 24, 120
 _AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
 # average, for weights of more than 8 bits and for 8 bits.
@@ -114,6 +118,9 @@ class Planner:
     def _tiles(self, per_expert: float, sort: bool) -> TilePlan:
         p = self._problem
         found = _nearest(p, self._measured, per_expert)
+        if streams_weights(p, per_expert):
+            here = found is not None and self._own and streams_weights(p, found[0])
+            return found[1] if found and here else heuristic(p, per_expert)
         if sort and tokens_win(p, per_expert) and not (found and self._overrules(*found)):
             return token_plan(per_expert)
         if found is None:
@@ -294,6 +301,14 @@ def tokens_win(problem: MoEProblem, per_expert: float) -> bool:
     return wide and problem.dtype.itemsize == 2 and specializable(problem)
 
 
+def streams_weights(problem: MoEProblem, per_expert: float) -> bool:
+    """Return whether an H100's tiles of 128 rows and few columns win: there is one for each expert,
+    and its time is that of the weights. Plans that another device or shape measured do not count
+    there, nor do tiles of tokens."""
+    few = _STREAMED_FROM < per_expert < _STREAMED_BELOW and not problem.batch_invariant
+    return few and streams_slowly(problem) and operand_bits(problem) == (16, 16)
+
+
 def token_plan(per_expert: float) -> Copied:
     """Return the plan by tiles of tokens: of 256 weight rows, of 128 for more rows."""
     weights = 256 if per_expert < _TOKENS_NARROW_FROM else 128
@@ -350,6 +365,8 @@ class _Case:
         """Return twice the expected rows while weights bound the time, then large tiles."""
         if self.w_bits == 4 and self.per_expert <= 4:
             return 8
+        if streams_weights(self.problem, self.per_expert):
+            return 128
         # Half tiles of 128 rows win where many experts have more than 64.
         most_64 = 48 if self.plain or swap_ab_pays(self.problem) else 64
         steps = ((16, 8), (32, 24), (64, most_64))
@@ -442,6 +459,11 @@ def _large_tiles(
 ) -> tuple[GemmConfig, GemmConfig]:
     """Adjust tiles of 128 rows."""
     p = case.problem
+    if streams_weights(p, case.per_expert):
+        first, second = (replace(t, group_m=1, num_warps=4, num_stages=3) for t in (first, second))
+        columns, block_k = min(first.block_n, 128 // case.wide), min(128, 2 * first.block_k)
+        first = replace(first, block_n=columns, block_k=block_k, tma=False)
+        return first, replace(second, block_n=min(second.block_n, 128))
     if case.plain and hopper(p):
         # Pointers to GEMM 1's weights, while rows are few.
         tma = first.tma and case.per_expert > _SORTED_FROM
