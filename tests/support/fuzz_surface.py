@@ -1,6 +1,6 @@
 """Calls of the public surface with random arguments, of valid and of wrong types and values.
 
-    python tests/fuzz_surface.py --cases 1000000 [--seed N] [--seconds N] [--memory-gb N]
+    python tests/support/fuzz_surface.py --cases 1000000 [--seed N] [--seconds N] [--memory-gb N]
 
 Each case must return, or raise a MoekitError (the command line: exit with a documented code),
 within a time limit; the process runs under a memory limit (RLIMIT_AS). Anything else is a fault:
