@@ -13,7 +13,7 @@ from moekit_kernels.align import align_capacity
 from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
 from moekit_triton.experts import TritonExperts
-from moekit_triton.heuristics import choose_plan, heuristic, invariant_plans
+from moekit_triton.heuristics import choose_plan, dots_pay, heuristic, invariant_plans
 from moekit_triton.kernels.tiles import GemmConfig, token_tile
 from moekit_triton.plans import (
     Batched,
@@ -383,6 +383,23 @@ def test_an_h100_streams_weights_by_small_tiles(monkeypatch, table) -> None:
     assert chosen(40) == chosen(64) == chosen(100) == measured, "this very shape, measured there"
     assert chosen(30) == STREAMED, "16 rows are nearer than 64"
     assert chosen(64, hidden_size=4096 + 128) == STREAMED, "another shape"
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "rows", "on_h200", "on_h100"),  # each: 16 bits, 8 bits
+    [
+        (8, 2, 4, (False, True), (True, True)),
+        (160, 8, 16, (False, True), (False, False)),
+        (160, 8, 8, (True, True), (True, True)),
+        (8, 2, 8, (False, False), (False, False)),
+    ],
+)
+def test_how_many_assignments_dot_products_take(experts, top_k, rows, on_h200, on_h100) -> None:
+    """As measured on mixtral and GLM-4.5."""
+    for gpu, wanted in ((H200, on_h200), (H100, on_h100)):
+        p = problem(num_experts=experts, top_k=top_k, device=gpu)
+        both = (dots_pay(p, rows, top_k), dots_pay(p.replace(quant="fp8_block"), rows, top_k))
+        assert both == wanted, gpu
 
 
 def test_specialized_warps_by_version(monkeypatch, caplog) -> None:
