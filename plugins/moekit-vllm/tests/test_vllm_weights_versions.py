@@ -14,10 +14,11 @@ import checkpoint_files as files
 import pytest
 import torch
 from moekit_vllm import weights as readers
+from moekit_vllm.weights.fp8 import whole_blocks
 from moekit_vllm.weights.parameters import real_neurons
 from torch import Tensor, nn
 
-from moekit import SCHEMES
+from moekit import SCHEMES, ExpertWeights
 from moekit.errors import Unsupported
 
 E, H, I = 3, 128, 256
@@ -325,3 +326,38 @@ def test_padding_of_biases_becomes_zeros(activation: str) -> None:
     assert torch.equal(read.w2_bias.isnan(), (torch.arange(H) < H - 32).expand(E, -1))
     assert torch.equal(read.w2.isnan().any(2), read.w2_bias.isnan())
     assert not read.w2[:, :, I - 64 :].any() and not read.w13[:, :, H - 32 :].any()
+
+
+@pytest.mark.parametrize("refined", [(2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("rank", range(3))
+def test_blocks_that_ranks_divide(refined: tuple[int, int], rank: int) -> None:
+    """vLLM may divide a block in other numbers of parts along rows than along columns."""
+    share, generator = 192, torch.Generator().manual_seed(rank)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator)
+
+    whole = {"w13": drawn(E, 2, 5, 1), "w2": drawn(E, 1, 5)}  # scales of the checkpoint's blocks
+    rows, columns = (128 // parts for parts in refined)
+    begin = rank * share
+    w13_scale = whole["w13"][:, :, torch.arange(begin, begin + share, rows) // 128]
+    w2_scale = whole["w2"][:, :, torch.arange(begin, begin + share, columns) // 128]
+    weights = ExpertWeights(
+        w13=drawn(E, 2 * share, H).to(torch.float8_e4m3fn),
+        w2=drawn(E, H, share).to(torch.float8_e4m3fn),
+        w13_scale=w13_scale.repeat_interleave(refined[1], 3).flatten(1, 2),
+        w2_scale=w2_scale.repeat_interleave(refined[0], 1),
+    )
+    config = SimpleNamespace(intermediate_size_per_partition=share, tp_rank=rank)
+    found = whole_blocks(SimpleNamespace(moe_config=config), weights, refined)
+
+    first, last = begin // 128, (begin + share - 1) // 128
+    blocks = slice(first, last + 1)
+    assert torch.equal(found.w13_scale, whole["w13"][:, :, blocks].flatten(1, 2))
+    assert torch.equal(found.w2_scale, whole["w2"][:, :, blocks])
+    inside = slice(begin - 128 * first, begin - 128 * first + share)
+    w13 = found.w13.float().unflatten(1, (2, -1))
+    assert torch.equal(w13[:, :, inside].flatten(1, 2), weights.w13.float())
+    assert torch.equal(found.w2.float()[:, :, inside], weights.w2.float())
+    assert found.w2.shape[2] == w13.shape[2] == 128 * (last - first + 1)
+    assert w13.sum() == weights.w13.float().sum(), "zeros around it"

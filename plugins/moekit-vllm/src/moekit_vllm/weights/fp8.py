@@ -93,12 +93,14 @@ def whole_blocks(layer: Any, weights: ExpertWeights, refined: tuple[int, int]) -
     if weights.interleaved or weights.w13_bias is not None:
         raise refusal("vLLM has divided its fp8 blocks, and gate and up alternate or have biases")
     config = layer.moe_config
-    share, step = config.intermediate_size_per_partition, _BLOCK // refined[0]
+    share = config.intermediate_size_per_partition
     before = config.tp_rank * share % _BLOCK
     inner = -(-(before + share) // _BLOCK) * _BLOCK
     real = slice(before, before + share)
-    # The part of the share's scales with which each block begins.
-    parts = (torch.arange(0, inner, _BLOCK, device=weights.w2.device) - before).clamp(min=0) // step
+    # Where in the share each block begins, and which part of the scales of w13's rows and of w2's
+    # columns that is.
+    begins = (torch.arange(0, inner, _BLOCK, device=weights.w2.device) - before).clamp(min=0)
+    rows, columns = (begins // (_BLOCK // parts) for parts in refined)
     L, hidden, _ = weights.w2.shape
     shards = weights.w13.shape[1] // share
     assert weights.w13_scale is not None and weights.w2_scale is not None
@@ -111,6 +113,6 @@ def whole_blocks(layer: Any, weights: ExpertWeights, refined: tuple[int, int]) -
         weights,
         w13=w13.flatten(1, 2),
         w2=w2,
-        w13_scale=scale13[:, :, parts].flatten(1, 2),
-        w2_scale=weights.w2_scale[:, :: refined[0]][:, :, parts],
+        w13_scale=scale13[:, :, rows].flatten(1, 2),
+        w2_scale=weights.w2_scale[:, :: refined[0]][:, :, columns],
     )
