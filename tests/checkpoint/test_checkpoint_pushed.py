@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -446,6 +447,20 @@ def test_a_wrong_scale_makes_its_matrix_load_again(layer) -> None:
         pushed.push("weight", "w2", 1, weight)
     push_all(pushed, made, 4)
     assert_equal(pushed.finish(), load_experts(made.path, None, 0, pushed.problem))
+
+
+def test_a_wrong_bias_is_reported_with_the_tensor_that_completes_its_matrix() -> None:
+    pushed = loader(problem_for(activation="relu2", has_bias=True))
+    bias = torch.zeros(256)
+    bias[7] = torch.inf
+    for suffix, shape in (("weight", (256, 128)), ("bias", (256,))):
+        for expert in range(4):
+            tensor = bias if (suffix, expert) == ("bias", 2) else torch.zeros(shape)
+            wrong = pytest.raises(WeightsError, match="bias holds values that are not finite; load")
+            with wrong if tensor is bias else nullcontext():
+                pushed.push(suffix, "w1", expert, tensor.bfloat16())
+    lacking = [name for name in pushed.missing() if ".w1" in name]
+    assert len(lacking) == 2 and all(".2.w1." in name for name in lacking), lacking
 
 
 @pytest.mark.parametrize(
