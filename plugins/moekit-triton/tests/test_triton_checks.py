@@ -17,6 +17,17 @@ def test_tables_are_found_by_device() -> None:
     assert [state for _, state, _ in checks(DeviceSpec("cpu"))] == ["no"]
 
 
+def test_tables_of_the_user_that_cannot_be_read_are_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path))
+    folder = tmp_path / "triton"
+    folder.mkdir()
+    (folder / "nvidia-l4.json").write_text('{"entries": [{"experts": 8}]}')
+    (folder / "nvidia-h200.json").write_text('{"entries": []}')
+    ((name, state, text), _) = checks(DeviceSpec("cpu"))
+    assert (name, state) == ("triton/nvidia-l4.json", "bad")
+    assert "nvidia-l4.json cannot be used: KeyError" in text and "tune triton" in text
+
+
 @pytest.mark.parametrize("value", ["2", "on"])
 def test_a_gluon_switch_is_0_or_1(monkeypatch, value) -> None:
     monkeypatch.setenv("MOEKIT_TRITON_GLUON", value)

@@ -1,9 +1,12 @@
-"""A check for ``python -m moekit doctor``: is there a tuned table for this machine's GPU?"""
+"""Checks for ``python -m moekit doctor``: can the user's tables of tiles be read, and is there one
+for this machine's GPU?
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec
 
 from .tables import FILES
@@ -12,7 +15,12 @@ Finding = tuple[str, str, str]  # what was tried; ok, no or bad; what was found
 
 
 def checks(device: DeviceSpec | None = None) -> Iterator[Finding]:
-    """Look for tables of ``device``; default: this machine's."""
+    """Read the user's tables, and look for those of ``device``; default: this machine's."""
+    for file in sorted(FILES.user_folder().glob("[!.]*.json")):
+        try:
+            FILES.read(file)
+        except MoekitError as error:
+            yield f"{FILES.owner}/{file.name}", "bad", str(error)
     device = device or DeviceSpec.detect()
     if device.type != "cuda":
         yield "tuned tiles", "no", "no GPU to have tiles for"
