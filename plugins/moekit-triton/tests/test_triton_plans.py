@@ -385,6 +385,15 @@ def test_an_h100_streams_weights_by_small_tiles(monkeypatch, table) -> None:
     assert chosen(64, hidden_size=4096 + 128) == STREAMED, "another shape"
 
 
+def test_few_rows_of_fp8_blocks_have_groups_of_four(monkeypatch, table) -> None:
+    choose_as_compiled(monkeypatch, triton_version="3.6.0")
+    table()
+    p = problem(quant="fp8_block")
+    for per_expert, groups in ((64, 4), (95, 4), (96, 8), (1024, 8)):
+        plan = choose_plan(p, tokens(per_expert, p), p.top_k)
+        assert isinstance(plan, Copied) and plan.first.group_m == plan.second.group_m == groups
+
+
 @pytest.mark.parametrize(
     ("experts", "top_k", "rows", "on_h200", "on_h100"),  # each: 16 bits, 8 bits
     [
