@@ -327,10 +327,17 @@ def _end(tensor: Tensor) -> int:
 
 
 def check_shared(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
-    """Return ``function(x)``. Raises InvalidInput unless it has the shape and dtype of x."""
+    """Return ``function(x)``. Raises InvalidInput unless it has the shape and dtype of x, and x was
+    left as it is (which tensors of `torch.inference_mode` do not tell)."""
     if not callable(function):
         check_function("shared", function)
+    changes = None if x.is_inference() else x._version
     extra = function(x)
+    if changes is not None and x._version != changes:
+        raise InvalidInput(
+            "shared experts changed their input in place, and the routed experts still read it: "
+            "return a new tensor"
+        )
     expected = f"{tuple(x.shape)} {x.dtype}"
     if not isinstance(extra, Tensor):
         raise InvalidInput(f"shared experts returned {extra!r}, expected {expected}")

@@ -205,6 +205,14 @@ def test_shared_experts_of_another_shape() -> None:
             layer(torch.randn(5, H), torch.randn(5, E))
 
 
+@pytest.mark.parametrize("function", [lambda x: x.mul_(2), lambda x: x.relu_().clone()])
+def test_shared_experts_that_change_x(function) -> None:
+    """They run while tokens are in flight: `local` hands x itself to the routed experts."""
+    layer, _ = loaded_layer(shared_experts=function)
+    with pytest.raises(InvalidInput, match="changed their input in place, .*: return a new tensor"):
+        layer(torch.randn(5, H), torch.randn(5, E))
+
+
 def test_a_layer_does_not_run_after_loading_failed() -> None:
     layer, weights = loaded_layer()
     x, logits = random_x(layer.problem, 5), logits_for(layer, 5)
