@@ -100,6 +100,8 @@ def _onednn() -> str:
         ("AVX512_CORE_BF16", "avx512_bf16"),
         ("AVX512_CORE_FP16", "avx512_fp16"),
         ("AVX512_CORE_AMX", "amx_bf16"),
+        ("ARM", "asimd"),  # moekit's names: the variable does not limit Arm Compute Library
+        ("ARM_BF16", "bf16"),
     ]
     found = "SSE41"
     for name, flag in levels:
@@ -124,7 +126,7 @@ def _cpu_flags() -> frozenset[str]:
 def cpu_name() -> str:
     """Return the processor's name, family and model, which identify a machine's calibration."""
     with contextlib.suppress(OSError):
-        wanted = ("model name", "cpu family", "model", "stepping", "CPU part")
+        wanted = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part")
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         parts = [line.partition(":") for line in lines]
         found = [value.strip() for name, _, value in parts if name.strip() in wanted]

@@ -227,6 +227,23 @@ def test_shipped_tables_name_every_loop_way() -> None:
             assert min(costs.of(method, rows) for method in cpu_experts.LOOPS) < 10
 
 
+@pytest.mark.parametrize(
+    ("features", "part", "onednn"),
+    [("fp asimd fphp asimdhp", "0xd0c", "ARM"), ("fp asimd sve i8mm bf16", "0xd4f", "ARM_BF16")],
+)
+def test_arm_cpus_have_names(monkeypatch, tmp_path, features, part, onednn) -> None:
+    """Graviton2 and Grace. ARM's parts are numbers that each implementer chooses by itself."""
+    info = tmp_path / "cpuinfo"
+    info.write_text(
+        f"processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\n"
+        f"CPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: {part}\nCPU revision\t: 0\n\n"
+    )
+    monkeypatch.setattr(cpu_costs, "Path", lambda path: info)
+    monkeypatch.setattr(cpu_costs, "_cpu_flags", cpu_costs._cpu_flags.__wrapped__)
+    assert cpu_costs._onednn.__wrapped__() == onednn
+    assert cpu_costs.cpu_name.__wrapped__() == f"0x41 {part}"
+
+
 def test_another_thread_keeps_onednn_on() -> None:
     costs = cpu_costs.Costs({"native": [(1, 1.0)], "right": [(1, 2.0)]}, "")
     chosen = cpu_experts.Choice(costs, ("native", "right"))
