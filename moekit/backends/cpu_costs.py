@@ -90,6 +90,17 @@ def onednn_enabled() -> bool:
     return bool(torch._C._has_mkldnn and torch._C._get_mkldnn_enabled())
 
 
+def settle_onednn(dtype: torch.dtype) -> None:
+    """Let torch switch oneDNN off now, if it ever does.
+
+    On ARM without products of bf16 (Graviton2), the first x @ W.T of several rows fails in oneDNN,
+    and torch 2.13 then switches oneDNN off for the whole process: not between measurements.
+    """
+    if dtype == torch.bfloat16:
+        square = torch.ones(64, 64, dtype=dtype, device="cpu")
+        torch.mm(square, square.T)
+
+
 @cache
 def _onednn() -> str:
     """Return the newest instruction set for 16-bit products that oneDNN may use."""

@@ -204,6 +204,7 @@ def describe(problem: MoEProblem) -> str:
 
 
 def _find(problem: MoEProblem, timed: Callable[[], Mapping[str, Points]] | None) -> Choice | None:
+    cpu_costs.settle_onednn(problem.dtype)
     p, methods = problem, methods_for(problem)
     key = (
         p.dtype_name, p.hidden_size, p.local_intermediate_size, p.activation.name, p.has_bias,

@@ -15,7 +15,7 @@ import torch
 
 import moekit
 from moekit import ExpertWeights, MoEProblem
-from moekit.backends import cpu_costs, cpu_experts
+from moekit.backends import cpu_costs, cpu_experts, row_blocks
 from moekit.backends.reference import oracle
 from moekit.backends.torch_experts import _on_any_device
 
@@ -225,6 +225,43 @@ def test_shipped_tables_name_every_loop_way() -> None:
         costs = cpu_costs.shipped(dtype, 3 * 2048 * 768, "")
         for rows in (1, 7, 500, 5000):
             assert min(costs.of(method, rows) for method in cpu_experts.LOOPS) < 10
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_methods_are_timed_once_where_torch_switches_onednn_off(
+    monkeypatch, tmp_path, batch_invariant
+) -> None:
+    """As torch 2.13 does at the first product of bf16 on ARM without such instructions."""
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_experts, "_choices", {})
+    monkeypatch.setattr(row_blocks, "_known", {})
+    mm, checked, timed = torch.mm, row_blocks.same_bits_sizes, []
+
+    def fails(a, b, **options):
+        if not b.is_contiguous():
+            torch._C._set_mkldnn_enabled(False)
+        return mm(a, b, **options)
+
+    def check(*arguments):
+        timed.append(cpu_costs.capability())
+        return checked(*arguments)
+
+    def measure(calls, *others):
+        timed.append(cpu_costs.capability())
+        [make(1)() for make in calls.values()]
+        return {method: [(n, 1.0) for n in cpu_costs.ROWS] for method in calls}
+
+    monkeypatch.setattr(torch, "mm", fails)
+    monkeypatch.setattr(row_blocks, "same_bits_sizes", check)
+    monkeypatch.setattr(cpu_costs, "measure", measure)
+    p, w, x, routing = case(torch.bfloat16, 4, 2, 9, batch_invariant=batch_invariant)
+    kernel = moekit.compose(p, "local", "torch")
+    try:
+        kernel(x, kernel.pack(w), routing)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    assert len(timed) == 2 and all("oneDNN off" in where for where in timed)  # two GEMMs, or kinds
 
 
 @pytest.mark.parametrize(
