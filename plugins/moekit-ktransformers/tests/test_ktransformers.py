@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,15 @@ def test_a_cpu_without_avx2(installed, monkeypatch):
     monkeypatch.setattr(library, "_extension", None)
     with pytest.raises(ImportError, match="lacks bmi2"):
         library.load()
+
+
+def test_arm_is_a_reason_before_installation(installed, monkeypatch):
+    """pip finds no wheel there, so its command alone is no advice."""
+    monkeypatch.setattr(library, "KT_KERNEL", SimpleNamespace(folder=lambda: None))
+    assert library.unsupported() == []
+    monkeypatch.setattr(library, "cpu_flags", frozenset)
+    (reason,) = library.unsupported()
+    assert "needs an x86 CPU with AVX2" in reason
 
 
 def test_a_build_that_the_cpu_cannot_run(installed, monkeypatch):

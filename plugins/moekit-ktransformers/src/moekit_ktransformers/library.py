@@ -91,23 +91,25 @@ def _denormals_kept() -> Iterator[None]:
 def unsupported() -> list[str]:
     """Return why the installed library cannot be used here.
 
-    A library that is not installed at all is reported by the spec's ``requires``.
+    A library that is not installed at all is reported by the spec's ``requires``; a CPU for which
+    there is no build, here.
     """
     folder = KT_KERNEL.folder()
     found = [*_environment_faults()]
+    lacks = ", ".join(sorted(VARIANTS["avx2"] - cpu_flags()))
+    no_build = f"kt-kernel needs an x86 CPU with AVX2, and this CPU lacks {lacks}"
     if folder is None:
-        return found
+        return found if variant() else [*found, no_build]
     found.extend(KT_KERNEL.unsupported())
     asked = os.environ.get(VARIANT_VARIABLE)
     if asked and asked not in VARIANTS:
         known = ", ".join(VARIANTS)
         found.append(f"{VARIANT_VARIABLE}={asked!r} is unknown; choose one of: {known}")
     elif asked and (missing := VARIANTS[asked] - cpu_flags()):
-        lacks = ", ".join(sorted(missing))
-        found.append(f"{VARIANT_VARIABLE}={asked}, but this CPU lacks {lacks}")
+        missed = ", ".join(sorted(missing))
+        found.append(f"{VARIANT_VARIABLE}={asked}, but this CPU lacks {missed}")
     elif variant() is None:
-        lacks = ", ".join(sorted(VARIANTS["avx2"] - cpu_flags()))
-        found.append(f"kt-kernel needs an x86 CPU with AVX2, and this CPU lacks {lacks}")
+        found.append(no_build)
     elif build() is None:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         has = sorted(p.name for p in folder.glob(f"_{_MODULE}_{variant()}.*")) or ["none"]
