@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from moekit.errors import InvalidInput, MoekitError, PeerFailed
-from moekit.runtime.store import Job, StoreLost, access, host_of, learn_host
+from moekit.runtime.store import Job, StoreLost, access, host_of
 from moekit.untrusted.arguments import shown
 
 logger = logging.getLogger("moekit")
@@ -200,7 +200,6 @@ class _Sequence:
     def _tidy(self, client: Any, result: tuple[int, int, list[str]]) -> None:
         """Delete this rank's old keys: ranks that came to this step have read them."""
         step, _, said = result
-        learn_host(self._store, client)
         if said and all(text[:1] in ("+", "-") for text in said):
             while self._oldest < step:
                 client.delete_key(self._keys(self._oldest)[self.rank])

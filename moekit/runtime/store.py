@@ -8,10 +8,7 @@ therefore goes through a `_Line`, a client and a thread that serve one caller at
 from __future__ import annotations
 
 import atexit
-import os
 import queue
-import socket
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +19,6 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
-_HOST_KEY = "moekit/host"
 
 
 class StoreLost(Exception):
@@ -74,7 +69,6 @@ class _Line:
 
 
 _idle: WeakKeyDictionary[Store, list[_Line]] = WeakKeyDictionary()
-_hosts: WeakKeyDictionary[Store, str] = WeakKeyDictionary()
 _opening = threading.Lock()
 _open_lines: WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Job | None]] = (
     WeakKeyDictionary()
@@ -125,19 +119,12 @@ def access(
     return result
 
 
-def host_of(store: Store) -> str:
+def host_of(store: Any) -> str:
     """Name the process that hosts the store."""
-    if rank := _hosts.get(store):
-        return f"global rank {rank}"
-    store = _bare(store)
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
     at = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     return f"the process{at} that hosts it (torchrun's launcher or global rank 0)"
-
-
-def learn_host(store: Store, client: Any) -> None:
-    """Remember which rank hosts the store, if one said so. Call it after all ranks met."""
-    if store not in _hosts:
-        _hosts[store] = client.get(_HOST_KEY).decode() if client.check([_HOST_KEY]) else ""
 
 
 def _serve(store: Store, jobs: queue.SimpleQueue[Job | None]) -> None:
@@ -162,34 +149,8 @@ def _serve(store: Store, jobs: queue.SimpleQueue[Job | None]) -> None:
 
 def _open(store: Any) -> Any:
     try:
-        client = store.clone()
+        return store.clone()
     except dist.DistError:
         raise
     except (AttributeError, RuntimeError):  # a store without clone(): share its client
-        client = store
-    bare = _bare(store)
-    if isinstance(bare, TCPStore) and _listens(bare.port):
-        client.set(_HOST_KEY, str(dist.get_rank()))
-    return client
-
-
-def _bare(store: Any) -> Any:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _listens(port: int) -> bool:
-    """Return whether this process listens on the TCP port."""
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError, LookupError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            end = socket.socket(fileno=int(name))
-            try:
-                if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    if end.getsockname()[1] == port:
-                        return True
-            finally:
-                end.detach()
-    return False
+        return store
