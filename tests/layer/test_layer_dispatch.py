@@ -179,8 +179,21 @@ def _known(name: str) -> bool:
 
 def test_time_that_is_over_starts_nothing(tuned, capsys) -> None:
     argv = "--dispatchers naive --tokens 1 --quant none --seconds 1e-9"
-    code, out, _ = run(capsys, *argv.split())
-    assert code == 1 and "--seconds 1e-09 were over" in out
+    code, _, err = run(capsys, *argv.split())
+    assert code == 1 and "the time is over; 1 of 1 cells are left" in err
+
+
+def test_a_layer_that_is_left_is_not_complete(tuned, capsys, monkeypatch) -> None:
+    record = layers.LayersSweep.record
+
+    def last(sweep, *cell):
+        sweep.end = 0.0
+        return record(sweep, *cell)
+
+    monkeypatch.setattr(layers.LayersSweep, "record", last)
+    argv = "--dispatchers naive --tokens 1,2 --quant none --seconds 1000"
+    code, _, err = run(capsys, *argv.split())
+    assert code == 1 and "the time is over; 1 of 2 cells are left" in err
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     add("--share-devices", action="store_true", help="more ranks than GPUs: for the errors alone")
     add("--batch-invariant", action="store_true", help=_IN_MODE)
     add("--overlap", action="store_true", help="also what calls in flight and shared experts save")
-    add("--seconds", type=options.seconds, metavar="S", help="begin no measurement after this")
+    add("--seconds", type=options.seconds, metavar="S", help="begin no cell after this")
     _add_ranks(parser)
 
 
@@ -271,7 +271,7 @@ def layers_sweep(args: argparse.Namespace, command: str) -> LayersSweep:
         settings=options.settings(LayerSettings, args, routing=routing),
         experts=beside(experts) if args.batch_invariant else experts,
         overlap=args.overlap,
-        seconds=args.seconds,
+        end=options.end(args),
         **given | {"routings": [routing]},
     )
 

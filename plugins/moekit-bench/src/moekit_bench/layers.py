@@ -7,7 +7,6 @@ holds all experts: each rank computes the oracle's sum over its own experts, and
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -231,13 +230,12 @@ def _gathered(mine: Tensor) -> list[Tensor]:
 class LayersSweep(RanksSweep):
     """Every dispatcher with every experts backend.
 
-    overlap: also time calls in flight and shared experts. seconds: no measurement begins later.
-    wanted: (problem, dispatcher, experts) -> whether to measure.
+    overlap: also time calls in flight and shared experts. wanted: (problem, dispatcher, experts) ->
+    whether to measure.
     """
 
     experts: Sequence[str]
     overlap: bool = False
-    seconds: float | None = None
     wanted: Callable[[MoEProblem, str, str], bool] = lambda *_: True
 
     def __post_init__(self) -> None:
@@ -246,16 +244,12 @@ class LayersSweep(RanksSweep):
         super().__post_init__()
         share = self.settings.share_devices and self.fewer_devices
         self.settings = replace(self.settings, share_devices=share)
-        self.begin = time.monotonic()
         self.run = LayersRun(**self.facts(backends(self.experts)), layer=self.shape)
 
     def record(self, cell: Cell, results: tuple[LayerResult, ...]) -> LayerCell:
         return LayerCell(scheme=cell.scheme, tokens=cell.tokens, results=results)
 
     def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[LayerResult]:
-        if self._late():
-            self.leave_out(cell, spec.name, f"--seconds {self.seconds:g} were over")
-            return []
         names = []
         for name in self.experts:
             base, asked = asked_of(name, problem)
@@ -276,13 +270,3 @@ class LayersSweep(RanksSweep):
             if len(names) > 1:  # which of them it was, and the others' times
                 return [r for n in names for r in self._measured(spec, problem, cell, [n])]
             return [LayerResult(dispatcher=spec.name, experts=names[0], reason=cause(error))]
-
-    def _late(self) -> bool:
-        """Return whether the time is over, by the first rank's clock."""
-        if self.seconds is None:
-            return False
-        return bool(self.on_ranks(_first, time.monotonic() - self.begin > self.seconds)[0])
-
-
-def _first(rank: int, world_size: int, value: bool) -> bool:
-    return value

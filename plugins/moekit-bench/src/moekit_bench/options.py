@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import fields
@@ -32,6 +33,11 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 def seconds(text: str) -> float:
     """Read an option that is a time of more than 0 seconds."""
     return _number(text, float, "a number of seconds above 0", lambda found: 0 < found < math.inf)
+
+
+def end(args: argparse.Namespace) -> float | None:
+    """Return when --seconds are over by `time.monotonic`, if they were given."""
+    return None if args.seconds is None else time.monotonic() + args.seconds
 
 
 def percent(text: str) -> float:

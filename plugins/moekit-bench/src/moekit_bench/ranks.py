@@ -124,6 +124,10 @@ def local_device(kind: str) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+def _first(rank: int, world_size: int, value: bool) -> bool:
+    return value
+
+
 # -- what they measure ------------------------------------------------------------------------
 
 
@@ -176,6 +180,10 @@ class RanksSweep(Sweep):
                 "--layers`, which then measures errors alone"
             )
         return _pool(self.num_ranks, self.device.type)
+
+    def late(self) -> bool:
+        """Return whether the time is over, by the first rank's clock."""
+        return self.end is not None and bool(self.on_ranks(_first, super().late())[0])
 
     @property
     def fewer_devices(self) -> bool:

@@ -100,12 +100,16 @@ class Sweep(ABC):
         """Return whether no cell is missing."""
         return len(self.run.cells) == len(self.cells)
 
+    def late(self) -> bool:
+        """Return whether the time is over."""
+        return self.end is not None and time.monotonic() > self.end
+
     def measure(self) -> None:
         """Measure all cells; Ctrl-C and a lost device end it early."""
         self.progress = Progress(len(self.cells), silent=not self.leader)
         try:
             for done, cell in enumerate(self.cells):
-                if self.end is not None and time.monotonic() > self.end:
+                if self.late():
                     left = len(self.cells) - done
                     self.progress.say(
                         f"the time is over; {left} of {len(self.cells)} cells are left"

@@ -164,10 +164,6 @@ def _tiles(args: argparse.Namespace, name: str, tune: Tuner, seconds: float | No
     return int(tune(argv))
 
 
-def _end(args: argparse.Namespace) -> float | None:
-    return None if args.seconds is None else time.monotonic() + args.seconds
-
-
 def _recorder(args: argparse.Namespace) -> Callable[[Any], None] | None:
     return None if args.json is None else partial(write_recording, args.json)
 
@@ -237,7 +233,7 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
         table.add(problems[group], cell.tokens, measured)
 
     sweep.cells = [cell for cell in sweep.cells if wanted(cell)]
-    sweep.keep, sweep.end = keep, _end(args)
+    sweep.keep, sweep.end = keep, options.end(args)
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
     if args.gpus:
         complete = on_devices(args.gpus, sweep.device.type, sweep.cells, table.file, argv)
@@ -266,7 +262,7 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         found = [*backends([AUTO], args.dispatcher), *_backends(args)]
         sweep = experts_sweep(args, found, command("tune", *argv))
-        sweep.keep, sweep.end = _recorder(args), _end(args)
+        sweep.keep, sweep.end = _recorder(args), options.end(args)
         sweep.measure()
         run, complete = sweep.run, sweep.complete
     choices = regret.of_layers(run) if isinstance(run, LayersRun) else regret.of_experts(run)
@@ -286,15 +282,15 @@ def _recording(file: Path) -> ExpertsRun | LayersRun:
 def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
-    choices, complete, title, end = list[regret.Choice](), True, "The choice", _end(args)
+    choices, complete, title, end = list[regret.Choice](), True, "The choice", options.end(args)
     args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
     if args.experts is None:
         unnamed = [s.name for s in registry().experts.values() if s.priority >= 0]
         args.experts = ",".join(unnamed)
     for layer in names(args.shapes):
         args.layer = layer
-        args.seconds = None if end is None else end - time.monotonic()
         sweep = layers_sweep(args, command("tune", *argv))
+        sweep.end = end
         if args.regret:
             sweep.keep = _recorder(args)
             sweep.measure()
