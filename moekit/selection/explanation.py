@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -42,7 +42,6 @@ class Explanation:
     note: what else users should know of the choice; may be empty.
     named: the backends that are insisted on, as keys of `reasons`.
     faults: the reasons that quote a variable of the environment, or that a failing check made.
-    hints: the commands that install what rejected backends lack.
     expected: the chosen experts' times in the tuned tables, and their gain over the experts that
         priority prefers; empty where the tables have neither.
     """
@@ -54,7 +53,6 @@ class Explanation:
     rejected_experts: Mapping[str, tuple[str, ...]]
     note: str = ""
     named: frozenset[str] = frozenset()
-    hints: frozenset[str] = frozenset()
     expected: str = ""
     faults: frozenset[str] = frozenset()
 
@@ -117,27 +115,15 @@ class Explanation:
         return "\n".join(lines)
 
     def refusals(self, names: Collection[str] | None = None) -> list[str]:
-        """Return a line for each of these keys of `reasons`, with each install hint once."""
-        lines = [
+        """Return a line for each of these keys of `reasons`."""
+        return [
             f"{name}: {'; '.join(why)}"
             for name, why in self.reasons().items()
             if names is None or name in names
         ]
-        return once(lines, self.hints)
 
     def __str__(self) -> str:
         return self.text()
-
-
-def once(lines: Iterable[str], hints: Collection[str]) -> list[str]:
-    """Return ``lines`` without the hints, in parentheses, that an earlier line has."""
-    kept, told = [], set[str]()
-    for line in lines:
-        for hint in told:
-            line = line.replace(f" ({hint})", "")
-        told.update(hint for hint in hints if f"({hint})" in line)
-        kept.append(line)
-    return kept
 
 
 def __getattr__(name: str) -> Any:

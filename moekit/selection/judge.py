@@ -57,7 +57,6 @@ class Selection:
     experts: Asked
     ranking: Ranking
     rejected: Mapping[tuple[str, str], tuple[str, ...]]
-    hints: frozenset[str]
 
     def explanation(self) -> Explanation:
         ranking = self.ranking
@@ -83,7 +82,6 @@ class Selection:
                 for kind, asked in (("dispatcher", self.dispatcher), ("experts", self.experts))
                 if asked.name is not None
             ),
-            self.hints,
             expected(self.problem, ranking.candidates),
             frozenset(filter(_is_fault, chain(*self.rejected.values()))),
         )
@@ -133,8 +131,7 @@ def judge(
         if reasons and all(reasons.values()):
             rejected[spec.kind, spec.name] = tuple(dict.fromkeys(chain(*reasons.values())))
     ranking = rank(problem, candidates)
-    hints = frozenset(spec.install_hint for spec in specs if spec.install_hint)
-    return Selection(problem, backends, *asked, ranking, rejected, hints)
+    return Selection(problem, backends, *asked, ranking, rejected)
 
 
 def _is_fault(reason: str) -> bool:

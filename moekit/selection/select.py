@@ -21,7 +21,7 @@ from moekit.problem import MoEProblem
 from moekit.problem.problem import summary
 from moekit.runtime.group import resolve, same_choice
 from moekit.runtime.workspace import Workspace
-from moekit.selection.explanation import Explanation, once
+from moekit.selection.explanation import Explanation
 from moekit.selection.judge import Selection, judge
 from moekit.selection.policy import Candidate
 from moekit.selection.tuned import VARIABLE
@@ -223,7 +223,7 @@ def _require_named(selection: Selection) -> None:
         kind, name = key.split(" ", 1)
         texts.append(f"{kind} {name!r} cannot do this problem: {', '.join(why)}")
     raise Unsupported(
-        f"{'; '.join(once(texts, selection.hints))} (chosen {explanation.why}). See "
+        f"{'; '.join(texts)} (chosen {explanation.why}). See "
         "`python -m moekit explain` for what can",
         [reason for why in reasons.values() for reason in why],
     )

@@ -163,7 +163,6 @@ def test_explain_is_short_unless_asked_for_all(only, capsys) -> None:
     assert (
         "not experts a: nor_this and no_such_lib are not installed (pip install no-such-lib)" in out
     )
-    assert out.count("pip install") == 1
     assert main([*args, "--experts", "b"]) == 1
     out = capsys.readouterr().out
     assert "not experts b: nor_this and no_such_lib are not installed (pip" in " ".join(out.split())
