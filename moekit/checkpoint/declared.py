@@ -22,8 +22,7 @@ from moekit.checkpoint.schema import QUANTIZATION
 from moekit.checkpoint.targets import Matcher
 from moekit.errors import WeightsError
 from moekit.problem.quant import QuantScheme
-from moekit.untrusted.arguments import MAX_WIDTH, NAME, accept, instance, optional, size
-from moekit.untrusted.files import shown
+from moekit.untrusted.arguments import MAX_WIDTH, NAME, accept, instance, optional, shown, size
 
 _FP8 = torch.float8_e4m3fn
 # What models call an expert's down projection.
@@ -60,8 +59,8 @@ def declared_format(
     accept(_KINDS, locals(), WeightsError)
     if config is None or _left_out(config, module):
         return formats.plain()
-    if faults := list(itertools.islice(QUANTIZATION(dict(config)), 5)):
-        raise WeightsError(f"quantization_config: {'; '.join(f.lstrip('.') for f in faults)}")
+    name = "quantization_config"
+    accept({name: QUANTIZATION}, {name: dict(config)}, WeightsError)
     method = (config.get("quant_method") or "").lower()
     if method not in _METHODS:
         named = f"the quant_method {shown(method)}" if method else "no quant_method"

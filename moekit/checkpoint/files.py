@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import itertools
 import math
 import mmap
 import os
@@ -33,8 +32,8 @@ from moekit.checkpoint.gguf_config import config_of
 from moekit.checkpoint.headers import DTYPES, Entry, Version, read_header, shards
 from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
 from moekit.errors import InvalidProblem, WeightsError
-from moekit.untrusted.arguments import accept, instance
-from moekit.untrusted.files import Kind, open_regular, read_json
+from moekit.untrusted.arguments import Kind, accept, instance
+from moekit.untrusted.files import open_regular, read_json
 
 _MAX_READ = 1 << 30  # Linux reads at most 2 GiB in one call
 # Runs of bytes with gaps of at least _FAR are read one by one. Nearer ones are read together with
@@ -162,8 +161,8 @@ class Checkpoint:
 
     @staticmethod
     def _checked(file: Path, found: dict[str, Any], kind: Kind) -> dict[str, Any]:
-        if wrong := list(itertools.islice(kind(found), _SHOWN)):
-            raise WeightsError(f"{file}: {'; '.join(fault.lstrip('.') for fault in wrong)}")
+        field = f"{file}: config"
+        accept({field: kind}, {field: found}, WeightsError)
         return found
 
     # -- reading ----------------------------------------------------------------------------

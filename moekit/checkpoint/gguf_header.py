@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from moekit.checkpoint.headers import MAX_FILES, MAX_HEADER, MAX_NAME, Entry, Version, opened
 from moekit.errors import WeightsError
-from moekit.untrusted.files import shown
+from moekit.untrusted.arguments import shown
 
 _MAX_VALUES = 4_000_000  # in one file; the largest vocabularies have under a million
 _MAX_KEPT = 1 << 14  # elements of a kept array, one for each layer

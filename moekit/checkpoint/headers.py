@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from moekit.errors import WeightsError
-from moekit.untrusted.files import open_regular, parse_json, read_json, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.files import open_regular, parse_json, read_json
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

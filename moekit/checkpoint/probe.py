@@ -21,7 +21,7 @@ from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.targets import Matcher
 from moekit.errors import WeightsError
 from moekit.problem.quant import SCHEMES, OperandQuant
-from moekit.untrusted.files import shown
+from moekit.untrusted.arguments import shown
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 _BLOCKS = (128, 64, 32, 16, 256)

@@ -6,17 +6,7 @@ as missing.
 
 from __future__ import annotations
 
-from moekit.untrusted.files import (
-    Kind,
-    either,
-    flag,
-    integer,
-    mapping,
-    number,
-    sequence,
-    table,
-    text,
-)
+from moekit.untrusted.arguments import FLAG, Kind, either, items, real, record, size, table, text
 
 # The fields of sizes, whose names differ between model types.
 INNER = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
@@ -31,42 +21,43 @@ _MAX_TARGETS = 10_000
 
 
 def _per_layer(kind: Kind) -> Kind:
-    return either(kind, sequence(kind, 0, _MAX_LAYERS))
+    return either(kind, items(kind, 0, _MAX_LAYERS))
 
 
-_SIZE = _per_layer(integer(0, _MAX_SIZE))
-_COUNT = _per_layer(integer(0, MAX_EXPERTS))
-_GROUP = integer(-1, _MAX_SIZE, zero=False)
-_BLOCK = sequence(integer(1, _MAX_SIZE), 2, 2)
-_LIMIT = number(1e-6, 1e6)
+_TEXT = text(1000)
+_SIZE = _per_layer(size(0, _MAX_SIZE))
+_COUNT = _per_layer(size(0, MAX_EXPERTS))
+_GROUP = either(size(1, _MAX_SIZE), size(-1, -1))
+_BLOCK = items(size(1, _MAX_SIZE), 2, 2)
+_LIMIT = real(above=1e-6, most=1e6)
 
-_OPERAND = mapping(
+_OPERAND = record(
     {
-        "num_bits": integer(1, 64),
-        "type": text,
-        "strategy": text,
+        "num_bits": size(1, 64),
+        "type": _TEXT,
+        "strategy": _TEXT,
         "group_size": _GROUP,
-        "block_structure": either(_BLOCK, text),
-        "dynamic": either(flag, text),
+        "block_structure": either(_BLOCK, _TEXT),
+        "dynamic": either(FLAG, _TEXT),
     }
 )
 
-QUANTIZATION = mapping(
+QUANTIZATION = record(
     {
-        "quant_method": text,
-        "quant_algo": text,
-        "activation_scheme": text,
-        "version": text,
-        "checkpoint_format": text,
+        "quant_method": _TEXT,
+        "quant_algo": _TEXT,
+        "activation_scheme": _TEXT,
+        "version": _TEXT,
+        "checkpoint_format": _TEXT,
         "group_size": _GROUP,
         "weight_block_size": _BLOCK,
-        "sym": flag,
-        "desc_act": flag,
-        "static_groups": flag,
+        "sym": FLAG,
+        "desc_act": FLAG,
+        "static_groups": FLAG,
         "config_groups": table(
-            mapping(
+            record(
                 {
-                    "targets": sequence(text, 0, _MAX_TARGETS),
+                    "targets": items(_TEXT, 0, _MAX_TARGETS),
                     "weights": _OPERAND,
                     "input_activations": _OPERAND,
                 }
@@ -77,14 +68,14 @@ QUANTIZATION = mapping(
 )
 
 _FIELDS: dict[str, Kind] = {
-    "model_type": text,
-    "dtype": text,
-    "torch_dtype": text,
-    "hidden_act": text,
-    "mlp_hidden_act": text,
+    "model_type": _TEXT,
+    "dtype": _TEXT,
+    "torch_dtype": _TEXT,
+    "hidden_act": _TEXT,
+    "mlp_hidden_act": _TEXT,
     "swiglu_limit": _LIMIT,
     "swiglu_alpha": _LIMIT,
-    "num_hidden_layers": integer(0, _MAX_LAYERS),
+    "num_hidden_layers": size(0, _MAX_LAYERS),
     **dict.fromkeys(("hidden_size", *INNER), _SIZE),
     **dict.fromkeys((*TOP_K, *EXPERTS), _COUNT),
     "quantization_config": QUANTIZATION,
@@ -93,8 +84,8 @@ _FIELDS: dict[str, Kind] = {
 # Where multimodal models keep the language model's config; at most thinker_config -> text_config.
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 
-CONFIG = mapping(_FIELDS)
+CONFIG = record(_FIELDS)
 for _ in range(2):
-    CONFIG = mapping({**_FIELDS, **dict.fromkeys(NESTED, CONFIG)})
+    CONFIG = record({**_FIELDS, **dict.fromkeys(NESTED, CONFIG)})
 
-HF_QUANT_CONFIG = mapping({"quantization": QUANTIZATION})
+HF_QUANT_CONFIG = record({"quantization": QUANTIZATION})

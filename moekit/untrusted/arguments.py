@@ -47,10 +47,14 @@ class Kind:
     keep: Callable[[Any], Any]
 
 
+class _Inside(Exception):
+    """A field of an object is of another kind."""
+
+
 def accept(
     kinds: Mapping[str, Kind],
     values: Mapping[str, object],
-    error: type[MoekitError] = InvalidProblem,
+    error: type[Exception] = InvalidProblem,
 ) -> dict[str, Any]:
     """Return the value of each name in ``kinds`` as its kind keeps it.
 
@@ -63,6 +67,8 @@ def accept(
             kept[name] = kind.keep(values[name])
         except MoekitError:
             raise
+        except _Inside as fault:
+            raise error(f"{name}.{fault}") from None
         except Exception:  # a foreign value may raise anything
             raise error(f"{name}={shown(values[name])}: it must be {kind.wanted}") from None
     return kept
@@ -162,6 +168,50 @@ def sequence(wanted: str, type_: type) -> Kind:
         return value
 
     return Kind(f"a list or tuple of {wanted}", keep)
+
+
+def items(kind: Kind, least: int, most: int) -> Kind:
+    """Return the kind of lists of JSON, of so many values of one kind."""
+
+    def keep(value: Any) -> list[Any]:
+        _require(isinstance(value, list) and least <= len(value) <= most)
+        return [kind.keep(item) for item in value]
+
+    count = str(most) if least == most else f"{least} to {most}"
+    return Kind(f"a list of {count}, each {kind.wanted}", keep)
+
+
+def record(kinds: Mapping[str, Kind]) -> Kind:
+    """Return the kind of objects of JSON; an error names the field that is wrong.
+
+    Fields that are null, missing, or not in ``kinds`` are allowed.
+    """
+
+    def keep(value: Any) -> dict[str, Any]:
+        _require(isinstance(value, dict))
+        given = {name: kind for name, kind in kinds.items() if value.get(name) is not None}
+        accept(given, value, _Inside)
+        return dict(value)
+
+    return Kind("an object", keep)
+
+
+def table(kind: Kind, most: int) -> Kind:
+    """Return the kind of objects of JSON whose fields, of any name, are all of one kind."""
+
+    def keep(value: Any) -> dict[str, Any]:
+        _require(isinstance(value, dict) and len(value) <= most)
+        return {name: kind.keep(item) for name, item in value.items()}
+
+    return Kind(f"an object of at most {most} fields, each {kind.wanted}", keep)
+
+
+def text(most: int) -> Kind:
+    def keep(value: Any) -> str:
+        _require(isinstance(value, str) and len(value) <= most)
+        return str(value)
+
+    return Kind(f"a text of at most {most} characters", keep)
 
 
 def either(first: Kind, second: Kind) -> Kind:

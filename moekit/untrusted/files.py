@@ -1,7 +1,6 @@
 """Reading of foreign files in bounded time and memory, and writing of files whole.
 
 Reading raises OSError or ValueError; callers turn these into moekit's errors, which name the file.
-A `Kind` checks a parsed file: a table of fields states every type and range.
 """
 
 from __future__ import annotations
@@ -13,20 +12,19 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moekit.errors import MoekitError
+from moekit.untrusted.arguments import shown
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
-_SHOWN = 80  # characters of a wrong value in a message
 _DIGITS = 40
-_MAX_TEXT = 1000  # characters of a field
 _MAX_VALUES = 4_000_000  # in one file; a header has about eight for each tensor
 
 
@@ -109,15 +107,6 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def shown(value: object) -> str:
-    """Return ``repr(value)`` in a bounded length."""
-    try:
-        text = repr(value[:_SHOWN] if isinstance(value, (str, list)) else value)
-    except RecursionError:
-        text = f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
 # -- writing ---------------------------------------------------------------------------------
 
 _PLACE = "name a file in a folder of yours"
@@ -159,90 +148,3 @@ def _writing(file: Path, remedy: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise MoekitError(f"{file} cannot be written ({error.strerror}): {remedy}") from error
-
-
-# -- kinds of values -------------------------------------------------------------------------
-
-Kind = Callable[[Any], Iterator[str]]
-"""Yields each fault of a value, ``" is 'x', expected ..."``, after the name of its field."""
-
-
-def integer(low: int, high: int, *, zero: bool = True) -> Kind:
-    """Return the kind of integers in a range. zero: whether 0 is allowed in it."""
-
-    def faults(value: Any) -> Iterator[str]:
-        if type(value) is not int or not low <= value <= high or (value == 0 and not zero):
-            but = "" if zero else " other than 0"
-            yield f" is {shown(value)}, expected an integer from {low} to {high}{but}"
-
-    return faults
-
-
-def number(low: float, high: float) -> Kind:
-    def faults(value: Any) -> Iterator[str]:
-        if type(value) not in (int, float) or not low <= value <= high:
-            yield f" is {shown(value)}, expected a number from {low:g} to {high:g}"
-
-    return faults
-
-
-def text(value: Any) -> Iterator[str]:
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        yield f" is {shown(value)}, expected a text of at most {_MAX_TEXT} characters"
-
-
-def flag(value: Any) -> Iterator[str]:
-    if not isinstance(value, bool):
-        yield f" is {shown(value)}, expected true or false"
-
-
-def either(*kinds: Kind) -> Kind:
-    """Return the kind of values that any of ``kinds`` allows."""
-
-    def faults(value: Any) -> Iterator[str]:
-        said = [list(kind(value)) for kind in kinds]
-        if all(said):
-            first, *others = (fault for faults in said for fault in faults[:1])
-            wanted = [other.rpartition(", expected ")[2] for other in others]
-            yield " or ".join([first, *wanted])
-
-    return faults
-
-
-def sequence(of: Kind, low: int, high: int) -> Kind:
-    def faults(value: Any) -> Iterator[str]:
-        if not isinstance(value, list) or not low <= len(value) <= high:
-            count = str(low) if low == high else f"{low} to {high}"
-            yield f" is {shown(value)}, expected a list of {count}"
-            return
-        for index, item in enumerate(value):
-            yield from (f"[{index}]{fault}" for fault in of(item))
-
-    return faults
-
-
-def mapping(of: Mapping[str, Kind]) -> Kind:
-    """Return the kind of objects. Fields that are null, missing, or not in ``of`` are allowed."""
-
-    def faults(value: Any) -> Iterator[str]:
-        if not isinstance(value, dict):
-            yield f" is {shown(value)}, expected an object"
-            return
-        for name, kind in of.items():
-            if (item := value.get(name)) is not None:
-                yield from (f".{name}{fault}" for fault in kind(item))
-
-    return faults
-
-
-def table(of: Kind, most: int) -> Kind:
-    """Return the kind of objects whose fields, of any name, are all of one kind."""
-
-    def faults(value: Any) -> Iterator[str]:
-        if not isinstance(value, dict) or len(value) > most:
-            yield f" is {shown(value)}, expected an object of at most {most} fields"
-            return
-        for name, item in value.items():
-            yield from (f".{shown(name)[1:-1]}{fault}" for fault in of(item))
-
-    return faults

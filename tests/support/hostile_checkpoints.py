@@ -331,7 +331,7 @@ _PATTERNS = {
     "*": "is not supported",
     "a{9999}{9999}": "is not supported",
     "a{99999999999}": "is not supported",
-    "x" * 1001: "expected a text of at most 1000",
+    "x" * 1001: "a text of at most 1000",
 }
 
 
