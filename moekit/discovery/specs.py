@@ -20,36 +20,46 @@ from typing import Any, ClassVar, TypeVar
 
 from moekit.discovery import padding as sizes
 from moekit.discovery.footprint import Footprint
-from moekit.errors import BackendBroken, InvalidInput
+from moekit.errors import BackendBroken, InvalidInput, InvalidProblem
 from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from moekit.problem.quant import SCHEMES
+from moekit.untrusted.arguments import (
+    FLAG,
+    FUNCTION,
+    Kind,
+    accept,
+    accept_fields,
+    choice,
+    instance,
+    matching,
+    optional,
+    size,
+)
 from moekit.untrusted.code import Fault, contained, printable, shown, watched
 
 # A backend's reason begins with this if its `check` raises or returns no list of reasons.
 CHECK_FAILED = "its check failed"
 MOST_PRIORITY = 1_000_000
 
-_Rule = Callable[[Any], str]  # a field's value -> what is wrong with it, or ""
 
+def _some_of(what: str, known: Collection[str], least: int = 1) -> Kind:
+    names = ", ".join(sorted(known))
 
-def _expect(what: str, accepts: Callable[[Any], bool]) -> _Rule:
-    return lambda value: "" if accepts(value) else f"expected {what}"
-
-
-def _some_of(known: Collection[str], least: int = 1) -> _Rule:
-    def rule(value: Any) -> str:
+    def keep(value: Any) -> frozenset[str]:
         if type(value) not in (frozenset, set) or not all(type(each) is str for each in value):
-            return "expected a frozenset of strings"
+            raise TypeError
         if unknown := sorted(value.difference(known)):
-            return f"unknown: {shown(unknown)}; known: {', '.join(sorted(known))}"
-        return "" if len(value) >= least else "expected at least one"
+            raise InvalidProblem(f"unknown {what} {shown(unknown)}: they must be of {names}")
+        if len(value) < least:
+            raise ValueError
+        return frozenset(value)
 
-    return rule
+    return Kind(f"a frozenset of at least {least} of {names}", keep)
 
 
-def _tuple_of(what: str, accepts: Callable[[str], bool], least: int = 0) -> _Rule:
-    return _expect(
+def _tuple_of(what: str, accepts: Callable[[str], object], least: int = 0) -> Kind:
+    return matching(
         f"a tuple of {what}",
         lambda value: (
             type(value) is tuple
@@ -74,44 +84,29 @@ def _is_name(value: Any) -> bool:
     return type(value) is str and re.fullmatch(r"[a-z][a-z0-9_]{0,63}", value) is not None
 
 
-def _is_priority(value: Any) -> bool:
-    return type(value) is int and abs(value) <= MOST_PRIORITY
+_PRIORITY = size(-MOST_PRIORITY, MOST_PRIORITY)
 
-
-def _is_most(value: Any) -> bool:
-    return value is None or (type(value) is int and value >= 1)
-
-
-_BOOL = _expect("True or False", lambda value: type(value) is bool)
-_FUNCTION = _expect("a function or None", lambda value: value is None or callable(value))
-
-_PRIORITY = f"an int within +-{MOST_PRIORITY}"
 
 # Every field of every kind of spec.
-_RULES: Mapping[str, _Rule] = MappingProxyType({
-    "name": _expect("lower-case letters, digits and _, at most 64 with a letter first", _is_name),
-    "target": _expect("'package.module:Class'", _is_target),
-    "format": _expect("an ActivationFormat", lambda value: isinstance(value, ActivationFormat)),
-    "dtypes": _some_of(DTYPES),
-    "schemes": _some_of(SCHEMES),
-    "wire_schemes": _some_of(SCHEMES, least=0),
-    "activations": _some_of(ACTIVATIONS),
+_KINDS: Mapping[str, Kind] = MappingProxyType({
+    "name": matching("lower-case letters, digits and _, at most 64 with a letter first", _is_name),
+    "target": matching("'package.module:Class'", _is_target),
+    "format": instance("an ActivationFormat", ActivationFormat),
+    "dtypes": _some_of("dtypes", DTYPES),
+    "schemes": _some_of("schemes", SCHEMES),
+    "wire_schemes": _some_of("wire_schemes", SCHEMES, least=0),
+    "activations": _some_of("activations", ACTIVATIONS),
     "devices": _tuple_of(
         "strings such as 'cpu' or 'cuda>=9.0'",
-        lambda device: len(device) <= 32 and DEVICE_PATTERN.fullmatch(device) is not None,
+        lambda device: len(device) <= 32 and DEVICE_PATTERN.fullmatch(device),
         least=1,
     ),
     "requires": _tuple_of("importable names", _is_dotted),
-    "install_hint": _expect("a string", lambda value: type(value) is str),
-    "priority": _expect(_PRIORITY, _is_priority),
-    "most_top_k": _expect("an int of at least 1, or None", _is_most),
-    "most_ranks": _expect("an int of at least 1, or None", _is_most),
-    "prefer": _FUNCTION,
-    "ids_dtype": _expect("'int32' or 'int64'", lambda value: value in ("int32", "int64")),
-    "check": _FUNCTION,
-    "describe": _FUNCTION,
-    "multiples": _FUNCTION,
-    "footprint": _FUNCTION,
+    "install_hint": matching("a string", lambda value: type(value) is str),
+    "priority": _PRIORITY,
+    "ids_dtype": choice(("int32", "int64")),
+    **dict.fromkeys(("most_top_k", "most_ranks"), optional(size())),
+    **dict.fromkeys(("check", "prefer", "describe", "multiples", "footprint"), optional(FUNCTION)),
     **dict.fromkeys(
         (
             "graph_safe", "deterministic", "moves_tokens", "needs_capacity", "overlaps",
@@ -119,7 +114,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
             "emulates", "movable", "weights_in_fp32", "aborts", "batch_invariant", "sliced_experts",
             "shared_tokens", "uneven_experts",
         ),
-        _BOOL,
+        FLAG,
     ),
 })  # fmt: skip
 
@@ -179,13 +174,10 @@ class BackendSpec:
     interface: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for fact in fields(self):
-            value = getattr(self, fact.name)
-            if fault := _RULES[fact.name](value):
-                whose = "" if fact.name == "name" else f"{self.name}: "
-                raise InvalidInput(f"{whose}{fact.name} {shown(value)}: {fault}")
-            if isinstance(value, set):
-                object.__setattr__(self, fact.name, frozenset(value))
+        try:
+            accept_fields(self, {fact.name: _KINDS[fact.name] for fact in fields(self)})
+        except InvalidProblem as error:
+            raise InvalidInput(f"{shown(self.name)}: {error}") from None
         object.__setattr__(self, "install_hint", printable(self.install_hint))
 
     def priority_for(self, problem: MoEProblem) -> int:
@@ -194,9 +186,8 @@ class BackendSpec:
         if self.prefer is None:
             return self.priority
         with contained():
-            if not _is_priority(found := self.prefer(problem)):
-                raise TypeError(f"prefer returned {shown(found)}, expected {_PRIORITY}")
-        return found
+            found: int = accept({"prefer": _PRIORITY}, {"prefer": self.prefer(problem)})["prefer"]
+            return found
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
         """Return every reason why this backend cannot do ``problem``; empty if it can."""

@@ -131,12 +131,18 @@ def real(*, above: float = -math.inf, most: float = math.inf, finite: bool = Tru
     return Kind(f"a {'finite ' * finite}number {words}".strip(), keep)
 
 
-def instance(wanted: str, *types: type) -> Kind:
+def matching(wanted: str, accepts: Callable[[Any], object]) -> Kind:
+    """Return the kind of values for which ``accepts`` is true, kept as they are."""
+
     def keep(value: Any) -> Any:
-        _require(isinstance(value, types))
+        _require(bool(accepts(value)))
         return value
 
     return Kind(wanted, keep)
+
+
+def instance(wanted: str, *types: type) -> Kind:
+    return matching(wanted, lambda value: isinstance(value, types))
 
 
 def choice(names: Collection[str]) -> Kind:
@@ -162,12 +168,10 @@ def converted(wanted: str, type_: type, makers: Mapping[type, Callable[[Any], An
 
 def sequence(wanted: str, type_: type) -> Kind:
     """Return the kind of lists and tuples of ``type_``, kept as they are."""
-
-    def keep(value: Any) -> Any:
-        _require(isinstance(value, (list, tuple)) and all(isinstance(v, type_) for v in value))
-        return value
-
-    return Kind(f"a list or tuple of {wanted}", keep)
+    return matching(
+        f"a list or tuple of {wanted}",
+        lambda value: isinstance(value, (list, tuple)) and all(isinstance(v, type_) for v in value),
+    )
 
 
 def items(kind: Kind, least: int, most: int) -> Kind:
@@ -207,11 +211,10 @@ def table(kind: Kind, most: int) -> Kind:
 
 
 def text(most: int) -> Kind:
-    def keep(value: Any) -> str:
-        _require(isinstance(value, str) and len(value) <= most)
-        return str(value)
-
-    return Kind(f"a text of at most {most} characters", keep)
+    return matching(
+        f"a text of at most {most} characters",
+        lambda value: isinstance(value, str) and len(value) <= most,
+    )
 
 
 def either(first: Kind, second: Kind) -> Kind:
@@ -229,18 +232,11 @@ def optional(kind: Kind) -> Kind:
     )
 
 
-def _function(value: Any) -> Any:
-    _require(callable(value))
-    return value
-
-
-def _group(value: Any) -> Any:
-    _require(callable(value.size) and callable(value.rank))
-    return value
-
-
 FLAG = instance("True or False", bool)
 NAME = instance("a name (str)", str)
-FUNCTION = Kind("a function", _function)
-GROUP = Kind("a torch.distributed process group that this process is in", _group)
+FUNCTION = matching("a function", callable)
+GROUP = matching(
+    "a torch.distributed process group that this process is in",
+    lambda value: callable(value.size) and callable(value.rank),
+)
 TIMEOUT = real(above=0.0, most=float(2**31))

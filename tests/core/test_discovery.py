@@ -52,19 +52,19 @@ BROKEN = {
     "returns_names": (HOOK + "return ['a']", "moekit_experts returned 'a', expected ExpertsSpec"),
     "wrong_hook": (offers("a").replace("moekit_experts", "moekit_dispatchers"), "DispatcherSpec"),
     "twice": (offers("a", "a"), "offers 'a' twice"),
-    "name": (HOOK + "return [spec('Acme MoE')]", "expected lower-case letters, digits and _, "),
+    "name": (HOOK + "return [spec('Acme MoE')]", "it must be lower-case letters, digits and _, "),
     "missing_fact": (HOOK + "return [moekit.ExpertsSpec(name='a')]", "missing"),
     "unknown_fact": (HOOK + "return [spec('a', speed=9)]", "speed"),
-    "target": (HOOK + "return [spec('a', target='acme')]", "expected 'package.module:Class'"),
-    "no set": (HOOK + "return [spec('a', schemes=['none'])]", "expected a frozenset of strings"),
+    "target": (HOOK + "return [spec('a', target='acme')]", "it must be 'package.module:Class'"),
+    "no set": (HOOK + "return [spec('a', schemes=['none'])]", "it must be a frozenset"),
     "schemes": (
         HOOK + "return [spec('a', schemes=frozenset({'fp3'}))]",
-        "schemes frozenset({'fp3'}): unknown",
+        "unknown schemes ['fp3']: they must be of",
     ),
-    "devices": (HOOK + "return [spec('a', devices='cpu')]", "expected a tuple"),
-    "requires": (HOOK + "return [spec('a', requires='triton')]", "expected a tuple"),
-    "format": (HOOK + "return [spec('a', format='standard')]", "expected an ActivationFormat"),
-    "priority": (HOOK + "return [spec('a', priority='high')]", "expected an int"),
+    "devices": (HOOK + "return [spec('a', devices='cpu')]", "it must be a tuple"),
+    "requires": (HOOK + "return [spec('a', requires='triton')]", "it must be a tuple"),
+    "format": (HOOK + "return [spec('a', format='standard')]", "it must be an ActivationFormat"),
+    "priority": (HOOK + "return [spec('a', priority='high')]", "it must be an integer"),
 }
 
 

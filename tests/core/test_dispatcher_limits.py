@@ -64,7 +64,9 @@ def test_a_limit_is_a_reason_where_tokens_move(fact, layer, reason) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "8"])
 def test_limits_are_positive_ints(wrong) -> None:
-    with pytest.raises(InvalidInput, match="most_top_k .*expected an int of at least 1, or None"):
+    with pytest.raises(
+        InvalidInput, match="most_top_k=.*must be an integer of at least 1 .*or None"
+    ):
         replace(ANY, most_top_k=wrong)
 
 

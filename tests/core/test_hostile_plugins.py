@@ -82,8 +82,8 @@ def test_plugins_prints_what_no_ascii_terminal_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [DispatcherSpec, ExpertsSpec])
-def test_every_field_of_a_spec_has_a_rule(kind: type) -> None:
-    assert {field.name for field in dataclasses.fields(kind)} <= specs._RULES.keys()
+def test_every_field_of_a_spec_has_a_kind(kind: type) -> None:
+    assert {field.name for field in dataclasses.fields(kind)} <= specs._KINDS.keys()
 
 
 def test_interrupts_pass() -> None:
