@@ -412,7 +412,9 @@ def test_a_priority_that_fails_is_a_reason(wrong) -> None:
     registry.register(replace(registry.expert("torch"), name="picky", prefer=wrong))
     explanation = moekit.explain(PROBLEM, backends=registry)
     assert explanation.chosen.experts == "torch"
-    with pytest.raises(Unsupported, match="prefer=1000000000: it must be an integer|ZeroDivisionError"):
+    with pytest.raises(
+        Unsupported, match="prefer=1000000000: it must be an integer|ZeroDivisionError"
+    ):
         moekit.compose(PROBLEM, experts="picky", backends=registry)
 
 

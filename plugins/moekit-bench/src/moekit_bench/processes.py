@@ -51,5 +51,4 @@ def on_devices(
         except KeyboardInterrupt:  # the processes got it, too, and end
             pool.shutdown(wait=False, cancel_futures=True)
             codes = [1]
-    progress.close()
     return not any(codes)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
-
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .records import Refusal
 from .timer import DeviceLost
@@ -32,37 +30,27 @@ class Cell:
 
 
 class Progress:
-    """A line on standard error for each cell, and a progress bar on a terminal; or silence."""
+    """A line on standard error for each cell, and on a terminal what is being done; or silence."""
 
     def __init__(self, total: int, *, silent: bool = False) -> None:
-        watched = sys.stderr.isatty()
-        self._silent = silent
-        tqdm.monitor_interval = 0  # no further thread while times are taken
-        self._bar: Any = tqdm(
-            total=total,
-            file=sys.stderr if watched else io.StringIO(),
-            bar_format="{n_fmt}/{total_fmt}, {elapsed}, {remaining} left{postfix}",
-            leave=False,
-            disable=silent,
-        )
+        self._total, self._silent = total, silent
+        self._done, self._begin = 0, time.monotonic()
+        self._clear = "\x1b[K" if sys.stderr.isatty() else ""
 
     def doing(self, text: str) -> None:
         """Show what is done for the cell that is being measured."""
-        self._bar.set_postfix_str(text)
+        if self._clear:
+            self.say(text, end="\r")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, end: str = "\n") -> None:
         if not self._silent:
-            tqdm.write(text, file=sys.stderr)
-            sys.stderr.flush()
+            print(self._clear + text, end=end, file=sys.stderr, flush=True)
 
     def done(self, text: str, cells: int = 1) -> None:
-        if not self._silent:
-            self._bar.set_postfix_str("", refresh=False)
-            self._bar.update(cells)
-            self.say(f"[{self._bar}] {text}")
-
-    def close(self) -> None:
-        self._bar.close()
+        self._done += cells
+        took = time.monotonic() - self._begin
+        left = timedelta(seconds=round(took / self._done * (self._total - self._done)))
+        self.say(f"[{self._done}/{self._total}, {left} left] {text}")
 
 
 @dataclass(kw_only=True)
@@ -120,8 +108,6 @@ class Sweep(ABC):
             self.progress.say(f"error: {error}; the remaining cells cannot be measured")
         except KeyboardInterrupt:
             self.progress.say("interrupted; the cells measured so far are kept")
-        finally:
-            self.progress.close()
 
     def _measure(self, cell: Cell) -> None:
         made = self.measure_cell(cell)
