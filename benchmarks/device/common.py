@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from moekit_bench import Prepared, Timer, Timing, routing, shape, take_turns
+from moekit_bench import Prepared, Timer, Timing, shape, take_turns
 from torch import Tensor
 
 import moekit
@@ -94,7 +94,11 @@ def problem_of(name: str, quant: str = "none", **changes: Any) -> moekit.MoEProb
 def routings_of(problem: moekit.MoEProblem, tokens: int, count: int = 3) -> list[moekit.Routing]:
     """Return uniform routings; weights have to come from memory if there are several."""
     generator = torch.Generator(DEVICE).manual_seed(tokens)
-    return [routing("uniform", tokens, problem, DEVICE, generator, i) for i in range(count)]
+    sizes = (tokens, problem.num_experts, problem.top_k)
+    return [
+        moekit.simulate_routing("uniform", *sizes, device=DEVICE, generator=generator, index=i)
+        for i in range(count)
+    ]
 
 
 def with_holes(given: moekit.Routing, share: float) -> moekit.Routing:

@@ -125,8 +125,8 @@ def test_named_shapes_have_the_models_sizes():
 
 
 def routed(kind: str, index: int = 0, tokens: int = 4000) -> torch.Tensor:
-    p = moekit.MoEProblem(num_experts=16, top_k=3, hidden_size=8, intermediate_size=8, device="cpu")
-    made = bench.routing(kind, tokens, p, CPU, torch.Generator().manual_seed(index), index)
+    generator = torch.Generator().manual_seed(index)
+    made = moekit.simulate_routing(kind, tokens, 16, 3, generator=generator, index=index)
     assert made.topk_ids.shape == made.topk_weights.shape == (tokens, 3)
     assert made.topk_weights.dtype == torch.float32
     torch.testing.assert_close(made.topk_weights.sum(1), torch.ones(tokens))
@@ -148,7 +148,8 @@ def test_zipf_routing():
 def test_fixed_routing_is_even():
     assert torch.equal(routed("fixed"), torch.full((16,), 3 / 16))
     first, second = (
-        bench.routing("fixed", 5, problem(), CPU, torch.Generator(), i).topk_ids for i in (0, 1)
+        moekit.simulate_routing("fixed", 5, 16, 3, generator=torch.Generator(), index=i).topk_ids
+        for i in (0, 1)
     )
     assert not torch.equal(first, second)
 

@@ -7,45 +7,32 @@ taken.
 
 from __future__ import annotations
 
-from .accuracy import oracle_rows, relative_error, sampled_rows
 from .experts import Case, run_cell
-from .implementations import Implementation, KernelCall, Unavailable, backends, baselines
+from .implementations import KernelCall, Unavailable
 from .limits import Ceilings, Work, known_ceilings, limit_us, work
 from .records import Measurement
 from .report import Table
-from .shapes import ROUTINGS, SHAPES, Inputs, Shape, inputs, random_weights, routing, shape
-from .timer import Call, DeviceLost, Prepared, Timer, Timing, measure, take_turns
+from .shapes import SHAPES, inputs, random_weights, shape
+from .timer import Prepared, Timer, Timing, measure, take_turns
 
 __all__ = [
-    "ROUTINGS",
     "SHAPES",
-    "Call",
     "Case",
     "Ceilings",
-    "DeviceLost",
-    "Implementation",
-    "Inputs",
     "KernelCall",
     "Measurement",
     "Prepared",
-    "Shape",
     "Table",
     "Timer",
     "Timing",
     "Unavailable",
     "Work",
-    "backends",
-    "baselines",
     "inputs",
     "known_ceilings",
     "limit_us",
     "measure",
-    "oracle_rows",
     "random_weights",
-    "relative_error",
-    "routing",
     "run_cell",
-    "sampled_rows",
     "shape",
     "take_turns",
     "work",

@@ -105,42 +105,18 @@ def shape(text: str) -> Shape:
     )
 
 
-def routing(
-    kind: str,
-    tokens: int,
-    problem: MoEProblem,
-    device: torch.device,
-    generator: torch.Generator,
-    index: int = 0,
-) -> Routing:
-    """Return a random routing whose weights are a softmax of K normal values.
-
-    Args:
-        kind: One of `ROUTINGS`.
-        index: The number of this routing among several, which must not favour the same expert.
-    """
-    return simulate_routing(
-        kind,
-        tokens,
-        problem.num_experts,
-        problem.top_k,
-        device=device,
-        generator=generator,
-        index=index,
-    )
-
-
 def inputs(
     kind: str, tokens: int, count: int, problem: MoEProblem, device: torch.device, seed: int = 0
 ) -> Inputs:
     """Return ``count`` different inputs: x (T, H), standard normal in the problem's dtype, and its
     routing."""
     generator = torch.Generator(device).manual_seed(seed * 1_000_003 + tokens)
-    made = []
+    made, sizes = [], (tokens, problem.num_experts, problem.top_k)
     for index in range(count):
         shape = (tokens, problem.hidden_size)
         x = torch.randn(shape, device=device, dtype=problem.dtype, generator=generator)
-        made.append((x, routing(kind, tokens, problem, device, generator, index)))
+        routed = simulate_routing(kind, *sizes, device=device, generator=generator, index=index)
+        made.append((x, routed))
     return made
 
 
