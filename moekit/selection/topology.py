@@ -23,6 +23,7 @@ from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import Pending
+from moekit.runtime.units import size_text
 from moekit.selection.composite import find_experts
 from moekit.selection.explanation import Explanation
 from moekit.untrusted.code import Fault, contained, shown
@@ -119,10 +120,10 @@ def lines(problem: MoEProblem, found: Sequence[OnHosts]) -> list[str]:
     """Return what `python -m moekit explain --nodes` prints."""
     parallel = problem.parallel
     hosts = f"{parallel.nodes} host" + "s" * (parallel.nodes > 1)
+    weights = size_text(weight_bytes(problem))
     text = [
         f"{parallel.num_ranks} ranks on {hosts}, {parallel.num_ranks // parallel.nodes} on each, "
-        f"with {problem.max_num_tokens} tokens each; a rank holds {_bytes(weight_bytes(problem))} "
-        "of weights"
+        f"with {problem.max_num_tokens} tokens each; a rank holds {weights} of weights"
     ]
     for each in found:
         text += [f"  {each.dispatcher}", *(f"    {line}" for line in _lines(each))]
@@ -136,13 +137,13 @@ def _lines(found: OnHosts) -> Iterator[str]:
     if footprint is None:
         yield found.why_not or "memory unknown: it declares no footprint"
         return
-    buffers = ", ".join(f"{what} {_bytes(n)}" for what, n in footprint.buffers.items()) or "none"
+    buffers = ", ".join(f"{what} {size_text(n)}" for what, n in footprint.buffers.items()) or "none"
     yield f"buffers: {buffers} ({footprint.source})"
-    call = f"a call: {footprint.rows} rows, {_bytes(footprint.transient)} in the dispatcher"
+    call = f"a call: {footprint.rows} rows, {size_text(footprint.transient)} in the dispatcher"
     if memory is not None:
         call += (
-            f"; with {found.experts} {_bytes(memory.intermediate + memory.workspace)}, "
-            f"{_bytes(memory.total)} with buffers"
+            f"; with {found.experts} {size_text(memory.intermediate + memory.workspace)}, "
+            f"{size_text(memory.total)} with buffers"
         )
     elif found.why_not:
         call += f"; with {found.experts} unknown: {found.why_not}"
@@ -209,10 +210,3 @@ class _SizesOnly(PrepareAndFinalize):
 
     def transient_bytes(self, num_tokens: int) -> int:
         return self._footprint.transient
-
-
-def _bytes(n: int) -> str:
-    if n < 1000:
-        return f"{n} B"
-    power = min(3, int(math.log10(n)) // 3)
-    return f"{n / 1000**power:.3g} {('kB', 'MB', 'GB')[power - 1]}"

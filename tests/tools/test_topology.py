@@ -58,7 +58,7 @@ def test_text_output(capsys) -> None:
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
     flat = " ".join(out.split())
-    assert "64 ranks on 8 hosts, 8 on each, with 128 tokens each; a rank holds 176 MB of" in flat
+    assert "64 ranks on 8 hosts, 8 on each, with 128 tokens each; a rank holds 168 MiB of" in flat
     assert "naive buffers: none (it keeps no buffers) a call: 8192 rows" in flat
     assert "no NVSHMEM" in flat and "local cannot" not in flat
     assert "are on 8 hosts, and it serves one" in flat
