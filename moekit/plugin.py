@@ -35,7 +35,7 @@ from moekit.problem import (
 )
 from moekit.problem.activation import ACTIVATIONS, apply_activation
 from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
-from moekit.runtime.agreement import Agreement, Transfers, exchange, reason_of
+from moekit.runtime.agreement import Agreement, Transfers, exchange
 from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.overlap import Pending
@@ -44,6 +44,7 @@ from moekit.runtime.rows import quantize_for_transfer
 from moekit.runtime.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
+from moekit.untrusted.code import describe as reason_of
 from moekit.untrusted.files import check_writable, replace_file
 from moekit.untrusted.switches import switch
 

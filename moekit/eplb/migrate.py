@@ -23,9 +23,10 @@ from torch import Tensor
 from moekit.contract import PackedWeights
 from moekit.errors import GroupMismatch, InvalidInput, PeerFailed, WeightsError
 from moekit.layer.placement import Placement
-from moekit.runtime.agreement import exchange, reason_of
+from moekit.runtime.agreement import exchange
 from moekit.runtime.group import has_backend
 from moekit.untrusted.arguments import GROUP, accept, instance, optional, size
+from moekit.untrusted.code import describe
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def agree(
         GroupMismatch: ``mine`` differs between ranks.
     """
     if group is not None:
-        message = json.dumps([dict(mine), None if error is None else reason_of(error)])
+        message = json.dumps([dict(mine), None if error is None else describe(error)])
         everyone = [json.loads(text) for text in exchange("move experts", message, group)]
         failed = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why)
         differ = {name: [other[name] for other, _ in everyone] for name in mine}

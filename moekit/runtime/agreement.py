@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moekit.errors import InvalidInput, MoekitError, PeerFailed
 from moekit.runtime.store import Job, StoreLost, access, host_of
 from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import describe
 
 logger = logging.getLogger("moekit")
 
@@ -47,14 +48,6 @@ def exchange(
     if timeout is not None:
         sequence.timeout = timeout
     return sequence.meet(what, mine, None, sequence.timeout)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the error's type and text."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return f"{type(error).__name__} (it has no text: its __str__ fails)"
 
 
 class _Sequence:
@@ -128,7 +121,7 @@ class _Sequence:
                     f"died, or cannot be reached. This rank stopped at '{what}'; {advice}"
                 ) from error
             except BaseException as error:
-                self._leave(mine, reason_of(error))
+                self._leave(mine, describe(error))
                 raise
             self._left = None
         if fault is not None:
@@ -328,9 +321,9 @@ class CollectiveCheck:
             if self._agreement is not None:
                 self._agreement.agree(self._what, moving=self._moving)
         elif self._agreement is not None:  # whatever the error, no rank may wait for this one
-            self._agreement.agree(self._what, reason_of(error))
+            self._agreement.agree(self._what, describe(error))
         elif self._otherwise is not None and isinstance(error, Exception):
-            self._otherwise(reason_of(error))  # it waits for the others: no interrupt may do that
+            self._otherwise(describe(error))  # it waits for the others: no interrupt may do that
 
 
 class Transfers:

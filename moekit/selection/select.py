@@ -26,7 +26,7 @@ from moekit.selection.judge import Selection, judge
 from moekit.selection.policy import Candidate
 from moekit.selection.tuned import VARIABLE
 from moekit.untrusted.arguments import FLAG, GROUP, NAME, TIMEOUT, accept, instance, optional
-from moekit.untrusted.code import message
+from moekit.untrusted.code import describe, message
 
 logger = logging.getLogger("moekit")
 
@@ -108,7 +108,7 @@ def compose(
     except Exception as error:
         if moves:  # the other ranks wait for this one's choice
             with suppress(GroupMismatch):
-                same_choice("", group, f"{type(error).__name__}: {message(error)}", peer_timeout)
+                same_choice("", group, describe(error), peer_timeout)
         raise
     if moves:
         same_choice(str(made.explanation.chosen), group, timeout=peer_timeout)
