@@ -45,7 +45,6 @@ class SoloCalls:
     agreement: Agreement | None = None
 
     def call(self, flow: Flow, x: Tensor) -> Tensor:
-        """Run the whole flow."""
         for found in flow:
             if found is not None:
                 out = _raised_or_pending(found, flow).result()
@@ -58,7 +57,6 @@ class SoloCalls:
         return ""
 
     def run(self, flow: Flow, started: str) -> Pending[Tensor]:
-        """Run the experts and launch the combine."""
         if (fault := next(flow)) is not None:
             _raised_or_pending(fault, flow)
         return _combining(flow)

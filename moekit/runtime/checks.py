@@ -312,14 +312,12 @@ def _meets_itself(tensor: Tensor) -> bool:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether the address ranges of two tensors meet."""
     if not (a.numel() and b.numel()):
         return False
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
 
 
 def _end(tensor: Tensor) -> int:
-    """Return the address after the last element."""
     if tensor.is_contiguous():
         return tensor.data_ptr() + tensor.nbytes
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -131,7 +131,6 @@ def _cuda_path() -> str:
 
 
 def _installed(distribution: str) -> str:
-    """Return the version of a distribution; empty if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

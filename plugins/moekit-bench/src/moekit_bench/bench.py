@@ -261,7 +261,6 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
 
 
 def layers_sweep(args: argparse.Namespace, command: str) -> LayersSweep:
-    """Return the sweep that the options of --layers describe."""
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)
     given = _over_ranks(args, command)

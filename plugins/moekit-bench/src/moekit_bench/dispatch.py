@@ -61,7 +61,6 @@ class _RoundTrips:
         self.blank: dict[torch.Size, Tensor] = {}
 
     def __call__(self, index: int) -> None:
-        """Make a round trip."""
         self._combine(index, self._dispatch(index))
 
     def measure(self) -> DispatcherResult:
@@ -188,8 +187,6 @@ class _RoundTrips:
 
 @dataclass(kw_only=True)
 class DispatchSweep(RanksSweep):
-    """Dispatchers alone."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.run = DispatchRun(**self.facts())

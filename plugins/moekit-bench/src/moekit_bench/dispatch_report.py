@@ -10,7 +10,6 @@ from .report import Table, grouped
 
 
 def markdown(run: DispatchRun) -> str:
-    """Return the whole report."""
     settings = run.settings
     lines = report.head(run, "moekit bench --dispatch", f"{run.ranks} ranks, {run.device.name}")
     lines += [
@@ -28,7 +27,6 @@ def markdown(run: DispatchRun) -> str:
 
 
 def details(cells: Sequence[DispatcherCell]) -> Table:
-    """Return a row for every dispatcher in every cell."""
     table = Table(
         "T", "dispatcher", "dispatch", "combine", "both", "fastest–slowest", "eager", "host",
         "dispatch GB/s: links", "DeepEP's", "combine GB/s: links", "DeepEP's", "SMs",

@@ -176,7 +176,6 @@ class ExpertsSweep(Sweep):
         self.run = summarized(self.run)
 
     def _begin(self, cell: Cell) -> None:
-        """Make the weights and calls of a shape and scheme."""
         self._group, self._weights = (cell.shape, cell.scheme), None
         self._calls.clear()
         release(self.device)
@@ -241,7 +240,6 @@ class ExpertsSweep(Sweep):
 
 
 def succeeded(run: ExpertsRun) -> bool:
-    """Return whether every cell has a right result."""
     return all(any(r.right for r in cell.results) for cell in run.cells)
 
 

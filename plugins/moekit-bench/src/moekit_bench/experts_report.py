@@ -78,7 +78,6 @@ def _mean_and_worst(what: str, values: Sequence[tuple[float, ExpertsCell]]) -> d
 
 
 def markdown(run: ExpertsRun) -> str:
-    """Return the whole report."""
     lines = report.head(run, "moekit bench", run.device.name)
     lines += [
         f"Medians of {run.settings.replays} turns, microseconds a call; roofline fraction in "

@@ -12,7 +12,6 @@ from .report import Table, distinct, fastest, grouped
 
 
 def markdown(run: LayersRun) -> str:
-    """Return the whole report."""
     settings, layer, shared = run.settings, run.layer, run.settings.share_devices
     shown = (
         f"Microseconds of prepare, experts and finalize, medians of {settings.replays} turns and "

@@ -51,7 +51,6 @@ CEILINGS = {
 
 
 def known_ceilings(device_name: str) -> Ceilings | None:
-    """Return the known ceilings of a device, or None."""
     return next((c for name, c in CEILINGS.items() if device_name.startswith(name)), None)
 
 

@@ -31,7 +31,6 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """Read an option that is a time of more than 0 seconds."""
     return _number(text, float, "a number of seconds above 0", lambda found: 0 < found < math.inf)
 
 
@@ -41,7 +40,6 @@ def end(args: argparse.Namespace) -> float | None:
 
 
 def percent(text: str) -> float:
-    """Read an option that is a percentage of at least 0."""
     return _number(text, float, "a percentage of at least 0", lambda found: 0 <= found < math.inf)
 
 
@@ -85,7 +83,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def names(text: str) -> list[str]:
-    """Return the parts of a list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

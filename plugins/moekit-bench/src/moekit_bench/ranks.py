@@ -118,7 +118,6 @@ def cause(error: Exception) -> str:
 
 
 def local_device(kind: str) -> torch.device:
-    """Return this process's device of a kind."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
@@ -154,7 +153,6 @@ class RanksSweep(Sweep):
         self.cells = self.all_cells()
 
     def facts(self, implementations: Sequence[Implementation] = ()) -> dict[str, Any]:
-        """Return the fields that all runs over ranks have."""
         device = torch.device(self.device.type)
         found = about(self.command, device, self.device, implementations, self.dispatchers)
         return found | {"ranks": self.num_ranks, "settings": self.settings}

@@ -44,7 +44,6 @@ class Choice:
 
     @property
     def shown(self) -> str:
-        """Return the regret as reports show it."""
         return report.NONE if self.us is None else f"{self.regret:.1f} %"
 
 
@@ -80,7 +79,6 @@ def of_combinations(
 
 
 def of_layers(run: LayersRun) -> list[Choice]:
-    """Return what is chosen now for the cells of a run of layers."""
     run.check_timed()
     return [of_layer(run, cell) for cell in run.cells]
 

@@ -20,7 +20,6 @@ class Table:
         self._lines = [self._row(columns), "|" + "---|" * len(columns)]
 
     def add(self, *cells: object) -> str:
-        """Add a row and return its line."""
         self._lines.append(self._row(cells))
         return self._lines[-1]
 
@@ -32,12 +31,10 @@ class Table:
         return iter(self._lines)
 
     def __bool__(self) -> bool:
-        """Return whether there is a row."""
         return len(self._lines) > 2
 
 
 def us(value: float | None) -> str:
-    """Show microseconds."""
     if value is None:
         return NONE
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
@@ -56,7 +53,6 @@ def error(result: Measurement) -> str:
 
 
 def fastest(results: Iterable[M]) -> M | None:
-    """Return the fastest of the right results, or None."""
     right = [r for r in results if r.right and r.us is not None]
     return min(right, key=lambda r: r.us or 0.0, default=None)
 

@@ -85,7 +85,6 @@ class Sweep(ABC):
 
     @property
     def complete(self) -> bool:
-        """Return whether no cell is missing."""
         return len(self.run.cells) == len(self.cells)
 
     def late(self) -> bool:
@@ -120,7 +119,6 @@ class Sweep(ABC):
         self.progress.done(f"{cell}: {text}")
 
     def add(self, cell: Any) -> None:
-        """Add the record of a cell to the run."""
         self.run = replace(self.run, cells=(*self.run.cells, cell))
 
     def refuse(

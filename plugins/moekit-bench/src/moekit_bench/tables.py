@@ -44,7 +44,6 @@ class TunedTable:
         self._known = self.read()
 
     def read(self) -> Table:
-        """Return the table as it is now."""
         return tuned_tables.read(self.file)
 
     def knows(self, problem: MoEProblem, names: tuple[str, str], tokens: int) -> bool:

@@ -250,7 +250,6 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _able(problem: MoEProblem, dispatcher: str, found: Sequence[Implementation]) -> list[str]:
-    """Return the names of the backends that can do the problem."""
     names = [i.name for i in found if not i.left_out]
     return [name for name in names if moekit.explain(problem, dispatcher, name).chosen]
 
