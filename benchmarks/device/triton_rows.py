@@ -2,10 +2,11 @@
 
     python benchmarks/device/triton_rows.py [--shapes qwen3-30b,40:8:1536:512] [--rows 32,64,112]
 
-For every shape and number of rows an expert: whole blocks by the chosen plan and by the plans
-below, which differ in the size of their tiles; turns of 10 ms, medians of 5, after half a second of
-work. Uniform routing, three routings in a CUDA graph. Every plan's result is compared with the fp32
-oracle. Exit code 1 if one is wrong. Results: benchmarks/results/2026-11-26-h100.md.
+The script times whole blocks for every shape and number of rows per expert, by the chosen plan and
+by the plans below, which differ in the size of their tiles. Times are medians of 5 turns of 10 ms,
+after half a second of work, of three uniform routings in a CUDA graph. Every plan's result is
+compared with the fp32 oracle; the exit code is 1 if one is wrong. Results:
+benchmarks/results/2026-11-26-h100.md.
 """
 
 from __future__ import annotations

@@ -130,7 +130,6 @@ _known: dict[tuple[object, ...], Sizes] = {}
 def sizes_for(problem: MoEProblem, device: torch.device) -> Sizes:
     """Return the sizes of blocks that give a row the same bits; check them if they are unknown."""
     p = problem
-    cpu_costs.settle_onednn(p.dtype)
     key = (
         p.dtype_name, p.hidden_size, p.w13_rows, p.local_intermediate_size, str(device),
         torch.get_num_threads(), cpu_costs.capability(), torch.get_float32_matmul_precision(),

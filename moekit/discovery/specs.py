@@ -234,8 +234,11 @@ class BackendSpec:
     def _reasons_of_check(self, problem: MoEProblem) -> list[str]:
         try:
             self.priority_for(problem)
-            if self.check is None:
-                return []
+        except Fault as fault:
+            return [f"{CHECK_FAILED}: prefer: {fault}"]
+        if self.check is None:
+            return []
+        try:
             with contained():
                 found = self.check(problem)
                 if not isinstance(found, (list, tuple)):

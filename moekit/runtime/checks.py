@@ -325,8 +325,11 @@ def _end(tensor: Tensor) -> int:
 
 
 def check_shared(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
-    """Return ``function(x)``. Raises InvalidInput unless it has the shape and dtype of x, and x was
-    left as it is (which tensors of `torch.inference_mode` do not tell)."""
+    """Return ``function(x)``.
+
+    Raises InvalidInput if its shape or dtype differ from those of x, or if the function changed x
+    in place. Tensors of `torch.inference_mode` count no changes, so these are not checked.
+    """
     if not callable(function):
         check_function("shared", function)
     changes = None if x.is_inference() else x._version

@@ -179,10 +179,19 @@ def items(kind: Kind, least: int, most: int) -> Kind:
 
     def keep(value: Any) -> list[Any]:
         _require(isinstance(value, list) and least <= len(value) <= most)
-        return [kind.keep(item) for item in value]
+        return list(_within(kind, dict(enumerate(value))).values())
 
     count = str(most) if least == most else f"{least} to {most}"
     return Kind(f"a list of {count}, each {kind.wanted}", keep)
+
+
+def _within(kind: Kind, values: Mapping[Any, object]) -> dict[Any, Any]:
+    """Return the items as their kind keeps them; an error names the place of the wrong one."""
+    kept = {}
+    for key, item in values.items():
+        place = shown(key).strip("'")
+        kept[key] = accept({place: kind}, {place: item}, _Inside)[place]
+    return kept
 
 
 def record(kinds: Mapping[str, Kind]) -> Kind:
@@ -205,7 +214,7 @@ def table(kind: Kind, most: int) -> Kind:
 
     def keep(value: Any) -> dict[str, Any]:
         _require(isinstance(value, dict) and len(value) <= most)
-        return {name: kind.keep(item) for name, item in value.items()}
+        return _within(kind, value)
 
     return Kind(f"an object of at most {most} fields, each {kind.wanted}", keep)
 

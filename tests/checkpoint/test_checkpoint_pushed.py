@@ -470,6 +470,17 @@ def test_a_wrong_bias_is_reported_with_the_tensor_that_completes_its_matrix() ->
         (dict(quant_method="bitsandbytes"), "has the quant_method 'bitsandbytes', expected fp8 or"),
         (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
         (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
+        (
+            dict(
+                quant_method="compressed-tensors",
+                config_groups={"g": {"weights": {"num_bits": 99}}},
+            ),
+            r"config\.config_groups\.g\.weights\.num_bits=99: it must be an integer",
+        ),
+        (
+            dict(quant_method="compressed-tensors", config_groups={"g": {"targets": ["a", 5]}}),
+            r"config\.config_groups\.g\.targets\.1=5: it must be a text",
+        ),
         (ct(3), "weights of 3 bits of type 'int'"),
         (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), "'W4A8_AWQ', expected FP8 or"),
     ],

@@ -382,6 +382,12 @@ def test_an_h100_streams_weights_by_small_tiles(monkeypatch, table) -> None:
     table(tables.Entry(key, [(16.0, measured), (64.0, measured), (256.0, WIDE)]), gpu=H100)
     assert chosen(40) == chosen(64) == chosen(100) == measured, "this very shape, measured there"
     assert chosen(30) == STREAMED, "16 rows are nearer than 64"
+    table(tables.Entry(key, [(100.0, WIDE)]), gpu=H100)
+    assert chosen(100) == WIDE
+    for few in (chosen(60), choose_plan(p64 := problem(device=H100, num_experts=64, top_k=1),
+                                        tokens(100, p64), 1, batched=True)):  # fmt: skip
+        assert not isinstance(few, Sorted), "sorting does not pay, or rows lie by experts already"
+    table(tables.Entry(key, [(16.0, measured), (64.0, measured), (256.0, WIDE)]), gpu=H100)
     assert chosen(64, hidden_size=4096 + 128) == STREAMED, "another shape"
 
 

@@ -44,7 +44,8 @@ class Progress:
 
     def say(self, text: str, end: str = "\n") -> None:
         if not self._silent:
-            print(self._clear + text, end=end, file=sys.stderr, flush=True)
+            # One write: other devices' threads print, too.
+            print(f"{self._clear}{text}{end}", end="", file=sys.stderr, flush=True)
 
     def done(self, text: str, cells: int = 1) -> None:
         self._done += cells

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--again", action="store_true", help="--select: also measure what the table has")
     add(
         "--seconds", type=options.seconds, metavar="S",
-        help="begin no measurement after S seconds; the same command continues",
+        help="begin no cell after S seconds; the same command continues",
     )  # fmt: skip
     add(
         "--gpus",

@@ -53,8 +53,8 @@ def hopper(problem: MoEProblem) -> bool:
 
 
 def streams_slowly(problem: MoEProblem) -> bool:
-    """Return whether the device is an H100 or H800: they read 3.1 TB/s where an H200 reads 4.5, so
-    up to more rows an expert's time is that of its weights."""
+    """Return whether the device is an H100 or H800. They read 3.1 TB/s where an H200 reads 4.5, so
+    weights bound the time up to more rows per expert."""
     return hopper(problem) and re.search(r"\bH[18]00\b", problem.device.name) is not None
 
 

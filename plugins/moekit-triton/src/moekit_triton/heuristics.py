@@ -52,8 +52,8 @@ _COPIED_WIDTH, _COPIED_WIDTH_SPECIALIZED = 1024, 768
 # From so many rows per expert and that width, expert-sorted rows have won wherever tiles can be
 # specialized: 16 bits, fp8 blocks.
 _SORTED_ALWAYS_FROM, _SORTED_ALWAYS_FROM_FP8 = 200, 56
-# Rows per expert from which fp8 blocks have groups of 8 tiles of rows: below, the tuner chose 4 in
-# 13 of 14 cells.
+# Rows per expert from which fp8 blocks have groups of 8 tiles of rows: below, the tuner chose 4 for
+# GEMM 1 in 13 of 14 cells (benchmarks/results/2026-11-26-h100.md).
 _GROUPS_OF_8_FROM = 96
 # Rows per expert from which tiles of tokens win in 16 bits, of 256 weight rows; from which those of
 # 128 weight rows do; and up to which. They were fitted on an H100 and an H200.
@@ -62,7 +62,8 @@ _TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
 _STREAMED_FROM, _STREAMED_BELOW = 24, 120
 _AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
-# average; for 8 bits, or on an H100 up to so many assignments, at most the second number of times.
+# average. The second number counts for 8 bits; on an H100 it counts instead for calls of up to so
+# many assignments.
 _MOST_SHARING, _MORE_SHARING, _FEW_ASSIGNMENTS = 1.3, 1.5, 64
 # Up to so many elements of GEMM 1's result, its programs compute two columns of one assignment.
 _SMALL_PROGRAMS_TO = 32768
@@ -122,9 +123,9 @@ class Planner:
         p = self._problem
         found = _nearest(p, self._measured, per_expert)
         if streams_weights(p, per_expert):
-            here = found is not None and self._own and streams_weights(p, found[0])
-            return found[1] if found and here else heuristic(p, per_expert)
-        if sort and tokens_win(p, per_expert) and not (found and self._overrules(*found)):
+            if found is None or not (self._own and streams_weights(p, found[0])):
+                return heuristic(p, per_expert)
+        elif sort and tokens_win(p, per_expert) and not (found and self._overrules(*found)):
             return token_plan(per_expert)
         if found is None:
             return sorted_plan(p, per_expert) if sort else heuristic(p, per_expert)
