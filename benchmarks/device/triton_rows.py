@@ -35,10 +35,10 @@ SHAPES = (
 _LIMIT = 8e-3
 
 
-def gathered(rows: int, first: str, second: str, **common: bool) -> Gathered:
+def gathered(rows: int, first: str, second: str, group_m: int = 8) -> Gathered:
     """Return the plan; a tile is columns, k, warps and stages, as in "64 128 4 3"."""
     tiles = [
-        GemmConfig(rows, n, k, num_warps=w, num_stages=s, halves=rows == 128, tma=True)
+        GemmConfig(rows, n, k, group_m, w, s, halves=rows == 128, tma=True)
         for n, k, w, s in (map(int, tile.split()) for tile in (first, second))
     ]
     return Gathered(replace(tiles[0], tma=rows != 128), tiles[1], fused=True)
@@ -47,6 +47,7 @@ def gathered(rows: int, first: str, second: str, **common: bool) -> Gathered:
 PLANS: dict[str, TilePlan] = {
     "128 rows, 64 × 128, 8 warps": gathered(128, "64 128 8 3", "128 64 4 3"),
     "128 rows, 64 × 128, 4 warps": gathered(128, "64 128 4 3", "128 64 4 3"),
+    "128 rows, 64 × 128, 4 warps, group_m 1": gathered(128, "64 128 4 3", "128 64 4 3", group_m=1),
     "128 rows, 64 × 64, 4 warps": gathered(128, "64 64 4 3", "128 64 4 3"),
     "128 rows, 128 × 64, 8 warps": gathered(128, "128 64 8 4", "256 64 8 4"),
     "64 rows, 64 × 64": gathered(64, "64 64 4 4", "128 64 4 4"),
@@ -54,11 +55,6 @@ PLANS: dict[str, TilePlan] = {
     "64 rows, 32 × 64": gathered(64, "32 64 4 4", "128 128 4 2"),
     "tiles of tokens": token_plan(100),
 }
-PLANS["128 rows, 64 × 128, 4 warps, group_m 1"] = replace(
-    (plan := PLANS["128 rows, 64 × 128, 4 warps"]),
-    first=replace(plan.first, group_m=1),
-    second=replace(plan.second, group_m=1),
-)
 
 
 def tokens(problem: MoEProblem, rows: float) -> int:

@@ -129,7 +129,7 @@ class PushedExperts:
             for piece, expert in itertools.product(share.of(which), share.experts):
                 unit = (expert, which if self._in_order else "")
                 roles = set(share.roles(piece)) - {"input_scale"}  # experts share the largest one
-                names = {share.stored(piece, role, expert).name for role in roles}
+                names = {share.locate(piece, role, expert).name for role in roles}
                 units.setdefault(unit, set()).update(names)
         return units
 

@@ -127,7 +127,7 @@ class Reader:
 
     def _entries(self, piece: Piece, role: str, expert: int, rows: range, columns: range) -> Tensor:
         """Read the entries that cover ``rows`` and ``columns``: (along N, along K, *tail)."""
-        part, name, which, shape = self.share.stored(piece, role, expert)
+        part, name, which, shape = self.share.locate(piece, role, expert)
         if part.grid == (-1, -1) and prod(self.checkpoint.shape(name)) == 1:
             return self.checkpoint.read(name, shape=(1, 1))
         extents = {"N": rows, "K": columns}
@@ -142,7 +142,7 @@ class Reader:
         for piece in pieces:
             said = self._entries(piece, "shape", expert, piece.rows, piece.columns).tolist()
             if said != [piece.n, piece.k]:
-                name = self.share.stored(piece, "shape", expert).name
+                name = self.share.locate(piece, "shape", expert).name
                 self.faults.append(f"{name} holds {said}, expected {[piece.n, piece.k]}")
 
     def _picked(self, piece: Piece, order: Tensor | None) -> Tensor | None:
@@ -178,7 +178,7 @@ class Reader:
 
         They go straight from the file into ``out`` if the stored form is the core's.
         """
-        part, name, which, shape = self.share.stored(piece, "weight", expert)
+        part, name, which, shape = self.share.locate(piece, "weight", expert)
         unit = part.grid[1]
         if self.format.packs_rows or columns.start % unit or len(columns) % unit:
             read = self._entries(piece, "weight", expert, rows, columns).contiguous()
@@ -271,7 +271,7 @@ class Reader:
         positive = factor is None or bool((factor > 0).all())
         or_zero = stored.dtype == torch.float8_e4m3fn and positive
         if not ((low >= 0 if or_zero else low > 0) and high < torch.inf):  # NaN fails this, too
-            name = self.share.stored(piece, "scale", expert).name
+            name = self.share.locate(piece, "scale", expert).name
             wrong = "negative or not finite" if or_zero else "not finite and positive"
             self.faults.append(f"{name} holds values that are {wrong}")
         zeros = self._zeros_of(piece, expert, rows, columns)
@@ -289,7 +289,7 @@ class Reader:
         if self.format.zero_points:
             return zeros
         if bool((zeros != INT4_ZERO).any()):
-            name = self.share.stored(piece, "zeros", expert).name
+            name = self.share.locate(piece, "zeros", expert).name
             self.faults.append(f"{name} is not all {INT4_ZERO}, but the weights are symmetric")
         return None
 
@@ -297,7 +297,7 @@ class Reader:
 
     def _g_idx(self, piece: Piece, expert: int) -> Tensor:
         """Read the group of each column, (K,) int64."""
-        part, name, which, shape = self.share.stored(piece, "g_idx", expert)
+        part, name, which, shape = self.share.locate(piece, "g_idx", expert)
         return self.checkpoint.read(name, *which, shape=shape).flatten().long()
 
     def _order(self, piece: Piece, expert: int) -> Tensor | None:
@@ -310,7 +310,7 @@ class Reader:
             return None
         order = torch.argsort(g_idx, stable=True)
         if not torch.equal(g_idx[order], runs):
-            name = self.share.stored(piece, "g_idx", expert).name
+            name = self.share.locate(piece, "g_idx", expert).name
             self.faults.append(f"{name} does not form groups of {self.format.group[1]} columns")
             return None
         return order
@@ -330,12 +330,12 @@ class Reader:
             g_idx = torch.empty_like(groups)
             g_idx[order] = groups
         if len({tuple(self._g_idx(p, expert).tolist()) for p in matrices}) > 1:
-            names = " and ".join(self.share.stored(p, "g_idx", expert).name for p in matrices)
+            names = " and ".join(self.share.locate(p, "g_idx", expert).name for p in matrices)
             self.faults.append(
                 f"{names} differ, but gate and up must have the same order; use dequantize=True"
             )
         elif order is not None and not weight.act_order:
-            name = self.share.stored(matrices[0], "g_idx", expert).name
+            name = self.share.locate(matrices[0], "g_idx", expert).name
             self.faults.append(f"{name} is in act-order; use {self._in_act_order()}")
         self.extras[slot][f"{which}_g_idx"] = g_idx.int()
 
@@ -352,7 +352,7 @@ class Reader:
         format = self.format
         if isinstance(format, BlockFormat):
             return self._dequantize_blocks(piece, expert, out)
-        dtype = self.checkpoint.dtype(self.share.stored(piece, "weight", expert).name)
+        dtype = self.checkpoint.dtype(self.share.locate(piece, "weight", expert).name)
         assert isinstance(dtype, torch.dtype)
         if dtype == out.dtype:  # not quantized, and nothing to convert
             return self._read(piece, expert, piece.rows, piece.columns, out)
@@ -380,7 +380,7 @@ class Reader:
 
     def _dequantize_blocks(self, piece: Piece, expert: int, out: Tensor) -> None:
         """Dequantize whole GGUF blocks of each row, and cut the piece's columns out of them."""
-        part, name, _, _ = self.share.stored(piece, "weight", expert)
+        part, name, _, _ = self.share.locate(piece, "weight", expert)
         block, finite = self.checkpoint.block(name), True
         left = piece.columns.start - part.cells("K", piece.columns).start * part.grid[1]
         step = max(1, _CHUNK // max(len(piece.columns), 1))

@@ -166,7 +166,7 @@ class Share:
         parts = [role for role in self.format.parts if role != "input_scale" or self.static]
         return [*parts, "bias"] if piece.bias else parts
 
-    def stored(self, piece: Piece, role: str, expert: int) -> Stored:
+    def locate(self, piece: Piece, role: str, expert: int) -> Stored:
         """Return which tensor holds a part of the piece's matrix."""
         if role == "bias":
             template, part = piece.bias, BIAS
@@ -190,7 +190,7 @@ class Share:
 
     def place(self, expert: int) -> tuple[Path, int, int]:
         """Return a key that sorts experts by their place on disk: file, offset, expert."""
-        down = self.stored(self.w2[0], "weight", expert).name
+        down = self.locate(self.w2[0], "weight", expert).name
         return (*self.checkpoint.place(down), expert)
 
     @property
@@ -198,7 +198,7 @@ class Share:
         """Bytes of this rank's share of one expert's weights, without scales."""
         total = 0.0
         for piece in self.pieces:
-            stored = self.stored(piece, "weight", self.experts[0])
+            stored = self.locate(piece, "weight", self.experts[0])
             dtype = self.checkpoint.dtype(stored.name)
             assert isinstance(dtype, torch.dtype)
             share = len(piece.rows) * len(piece.columns) / (piece.n * piece.k)
@@ -272,7 +272,7 @@ class Share:
         for piece in {piece.template: piece for piece in self.pieces}.values():
             for role in self.roles(piece):
                 for expert in every if role == "input_scale" else experts:
-                    stored = self.stored(piece, role, expert)
+                    stored = self.locate(piece, role, expert)
                     yield stored
                     if stored.expert:
                         break  # it holds all experts

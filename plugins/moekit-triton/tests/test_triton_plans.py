@@ -359,9 +359,9 @@ STREAMED = Gathered(
 def test_an_h100_streams_weights_by_small_tiles(monkeypatch, table) -> None:
     choose_as_compiled(monkeypatch, triton_version="3.6.0")
 
-    def chosen(per_expert: float, device=H100, **changes):
+    def chosen(per_expert: float, device=H100, batched=False, **changes):
         p = problem(device=device, num_experts=64, top_k=1, **changes)
-        return choose_plan(p, tokens(per_expert, p), 1)
+        return choose_plan(p, tokens(per_expert, p), 1, batched=batched)
 
     table()
     for per_expert in (25, 48, 64, 119):
@@ -382,13 +382,11 @@ def test_an_h100_streams_weights_by_small_tiles(monkeypatch, table) -> None:
     table(tables.Entry(key, [(16.0, measured), (64.0, measured), (256.0, WIDE)]), gpu=H100)
     assert chosen(40) == chosen(64) == chosen(100) == measured, "this very shape, measured there"
     assert chosen(30) == STREAMED, "16 rows are nearer than 64"
+    assert chosen(64, hidden_size=4096 + 128) == STREAMED, "another shape"
     table(tables.Entry(key, [(100.0, WIDE)]), gpu=H100)
     assert chosen(100) == WIDE
-    for few in (chosen(60), choose_plan(p64 := problem(device=H100, num_experts=64, top_k=1),
-                                        tokens(100, p64), 1, batched=True)):  # fmt: skip
-        assert not isinstance(few, Sorted), "sorting does not pay, or rows lie by experts already"
-    table(tables.Entry(key, [(16.0, measured), (64.0, measured), (256.0, WIDE)]), gpu=H100)
-    assert chosen(64, hidden_size=4096 + 128) == STREAMED, "another shape"
+    assert isinstance(chosen(60), Gathered), "sorting does not pay"
+    assert isinstance(chosen(100, batched=True), Batched)
 
 
 def test_few_rows_of_fp8_blocks_have_groups_of_four(monkeypatch, table) -> None:
