@@ -45,6 +45,7 @@ _ROUNDINGS = 2.5
 # seen on an H200 at H = 7168, T = 37500, where roundings have averaged out.
 _STEP, _TRUNCATION = 16, 2**-24
 _SIGMAS, _STANDARD_ERRORS, _LEAST_TOKENS = 6.0, 8.0, 16
+_MANTISSAS = 8  # of e4m3; int8 has more
 
 
 @dataclass(frozen=True)
@@ -203,16 +204,21 @@ def _mean(part_T: Tensor, size_T: Tensor, independent: float) -> Mean:
     return Mean(float(value), float(without_T.square().sum().sqrt()), independent)
 
 
-def _independent(problem: MoEProblem) -> float:
-    """Return how many roundings of weights an output averages over, at least.
+def _independent(problem: MoEProblem, num_tokens: int, rounds_activations: bool) -> float:
+    """Return how many roundings of quantized values an output averages over, at least.
 
     Weight-only kernels may round scales, so all weights of a group are off by the same factor.
+    Where activations that arrive quantized are dequantized to 16 bits, so are all of one scale and
+    mantissa.
     """
-    operand = problem.quant.weight
-    if operand is None or problem.quant.activation is not None:
+    weight, activation = problem.quant.weight, problem.quant.activation
+    if weight is None or (activation is not None and rounds_activations):
         return float("inf")
-    rows, columns = operand.scale_shape(problem.hidden_size, problem.local_intermediate_size)
-    return float(rows * columns)
+    if activation is None:
+        rows, columns = weight.scale_shape(problem.hidden_size, problem.local_intermediate_size)
+        return float(rows * columns)
+    rows, columns = activation.scale_shape(num_tokens, problem.hidden_size)
+    return float(rows * columns * _MANTISSAS)
 
 
 def complain(
@@ -255,7 +261,8 @@ def complain(
         judged = ref + (out - ref) / (allowed_T1 / bound.row).clamp(min=1.0)
         scale, offset = _ROUNDINGS * rounding.scale, _ROUNDINGS * rounding.offset
         bound = replace(bound, scale=scale, offset=offset)
-    beyond = errors(judged, ref, _independent(problem)).beyond(bound)
+    independent = _independent(problem, len(ref), rounds_activations)
+    beyond = errors(judged, ref, independent).beyond(bound)
     if not beyond:
         return ""
     text = ", ".join(f"{n} {e:.3g} (bound {limit:.3g})" for n, (e, limit) in beyond.items())
