@@ -62,9 +62,9 @@ _TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
 _STREAMED_FROM, _STREAMED_BELOW = 24, 120
 _AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
-# average. The second number counts for 8 bits; on an H100 it counts instead for calls of up to so
-# many assignments.
-_MOST_SHARING, _MORE_SHARING, _FEW_ASSIGNMENTS = 1.3, 1.5, 64
+# average; the second number counts for calls of up to so many assignments: on an H100; in 8 bits.
+_MOST_SHARING, _MORE_SHARING = 1.3, 1.5
+_FEW_ASSIGNMENTS, _FEW_ASSIGNMENTS_8_BITS = 64, 16
 # Up to so many elements of GEMM 1's result, its programs compute two columns of one assignment.
 _SMALL_PROGRAMS_TO = 32768
 # Rows per expert that the plans of batch-invariant problems are made for: tiles of 64 rows, whose
@@ -258,8 +258,10 @@ def dots_pay(problem: MoEProblem, rows: int, top_k: int) -> bool:
     if bits == 4:
         return False
     named = min(1.0, top_k / problem.num_physical_experts)
-    more = rows * top_k <= _FEW_ASSIGNMENTS if streams_slowly(problem) else bits == 8
-    most = _MORE_SHARING if more else _MOST_SHARING
+    few = _FEW_ASSIGNMENTS_8_BITS if bits == 8 else 0
+    if streams_slowly(problem):
+        few = _FEW_ASSIGNMENTS
+    most = _MORE_SHARING if rows * top_k <= few else _MOST_SHARING
     return rows * named <= most * (1 - (1 - named) ** rows)
 
 
