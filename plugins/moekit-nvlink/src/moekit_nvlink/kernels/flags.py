@@ -46,9 +46,15 @@ LOW = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
+def region(peer, offset, type: tl.constexpr):
+    """Return a pointer into the buffer at an address, where regions are aligned to 256 bytes."""
+    return tl.multiple_of((peer + offset).to(tl.pointer_type(type)), 16)
+
+
+@triton.jit
 def at(peers_ptr, rank, offset, type: tl.constexpr):
-    """Return a pointer into a rank's buffer, where regions are aligned to 256 bytes."""
-    return tl.multiple_of((tl.load(peers_ptr + rank) + offset).to(tl.pointer_type(type)), 16)
+    """Return a pointer into a rank's buffer."""
+    return region(tl.load(peers_ptr + rank), offset, type)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from .flags import (
     launch_dependents,
     owner_of,
     raise_flags,
+    region,
     wait_for,
     wait_for_kernel,
 )
@@ -93,39 +94,42 @@ def dispatch_rows(
         if COPIES > 1:
             exists &= token % COPIES == rank % COPIES
 
-        for w in tl.range(0, WORDS, WORDS_TILE, num_stages=STAGES):
-            inside = exists[:, None] & ((w + word) < WORDS)[None, :]
-            x = tl.load(x_ptr + token[:, None].to(tl.int64) * WORDS + w + word[None, :],
-                        mask=inside, other=0)  # fmt: skip
-            for s in tl.static_range(SHARES):
-                row = tl.sum(tl.where((shares == s)[None, :], place, 0), axis=1).to(tl.int64)
-                for t in tl.static_range(TP):
-                    to = at(peers_ptr, s * TP + t, x_at, tl.int32)
-                    tl.store(to + row[:, None] * WORDS + w + word[None, :], x,
-                             mask=inside & (row >= 0)[:, None])  # fmt: skip
-
+        # No load of an address may follow a store, which would hold it back.
+        to_rows, peers = (), ()
+        for s in tl.static_range(SHARES):
+            row = tl.sum(tl.where((shares == s)[None, :], place, 0), axis=1).to(tl.int64)
+            to_rows += (row,)
+        for r in tl.static_range(SHARES * TP):
+            peers += (tl.load(peers_ptr + r),)
         k = tl.arange(0, K_2)
         assigned = exists[:, None] & (k < K)[None, :]
         expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=assigned, other=-1)
         weight = tl.load(weights_ptr + token[:, None] * K + k[None, :], mask=assigned, other=0.0)
+        if GROUPS:
+            g = tl.arange(0, GROUPS_2)
+            has = exists[:, None] & (g < GROUPS)[None, :]
+            scale = tl.load(scale_ptr + token[:, None] * GROUPS + g[None, :], mask=has)
+
+        for w in tl.range(0, WORDS, WORDS_TILE, num_stages=STAGES):
+            inside = exists[:, None] & ((w + word) < WORDS)[None, :]
+            x = tl.load(x_ptr + token[:, None].to(tl.int64) * WORDS + w + word[None, :],
+                        mask=inside, other=0)  # fmt: skip
+            for r in tl.static_range(SHARES * TP):
+                row, to = to_rows[r // TP], region(peers[r], x_at, tl.int32)
+                tl.store(to + row[:, None] * WORDS + w + word[None, :], x,
+                         mask=inside & (row >= 0)[:, None])  # fmt: skip
+
         owner = tl.where(expert >= 0, owner_of(expert, SHARE, LARGER), -1)
-        for s in tl.static_range(SHARES):
-            row = tl.sum(tl.where((shares == s)[None, :], place, 0), axis=1).to(tl.int64)
+        for r in tl.static_range(SHARES * TP):
+            s, row = r // TP, to_rows[r // TP]
             sent = assigned & (row >= 0)[:, None]
             local = tl.where(owner == s, expert - s * SHARE - tl.minimum(s, LARGER), -1)
-            for t in tl.static_range(TP):
-                to = at(peers_ptr, s * TP + t, ids_at, tl.int32)
-                tl.store(to + row[:, None] * K + k[None, :], local, mask=sent)
-                to = at(peers_ptr, s * TP + t, weights_at, tl.float32)
-                tl.store(to + row[:, None] * K + k[None, :], weight, mask=sent)
+            entry = row[:, None] * K + k[None, :]
+            tl.store(region(peers[r], ids_at, tl.int32) + entry, local, mask=sent)
+            tl.store(region(peers[r], weights_at, tl.float32) + entry, weight, mask=sent)
             if GROUPS:
-                g = tl.arange(0, GROUPS_2)
-                has = exists[:, None] & (g < GROUPS)[None, :]
-                scale = tl.load(scale_ptr + token[:, None] * GROUPS + g[None, :], mask=has)
-                for t in tl.static_range(TP):
-                    to = at(peers_ptr, s * TP + t, scale_at, tl.float32)
-                    tl.store(to + row[:, None] * GROUPS + g[None, :], scale,
-                             mask=has & (row >= 0)[:, None])  # fmt: skip
+                tl.store(region(peers[r], scale_at, tl.float32) + row[:, None] * GROUPS
+                         + g[None, :], scale, mask=has & (row >= 0)[:, None])  # fmt: skip
 
     tl.atomic_add(
         counters_ptr + 1 + shares, before - earlier_programs, mask=shares < SHARES, sem="relaxed"
