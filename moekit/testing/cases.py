@@ -86,6 +86,27 @@ def whole(problem: MoEProblem) -> MoEProblem:
     return problem.replace(parallel=ParallelConfig())
 
 
+def layouts(world: int) -> list[ParallelConfig]:
+    """Return ways for ``world`` ranks to share experts and tokens, other than the usual one."""
+    made = []
+    if world > 1:
+        made += [ParallelConfig(ep_size=1, tp_size=world, dp_size=world)]
+    if world % 2 == 0:
+        made += [ParallelConfig(ep_size=world // 2, tp_size=2, dp_size=1)]
+    if world > 2 and world % 2 == 0:
+        half = world // 2
+        made += [
+            ParallelConfig(ep_size=half, tp_size=2, dp_size=world),
+            ParallelConfig(ep_size=half, tp_size=2, dp_size=half),
+            ParallelConfig(ep_size=world, dp_size=half),
+        ]
+    return made
+
+
+def layout_name(p: ParallelConfig) -> str:
+    return f"ep{p.ep_size}-tp{p.tp_size}-dp{p.dp_size}"
+
+
 def random_weights(
     problem: MoEProblem, key: object = 0, *, drawn_on: torch.device | None = None
 ) -> ExpertWeights:

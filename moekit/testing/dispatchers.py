@@ -88,27 +88,6 @@ def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
     return [tuple(range(i, at_once * world, at_once)) for i in reversed(range(at_once))]
 
 
-def _layouts(world: int) -> list[ParallelConfig]:
-    """Return ways for ``world`` ranks to share experts and tokens, other than `_parallel`'s."""
-    made = []
-    if world > 1:
-        made += [ParallelConfig(ep_size=1, tp_size=world, dp_size=world)]
-    if world % 2 == 0:
-        made += [ParallelConfig(ep_size=world // 2, tp_size=2, dp_size=1)]
-    if world > 2 and world % 2 == 0:
-        half = world // 2
-        made += [
-            ParallelConfig(ep_size=half, tp_size=2, dp_size=world),
-            ParallelConfig(ep_size=half, tp_size=2, dp_size=half),
-            ParallelConfig(ep_size=world, dp_size=half),
-        ]
-    return made
-
-
-def _layout_name(p: ParallelConfig) -> str:
-    return f"ep{p.ep_size}-tp{p.tp_size}-dp{p.dp_size}"
-
-
 def _sizes(hidden: int, tokens: int, intermediate: int = 32) -> Sizes:
     return {
         "num_experts": 8,
@@ -176,7 +155,7 @@ class DispatcherConformance(Conformance):
                 metafunc.parametrize(name, some, ids=lambda n: f"{n}ranks")
         if "layout" in metafunc.fixturenames:
             metafunc.parametrize(
-                "layout", [p for n in sizes for p in _layouts(n)], ids=_layout_name
+                "layout", [p for n in sizes for p in cases.layouts(n)], ids=cases.layout_name
             )
 
     def _spec(self) -> DispatcherSpec:
@@ -193,8 +172,8 @@ class DispatcherConformance(Conformance):
         two_ranks = {"parallel": ParallelConfig(ep_size=2)}
         found.append(Capability("moves_tokens", two_ranks, spec.moves_tokens or None))
         alone = [ParallelConfig(ep_size=size) for size in (1, 3, 8)]
-        for parallel in (*alone, ParallelConfig(ep_size=3, dp_size=1), *_layouts(4)):
-            found.append(Capability(_layout_name(parallel), {"parallel": parallel}, None))
+        for parallel in (*alone, ParallelConfig(ep_size=3, dp_size=1), *cases.layouts(4)):
+            found.append(Capability(cases.layout_name(parallel), {"parallel": parallel}, None))
         without = False if spec.needs_capacity else None
         found.append(Capability("max_num_tokens=None", {"max_num_tokens": None}, without))
         return found
