@@ -512,6 +512,18 @@ class DispatcherConformance(Conformance):
                 pool.close(patience=0.0)
             raise
 
+    def test_groups_of_one_name(self) -> None:
+        """Torch names the default group as the one before it, which had other ranks."""
+        self._needs_ranks()
+        if self._device().type != "cpu":
+            self._skip("libraries for devices may join only one set of ranks in a process")
+        job = self._job(2)
+        job = replace(job, spec=ranks.to_send(job.spec))
+        with RankPool(3) as pool:
+            *_, refused = pool.run(rank_failures.groups_of_one_name, job, Call((5, 3)))
+        if refused is not None:
+            self._skip(f"refuses a group while another one's layer exists: {refused.reason}")
+
     def test_threads(self) -> None:
         """Two threads call one kernel of a dispatcher that moves no tokens."""
         if self._spec().moves_tokens:

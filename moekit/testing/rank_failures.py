@@ -6,14 +6,16 @@ The functions are called as those of `moekit.testing.ranks`.
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from moekit.contract import Routing
-from moekit.errors import GroupMismatch, InvalidInput, MoekitError, PeerFailed
+from moekit.errors import GroupMismatch, InvalidInput, MoekitError, PeerFailed, Unsupported
 from moekit.problem import MoEProblem
 from moekit.testing.calls import call
-from moekit.testing.ranks import Call, Job, Rank
+from moekit.testing.ranks import Call, Job, Rank, Refused
 
 
 def _culprit(r: Rank, round_: int) -> int:
@@ -158,3 +160,28 @@ def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> N
     else:
         raise AssertionError(f"a group of {world_size} ranks was taken for {size}")
     r.finish()
+
+
+def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Refused | None:
+    """Serve a layer in each default group of two of three ranks. Destroy only the groups.
+
+    Rank 0 has the same place in two groups, and rank 1 has not. Return why a rank was refused.
+    """
+    store, kept, refused = dist.distributed_c10d._get_default_store(), [], None
+    for number, members in enumerate(((0, 1), (0, 2), (1, 2))):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if rank not in members:
+            continue
+        place, mine = members.index(rank), PrefixStore(f"group {number}", store)
+        seconds = timedelta(seconds=20)
+        dist.init_process_group("gloo", store=mine, rank=place, world_size=2, timeout=seconds)
+        try:
+            kept.append(r := Rank(place, 2, job))
+        except (Unsupported, GroupMismatch) as error:
+            refused = Refused(str(error))
+            continue
+        case, ref = r.case(wanted, number)
+        r.compare(call(r.kernel, r.packed, case), ref, f"group {number} of one name")
+        r.raise_first_fault()
+    return refused

@@ -211,6 +211,9 @@ class Rank:
     def finish(self) -> None:
         """Destroy the kernel, and raise the first recorded fault."""
         self.kernel.destroy()
+        self.raise_first_fault()
+
+    def raise_first_fault(self) -> None:
         if self._faults:
             raise AssertionError(self._faults[0])
 

@@ -6,6 +6,7 @@ They are `naive` with one fault. The kit runs them on four processes.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from conformance_catches import suite
 from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
-from moekit import ParallelConfig, Routing
+from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.plugin import weight_and_reduce
 from moekit.runtime.overlap import Pending
 
@@ -84,6 +85,36 @@ def test_dispatcher_that_says_it_needs_world_is_skipped():
     with pytest.raises(pytest.skip.Exception, match="not WORLD: .*the library wants WORLD"):
         kit.test_tokens_per_rank("uneven", 2)
     kit.test_tokens_per_rank("uneven", 4)
+
+
+class SharesByName(NaiveDispatcher):
+    """Keeps the share of the experts that this rank has in the group of a name."""
+
+    _first: ClassVar[dict[str, MoEProblem]] = {}
+
+    def _arrived(self, x_RH, meta_RM, sizes):
+        asked = self.problem
+        self.problem = self._first.setdefault(self.group.group_name, asked)
+        tokens = super()._arrived(x_RH, meta_RM, sizes)
+        self.problem = asked
+        return tokens
+
+
+class BoardByName(NaiveDispatcher):
+    """Keeps the memory that it shares with the ranks of a group by the group's name."""
+
+    _boards: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, spec, problem, group=None):
+        super().__init__(spec, problem, group)
+        self._board = self._boards.setdefault(self.group.group_name, self._board)
+        self._board._timeout = 1.0
+
+
+def test_state_of_another_group_of_that_name():
+    test = "test_groups_of_one_name"
+    caught_naive(SharesByName, test, says="group 2 of one name: (relative error|exact zeros)")
+    caught_naive(BoardByName, test, says="rank 1 did not send its sizes")
 
 
 class NotResolved(NaiveDispatcher):

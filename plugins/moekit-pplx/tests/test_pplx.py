@@ -7,7 +7,6 @@ import sys
 import time
 import types
 from dataclasses import replace
-from datetime import timedelta
 
 import moekit_pplx.buffers
 import moekit_pplx.dispatcher
@@ -381,34 +380,6 @@ def test_buffers_are_shared_counted_and_freed(pool):
     """(made, destroyed) after each step."""
     for seen in pool.run(sharing):
         assert seen == [(1, 0), (2, 0), (3, 0), (3, 0), (3, 2), (4, 4)]
-
-
-def in_groups_of_one_name(rank, world, folder):
-    """Rank 0 is first with rank 1 and then with rank 2, in groups to which torch gives one name."""
-    kept, names = [], set()
-    for other in (1, 2):
-        dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/{other}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=20),
-        )
-        group = dist.new_group([0, other])
-        if rank in (0, other):
-            names.add(group.group_name)
-            problem = problem_for(2, group.rank())
-            dispatcher = pplx_standin.StandInPplx(standin_spec(), problem, group)
-            kept.append(dispatcher)  # it is not destroyed with its group
-            x, routing = tokens_on(rank, 9, problem)
-            assert_identity(identity(dispatcher, x, routing), x, routing)
-    assert len(names) == 1
-
-
-def test_groups_of_one_name_share_no_buffers(tmp_path):
-    with RankPool(3) as ranks:
-        ranks.run(in_groups_of_one_name, str(tmp_path))
 
 
 def alone_at_the_end(rank, world):
