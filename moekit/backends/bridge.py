@@ -57,6 +57,9 @@ class _Bridge(PermuteExpertsUnpermute):
     ) -> tuple[Tensor, Tensor]:
         return self.inner.quantize(x_RH, weights, valid_rows)
 
+    def largest_calls(self, num_tokens: int) -> Sequence[int]:
+        return self.inner.largest_calls(num_tokens)
+
     def tuning(self) -> AbstractContextManager[object]:
         return self.inner.tuning()
 
@@ -66,6 +69,12 @@ class StandardAsBatched(_Bridge):
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         return self.inner.workspace(self.problem.num_local_experts * rows)
+
+    def largest_calls(self, num_tokens: int) -> Sequence[int]:
+        """Return the calls in which the experts get as many rows, L for each token."""
+        L = self.problem.num_local_experts
+        calls = {n // L for n in self.inner.largest_calls(L * num_tokens) if n >= L}
+        return sorted(calls, reverse=True)
 
     def transient_bytes(self, rows: int) -> int:
         all_rows = self.problem.num_local_experts * rows

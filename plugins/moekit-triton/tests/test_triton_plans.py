@@ -12,7 +12,7 @@ import triton
 from moekit_kernels.align import align_capacity
 from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
-from moekit_triton.experts import TritonExperts
+from moekit_triton.experts import BatchedTritonExperts, TritonExperts
 from moekit_triton.heuristics import choose_plan, dots_pay, heuristic, invariant_plans
 from moekit_triton.kernels.tiles import GemmConfig, token_tile
 from moekit_triton.plans import (
@@ -28,7 +28,8 @@ from moekit_triton.plans import (
 )
 from triton_checks import compiled as choose_as_compiled
 
-from moekit import DeviceSpec, MoEProblem, ParallelConfig, registry
+from moekit import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig, registry
+from moekit.backends.bridge import bridge
 
 H200 = DeviceSpec("cuda", (9, 0), "NVIDIA H200")
 TABLES = sorted(tables.FILES.shipped.glob("*.json"))
@@ -516,3 +517,27 @@ def test_warmup_calls_every_plan(quant, batches) -> None:
     assert {experts.plan(batches * tokens, 6) for tokens in called} == {
         experts.plan(batches * tokens, 6) for tokens in range(1, 8001)
     }
+
+
+def test_warmup_behind_a_bridge_calls_every_plan() -> None:
+    """A batched dispatcher's capacity is as large as all batches of tokens together."""
+    p = problem(num_experts=8, top_k=2, hidden_size=2048, intermediate_size=1408)
+    p = p.replace(parallel=ParallelConfig(ep_size=2))
+    experts = bridge(TritonExperts, registry().expert("triton"), p, ActivationFormat.BATCHED)
+    called = experts.largest_calls(2000)
+    assert called[0] == 2000 and len(called) <= 16
+    rows = 2 * p.num_local_experts
+    assert {experts.inner.plan(rows * tokens, 1) for tokens in called} == {
+        experts.inner.plan(rows * tokens, 1) for tokens in range(1, 2001)
+    }
+
+
+class Named(BatchedTritonExperts):
+    def largest_calls(self, num_tokens):
+        return num_tokens, num_tokens // 3
+
+
+def test_warmup_behind_a_bridge_of_batched_experts() -> None:
+    spec = registry().expert("triton_batched")
+    experts = bridge(Named, spec, problem(), ActivationFormat.STANDARD)
+    assert experts.largest_calls(9) == (9, 3)
