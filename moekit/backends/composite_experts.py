@@ -20,6 +20,7 @@ from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import overlap
+from moekit.runtime.reduce import weight_and_reduce
 from moekit.runtime.rows import quantize_dispatched
 from moekit.runtime.workspace import Layout, Workspace, lends
 from moekit.selection.composite import CompositeSpec
@@ -60,6 +61,9 @@ class CompositeExperts(PermuteExpertsUnpermute):
         self._serving = [index[name] for _, name in buckets]
         self._most = [most for most, _ in buckets if most is not None]
         self._own = _Views()
+        for member in self.members:
+            if member.weight_and_reduce is not weight_and_reduce:  # the same bits, faster
+                self.weight_and_reduce = member.weight_and_reduce
 
     def member(self, rows: int) -> PermuteExpertsUnpermute:
         """Return the member that serves a call of ``rows`` rows (STANDARD: R, BATCHED: C)."""

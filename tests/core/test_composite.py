@@ -22,6 +22,7 @@ from moekit.discovery.specs import ExpertsSpec
 from moekit.eplb.migrate import migrate
 from moekit.errors import BackendBroken, UnknownBackend, Unsupported
 from moekit.layer.placement import Placement
+from moekit.plugin import weight_and_reduce
 from moekit.problem import ActivationFormat
 from moekit.selection.composite import composite
 from moekit.testing import assert_close
@@ -240,6 +241,19 @@ def test_warmup_includes_the_calls_that_members_name(monkeypatch) -> None:
     assert kernel.experts.largest_calls(20) == [20, 10, 5, 2, 1]
     assert kernel.experts.largest_calls(7) == [7, 3, 1]
     assert kernel.experts.largest_calls(0) == [0]
+
+
+@pytest.mark.parametrize("name", ["turned", "torch:4|turned"])
+def test_the_members_sum_is_that_of_the_dispatcher(name, monkeypatch) -> None:
+    """Also behind a bridge."""
+
+    def faster(*args):
+        return weight_and_reduce(*args)
+
+    monkeypatch.setattr(Turned, "weight_and_reduce", staticmethod(faster))
+    kernel = moekit.compose(PROBLEM, "batched_reference", name, backends=backends())
+    assert kernel.explanation.chosen.bridged
+    assert kernel.dispatcher.weight_and_reduce is faster
 
 
 @interpreted
