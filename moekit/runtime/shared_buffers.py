@@ -6,12 +6,17 @@ import atexit
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from moekit.errors import InvalidInput
 
 T = TypeVar("T")
+
+# The stream of the last launch in each group.
+_streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
 
 
 @dataclass
@@ -92,20 +97,26 @@ class Lease(Generic[T]):
 class CallBuffers(Generic[T]):
     """A buffer for each in-flight call, which has it to itself from its dispatch to its combine.
 
-    All ranks take and return buffers in one order. `keep_order` lets device work run in the order
-    of its launches, on whichever streams: kernels that wait for other ranks may fill a GPU, so two
-    ranks that run two of them in different orders would wait for each other.
+    All ranks take and return buffers in one order. `keep_order` lets the device work of a group run
+    in the order of its launches, on whichever streams: kernels that wait for other ranks may fill a
+    GPU, so two ranks that run two of them in different orders would wait for each other.
     """
 
-    def __init__(self, make: Callable[[], T], most: int | None = 2) -> None:
+    def __init__(
+        self, make: Callable[[], T], group: dist.ProcessGroup, most: int | None = 2
+    ) -> None:
         """Make the first buffer; collective if ``make`` is.
 
         most: calls that may be in flight; None: no limit.
         """
-        self._make, self._most = make, most
+        self._make, self._group, self._most = make, group, most
         self.all = [_made(make)]
         self._busy: set[int] = set()
-        self.stream: torch.cuda.Stream | None = None  # of the last launch
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream of the last launch in the group, after which all launches have ended."""
+        return _streams.get(self._group)
 
     @property
     def in_flight(self) -> int:
@@ -142,13 +153,16 @@ class CallBuffers(Generic[T]):
         self._busy.discard(id(buffer))
 
     def keep_order(self) -> None:
-        """Let what is launched next run after what was launched before, outside of CUDA graphs."""
+        """Let what is launched next run after what was launched in the group before.
+
+        CUDA graphs are ordered by their replays.
+        """
         if not _has_device() or torch.cuda.is_current_stream_capturing():
             return
-        stream = torch.cuda.current_stream()
-        if self.stream is not None and stream != self.stream:
-            stream.wait_stream(self.stream)
-        self.stream = stream
+        stream, last = torch.cuda.current_stream(), self.stream
+        if last is not None and stream != last:
+            stream.wait_stream(last)
+        _streams[self._group] = stream
 
 
 def _made(make: Callable[[], T]) -> T:

@@ -66,7 +66,7 @@ class Buffers:
         )
         names, values = self.library.get_moe_alltoall_module().moe_a2a_get_metainfo_index_pairs()
         self._index = dict(zip(map(str, names), map(int, values), strict=True))
-        self.calls = CallBuffers(self._open)
+        self.calls = CallBuffers(self._open, group)
 
     def _open(self) -> CallBuffer:
         """Allocate another buffer; collective."""

@@ -94,7 +94,7 @@ class Buffers:
     def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
         self.group, self.layout, self._device = group, layout, device
         self.lost = Lost.of(group.size(), device)
-        self.calls = CallBuffers(self._open)
+        self.calls = CallBuffers(self._open, group)
 
     def _open(self) -> Buffer:
         """Make a buffer that all ranks reach; collective."""

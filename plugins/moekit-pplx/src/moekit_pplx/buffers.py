@@ -56,7 +56,7 @@ class Lanes:
         self._library, self._group, self._layout, self._wire = library, group, layout, wire
         self._dtype, self._device = dtype, device
         self._agreement = Agreement(group, _PATIENCE)
-        self.calls = CallBuffers(self._make, most=None)
+        self.calls = CallBuffers(self._make, group, most=None)
 
     @property
     def lane_bytes(self) -> int:
