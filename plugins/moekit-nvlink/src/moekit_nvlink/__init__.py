@@ -52,7 +52,7 @@ def _check_batched(problem: MoEProblem) -> list[str]:
 
 
 def _prefer(problem: MoEProblem) -> int:
-    """Precede DeepEP and FlashInfer on two GPUs: on more it has not been compared with them."""
+    """Precede DeepEP and FlashInfer on two GPUs: on four, layers with FlashInfer are faster."""
     return 25 if problem.parallel.num_ranks == 2 else _PRIORITY
 
 
