@@ -71,7 +71,7 @@ class StandardAsBatched(_Bridge):
         return self.inner.workspace(self.problem.num_local_experts * rows)
 
     def largest_calls(self, num_tokens: int) -> Sequence[int]:
-        """Return the calls in which the experts get as many rows, L for each token."""
+        """Return calls with as many rows for the experts: T tokens give them those of L * T."""
         L = self.problem.num_local_experts
         calls = {n // L for n in self.inner.largest_calls(L * num_tokens) if n >= L}
         return sorted(calls, reverse=True)

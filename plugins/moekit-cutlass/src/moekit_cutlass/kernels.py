@@ -205,7 +205,7 @@ def _spread(
     slots = ()
     last = tl.full((), -1, tl.int32)
     for k in tl.static_range(TOP_K):
-        slots += (tl.load(slots_ptr + row * TOP_K + k),)  # type: ignore[assignment]
+        slots += (tl.load(slots_ptr + row * TOP_K + k),)
         last = tl.maximum(last, slots[k])
     if last < 0:
         return

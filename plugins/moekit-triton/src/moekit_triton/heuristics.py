@@ -62,9 +62,10 @@ _TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
 _STREAMED_FROM, _STREAMED_BELOW = 24, 120
 _AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
 # Dot products read an expert's weights once for each of its assignments: at most so many times on
-# average; the second number counts for calls of up to so many assignments: on an H100; in 8 bits.
+# average, and at most the second number of times in calls of few assignments, which are up to 64 on
+# an H100, and elsewhere up to 16 in 8 bits.
 _MOST_SHARING, _MORE_SHARING = 1.3, 1.5
-_FEW_ASSIGNMENTS, _FEW_ASSIGNMENTS_8_BITS = 64, 16
+_FEW_ON_H100, _FEW_IN_8_BITS = 64, 16
 # Up to so many elements of GEMM 1's result, its programs compute two columns of one assignment.
 _SMALL_PROGRAMS_TO = 32768
 # Rows per expert that the plans of batch-invariant problems are made for: tiles of 64 rows, whose
@@ -258,9 +259,7 @@ def dots_pay(problem: MoEProblem, rows: int, top_k: int) -> bool:
     if bits == 4:
         return False
     named = min(1.0, top_k / problem.num_physical_experts)
-    few = _FEW_ASSIGNMENTS_8_BITS if bits == 8 else 0
-    if streams_slowly(problem):
-        few = _FEW_ASSIGNMENTS
+    few = _FEW_ON_H100 if streams_slowly(problem) else _FEW_IN_8_BITS if bits == 8 else 0
     most = _MORE_SHARING if rows * top_k <= few else _MOST_SHARING
     return rows * named <= most * (1 - (1 - named) ** rows)
 

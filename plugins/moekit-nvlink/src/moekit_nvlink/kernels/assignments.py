@@ -18,6 +18,7 @@ from .flags import (
     launch_dependents,
     owner_of,
     raise_flags,
+    region,
     wait_for,
     wait_for_kernel,
 )
@@ -110,7 +111,7 @@ def dispatch_assignments(
         wide = row.to(tl.int64)
         for t in tl.static_range(TP):
             peer = tl.load(peers_ptr + owner * TP + t)
-            to = tl.multiple_of((peer + x_at).to(tl.pointer_type(tl.int32)), 16)
+            to = region(peer, x_at, tl.int32)
             tl.store(to[:, None] + wide[:, None] * WORDS + w + word[None, :], x[None, :],
                      mask=real[:, None] & inside[None, :])  # fmt: skip
             if w == 0:

@@ -20,6 +20,7 @@ from .flags import (
     is_last,
     launch_dependents,
     raise_flags,
+    region,
     wait_for,
     wait_for_kernel,
 )
@@ -80,7 +81,7 @@ def push_rows(
         x = tl.load(y + row[:, None].to(tl.int64) * WORDS + w + word[None, :], mask=inside)
         for c in tl.static_range(COPIES):
             peer = tl.load(peers_ptr + batch * COPIES + c, mask=exists, other=0)
-            to = tl.multiple_of((peer + back_at).to(tl.pointer_type(tl.int32)), 16)
+            to = region(peer, back_at, tl.int32)
             tl.store(to[:, None] + to_row[:, None].to(tl.int64) * WORDS + w + word[None, :], x,
                      mask=inside & (batch * COPIES + c != rank)[:, None])  # fmt: skip
     if is_last(counters_ptr):
@@ -143,12 +144,12 @@ def combine_rows(
                     back_row = row + (source - rank // COPIES) * capacity
                 if PUSHED:
                     stays = source == rank
-                    peer = tl.load(peers_ptr + rank) + tl.where(stays, y_at, back_at)
+                    peer, offset = tl.load(peers_ptr + rank), tl.where(stays, y_at, back_at)
                     from_row = tl.where(stays, row, back_row).to(tl.int64)
                 else:
-                    peer = tl.load(peers_ptr + source) + y_at
+                    peer, offset = tl.load(peers_ptr + source), y_at
                     from_row = row.to(tl.int64)
-                y = tl.multiple_of(peer.to(tl.pointer_type(type)), 16)
+                y = region(peer, offset, type)
                 rows = (y[:, None] if LISTED else y) + from_row[:, None] * H
                 got = tl.load(rows + h + column[None, :], mask=there, other=0.0,
                               cache_modifier=".cg").to(tl.float32)  # fmt: skip

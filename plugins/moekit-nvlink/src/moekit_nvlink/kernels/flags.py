@@ -47,7 +47,7 @@ LOW = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def region(peer, offset, type: tl.constexpr):
-    """Return a pointer into the buffer at an address, where regions are aligned to 256 bytes."""
+    """Return pointers into buffers at addresses, where regions are aligned to 256 bytes."""
     return tl.multiple_of((peer + offset).to(tl.pointer_type(type)), 16)
 
 
