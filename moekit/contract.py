@@ -73,6 +73,20 @@ class Dispatched:
     handle: Any = None
 
 
+@dataclass(frozen=True)
+class Unreduced:
+    """The output of STANDARD experts before it is weighted and summed over K.
+
+    rows_NH: (N, H) in the problem's dtype, unit stride in H; may lie in the workspace, which is the
+    call's until `PrepareAndFinalize.finalize` returns.
+    places_RK: (R, K') int32, contiguous: the row of each assignment, anything where the id is -1.
+    None: ``r * K' + k``.
+    """
+
+    rows_NH: Tensor
+    places_RK: Tensor | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class PackedWeights:
     """Weights in a backend's own layout.
@@ -168,6 +182,13 @@ class PrepareAndFinalize(Backend):
                 only these count for a scale that tokens share. None: send unquantized tokens.
         """
 
+    def takes_unreduced(self, dispatched: Dispatched) -> bool:
+        """Return whether `finalize` takes `Unreduced` for these tokens, too, and sums it itself.
+
+        Ranks may differ in what they pass.
+        """
+        return False
+
     @abstractmethod
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         """Combine the experts' output into ``out_TH``, write every element, and return it.
@@ -179,7 +200,8 @@ class PrepareAndFinalize(Backend):
             y: in the problem's dtype, or float32 if `weights_in_fp32` in fp16 problems. STANDARD:
                 (R, H), weighted and summed over K. BATCHED: (L, C, H), raw expert rows, padding
                 undefined. STANDARD in batch-invariant problems: (R, K', H), raw expert rows,
-                undefined where the id is -1.
+                undefined where the id is -1. `Unreduced` if `takes_unreduced` and the experts
+                return it.
             dispatched: of this call; the kernel may have replaced x and x_scale.
             out_TH: (T, H). None only if `makes_output`: then return a tensor of the library's.
         """
@@ -270,6 +292,16 @@ class PermuteExpertsUnpermute(Backend):
             workspace: the buffers that `workspace` asked for, uninitialized, which share no memory
                 with the other arguments.
         """
+
+    def apply_unreduced(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Unreduced | None:
+        """Do as `apply`, but leave the weights and the sum over K to the dispatcher.
+
+        Called in STANDARD problems that are not batch-invariant, of experts that ``reduces``, where
+        the dispatcher `takes_unreduced`. Return None, and compute nothing, to be asked to `apply`.
+        """
+        return None
 
     def quantize(
         self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None

@@ -30,6 +30,7 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
     Routing,
+    Unreduced,
     offers_output,
     output_dtype,
 )
@@ -49,7 +50,7 @@ from moekit.runtime.device import elsewhere, on_device
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
 from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched
-from moekit.runtime.workspace import Layout, Workspace, settle
+from moekit.runtime.workspace import Layout, Scratch, Workspace, settle
 
 if TYPE_CHECKING:
     from moekit.selection.explanation import Explanation
@@ -111,6 +112,9 @@ class ModularKernel:
         self._offers_output = offers_output(dispatcher)
         # Whether experts return (R, H) or (L, C, H), which the dispatcher takes as it is.
         self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
+        # Whether the dispatcher may be left the weights and the sum.
+        standard = experts.spec.format is ActivationFormat.STANDARD
+        self._reducible = standard and experts.spec.reduces and not self.problem.batch_invariant
         # Whether the dispatcher takes (R, K', H) from STANDARD experts, unweighted.
         self._by_assignment = self.problem.batch_invariant and not self._reduced
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
@@ -247,12 +251,15 @@ class ModularKernel:
         tokens = arriving.result()
         if tokens.x.data_ptr() % ALIGNMENT:
             tokens = replace(tokens, x=tokens.x.clone())
+        y: Tensor | Unreduced | None
         try:
             if fault is None:
                 try:
                     if self._quantizes_arrivals and tokens.x_scale is None:
                         tokens = quantize_dispatched(self.experts, tokens, weights)
-                    y = self._run_experts(tokens, weights, out)
+                    y, scratch = self._unreduced(tokens, weights)
+                    if y is None:
+                        y = self._run_experts(tokens, weights, out)
                 except BaseException as error:
                     fault = error
             # Other ranks must hear of a fault before `abandon`, where they may wait for this rank.
@@ -263,7 +270,10 @@ class ModularKernel:
         if out is None and not self.dispatcher.makes_output:
             out = torch.empty_like(x)
         # The combine reads y and tokens, which live here until the output has arrived.
-        yield self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
+        combining = self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
+        if scratch is not None:
+            scratch.give_back()
+        yield combining
 
     def _arrange(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
@@ -315,6 +325,18 @@ class ModularKernel:
         assert ids is not None and tokens.topk_weights is not None
         return self.experts.weight_and_reduce(y.flatten(0, 1), ids, tokens.topk_weights, reduced)
 
+    def _unreduced(
+        self, tokens: Dispatched, weights: PackedWeights
+    ) -> tuple[Unreduced, Scratch] | tuple[None, None]:
+        """Let the experts leave the sum to the dispatcher, if both can. Return their output, and
+        the scratch where it lies."""
+        if self._reducible and self.dispatcher.takes_unreduced(tokens):
+            scratch = self._scratch(tokens)
+            if (y := self.experts.apply_unreduced(tokens, weights, scratch)) is not None:
+                return y, scratch
+            scratch.give_back()
+        return None, None
+
     def _apply_by_assignment(self, tokens: Dispatched, weights: PackedWeights) -> Tensor:
         assert tokens.topk_ids is not None
         shape = (*tokens.topk_ids.shape, self.problem.hidden_size)
@@ -324,13 +346,16 @@ class ModularKernel:
         return y
 
     def _apply(self, y: Tensor, tokens: Dispatched, weights: PackedWeights) -> None:
-        rows = tokens.x.shape[-2]
-        layout = self._layouts.get(rows) or self._layout(rows)
-        scratch = self.workspace.take(layout, tokens.x.device)
+        scratch = self._scratch(tokens)
         try:
             self.experts.apply(y, tokens, weights, scratch)
         finally:
             scratch.give_back()
+
+    def _scratch(self, tokens: Dispatched) -> Scratch:
+        rows = tokens.x.shape[-2]
+        layout = self._layouts.get(rows) or self._layout(rows)
+        return self.workspace.take(layout, tokens.x.device)
 
     def _layout(self, rows: int) -> Layout:
         if len(self._layouts) >= _MAX_LAYOUTS:

@@ -14,6 +14,7 @@ from moekit.contract import (
     PrepareAndFinalize,
     Quantizer,
     Routing,
+    Unreduced,
 )
 from moekit.discovery.footprint import Footprint
 from moekit.discovery.hooks import hookimpl
@@ -79,6 +80,7 @@ __all__ = [
     "SharedBuffers",
     "TableFiles",
     "Transfers",
+    "Unreduced",
     "VendorLibrary",
     "Workspace",
     "apply_activation",

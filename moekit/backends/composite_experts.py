@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from moekit.backends.bridge import bridge
-from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.contract import (
+    BufferSpec,
+    Dispatched,
+    PackedWeights,
+    PermuteExpertsUnpermute,
+    Unreduced,
+)
 from moekit.discovery.answers import packed_by
 from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import MoEProblem
@@ -127,6 +133,19 @@ class CompositeExperts(PermuteExpertsUnpermute):
         weights: PackedWeights,
         workspace: Sequence[Tensor],
     ) -> None:
+        member, taken, own, scratch = self._of_member(tokens, weights, workspace)
+        member.apply(y, taken, own, scratch)
+
+    def apply_unreduced(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Unreduced | None:
+        member, taken, own, scratch = self._of_member(tokens, weights, workspace)
+        return member.apply_unreduced(taken, own, scratch)
+
+    def _of_member(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> tuple[PermuteExpertsUnpermute, Dispatched, PackedWeights, Sequence[Tensor]]:
+        """Return the member that serves a call, and the call as it takes it."""
         assert isinstance(weights, CompositeWeights)
         rows = tokens.x.shape[-2]
         index = self._index(rows)
@@ -134,7 +153,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         quantizes = self.problem.quant.activation is not None and tokens.x_scale is None
         if quantizes and not member.spec.takes_unquantized:
             tokens = quantize_dispatched(member, tokens, own)
-        member.apply(y, tokens, own, self._scratch(member, rows, workspace[0]))
+        return member, tokens, own, self._scratch(member, rows, workspace[0])
 
     def _scratch(
         self, member: PermuteExpertsUnpermute, rows: int, arena: Tensor

@@ -19,6 +19,7 @@ from moekit.contract import (
     Dispatched,
     PackedWeights,
     PermuteExpertsUnpermute,
+    Unreduced,
     output_dtype,
 )
 from moekit.discovery.answers import create
@@ -90,16 +91,34 @@ class PaddedExperts(PermuteExpertsUnpermute):
     ) -> None:
         if not self._pads_tokens:
             return self.inner.apply(y, tokens, weights, workspace)
+        padded, y_memory, rest = self._padded(tokens, workspace)
+        out = y_memory.view(-1)[: y.numel() // y.shape[-1] * self._columns]
+        out = out.view(y.dtype).view(*y.shape[:-1], self._columns)
+        self.inner.apply(out, padded, weights, rest)
+        y.copy_(out[..., : y.shape[-1]])
+
+    def apply_unreduced(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Unreduced | None:
+        if not self._pads_tokens:
+            return self.inner.apply_unreduced(tokens, weights, workspace)
+        padded, _, rest = self._padded(tokens, workspace)
+        given = self.inner.apply_unreduced(padded, weights, rest)
+        if given is None:
+            return None
+        return Unreduced(given.rows_NH[:, : self.problem.hidden_size], given.places_RK)
+
+    def _padded(
+        self, tokens: Dispatched, workspace: Sequence[Tensor]
+    ) -> tuple[Dispatched, Tensor, Sequence[Tensor]]:
+        """Return the tokens with more columns, memory for the output, and the inner workspace."""
         x_memory, scale_memory, y_memory, *rest = workspace
         x, scale = tokens.x, tokens.x_scale
         held = self._columns * x.shape[-1] // self.problem.hidden_size  # two in a byte, or one
         padded = _wider(x, held, x_memory, 0)
         if scale is not None and (groups := self.inner.problem.scales_per_row) > scale.shape[-1]:
             scale = _wider(scale, groups, scale_memory, 1)
-        out = y_memory.view(-1)[: y.numel() // y.shape[-1] * self._columns]
-        out = out.view(y.dtype).view(*y.shape[:-1], self._columns)
-        self.inner.apply(out, replace(tokens, x=padded, x_scale=scale), weights, rest)
-        y.copy_(out[..., : y.shape[-1]])
+        return replace(tokens, x=padded, x_scale=scale), y_memory, rest
 
 
 def _wider(x: Tensor, columns: int, memory: Tensor, value: float) -> Tensor:

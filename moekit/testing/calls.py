@@ -21,6 +21,7 @@ from moekit.problem import MoEProblem
 from moekit.problem.quant import WIRE_SCHEMES
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.overlap import Pending
+from moekit.testing import unreduced
 from moekit.testing.cases import Case, device_of
 from moekit.testing.diagnose import assert_close
 from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocations
@@ -178,7 +179,8 @@ def kit_registry(
 ) -> Registry:
     """Return a copy of ``base`` (default: the process's) with the kit's and ``extra`` specs."""
     copy = (base or registry()).copy()
-    own = _dispatchers(copy.dispatcher("local"), copy.dispatcher("batched_reference"))
+    local, batched = copy.dispatcher("local"), copy.dispatcher("batched_reference")
+    own = (*_dispatchers(local, batched), *map(unreduced.spec_of, (local, copy.expert("torch"))))
     for spec in (*own, *extra):
         known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
             copy.dispatchers if isinstance(spec, DispatcherSpec) else copy.experts

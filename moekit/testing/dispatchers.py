@@ -22,6 +22,7 @@ from moekit.testing.diagnose import check_negative_controls
 from moekit.testing.distributed import RankError, RankPool
 from moekit.testing.memory import older_objects_skipped
 from moekit.testing.ranks import Call, Job, Members
+from moekit.testing.unreduced import LEAVES_SUMS
 from moekit.untrusted.switches import switch
 
 # Numbers of ranks to test with, up to 8, instead of `world_sizes`: "2,8".
@@ -350,6 +351,18 @@ class DispatcherConformance(Conformance):
     @pytest.mark.parametrize("experts", ["torch", "reference"])
     def test_with_experts(self, experts: str, ends: int) -> None:
         self._run(ends, ranks.calls, [Call((3, 0, 9, 13), "masked")], experts=experts)
+
+    def test_sums_left_by_experts(self, world: int) -> None:
+        """Experts of some ranks leave the sum over K to `finalize`, in rows anywhere."""
+        if self._spec().load().takes_unreduced is PrepareAndFinalize.takes_unreduced:
+            self._skip("the dispatcher leaves the sum over K to the experts (takes_unreduced)")
+        parallel = {"parallel": self._parallel(world)}
+        changes = self._first(*({"max_num_tokens": n, **parallel} for n in (2050, 260)), parallel)
+        most = self._problem(**changes).max_num_tokens or 0
+        sequence = [Call((5, 2, 9, 13), "masked"), Call((most,)), Call((most, 1, 0), "rows"),
+                    Call((2, most, 7)), Call((most,), "hot")]  # fmt: skip
+        left = self._run(world, interface.sums_left, sequence, experts=LEAVES_SUMS, **changes)
+        assert any(left) or world == 1, "no sum was left to the dispatcher (takes_unreduced)"
 
     @pytest.mark.parametrize("dtype", list(DTYPES))
     def test_dtype(self, dtype: str, ends: int) -> None:

@@ -42,6 +42,7 @@ from moekit.testing.invariance import ExpertsInvariance, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
 from moekit.testing.sizes import ExpertsSizes
 from moekit.testing.threads import ExpertsThreads
+from moekit.testing.unreduced import SUMS_ITSELF
 
 # Counters and rings of buffers in engines and libraries wrap after up to 60 calls.
 _MANY_CALLS = 70
@@ -241,6 +242,24 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         """
         problem = self._problem(max_num_tokens=self._T)
         self._check(problem, kind=kind, dispatcher=self._bridged)
+
+    def test_sums_left_to_the_dispatcher(self) -> None:
+        """A dispatcher that sums over K itself gets the rows of all assignments."""
+        taken, biased = 0, self._find_problem(has_bias=True)
+        problems = self._one_of_each_kind()
+        for problem in [*problems, *([biased] if isinstance(biased, MoEProblem) else [])]:
+            kernel = self._compose(problem, SUMS_ITSELF)
+            packed = pack(kernel, random_weights(problem))
+            for num_tokens, kind in (
+                (self._T, "masked"),
+                (1, "random"),
+                (self._many_tokens, "rows"),
+            ):
+                check_call(kernel, make_case(problem, num_tokens, kind), packed)
+            taken += kernel.dispatcher.taken  # type: ignore[attr-defined]
+            kernel.destroy()
+        if not taken:
+            self._skip("the experts sum over K themselves in every call (no apply_unreduced)")
 
     def test_strided_input(self) -> None:
         """x, ids, router weights and expert weights that are not contiguous.

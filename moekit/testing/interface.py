@@ -1,4 +1,4 @@
-"""Tests of a dispatcher's `prepare` and `finalize` without a kernel."""
+"""Tests of what a dispatcher's `prepare` and `finalize` return and take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moekit.contract import Dispatched, Routing
 from moekit.problem import MoEProblem
-from moekit.testing.calls import Watch, check_graph, check_quantized
+from moekit.testing.calls import Watch, call, check_graph, check_quantized
 from moekit.testing.cases import device_of, generator
 from moekit.testing.memory import poison
 from moekit.testing.ranks import Call, Job, Rank
@@ -228,3 +228,14 @@ def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"
     r.finish()
+
+
+def sums_left(rank: int, world_size: int, job: Job, sequence: Iterable[Call]) -> int:
+    """Make calls with `LeavesSums`; return how many of their sums were left to the dispatcher."""
+    r = Rank(rank, world_size, job)
+    for index, wanted in enumerate(sequence):
+        case, ref = r.case(wanted, index)
+        r.compare(call(r.kernel, r.packed, case), ref, f"call {index} ({wanted})")
+    left: int = r.kernel.experts.left  # type: ignore[attr-defined]
+    r.finish()
+    return left

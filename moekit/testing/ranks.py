@@ -53,9 +53,10 @@ from moekit.testing.cases import (
 from moekit.testing.diagnose import assert_close
 from moekit.testing.invariance import check_bits, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
+from moekit.testing.unreduced import LEAVES_SUMS
 
 # Experts that compute with the activations that they get, and quantize none.
-_UNROUNDED = ("torch", "reference")
+_UNROUNDED = ("torch", "reference", LEAVES_SUMS)
 
 # Seconds that a collective of the kit's own groups may take before it raises.
 _GROUP_SECONDS = 60.0

@@ -13,7 +13,9 @@ from torch.nn.functional import pad
 from moekit import Routing
 from moekit.backends.local import LocalDispatcher
 from moekit.backends.reference import BatchedReference
+from moekit.plugin import Unreduced
 from moekit.runtime.overlap import Pending
+from moekit.testing.unreduced import SumsItself
 
 
 class Local_(LocalDispatcher):
@@ -246,6 +248,37 @@ def test_dispatcher_memory_understated():
     once = "test_each_assignment_is_delivered_once"
     caught_batched(RowsUnderstated, once, *args, says="max_rows")
     caught_local(BuffersUnderstated, "test_memory_is_stated", 1, says="stay allocated")
+
+
+class IgnoresPlaces(SumsItself):
+    """Takes the row of each assignment for the one of its number."""
+
+    def finalize(self, y, dispatched, out_TH):
+        if isinstance(y, Unreduced):
+            y = Unreduced(y.rows_NH[: dispatched.topk_ids.numel()])
+        return super().finalize(y, dispatched, out_TH)
+
+
+class SumsWithoutWeights(SumsItself):
+    def finalize(self, y, dispatched, out_TH):
+        if isinstance(y, Unreduced):
+            ones = torch.ones_like(dispatched.topk_weights)
+            dispatched = replace(dispatched, topk_weights=ones)
+        return super().finalize(y, dispatched, out_TH)
+
+
+class SumsRowsWithoutExpert(SumsItself):
+    def finalize(self, y, dispatched, out_TH):
+        if isinstance(y, Unreduced):
+            y = Unreduced(y.rows_NH, y.places_RK.clamp(min=0))
+            dispatched = replace(dispatched, topk_ids=dispatched.topk_ids.clamp(min=0))
+        return super().finalize(y, dispatched, out_TH)
+
+
+@pytest.mark.parametrize("wrong", [IgnoresPlaces, SumsWithoutWeights, SumsRowsWithoutExpert])
+def test_rows_that_experts_leave(wrong):
+    says = "relative error|NaN or infinite"
+    caught(wrong, "local", "test_sums_left_by_experts", 1, says=says, right=SumsItself)
 
 
 class SendsUnquantized(BatchedReference):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance_catches import killed_by, mutants_of, suite
-from right_experts import Plain, Unreduced
+from right_experts import LeavesSums, Plain, Unreduced
 
 from moekit.contract import PackedWeights
 
@@ -20,6 +20,50 @@ class WeightsTwice(Plain):
     def apply(self, y, tokens, weights, workspace):
         tokens = replace(tokens, topk_weights=tokens.topk_weights.square())
         super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_sums_left_to_the_dispatcher")
+class WeightsRowsItLeaves(LeavesSums):
+    """Weights the rows whose weights it leaves to the dispatcher."""
+
+    def given(self, rows, places, order, tokens):
+        weights = tokens.topk_weights.flatten()[order][:, None]
+        return super().given((rows * weights).to(rows.dtype), places, order, tokens)
+
+
+@killed_by("test_sums_left_to_the_dispatcher")
+class PlacesTheOtherWay(LeavesSums):
+    """Names the assignment of each row it leaves, not the row of each assignment."""
+
+    def given(self, rows, places, order, tokens):
+        return super().given(rows, order.int().view_as(places), order, tokens)
+
+
+@killed_by("test_sums_left_to_the_dispatcher", says="rows_NH is torch.float32")
+class LeavesRowsInFloat32(LeavesSums):
+    """Leaves rows in float32 to the dispatcher."""
+
+    def given(self, rows, places, order, tokens):
+        return super().given(rows.float(), places, order, tokens)
+
+
+@killed_by("test_sums_left_to_the_dispatcher", says="places_RK is torch.int64")
+class LongPlaces(LeavesSums):
+    """Names the rows it leaves in int64."""
+
+    def given(self, rows, places, order, tokens):
+        return super().given(rows, places.long(), order, tokens)
+
+
+@killed_by("test_sums_left_to_the_dispatcher")
+class LeavesTheBias(LeavesSums):
+    """Leaves rows to the dispatcher without w2's bias, which its own sum adds."""
+
+    def apply_unreduced(self, tokens, weights, workspace):
+        if "w2_bias" in weights.experts:
+            without = {**weights.experts, "w2_bias": torch.zeros_like(weights["w2_bias"])}
+            weights = PackedWeights(self.spec.name, without, weights.shared)
+        return super().apply_unreduced(tokens, weights, workspace)
 
 
 @killed_by("test_default_dtype", "bfloat16", says="same scalar type")

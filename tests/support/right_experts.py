@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from moekit import contract
 from moekit.backends.reference import ReferenceExperts, dequantized_input, expert_mlp
 from moekit.contract import BufferSpec, PackedWeights, PermuteExpertsUnpermute
 from moekit.problem import ActivationFormat
@@ -51,6 +52,32 @@ class Plain(PermuteExpertsUnpermute):
 
     def weighted(self, result, weights):
         return result * weights
+
+
+class LeavesSums(Plain):
+    """Leaves the sum over K to a dispatcher that takes rows anywhere."""
+
+    def apply_unreduced(self, tokens, weights, workspace):
+        ids = tokens.topk_ids
+        count, hidden = ids.numel(), self.problem.hidden_size
+        ones = torch.ones_like(tokens.topk_weights).view(-1, 1)
+        K = ids.shape[1]
+        scale = tokens.x_scale
+        if scale is not None and len(scale) == len(ids):
+            scale = scale.repeat_interleave(K, 0)
+        each = replace(
+            tokens, x=tokens.x.repeat_interleave(K, 0), x_scale=scale, topk_ids=ids.view(-1, 1),
+            topk_weights=ones,
+        )  # fmt: skip
+        y = torch.empty(count, hidden, dtype=self.problem.dtype)
+        self.apply(y, each, weights, [torch.empty(count, hidden)])
+        order = ids.flatten().argsort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(count)
+        return self.given(y[order], places.int().view(ids.shape), order, tokens)
+
+    def given(self, rows, places, order, tokens):
+        return contract.Unreduced(rows, places)
 
 
 class Skips(Plain):
