@@ -37,7 +37,7 @@ _TYPES = {
     torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
 
 @dataclass(frozen=True)

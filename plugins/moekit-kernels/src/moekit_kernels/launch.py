@@ -47,6 +47,7 @@ class Launcher:
         *args: Any,
         num_warps: int = 4,
         num_stages: int = 3,
+        maxnreg: int | None = None,
         **constants: Any,
     ) -> None:
         if INTERPRETED:
@@ -59,12 +60,14 @@ class Launcher:
         pdl = self._pdl and pdl_enabled(device)
         if self._pdl:
             constants["PDL"] = pdl
-        key = (device, num_warps, num_stages, *constants.values(), *map(_kind, args))
+        key = (device, num_warps, num_stages, maxnreg, *constants.values(), *map(_kind, args))
         found = self._compiled.get(key)
         if found is None:
             options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
             if pdl:
                 options["launch_pdl"] = True
+            if maxnreg is not None:
+                options["maxnreg"] = maxnreg
             with _compiling:
                 compiled = self._kernel[grid](*args, **constants, **options)
             names = self._kernel.arg_names[len(args) :]
