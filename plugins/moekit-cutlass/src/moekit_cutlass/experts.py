@@ -32,6 +32,7 @@ from moekit.plugin import (
     MoEProblem,
     PackedWeights,
     PermuteExpertsUnpermute,
+    Unreduced,
 )
 
 from . import w4a8
@@ -223,11 +224,33 @@ class CutlassExperts(_CutlassExperts):
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         provider = self._provider(*ids_RK.shape)
+        given = self._unreduced(provider, tokens, ids_RK, weights, workspace)
+        bias = weights.get("w2_bias")
+        weighted_sum(given.rows_NH, topk_weights_RK, ids_RK, y, given.places_RK, bias)
+
+    def apply_unreduced(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Unreduced | None:
+        assert tokens.topk_ids is not None
+        ids_RK = tokens.topk_ids.contiguous()
+        provider = self._provider(*ids_RK.shape)
+        if weights.get("w2_bias") is not None or provider.dtype != self.problem.dtype:
+            return None
+        return self._unreduced(provider, tokens, ids_RK, weights, workspace)
+
+    def _unreduced(
+        self,
+        provider: Provider,
+        tokens: Dispatched,
+        ids_RK: Tensor,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> Unreduced:
+        """Return GEMM 2's rows, without w2's bias."""
         groups = self._groups(provider, ids_RK, workspace)
         sort_assignments(groups, workspace[3])
         z = self._run(provider, tokens.x, tokens.x_scale, weights, groups, workspace)
-        slots_S = groups.slots_RK.view(-1)
-        weighted_sum(z, topk_weights_RK, ids_RK, y, slots_S, weights.get("w2_bias"))
+        return Unreduced(z, groups.slots_RK)
 
 
 class BatchedCutlassExperts(_CutlassExperts):

@@ -27,6 +27,7 @@ from moekit.plugin import (
     MoEProblem,
     PackedWeights,
     PermuteExpertsUnpermute,
+    Unreduced,
 )
 
 from .gemms import Gemms
@@ -128,12 +129,31 @@ class DeepGemmExperts(_DeepGemmExperts):
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
+        given, bias = self._unreduced(tokens, ids_RK, weights, workspace), weights.get("w2_bias")
+        weighted_sum(given.rows_NH, topk_weights_RK, ids_RK, y, given.places_RK, bias)
+
+    def apply_unreduced(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Unreduced | None:
+        if weights.get("w2_bias") is not None:
+            return None
+        assert tokens.topk_ids is not None
+        return self._unreduced(tokens, tokens.topk_ids.contiguous(), weights, workspace)
+
+    def _unreduced(
+        self,
+        tokens: Dispatched,
+        ids_RK: Tensor,
+        weights: PackedWeights,
+        workspace: Sequence[Tensor],
+    ) -> Unreduced:
+        """Return GEMM 2's rows, without w2's bias."""
         x_RH = tokens.x if tokens.x.stride(1) == 1 else tokens.x.contiguous()
         pairs, ids_S = ids_RK.numel(), ids_RK.view(-1)
         plan = self._plan(pairs)
         rows, ends_L, scratch, *buffers = workspace
         rows_S = rows[:pairs]
-        if self._first_use(plan.kind, y.device):
+        if self._first_use(plan.kind, x_RH.device):
             self._compile(pairs, weights, ends_L, buffers)
 
         layout = SortedAssignments(None, None, None, plan.block_m, rows_S, ends_L)
@@ -148,7 +168,7 @@ class DeepGemmExperts(_DeepGemmExperts):
         bias_LN = weights.get("w13_bias")
         activate_pairs(h_MN, rows_S, ids_S, bias_LN, self._activation, a_MI, scale_GM)
         self._gemm(a_MI, scale_GM, weights, "w2", y_MH, ends_L, plan)
-        weighted_sum(y_MH, topk_weights_RK, ids_RK, y, rows_S, weights.get("w2_bias"))
+        return Unreduced(y_MH, rows_S.view_as(ids_RK))
 
     def _plan(self, pairs: int) -> Plan:
         p = self.problem

@@ -23,6 +23,7 @@ from moekit.plugin import (
     MoEProblem,
     PackedWeights,
     PermuteExpertsUnpermute,
+    Unreduced,
 )
 
 from . import library
@@ -162,9 +163,16 @@ class MarlinExperts(_MarlinExperts):
         weights: PackedWeights,
         workspace: Sequence[Tensor],
     ) -> None:
-        p = self.problem
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
+        rows = self.apply_unreduced(tokens, weights, workspace).rows_NH
+        weighted_sum(rows, topk_weights_RK, ids_RK, y)
+
+    def apply_unreduced(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Unreduced:
+        assert tokens.topk_ids is not None
+        p, ids_RK = self.problem, tokens.topk_ids.contiguous()
         (rows, slots), pairs = ids_RK.shape, ids_RK.numel()
         entries, experts, num_rows, locks, unused, outputs, a_SI, gathered, scratch = workspace
 
@@ -180,7 +188,7 @@ class MarlinExperts(_MarlinExperts):
         a_SI = a_SI[:pairs]
         activate_columns(h_SN, a_SI, self._activation, ids=ids_RK)
         self._gemm(a_SI, y_SH, weights, "w2", blocks, unused)
-        weighted_sum(y_SH, topk_weights_RK, ids_RK, y)
+        return Unreduced(y_SH)
 
 
 class BatchedMarlinExperts(_MarlinExperts):

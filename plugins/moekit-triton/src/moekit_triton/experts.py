@@ -16,9 +16,10 @@ from moekit.plugin import (
     MoEProblem,
     PackedWeights,
     PermuteExpertsUnpermute,
+    Unreduced,
 )
 
-from .calls import BatchedCall, Call, Layer
+from .calls import GEMM_OUT, BatchedCall, Call, Layer
 from .heuristics import Planner, workspace
 from .packing import pack_weights
 from .plans import Batched, StandardPlan
@@ -92,11 +93,26 @@ class TritonExperts(_TritonExperts):
         weights: PackedWeights,
         workspace: Sequence[Tensor],
     ) -> None:
+        plan, call = self._call(y, tokens, weights, workspace)
+        plan.launch(call)
+
+    def apply_unreduced(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Unreduced | None:
+        if self._layer.split_weights:
+            return None
+        # No plan writes y but by the sum.
+        plan, call = self._call(workspace[GEMM_OUT], tokens, weights, workspace)
+        return plan.unreduced(call)
+
+    def _call(
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> tuple[StandardPlan, Call]:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         plan: StandardPlan = self.plan(*ids_RK.shape)  # type: ignore[assignment]
         x, x_scale = tokens.x, tokens.x_scale
-        plan.launch(Call(self._layer, x, x_scale, ids_RK, weights_RK, weights, y, workspace))
+        return plan, Call(self._layer, x, x_scale, ids_RK, weights_RK, weights, y, workspace)
 
 
 class BatchedTritonExperts(_TritonExperts):

@@ -31,7 +31,7 @@ from moekit_kernels.rows import ValidRows, activate_rows, weighted_sum
 from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from torch import Tensor
 
-from moekit.plugin import BufferSpec
+from moekit.plugin import BufferSpec, Unreduced
 
 from .calls import (
     GEMM_OUT,
@@ -82,6 +82,9 @@ class DotProducts(_Plan):
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
         """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         return buffer_specs(layer, gemm_out=rows * top_k * layer.problem.local_intermediate_size)
+
+    def unreduced(self, call: Call) -> None:
+        """Return None: GEMM 2's programs sum over K."""
 
     def launch(self, call: Call) -> None:
         """Write ``call.y``."""
@@ -203,15 +206,23 @@ class Gathered(_TwoGemms):
 
     def launch(self, call: Call) -> None:
         """Write ``call.y``."""
-        operands = self.prepare(call)
-        self.gemm_1(call, operands)
-        self.gemm_2(call, operands)
+        rows = self._rows_of_experts(call)
         if call.layer.problem.batch_invariant:
             return
         weighted_sum(
-            operands.y, call.weights_RK, call.ids_RK, call.y,
+            rows, call.weights_RK, call.ids_RK, call.y,
             weight_before_applied=call.layer.split_weights,
         )  # fmt: skip
+
+    def unreduced(self, call: Call) -> Unreduced | None:
+        """Return the rows of all assignments, or None if programs share GEMM 2's K."""
+        return None if self.second.splits > 1 else Unreduced(self._rows_of_experts(call))
+
+    def _rows_of_experts(self, call: Call) -> Tensor:
+        operands = self.prepare(call)
+        self.gemm_1(call, operands)
+        self.gemm_2(call, operands)
+        return operands.y
 
     def prepare(self, call: Call) -> _Operands:
         """Quantize x if needed, sort the assignments, and divide the workspace."""
@@ -324,14 +335,19 @@ class Sorted(_Tiles):
 
     def launch(self, call: Call) -> None:
         """Write ``call.y``."""
+        rows = self.unreduced(call)
+        weighted_sum(
+            rows.rows_NH, call.weights_RK, call.ids_RK, call.y, rows.places_RK,
+            weight_before_applied=call.layer.split_weights,
+        )  # fmt: skip
+
+    def unreduced(self, call: Call) -> Unreduced:
+        """Return the rows of all assignments, expert-sorted if GEMM 2 is specialized."""
         operands = self.prepare(call)
         self.gemm_1(call, operands)
         self.gemm_2(call, operands)
-        weighted_sum(
-            operands.y_SH, call.weights_RK, call.ids_RK, call.y,
-            operands.aligned.rows_A if self.second.specialized else None,
-            weight_before_applied=call.layer.split_weights,
-        )  # fmt: skip
+        places = operands.aligned.rows_A if self.second.specialized else None
+        return Unreduced(operands.y_SH, places)
 
     def prepare(self, call: Call) -> _SortedOperands:
         """Sort the assignments and divide the workspace."""
