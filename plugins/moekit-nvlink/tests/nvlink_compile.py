@@ -25,7 +25,7 @@ from moekit_nvlink.buffers import Buffer, Lost
 from moekit_nvlink.settings import Settings
 
 import moekit
-from moekit.plugin import Routing
+from moekit.plugin import Routing, Unreduced
 
 _STACK_LIMIT = 32
 _SHARED = {(8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448,
@@ -62,7 +62,9 @@ class Layer:
         cpu, ranks = torch.device("cpu"), self.ep * self.tp
         # The pages are never touched.
         memory = torch.empty(rank.layout.nbytes, dtype=torch.uint8)
-        buffer = Buffer.of(memory, [memory.data_ptr()] * ranks, Lost.of(ranks, cpu))
+        buffer = Buffer.of(
+            memory, [memory.data_ptr()] * ranks, Lost.of(ranks, cpu), rank.layout.chunks
+        )
         ids = torch.zeros(self.tokens, self.top_k, dtype=torch.int32)
         x = torch.empty(self.tokens, self.hidden, dtype=self.dtype)
         scale = None
@@ -71,7 +73,13 @@ class Layer:
             scale = torch.empty(problem.quant.activation.scale_shape(self.tokens, self.hidden))
         steps, arrived = rank.send(buffer, x, scale, Routing(ids.float(), ids))
         out = torch.empty(self.tokens, self.hidden, dtype=self.dtype)
-        for step in steps + rank.gather(arrived.handle, out):
+        steps += rank.gather(arrived.handle, out)
+        if rank.layout.chunks > 1:
+            rows = torch.empty(rank.layout.rows * self.top_k, self.hidden, dtype=self.dtype)
+            places = torch.zeros(rank.layout.rows, self.top_k, dtype=torch.int32)
+            for each in (None, places):
+                steps += rank.reduce(arrived.handle, Unreduced(rows, each), out)
+        for step in steps:
             step()
 
 

@@ -64,7 +64,10 @@ class Host:
             each[at.ids : at.weights] = 0xFF
         addresses = [each.data_ptr() for each in memory]
         self.sets.append(
-            [Buffer.of(m, addresses, lost) for m, lost in zip(memory, self.lost, strict=True)]
+            [
+                Buffer.of(m, addresses, lost, at.chunks)
+                for m, lost in zip(memory, self.lost, strict=True)
+            ]
         )
 
     def _poison(self, buffer: Buffer) -> None:
@@ -94,28 +97,37 @@ class Host:
         self._take(steps)
         return Flight(place, arrived, [len(xs[i // copies]) for i in range(len(self.layer))])
 
-    def combine(self, flight: Flight, work) -> list[torch.Tensor]:
-        """Let ``work(rank, tokens, y)`` write y, combine, and return each rank's output."""
+    def combine(self, flight: Flight, work, leave=()) -> list[torch.Tensor]:
+        """Let ``work(rank, tokens, y)`` write y, combine, and return each rank's output.
+
+        leave: ranks whose experts leave the sum to the combine: there ``work`` returns Unreduced.
+        """
         buffers, steps, outs = self.sets[flight.place], [], []
         for i, (transfer, tokens) in enumerate(zip(self.ranks, flight.arrived, strict=True)):
             y = transfer.output(buffers[i])
             y.fill_(float("nan"))
-            work(i, tokens, y)
+            rows = work(i, tokens, y)
             p = self.layer[i]
             outs.append(torch.full((flight.tokens[i], p.hidden_size), float("nan"), dtype=p.dtype))
-            steps.append(transfer.gather(tokens.handle, outs[-1]))
+            if i in leave:
+                steps.append(transfer.reduce(tokens.handle, rows, outs[-1]))
+            else:
+                both = [] if not leave else [lambda: None]
+                steps.append(both + transfer.gather(tokens.handle, outs[-1]))
         number, flags = int(buffers[0].epoch) + 1, [self.flags(each) for each in buffers]
         if not self.push:  # the first rank would wait for the others for ever
             for mine in flags:
-                mine[COMBINE.value] = number << 32 | _RAISED_BY_TEST
+                mine[COMBINE.value :] = number << 32 | _RAISED_BY_TEST
         self._take(steps)
         for i, mine in enumerate(flags):
-            want = [number << 32] * len(flags)
-            assert mine[COMBINE.value].tolist() == want, f"rank {i}: a flag is missing"
+            want = [[number << 32] * len(flags)] * self.layout.chunks
+            assert mine[COMBINE.value :].tolist() == want, f"rank {i}: a flag is missing"
             assert int(buffers[i].epoch) == number and not buffers[i].counters.any()
             assert not self.lost[i].ranks.any()
         return outs
 
     def flags(self, buffer: Buffer) -> torch.Tensor:
         """Return the flags (phases, ranks) in a buffer."""
-        return buffer.region(self.layout.flags, (3, len(self.layer)), torch.int64)
+        return buffer.region(
+            self.layout.flags, (2 + self.layout.chunks, len(self.layer)), torch.int64
+        )

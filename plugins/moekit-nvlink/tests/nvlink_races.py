@@ -267,7 +267,7 @@ class World:
                 raise SystemExit  # the interpreter would wrap another exception
 
     def _atomic(self, ptr: Any, val: Any, mask: Any, sem: str, scope: str, change: bool) -> None:
-        """Order what an atomic orders; yields before a look at a flag."""
+        """Order what an atomic orders."""
         addresses, size = ptr.data, val.data.itemsize
         watched = [a for a in addresses[mask.data].ravel().tolist() if self._place(a)]
         if not watched:
@@ -310,6 +310,8 @@ class World:
             look = "ADD" in str(op) and not val.data.any()
             if look:
                 self._look(ptr.data[mask.data].tolist())
+            elif "XCHG" in str(op):  # others may go on after each flag
+                self._give_way()
             self._atomic(ptr, val, mask, str(sem), str(scope), change=not look)
             return rmw(op, ptr, val, mask, sem, scope)
 
@@ -317,7 +319,7 @@ class World:
             kernel = getattr(transfer, name)._kernel
 
             def launch(grid: Any, *args: Any, num_warps: int = 4, num_stages: int = 3,
-                       **constants: Any) -> None:  # fmt: skip
+                       maxnreg: int | None = None, **constants: Any) -> None:  # fmt: skip
                 self.launch(kernel, grid, args, constants | {"PDL": False})
 
             return launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from moekit_nvlink import transfer
-from moekit_nvlink.kernels import assignments, combine, flags, rows
+from moekit_nvlink.kernels import assignments, combine, flags, reduce, rows
 from moekit_nvlink.kernels.flags import at, raise_flags, wait_for
 from nvlink_races import Deadlock, Race, World
 from test_nvlink_kernels import KINDS, WAYS, Call, Shape
+from test_nvlink_reduce import unreduced
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
@@ -32,6 +34,7 @@ class Layer:
     two: bool = False  # calls in flight
     seed: int = 0
     epoch: int = 0
+    leave: Sequence[int] = ()  # ranks whose experts leave the sum to the combine
 
     def run(self) -> None:
         shape, host = self.shape, self.shape.host()
@@ -70,13 +73,23 @@ class Layer:
                 t for t in (arrived.x, arrived.topk_ids, arrived.topk_weights) if t is not None
             ]
 
+            left = None
+
             def experts() -> None:
+                nonlocal left
                 y.fill_(float("nan"))
-                call.experts(rank, arrived, y_here)
+                if rank in self.leave:
+                    left = unreduced(call, rank, arrived, in_order=False)
+                else:
+                    call.experts(rank, arrived, y_here)
 
             world.touch(experts, reads, [y])
             outs[number] = torch.full_like(call.xs[batch], float("nan"))
-            for step in moves.gather(arrived.handle, outs[number]):
+            if left is None:
+                steps = moves.gather(arrived.handle, outs[number])
+            else:
+                steps = moves.reduce(arrived.handle, left, outs[number])
+            for step in steps:
                 step()
 
         def flow() -> None:
@@ -102,6 +115,13 @@ def small(batched: bool, push: bool, ep: int = 3, **more) -> Shape:
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 def test_three_ranks(batched, push, two) -> None:
     Layer(small(batched, push), COUNTS, two).run()
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("leave", [(0, 1, 2), (1,)], ids=["all", "one rank"])
+def test_sums_are_left_to_the_combine(leave, two, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
+    Layer(small(False, False), COUNTS, two, leave=leave).run()
 
 
 @pytest.mark.full
@@ -131,44 +151,61 @@ def test_numbers_of_calls_wrap(batched, push, last) -> None:
 
 @triton.jit
 def _exchange(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
-              RANKS_2: tl.constexpr, RAISED: tl.constexpr, SEM: tl.constexpr,
-              SCOPE: tl.constexpr):  # fmt: skip
+              RANKS_2: tl.constexpr, first, end, CHUNKS: tl.constexpr, RAISED: tl.constexpr,
+              SEM: tl.constexpr, SCOPE: tl.constexpr):  # fmt: skip
     """Do as `raise_flags`, on the first RAISED ranks, with another order of memory."""
-    r = tl.arange(0, RANKS_2)
+    r, c = tl.arange(0, RANKS_2), tl.arange(0, CHUNKS)
     peer = tl.load(peers_ptr + r, mask=r < RANKS, other=0)
     own = (peer + flags_at).to(tl.pointer_type(tl.int64)) + PHASE * RANKS + rank
     value += tl.zeros([RANKS_2], tl.int64)
-    tl.atomic_xchg(own, value, mask=r < RAISED, sem=SEM, scope=SCOPE)
+    raised = (r < RAISED)[:, None] & ((c >= first) & (c < end))[None, :]
+    tl.atomic_xchg(own[:, None] + (c * RANKS)[None, :], value[:, None], mask=raised, sem=SEM,
+                   scope=SCOPE)  # fmt: skip
 
 
 @triton.jit
 def relaxed_flags(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
-                  RANKS_2: tl.constexpr):  # fmt: skip
-    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, RANKS, "relaxed", "sys")
+                  RANKS_2: tl.constexpr, first=0, end=1, CHUNKS: tl.constexpr = 1):  # fmt: skip
+    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, first, end, CHUNKS, RANKS,
+              "relaxed", "sys")  # fmt: skip
 
 
 @triton.jit
 def flags_of_one_gpu(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
-                     RANKS_2: tl.constexpr):  # fmt: skip
-    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, RANKS, "release", "gpu")
+                     RANKS_2: tl.constexpr, first=0, end=1, CHUNKS: tl.constexpr = 1):  # fmt: skip
+    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, first, end, CHUNKS, RANKS,
+              "release", "gpu")  # fmt: skip
 
 
 @triton.jit
 def flag_of_rank_0_only(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
-                        RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
-    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, 1, "release", "sys")
+                        RANKS: tl.constexpr, RANKS_2: tl.constexpr, first=0, end=1,
+                        CHUNKS: tl.constexpr = 1):  # fmt: skip
+    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, first, end, CHUNKS, 1,
+              "release", "sys")  # fmt: skip
 
 
 @triton.jit
 def flags_of_the_next_call(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
-                           RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
-    raise_flags(peers_ptr, rank, value + (1 << 32), flags_at, PHASE, RANKS, RANKS_2)
+                           RANKS: tl.constexpr, RANKS_2: tl.constexpr, first=0, end=1,
+                           CHUNKS: tl.constexpr = 1):  # fmt: skip
+    raise_flags(peers_ptr, rank, value + (1 << 32), flags_at, PHASE, RANKS, RANKS_2, first, end,
+                CHUNKS)  # fmt: skip
 
 
 @triton.jit
 def flags_of_the_last_call(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
-                           RANKS: tl.constexpr, RANKS_2: tl.constexpr):  # fmt: skip
-    raise_flags(peers_ptr, rank, value - (1 << 32), flags_at, PHASE, RANKS, RANKS_2)
+                           RANKS: tl.constexpr, RANKS_2: tl.constexpr, first=0, end=1,
+                           CHUNKS: tl.constexpr = 1):  # fmt: skip
+    raise_flags(peers_ptr, rank, value - (1 << 32), flags_at, PHASE, RANKS, RANKS_2, first, end,
+                CHUNKS)  # fmt: skip
+
+
+@triton.jit
+def flags_of_all_chunks(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
+                        RANKS: tl.constexpr, RANKS_2: tl.constexpr, first=0, end=1,
+                        CHUNKS: tl.constexpr = 1):  # fmt: skip
+    raise_flags(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, first, CHUNKS, CHUNKS)
 
 
 @triton.jit
@@ -206,8 +243,8 @@ def waits_without_barrier(
 
 
 @triton.jit
-def last_without_barrier(counters_ptr):
-    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+def last_without_barrier(counters_ptr, programs, SCOPE: tl.constexpr):
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope=SCOPE) == programs - 1
     if last:
         tl.store(counters_ptr, 0)
     tl.debug_barrier()
@@ -215,18 +252,18 @@ def last_without_barrier(counters_ptr):
 
 
 @triton.jit
-def last_without_second_barrier(counters_ptr):
+def last_without_second_barrier(counters_ptr, programs, SCOPE: tl.constexpr):
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope=SCOPE) == programs - 1
     if last:
         tl.store(counters_ptr, 0)
     return last
 
 
 @triton.jit
-def last_without_order(counters_ptr):
+def last_without_order(counters_ptr, programs, SCOPE: tl.constexpr):
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="sys") == tl.num_programs(0) - 1
+    last = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope=SCOPE) == programs - 1
     if last:
         tl.store(counters_ptr, 0)
     tl.debug_barrier()
@@ -234,21 +271,23 @@ def last_without_order(counters_ptr):
 
 
 @triton.jit
-def first_is_last(counters_ptr):
+def first_is_last(counters_ptr, programs, SCOPE: tl.constexpr):
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == 0
-    if tl.program_id(0) == tl.num_programs(0) - 1:
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope=SCOPE) == 0
+    if tl.program_id(0) == programs - 1:
         tl.store(counters_ptr, 0)
     tl.debug_barrier()
     return last
 
 
-ALL = (assignments, combine, rows)
+# Where the faults are; of `reduce`, the experts leave the sum to the combine.
+ALL = (assignments, combine, rows, reduce)
 FAULTS = [
     *(("raise_flags", fault, module)
       for fault in (relaxed_flags, flags_of_one_gpu, flags_of_the_next_call,
                     flags_of_the_last_call, flag_of_rank_0_only)
       for module in ALL),
+    ("raise_flags", flags_of_all_chunks, reduce),
     ("reached", always_reached, flags),
     ("look_at", acquires_nothing, flags),
     *(("wait_for", fault, module)
@@ -256,7 +295,7 @@ FAULTS = [
     *(("is_last", fault, module)
       for fault in (last_without_barrier, last_without_second_barrier, last_without_order,
                     first_is_last)
-      for module in (assignments, rows)),
+      for module in (assignments, rows, reduce)),
 ]  # fmt: skip
 
 
@@ -266,5 +305,9 @@ FAULTS = [
 )  # fmt: skip
 def test_faults_are_found(name, fault, module, monkeypatch) -> None:
     monkeypatch.setattr(module, name, fault)
+    leave: Sequence[int] = ()
+    if module is reduce:
+        monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
+        leave = range(3)
     with pytest.raises((Race, Deadlock)):
-        Layer(small(module is assignments, False, 3, programs=3), COUNTS).run()
+        Layer(small(module is assignments, False, 3, programs=3), COUNTS, leave=leave).run()

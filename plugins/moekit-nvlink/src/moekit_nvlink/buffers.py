@@ -66,7 +66,9 @@ class Buffer:
     handle: Any = None
 
     @classmethod
-    def of(cls, memory: Tensor, addresses: list[int], lost: Lost, handle: Any = None) -> Buffer:
+    def of(
+        cls, memory: Tensor, addresses: list[int], lost: Lost, chunks: int, handle: Any = None
+    ) -> Buffer:
         device, ranks = memory.device, len(addresses)
 
         def ints(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -76,7 +78,7 @@ class Buffer:
             bytes=memory,
             peers=torch.tensor(addresses, dtype=torch.int64, device=device),
             used=ints(ranks),
-            counters=ints(1 + ranks),
+            counters=ints(1 + ranks + chunks),
             epoch=ints(1, torch.int64),
             lost=lost,
             handle=handle,
@@ -105,7 +107,7 @@ class Buffers:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         exchange("open a buffer", "", self.group)
-        return Buffer.of(memory, addresses, self.lost, handle)
+        return Buffer.of(memory, addresses, self.lost, self.layout.chunks, handle)
 
     @property
     def nbytes(self) -> int:

@@ -4,14 +4,16 @@
                 one of its experts, once for each rank
     nvlink_ll   x and scales of a token go to [expert, slot] of each of its experts
     combine     each rank reads its tokens' rows from the experts' ranks, or they write them back,
-                and sums in fp32
+                and sums in fp32. In large calls of nvlink_ht it also sums over K (`reduce_rows`)
 
 The host waits for nothing, so that a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -29,17 +31,18 @@ from moekit.plugin import (
     Quantizer,
     Routing,
     SharedBuffers,
+    Unreduced,
     quantize_for_transfer,
     resolve,
 )
 
 from .buffers import Buffers
-from .footprint import transient_bytes
+from .footprint import REDUCED_FROM, transient_bytes
 from .settings import Settings
-from .transfer import AssignmentTransfer, Call, RowTransfer, Transfer
+from .transfer import AssignmentTransfer, Call, RowTransfer, Step, Transfer
 
 # Ranks that speak different versions must not write into each other's memory.
-_PROTOCOL = "moekit-nvlink 2"
+_PROTOCOL = "moekit-nvlink 3"
 
 _shared: SharedBuffers[Buffers] = SharedBuffers(Buffers.free)
 
@@ -101,7 +104,13 @@ class _Dispatcher(PrepareAndFinalize):
         call: Call = dispatched.handle
         return self._transfer.output(call.buffer)[: len(dispatched.x)]
 
-    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+    def finalize(
+        self, y: Tensor | Unreduced, dispatched: Dispatched, out_TH: Tensor
+    ) -> Pending[Tensor]:
+        if isinstance(y, Unreduced):
+            call: Call = dispatched.handle
+            self._gather(call, out_TH, partial(self._transfer.reduce, call, y))
+            return Pending.ready(out_TH)
         mine = self.output(dispatched)
         if y.data_ptr() != mine.data_ptr():
             mine.copy_(y)
@@ -132,11 +141,16 @@ class _Dispatcher(PrepareAndFinalize):
             self.abandon(tokens)
             torch.amax(lost[1:], 0, keepdim=True, out=lost[:1])
 
-    def _gather(self, call: Call, out_TH: Tensor) -> None:
+    def _gather(
+        self,
+        call: Call,
+        out_TH: Tensor,
+        steps: Callable[[Tensor], list[Step]] | None = None,
+    ) -> None:
         out = out_TH if out_TH.stride(1) == 1 else torch.empty_like(out_TH).contiguous()
         calls = self.lease.value.calls
         calls.keep_order()
-        for step in self._transfer.gather(call, out):
+        for step in self._transfer.gather(call, out) if steps is None else steps(out):
             step()
         calls.give_back(call.buffer)
         if out is not out_TH:
@@ -156,6 +170,11 @@ class HighThroughputDispatcher(_Dispatcher):
     """STANDARD: R = batches * max_num_tokens for every T."""
 
     _transfers = RowTransfer
+
+    def takes_unreduced(self, dispatched: Dispatched) -> bool:
+        """Return whether there are enough tokens to sum over K while others' sums travel."""
+        call: Call = dispatched.handle
+        return self._transfer.layout.chunks > 1 and len(call.places) >= REDUCED_FROM
 
 
 class LowLatencyDispatcher(_Dispatcher):

@@ -8,7 +8,12 @@ from itertools import accumulate
 from moekit.plugin import Footprint, MoEProblem
 
 _ALIGN = 256
-PHASES = 3  # of a call: see `kernels.flags`
+_PHASES = 2  # of a call before its combine: see `kernels.flags`
+# Of calls with so many tokens of this rank, experts may leave the sum to the combine
+# (`kernels.reduce`), which takes them in so many chunks. 1024 tokens gain nothing between two H100.
+REDUCED_FROM, _CHUNKS = 2048, 8
+# More ranks were not measured.
+_REDUCED_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Layout:
     x: rows as they travel, at most hidden_size * itemsize bytes; scale: fp32; ids: int32 local
     experts; weights: fp32; sources: int32, a row's assignment; y: the experts' output; back: the
     rows of this rank's tokens, if experts push them; counts: int32, by batch and expert; flags:
-    int64.
+    int64. chunks: parts of a call that are combined as they come, each with a flag.
     """
 
     batched: bool
@@ -77,6 +82,7 @@ class Layout:
     back: int
     counts: int
     flags: int
+    chunks: int
     nbytes: int
 
     @classmethod
@@ -99,11 +105,18 @@ class Layout:
         ]
         padded = (-(-size // _ALIGN) * _ALIGN for size in sizes)
         x, scale, ids, weights, sources, y, back, counts, flags = accumulate(padded, initial=0)
-        nbytes = flags + PHASES * 8 * ranks.count
+        reduced = not batched and not push and ranks.copies == 1 and capacity >= REDUCED_FROM
+        chunks = _CHUNKS if reduced and ranks.count <= _REDUCED_RANKS else 1
+        nbytes = flags + (_PHASES + chunks) * 8 * ranks.count
         return cls(
             batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, sources, y,
-            back, counts, flags, nbytes,
+            back, counts, flags, chunks, nbytes,
         )  # fmt: skip
+
+    @property
+    def chunk(self) -> int:
+        """Return the tokens of a chunk."""
+        return -(-self.capacity // self.chunks)
 
     def shape(self, *row: int) -> tuple[int, ...]:
         """Return the shape of all rows: (R, ...), or (experts, slots, ...)."""

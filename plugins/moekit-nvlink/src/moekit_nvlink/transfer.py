@@ -15,14 +15,16 @@ from typing import Any, ClassVar
 import torch
 import triton
 from moekit_kernels.launch import Launcher
+from moekit_kernels.numerics import INTERPRETED
 from torch import Tensor
 
-from moekit.plugin import Dispatched, MoEProblem, Routing
+from moekit.plugin import Dispatched, MoEProblem, Routing, Unreduced
 
 from .buffers import Buffer
 from .footprint import Layout, Ranks
 from .kernels.assignments import count_assignments, dispatch_assignments, receive_assignments
 from .kernels.combine import combine_rows, push_rows
+from .kernels.reduce import reduce_rows
 from .kernels.rows import dispatch_rows, receive_rows
 from .settings import Settings
 
@@ -34,7 +36,7 @@ _SPINS = 100_000_000
 _dispatch_rows, _receive_rows = Launcher(dispatch_rows), Launcher(receive_rows)
 _count, _dispatch_assignments = Launcher(count_assignments), Launcher(dispatch_assignments)
 _receive_assignments = Launcher(receive_assignments)
-_push, _combine = Launcher(push_rows), Launcher(combine_rows)
+_push, _combine, _reduce = Launcher(push_rows), Launcher(combine_rows), Launcher(reduce_rows)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Tile:
     stages: int = 1
 
     few, few_programs = 512, 128
+    # Of `reduce_rows`: programs of a multiprocessor, which so many registers let it hold.
+    reduce_each, reduce_registers = 8, 64
     # Triton keeps one step less in shared memory, of which a block has 99 KB at least (8.6, 8.9).
     step_bytes, shared_bytes = 32768, 147456
 
@@ -96,6 +100,12 @@ class Tile:
         rows = min(8, 1 << fit.bit_length() - 1)
         stages = min(3, max(1, cls.shared_bytes // (rows * tile * size * entries)))
         return cls(most, rows, tile, 16, stages)
+
+    @classmethod
+    def of_reduce(cls, columns: int, size: int, most: int) -> Tile:
+        """Return the tile for rows of so many columns, ``size`` bytes each: 16 bytes a thread."""
+        tile = min(2048 // size, triton.next_power_of_2(columns))
+        return cls(most, 2048 // (tile * size), tile, 4)
 
 
 @dataclass(frozen=True)
@@ -168,10 +178,40 @@ class Transfer(ABC):
             out_TH, buffer.peers, call.places, call.weights, buffer.counters, buffer.epoch,
             lost.ranks, lost.flags, T, out_TH.stride(0), r.rank, at.capacity, _SPINS, at.y, at.back,
             at.flags,
-            **ways, ROWS_EACH=at.entries, PER_RANK=at.rows, PUSHED=push, H=H, TOKENS=tile.tokens,
-            COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+            **ways, ROWS_EACH=at.entries, PER_RANK=at.rows, PUSHED=push, CHUNKS=at.chunks, H=H,
+            TOKENS=tile.tokens, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
         ))  # fmt: skip
         return steps
+
+    def reduce(self, call: Call, given: Unreduced, out_TH: Tensor) -> list[Step]:
+        """Do as `gather` for experts that leave the sum over K to it; out_TH has unit strides."""
+        r, at, p, buffer, (T, H) = self.ranks, self.layout, self.problem, call.buffer, out_TH.shape
+        ids = buffer.region(at.ids, (at.rows, p.top_k), torch.int32)
+        weights = buffer.region(at.weights, (at.rows, p.top_k), torch.float32)
+        rows, places = given.rows_NH, given.places_RK
+        tile = Tile.of_reduce(H, out_TH.itemsize, self._most_programs(out_TH.device))
+        summing = round(tile.programs * summing_share(r.count, p.top_k))
+        # Programs of an interpreter run one after another, and must not wait for other ranks'.
+        one_by_one = ((summing, summing), (tile.programs - summing, 0))
+        return [
+            partial(
+                _reduce, (programs,),
+                out_TH, buffer.peers, rows, ids if places is None else places, ids, weights,
+                call.counts, call.places, buffer.counters, buffer.epoch, buffer.lost.ranks,
+                buffer.lost.flags, T, out_TH.stride(0), rows.stride(0), r.rank, at.capacity,
+                at.chunk, _SPINS, summing, at.y, at.flags,
+                RANKS=r.count, RANKS_2=r.count_2, SHARES=r.shares, TP=r.tp, K=p.top_k,
+                SORTED=places is not None, CHUNKS=at.chunks, H=H, TOKENS=tile.tokens,
+                COLUMNS=tile.columns, num_warps=tile.warps, maxnreg=Tile.reduce_registers,
+            )
+            for programs, summing in (one_by_one if INTERPRETED else ((tile.programs, summing),))
+        ]  # fmt: skip
+
+    def _most_programs(self, device: torch.device) -> int:
+        """Return how many programs of `reduce_rows` a GPU runs at the same time."""
+        if device.type != "cuda":
+            return 2 * self.settings.programs
+        return Tile.reduce_each * torch.cuda.get_device_properties(device).multi_processor_count
 
     def _arrived(self, buffer: Buffer, x: Tensor, scale: Tensor | None, **more: Any) -> Dispatched:
         at = self.layout
@@ -271,6 +311,16 @@ class AssignmentTransfer(Transfer):
         if len(mine) == arrived.x.shape[0]:
             return steps, arrived
         return steps, _first_experts(arrived, len(mine))
+
+
+def summing_share(ranks: int, top_k: int) -> float:
+    """Return the share of `reduce_rows`' programs that sum for other ranks.
+
+    They have that share of the rows that are read and written, if a token has experts on all ranks.
+    """
+    here = top_k / ranks
+    summing, combining = (ranks - 1) * (here + 1), here + (ranks - 1) + 1
+    return summing / (summing + combining)
 
 
 def _first_experts(arrived: Dispatched, experts: int) -> Dispatched:

@@ -54,7 +54,7 @@ def count_assignments(
         counts = at(peers_ptr, r, counts_at, tl.int32) + rank // COPIES * EXPERTS
         tells = (rank + r) % COPIES + 0 * expert == 0  # one of the ranks with these tokens
         tl.store(counts + expert, before, mask=(expert < EXPERTS) & tells)
-    if is_last(counters_ptr):
+    if is_last(counters_ptr, tl.num_programs(0), "sys"):
         number = tl.load(epoch_ptr) + 1
         raise_flags(peers_ptr, rank, number << 32, flags_at, COUNTS, RANKS, RANKS_2)
 
@@ -124,7 +124,7 @@ def dispatch_assignments(
                     scales = (peer + scale_at).to(tl.pointer_type(tl.float32))
                     tl.store(scales[:, None] + wide[:, None] * GROUPS + g[None, :], scale[None, :],
                              mask=real[:, None] & (g < GROUPS)[None, :])  # fmt: skip
-    if is_last(counters_ptr):
+    if is_last(counters_ptr, tl.num_programs(0), "sys"):
         raise_flags(peers_ptr, rank, number << 32, flags_at, ROWS, RANKS, RANKS_2)
 
 

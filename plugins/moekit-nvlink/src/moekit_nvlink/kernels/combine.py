@@ -84,7 +84,7 @@ def push_rows(
             to = region(peer, back_at, tl.int32)
             tl.store(to[:, None] + to_row[:, None].to(tl.int64) * WORDS + w + word[None, :], x,
                      mask=inside & (batch * COPIES + c != rank)[:, None])  # fmt: skip
-    if is_last(counters_ptr):
+    if is_last(counters_ptr, tl.num_programs(0), "sys"):
         value = ((tl.load(epoch_ptr) + 1) << 32) | tl.load(lost_ptr)
         raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2)
 
@@ -95,8 +95,8 @@ def combine_rows(
     lost_ptr, T, out_stride, rank, capacity, spins, y_at, back_at, flags_at,
     RANKS: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
     ROWS_EACH: tl.constexpr, PER_RANK: tl.constexpr, LISTED: tl.constexpr, PUSHED: tl.constexpr,
-    H: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum each token's rows in fp32, in the order of its places.
 
@@ -104,7 +104,8 @@ def combine_rows(
         out_ptr: (T, H), rows ``out_stride`` apart; NaN where a rank did not come.
         places_ptr: int32 (T, ROWS_EACH) from the dispatch. weights_ptr: fp32 (T, ROWS_EACH), read
             with LISTED.
-        PER_RANK: rows of y on a rank. PUSHED: `push_rows` has run.
+        PER_RANK: rows of y on a rank. PUSHED: `push_rows` has run. CHUNKS: flags, see
+            `reduce_rows`; the last one says that all of y is there.
     """
     wait_for_kernel(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -112,10 +113,11 @@ def combine_rows(
     if not PUSHED:
         if program == 0:  # this rank's experts are done, as they come before on the stream
             value = (number << 32) | tl.load(lost_ptr)
-            raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2)
+            raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2, 0, CHUNKS,
+                        CHUNKS)  # fmt: skip
     r = tl.arange(0, RANKS_2)
     flag, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
-                              flags_at, COMBINE, RANKS)  # fmt: skip
+                              flags_at + (CHUNKS - 1) * RANKS * 8, COMBINE, RANKS)  # fmt: skip
     launch_dependents(PDL)
     # A rank that gave up another one has no right output.
     gave_up = tl.max(tl.where(r < RANKS, flag & 1, 0), axis=0)
@@ -123,10 +125,10 @@ def combine_rows(
 
     type: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, COLUMNS)
-    CHUNKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    for step in tl.range(program, tl.cdiv(T, TOKENS) * CHUNKS, programs, num_stages=STAGES):
-        token = step // CHUNKS * TOKENS + tl.arange(0, TOKENS)
-        h = step % CHUNKS * COLUMNS
+    PARTS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    for step in tl.range(program, tl.cdiv(T, TOKENS) * PARTS, programs, num_stages=STAGES):
+        token = step // PARTS * TOKENS + tl.arange(0, TOKENS)
+        h = step % PARTS * COLUMNS
         exists = token < T
         inside = (h + column) < H
         total = tl.zeros([TOKENS, COLUMNS], tl.float32)
@@ -163,5 +165,5 @@ def combine_rows(
             convert(total, type), mask=exists[:, None] & inside[None, :],
         )  # fmt: skip
 
-    if is_last(counters_ptr):
+    if is_last(counters_ptr, tl.num_programs(0), "sys"):
         tl.store(epoch_ptr, number)

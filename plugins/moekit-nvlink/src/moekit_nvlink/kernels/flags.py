@@ -1,16 +1,18 @@
 """Flags between ranks, and the memory order that they keep.
 
 A flag is an int64: the number of the call (1, 2, ...) in the upper half, a value in the lower half.
-Every rank has one for each phase of a call and each rank, and only that rank writes it. Flags only
-grow, so nothing is reset between calls, and a replayed CUDA graph counts on. Numbers are compared
-modulo 2**32, which a day of decoding reaches.
+Every rank has one for each phase of a call and each rank, and only that rank writes it; the last
+phase has one for each chunk (`kernels.reduce`). Flags only grow, so nothing is reset between calls,
+and a replayed CUDA graph counts on. Numbers are compared modulo 2**32, which a day of decoding
+reaches.
 
 Writes happen before the flag. All threads of a program write rows, in other ranks' memory. The
 barrier in `is_last` orders them before one thread's add (acquire and release, at system scope) to a
 counter in this rank's memory. The program that finds all others there has acquired their adds, and
 a second barrier orders its other threads behind that one, so their releases of flags at system
 scope, one for each rank, cover every program's writes. Causality in PTX's model is transitive
-through barriers and through adds of one location.
+through barriers and through adds of one location. The programs of `reduce_rows` write this rank's
+memory alone, so their adds are at the scope of the GPU, which takes less time.
 
 Reads happen after the flag. A thread for each rank acquires its flag at system scope, and a barrier
 orders the reads of the program's other threads behind it. The kernels that follow on the stream
@@ -72,10 +74,10 @@ def launch_dependents(PDL: tl.constexpr):
 
 
 @triton.jit
-def is_last(counters_ptr):
-    """Return whether all other programs of this kernel came here before, with all their writes."""
+def is_last(counters_ptr, programs, SCOPE: tl.constexpr):
+    """Return whether the other ``programs`` came here before, with all their writes."""
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope=SCOPE) == programs - 1
     if last:
         tl.store(counters_ptr, 0)
     tl.debug_barrier()
@@ -84,13 +86,18 @@ def is_last(counters_ptr):
 
 @triton.jit
 def raise_flags(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
-                RANKS_2: tl.constexpr):  # fmt: skip
-    """Release this rank's flag on every rank. value: int64, or one for each rank."""
-    r = tl.arange(0, RANKS_2)
+                RANKS_2: tl.constexpr, first=0, end=1, CHUNKS: tl.constexpr = 1):  # fmt: skip
+    """Release this rank's flag on every rank. value: int64, or one for each rank.
+
+    Of COMBINE, the flags of the chunks from ``first`` to ``end``, see `reduce.reduce_rows`.
+    """
+    r, c = tl.arange(0, RANKS_2), tl.arange(0, CHUNKS)
     peer = tl.load(peers_ptr + r, mask=r < RANKS, other=0)
     flags = (peer + flags_at).to(tl.pointer_type(tl.int64)) + PHASE * RANKS + rank
     value += tl.zeros([RANKS_2], tl.int64)
-    tl.atomic_xchg(flags, value, mask=r < RANKS, sem="release", scope="sys")
+    raised = (r < RANKS)[:, None] & ((c >= first) & (c < end))[None, :]
+    tl.atomic_xchg(flags[:, None] + (c * RANKS)[None, :], value[:, None], mask=raised,
+                   sem="release", scope="sys")  # fmt: skip
 
 
 @triton.jit

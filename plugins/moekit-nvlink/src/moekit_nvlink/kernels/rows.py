@@ -134,7 +134,7 @@ def dispatch_rows(
     tl.atomic_add(
         counters_ptr + 1 + shares, before - earlier_programs, mask=shares < SHARES, sem="relaxed"
     )
-    if is_last(counters_ptr):
+    if is_last(counters_ptr, tl.num_programs(0), "sys"):
         r = tl.arange(0, RANKS_2)
         count = tl.load(counters_ptr + 1 + r // TP, mask=r < SHARES * TP, other=0)
         value = (tl.load(epoch_ptr) + 1 << 32) | count.to(tl.int64)
