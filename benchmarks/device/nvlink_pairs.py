@@ -11,6 +11,8 @@ dedup    nvlink_ht with a row for each token and rank, and with a row for each a
 tiles    nvlink_ht with other tiles, one part changed at a time
 kraken   4096 tokens of 4096 columns, one expert each: 33.5 MB of a rank, as in kraken's figures
 stress   1000 eager calls with changing T, delays of random ranks and poisoned memory; 200 replays
+sums     nvlink_ht with eight rows for each row that arrived: summed by `triton`'s kernel before the
+         combine, and summed in the combine, with several tiles and numbers of chunks
 edges    calls whose numbers exceed 2**31, on two streams in turn, and one that a rank refuses
 layers   whole layers (`python -m moekit bench --layers`): Qwen3-30B, DeepSeek-V3
 profile  whole layers with `triton`: replays of one input, and the kernels that a profiler sees
@@ -48,6 +50,7 @@ from moekit.plugin import (
     ActivationFormat,
     DispatcherSpec,
     Routing,
+    Unreduced,
     Workspace,
     quant,
     registry,
@@ -72,6 +75,14 @@ TILES = {
         ("combine", (32, 4, 1024, 8, 4)), ("combine", (32, 4, 2048, 16, 3)),
     ],
 }  # fmt: skip
+# Chunks; programs of a multiprocessor, most registers, and the share of programs that sum for other
+# ranks (None: the plugin's); tokens, columns and warps of a step. Experts, hidden size, and tokens
+# of each rank.
+SUMS = (
+    (8, 8, 64, None, 1, 1024, 4), (8, 8, 64, 0.5, 1, 1024, 4), (8, 6, 80, None, 1, 1024, 4),
+    (4, 8, 64, None, 1, 1024, 4), (2, 8, 64, None, 1, 1024, 4),
+)  # fmt: skip
+SUMMED = ((128, 2048, 8192), (256, 7168, 4096), (128, 2048, 1024))
 LAYERS = (
     ("qwen3-30b", "1,128,8192", "none"),
     ("256:8:7168:2048", "128,4096", "none,fp8_block"),
@@ -201,6 +212,36 @@ class Pair:
         )
 
 
+class SummedPair(Pair):
+    """Experts return what they get for each assignment, expert by expert."""
+
+    def __init__(self, *args: Any, **sizes: Any) -> None:
+        super().__init__(*args, **sizes)
+        tokens = self.dispatch()
+        self.ids = tokens.topk_ids.clone()
+        count = self.ids.numel()
+        order = self.ids.flatten().sort(stable=True).indices
+        self.places = torch.empty_like(self.ids)
+        self.places.view(-1)[order] = torch.arange(count, dtype=torch.int32, device=DEVICE)
+        self.rows = torch.empty(count, self.x.shape[1], dtype=self.x.dtype, device=DEVICE)
+        self.of_row = order // self.ids.shape[1]
+        self.apart = True
+        self.combine(tokens)
+        weights = self.routing.topk_weights.sum(1, keepdim=True)
+        self.factor = weights.float()
+
+    def combine(self, tokens: Any, copy: bool = False) -> None:
+        from moekit_kernels.rows import weighted_sum
+
+        if copy:
+            torch.index_select(tokens.x, 0, self.of_row, out=self.rows)
+        y: Any = Unreduced(self.rows, self.places)
+        if self.apart:
+            y = self.dispatcher.output(tokens)
+            weighted_sum(self.rows, tokens.topk_weights, tokens.topk_ids, y, self.places)
+        self.dispatcher.finalize(y, tokens, self.out).result()
+
+
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     work()
     together()
@@ -240,11 +281,11 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def made(label: str, *args: Any, **sizes: Any) -> Iterator[Pair | None]:
+def made(label: str, *args: Any, kind: type[Pair] = Pair, **sizes: Any) -> Iterator[Pair | None]:
     """Yield a pair, or None with a line that says why there is none, and destroy it."""
     pair = None
     try:
-        pair = Pair(*args, **sizes)
+        pair = kind(*args, **sizes)
         yield pair
     except moekit.errors.Unsupported as error:
         say(f"| {label} | {args[2:]} | {args[1]} | not supported: {error} |")
@@ -296,6 +337,36 @@ def tiles(name: str, tokens: Sequence[int]) -> None:
                 stack.enter_context(patch)
                 pair = stack.enter_context(made(label, name, each))
                 if pair is not None:
+                    pair.line(label, "none")
+
+
+def sums(name: str, tokens: Sequence[int]) -> None:
+    from moekit_nvlink import transfer
+    from moekit_nvlink.transfer import Layout, Tile
+
+    footprint = sys.modules[Layout.__module__]
+
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    for apart, way in ((True, SUMS[0]), *((False, way) for way in SUMS)):
+        chunks, each, registers, summing, *tile = way
+        found = Tile(multiprocessors * each, *tile)
+        changed = {
+            "reduce_registers": registers,
+            "of_reduce": staticmethod(lambda *_, t=found: t),
+        }  # fmt: skip
+        for experts, hidden, count in SUMMED:
+            label = f"{name} {experts}:{hidden}, {'apart' if apart else way}"
+            with ExitStack() as stack:
+                stack.enter_context(mock.patch.multiple(footprint, _CHUNKS=chunks, REDUCED_FROM=1))
+                stack.enter_context(mock.patch.multiple(Tile, **changed))
+                if summing is not None:
+                    share = {"summing_share": lambda *_, s=summing: s}
+                    stack.enter_context(mock.patch.multiple(transfer, **share))
+                pair = stack.enter_context(
+                    made(label, name, count, experts=experts, hidden=hidden, kind=SummedPair)
+                )
+                if pair is not None:
+                    pair.apart = apart  # type: ignore[attr-defined]
                     pair.line(label, "none")
 
 
@@ -363,7 +434,7 @@ def edges(name: str, tokens: Sequence[int]) -> None:
         held, wrong, kept = pair.dispatcher.lease.value, 0, []
         streams = [torch.cuda.Stream() for _ in range(2)]
         for buffer in held.calls.all:
-            flags = buffer.region(held.layout.flags, (3, ranks), torch.int64)
+            flags = buffer.region(held.layout.flags, (2 + held.layout.chunks, ranks), torch.int64)
             flags.fill_(last << 32)
             buffer.epoch.fill_(last)
         together()
@@ -462,7 +533,8 @@ def movers() -> list[DispatcherSpec]:
 
 
 def main() -> None:
-    names = ("pairs", "ways", "dedup", "tiles", "kraken", "stress", "edges", "profile", "layers")
+    names = ("pairs", "ways", "dedup", "tiles", "sums", "kraken", "stress", "edges", "profile",
+             "layers")  # fmt: skip
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -484,7 +556,7 @@ def main() -> None:
     jobs = [(part, name) for part in ("edges", "stress") for name in own]
     jobs += [("pairs", name) for name in chosen] + [("ways", name) for name in own]
     jobs += [("profile", name) for name in chosen]
-    jobs += [(part, "nvlink_ht") for part in ("dedup", "kraken", "tiles")]
+    jobs += [(part, "nvlink_ht") for part in ("dedup", "kraken", "tiles", "sums")]
     print(f"torch {torch.__version__}, {torch.cuda.device_count()} x "
           f"{torch.cuda.get_device_name()}, dispatchers {', '.join(installed)}\n")  # fmt: skip
     print(f"{HEAD}\n{'|---' * HEAD.count(' | ')}|---|", flush=True)
