@@ -28,6 +28,8 @@ _WORDS = 3
 # A slot holds the step's number, a record, and a checksum of both.
 _SLOT = _WORDS + 2
 _YIELD_EVERY, _LOOK_EVERY = 64, 0.05
+# A rank that waits longer than _SPIN leaves the core to others, for a part of the time waited.
+_SPIN, _NAP_PART, _LONGEST_NAP = 0.001, 1 / 16, 0.001
 
 _boards: WeakKeyDictionary[dist.ProcessGroup, HostBoard | None] = WeakKeyDictionary()
 # A lock for each group: another thread may make another group's board first on other ranks.
@@ -79,8 +81,11 @@ class HostBoard:
             spins += 1
             if spins % _YIELD_EVERY:
                 continue
-            os.sched_yield()
             now = time.monotonic()
+            if now - begin < _SPIN:
+                os.sched_yield()
+            else:
+                time.sleep(min(_NAP_PART * (now - begin), _LONGEST_NAP))
             if now - look > _LOOK_EVERY:
                 look = now
                 self._check_alive(rank, now - begin)
