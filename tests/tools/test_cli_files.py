@@ -16,7 +16,7 @@ from moekit.cli import commands
 from moekit.cli.main import main
 
 PROBLEM = "explain --num-experts 8 --top-k 2 --hidden-size 64 --intermediate-size 64".split()
-full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
 
 
 def refused(argv: Sequence[str], stdout: str, **environ: str) -> str:
@@ -35,12 +35,22 @@ def refused(argv: Sequence[str], stdout: str, **environ: str) -> str:
     return done.stderr
 
 
-@full
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@dev_full
 @pytest.mark.parametrize(
-    "argv", [["plugins", "--json"], PROBLEM, ["bench", "--list-shapes"], ["demo"]]
+    ("argv", "unbuffered"),
+    [
+        pytest.param(argv, unbuffered, marks=[pytest.mark.full] * (unbuffered != usual))
+        for argv, usual in (
+            (["plugins", "--json"], ""),
+            (PROBLEM, "1"),
+            (["bench", "--list-shapes"], ""),
+            (["demo"], "1"),
+        )
+        for unbuffered in ("", "1")
+    ],
 )
 def test_standard_output_on_a_full_disk(argv: list[str], unbuffered: str) -> None:
+    """For each command buffered or unbuffered; the other combinations are full."""
     said = refused(argv, "/dev/full", PYTHONUNBUFFERED=unbuffered)
     assert "standard output" in said and "(No space left on device)" in said
     assert "on a disk that is not full" in said
