@@ -298,8 +298,11 @@ class PermuteExpertsUnpermute(Backend):
     ) -> Unreduced | None:
         """Do as `apply`, but leave the weights and the sum over K to the dispatcher.
 
-        Called in STANDARD problems that are not batch-invariant, of experts that ``reduces``, where
-        the dispatcher `takes_unreduced`. Return None, and compute nothing, to be asked to `apply`.
+        Called in STANDARD problems that are not batch-invariant, of experts that declare `reduces`,
+        with R > 0 rows that the dispatcher `takes_unreduced`.
+
+        Returns:
+            None to be asked to `apply` this call, best before anything is computed.
         """
         return None
 

@@ -65,8 +65,8 @@ class ModularKernel:
     """One dispatcher and one experts backend, composed.
 
     Exactly one party applies the router weights and sums over K: the dispatcher if it
-    ``applies_weights`` or the problem is batch-invariant, else the experts if they ``reduces``,
-    else this class. Experts never see
+    ``applies_weights``, the problem is batch-invariant or the experts leave the call's sum to it,
+    else the experts if they ``reduces``, else this class. Experts never see
     apply_router_weight_on_input: this class scales the tokens and passes weights of one.
 
     Args:
@@ -251,7 +251,8 @@ class ModularKernel:
         tokens = arriving.result()
         if tokens.x.data_ptr() % ALIGNMENT:
             tokens = replace(tokens, x=tokens.x.clone())
-        y: Tensor | Unreduced | None
+        y: Tensor | Unreduced | None = None
+        scratch: Scratch | None = None
         try:
             if fault is None:
                 try:
@@ -265,14 +266,21 @@ class ModularKernel:
             # Other ranks must hear of a fault before `abandon`, where they may wait for this rank.
             yield fault
         except BaseException:  # this rank's fault, or another rank's
+            if scratch is not None:
+                scratch.give_back()
             self.dispatcher.abandon(tokens)
             raise
         if out is None and not self.dispatcher.makes_output:
             out = torch.empty_like(x)
-        # The combine reads y and tokens, which live here until the output has arrived.
-        combining = self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
-        if scratch is not None:
-            scratch.give_back()
+        # The combine reads y and tokens, which live here until the output has arrived; of rows that
+        # are not summed, the scratch is theirs until finalize returns.
+        try:
+            combining = self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
+        finally:
+            if scratch is not None:
+                y = None
+                scratch.give_back()
+                scratch = None
         yield combining
 
     def _arrange(
@@ -330,11 +338,14 @@ class ModularKernel:
     ) -> tuple[Unreduced, Scratch] | tuple[None, None]:
         """Let the experts leave the sum to the dispatcher, if both can. Return their output, and
         the scratch where it lies."""
-        if self._reducible and self.dispatcher.takes_unreduced(tokens):
-            scratch = self._scratch(tokens)
-            if (y := self.experts.apply_unreduced(tokens, weights, scratch)) is not None:
-                return y, scratch
-            scratch.give_back()
+        if self._reducible and len(tokens.x) and self.dispatcher.takes_unreduced(tokens):
+            scratch, y = self._scratch(tokens), None
+            try:
+                if (y := self.experts.apply_unreduced(tokens, weights, scratch)) is not None:
+                    return y, scratch
+            finally:
+                if y is None:
+                    scratch.give_back()
         return None, None
 
     def _apply_by_assignment(self, tokens: Dispatched, weights: PackedWeights) -> Tensor:

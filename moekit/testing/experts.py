@@ -252,6 +252,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             packed = pack(kernel, random_weights(problem))
             for num_tokens, kind in (
                 (self._T, "masked"),
+                (0, "random"),
                 (1, "random"),
                 (self._many_tokens, "rows"),
             ):

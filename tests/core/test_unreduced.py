@@ -99,19 +99,27 @@ def test_rows_keep_their_scratch_until_the_dispatcher_has_summed() -> None:
     assert kernel.dispatcher.taken == other.dispatcher.taken == 1
 
 
-def test_a_fault_of_the_experts_gives_the_scratch_back() -> None:
-    kernel = kernel_of(LEAVES_SUMS)
-    packed = pack(kernel, random_weights(PROBLEM))
-    case = make_case(PROBLEM, 9)
+@pytest.mark.parametrize("faulty", ["apply_unreduced", "finalize"])
+def test_a_fault_gives_the_scratch_back(faulty: str, monkeypatch) -> None:
+    found, workspace = kit_registry(), Workspace()
+    found.register(replace(found.expert(LEAVES_SUMS), name="own", target=f"{__name__}:InWorkspace"))
+    kernel = moekit.compose(PROBLEM, SUMS_ITSELF, "own", backends=found, workspace=workspace)
+    case, packed = make_case(PROBLEM, 9), pack(kernel, random_weights(PROBLEM))
+    kernel(case.x, packed, case.routing)
+    held = workspace.nbytes
+    assert held
 
     def fails(*args):
         raise RuntimeError("on purpose")
 
-    right, kernel.experts.apply_unreduced = kernel.experts.apply_unreduced, fails
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="on purpose"):
-            kernel(case.x, packed, case.routing)
-    held = kernel.workspace.nbytes
-    kernel.experts.apply_unreduced = right
-    check_call(kernel, case, packed)
-    assert kernel.workspace.nbytes <= held
+    party = kernel.experts if faulty == "apply_unreduced" else kernel.dispatcher
+    monkeypatch.setattr(party, faulty, fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        kernel(case.x, packed, case.routing)
+    assert workspace.nbytes == held
+
+
+def test_calls_without_rows_are_not_asked() -> None:
+    kernel = kernel_of(LEAVES_SUMS)
+    check_call(kernel, make_case(PROBLEM, 0))
+    assert kernel.experts.calls == 0

@@ -319,7 +319,8 @@ class World:
             kernel = getattr(transfer, name)._kernel
 
             def launch(grid: Any, *args: Any, num_warps: int = 4, num_stages: int = 3,
-                       maxnreg: int | None = None, **constants: Any) -> None:  # fmt: skip
+                       maxnreg: int | None = None, enable_fp_fusion: bool = True,
+                       **constants: Any) -> None:  # fmt: skip
                 self.launch(kernel, grid, args, constants | {"PDL": False})
 
             return launch

@@ -85,7 +85,7 @@ def test_settings_of_the_environment(monkeypatch) -> None:
     assert Settings.read() == Settings(push=False, programs=64)
     monkeypatch.setenv(COMBINE_VARIABLE, " Push ")
     monkeypatch.setenv(PROGRAMS_VARIABLE, "24")
-    assert Settings.read() == Settings(push=True, programs=24)
+    assert Settings.read() == Settings(push=True, programs=24, most_multiprocessors=24)
 
 
 def test_steps_in_flight_fit_the_smallest_shared_memory() -> None:

@@ -222,18 +222,18 @@ def acquires_nothing(flags, there):
 @triton.jit
 def waits_for_rank_0_only(
     peers_ptr, lost_ptr, error_ptr, rank, sources, there, number, spins, flags_at,
-    PHASE: tl.constexpr, RANKS: tl.constexpr,
+    PHASE: tl.constexpr, RANKS: tl.constexpr, chunk=0,
 ):  # fmt: skip
     return wait_for(peers_ptr, lost_ptr, error_ptr, rank, sources, there & (sources == 0), number,
-                    spins, flags_at, PHASE, RANKS)  # fmt: skip
+                    spins, flags_at, PHASE, RANKS, chunk)  # fmt: skip
 
 
 @triton.jit
 def waits_without_barrier(
     peers_ptr, lost_ptr, error_ptr, rank, sources, there, number, spins, flags_at,
-    PHASE: tl.constexpr, RANKS: tl.constexpr,
+    PHASE: tl.constexpr, RANKS: tl.constexpr, chunk=0,
 ):  # fmt: skip
-    own = at(peers_ptr, rank, flags_at, tl.int64) + PHASE * RANKS
+    own = at(peers_ptr, rank, flags_at, tl.int64) + (PHASE + chunk) * RANKS
     flag = tl.atomic_add(own, 0, sem="acquire", scope="sys")
     for r in tl.static_range(RANKS):
         flag = tl.atomic_add(own + r, 0, sem="acquire", scope="sys")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from moekit_kernels.numerics import INTERPRETED, Activation
 from moekit_kernels.rows import quantize_rows
 from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
+from moekit_triton import plans
 from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.gemm import grouped_gemm
 from moekit_triton.kernels.operands import Epilogue, Rows
@@ -16,7 +17,10 @@ from moekit_triton.kernels.tiles import GemmConfig
 from moekit_triton.plans import Copied, Sorted
 from triton_checks import check_block, real_rows, relative, run_align, use_plan
 
-from moekit import MoEProblem
+from moekit import MoEProblem, Workspace, compose
+from moekit.testing.calls import kit_registry, pack
+from moekit.testing.cases import make_case
+from moekit.testing.unreduced import SUMS_ITSELF
 
 BLOCK_M, SMS = 64, 3
 CONFIG = GemmConfig(BLOCK_M, 32, 32, group_m=2, num_warps=4, num_stages=3, tma=True)
@@ -158,3 +162,19 @@ def test_experts_by_heuristic(device):
     problem = MoEProblem(**sizes, device="cuda")
     assert type(choose_plan(problem, 1500, 2)) is Copied
     check_block(problem, tokens=1500)
+
+
+def test_rows_that_specialized_warps_leave_have_places(device, monkeypatch) -> None:
+    """Expert-sorted rows; the GEMMs, which need a Hopper GPU, write nothing here."""
+    problem = MoEProblem(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128,
+                         device=device)  # fmt: skip
+    tile = GemmConfig(128, 128, 64, num_stages=4, specialized=True)
+    use_plan(monkeypatch, plan := Copied(tile, tile))
+    monkeypatch.setattr(plans, "sorted_gemm", lambda *args, **options: None)
+    kernel = compose(problem, SUMS_ITSELF, "triton", backends=kit_registry(), workspace=Workspace())
+    monkeypatch.setattr(
+        kernel.experts, "workspace", lambda rows: plan.workspace(kernel.experts._layer, rows, 2)
+    )
+    case = make_case(problem, 40, "masked")
+    kernel(case.x, pack(kernel, case.weights), case.routing)
+    assert kernel.dispatcher.taken == 1

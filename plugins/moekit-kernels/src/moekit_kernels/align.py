@@ -13,6 +13,7 @@ L local experts.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -131,7 +132,7 @@ def align(
     assert out.counters is None or out.counters.numel() == COUNTERS + blocks
     assert scratch.numel() >= align_scratch(n, num_experts) and ids_RK.is_contiguous()
     lists = out.assignments_S, out.experts_B, out.num_rows, out.rows_A
-    form = {"BLOCK_M": block_m, "STORE_ROWS": out.rows_A is not None}
+    form: dict[str, Any] = {"BLOCK_M": block_m, "STORE_ROWS": out.rows_A is not None}
     clear = zeros, 0 if zeros is None else zeros.numel()
     if n <= FEW_ASSIGNMENTS and out.ends_L is None:
         count = max(16, triton.next_power_of_2(n))

@@ -33,7 +33,8 @@ class Launcher:
     Positional arguments first, all constexpr parameters by name (``PDL`` is added here). The key
     holds everything Triton specializes on: dtypes, alignment to 16 bytes, integers that are 1 or
     multiples of 16, constants, device. The first call of a key goes through Triton. Products and
-    sums are fused (fma) in every version of Triton; from 3.10 on the default is not to.
+    sums are fused (fma) unless the launch says ``enable_fp_fusion=False``, in every version of
+    Triton; from 3.10 on its default is not to.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -48,6 +49,7 @@ class Launcher:
         num_warps: int = 4,
         num_stages: int = 3,
         maxnreg: int | None = None,
+        enable_fp_fusion: bool = True,
         **constants: Any,
     ) -> None:
         if INTERPRETED:
@@ -60,10 +62,12 @@ class Launcher:
         pdl = self._pdl and pdl_enabled(device)
         if self._pdl:
             constants["PDL"] = pdl
-        key = (device, num_warps, num_stages, maxnreg, *constants.values(), *map(_kind, args))
+        key = (device, num_warps, num_stages, maxnreg, enable_fp_fusion, *constants.values(),
+               *map(_kind, args))  # fmt: skip
         found = self._compiled.get(key)
         if found is None:
-            options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            options["enable_fp_fusion"] = enable_fp_fusion
             if pdl:
                 options["launch_pdl"] = True
             if maxnreg is not None:

@@ -107,14 +107,14 @@ class _Dispatcher(PrepareAndFinalize):
     def finalize(
         self, y: Tensor | Unreduced, dispatched: Dispatched, out_TH: Tensor
     ) -> Pending[Tensor]:
+        call: Call = dispatched.handle
         if isinstance(y, Unreduced):
-            call: Call = dispatched.handle
             self._gather(call, out_TH, partial(self._transfer.reduce, call, y))
             return Pending.ready(out_TH)
         mine = self.output(dispatched)
         if y.data_ptr() != mine.data_ptr():
             mine.copy_(y)
-        self._gather(dispatched.handle, out_TH)
+        self._gather(call, out_TH, partial(self._transfer.gather, call))
         return Pending.ready(out_TH)
 
     def abandon(self, dispatched: Dispatched) -> None:
@@ -125,7 +125,7 @@ class _Dispatcher(PrepareAndFinalize):
         self.output(dispatched).fill_(float("nan"))
         nothing = torch.empty((0, self.problem.hidden_size), dtype=self.problem.dtype,
                               device=call.places.device)  # fmt: skip
-        self._gather(call, nothing)
+        self._gather(call, nothing, partial(self._transfer.gather, call))
 
     def abort(self, reason: str) -> None:
         """Take part in the call without tokens, and make it NaN on all ranks: none waits."""
@@ -141,16 +141,11 @@ class _Dispatcher(PrepareAndFinalize):
             self.abandon(tokens)
             torch.amax(lost[1:], 0, keepdim=True, out=lost[:1])
 
-    def _gather(
-        self,
-        call: Call,
-        out_TH: Tensor,
-        steps: Callable[[Tensor], list[Step]] | None = None,
-    ) -> None:
+    def _gather(self, call: Call, out_TH: Tensor, steps: Callable[[Tensor], list[Step]]) -> None:
         out = out_TH if out_TH.stride(1) == 1 else torch.empty_like(out_TH).contiguous()
         calls = self.lease.value.calls
         calls.keep_order()
-        for step in self._transfer.gather(call, out) if steps is None else steps(out):
+        for step in steps(out):
             step()
         calls.give_back(call.buffer)
         if out is not out_TH:

@@ -10,7 +10,8 @@ from moekit.plugin import Footprint, MoEProblem
 _ALIGN = 256
 _PHASES = 2  # of a call before its combine: see `kernels.flags`
 # Of calls with so many tokens of this rank, experts may leave the sum to the combine
-# (`kernels.reduce`), which takes them in so many chunks. 1024 tokens gain nothing between two H100.
+# (`kernels.reduce`), which takes them in so many chunks. Layers of 1024 tokens gain nothing between
+# two H100.
 REDUCED_FROM, _CHUNKS = 2048, 8
 # More ranks were not measured.
 _REDUCED_RANKS = 8
@@ -106,7 +107,7 @@ class Layout:
         padded = (-(-size // _ALIGN) * _ALIGN for size in sizes)
         x, scale, ids, weights, sources, y, back, counts, flags = accumulate(padded, initial=0)
         reduced = not batched and not push and ranks.copies == 1 and capacity >= REDUCED_FROM
-        chunks = _CHUNKS if reduced and ranks.count <= _REDUCED_RANKS else 1
+        chunks = _CHUNKS if reduced and 1 < ranks.count <= _REDUCED_RANKS else 1
         nbytes = flags + (_PHASES + chunks) * 8 * ranks.count
         return cls(
             batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, sources, y,

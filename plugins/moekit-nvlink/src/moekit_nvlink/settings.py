@@ -18,10 +18,12 @@ class Settings:
     ranks must choose alike, which construction checks.
 
     programs: of a kernel that moves many tokens; each occupies one multiprocessor.
+    most_multiprocessors: of the kernel that sums over K, too; None: all of the GPU.
     """
 
     push: bool = False
     programs: int = 64
+    most_multiprocessors: int | None = None
 
     @classmethod
     def read(cls) -> Settings:
@@ -32,10 +34,11 @@ class Settings:
                 f"{COMBINE_VARIABLE}={combine!r}: expected 'pull' or 'push'; set one of them on "
                 "all ranks, or unset the variable for 'pull'"
             )
-        programs = os.environ.get(PROGRAMS_VARIABLE, str(cls.programs)).strip()
+        given = os.environ.get(PROGRAMS_VARIABLE)
+        programs = str(cls.programs) if given is None else given.strip()
         if not (programs.isdecimal() and 1 <= int(programs) <= _MOST_PROGRAMS):
             raise InvalidInput(
                 f"{PROGRAMS_VARIABLE}={programs!r}: expected a number from 1 to {_MOST_PROGRAMS}; "
                 f"set one, or unset the variable for {cls.programs}"
             )
-        return cls(combine == "push", int(programs))
+        return cls(combine == "push", int(programs), None if given is None else int(programs))

@@ -45,7 +45,7 @@ class Tile:
 
     A program has the bytes of ``stages`` steps in flight, tens of kilobytes, which hide the latency
     of memory. Few tokens take all programs that they can use, which end within microseconds; more
-    tokens share the programs of `Settings`.
+    tokens share the programs of `Settings`, except in `reduce_rows`.
     """
 
     programs: int
@@ -153,7 +153,7 @@ class Transfer(ABC):
         """Return the steps that write the sum of each token's outputs; out_TH has unit strides."""
         r, at, buffer, (T, H) = self.ranks, self.layout, call.buffer, out_TH.shape
         lost, push = buffer.lost, self.settings.push
-        ways = {
+        ways: dict[str, Any] = {
             "RANKS": r.count, "RANKS_2": r.count_2, "TP": r.tp, "COPIES": r.copies,
             "LISTED": self.batched,
         }  # fmt: skip
@@ -203,15 +203,17 @@ class Transfer(ABC):
                 RANKS=r.count, RANKS_2=r.count_2, SHARES=r.shares, TP=r.tp, K=p.top_k,
                 SORTED=places is not None, CHUNKS=at.chunks, H=H, TOKENS=tile.tokens,
                 COLUMNS=tile.columns, num_warps=tile.warps, maxnreg=Tile.reduce_registers,
+                enable_fp_fusion=False,  # sums have the bits of the experts'
             )
             for programs, summing in (one_by_one if INTERPRETED else ((tile.programs, summing),))
         ]  # fmt: skip
 
     def _most_programs(self, device: torch.device) -> int:
-        """Return how many programs of `reduce_rows` a GPU runs at the same time."""
+        """Return the programs of `reduce_rows`: as many as a GPU runs at the same time."""
         if device.type != "cuda":
             return 2 * self.settings.programs
-        return Tile.reduce_each * torch.cuda.get_device_properties(device).multi_processor_count
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        return Tile.reduce_each * min(count, self.settings.most_multiprocessors or count)
 
     def _arrived(self, buffer: Buffer, x: Tensor, scale: Tensor | None, **more: Any) -> Dispatched:
         at = self.layout

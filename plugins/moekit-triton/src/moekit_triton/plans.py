@@ -346,8 +346,8 @@ class Sorted(_Tiles):
         operands = self.prepare(call)
         self.gemm_1(call, operands)
         self.gemm_2(call, operands)
-        places = operands.aligned.rows_A if self.second.specialized else None
-        return Unreduced(operands.y_SH, places)
+        rows = operands.aligned.rows_A if self.second.specialized else None
+        return Unreduced(operands.y_SH, None if rows is None else rows.view_as(call.ids_RK))
 
     def prepare(self, call: Call) -> _SortedOperands:
         """Sort the assignments and divide the workspace."""

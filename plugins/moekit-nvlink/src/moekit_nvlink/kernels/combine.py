@@ -58,10 +58,10 @@ def push_rows(
 
     word = tl.arange(0, WORDS_TILE)
     y = at(peers_ptr, rank, y_at, tl.int32)
-    CHUNKS: tl.constexpr = (WORDS + WORDS_TILE - 1) // WORDS_TILE
-    for step in tl.range(program, tl.cdiv(total, TOKENS) * CHUNKS, programs, num_stages=STAGES):
-        index = step // CHUNKS * TOKENS + tl.arange(0, TOKENS)
-        w = step % CHUNKS * WORDS_TILE
+    PARTS: tl.constexpr = (WORDS + WORDS_TILE - 1) // WORDS_TILE
+    for step in tl.range(program, tl.cdiv(total, TOKENS) * PARTS, programs, num_stages=STAGES):
+        index = step // PARTS * TOKENS + tl.arange(0, TOKENS)
+        w = step % PARTS * WORDS_TILE
         exists = index < total
         earlier = (ends[None, :] <= index[:, None]) & in_range[None, :]
         segment = tl.sum(earlier.to(tl.int32), axis=1)
@@ -117,7 +117,7 @@ def combine_rows(
                         CHUNKS)  # fmt: skip
     r = tl.arange(0, RANKS_2)
     flag, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
-                              flags_at + (CHUNKS - 1) * RANKS * 8, COMBINE, RANKS)  # fmt: skip
+                              flags_at, COMBINE, RANKS, CHUNKS - 1)  # fmt: skip
     launch_dependents(PDL)
     # A rank that gave up another one has no right output.
     gave_up = tl.max(tl.where(r < RANKS, flag & 1, 0), axis=0)

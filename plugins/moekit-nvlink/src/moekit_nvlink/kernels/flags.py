@@ -25,7 +25,8 @@ Memory is written again only when nobody reads it:
 
     x, ids, weights, sources, counts   A rank sends the rows of call n + 1 after its combine of call
                                        n, which waited for the flag COMBINE of all ranks. A rank
-                                       raises that flag when its experts, which read x, are done.
+                                       raises that flag when its experts, which read x, are done,
+                                       and its sums for other ranks, which read their ids.
     y (read by other ranks)            Experts write y of call n + 1 after they have acquired the
                                        flag ROWS of all ranks, which each rank raises after its
                                        combine of call n.
@@ -116,7 +117,7 @@ def look_at(flags, there):
 @triton.jit
 def wait_for(
     peers_ptr, lost_ptr, error_ptr, rank, sources, there, number, spins, flags_at,
-    PHASE: tl.constexpr, RANKS: tl.constexpr,
+    PHASE: tl.constexpr, RANKS: tl.constexpr, chunk=0,
 ):  # fmt: skip
     """Return the flags of ranks, and whether all came and none of them was ever given up.
 
@@ -126,10 +127,10 @@ def wait_for(
     Args:
         lost_ptr: int32 (1 + RANKS,): whether any rank was given up, and which. error_ptr: int32
             (RANKS,) in host memory, the same for the host.
-        sources: (n,) ranks, where ``there`` (n,) is true.
+        sources: (n,) ranks, where ``there`` (n,) is true. chunk: of COMBINE.
     """
     lost = tl.load(lost_ptr + 1 + sources, mask=there, other=0)
-    flags = at(peers_ptr, rank, flags_at, tl.int64) + PHASE * RANKS + sources
+    flags = at(peers_ptr, rank, flags_at, tl.int64) + (PHASE + chunk) * RANKS + sources
     flag = look_at(flags, there)
     missing = there & ~reached(flag, number)
     spun = 0

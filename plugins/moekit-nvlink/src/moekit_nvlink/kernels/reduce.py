@@ -70,8 +70,9 @@ def reduce_rows(
 ):  # fmt: skip
     """Sum the K rows of each row that arrived, and each token's sums of all ranks.
 
-    Each rank has a batch of its own. Sums over K are rounded to the output's dtype, as if experts
-    had returned them, and the ranks' sums are added in the order of ranks.
+    No two ranks hold the same batch. Sums over K are rounded to the output's dtype, as if experts
+    had returned them, and the ranks' sums are added in the order of ranks. Compile it without fused
+    products and sums: each is rounded, as in the sum of the experts.
 
     Args:
         out_ptr: (T, H), rows ``out_stride`` apart; NaN where a rank did not come.
@@ -123,7 +124,7 @@ def reduce_rows(
             if needed > came:
                 flag, complete = wait_for(
                     peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
-                    flags_at + (needed - 1) * RANKS * 8, COMBINE, RANKS,
+                    flags_at, COMBINE, RANKS, needed - 1,
                 )  # fmt: skip
                 gave_up = tl.max(tl.where(r < RANKS, flag & 1, 0), axis=0)
                 failed = ((complete == 0) | (gave_up != 0)).to(tl.int32)
@@ -150,7 +151,7 @@ def reduce_rows(
         # A rank may send the next call's tokens only when all ranks have read this one's.
         if came < CHUNKS:
             wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
-                     flags_at + (CHUNKS - 1) * RANKS * 8, COMBINE, RANKS)  # fmt: skip
+                     flags_at, COMBINE, RANKS, CHUNKS - 1)  # fmt: skip
         launch_dependents(PDL)
         if is_last(counters_ptr, combining, "gpu"):
             tl.store(epoch_ptr, number)
