@@ -13,7 +13,9 @@ from moekit.backends.reference import oracle
 from moekit.errors import WeightsError
 from moekit.problem.quant import unpack_int4
 from moekit.runtime.workspace import Workspace
-from moekit.testing.cases import interleaved
+from moekit.testing.calls import check_call, kit_registry
+from moekit.testing.cases import interleaved, make_case
+from moekit.testing.unreduced import SUMS_ITSELF
 
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}  # relative RMS error
 PAIRS = [
@@ -378,3 +380,14 @@ def test_captured_graph_replays_with_new_routing(operator_device, backends):
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(out, kernel(x, packed, routing))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_are_left_to_a_dispatcher_that_sums(operator_device, backends, bias):
+    """Biases included: GEMM 2 adds them."""
+    problem = make_problem(operator_device, has_bias=bias)
+    kernel = moekit.compose(
+        problem, SUMS_ITSELF, "marlin", workspace=NaNWorkspace(), backends=kit_registry(backends)
+    )
+    check_call(kernel, make_case(problem, 17, "masked"))
+    assert kernel.dispatcher.taken == 1
