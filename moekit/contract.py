@@ -361,6 +361,11 @@ def offers_output(dispatcher: PrepareAndFinalize) -> bool:
     return overridden and getattr(dispatcher, "offers_output", True)  # of moekit 0.1
 
 
+def offers_sum(dispatcher: PrepareAndFinalize) -> bool:
+    """Return whether this dispatcher takes unsummed rows in some calls."""
+    return type(dispatcher).takes_unreduced is not PrepareAndFinalize.takes_unreduced
+
+
 def output_dtype(
     problem: MoEProblem, experts: ExpertsSpec, dispatcher: DispatcherSpec | None = None
 ) -> torch.dtype:

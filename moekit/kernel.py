@@ -32,6 +32,7 @@ from moekit.contract import (
     Routing,
     Unreduced,
     offers_output,
+    offers_sum,
     output_dtype,
 )
 from moekit.contract import (
@@ -114,7 +115,8 @@ class ModularKernel:
         self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
         # Whether the dispatcher may be left the weights and the sum.
         standard = experts.spec.format is ActivationFormat.STANDARD
-        self._reducible = standard and experts.spec.reduces and not self.problem.batch_invariant
+        reduces = standard and experts.spec.reduces and not self.problem.batch_invariant
+        self._reducible = reduces and offers_sum(dispatcher)
         # Whether the dispatcher takes (R, K', H) from STANDARD experts, unweighted.
         self._by_assignment = self.problem.batch_invariant and not self._reduced
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
@@ -258,7 +260,8 @@ class ModularKernel:
                 try:
                     if self._quantizes_arrivals and tokens.x_scale is None:
                         tokens = quantize_dispatched(self.experts, tokens, weights)
-                    y, scratch = self._unreduced(tokens, weights)
+                    if self._reducible:
+                        y, scratch = self._unreduced(tokens, weights)
                     if y is None:
                         y = self._run_experts(tokens, weights, out)
                 except BaseException as error:
@@ -338,8 +341,10 @@ class ModularKernel:
     ) -> tuple[Unreduced, Scratch] | tuple[None, None]:
         """Let the experts leave the sum to the dispatcher, if both can. Return their output, and
         the scratch where it lies."""
-        if self._reducible and len(tokens.x) and self.dispatcher.takes_unreduced(tokens):
-            scratch, y = self._scratch(tokens), None
+        if len(tokens.x) and self.dispatcher.takes_unreduced(tokens):
+            rows = len(tokens.x)
+            layout = self._layouts.get(rows) or self._layout(rows)
+            scratch, y = self.workspace.take(layout, tokens.x.device), None
             try:
                 if (y := self.experts.apply_unreduced(tokens, weights, scratch)) is not None:
                     return y, scratch
@@ -357,16 +362,13 @@ class ModularKernel:
         return y
 
     def _apply(self, y: Tensor, tokens: Dispatched, weights: PackedWeights) -> None:
-        scratch = self._scratch(tokens)
+        rows = tokens.x.shape[-2]
+        layout = self._layouts.get(rows) or self._layout(rows)
+        scratch = self.workspace.take(layout, tokens.x.device)
         try:
             self.experts.apply(y, tokens, weights, scratch)
         finally:
             scratch.give_back()
-
-    def _scratch(self, tokens: Dispatched) -> Scratch:
-        rows = tokens.x.shape[-2]
-        layout = self._layouts.get(rows) or self._layout(rows)
-        return self.workspace.take(layout, tokens.x.device)
 
     def _layout(self, rows: int) -> Layout:
         if len(self._layouts) >= _MAX_LAYOUTS:
