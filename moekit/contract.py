@@ -361,9 +361,9 @@ def offers_output(dispatcher: PrepareAndFinalize) -> bool:
     return overridden and getattr(dispatcher, "offers_output", True)  # of moekit 0.1
 
 
-def offers_sum(dispatcher: PrepareAndFinalize) -> bool:
-    """Return whether this dispatcher takes unsummed rows in some calls."""
-    return type(dispatcher).takes_unreduced is not PrepareAndFinalize.takes_unreduced
+def offers_sum(dispatcher: type[PrepareAndFinalize]) -> bool:
+    """Return whether dispatchers of this class take `Unreduced` in some calls."""
+    return dispatcher.takes_unreduced is not PrepareAndFinalize.takes_unreduced
 
 
 def output_dtype(

@@ -116,7 +116,7 @@ class ModularKernel:
         # Whether the dispatcher may be left the weights and the sum.
         standard = experts.spec.format is ActivationFormat.STANDARD
         reduces = standard and experts.spec.reduces and not self.problem.batch_invariant
-        self._reducible = reduces and offers_sum(dispatcher)
+        self._reducible = reduces and offers_sum(type(dispatcher))
         # Whether the dispatcher takes (R, K', H) from STANDARD experts, unweighted.
         self._by_assignment = self.problem.batch_invariant and not self._reduced
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
@@ -275,8 +275,8 @@ class ModularKernel:
             raise
         if out is None and not self.dispatcher.makes_output:
             out = torch.empty_like(x)
-        # The combine reads y and tokens, which live here until the output has arrived; of rows that
-        # are not summed, the scratch is theirs until finalize returns.
+        # The combine reads y and tokens, which live here until the output has arrived. Unreduced
+        # rows live in the scratch only until finalize returns.
         try:
             combining = self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
         finally:
@@ -341,8 +341,8 @@ class ModularKernel:
     ) -> tuple[Unreduced, Scratch] | tuple[None, None]:
         """Let the experts leave the sum to the dispatcher, if both can. Return their output, and
         the scratch where it lies."""
-        if len(tokens.x) and self.dispatcher.takes_unreduced(tokens):
-            rows = len(tokens.x)
+        rows = len(tokens.x)
+        if rows and self.dispatcher.takes_unreduced(tokens):
             layout = self._layouts.get(rows) or self._layout(rows)
             scratch, y = self.workspace.take(layout, tokens.x.device), None
             try:

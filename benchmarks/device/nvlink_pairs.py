@@ -218,17 +218,15 @@ class SummedPair(Pair):
     def __init__(self, *args: Any, **sizes: Any) -> None:
         super().__init__(*args, **sizes)
         tokens = self.dispatch()
-        self.ids = tokens.topk_ids.clone()
-        count = self.ids.numel()
-        order = self.ids.flatten().sort(stable=True).indices
-        self.places = torch.empty_like(self.ids)
+        ids = tokens.topk_ids
+        count, order = ids.numel(), ids.flatten().sort(stable=True).indices
+        self.places = torch.empty_like(ids)
         self.places.view(-1)[order] = torch.arange(count, dtype=torch.int32, device=DEVICE)
         self.rows = torch.empty(count, self.x.shape[1], dtype=self.x.dtype, device=DEVICE)
-        self.of_row = order // self.ids.shape[1]
+        self.of_row = order // ids.shape[1]
         self.apart = True
         self.combine(tokens)
-        weights = self.routing.topk_weights.sum(1, keepdim=True)
-        self.factor = weights.float()
+        self.factor = self.routing.topk_weights.sum(1, keepdim=True)
 
     def combine(self, tokens: Any, copy: bool = False) -> None:
         from moekit_kernels.rows import weighted_sum

@@ -49,12 +49,12 @@ class SumsItself(LocalDispatcher):
         self.taken += 1
         ids, weights = dispatched.topk_ids, dispatched.topk_weights
         assert ids is not None and weights is not None
-        check(y, ids, self.problem.hidden_size, self.problem.dtype)
+        check_unreduced(y, ids, self.problem.hidden_size, self.problem.dtype)
         self.weight_and_reduce(y.rows_NH, ids, weights, out_TH, y.places_RK)
         return Pending.ready(out_TH)
 
 
-def check(given: Unreduced, ids_RK: Tensor, hidden_size: int, dtype: torch.dtype) -> None:
+def check_unreduced(given: Unreduced, ids_RK: Tensor, hidden_size: int, dtype: torch.dtype) -> None:
     """Assert that rows have the form that `Unreduced` states."""
     rows, places = given.rows_NH, given.places_RK
     assert rows.dtype == dtype, f"rows_NH is {rows.dtype}, expected {dtype}"
@@ -75,6 +75,20 @@ def check(given: Unreduced, ids_RK: Tensor, hidden_size: int, dtype: torch.dtype
     assert bool(((used >= 0) & (used < len(rows))).all()), f"places_RK names no row of {len(rows)}"
 
 
+def by_assignment(tokens: Dispatched) -> Dispatched:
+    """Return STANDARD tokens with a row for each of the R * K' assignments, of weight 1.
+
+    Experts that reduce return the rows of `Unreduced` for them.
+    """
+    ids, scale = tokens.topk_ids, tokens.x_scale
+    assert ids is not None
+    R, K = ids.shape
+    if scale is not None and len(scale) == R:
+        scale = scale.repeat_interleave(K, 0)
+    ones = torch.ones(R * K, 1, dtype=torch.float32, device=ids.device)
+    return Dispatched(tokens.x.repeat_interleave(K, 0), scale, ids.reshape(-1, 1), ones)
+
+
 class LeavesSums(TorchExperts):
     """Leaves two of three calls' sums to the dispatcher, in other calls on other ranks.
 
@@ -91,15 +105,11 @@ class LeavesSums(TorchExperts):
         if (self.calls + self.problem.parallel.rank) % 3 == 0:
             return None
         self.left += 1
-        ids, x, scale = tokens.topk_ids, tokens.x, tokens.x_scale
+        ids, device = tokens.topk_ids, tokens.x.device
         assert ids is not None
-        (R, K), H, device = ids.shape, self.problem.hidden_size, x.device
-        if scale is not None and len(scale) == R:
-            scale = scale.repeat_interleave(K, 0)
-        ones = torch.ones(R * K, 1, dtype=torch.float32, device=device)
-        alone = Dispatched(x.repeat_interleave(K, 0), scale, ids.reshape(-1, 1), ones)
+        (R, K), H = ids.shape, self.problem.hidden_size
         y = torch.empty(R * K, H, dtype=self.problem.dtype, device=device)
-        self.apply(y, alone, weights, workspace)
+        self.apply(y, by_assignment(tokens), weights, workspace)
         order = torch.randperm(2 * R * K, generator=cases.generator("places", self.calls))
         places = order[: R * K].to(device)
         rows = torch.full((2 * R * K, H), float("nan"), dtype=y.dtype, device=device)

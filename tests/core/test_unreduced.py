@@ -14,16 +14,15 @@ from moekit.plugin import BufferSpec, Workspace
 from moekit.testing import assert_close
 from moekit.testing.calls import check_call, kit_registry, pack
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.unreduced import LEAVES_SUMS, SUMS_ITSELF, LeavesSums, SumsItself
+from moekit.testing.unreduced import LEAVES_SUMS, SUMS_ITSELF, SumsItself, by_assignment
 
 PROBLEM = moekit.MoEProblem(
     num_experts=4, top_k=2, hidden_size=96, intermediate_size=48, dtype=torch.float32, device="cpu"
 )
 
 
-def kernel_of(experts: str, backends=None, **changes):
-    problem = PROBLEM.replace(**changes)
-    return moekit.compose(problem, SUMS_ITSELF, experts, backends=backends or kit_registry())
+def kernel_of(experts: str, backends=None):
+    return moekit.compose(PROBLEM, SUMS_ITSELF, experts, backends=backends or kit_registry())
 
 
 def test_a_composite_leaves_the_sums_of_the_member_that_does() -> None:
@@ -45,7 +44,6 @@ def test_padded_columns_are_cut_from_the_rows() -> None:
 
 
 def test_batch_invariant_calls_are_not_asked(monkeypatch) -> None:
-    monkeypatch.setattr(TorchExperts, "apply_unreduced", LeavesSums.apply_unreduced)
     monkeypatch.setattr(moekit.backends.local.LocalDispatcher, "takes_unreduced", None)
     kernel = moekit.compose(PROBLEM.replace(batch_invariant=True), "local", "torch")
     case = make_case(kernel.problem, 5)
@@ -62,11 +60,9 @@ class InWorkspace(TorchExperts):
 
     def apply_unreduced(self, tokens, weights, workspace):
         *inner, rows = workspace
-        R, K = tokens.topk_ids.shape
-        x, ones = tokens.x.repeat_interleave(K, 0), torch.ones(R * K, 1)
-        each = replace(tokens, x=x, topk_ids=tokens.topk_ids.view(-1, 1), topk_weights=ones)
-        self.apply(rows[: R * K], each, weights, inner)
-        return Unreduced(rows[: R * K])
+        rows = rows[: tokens.topk_ids.numel()]
+        self.apply(rows, by_assignment(tokens), weights, inner)
+        return Unreduced(rows)
 
 
 class CallsAnother(SumsItself):

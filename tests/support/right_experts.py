@@ -12,6 +12,7 @@ from moekit.backends.reference import ReferenceExperts, dequantized_input, exper
 from moekit.contract import BufferSpec, PackedWeights, PermuteExpertsUnpermute
 from moekit.problem import ActivationFormat
 from moekit.problem.weights import ExpertWeights
+from moekit.testing.unreduced import by_assignment
 
 
 class Plain(PermuteExpertsUnpermute):
@@ -60,17 +61,8 @@ class LeavesSums(Plain):
     def apply_unreduced(self, tokens, weights, workspace):
         ids = tokens.topk_ids
         count, hidden = ids.numel(), self.problem.hidden_size
-        ones = torch.ones_like(tokens.topk_weights).view(-1, 1)
-        K = ids.shape[1]
-        scale = tokens.x_scale
-        if scale is not None and len(scale) == len(ids):
-            scale = scale.repeat_interleave(K, 0)
-        each = replace(
-            tokens, x=tokens.x.repeat_interleave(K, 0), x_scale=scale, topk_ids=ids.view(-1, 1),
-            topk_weights=ones,
-        )  # fmt: skip
         y = torch.empty(count, hidden, dtype=self.problem.dtype)
-        self.apply(y, each, weights, [torch.empty(count, hidden)])
+        self.apply(y, by_assignment(tokens), weights, [torch.empty(count, hidden)])
         order = ids.flatten().argsort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(count)

@@ -112,8 +112,9 @@ class Host:
             if i in leave:
                 steps.append(transfer.reduce(tokens.handle, rows, outs[-1]))
             else:
-                both = [] if not leave else [lambda: None]
-                steps.append(both + transfer.gather(tokens.handle, outs[-1]))
+                # The sums are one step, and the combine the next one.
+                before = [lambda: None] if leave else []
+                steps.append(before + transfer.gather(tokens.handle, outs[-1]))
         number, flags = int(buffers[0].epoch) + 1, [self.flags(each) for each in buffers]
         if not self.push:  # the first rank would wait for the others for ever
             for mine in flags:

@@ -66,8 +66,10 @@ class Launcher:
                *map(_kind, args))  # fmt: skip
         found = self._compiled.get(key)
         if found is None:
-            options = {"num_warps": num_warps, "num_stages": num_stages}
-            options["enable_fp_fusion"] = enable_fp_fusion
+            options = {
+                "num_warps": num_warps, "num_stages": num_stages,
+                "enable_fp_fusion": enable_fp_fusion,
+            }  # fmt: skip
             if pdl:
                 options["launch_pdl"] = True
             if maxnreg is not None:
