@@ -260,6 +260,18 @@ class RankPool:
         self._stacks.cleanup()
 
 
+def wait_until_connected() -> None:
+    """Return when every rank has the default group, so that this one may leave it.
+
+    gloo connects a rank that its peer still connects to. If it leaves then, the peer's
+    ``init_process_group`` fails with "connection closed by peer".
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected/{dist.get_rank()}", "1")
+    everyone = [f"connected/{rank}" for rank in range(dist.get_world_size())]
+    store.wait(everyone, timedelta(seconds=_STARTUP_SECONDS))
+
+
 def _start_method(device_type: str) -> SpawnContext | ForkServerContext:
     """Return how ranks start.
 

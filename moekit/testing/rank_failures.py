@@ -15,6 +15,7 @@ from moekit.contract import Routing
 from moekit.errors import GroupMismatch, InvalidInput, MoekitError, PeerFailed, Unsupported
 from moekit.problem import MoEProblem
 from moekit.testing.calls import call
+from moekit.testing.distributed import wait_until_connected
 from moekit.testing.ranks import Call, Job, Rank, Refused
 
 
@@ -176,6 +177,7 @@ def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Re
         place, mine = members.index(rank), PrefixStore(f"group {number}", store)
         seconds = timedelta(seconds=20)
         dist.init_process_group("gloo", store=mine, rank=place, world_size=2, timeout=seconds)
+        wait_until_connected()
         try:
             kept.append(r := Rank(place, 2, job))
         except (Unsupported, GroupMismatch) as error:

@@ -20,6 +20,7 @@ from moekit.errors import GroupMismatch, PeerFailed
 from moekit.kernel import ModularKernel
 from moekit.runtime.workspace import Workspace
 from moekit.selection import select
+from moekit.testing.distributed import wait_until_connected
 
 E, K, H, INNER, T = 4, 2, 32, 16, 3
 
@@ -90,6 +91,7 @@ def away_from(rank: int, world_size: int, folder: str) -> list[str]:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/{store}", rank=rank, world_size=world_size
         )
+        wait_until_connected()
         try:
             said.append(Layer(dist.group.WORLD, 2.0).call() if comes else "away")
         except PeerFailed as error:
