@@ -111,9 +111,9 @@ def _onednn() -> str:
         ("AVX512_CORE_BF16", "avx512_bf16"),
         ("AVX512_CORE_FP16", "avx512_fp16"),
         ("AVX512_CORE_AMX", "amx_bf16"),
-        ("ARM", "asimd"),  # moekit's names: the variable does not limit Arm Compute Library
-        ("ARM_BF16", "bf16"),
     ]
+    if "asimd" in flags:  # moekit's names: the variable does not limit Arm Compute Library
+        return "ARM_BF16" if "bf16" in flags else "ARM"
     found = "SSE41"
     for name, flag in levels:
         if flag in flags:
