@@ -8,7 +8,7 @@ pairs    every installed dispatcher that moves tokens, bf16 and fp8 blocks: both
 ways     nvlink_ht and nvlink_ll with combine by pull and by push, with 16, 32 and 64 programs
 dedup    nvlink_ht with a row for each token and rank, and with a row for each assignment (as many
          tokens of one expert each)
-tiles    nvlink_ht with other tiles, one part changed at a time
+tiles    nvlink_ht with its own tiles, then others, one part changed at a time
 kraken   4096 tokens of 4096 columns, one expert each: 33.5 MB of a rank, as in kraken's figures
 stress   1000 eager calls with changing T, delays of random ranks and poisoned memory; 200 replays
 sums     nvlink_ht with eight rows for each row that arrived: summed by `triton`'s kernel before the
@@ -61,12 +61,29 @@ DEVICE = "cuda"
 REPEATS, PAIRS = 7, 8
 PROGRAMS = "NVLINK_PAIRS_PROGRAMS"  # for the ranks' processes
 HEAD = "| dispatcher | scheme | T | pair | dispatch | combine | error | buffers MB | SMs |"
-# Of nvlink_ht: part, then programs, tokens, columns, warps, stages.
+# Of nvlink_ht, by tokens and hidden size: part, then programs, tokens, columns, warps, stages.
 TILES = {
-    16: [("combine", (128, 1, 2048, 8, 1)), ("combine", (16, 1, 8192, 16, 1))],
-    128: [("dispatch", (64, 2, 4096, 8, 1)), ("combine", (128, 1, 4096, 8, 1)),
-          ("combine", (128, 1, 2048, 8, 1)), ("combine", (128, 1, 8192, 8, 1))],
-    4096: [
+    (16, 7168): [("combine", (128, 1, 2048, 8, 1)), ("combine", (16, 1, 8192, 16, 1))],
+    (128, 7168): [
+        *(("dispatch", tile) for tile in (
+            (64, 2, 4096, 8, 1), (128, 1, 4096, 16, 1), (128, 1, 2048, 8, 1), (128, 1, 1024, 4, 1),
+        )),
+        *(("combine", tile) for tile in (
+            (128, 1, 4096, 8, 1), (128, 1, 2048, 8, 1), (128, 1, 8192, 8, 1), (264, 1, 2048, 8, 1),
+            (528, 1, 1024, 4, 1),
+        )),
+    ],
+    **{(1024, hidden): [
+        *(("dispatch", (programs, max(1, tokens * 1024 // columns), columns, warps, 1))
+          for programs, tokens, warps in (
+              (32, 16, 16), (64, 16, 16), (128, 8, 8), (128, 4, 8), (256, 4, 4), (512, 2, 4),
+          )),
+        *(("combine", tile) for tile in (
+            (32, 4, 1024, 16, 2), (64, 4, 1024, 16, 2), (128, 4, 1024, 8, 1), (264, 2, 1024, 8, 1),
+            (528, 1, 1024, 4, 1), (1056, 1, 1024, 4, 1),
+        )),
+    ] for hidden, columns in ((2048, 1024), (7168, 4096))},
+    (4096, 7168): [
         *(("dispatch", (programs, 8, 1024, 16, 3)) for programs in (32, 64)),
         *(("dispatch", (programs, tokens, 4096, 16, 1)) for programs in (32, 64)
           for tokens in (2, 4, 8)),
@@ -325,15 +342,15 @@ def ways(name: str, tokens: Sequence[int]) -> None:
 def tiles(name: str, tokens: Sequence[int]) -> None:
     from moekit_nvlink.transfer import Tile
 
-    for each in tokens:
-        for part, tile in TILES.get(each, ()):
-            label = f"{name} {part} {tile}"
+    for (count, hidden), changes in TILES.items():
+        own = [("", ()), *changes] if count in tokens else []
+        for part, tile in own:
+            label = f"{name} {hidden} {part} {tile}" if part else f"{name} {hidden}"
             with ExitStack() as stack:
-                patch = mock.patch.object(
-                    Tile, f"of_{part}", staticmethod(lambda *_, t=tile: Tile(*t))
-                )
-                stack.enter_context(patch)
-                pair = stack.enter_context(made(label, name, each))
+                if part:
+                    found = {f"of_{part}": staticmethod(lambda *_, t=tile: Tile(*t))}
+                    stack.enter_context(mock.patch.multiple(Tile, **found))
+                pair = stack.enter_context(made(label, name, count, hidden=hidden))
                 if pair is not None:
                     pair.line(label, "none")
 
