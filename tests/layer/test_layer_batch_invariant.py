@@ -59,11 +59,15 @@ def test_routing_does_not_depend_on_other_tokens(options, width) -> None:
 
 
 def test_the_default_scores_depend_on_the_number_of_tokens() -> None:
-    """The reason for `_by_rows`; if this fails, torch has one function for all elements."""
+    """The reason for `_by_rows`. If this fails, torch has one function for all elements.
+
+    It may have one where ATEN_CPU_CAPABILITY is "default".
+    """
     logits = logits_for(4000, 8)
     together = torch.sigmoid(logits)
     alone = torch.cat([torch.sigmoid(row[None]) for row in logits])
-    assert not torch.equal(together, alone)
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert not torch.equal(together, alone)
     by_rows = routes._by_rows(torch.sigmoid, logits)
     ones = torch.cat([routes._by_rows(torch.sigmoid, row[None]) for row in logits])
     assert torch.equal(by_rows, ones)
