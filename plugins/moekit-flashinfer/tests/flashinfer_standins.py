@@ -104,6 +104,7 @@ def target_ranks(experts: Tensor, per_rank: int) -> Tensor:
 
 _COUNTS_OFFSET, _STATE_OFFSET, _PAYLOAD_OFFSET = 128, 512, 1024
 _sent: dict[int, tuple[Tensor, Tensor]] = {}  # workspace -> ranks (T, K), and slots there or -1
+_combined: dict[int, int] = {}  # workspace -> where the rows of its last combine begin
 
 
 def _pad(n: int) -> int:
@@ -118,6 +119,7 @@ def moe_a2a_get_workspace_size_per_rank(ranks: int, capacity: int, there: int, b
 def moe_a2a_initialize(workspace: Tensor, rank: int, ranks: int, capacity: int) -> Tensor:
     assert workspace.dtype == torch.uint8 and workspace.shape[0] == ranks
     workspace[rank].zero_()
+    _combined.pop(workspace.data_ptr(), None)
     return torch.tensor([_STATE_OFFSET, _COUNTS_OFFSET, _PAYLOAD_OFFSET])
 
 
@@ -149,6 +151,8 @@ def moe_a2a_dispatch(
         starts.append(offset)
         offset += ranks * most * row
     assert offset <= workspace.shape[1], "workspace size per rank insufficient"
+    # Other ranks read a combine's rows until they come to this dispatch.
+    assert offset <= _combined.get(workspace.data_ptr(), offset), "writes rows that may be read"
 
     targets, order = target_ranks(ids, experts // ranks), torch.randperm(len(ids), generator=ORDER)
     assert bool(((targets >= 0) & (targets < ranks)).all()), f"{ids}: write out of bounds"
@@ -193,6 +197,7 @@ def moe_a2a_combine(
         assert payload.data_ptr() == workspace[rank].data_ptr() + offset
     else:
         workspace[rank, offset : offset + nbytes] = payload.view(-1).view(torch.uint8)
+    _combined[workspace.data_ptr()] = offset
     Driver.exchange(workspace)
     rows = workspace[:, offset : offset + nbytes].view(payload.dtype).view(ranks, ranks * most, -1)
     out = payload.new_zeros((tokens, payload.shape[2]))

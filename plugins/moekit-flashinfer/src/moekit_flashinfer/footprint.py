@@ -57,6 +57,11 @@ def one_sided_workspace(ranks: int, capacity: int, row_bytes: tuple[int, int]) -
     return counters + sum(_up(ranks * capacity * n) for n in row_bytes)
 
 
+def one_sided_output(ranks: int, capacity: int, row_bytes: tuple[int, int]) -> int:
+    """Return the bytes of the experts' output, at the end of the workspace."""
+    return _up(ranks * capacity * row_bytes[1])
+
+
 def one_sided(problem: MoEProblem) -> Footprint:
     p, (T, ranks) = problem, _sizes(problem)
     workspace = pages(one_sided_workspace(ranks, T, one_sided_row_bytes(p)))

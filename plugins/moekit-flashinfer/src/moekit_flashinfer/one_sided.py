@@ -64,6 +64,12 @@ class Buffers:
         self._nbytes = self.library.moe_a2a_get_workspace_size_per_rank(
             self.ranks.size, capacity, *row_bytes
         )
+        # Layers of several schemes take turns here, and the library puts the experts' output right
+        # behind what a dispatch sends. So a fast rank's tokens of the next layer could replace rows
+        # that a slow rank still reads: the output lies behind the most that any dispatch sends.
+        self.output_at = self._nbytes - footprint.one_sided_output(
+            self.ranks.size, capacity, row_bytes
+        )
         names, values = self.library.get_moe_alltoall_module().moe_a2a_get_metainfo_index_pairs()
         self._index = dict(zip(map(str, names), map(int, values), strict=True))
         self.calls = CallBuffers(self._open, group)
@@ -97,7 +103,6 @@ _shared: SharedBuffers[Buffers] = SharedBuffers(Buffers.free)
 class _Call:
     buffer: CallBuffer
     tokens: int
-    offset: int  # of the experts' output in the buffer
 
 
 class OneSidedDispatcher(PrepareAndFinalize):
@@ -143,7 +148,7 @@ class OneSidedDispatcher(PrepareAndFinalize):
         names = sorted(payloads, key=lambda name: -_alignment(payloads[name]))
         buffer = buffers.calls.take()
         try:
-            received, offset = buffers.library.moe_a2a_dispatch(
+            received, _ = buffers.library.moe_a2a_dispatch(
                 targets, [payloads[name] for name in names], buffer.memory.tensor, buffer.metainfo,
                 buffers.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
             )  # fmt: skip
@@ -158,16 +163,16 @@ class OneSidedDispatcher(PrepareAndFinalize):
                 got["ids"], p.local_experts.start, p.num_local_experts, buffer.counts_G
             ),
             topk_weights=got["weights"],
-            handle=_Call(buffer, len(ids), offset),
+            handle=_Call(buffer, len(ids)),
         )
         return Pending.ready(tokens)
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return (R, H) in the buffer that other ranks read."""
-        p, call, ranks = self.problem, dispatched.handle, self.lease.value.ranks
+        p, buffers = self.problem, self.lease.value
         nbytes = self.max_rows(0) * p.hidden_size * p.dtype.itemsize
-        mine = call.buffer.memory.tensor[ranks.rank]
-        rows: Tensor = mine[call.offset : call.offset + nbytes].view(p.dtype)
+        mine = dispatched.handle.buffer.memory.tensor[buffers.ranks.rank]
+        rows: Tensor = mine[buffers.output_at :][:nbytes].view(p.dtype)
         return rows.view(-1, p.hidden_size)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
@@ -179,11 +184,11 @@ class OneSidedDispatcher(PrepareAndFinalize):
         ranks = buffers.ranks
         buffers.calls.keep_order()
         mine = buffer.memory.tensor[ranks.rank]
-        in_place = y_RH.data_ptr() == mine.data_ptr() + call.offset
+        in_place = y_RH.data_ptr() == mine.data_ptr() + buffers.output_at
         combined: Tensor = buffers.library.moe_a2a_combine(
             y_RH.contiguous().view(ranks.size, buffers.capacity, p.hidden_size), call.tokens,
             buffer.memory.tensor, buffer.metainfo, buffers.capacity, ranks.rank, ranks.size,
-            p.top_k, call.offset, in_place,
+            p.top_k, buffers.output_at, in_place,
         )  # fmt: skip
         buffers.calls.give_back(buffer)
         return combined
