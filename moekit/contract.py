@@ -234,7 +234,10 @@ class PrepareAndFinalize(Backend):
         """
 
     def abandon(self, dispatched: Dispatched) -> None:  # noqa: B027 (as above)
-        """End a call whose experts failed on some rank: no rank calls `finalize` for its tokens."""
+        """End a call whose experts failed on some rank, in place of `finalize`.
+
+        All ranks do if the kernel is checked, and else only the rank whose experts failed.
+        """
 
     def destroy(self) -> None:
         """Free buffers and handles; idempotent."""

@@ -98,6 +98,16 @@ def _check_payload(x, topk_idx, topk_weights):
     return x, scales
 
 
+class Stream:
+    """Where a buffer's kernels run. Counts that a kernel writes come when all of it has run."""
+
+    def __init__(self):
+        self.counts = []
+
+    def synchronize(self):
+        self.counts.clear()
+
+
 class _Base:
     live: list[_Base] = []
 
@@ -105,6 +115,7 @@ class _Base:
         assert explicitly_destroy, "or Python's end may hang"
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.generator = torch.Generator().manual_seed(self.rank)
+        self.stream = Stream()
         self.events: list[EventOverlap] = []
         _Base.live.append(self)
 
@@ -114,6 +125,9 @@ class _Base:
         if not asynchronous:
             event.current_stream_wait()
         return event
+
+    def get_comm_stream(self):
+        return self.stream
 
     def destroy(self):
         assert self in _Base.live, "destroyed twice"
@@ -164,6 +178,7 @@ class Buffer(_Base):
         assert (num_rdma_bytes > 0) == low_latency_mode
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.num_qps_per_rank = low_latency_mode, num_qps_per_rank
+        self.set, self.raised, self.captured = 0, [False, False], ""
         if low_latency_mode:
             ranks = dist.get_process_group_ranks(group)
             assert all(others == ranks for others in self._nvshmem), "one set of ranks per process"
@@ -244,6 +259,12 @@ class Buffer(_Base):
             for rank, (_, _, _, wanted, *_) in enumerate(arrived)
             for token in wanted[:, self.rank].nonzero().flatten().tolist()
         ]
+        # The host polls one word, which the kernels before this one write, too.
+        self.stream.counts.append(len(sources))
+        count = self.stream.counts[0] if not num_worst_tokens else 0
+        assert num_worst_tokens or count == len(sources), "the host read an earlier call's count"
+        if not num_worst_tokens:
+            self.stream.synchronize()
         rows, k = num_worst_tokens or len(sources), topk_idx.shape[1]
         assert len(sources) <= rows, "more tokens than the worst case"
         recv_x = _garbage((rows, x.shape[1]), x.dtype)
@@ -297,6 +318,17 @@ class Buffer(_Base):
         assert self.ranks * tokens % 4 == 0, "TMA"
         assert hidden % 512 == 0  # a list in the library, of which all are multiples
 
+    def _take_set(self):
+        """Raise the flags of a set, and clear those of the other: the host counts, kernels run."""
+        if not self.captured:
+            assert not self.raised[self.set], (
+                "flags of an earlier transfer are taken for this one's"
+            )
+            self.raised[self.set], self.raised[1 - self.set] = True, False
+        self.set = 1 - self.set
+        if self.captured == "broken":
+            raise RuntimeError("operation failed due to a previous error during capture")
+
     @_on_cpu
     def low_latency_dispatch(
         self,
@@ -315,6 +347,7 @@ class Buffer(_Base):
         assert topk_idx.dtype == topk_idx_t and topk_idx.is_contiguous()
         assert topk_idx.shape[0] == tokens and topk_idx.shape[1] <= 11
         assert not return_recv_hook, "the stand-in knows no hooks"
+        self._take_set()
         arrived = _exchange(self.group, x, topk_idx)
         local, rows = num_experts // self.ranks, self.ranks * capacity
         slab = _garbage((local, rows, hidden), _E4M3 if use_fp8 else torch.bfloat16)
@@ -370,6 +403,7 @@ class Buffer(_Base):
             ]
             which = torch.tensor(rows, dtype=torch.long).view(-1, 4)
             values = x[which[:, 0], which[:, 1]]
+        self._take_set()
         arrived = _exchange(self.group, values, which)
 
         def finish():

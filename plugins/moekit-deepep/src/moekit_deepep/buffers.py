@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import deep_ep
@@ -30,12 +30,16 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Held:
-    """An object of deep_ep, and the bytes that it holds. The last lease frees it: collective."""
+    """An object of deep_ep, and the bytes that it holds. The last lease frees it: collective.
+
+    uncounted: kinds of calls that write a number of rows for which the host does not wait.
+    """
 
     buffer: Any
     nbytes: int
     group: dist.ProcessGroup
     farewell: Agreement
+    uncounted: set[str] = field(default_factory=set)
 
 
 def _lease(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,6 +42,11 @@ class DeepEPDispatcher(PrepareAndFinalize):
     @property
     def _buffer(self) -> Any:
         return self.lease.value.buffer
+
+
+def capturing(x: Tensor) -> bool:
+    """Return whether the current stream's calls go into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Transfer:

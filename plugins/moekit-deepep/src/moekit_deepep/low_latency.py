@@ -11,14 +11,17 @@ second call could not start before the first one's tokens were received.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import deep_ep
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moekit.plugin import Dispatched, Lease, Pending, Quantizer, Routing
 
 from . import buffers, footprint
-from .dispatcher import DeepEPDispatcher, Transfer, combined
+from .dispatcher import DeepEPDispatcher, Transfer, capturing, combined
 
 
 class LowLatencyDispatcher(DeepEPDispatcher):
@@ -73,6 +76,18 @@ class LowLatencyDispatcher(DeepEPDispatcher):
             out=out_TH if out_TH is not None and out_TH.is_contiguous() else None,
         )
         return combined(event, combined_TH, out_TH)
+
+    def abandon(self, dispatched: Dispatched) -> None:
+        """Count the combine of a capture that failed.
+
+        The library uses two sets of flags in turn, and counts launches on the host, also those that
+        a graph captures. With one launch left out, the next dispatch would find flags of an earlier
+        transfer. It counts before it launches, so a broken capture makes no difference.
+        """
+        if self.lease.held and capturing(dispatched.x):
+            x = dispatched.x
+            with suppress(RuntimeError):  # the fault of the experts matters
+                self.finalize(torch.empty_like(x, dtype=self.problem.dtype), dispatched, None)
 
     def max_rows(self, num_tokens: int) -> int:
         return self.group.size() * self._capacity

@@ -11,7 +11,6 @@ The buffer is a set of queues, so its size does not grow with the number of toke
 from __future__ import annotations
 
 import deep_ep
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from moekit.errors import InvalidInput
 from moekit.plugin import Dispatched, Lease, Pending, Quantizer, Routing, quantize_for_transfer
 
 from . import buffers, footprint
-from .dispatcher import DeepEPDispatcher, Transfer, combined
+from .dispatcher import DeepEPDispatcher, Transfer, capturing, combined
 
 
 class NormalDispatcher(DeepEPDispatcher):
@@ -39,17 +38,26 @@ class NormalDispatcher(DeepEPDispatcher):
     ) -> Pending[Dispatched]:
         ids = routing.topk_ids.to(deep_ep.topk_idx_t)
         x = x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem)
-        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+        held, rows = self.lease.value, self._fixed_rows(x_TH)
+        per_rank, _, per_expert, in_rank, _ = held.buffer.get_dispatch_layout(
             ids, self.problem.num_physical_experts, async_finish=True
         )
-        received, ids_RK, weights_RK, _, handle, event = self._buffer.dispatch(
+        if rows:
+            held.uncounted.add("replays" if capturing(x_TH) else "calls")
+        elif held.uncounted:
+            # Every dispatch writes its number of rows to one word of the host, also when a graph is
+            # replayed. An earlier call's number must not arrive while the host waits for this
+            # one's. The library's stream is behind the current one, and so behind its replays.
+            held.buffer.get_comm_stream().synchronize()
+            held.uncounted.discard("calls")
+        received, ids_RK, weights_RK, _, handle, event = held.buffer.dispatch(
             x,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
             topk_idx=ids,
             topk_weights=routing.topk_weights,
-            num_worst_tokens=self._fixed_rows(x_TH),
+            num_worst_tokens=rows,
             config=self._dispatch_config,
             async_finish=True,
         )
@@ -70,13 +78,13 @@ class NormalDispatcher(DeepEPDispatcher):
 
     def _fixed_rows(self, x_TH: Tensor) -> int:
         """Return R if it is the same for every call, else 0."""
-        capturing = x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing and not self._most_rows:
+        captured = capturing(x_TH)
+        if captured and not self._most_rows:
             raise InvalidInput(
                 "deepep_ht in a CUDA graph needs room for all tokens of the other ranks: set "
                 "max_num_tokens in the problem"
             )
-        return self._most_rows if capturing or self._most_rows <= footprint.FEW_ROWS else 0
+        return self._most_rows if captured or self._most_rows <= footprint.FEW_ROWS else 0
 
     def max_rows(self, num_tokens: int) -> int:
         """Return the most rows outside of CUDA graphs."""
