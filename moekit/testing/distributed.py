@@ -263,8 +263,8 @@ class RankPool:
 def wait_until_connected() -> None:
     """Return when every rank has the default group, so that this one may leave it.
 
-    gloo connects a rank that its peer still connects to. If it leaves then, the peer's
-    ``init_process_group`` fails with "connection closed by peer".
+    gloo may finish on one rank while another one still connects to it. If the first then leaves,
+    ``init_process_group`` of the other fails with "connection closed by peer".
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"connected/{dist.get_rank()}", "1")

@@ -148,13 +148,14 @@ class OneSidedDispatcher(PrepareAndFinalize):
         names = sorted(payloads, key=lambda name: -_alignment(payloads[name]))
         buffer = buffers.calls.take()
         try:
-            received, _ = buffers.library.moe_a2a_dispatch(
+            received, end = buffers.library.moe_a2a_dispatch(
                 targets, [payloads[name] for name in names], buffer.memory.tensor, buffer.metainfo,
                 buffers.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
             )  # fmt: skip
         except Exception:
             buffers.calls.give_back(buffer)
             raise
+        assert end <= buffers.output_at, f"{end} bytes of tokens before {buffers.output_at}"
         got = {name: t.flatten(0, 1) for name, t in zip(names, received, strict=True)}
         tokens = Dispatched(
             x=got["x"],
