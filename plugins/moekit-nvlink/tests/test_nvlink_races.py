@@ -34,7 +34,8 @@ class Layer:
     two: bool = False  # calls in flight
     seed: int = 0
     epoch: int = 0
-    leave: Sequence[int] = ()  # ranks whose experts leave the sum to the combine
+    # Ranks whose experts leave the sum to the combine, in each call, as several layers' may.
+    leave: Sequence[Sequence[int]] = ((),)
 
     def run(self) -> None:
         shape, host = self.shape, self.shape.host()
@@ -78,7 +79,7 @@ class Layer:
             def experts() -> None:
                 nonlocal left
                 y.fill_(float("nan"))
-                if rank in self.leave:
+                if rank in self.leave[number % len(self.leave)]:
                     left = unreduced(call, rank, arrived, in_order=False)
                 else:
                     call.experts(rank, arrived, y_here)
@@ -118,7 +119,11 @@ def test_three_ranks(batched, push, two) -> None:
 
 
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
-@pytest.mark.parametrize("leave", [(0, 1, 2), (1,)], ids=["all", "one rank"])
+@pytest.mark.parametrize(
+    "leave",
+    [((0, 1, 2),), ((1,),), ((0, 1, 2), (), (1,), (2,))],
+    ids=["all", "one rank", "in turn"],
+)
 def test_sums_are_left_to_the_combine(leave, two, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
     Layer(small(False, False), COUNTS, two, leave=leave).run()
@@ -305,9 +310,9 @@ FAULTS = [
 )  # fmt: skip
 def test_faults_are_found(name, fault, module, monkeypatch) -> None:
     monkeypatch.setattr(module, name, fault)
-    leave: Sequence[int] = ()
+    leave: Sequence[Sequence[int]] = ((),)
     if module is reduce:
         monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
-        leave = range(3)
+        leave = (range(3),)
     with pytest.raises((Race, Deadlock)):
         Layer(small(module is assignments, False, 3, programs=3), COUNTS, leave=leave).run()
