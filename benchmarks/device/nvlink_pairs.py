@@ -343,8 +343,9 @@ def tiles(name: str, tokens: Sequence[int]) -> None:
     from moekit_nvlink.transfer import Tile
 
     for (count, hidden), changes in TILES.items():
-        own = [("", ()), *changes] if count in tokens else []
-        for part, tile in own:
+        if count not in tokens:
+            continue
+        for part, tile in (("", ()), *changes):
             label = f"{name} {hidden} {part} {tile}" if part else f"{name} {hidden}"
             with ExitStack() as stack:
                 if part:

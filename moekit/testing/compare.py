@@ -179,7 +179,7 @@ def errors(out: Tensor, ref: Tensor, independent: float = float("inf")) -> Error
         return Errors(wrong, wrong, wrong, *[Mean(wrong, 0.0, 1.0)] * 2)
     normalized, total = _normalized(out, ref), relative_error(out, ref)
     rows = normalized.square().mean(dim=1).sqrt()
-    elements = _of_elements(out, ref)
+    elements = _of_elements(normalized, ref)
     ref = ref[used].double()
     difference, squares = out[used].double() - ref, ref.square()
     independent = min(independent, float(squares.sum() ** 2 / squares.square().sum()))
@@ -271,7 +271,8 @@ def complain(
     text = ", ".join(f"{n} {e:.3g} (bound {limit:.3g})" for n, (e, limit) in beyond.items())
     if not bool(out.any()):
         text += "; the output is all zeros"
-    return f"relative error too large: {text}" + _where(_of_elements(out, ref), out, ref)
+    worst = _of_elements(_normalized(out, ref), ref)
+    return f"relative error too large: {text}" + _where(worst, out, ref)
 
 
 def _normalized(out: Tensor, ref: Tensor) -> Tensor:
@@ -280,10 +281,14 @@ def _normalized(out: Tensor, ref: Tensor) -> Tensor:
     return (out.float() - ref) / _row_scale(ref)
 
 
-def _of_elements(out: Tensor, ref: Tensor) -> Tensor:
-    """Return the sizes of the differences (T, H), those of large elements in units of their own."""
-    peaks = ref.float().abs() / _row_scale(ref.float()) * (_WORST_ROW / _WORST_ELEMENT)
-    return _normalized(out, ref).abs() / peaks.clamp(min=1.0)
+def _of_elements(normalized: Tensor, ref: Tensor) -> Tensor:
+    """Return the absolute errors of elements (T, H) in fp32, as their bound takes them.
+
+    They are in units of their row's RMS, or of a quarter of the element if that is more.
+    """
+    ref = ref.float()
+    quarters = ref.abs() / _row_scale(ref) * (_WORST_ROW / _WORST_ELEMENT)
+    return normalized.abs() / quarters.clamp(min=1.0)
 
 
 def _row_scale(ref: Tensor) -> Tensor:

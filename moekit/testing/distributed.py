@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _STARTUP_SECONDS = 180.0
 # Once a rank has raised, how long the others get before they count as waiting for it forever.
@@ -267,8 +267,13 @@ def wait_until_connected() -> None:
     ``init_process_group`` of the other fails with "connection closed by peer".
     """
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"connected/{dist.get_rank()}", "1")
-    everyone = [f"connected/{rank}" for rank in range(dist.get_world_size())]
+    _meet(store, "connected", dist.get_rank(), dist.get_world_size())
+
+
+def _meet(store: Store, where: str, rank: int, world_size: int) -> None:
+    """Return when all ranks have called this with ``where``."""
+    store.set(f"{where}/{rank}", "1")
+    everyone = [f"{where}/{other}" for other in range(world_size)]
     store.wait(everyone, timedelta(seconds=_STARTUP_SECONDS))
 
 
@@ -371,9 +376,7 @@ def _join(settings: _Rank) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = TCPStore(_HOST, settings.port, is_master=False)
     # Ranks start at different speeds. They meet before the group's timeout, which may be short.
-    store.set(f"started/{settings.rank}", "1")
-    everyone = [f"started/{rank}" for rank in range(settings.world_size)]
-    store.wait(everyone, timedelta(seconds=_STARTUP_SECONDS))
+    _meet(store, "started", settings.rank, settings.world_size)
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),

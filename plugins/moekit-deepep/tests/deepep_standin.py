@@ -99,7 +99,7 @@ def _check_payload(x, topk_idx, topk_weights):
 
 
 class Stream:
-    """Where a buffer's kernels run. Counts that a kernel writes come when all of it has run."""
+    """A buffer's kernels run here. The counts that they write arrive when the host waits for it."""
 
     def __init__(self):
         self.counts = []
@@ -261,9 +261,8 @@ class Buffer(_Base):
         ]
         # The host polls one word, which the kernels before this one write, too.
         self.stream.counts.append(len(sources))
-        count = self.stream.counts[0] if not num_worst_tokens else 0
-        assert num_worst_tokens or count == len(sources), "the host read an earlier call's count"
         if not num_worst_tokens:
+            assert self.stream.counts[0] == len(sources), "the host read an earlier call's count"
             self.stream.synchronize()
         rows, k = num_worst_tokens or len(sources), topk_idx.shape[1]
         assert len(sources) <= rows, "more tokens than the worst case"

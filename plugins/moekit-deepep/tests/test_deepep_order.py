@@ -10,6 +10,7 @@ import torch
 if torch.cuda.is_available():
     pytest.skip("the library itself is tested", allow_module_level=True)
 
+# First, because it puts the stand-in in the library's place.
 from test_deepep_adapter import check, dispatcher_of, finish, problem_of, tokens_of  # noqa: I001
 from moekit_deepep import low_latency
 
