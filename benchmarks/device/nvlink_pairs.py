@@ -64,25 +64,24 @@ HEAD = "| dispatcher | scheme | T | pair | dispatch | combine | error | buffers 
 # Of nvlink_ht, by tokens and hidden size: part, then programs, tokens, columns, warps, stages.
 TILES = {
     (16, 7168): [("combine", (128, 1, 2048, 8, 1)), ("combine", (16, 1, 8192, 16, 1))],
-    (128, 7168): [
-        *(("dispatch", tile) for tile in (
-            (64, 2, 4096, 8, 1), (128, 1, 4096, 16, 1), (128, 1, 2048, 8, 1), (128, 1, 1024, 4, 1),
+    **{(tokens, 7168): [
+        *(("dispatch", (programs, 1, columns, warps, 1)) for programs, columns, warps in (
+            (128, 4096, 8), (128, 2048, 8), (128, 1024, 4), (256, 2048, 8), (256, 2048, 4),
+            (512, 1024, 4),
         )),
         *(("combine", tile) for tile in (
-            (128, 1, 4096, 8, 1), (128, 1, 2048, 8, 1), (128, 1, 8192, 8, 1), (264, 1, 2048, 8, 1),
-            (528, 1, 1024, 4, 1),
+            (128, 1, 2048, 8, 1), (128, 4, 1024, 8, 1), (264, 2, 1024, 8, 1),
         )),
-    ],
-    **{(1024, hidden): [
-        *(("dispatch", (programs, max(1, tokens * 1024 // columns), columns, warps, 1))
-          for programs, tokens, warps in (
-              (32, 16, 16), (64, 16, 16), (128, 8, 8), (128, 4, 8), (256, 4, 4), (512, 2, 4),
-          )),
+    ] for tokens in (128, 512, 1024, 2048)},
+    **{(tokens, 2048): [
+        *(("dispatch", (programs, each, 1024, warps, 1)) for programs, each, warps in (
+            (128, 1, 8), (128, 1, 4), (128, 4, 8), (256, 1, 4), (256, 2, 4), (512, 1, 4),
+            (512, 2, 4),
+        )),
         *(("combine", tile) for tile in (
-            (32, 4, 1024, 16, 2), (64, 4, 1024, 16, 2), (128, 4, 1024, 8, 1), (264, 2, 1024, 8, 1),
-            (528, 1, 1024, 4, 1), (1056, 1, 1024, 4, 1),
+            (128, 1, 1024, 8, 1), (128, 4, 1024, 8, 1), (264, 2, 1024, 8, 1),
         )),
-    ] for hidden, columns in ((2048, 1024), (7168, 4096))},
+    ] for tokens in (128, 512, 1024, 2048)},
     (4096, 7168): [
         *(("dispatch", (programs, 8, 1024, 16, 3)) for programs in (32, 64)),
         *(("dispatch", (programs, tokens, 4096, 16, 1)) for programs in (32, 64)

@@ -37,14 +37,8 @@ _THREAD_SECONDS = 20.0
 
 # (experts, replicas, top-k): first more than published models have, then theirs.
 _MODELS = (
-    (512, 64, 23),
-    (512, 64, 12),
-    (512, 0, 10),
-    (512, 0, 8),
-    (384, 0, 8),
-    (256, 0, 8),
-    (128, 0, 6),
-)
+    (512, 64, 23), (512, 64, 12), (512, 0, 10), (512, 0, 8), (384, 0, 8), (256, 0, 8), (128, 0, 6),
+)  # fmt: skip
 
 # Tokens of each rank. Fewer ranks take the last numbers: two ranks take the last two of four.
 _COUNTS = {
@@ -325,17 +319,12 @@ class DispatcherConformance(Conformance):
         batched = self._spec().format is ActivationFormat.BATCHED
         changes = self._first(
             *(
-                {
-                    "num_experts": experts,
-                    "num_redundant_experts": extra,
-                    "top_k": k,
-                    "max_num_tokens": tokens,
-                    "parallel": parallel,
-                }
+                {"num_experts": experts, "num_redundant_experts": extra, "top_k": k,
+                 "max_num_tokens": tokens, "parallel": parallel}
                 for tokens in ((64,) if batched else (33000, 4096, 1024, 256, 64))
                 for experts, extra, k in _MODELS
             )
-        )
+        )  # fmt: skip
         counts = (0, 9, 40, changes["max_num_tokens"])
         self._run(most, interface.many_assignments, Call(counts), **changes)
 
@@ -536,6 +525,12 @@ class DispatcherConformance(Conformance):
             *_, refused = pool.run(rank_failures.groups_of_one_name, job, Call((5, 3)))
         if refused is not None:
             self._skip(f"refuses a group while another one's layer exists: {refused.reason}")
+
+    def test_ranks_that_served_others(self) -> None:
+        """Two of four ranks have served a layer alone before all of them serve one."""
+        self._needs_ranks()
+        part, sequence = self._job(2).problem, [Call((5, 0, 3, 9))]
+        self._run_at_once(4, [(rank_failures.after_some, self._job(4), (part, sequence))])
 
     def test_threads(self) -> None:
         """Two threads call one kernel of a dispatcher that moves no tokens."""

@@ -5,6 +5,8 @@ The functions are called as those of `moekit.testing.ranks`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -16,7 +18,7 @@ from moekit.errors import GroupMismatch, InvalidInput, MoekitError, PeerFailed, 
 from moekit.problem import MoEProblem
 from moekit.testing.calls import call
 from moekit.testing.distributed import wait_until_connected
-from moekit.testing.ranks import Call, Job, Rank, Refused
+from moekit.testing.ranks import Call, Job, Members, Rank, Refused, calls
 
 
 def _culprit(r: Rank, round_: int) -> int:
@@ -161,6 +163,19 @@ def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> N
     else:
         raise AssertionError(f"a group of {world_size} ranks was taken for {size}")
     r.finish()
+
+
+def after_some(
+    rank: int, world_size: int, job: Job, problem: MoEProblem, sequence: Sequence[Call]
+) -> None:
+    """Serve a layer of the first two ranks, and then one of all ranks."""
+    assert job.members is not None
+    some = Members((0, 1), job.members.generation)
+    _ = some.group  # which all ranks make
+    if rank in some.ranks:
+        with suppress(Unsupported):  # a library may need all ranks
+            calls(rank, len(some.ranks), replace(job, problem=problem, members=some), sequence)
+    calls(rank, world_size, job, sequence)
 
 
 def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Refused | None:

@@ -202,7 +202,7 @@ class Symmetric:
             raise torch.OutOfMemoryError("out of memory")
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def rendezvous(self, memory, group):
+    def rendezvous(self, memory, *_):
         self.seen = [os.environ.get(name) for name in buffers._TORCH]
         return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * 2)
 
@@ -211,11 +211,11 @@ def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
     """The rendezvous waits for every rank, so no rank may fail alone before it."""
     import torch.distributed._symmetric_memory as symmetric
 
-    fake, others = Symmetric(100), [""]
+    fake, others = Symmetric(100), ['["", "name"]']
     monkeypatch.setattr(buffers, "_check_reach", lambda *_: None)
     monkeypatch.setattr(buffers, "exchange", lambda what, mine, group: [mine, *others])
-    for name in ("empty", "rendezvous"):
-        monkeypatch.setattr(symmetric, name, getattr(fake, name))
+    monkeypatch.setattr(symmetric, "empty", fake.empty)
+    monkeypatch.setattr(buffers, "_rendezvous", fake.rendezvous)
     first, second = buffers._TORCH
     monkeypatch.delenv(first, raising=False)
     monkeypatch.setenv(second, "0")
@@ -226,7 +226,7 @@ def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
     assert first not in os.environ and os.environ[second] == "0"
     with pytest.raises(BackendError, match="rank 0: OutOfMemoryError.*; lower max_num_tokens"):
         open_memory(101, None, torch.device("cpu"))
-    others[0] = "RuntimeError: no room"
+    others[0] = '["RuntimeError: no room", "name"]'
     with pytest.raises(BackendError, match="rank 1: RuntimeError: no room"):
         open_memory(64, None, torch.device("cpu"))
 
@@ -243,7 +243,7 @@ def test_two_threads_open_memory(monkeypatch, before: str | None) -> None:
     inside = {group: threading.Event() for group in ("one", "other")}
     ended, seen = threading.Event(), []
 
-    def rendezvous(memory, group: str):
+    def rendezvous(memory, group: str, name: str):
         inside[group].set()
         assert (inside["other"] if group == "one" else ended).wait(20.0)
         seen.append([os.environ.get(name) for name in buffers._TORCH])
@@ -258,7 +258,7 @@ def test_two_threads_open_memory(monkeypatch, before: str | None) -> None:
     monkeypatch.setattr(buffers, "_check_reach", lambda *_: None)
     monkeypatch.setattr(buffers, "exchange", lambda what, mine, group: [mine])
     monkeypatch.setattr(symmetric, "empty", lambda nbytes, **_: torch.empty(nbytes))
-    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(buffers, "_rendezvous", rendezvous)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(use, ("one", "other")))
     assert seen == [["1", "1"]] * 2

@@ -5,12 +5,20 @@ from __future__ import annotations
 import ctypes
 import json
 import socket
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
 
 from moekit.errors import BackendError, GroupMismatch, PeerFailed
 from moekit.plugin import CallBuffers, ProcessVariables, exchange, reason_of
@@ -139,18 +147,57 @@ def open_memory(
             memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # the other ranks would wait for this one's address
             fault = reason_of(error)
-        faults = [
-            f"rank {rank}: {said}"
-            for rank, said in enumerate(exchange("allocate a buffer", fault, group))
-            if said
-        ]
-        if faults:
+        said = exchange("allocate a buffer", json.dumps([fault, uuid.uuid4().hex]), group)
+        found = [json.loads(each) for each in said]
+        if faults := [f"rank {rank}: {each}" for rank, (each, _) in enumerate(found) if each]:
             raise BackendError(
                 f"every rank needs {nbytes:,} bytes of symmetric memory, and some have none: "
                 f"{'; '.join(faults)}; lower max_num_tokens"
             )
-        handle = symmetric.rendezvous(memory, group)
+        handle = _rendezvous(memory, group, f"moekit_nvlink-{found[0][1]}")
     return memory, list(handle.buffer_ptrs), handle
+
+
+class _OneRendezvous(Store):
+    """A store whose keys carry numbers that count from 0.
+
+    Torch numbers the keys of a rendezvous, "<use>/<number>/<rank>", by what the process has
+    exchanged in all of its groups. Ranks that had served other groups would wait for keys of
+    different numbers for ever (pytorch/pytorch#196082).
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        exchanged, rank = key.rsplit("/", 1)
+        return f"{self._numbers.setdefault(exchanged, len(self._numbers))}/{rank}"
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+
+def _rendezvous(memory: Tensor, group: dist.ProcessGroup, name: Any) -> Any:
+    """Return torch's handle of the ranks' memory. name: str, new, and the same on all ranks."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    # Torch keeps neither the store's part in Python nor the registered group.
+    whole = dist.distributed_c10d._get_process_group_store(group)
+    store = _OneRendezvous(PrefixStore(name, whole))
+    own = ProcessGroup(store, group.rank(), group.size())
+    _register_process_group(name, own)
+    try:
+        return symmetric.rendezvous(memory, name)
+    finally:
+        _unregister_process_group(name)
 
 
 def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
