@@ -18,6 +18,10 @@ def test_versions(monkeypatch):
     for version in ("0.6.4", "0.7.0", "1.0"):
         versions["quack-kernels"] = version
         assert f"quack-kernels {version} is installed, but >=0.6.5,<0.7" in library.missing("quack")
+    versions["quack-kernels"] = "0.6.5"
+    for version, usable in (("4.7.0", False), ("4.8.0", True), ("4.9.0", False)):
+        versions["nvidia-cutlass-dsl"] = version
+        assert (library.missing("quack") == "") is usable
 
 
 def test_vllm_library_is_found_by_path(monkeypatch, tmp_path):

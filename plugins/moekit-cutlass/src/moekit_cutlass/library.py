@@ -16,7 +16,7 @@ PROVIDER_VARIABLE = "MOEKIT_CUTLASS_PROVIDER"
 QUACK_HINT = "pip install 'moekit-cutlass[quack]'"
 QUACK = (
     VendorLibrary(distribution="quack-kernels", versions=">=0.6.5,<0.7", module="quack"),
-    VendorLibrary(distribution="nvidia-cutlass-dsl", versions=">=4.7.1,<4.8", module="cutlass"),
+    VendorLibrary(distribution="nvidia-cutlass-dsl", versions=">=4.7.1,<4.9", module="cutlass"),
 )
 VLLM = VendorLibrary(distribution="vllm", versions=">=0.33,<0.34", path_variable="MOEKIT_VLLM_PATH")
 VLLM_FILE = "_C_stable_libtorch.abi3.so"
