@@ -407,27 +407,26 @@ class DispatcherConformance(Conformance):
         self._run(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
-        """Layers of different sizes, and equal ones, share a group: in flight, and in turn."""
+        """Layers of a group differ in sizes, or in their scheme, or are equal: also in flight."""
         p = self._job(several).problem
         sizes = [s["hidden_size"] for s in self._sizes(p.quant.name, p.device)]
         widths = sorted(sizes, key=lambda h: (h <= p.hidden_size, h))
         changes = self._first(
             *(
-                {
-                    "num_experts": 16,
-                    "top_k": 4,
-                    "max_num_tokens": tokens,
-                    "hidden_size": hidden,
-                    "parallel": p.parallel,
-                }
+                {"num_experts": 16, "top_k": 4, "max_num_tokens": tokens, "hidden_size": hidden,
+                 "parallel": p.parallel}
                 for tokens in (2 * (p.max_num_tokens or 16), 16)
                 for hidden in widths
             ),
             {"parallel": p.parallel},
-        )
+        )  # fmt: skip
         alike = {"num_experts": 2 * p.num_experts, "top_k": 2 * p.top_k, "parallel": p.parallel}
         for each in (changes, self._first(alike, {"parallel": p.parallel})):
             self._run(several, ranks.layers, self._problem(**each))
+        for each in self._quantized_wire(several):
+            q = self._problem(**each)
+            sizes = {"hidden_size": q.hidden_size, "intermediate_size": q.intermediate_size}
+            self._run(several, ranks.layers, q, parallel=q.parallel, **sizes)
 
     def test_two_calls_in_flight(self, world: int) -> None:
         """In the main form, and with tokens that travel quantized."""

@@ -463,28 +463,29 @@ _KEPT = 2 * 1024
 def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
     """Call three layers in one group alternately, two of them in flight; two are alike.
 
-    One of the two is destroyed early, twice. The other layer has more and wider tokens.
+    One of the two is destroyed early, twice. The other layer may have more and wider tokens.
     """
     made = [Rank(rank, world_size, replace(job, problem=p)) for p in (job.problem, other)]
     made.append(Rank(rank, world_size, job))
     most = other.max_num_tokens or 16
     wanted = Call((4, 0, 7, 3)), Call((most, 0, 7, most)), Call((4, 0, 7, 3))
     for pair in ((0, 2), (0, 1)):
-        cases = [made[which].case(wanted[which], ("in flight", pair, which)) for which in pair]
-        flights = [
-            made[which].kernel.start(case.x, made[which].packed, case.routing)
-            for which, (case, _) in zip(pair, cases, strict=True)
-        ]
-        for which, (_, ref), flying in zip(pair, cases, flights, strict=True):
-            made[which].compare(flying.result(), ref, f"layer {which}, while both were in flight")
+        flights = []
+        for which in pair:
+            r = made[which]
+            mine, logical = r.cases(wanted[which], ("in flight", pair, which))
+            flights.append((mine, logical, r.kernel.start(mine.x, r.packed, mine.routing)))
+        for which, (mine, logical, flying) in zip(pair, flights, strict=True):
+            r, out = made[which], flying.result()
+            r.compare(out, r.expected(mine, logical), f"layer {which}, while both were in flight")
     for index, which in enumerate((0, 1, 2, 1, 0, 2, 1, 2)):
         if index == 5:
             made[0].kernel.destroy()
             made[0].kernel.destroy()
         r = made[which]
-        case, ref = r.case(wanted[which], index)
-        out = call(r.kernel, r.packed, case)
-        r.compare(out, ref, f"call {index}, layer {which}")
+        mine, logical = r.cases(wanted[which], index)
+        out = call(r.kernel, r.packed, mine)
+        r.compare(out, r.expected(mine, logical), f"call {index}, layer {which}")
     for r in reversed(made):
         r.finish()
 

@@ -163,6 +163,19 @@ class RoomOfTheFirstLayer(NaiveDispatcher):
         return tokens
 
 
+class SchemeOfTheFirstLayer(NaiveDispatcher):
+    """Layers of equal sizes share buffers without room for scales, if the first needs none."""
+
+    _quantized: ClassVar[dict[Any, bool]] = {}
+
+    def _arrived(self, *args):
+        p, tokens = self.problem, super()._arrived(*args)
+        key = self.group, p.hidden_size, p.num_experts, p.top_k, p.max_num_tokens
+        if self._quantized.setdefault(key, tokens.x_scale is not None) or tokens.x_scale is None:
+            return tokens
+        return replace(tokens, x_scale=torch.ones_like(tokens.x_scale))
+
+
 class DestroyedTwice(NaiveDispatcher):
     """Counts a layer that is destroyed twice as two users of what like layers share."""
 
@@ -204,6 +217,7 @@ def test_layers_that_share_buffers():
     caught_naive(BufferOfTheSameSize, test, 2, says="layer 1.*: relative error")
     caught_naive(WidthOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
     caught_naive(RoomOfTheFirstLayer, test, 2, says="layer 1.*(relative error|exact zeros)")
+    caught_naive(SchemeOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
     caught_naive(DestroyedForAll, test, 2, says="buffers are gone")
     caught_naive(DestroyedTwice, test, 2, says="buffers are gone")
     for wrong in (BuffersOfLayersInTurn, BuffersOfLikeLayersInTurn):
