@@ -85,7 +85,7 @@ class Layer:
 
 _QUICK = [
     Layer(batched, push, tokens) for batched in (False, True) for push in (False, True)
-    for tokens in (128, 4096)[: 1 if batched else 2]
+    for tokens in (128, 1024, 4096)[: 1 if batched else 3]
 ]  # fmt: skip
 LAYERS = [
     *_QUICK,

@@ -88,6 +88,22 @@ def test_settings_of_the_environment(monkeypatch) -> None:
     assert Settings.read() == Settings(push=True, programs=24, most_multiprocessors=24)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "words", "tile"),
+    [
+        (100, 3584, Tile(100, 1, 4096, 8)),
+        (512, 3584, Tile(128, 1, 4096, 8)),
+        (1024, 3584, Tile(64, 1, 4096, 8)),
+        (2048, 1024, Tile(64, 4, 1024, 8)),
+        (2048, 40, Tile(64, 16, 64, 8)),
+        (2049, 1024, Tile(32, 16, 1024, 16)),
+    ],
+)
+def test_programs_that_dispatch(tokens: int, words: int, tile: Tile) -> None:
+    """Up to 2048 tokens, two programs of half the warps stand for each program of a setting."""
+    assert Tile.of_dispatch(tokens, words, 32) == tile
+
+
 def test_steps_in_flight_fit_the_smallest_shared_memory() -> None:
     """A block has 99 KB on GPUs of compute capability 8.6 and 8.9."""
     for entries in range(1, 65):
