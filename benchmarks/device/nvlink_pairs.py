@@ -86,10 +86,12 @@ TILES = {
         *(("dispatch", (programs, 8, 1024, 16, 3)) for programs in (32, 64)),
         *(("dispatch", (programs, tokens, 4096, 16, 1)) for programs in (32, 64)
           for tokens in (2, 4, 8)),
+        ("dispatch", (128, 1, 4096, 8, 1)), ("dispatch", (128, 2, 4096, 8, 1)),
         *(("combine", (programs, 8, 1024, 16, stages)) for programs in (32, 64)
           for stages in (1, 2, 3, 4)),
         ("combine", (32, 4, 1024, 8, 4)), ("combine", (32, 4, 2048, 16, 3)),
     ],
+    (8192, 2048): [("dispatch", (128, 4, 1024, 8, 1)), ("dispatch", (128, 8, 1024, 8, 1))],
 }  # fmt: skip
 # Chunks; programs of a multiprocessor, most registers, and the share of programs that sum for other
 # ranks (None: the plugin's); tokens, columns and warps of a step. Experts, hidden size, and tokens
