@@ -104,6 +104,19 @@ def test_programs_that_dispatch(tokens: int, words: int, tile: Tile) -> None:
     assert Tile.of_dispatch(tokens, words, 32) == tile
 
 
+def test_other_symmetric_memory_is_refused(monkeypatch) -> None:
+    """Its kernels write to addresses of CUDA's; other libraries may have set another one."""
+    name = "torch.distributed._symmetric_memory"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("TORCH_SYMMMEM", "NVSHMEM")
+    for spec in (HT, LL):
+        assert any("is set to 'NVSHMEM'" in each for each in spec.unsupported(layer()))
+    set_to = SimpleNamespace(get_backend=lambda device: backend)
+    monkeypatch.setitem(sys.modules, name, set_to)
+    for backend, usable in (("NCCL", False), ("CUDA", True), (None, True)):
+        assert (HT.unsupported(layer()) == []) is usable
+
+
 def test_steps_in_flight_fit_the_smallest_shared_memory() -> None:
     """A block has 99 KB on GPUs of compute capability 8.6 and 8.9."""
     for entries in range(1, 65):

@@ -7,6 +7,8 @@ nvlink_ll   batched format: the same, with a row for each assignment at its expe
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 
 from moekit.errors import InvalidInput
@@ -34,9 +36,22 @@ def _check(problem: MoEProblem) -> list[str]:
         reasons.append(str(error))
     if problem.device.arch:
         reasons.append(f"needs NVIDIA GPUs, and was asked for {problem.device}")
+    if (memory := _memory()) != "CUDA":
+        reasons.append(
+            f"torch's symmetric memory is set to {memory!r}, and needs to be 'CUDA': unset "
+            "TORCH_SYMMMEM, or call torch.distributed._symmetric_memory.set_backend('CUDA') before "
+            "any is allocated"
+        )
     if problem.hidden_size % 16:
         reasons.append(f"hidden_size must be a multiple of 16 (got {problem.hidden_size})")
     return reasons
+
+
+def _memory() -> str:
+    """Return which implementation of symmetric memory torch uses, without importing it."""
+    loaded = sys.modules.get("torch.distributed._symmetric_memory")
+    found = loaded.get_backend("cuda") if loaded else os.environ.get("TORCH_SYMMMEM")
+    return found or "CUDA"
 
 
 def _check_batched(problem: MoEProblem) -> list[str]:
