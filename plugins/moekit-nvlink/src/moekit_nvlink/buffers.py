@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import random
 import socket
+import threading
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -159,15 +161,17 @@ def open_memory(
 
 
 class _OneRendezvous(Store):
-    """A store whose keys carry numbers that count from 0.
+    """The part of a group's store for one rendezvous, whose keys carry numbers that count from 0.
 
-    Torch numbers the keys of a rendezvous, "<use>/<number>/<rank>", by what the process has
-    exchanged in all of its groups. Ranks that had served other groups would wait for keys of
-    different numbers for ever (pytorch/pytorch#196082).
+    Torch numbers its keys, "<use>/<number>/<rank>", by what the process has exchanged in all of its
+    groups. Ranks that had served other groups would wait for keys of different numbers
+    (pytorch/pytorch#196082). Torch 2.11 and 2.12 call `set`, `wait` and `get`; later releases get
+    several keys at once and call ``barrier``, which end in these methods and `add`.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
+        self.set_timeout(store.timeout)  # type: ignore[attr-defined]
         self._store = store
         self._numbers: dict[str, int] = {}
 
@@ -175,29 +179,42 @@ class _OneRendezvous(Store):
         exchanged, rank = key.rsplit("/", 1)
         return f"{self._numbers.setdefault(exchanged, len(self._numbers))}/{rank}"
 
-    def set(self, key: str, value: str) -> None:
-        self._store.set(self._key(key), value)
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(self._key(key), value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         return self._store.get(self._key(key))
 
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._key(key), value)
+
     def wait(self, keys: list[str], *timeout: Any) -> None:
         self._store.wait([self._key(key) for key in keys], *timeout)
+
+
+# Torch binds one socket of a process for each rendezvous, and Python's threads run while it waits.
+_one_at_a_time = threading.Lock()
 
 
 def _rendezvous(memory: Tensor, group: dist.ProcessGroup, name: Any) -> Any:
     """Return torch's handle of the ranks' memory. name: str, new, and the same on all ranks."""
     import torch.distributed._symmetric_memory as symmetric
 
-    # Torch keeps neither the store's part in Python nor the registered group.
-    whole = dist.distributed_c10d._get_process_group_store(group)
-    store = _OneRendezvous(PrefixStore(name, whole))
+    # Torch keeps neither the Python object of a store nor a registered group alive.
+    store = _OneRendezvous(PrefixStore(name, group.get_group_store()))
     own = ProcessGroup(store, group.rank(), group.size())
-    _register_process_group(name, own)
-    try:
-        return symmetric.rendezvous(memory, name)
-    finally:
-        _unregister_process_group(name)
+    while True:  # until all ranks have the lock: threads may serve groups in opposite orders
+        locked = _one_at_a_time.acquire(timeout=random.uniform(0.01, 0.1))
+        try:
+            if "" not in exchange("meet in turn", "locked" if locked else "", group):
+                _register_process_group(name, own)
+                try:
+                    return symmetric.rendezvous(memory, name)
+                finally:
+                    _unregister_process_group(name)
+        finally:
+            if locked:
+                _one_at_a_time.release()
 
 
 def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -214,8 +231,8 @@ def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
     index = here.index(mine[1])
     apart = [
         rank
-        for rank, (_, uuid) in enumerate(ranks)
-        if uuid != mine[1] and uuid in here and not _reaches(index, here.index(uuid))
+        for rank, (_, gpu) in enumerate(ranks)
+        if gpu != mine[1] and gpu in here and not _reaches(index, here.index(gpu))
     ]
     faults = [
         f"the GPU of rank {rank} cannot reach the memory of the GPUs of ranks {said}"
