@@ -101,3 +101,22 @@ def test_values_of_one_scale_and_mantissa_are_off_alike() -> None:
     out = replace(case, x=rounded).reference()
     assert complain(out.bfloat16(), ref, p, rounds_activations=False) == ""
     assert "scale" in complain((1.01 * out).bfloat16(), ref, p, rounds_activations=False)
+
+
+def test_scales_may_be_taken_in_the_dtype(monkeypatch) -> None:
+    """The largest of a row of bf16, over 127, is rounded down more often than up."""
+    monkeypatch.setenv(cases.SEED_VARIABLE, "1852541624")
+    p = MoEProblem(num_experts=4, top_k=2, hidden_size=256, intermediate_size=192,
+                   quant="int8_w8a16", has_bias=True, device="cpu")  # fmt: skip
+    case = cases.make_case(p, 17, "masked")
+    w, ref = case.weights, case.reference()
+    scales = {"w13_scale": w.w13_scale, "w2_scale": w.w2_scale}
+    short = {name: scale.bfloat16().float() for name, scale in scales.items()}
+    out = replace(case, weights=replace(w, **short)).reference()
+    # Other roundings of right experts make it as much smaller.
+    out = 0.9994 * out
+    assert "scale" in complain(out.bfloat16(), ref, p)
+    assert_close(out.bfloat16(), ref, p, case=case)
+    for factor in (0.995, 1.006):
+        with pytest.raises(AssertionError, match="scale"):
+            assert_close((factor * out).bfloat16(), ref, p, case=case)
