@@ -407,7 +407,7 @@ class DispatcherConformance(Conformance):
         self._run(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
-        """Layers of a group differ in sizes, or in their scheme, or are equal: also in flight."""
+        """Layers of a group have other sizes, another scheme, or the same; two are in flight."""
         p = self._job(several).problem
         sizes = [s["hidden_size"] for s in self._sizes(p.quant.name, p.device)]
         widths = sorted(sizes, key=lambda h: (h <= p.hidden_size, h))
@@ -425,8 +425,10 @@ class DispatcherConformance(Conformance):
             self._run(several, ranks.layers, self._problem(**each))
         for each in self._quantized_wire(several):
             q = self._problem(**each)
-            sizes = {"hidden_size": q.hidden_size, "intermediate_size": q.intermediate_size}
-            self._run(several, ranks.layers, q, parallel=q.parallel, **sizes)
+            equal = {"hidden_size": q.hidden_size, "intermediate_size": q.intermediate_size}
+            if isinstance(other := self._find_problem(parallel=q.parallel, **equal), MoEProblem):
+                self._run(several, ranks.layers, q, parallel=q.parallel, **equal)
+                self._run(several, ranks.layers, other, **each)
 
     def test_two_calls_in_flight(self, world: int) -> None:
         """In the main form, and with tokens that travel quantized."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
@@ -167,15 +168,22 @@ def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> N
 
 def after_some(
     rank: int, world_size: int, job: Job, problem: MoEProblem, sequence: Sequence[Call]
-) -> None:
+) -> Refused | None:
     """Serve a layer of the first two ranks, and then one of all ranks."""
     assert job.members is not None
     some = Members((0, 1), job.members.generation)
-    _ = some.group  # which all ranks make
+    _ = some.group  # every rank takes part in making a group
     if rank in some.ranks:
-        with suppress(Unsupported):  # a library may need all ranks
+        # A library may need all ranks, or keep the first ones that it joined.
+        with suppress(Unsupported, GroupMismatch):
             calls(rank, len(some.ranks), replace(job, problem=problem, members=some), sequence)
-    calls(rank, world_size, job, sequence)
+    # The others wait here as long as the group allows: the first ones may compile for a minute.
+    dist.all_reduce(torch.zeros(1), group=job.members.group)
+    try:
+        calls(rank, world_size, job, sequence)
+    except GroupMismatch as error:
+        return Refused(str(error))
+    return None
 
 
 def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Refused | None:

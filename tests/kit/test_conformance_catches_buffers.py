@@ -176,6 +176,22 @@ class SchemeOfTheFirstLayer(NaiveDispatcher):
         return replace(tokens, x_scale=torch.ones_like(tokens.x_scale))
 
 
+class BytesOfTheFirstLayer(NaiveDispatcher):
+    """Layers of equal sizes share buffers with as many bytes a row as the first of them sends."""
+
+    _bytes: ClassVar[dict[Any, int]] = {}
+
+    def _arrived(self, *args):
+        p, tokens = self.problem, super()._arrived(*args)
+        key = self.group, p.hidden_size, p.num_experts, p.top_k, p.max_num_tokens
+        fit = self._bytes.setdefault(key, p.hidden_size * tokens.x.itemsize) // tokens.x.itemsize
+        lost = torch.arange(min(fit, p.hidden_size), p.hidden_size)
+        return replace(tokens, x=tokens.x.index_fill(1, lost, 0) if len(lost) else tokens.x)
+
+    def destroy(self):
+        self._bytes.clear()
+
+
 class DestroyedTwice(NaiveDispatcher):
     """Counts a layer that is destroyed twice as two users of what like layers share."""
 
@@ -218,6 +234,7 @@ def test_layers_that_share_buffers():
     caught_naive(WidthOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
     caught_naive(RoomOfTheFirstLayer, test, 2, says="layer 1.*(relative error|exact zeros)")
     caught_naive(SchemeOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
+    caught_naive(BytesOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
     caught_naive(DestroyedForAll, test, 2, says="buffers are gone")
     caught_naive(DestroyedTwice, test, 2, says="buffers are gone")
     for wrong in (BuffersOfLayersInTurn, BuffersOfLikeLayersInTurn):

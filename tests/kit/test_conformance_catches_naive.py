@@ -118,22 +118,22 @@ def test_state_of_another_group_of_that_name():
     caught_naive(BoardByName, test, says="rank 1 did not send its sizes")
 
 
-class NumbersAllMeetings(NaiveDispatcher):
-    """Ranks meet at keys with a number that counts the meetings of all groups of a process."""
+class CountsAllGroups(NaiveDispatcher):
+    """Ranks exchange keys with a number that counts the exchanges of all groups of a process."""
 
-    _meetings: ClassVar[list[None]] = []
+    _exchanges: ClassVar[list[None]] = []
 
     def __init__(self, spec, problem, group=None):
         super().__init__(spec, problem, group)
         store = dist.distributed_c10d._get_process_group_store(self.group)
-        keys = [f"meeting {len(self._meetings)} of {rank}" for rank in range(self.group.size())]
-        self._meetings.append(None)
+        keys = [f"{len(self._exchanges)} of {rank}" for rank in range(self.group.size())]
+        self._exchanges.append(None)
         store.set(keys[self.group.rank()], "")
         store.wait(keys, timedelta(seconds=2))
 
 
-def test_ranks_are_taken_for_equal_as_they_served_equally_often():
-    caught_naive(NumbersAllMeetings, "test_ranks_that_served_others", says="wait timeout")
+def test_keys_numbered_by_all_groups_of_a_process():
+    caught_naive(CountsAllGroups, "test_ranks_that_served_others", says="wait timeout")
 
 
 class NotResolved(NaiveDispatcher):
