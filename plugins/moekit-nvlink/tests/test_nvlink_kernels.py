@@ -203,11 +203,11 @@ def test_many_layers_and_routings(shape: Shape, data) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("some", [0, 2048])
-def test_many_tokens_take_wider_steps(batched, push, some, monkeypatch) -> None:
+@pytest.mark.parametrize("medium", [0, 2048])
+def test_many_tokens_take_wider_steps(batched, push, medium, monkeypatch) -> None:
     """Tiles of several tokens, rows and pipelined steps, as for more than 512 tokens."""
     monkeypatch.setattr(transfer.Tile, "few", 0)
-    monkeypatch.setattr(transfer.Tile, "some", some)
+    monkeypatch.setattr(transfer.Tile, "medium", medium)
     run(Shape(batched, push, 2, hidden=80, capacity=21, programs=2), [(21, 17), (3, 20)], KINDS)
 
 

@@ -99,8 +99,9 @@ def test_settings_of_the_environment(monkeypatch) -> None:
         (2049, 1024, Tile(32, 16, 1024, 16)),
     ],
 )
-def test_programs_that_dispatch(tokens: int, words: int, tile: Tile) -> None:
+def test_programs_that_dispatch(tokens: int, words: int, tile: Tile, monkeypatch) -> None:
     """Up to 2048 tokens, two programs of half the warps stand for each program of a setting."""
+    monkeypatch.setattr(Tile, "few_programs", 128)  # the stand-in has fewer
     assert Tile.of_dispatch(tokens, words, 32) == tile
 
 
@@ -111,9 +112,9 @@ def test_other_symmetric_memory_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("TORCH_SYMMMEM", "NVSHMEM")
     for spec in (HT, LL):
         assert any("is set to 'NVSHMEM'" in each for each in spec.unsupported(layer()))
-    set_to = SimpleNamespace(get_backend=lambda device: backend)
-    monkeypatch.setitem(sys.modules, name, set_to)
     for backend, usable in (("NCCL", False), ("CUDA", True), (None, True)):
+        set_to = SimpleNamespace(get_backend=lambda device, found=backend: found)
+        monkeypatch.setitem(sys.modules, name, set_to)
         assert (HT.unsupported(layer()) == []) is usable
 
 

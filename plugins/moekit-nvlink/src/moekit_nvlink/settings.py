@@ -17,7 +17,8 @@ class Settings:
     """push: the experts' ranks write rows back, and tokens' ranks do not read them from there. All
     ranks must choose alike, which construction checks.
 
-    programs: of a kernel that moves many tokens; each occupies one multiprocessor.
+    programs: of a kernel that moves many tokens; each occupies one multiprocessor. A dispatch of
+        513 to 2048 tokens has twice as many, which are half as large.
     most_multiprocessors: of the kernel that sums over K, too; None: all of the GPU.
     """
 

@@ -45,7 +45,8 @@ class Tile:
 
     A program has the bytes of ``stages`` steps in flight, tens of kilobytes, which hide the latency
     of memory. Few tokens take all programs that they can use, which end within microseconds; more
-    tokens share the programs of `Settings`, except in `reduce_rows`.
+    tokens share the programs of `Settings`, except in `reduce_rows`, and in a dispatch of medium
+    size, which has twice as many programs of half the warps.
     """
 
     programs: int
@@ -54,9 +55,7 @@ class Tile:
     warps: int
     stages: int = 1
 
-    few, few_programs = 512, 128
-    # Up to so many tokens, twice as many programs of half the warps dispatch faster.
-    some = 2048
+    few, few_programs, medium = 512, 128, 2048
     # Of `reduce_rows`: programs of a multiprocessor, which so many registers let it hold.
     reduce_each, reduce_registers = 8, 64
     # Triton keeps one step less in shared memory, of which a block has 99 KB at least (8.6, 8.9).
@@ -68,7 +67,7 @@ class Tile:
         columns = min(4096, triton.next_power_of_2(words))
         if tokens <= cls.few:
             return cls(max(1, min(tokens, cls.few_programs)), 1, columns, 8)
-        if tokens <= cls.some:
+        if tokens <= cls.medium:
             return cls(2 * most, min(16, 4096 // columns), columns, 8)
         return cls(most, min(16, 16384 // columns), columns, 16)
 
