@@ -78,15 +78,17 @@ def _explained(out: Tensor, ref: Tensor, case: Case) -> str:
     Weight-only kernels may take scales in the problem's dtype. Their errors have no mean of zero
     where weights in 16 bits were quantized: the largest of a row, a short number, over 127.
     """
-    quant, dtype, w = case.problem.quant, case.problem.dtype, case.weights
-    if quant.activation is not None:
-        return complain(out, ref, case.problem, rounding=rounding_errors(case))
-    complaint = complain(out, ref, case.problem)
+    p, w = case.problem, case.weights
+    if p.quant.activation is not None:
+        return complain(out, ref, p, rounding=rounding_errors(case))
+    complaint = complain(out, ref, p)
+    if not complaint or p.quant.weight is None:
+        return complaint
     scales = {name: getattr(w, name) for name in ("w13_scale", "w2_scale")}
-    if complaint and all(s is not None and s.dtype == torch.float32 for s in scales.values()):
-        rounded = {name: s.to(dtype).float() for name, s in scales.items()}
-        rounds = replace(case, weights=replace(w, **rounded)).reference()
-        complaint = complain(out, rounds.to(ref.device), case.problem) and complaint
+    if all(scale is not None and scale.dtype == torch.float32 for scale in scales.values()):
+        short = {name: scale.to(p.dtype).float() for name, scale in scales.items()}
+        rounded = replace(case, weights=replace(w, **short)).reference()
+        complaint = complain(out, rounded.to(ref.device), p) and complaint
     return complaint
 
 
