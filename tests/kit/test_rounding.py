@@ -117,6 +117,20 @@ def test_scales_may_be_taken_in_the_dtype(monkeypatch) -> None:
     out = 0.9994 * out
     assert "scale" in complain(out.bfloat16(), ref, p)
     assert_close(out.bfloat16(), ref, p, case=case)
-    for factor in (0.995, 1.006):
+    for wrong in (0.995 * out, 1.006 * out, 0.995 * ref):
         with pytest.raises(AssertionError, match="scale"):
-            assert_close((factor * out).bfloat16(), ref, p, case=case)
+            assert_close(wrong.bfloat16(), ref, p, case=case)
+
+
+def test_scales_below_the_range_of_float16_are_wrong() -> None:
+    """`float16` keeps few bits of scales this small, and the kit's tests of magnitude have them."""
+    p = MoEProblem(num_experts=4, top_k=2, hidden_size=256, intermediate_size=192,
+                   quant="int8_w8a16", dtype=torch.float16, device="cpu")  # fmt: skip
+    case = cases.make_case(p, 64)
+    small = replace(case.weights, w13_scale=case.weights.w13_scale / 4096)
+    case = replace(case, weights=small, x=case.x * 4096)
+    lost = replace(small, w13_scale=small.w13_scale.half().float())
+    out, ref = replace(case, weights=lost).reference(), case.reference()
+    assert_close(ref.half(), ref, p, case=case)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(out.half(), ref, p, case=case)
