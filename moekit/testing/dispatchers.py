@@ -407,7 +407,7 @@ class DispatcherConformance(Conformance):
         self._run(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
-        """Layers of a group have other sizes, another scheme, or the same; two are in flight."""
+        """Layers of one group with other sizes, with another scheme, and alike; two in flight."""
         p = self._job(several).problem
         sizes = [s["hidden_size"] for s in self._sizes(p.quant.name, p.device)]
         widths = sorted(sizes, key=lambda h: (h <= p.hidden_size, h))

@@ -168,22 +168,17 @@ def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> N
 
 def after_some(
     rank: int, world_size: int, job: Job, problem: MoEProblem, sequence: Sequence[Call]
-) -> Refused | None:
+) -> None:
     """Serve a layer of the first two ranks, and then one of all ranks."""
     assert job.members is not None
     some = Members((0, 1), job.members.generation)
     _ = some.group  # every rank takes part in making a group
     if rank in some.ranks:
-        # A library may need all ranks, or keep the first ones that it joined.
-        with suppress(Unsupported, GroupMismatch):
+        with suppress(Unsupported):  # a library may need all ranks
             calls(rank, len(some.ranks), replace(job, problem=problem, members=some), sequence)
-    # The others wait here as long as the group allows: the first ones may compile for a minute.
+    # The others wait here, and not in moekit, which gives up before some backends have compiled.
     dist.all_reduce(torch.zeros(1), group=job.members.group)
-    try:
-        calls(rank, world_size, job, sequence)
-    except GroupMismatch as error:
-        return Refused(str(error))
-    return None
+    calls(rank, world_size, job, sequence)
 
 
 def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Refused | None:

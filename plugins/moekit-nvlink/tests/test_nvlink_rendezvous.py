@@ -16,6 +16,7 @@ import torch.distributed as dist
 from moekit_nvlink import buffers
 from torch.distributed import distributed_c10d as c10d
 
+from moekit.errors import PeerFailed
 from moekit.testing.distributed import RankPool
 
 
@@ -31,6 +32,7 @@ class Torch:
     def rendezvous(self, memory, name: str):
         assert self._socket.acquire(blocking=False), "Address already in use"
         try:
+            time.sleep(0.1)
             group = c10d._resolve_process_group(name)
             # A store of torch's own calls the Python store as C++ does.
             store = dist.PrefixStore("torch", group.get_group_store())
@@ -99,6 +101,14 @@ def open_in_threads(rank: int, world: int, newer: bool) -> None:
 def test_ranks_that_served_other_groups_before(newer: bool) -> None:
     with RankPool(3) as pool:
         pool.run(open_in_groups, newer)
+
+
+def test_another_thread_that_waits_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr(buffers, "_TURNS", 2)
+    monkeypatch.setattr(buffers, "exchange", lambda what, mine, group: ["locked", mine])
+    group = SimpleNamespace(get_group_store=dist.HashStore, rank=lambda: 1, size=lambda: 2)
+    with buffers._one_at_a_time, pytest.raises(PeerFailed, match="another thread of rank 1 has"):
+        buffers._rendezvous(torch.empty(8), group, "name")
 
 
 @pytest.mark.parametrize("newer", _NEWER)

@@ -50,7 +50,8 @@ def _check(problem: MoEProblem) -> list[str]:
 def _memory() -> str:
     """Return which implementation of symmetric memory torch uses, without importing it."""
     loaded = sys.modules.get("torch.distributed._symmetric_memory")
-    found = loaded.get_backend("cuda") if loaded else os.environ.get("TORCH_SYMMMEM")
+    ask = getattr(loaded, "get_backend", None)  # None also while another thread imports it
+    found = ask("cuda") if ask else os.environ.get("TORCH_SYMMMEM")
     return found or "CUDA"
 
 

@@ -194,6 +194,7 @@ class _OneRendezvous(Store):
 
 # Torch binds one socket of a process for each rendezvous, and Python's threads run while it waits.
 _one_at_a_time = threading.Lock()
+_TURNS = 1000  # of 55 ms on average
 
 
 def _rendezvous(memory: Tensor, group: dist.ProcessGroup, name: Any) -> Any:
@@ -203,10 +204,12 @@ def _rendezvous(memory: Tensor, group: dist.ProcessGroup, name: Any) -> Any:
     # Torch keeps neither the Python object of a store nor a registered group alive.
     store = _OneRendezvous(PrefixStore(name, group.get_group_store()))
     own = ProcessGroup(store, group.rank(), group.size())
-    while True:  # until all ranks have the lock: threads may serve groups in opposite orders
+    said: list[str] = []
+    for _ in range(_TURNS):  # until all have the lock: threads may serve groups in opposite orders
         locked = _one_at_a_time.acquire(timeout=random.uniform(0.01, 0.1))
         try:
-            if "" not in exchange("meet in turn", "locked" if locked else "", group):
+            said = exchange("meet in turn", "locked" if locked else "", group)
+            if "" not in said:
                 _register_process_group(name, own)
                 try:
                     return symmetric.rendezvous(memory, name)
@@ -215,6 +218,11 @@ def _rendezvous(memory: Tensor, group: dist.ProcessGroup, name: Any) -> Any:
         finally:
             if locked:
                 _one_at_a_time.release()
+    waiting = ", ".join(str(rank) for rank, each in enumerate(said) if not each)
+    raise PeerFailed(
+        f"another thread of rank {waiting} has been opening a buffer for a minute: its group waits "
+        "for a rank that died or hangs. Start the ranks again"
+    )
 
 
 def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
