@@ -87,25 +87,26 @@ def _judge(case: Case) -> Callable[[Tensor, Tensor], str]:
     def judged(out: Tensor, ref: Tensor) -> str:
         complaint = complain(out, ref, p)
         if complaint and rounded is not None and torch.equal(ref, case.reference().to(ref.device)):
-            short = rounded.to(out.device)
-            if relative_error(out, short) < relative_error(out, ref.to(out.device)):
-                return complain(out, short, p) and complaint
+            near = rounded.to(out.device)
+            if relative_error(out, near) < relative_error(out, ref.to(out.device)):
+                return complain(out, near, p) and complaint
         return complaint
 
     return judged
 
 
 def _with_rounded_scales(case: Case) -> Tensor | None:
+    """Return the oracle's (T, H) fp32 with scales in the problem's dtype, or None if not normal."""
     p, w = case.problem, case.weights
     if p.quant.weight is None or p.dtype.itemsize != 2:
         return None
-    normal, short = torch.finfo(p.dtype), {}
+    limits, short = torch.finfo(p.dtype), {}
     for name in ("w13_scale", "w2_scale"):
         scale = getattr(w, name)
         if scale is None or scale.dtype != torch.float32:
             return None
         size = scale[scale != 0].abs()
-        if bool(((size < normal.tiny) | (size > normal.max)).any()):
+        if bool(((size < limits.tiny) | (size > limits.max)).any()):
             return None
         short[name] = scale.to(p.dtype).float()
     return replace(case, weights=replace(w, **short)).reference()

@@ -425,9 +425,9 @@ class DispatcherConformance(Conformance):
             self._run(several, ranks.layers, self._problem(**each))
         for each in self._quantized_wire(several):
             q = self._problem(**each)
-            equal = {"hidden_size": q.hidden_size, "intermediate_size": q.intermediate_size}
-            if isinstance(other := self._find_problem(parallel=q.parallel, **equal), MoEProblem):
-                self._run(several, ranks.layers, q, parallel=q.parallel, **equal)
+            same = {"hidden_size": q.hidden_size, "intermediate_size": q.intermediate_size}
+            if isinstance(other := self._find_problem(parallel=q.parallel, **same), MoEProblem):
+                self._run(several, ranks.layers, q, parallel=q.parallel, **same)
                 self._run(several, ranks.layers, other, **each)
 
     def test_two_calls_in_flight(self, world: int) -> None:

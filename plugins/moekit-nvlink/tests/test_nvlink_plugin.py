@@ -241,7 +241,7 @@ def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
     """The rendezvous waits for every rank, so no rank may fail alone before it."""
     import torch.distributed._symmetric_memory as symmetric
 
-    fake, others = Symmetric(100), ['["", "name"]']
+    fake, others = Symmetric(100), [""]
     monkeypatch.setattr(buffers, "_check_reach", lambda *_: None)
     monkeypatch.setattr(buffers, "exchange", lambda what, mine, group: [mine, *others])
     monkeypatch.setattr(symmetric, "empty", fake.empty)
@@ -256,7 +256,7 @@ def test_memory_is_allocated_on_all_ranks_or_none(monkeypatch) -> None:
     assert first not in os.environ and os.environ[second] == "0"
     with pytest.raises(BackendError, match="rank 0: OutOfMemoryError.*; lower max_num_tokens"):
         open_memory(101, None, torch.device("cpu"))
-    others[0] = '["RuntimeError: no room", "name"]'
+    others[0] = "RuntimeError: no room"
     with pytest.raises(BackendError, match="rank 1: RuntimeError: no room"):
         open_memory(64, None, torch.device("cpu"))
 
@@ -273,7 +273,7 @@ def test_two_threads_open_memory(monkeypatch, before: str | None) -> None:
     inside = {group: threading.Event() for group in ("one", "other")}
     ended, seen = threading.Event(), []
 
-    def rendezvous(memory, group: str, name: str):
+    def rendezvous(memory, group: str):
         inside[group].set()
         assert (inside["other"] if group == "one" else ended).wait(20.0)
         seen.append([os.environ.get(name) for name in buffers._TORCH])

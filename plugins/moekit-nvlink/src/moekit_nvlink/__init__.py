@@ -36,7 +36,7 @@ def _check(problem: MoEProblem) -> list[str]:
         reasons.append(str(error))
     if problem.device.arch:
         reasons.append(f"needs NVIDIA GPUs, and was asked for {problem.device}")
-    if (memory := _memory()) != "CUDA":
+    if (memory := _symmetric_memory()) != "CUDA":
         reasons.append(
             f"torch's symmetric memory is set to {memory!r}, and needs to be 'CUDA': unset "
             "TORCH_SYMMMEM, or call torch.distributed._symmetric_memory.set_backend('CUDA') before "
@@ -47,8 +47,8 @@ def _check(problem: MoEProblem) -> list[str]:
     return reasons
 
 
-def _memory() -> str:
-    """Return which implementation of symmetric memory torch uses, without importing it."""
+def _symmetric_memory() -> str:
+    """Return torch's backend of symmetric memory, without importing that module."""
     loaded = sys.modules.get("torch.distributed._symmetric_memory")
     ask = getattr(loaded, "get_backend", None)  # None also while another thread imports it
     found = ask("cuda") if ask else os.environ.get("TORCH_SYMMMEM")

@@ -149,14 +149,13 @@ def open_memory(
             memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # the other ranks would wait for this one's address
             fault = reason_of(error)
-        said = exchange("allocate a buffer", json.dumps([fault, uuid.uuid4().hex]), group)
-        found = [json.loads(each) for each in said]
-        if faults := [f"rank {rank}: {each}" for rank, (each, _) in enumerate(found) if each]:
+        said = exchange("allocate a buffer", fault, group)
+        if faults := [f"rank {rank}: {each}" for rank, each in enumerate(said) if each]:
             raise BackendError(
                 f"every rank needs {nbytes:,} bytes of symmetric memory, and some have none: "
                 f"{'; '.join(faults)}; lower max_num_tokens"
             )
-        handle = _rendezvous(memory, group, f"moekit_nvlink-{found[0][1]}")
+        handle = _rendezvous(memory, group)
     return memory, list(handle.buffer_ptrs), handle
 
 
@@ -197,24 +196,18 @@ _one_at_a_time = threading.Lock()
 _TURNS = 1000  # of 55 ms on average
 
 
-def _rendezvous(memory: Tensor, group: dist.ProcessGroup, name: Any) -> Any:
-    """Return torch's handle of the ranks' memory. name: str, new, and the same on all ranks."""
-    import torch.distributed._symmetric_memory as symmetric
+def _rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Any:
+    """Return torch's handle of the ranks' memory (nbytes,) uint8; collective.
 
-    # Torch keeps neither the Python object of a store nor a registered group alive.
-    store = _OneRendezvous(PrefixStore(name, group.get_group_store()))
-    own = ProcessGroup(store, group.rank(), group.size())
+    Raises PeerFailed on all ranks if another thread of one of them does not end its own.
+    """
     said: list[str] = []
     for _ in range(_TURNS):  # until all have the lock: threads may serve groups in opposite orders
         locked = _one_at_a_time.acquire(timeout=random.uniform(0.01, 0.1))
         try:
-            said = exchange("meet in turn", "locked" if locked else "", group)
+            said = exchange("meet in turn", uuid.uuid4().hex if locked else "", group)
             if "" not in said:
-                _register_process_group(name, own)
-                try:
-                    return symmetric.rendezvous(memory, name)
-                finally:
-                    _unregister_process_group(name)
+                return _rendezvous_as(f"moekit_nvlink-{said[0]}", memory, group)
         finally:
             if locked:
                 _one_at_a_time.release()
@@ -223,6 +216,20 @@ def _rendezvous(memory: Tensor, group: dist.ProcessGroup, name: Any) -> Any:
         f"another thread of rank {waiting} has been opening a buffer for a minute: its group waits "
         "for a rank that died or hangs. Start the ranks again"
     )
+
+
+def _rendezvous_as(name: Any, memory: Tensor, group: dist.ProcessGroup) -> Any:
+    """Do it in a group that is registered for that time. name: str, new, the same on all ranks."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    # Torch keeps neither the Python object of a store nor a registered group alive.
+    store = _OneRendezvous(PrefixStore(name, group.get_group_store()))
+    own = ProcessGroup(store, group.rank(), group.size())
+    _register_process_group(name, own)
+    try:
+        return symmetric.rendezvous(memory, name)
+    finally:
+        _unregister_process_group(name)
 
 
 def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
