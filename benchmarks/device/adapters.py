@@ -139,7 +139,7 @@ def flashinfer_alltoall(c: Case) -> Callable[[], None]:
     nbytes = ranks.size * buffers.capacity * p.hidden_size * p.dtype.itemsize
 
     def call() -> None:
-        received, offset = lib.moe_a2a_dispatch(ids, parts, *where, p.num_physical_experts)
+        received, offset, *_ = lib.moe_a2a_dispatch(ids, parts, *where, p.num_physical_experts)
         lib.moe_a2a_sanitize_expert_ids(received[-1], memory, buffer.metainfo, ranks.rank, -1)
         y = memory[ranks.rank, offset : offset + nbytes].view(p.dtype)
         lib.moe_a2a_combine(

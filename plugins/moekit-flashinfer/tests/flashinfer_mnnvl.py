@@ -1,18 +1,21 @@
 """`flashinfer.comm.mnnvl` on the CPU: a segment for each rank, in one file that all ranks map.
 
 As in the library, attributes of the class hold the ranks and the next free address, and its methods
-read them again after they have waited for other ranks.
+read them again after they have waited for other ranks. The later version asks all ranks about their
+devices and hosts, and passes descriptors through sockets in the temporary directory.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from flashinfer_standins import Descriptor, Driver
+from flashinfer_standins import Descriptor, Driver, is_later
 from torch import Tensor
 
 _GRANULARITY, _PAGE = 2 << 20, 512 << 20
@@ -23,6 +26,7 @@ class MnnvlMemory:
     current_start_address = current_rank_stride = current_mem_offset = 0
     allocated_map: dict[int, tuple[int, int, int, int]] = {}
     address_refcnt: dict[int, int] = {}
+    _fabric_supported: bool | None = None
 
     @staticmethod
     def initialize() -> None: ...
@@ -45,9 +49,14 @@ class MnnvlMemory:
     def open_mnnvl_memory(size: int) -> tuple[int, Any]:
         comm = MnnvlMemory.comm
         assert set(comm.allgather(size)) == {size}, "ranks allocate different sizes"
+        if is_later() and MnnvlMemory._fabric_supported is None:
+            MnnvlMemory._fabric_supported = all(comm.allgather(False))
         aligned = -(-size // _GRANULARITY) * _GRANULARITY
         if MnnvlMemory.current_mem_offset + aligned > MnnvlMemory.current_rank_stride:
             MnnvlMemory.new_mnnvl_memory_address(aligned)
+        if is_later():
+            assert len(set(comm.allgather(socket.gethostname()))) == 1
+            exchange_sockets(comm)
         segments = _mapped_file(comm, size)
         ptr = MnnvlMemory.current_start_address + MnnvlMemory.current_mem_offset
         for rank in range(comm.Get_size()):
@@ -84,6 +93,15 @@ class MnnvlMemory:
             if start == MnnvlMemory.current_start_address:
                 MnnvlMemory.current_start_address = 0
                 MnnvlMemory.current_rank_stride = MnnvlMemory.current_mem_offset = 0
+
+
+def exchange_sockets(comm: Any) -> None:
+    """Bind a socket where the library binds one, and tell its path to the other ranks."""
+    with tempfile.TemporaryDirectory(prefix=f"cuda_fd_xchg_{os.getpid()}_") as folder:
+        path = os.path.join(folder, "fd.sock")
+        comm.allgather(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.bind(path)
 
 
 def _mapped_file(comm: Any, size: int) -> Any:

@@ -2,7 +2,7 @@
 
 Ranks share memory as they do on GPUs: one-sided ranks write into each other's mapped file, unused
 rows hold garbage, and a slot's dispatch and combine must alternate. `install` puts all of it in the
-library's place, in this process.
+library's place, in this process, and `using` chooses the version whose forms it takes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import enum
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +42,26 @@ GARBAGE = 0xFF  # NaN in every float format, -1 in the integers
 # Libraries keep no order among rows. Theirs is drawn apart from torch's own random numbers, which a
 # dispatcher leaves as they are.
 ORDER = torch.Generator().manual_seed(0)
+
+
+VERSIONS = ("0.6.8", "0.7.2")
+_version = VERSIONS[0]
+
+
+@contextlib.contextmanager
+def using(version: str) -> Iterator[None]:
+    """Return values and exchange messages as this version does, in this process."""
+    global _version
+    assert version in VERSIONS
+    _version = version
+    try:
+        yield
+    finally:
+        _version = VERSIONS[0]
+
+
+def is_later() -> bool:
+    return _version != VERSIONS[0]
 
 
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -135,7 +155,7 @@ def _state(workspace: Tensor, rank: int) -> Tensor:
 def moe_a2a_dispatch(
     ids: Tensor, payloads: list[Tensor], workspace: Tensor, metainfo: Tensor, most: int, rank: int,
     ranks: int, top_k: int, experts: int,
-) -> tuple[list[Tensor], int]:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     state = _state(workspace, rank)
     assert state.item() == 0, "dispatch called twice without combine"
     state.fill_(1)
@@ -178,7 +198,7 @@ def moe_a2a_dispatch(
         for source in range(ranks):
             rows[source, counts[source] :] = GARBAGE
         received.append(mine[start : start + nbytes].view(payload.dtype).view(ranks, most, -1))
-    return received, _pad(offset)
+    return (received, _pad(offset), None) if is_later() else (received, _pad(offset))
 
 
 @_on_cpu
@@ -225,10 +245,10 @@ def _cumsum(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @_on_cpu
-def _prepare(
+def moe_prepare(
     ids: Tensor, weights: Tensor, statics: None, workspace: Tensor, most: int, rank: int,
     ranks: int, experts: int, slots: int, top_k: int,
-) -> tuple[Any, Tensor, Tensor, None]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     assert ids.dtype == torch.int32 and ids.shape[1] == top_k <= 32 and ids.is_contiguous()
     assert weights.dtype == torch.float32 and weights.is_contiguous()
     assert workspace.dtype == torch.uint64 and experts % 4 == slots % 4 == experts % ranks == 0
@@ -253,15 +273,9 @@ def _prepare(
         row += len(tokens)
     send_ends, send = _cumsum(to_rank)
     receive_ends, receive = _cumsum(arriving)
-    info = SimpleNamespace(
-        send_rank_count_cumsum=send_ends,
-        send_rank_local_indices=send,
-        recv_rank_count_cumsum=receive_ends,
-        recv_rank_local_indices=receive,
-        backward_recv_rank_local_indices=_cumsum(first)[1],
-        local_token_allocation_count=most * ranks,
-    )
-    return info, received_ids, received_weights, None
+    receive.fill_unwritten = True  # type: ignore[attr-defined]
+    back = _cumsum(first)[1]
+    return received_ids, received_weights, send_ends, send, receive_ends, receive, back, None
 
 
 @_on_cpu
@@ -271,6 +285,9 @@ def moe_comm(
 ) -> None:  # fmt: skip
     assert rows.dim() == 2 and rows.is_contiguous() and workspace.dtype == torch.uint64
     assert rows.shape[1] * rows.itemsize % 16 == 0, "rows of 16 bytes"
+    assert out.is_contiguous() and (out.shape[1], out.dtype) == (rows.shape[1], rows.dtype)
+    if hasattr(receive, "fill_unwritten"):  # what arrives, not what returns
+        out.view(torch.uint8).fill_(GARBAGE)
     parts = torch.tensor_split(send.long(), send_ends[:-1].tolist())
     outgoing = [rows[part].view(torch.uint8).numpy() for part in parts]
     everyone = Driver.exchange(workspace, outgoing)
@@ -279,24 +296,11 @@ def moe_comm(
         out.view(torch.uint8)[places] = torch.from_numpy(everyone[source][rank])
 
 
-@_on_cpu
-def _alltoallv(x: Tensor, info: Any, workspace: Tensor, rank: int, ranks: int) -> Tensor:
-    out = torch.empty(info.local_token_allocation_count, x.shape[1], dtype=x.dtype)
-    out.view(torch.uint8).fill_(GARBAGE)
-    moe_comm(
-        x, info.send_rank_count_cumsum, info.send_rank_local_indices, out,
-        info.recv_rank_count_cumsum, info.recv_rank_local_indices, workspace, rank, ranks,
-    )  # fmt: skip
-    return out
-
-
 two_sided = SimpleNamespace(
     get_moe_commworkspace_size_per_rank=lambda ranks: 4096 * ranks,
     get_moe_prepare_workspace_size_per_rank=lambda ranks: 512 * ranks,
     moe_comm=moe_comm,
-    MnnvlMoe=SimpleNamespace(
-        mnnvl_moe_alltoallv_prepare_without_allgather=_prepare, mnnvl_moe_alltoallv=_alltoallv
-    ),
+    moe_prepare=moe_prepare,
 )
 
 
@@ -359,6 +363,8 @@ def cutlass_fused_moe(
     L, gated = len(w13), activation_type is ActivationType.Swiglu
     assert ids.dtype == torch.int32 and token_final_scales.dtype == torch.float32
     assert all(t.is_contiguous() for t in (x, ids, token_final_scales, w13, w2, output))
+    for operand in (x, fc1_expert_biases):  # 0.7 refuses others
+        assert operand is None or operand.data_ptr() % 16 == 0, "beginnings at 16 bytes"
     assert w13.shape[1] == w2.shape[2] * (2 if gated else 1) and len(w2) == L
     assert output.shape == (len(x), w2.shape[1]) and output.dtype == output_dtype
     multiple = 16 if w13.dtype == FP8 else 8

@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import flashinfer_registry
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from flashinfer_registry import dispatchers
 from moekit_flashinfer import library, moekit_dispatchers, moekit_experts, one_sided
 from moekit_flashinfer.footprint import experts_transient
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
@@ -129,13 +132,14 @@ def test_a_third_call_in_flight_is_refused(pool):
     pool.run(a_third_call_in_flight_is_refused)
 
 
-def without_a_copy(rank, ranks, hidden, dtype):
+def without_a_copy(rank, ranks, hidden, dtype, version):
     d = made(rank, ranks, hidden_size=hidden, dtype=dtype)
     x = torch.randn(5 + rank, hidden, dtype=dtype)
     route = routing(d.problem, 5 + rank, absent=0.0)
     outs = []
     for in_place in (False, True):
-        tokens = d.prepare(x, route, None).result()
+        with flashinfer_standins.using(version):
+            tokens = d.prepare(x, route, None).result()
         total = torch.where(tokens.topk_ids >= 0, tokens.topk_weights, 0.0).sum(1, keepdim=True)
         y = d.output(tokens) if in_place else torch.empty_like(tokens.x)
         y.copy_(torch.where(total > 0, tokens.x * total, 0.0))
@@ -149,10 +153,11 @@ def without_a_copy(rank, ranks, hidden, dtype):
     d.destroy()
 
 
+@pytest.mark.parametrize("version", flashinfer_standins.VERSIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [64, 24])
-def test_output_without_a_copy(pool, hidden, dtype):
-    pool.run(without_a_copy, hidden, dtype)
+def test_output_without_a_copy(pool, hidden, dtype, version):
+    pool.run(without_a_copy, hidden, dtype, version)
 
 
 def full_layers(rank, ranks, seed, name, tokens, changes):
@@ -246,12 +251,36 @@ def test_within_the_limits_there_is_no_reason():
 
 @pytest.mark.parametrize(
     ("version", "usable"),
-    [("0.6.8.post1", True), ("0.6.8", True), ("0.6.9", False), ("0.7", False), ("", True)],
+    [
+        ("0.6.7", False),
+        ("0.6.8", True),
+        ("0.6.8.post1", True),
+        ("0.6.9", False),
+        ("0.6.18.post1", False),
+        ("0.7", False),
+        ("0.7.1", False),
+        ("0.7.2", True),
+        ("0.7.2.post1", True),
+        ("0.7.3", False),
+        ("", True),
+    ],
 )
 def test_versions(monkeypatch, version, usable):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert (library.FLASHINFER.unsupported() == []) is usable
-    assert usable or version in reasons("flashinfer_cutlass")
+    assert (library.unsupported() == []) is usable
+    needed = ">=0.6.8,<0.6.9 or >=0.7.2,<0.7.3 is required"
+    reason = f"flashinfer-python {version} is installed, but {needed}"
+    assert usable or reason in reasons("flashinfer_cutlass")
+    if version:
+        assert all(each.contains(version) for each in declared()) is usable
+
+
+def declared() -> list[SpecifierSet]:
+    """Return what the extra ``library`` asks pip for."""
+    tomllib = pytest.importorskip("tomllib")
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    found = tomllib.loads(text)["project"]["optional-dependencies"]["library"]
+    return [Requirement(each).specifier for each in found]
 
 
 # -- the library's modules --------------------------------------------------------------------

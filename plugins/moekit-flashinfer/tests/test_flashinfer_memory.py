@@ -15,6 +15,8 @@ from flashinfer_standins import Driver
 from moekit_flashinfer import library
 from moekit_flashinfer.shared_memory import SharedMemory
 
+from moekit.errors import BackendError
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested")
 
 SIZES = (2, 3)
@@ -37,12 +39,13 @@ class Alone:
         return [value] * self.size
 
 
-@pytest.fixture(autouse=True)
-def _standin(monkeypatch):
+@pytest.fixture(autouse=True, params=flashinfer_standins.VERSIONS)
+def _standin(request, monkeypatch):
     flashinfer_standins.install(monkeypatch.setattr)
     monkeypatch.setattr(Driver, "mapped", {})
     monkeypatch.setattr(Driver, "reserved", {})
-    yield
+    with flashinfer_standins.using(request.param):
+        yield
     assert not Driver.mapped and not Driver.reserved
 
 
@@ -87,3 +90,17 @@ def test_other_users_of_the_library_keep_their_ranks():
     check(SharedMemory(ranks, 100, torch.uint8), ranks)
     assert sys.modules[library.MEMORY_MODULE] is module and module.MnnvlMemory is theirs
     assert dict(vars(theirs)) == before
+
+
+def test_a_long_temporary_directory_is_named(monkeypatch, tmp_path):
+    """The later version's sockets have paths of at most 107 bytes."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    ranks = Alone(2)
+    if not flashinfer_standins.is_later():
+        check(SharedMemory(ranks, 100, torch.uint8), ranks)
+        return
+    with pytest.raises(BackendError, match="AF_UNIX path too long; .*set TMPDIR to a short path"):
+        SharedMemory(ranks, 100, torch.uint8)
+    Driver.reserved.clear()  # the library keeps addresses that it reserved in vain

@@ -6,7 +6,8 @@
     flashinfer_cutlass             experts: CUTLASS fused MoE (bf16, fp16, fp8)
 
 The all-to-alls map the memory of the other GPUs of a host. This needs NVLink or PCIe peer access,
-and the right to pass file descriptors between processes (root, or ptrace permission).
+and a way to pass file descriptors between processes: root or ptrace permission for FlashInfer 0.6,
+a temporary directory that all ranks share for 0.7.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ from moekit.plugin import (
 
 from . import footprint, library
 
-# Compiled into the library's kernels.
+# Compiled into the library's kernels of every supported version; 0.7 has 12, 14 and 18, too.
 _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)
 
 # Payloads are rows of bytes, so rows with a scale for 16 or 32 columns travel like others.
@@ -33,7 +34,7 @@ _MULTIPLE = {"none": 8, "fp8_tensor_static": 16, "fp8_block": 128}
 
 
 def _check_one_sided(problem: MoEProblem) -> list[str]:
-    reasons = library.FLASHINFER.unsupported()
+    reasons = library.unsupported()
     if problem.top_k not in _ONE_SIDED_TOP_K:
         known = ", ".join(map(str, _ONE_SIDED_TOP_K))
         reasons.append(f"top_k={problem.top_k} has no compiled kernel (available: {known})")
@@ -41,7 +42,7 @@ def _check_one_sided(problem: MoEProblem) -> list[str]:
 
 
 def _check_two_sided(problem: MoEProblem) -> list[str]:
-    reasons = library.FLASHINFER.unsupported()
+    reasons = library.unsupported()
     if problem.num_physical_experts % 4:
         reasons.append(f"{problem.num_physical_experts} experts are not a multiple of 4")
     rows = {problem.hidden_size * problem.dtype.itemsize}
@@ -53,7 +54,7 @@ def _check_two_sided(problem: MoEProblem) -> list[str]:
 
 
 def _check_experts(problem: MoEProblem) -> list[str]:
-    reasons = library.FLASHINFER.unsupported()
+    reasons = library.unsupported()
     scheme, multiple = problem.quant.name, _MULTIPLE.get(problem.quant.name)
     if multiple is None:
         return reasons

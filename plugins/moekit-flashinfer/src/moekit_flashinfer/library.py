@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from moekit.errors import BackendError
@@ -22,10 +23,21 @@ FLASHINFER = VendorLibrary(
     module="flashinfer",
     install_hint="pip install 'moekit-flashinfer[library]'",
 )
+_LATER = replace(FLASHINFER, versions=">=0.7.2,<0.7.3")  # nobody has read the versions in between
 INSTALL_HINT = FLASHINFER.install_hint
 MEMORY_MODULE = "flashinfer.comm.mnnvl"
 
 _PROGRESS_SECONDS = 15.0
+
+
+def unsupported() -> list[str]:
+    """Return why the installed version cannot be used; empty if it can, or is missing."""
+    if not FLASHINFER.unsupported() or not _LATER.unsupported():
+        return []
+    return [
+        f"flashinfer-python {FLASHINFER.version()} is installed, but {FLASHINFER.versions} or "
+        f"{_LATER.versions} is required ({INSTALL_HINT})"
+    ]
 
 
 def one_sided() -> Any:
@@ -39,7 +51,7 @@ def one_sided() -> Any:
 
 
 def two_sided() -> Any:
-    """Return the functions behind ``MnnvlMoe``, compiled."""
+    """Return the functions behind ``flashinfer.comm.trtllm_alltoall.MnnvlMoe``, compiled."""
     from flashinfer.comm import trtllm_alltoall
     from flashinfer.jit.comm import gen_comm_alltoall_module
 

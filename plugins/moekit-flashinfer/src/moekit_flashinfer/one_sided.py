@@ -148,7 +148,8 @@ class OneSidedDispatcher(PrepareAndFinalize):
         names = sorted(payloads, key=lambda name: -_alignment(payloads[name]))
         buffer = buffers.calls.take()
         try:
-            received, end = buffers.library.moe_a2a_dispatch(
+            # FlashInfer 0.7 returns a third value, statistics that nobody asked for.
+            received, end, *_ = buffers.library.moe_a2a_dispatch(
                 targets, [payloads[name] for name in names], buffer.memory.tensor, buffer.metainfo,
                 buffers.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
             )  # fmt: skip

@@ -64,10 +64,12 @@ class SharedMemory:
         mine.comm = ranks
         try:
             self._memory = mine(None, nbytes)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise BackendError(
                 f"sharing {nbytes} bytes between {ranks.size} ranks failed: {error}; all ranks "
-                "must be on one host and may pass file descriptors (root, or ptrace permission)"
+                "must be on one host and able to pass file descriptors: FlashInfer 0.6 needs root "
+                "or ptrace permission, 0.7 a temporary directory that all ranks share (set TMPDIR "
+                "to a short path)"
             ) from error
         self.tensor: Tensor = self._memory.as_torch_strided_tensor(dtype)
         _descriptors.append(getattr(self.tensor, "_capsule_wrapper", None))

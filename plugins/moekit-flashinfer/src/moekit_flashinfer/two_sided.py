@@ -10,7 +10,6 @@ A finished call leaves nothing in the FIFOs, so any number of calls may be in fl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +63,12 @@ _shared: SharedBuffers[Fifos] = SharedBuffers(Fifos.free)
 
 @dataclass(frozen=True)
 class _Call:
-    info: Any  # the library's MoEAlltoallInfo
+    """The row indices of a call, rank by rank. ``ends`` (ranks,) says where each rank's end."""
+
+    sent_ends: Tensor
+    received_ends: Tensor
+    received_rows: Tensor
+    returned_rows: Tensor
     tokens: int
 
 
@@ -96,8 +100,9 @@ class TwoSidedDispatcher(PrepareAndFinalize):
             payloads["x"], payloads["scale"] = quantize_for_transfer(x_TH, ids, quantize, p)
         # The library takes id -1 for rank 0, and sends an id beyond the last expert nowhere.
         sent_ids = ids if len(ids) < REROUTED_FROM else torch.where(ids < 0, experts, ids)
-        info, received_ids, weights, _ = (
-            fifos.library.MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather(
+        # FlashInfer 0.7 deprecates the class MnnvlMoe, but not the functions that it calls.
+        received_ids, weights, sent_ends, sent, received_ends, received, returned, _ = (
+            fifos.library.moe_prepare(
                 sent_ids, routing.topk_weights, None, fifos.counts.tensor, self._capacity,
                 rank, ranks, experts, experts, p.top_k,
             )
@@ -107,16 +112,15 @@ class TwoSidedDispatcher(PrepareAndFinalize):
             columns = rows.shape[1]
             if name == "scale":
                 rows = F.pad(rows, (0, -columns % footprint.SCALES))
-            sent = fifos.library.MnnvlMoe.mnnvl_moe_alltoallv(
-                rows, info, fifos.data.tensor, rank, ranks
-            )
-            got[name] = sent[:, :columns].contiguous()
+            arrived = rows.new_empty((self.max_rows(0), rows.shape[1]))
+            self._exchange(rows, sent_ends, sent, arrived, received_ends, received)
+            got[name] = arrived[:, :columns].contiguous()
         tokens = Dispatched(
             x=got["x"],
             x_scale=got.get("scale"),
             topk_ids=local_ids(received_ids, p.local_experts.start, p.num_local_experts),
             topk_weights=weights,
-            handle=_Call(info, len(ids)),
+            handle=_Call(sent_ends, received_ends, received, returned, len(ids)),
         )
         return Pending.ready(tokens)
 
@@ -128,15 +132,24 @@ class TwoSidedDispatcher(PrepareAndFinalize):
 
     def _combine(self, y_RH: Tensor, call: _Call) -> Tensor:
         """Return (T, K, H): one row for each rank that had the token, and zeros."""
-        info, shape = call.info, (call.tokens, self.problem.top_k, y_RH.shape[1])
-        fifos = self.lease.value
+        shape = (call.tokens, self.problem.top_k, y_RH.shape[1])
         rows = y_RH.new_zeros((shape[0] * shape[1], shape[2]))
-        fifos.library.moe_comm(
-            y_RH.contiguous(), info.recv_rank_count_cumsum, info.recv_rank_local_indices,
-            rows, info.send_rank_count_cumsum, info.backward_recv_rank_local_indices,
-            fifos.data.tensor, fifos.ranks.rank, fifos.ranks.size,
+        self._exchange(
+            y_RH.contiguous(), call.received_ends, call.received_rows,
+            rows, call.sent_ends, call.returned_rows,
         )  # fmt: skip
         return rows.view(shape)
+
+    def _exchange(
+        self, rows: Tensor, ends: Tensor, indices: Tensor,
+        out: Tensor, out_ends: Tensor, out_indices: Tensor,
+    ) -> None:  # fmt: skip
+        """Send ``rows`` at ``indices`` to the other ranks, and write theirs into ``out``."""
+        fifos = self.lease.value
+        fifos.library.moe_comm(
+            rows, ends, indices, out, out_ends, out_indices,
+            fifos.data.tensor, fifos.ranks.rank, fifos.ranks.size,
+        )  # fmt: skip
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Send NaN rows, as other ranks may wait for this rank's rows."""
