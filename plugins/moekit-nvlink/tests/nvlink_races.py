@@ -3,11 +3,12 @@
 All ranks run in Triton's interpreter, a thread each, and a scheduler with a seed decides which of
 them goes on. The interpreter runs one thing at a time, so a run by itself would hide most faults.
 `World` therefore keeps vector clocks, and takes only what PTX promises as an order: kernels of one
-rank follow each other; programs of a kernel do not; `tl.debug_barrier` joins the threads of a
-program; a release at a scope that covers both sides orders what its thread knows before whatever
-acquires the value. Two accesses of one word, at least one of them a write, that are not ordered are
-a race, in whatever order this run made them. A run in which every rank waits is a deadlock; since
-programs run one after another, it is also one where a GPU holds a single program at a time.
+rank follow each other where one waits for the other (PDL); programs of a kernel do not;
+`tl.debug_barrier` joins the threads of a program; a release at a scope that covers both sides
+orders what its thread knows before whatever acquires the value. Two accesses of one word, at least
+one of them a write, that are not ordered are a race, in whatever order this run made them. A run in
+which every rank waits is a deadlock; since programs run one after another, it is also one where a
+GPU holds a single program at a time.
 
 A program has two threads here: one makes all scalar stores and atomics, as thread 0 does in
 compiled kernels, and one stands for all others, which also make those of several values.
@@ -29,6 +30,7 @@ import numpy as np
 from moekit_nvlink import transfer
 from moekit_nvlink.buffers import Buffer
 from moekit_nvlink.footprint import Layout
+from triton.language.extra import cuda
 from triton.runtime import interpreter
 
 _WORD = 4
@@ -38,7 +40,7 @@ _LAUNCHERS = [
 
 
 class Race(AssertionError):
-    """Two accesses without an order."""
+    """Two accesses, or two kernels, without an order."""
 
 
 class Deadlock(AssertionError):
@@ -88,6 +90,7 @@ class _Program:
         self.clocks = [start.copy() for _ in self.threads]
         for thread, clock in zip(self.threads, self.clocks, strict=True):
             clock.seen[thread] = 1
+        self.waited = self.launched_early = False
 
     def tick(self, index: int) -> None:
         self.clocks[index].seen[self.threads[index]] += 1
@@ -105,10 +108,12 @@ class World:
     def __init__(self, ranks: int, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._streams = [Clock([0] * ranks) for _ in range(ranks)]
+        self._early = [Clock([0] * ranks) for _ in range(ranks)]  # of a kernel that has not waited
         self._kernels = [0] * ranks
         self._words: dict[int, _Word] = {}
         self._released: dict[int, list[tuple[Clock, int, bool]]] = {}
         self._places: list[tuple[int, int, str]] = []
+        self._constants: set[int] = set()  # addresses that no kernel writes
         self._main = threading.Semaphore(0)
         self._batons = [threading.Semaphore(0) for _ in range(ranks)]
         # None if a rank can go on; else the number of changes when it looked at a flag in vain.
@@ -121,6 +126,8 @@ class World:
 
     def watch(self, rank: int, at: Layout, buffer: Buffer) -> None:
         """Watch a rank's buffer and the state that its kernels share."""
+        peers = buffer.peers
+        self._constants |= set(range(peers.data_ptr(), peers.data_ptr() + peers.nbytes, _WORD))
         names = ("x", "scale", "ids", "weights", "sources", "y", "back", "counts", "flags")
         regions = [(name, getattr(at, name)) for name in names]
         base, ends = buffer.bytes.data_ptr(), [offset for _, offset in regions[1:]] + [at.nbytes]
@@ -212,21 +219,43 @@ class World:
                     self._access(words, None, _WORD, write)
             work()
 
-        self._kernel(1, program)
+        self._kernel(1, lambda index: (self._wait(), program(index)))
 
-    def _kernel(self, programs: int, work: Callable[[int], None]) -> None:
+    def _kernel(self, programs: int, work: Callable[[int], object]) -> None:
+        """Run a kernel, which may start when every program of the one before lets it."""
         rank = self._mine.rank
-        number, start = self._kernels[rank], self._streams[rank]
-        end = start.copy()
+        number, before, start = self._kernels[rank], self._streams[rank], self._early[rank]
+        end, early = before.copy(), before
         for index in range(programs):
             self._give_way()
             self._mine.look = [], 0
             self._mine.program = program = _Program(rank, number, index, start)
             work(index)
+            if not program.waited:
+                raise Race(f"{program.threads[0]} did not wait for the kernel before")
+            if program.launched_early:
+                early = start
             for clock in program.clocks:
                 end.join(clock)
         end.ended[rank] = self._kernels[rank] = number + 1
-        self._streams[rank] = end
+        self._streams[rank], self._early[rank] = end, early
+
+    def _wait(self) -> None:
+        program: _Program = self._mine.program
+        program.waited = True
+        for clock in program.clocks:
+            clock.join(self._streams[self._mine.rank])
+
+    def _check_wait(self, addresses: Any, mask: Any) -> None:
+        """Find what is touched while the previous kernel may still write it, or hold it cached."""
+        program: _Program = self._mine.program
+        if not program.waited and not self._constants.issuperset(addresses[mask].ravel().tolist()):
+            self._fault = self._fault or Race(f"{program.threads[0]} did not wait for memory")
+            raise SystemExit  # the interpreter would wrap another exception
+
+    def _launch_dependents(self) -> None:
+        program: _Program = self._mine.program
+        program.launched_early |= not program.waited
 
     # -- accesses ----------------------------------------------------------------------------------
 
@@ -298,11 +327,15 @@ class World:
         rmw = builder.create_atomic_rmw
         language = {"tl": interpreter.tl, "core": interpreter.tl.core}
 
-        def sees_load(ptrs: Any, mask: Any, *more: Any, **named: Any) -> Any:
+        def sees_load(ptrs: Any, mask: Any, *more: Any) -> Any:
+            volatile = more[-1]
+            if not volatile:
+                self._check_wait(ptrs.data, mask.data)
             self._access(ptrs.data, mask.data, _size(ptrs), False)
-            return load(ptrs, mask, *more, **named)
+            return load(ptrs, mask, *more)
 
         def sees_store(ptrs: Any, value: Any, mask: Any, *more: Any, **named: Any) -> Any:
+            self._check_wait(ptrs.data, mask.data)
             self._access(ptrs.data, mask.data, _size(ptrs), True)
             return store(ptrs, value, mask, *more, **named)
 
@@ -321,7 +354,7 @@ class World:
             def launch(grid: Any, *args: Any, num_warps: int = 4, num_stages: int = 3,
                        maxnreg: int | None = None, enable_fp_fusion: bool = True,
                        **constants: Any) -> None:  # fmt: skip
-                self.launch(kernel, grid, args, constants | {"PDL": False})
+                self.launch(kernel, grid, args, constants | {"PDL": True})
 
             return launch
 
@@ -332,6 +365,9 @@ class World:
             with (
                 mock.patch.multiple(transfer, **{n: launched(n) for n in _LAUNCHERS}),
                 mock.patch.object(interpreter, "_patch_lang", lambda _: nothing),
+                mock.patch.multiple(
+                    cuda, gdc_wait=self._wait, gdc_launch_dependents=self._launch_dependents
+                ),
                 mock.patch.multiple(
                     builder, create_masked_load=sees_load, create_masked_store=sees_store,
                     create_atomic_rmw=sees_rmw,

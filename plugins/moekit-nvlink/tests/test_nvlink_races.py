@@ -12,7 +12,13 @@ import triton
 import triton.language as tl
 from moekit_nvlink import transfer
 from moekit_nvlink.kernels import assignments, combine, flags, reduce, rows
-from moekit_nvlink.kernels.flags import at, raise_flags, wait_for
+from moekit_nvlink.kernels.flags import (
+    at,
+    launch_dependents,
+    raise_flags,
+    wait_for,
+    wait_for_kernel,
+)
 from nvlink_races import Deadlock, Race, World
 from test_nvlink_kernels import KINDS, WAYS, Call, Shape
 from test_nvlink_reduce import unreduced
@@ -248,8 +254,8 @@ def waits_without_barrier(
 
 
 @triton.jit
-def last_without_barrier(counters_ptr, programs, SCOPE: tl.constexpr):
-    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope=SCOPE) == programs - 1
+def last_without_barrier(counters_ptr, programs):
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
         tl.store(counters_ptr, 0)
     tl.debug_barrier()
@@ -257,18 +263,18 @@ def last_without_barrier(counters_ptr, programs, SCOPE: tl.constexpr):
 
 
 @triton.jit
-def last_without_second_barrier(counters_ptr, programs, SCOPE: tl.constexpr):
+def last_without_second_barrier(counters_ptr, programs):
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope=SCOPE) == programs - 1
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
         tl.store(counters_ptr, 0)
     return last
 
 
 @triton.jit
-def last_without_order(counters_ptr, programs, SCOPE: tl.constexpr):
+def last_without_order(counters_ptr, programs):
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope=SCOPE) == programs - 1
+    last = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu") == programs - 1
     if last:
         tl.store(counters_ptr, 0)
     tl.debug_barrier()
@@ -276,13 +282,29 @@ def last_without_order(counters_ptr, programs, SCOPE: tl.constexpr):
 
 
 @triton.jit
-def first_is_last(counters_ptr, programs, SCOPE: tl.constexpr):
+def first_is_last(counters_ptr, programs):
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope=SCOPE) == 0
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") == 0
     if tl.program_id(0) == programs - 1:
         tl.store(counters_ptr, 0)
     tl.debug_barrier()
     return last
+
+
+@triton.jit
+def cached_number(epoch_ptr):
+    return tl.load(epoch_ptr) + 1
+
+
+@triton.jit
+def waits_for_no_kernel(PDL: tl.constexpr):
+    pass
+
+
+@triton.jit
+def launches_before_it_waits():
+    launch_dependents(True)
+    wait_for_kernel(True)
 
 
 # Where the faults are; of `reduce`, the experts leave the sum to the combine.
@@ -301,6 +323,12 @@ FAULTS = [
       for fault in (last_without_barrier, last_without_second_barrier, last_without_order,
                     first_is_last)
       for module in (assignments, rows, reduce)),
+    *(("is_last", fault, combine)
+      for fault in (last_without_barrier, last_without_order, first_is_last)),
+    *(("call_number", cached_number, module) for module in (assignments, rows)),
+    *(("wait_for_kernel", waits_for_no_kernel, module) for module in ALL),
+    *(("wait_then_launch_dependents", launches_before_it_waits, module)
+      for module in (assignments, rows)),
 ]  # fmt: skip
 
 

@@ -5,8 +5,9 @@ Triton's own inspection takes the host longer than a small kernel takes the devi
 Programmatic dependent launch, PDL (Hopper and later): a kernel starts while the previous one is
 still ending, which hides the gap between them. In return, every program of a kernel with a
 constexpr ``PDL`` calls `wait_then_launch_dependents` before it touches memory that the previous
-kernel writes or reads. Memory written by earlier kernels is visible at once, because the previous
-kernel has waited for them. MOEKIT_TRITON_PDL=0 in the environment turns PDL off.
+kernel writes or reads, except by atomics that order the two. Memory written by earlier kernels is
+visible at once, because the previous kernel has waited for them. MOEKIT_TRITON_PDL=0 in the
+environment turns PDL off.
 """
 
 import functools

@@ -235,6 +235,7 @@ class RowTransfer(Transfer):
         words, row_words = _words(x, places)
         groups = 0 if scale is None else scale.shape[1]
         tile = Tile.of_dispatch(T, row_words, self.settings.programs)
+        scan = 128 if T <= 128 else 512  # tokens whose ids a program reads at once
         steps: list[Step] = [
             partial(
                 _dispatch_rows, (tile.programs,),
@@ -245,7 +246,7 @@ class RowTransfer(Transfer):
                 TP=r.tp, COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
                 K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
                 GROUPS_2=triton.next_power_of_2(max(1, groups)), TOKENS=tile.tokens,
-                WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=512, num_warps=tile.warps,
+                WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=scan, num_warps=tile.warps,
             ),
             partial(
                 _receive_rows, (r.batches,),

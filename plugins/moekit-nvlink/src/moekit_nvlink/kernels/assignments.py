@@ -14,6 +14,7 @@ from .flags import (
     COUNTS,
     ROWS,
     at,
+    call_number,
     is_last,
     launch_dependents,
     owner_of,
@@ -54,7 +55,7 @@ def count_assignments(
         counts = at(peers_ptr, r, counts_at, tl.int32) + rank // COPIES * EXPERTS
         tells = (rank + r) % COPIES + 0 * expert == 0  # one of the ranks with these tokens
         tl.store(counts + expert, before, mask=(expert < EXPERTS) & tells)
-    if is_last(counters_ptr, tl.num_programs(0), "sys"):
+    if is_last(counters_ptr, tl.num_programs(0)):
         number = tl.load(epoch_ptr) + 1
         raise_flags(peers_ptr, rank, number << 32, flags_at, COUNTS, RANKS, RANKS_2)
 
@@ -77,11 +78,11 @@ def dispatch_assignments(
         SLOTS: rows of an expert; PER_RANK: rows of a rank.
         SOURCES: also write to which assignment a row belongs, (batch, token, k) as one int32.
     """
-    wait_for_kernel(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    number, r = tl.load(epoch_ptr) + 1, tl.arange(0, RANKS_2)
+    number, r = call_number(epoch_ptr), tl.arange(0, RANKS_2)
     _, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
                            flags_at, COUNTS, RANKS)  # fmt: skip
+    wait_for_kernel(PDL)
     launch_dependents(PDL)
 
     batch = rank // COPIES
@@ -124,7 +125,7 @@ def dispatch_assignments(
                     scales = (peer + scale_at).to(tl.pointer_type(tl.float32))
                     tl.store(scales[:, None] + wide[:, None] * GROUPS + g[None, :], scale[None, :],
                              mask=real[:, None] & (g < GROUPS)[None, :])  # fmt: skip
-    if is_last(counters_ptr, tl.num_programs(0), "sys"):
+    if is_last(counters_ptr, tl.num_programs(0)):
         raise_flags(peers_ptr, rank, number << 32, flags_at, ROWS, RANKS, RANKS_2)
 
 
@@ -141,10 +142,10 @@ def receive_assignments(
         counts_ptr, ends_ptr: int32 (experts,), written: the rows of each local expert, and of all
             up to it. first: the first local expert.
     """
-    wait_for_kernel(PDL)
-    number, r = tl.load(epoch_ptr) + 1, tl.arange(0, RANKS_2)
+    number, r = call_number(epoch_ptr), tl.arange(0, RANKS_2)
     _, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
                            flags_at, ROWS, RANKS)  # fmt: skip
+    wait_for_kernel(PDL)
     launch_dependents(PDL)
     expert = tl.arange(0, LOCAL_2)
     there = expert < experts

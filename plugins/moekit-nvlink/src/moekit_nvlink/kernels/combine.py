@@ -84,7 +84,7 @@ def push_rows(
             to = region(peer, back_at, tl.int32)
             tl.store(to[:, None] + to_row[:, None].to(tl.int64) * WORDS + w + word[None, :], x,
                      mask=inside & (batch * COPIES + c != rank)[:, None])  # fmt: skip
-    if is_last(counters_ptr, tl.num_programs(0), "sys"):
+    if is_last(counters_ptr, tl.num_programs(0)):
         value = ((tl.load(epoch_ptr) + 1) << 32) | tl.load(lost_ptr)
         raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2)
 
@@ -115,6 +115,8 @@ def combine_rows(
             value = (number << 32) | tl.load(lost_ptr)
             raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2, 0, CHUNKS,
                         CHUNKS)  # fmt: skip
+    if is_last(counters_ptr, programs):  # all programs have read the number
+        tl.store(epoch_ptr, number)
     r = tl.arange(0, RANKS_2)
     flag, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
                               flags_at, COMBINE, RANKS, CHUNKS - 1)  # fmt: skip
@@ -164,6 +166,3 @@ def combine_rows(
             out_ptr + token[:, None].to(tl.int64) * out_stride + h + column[None, :],
             convert(total, type), mask=exists[:, None] & inside[None, :],
         )  # fmt: skip
-
-    if is_last(counters_ptr, tl.num_programs(0), "sys"):
-        tl.store(epoch_ptr, number)

@@ -7,12 +7,12 @@ and a replayed CUDA graph counts on. Numbers are compared modulo 2**32, which a 
 reaches.
 
 Writes happen before the flag. All threads of a program write rows, in other ranks' memory. The
-barrier in `is_last` orders them before one thread's add (acquire and release, at system scope) to a
-counter in this rank's memory. The program that finds all others there has acquired their adds, and
-a second barrier orders its other threads behind that one, so their releases of flags at system
-scope, one for each rank, cover every program's writes. Causality in PTX's model is transitive
-through barriers and through adds of one location. The programs of `reduce_rows` write this rank's
-memory alone, so their adds are at the scope of the GPU, which takes less time.
+barrier in `is_last` orders them before one thread's add (acquire and release) to a counter in this
+rank's memory. The program that finds all others there has acquired their adds, and a second barrier
+orders its other threads behind that one, so their releases of flags at system scope, one for each
+rank, cover every program's writes. Causality in PTX's model is transitive through barriers and
+through adds of one location, whatever their scope, if it includes both threads. Only threads of one
+GPU add, so their scope is the GPU, which takes less time than the system.
 
 Reads happen after the flag. A thread for each rank acquires its flag at system scope, and a barrier
 orders the reads of the program's other threads behind it. The kernels that follow on the stream
@@ -20,6 +20,11 @@ wait until that kernel has ended, so they see the rows, too.
 
 Kernels that wait for flags let the next kernel start only when the flags have come
 (`launch_dependents`): it would otherwise occupy multiprocessors for as long as a rank is late.
+
+A kernel whose flags the previous kernel raises (COUNTS, ROWS) waits for them while that one runs,
+and only then for its end. The previous kernel lets it start after its own wait for all kernels
+before, so what those wrote may be read at once, here by volatile loads, which bypass the L1 cache.
+A rank that the previous kernel gives up in this time may be waited for once more.
 
 Memory is written again only when nobody reads it:
 
@@ -75,10 +80,16 @@ def launch_dependents(PDL: tl.constexpr):
 
 
 @triton.jit
-def is_last(counters_ptr, programs, SCOPE: tl.constexpr):
+def call_number(epoch_ptr):
+    """Return the number of the call, also before the previous kernel has ended."""
+    return tl.load(epoch_ptr, volatile=True) + 1
+
+
+@triton.jit
+def is_last(counters_ptr, programs):
     """Return whether the other ``programs`` came here before, with all their writes."""
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope=SCOPE) == programs - 1
+    last = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
         tl.store(counters_ptr, 0)
     tl.debug_barrier()
@@ -129,7 +140,7 @@ def wait_for(
             (RANKS,) in host memory, the same for the host.
         sources: (n,) ranks, where ``there`` (n,) is true. chunk: of COMBINE.
     """
-    lost = tl.load(lost_ptr + 1 + sources, mask=there, other=0)
+    lost = tl.load(lost_ptr + 1 + sources, mask=there, other=0, volatile=True)
     flags = at(peers_ptr, rank, flags_at, tl.int64) + (PHASE + chunk) * RANKS + sources
     flag = look_at(flags, there)
     missing = there & ~reached(flag, number)

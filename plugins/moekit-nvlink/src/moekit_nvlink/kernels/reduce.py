@@ -110,7 +110,7 @@ def reduce_rows(
                     tl.store(y + row[:, None].to(tl.int64) * H + h[None, :], total,
                              mask=exists[:, None] & inside[None, :])  # fmt: skip
                 turn = (turn + summing - steps % summing) % summing
-            if is_last(counters_ptr + 1 + RANKS + c, summing, "gpu"):
+            if is_last(counters_ptr + 1 + RANKS + c, summing):
                 value = (number << 32) | tl.load(lost_ptr)
                 # Behind the last chunk with rows for other ranks, all are complete.
                 raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2, c,
@@ -153,5 +153,5 @@ def reduce_rows(
             wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
                      flags_at, COMBINE, RANKS, CHUNKS - 1)  # fmt: skip
         launch_dependents(PDL)
-        if is_last(counters_ptr, combining, "gpu"):
+        if is_last(counters_ptr, combining):
             tl.store(epoch_ptr, number)

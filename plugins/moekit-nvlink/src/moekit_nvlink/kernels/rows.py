@@ -14,6 +14,7 @@ from .flags import (
     LOW,
     ROWS,
     at,
+    call_number,
     is_last,
     launch_dependents,
     owner_of,
@@ -134,7 +135,7 @@ def dispatch_rows(
     tl.atomic_add(
         counters_ptr + 1 + shares, before - earlier_programs, mask=shares < SHARES, sem="relaxed"
     )
-    if is_last(counters_ptr, tl.num_programs(0), "sys"):
+    if is_last(counters_ptr, tl.num_programs(0)):
         r = tl.arange(0, RANKS_2)
         count = tl.load(counters_ptr + 1 + r // TP, mask=r < SHARES * TP, other=0)
         value = (tl.load(epoch_ptr) + 1 << 32) | count.to(tl.int64)
@@ -153,12 +154,12 @@ def receive_rows(
 
     used_ptr: int32 (batches,), rows of the call before, updated.
     """
-    wait_for_kernel(PDL)
     batch, copy = tl.program_id(0), tl.arange(0, COPIES_2)
     flag, complete = wait_for(
         peers_ptr, lost_ptr, error_ptr, rank, batch * COPIES + copy, copy < COPIES,
-        tl.load(epoch_ptr) + 1, spins, flags_at, ROWS, RANKS,
+        call_number(epoch_ptr), spins, flags_at, ROWS, RANKS,
     )  # fmt: skip
+    wait_for_kernel(PDL)
     launch_dependents(PDL)
     # Ranks with the same tokens send the same count.
     count = tl.max(tl.where(copy < COPIES, flag & LOW, 0), axis=0).to(tl.int32) * complete
