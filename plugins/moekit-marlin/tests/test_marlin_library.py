@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -108,3 +109,34 @@ def test_listing_imports_nothing():
     )
     if library.VLLM.folder() is None:
         assert run.stdout.strip() == "vllm is not installed (pip install 'vllm>=0.33,<0.34')"
+
+
+def test_a_long_first_call_says_why(monkeypatch, caplog):
+    """Each pair of types has a first call, and it alone is watched, also if it fails."""
+    calls, slow = [], True
+
+    def operator(*arguments):
+        calls.append(arguments)
+        said, deadline = len(caplog.messages), time.monotonic() + 30
+        while slow and len(caplog.messages) == said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if len(calls) == 1:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(library, "_PATIENCE_SECONDS", 0.05)
+    call = library.Operator(operator)
+    arguments: list[object] = [torch.ones(1), *map(str, range(1, len(library.ARGUMENTS)))]
+    with pytest.raises(RuntimeError, match="no"):
+        call(*arguments)
+    call(*arguments)
+    assert len(caplog.messages) == 2 and "CUDA compiles it now" in caplog.messages[0]
+    slow = False
+    monkeypatch.setattr(library, "_PATIENCE_SECONDS", 30.0)
+    call(*arguments)
+    call(torch.ones(1, dtype=torch.float16), *arguments[1:])
+    assert len(caplog.messages) == 2 and len(calls) == 4
+    monkeypatch.setattr(library, "_PATIENCE_SECONDS", 0.05)
+    slow = True
+    arguments[library.ARGUMENTS.index("int b_type_id")] = "another"
+    call(*arguments)
+    assert len(caplog.messages) == 3

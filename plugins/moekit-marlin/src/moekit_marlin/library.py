@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import mmap
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,15 @@ from moekit.plugin import VendorLibrary
 VLLM = VendorLibrary(distribution="vllm", versions=">=0.33,<0.34", path_variable="MOEKIT_VLLM_PATH")
 FILE = "_moe_C_stable_libtorch.abi3.so"
 NAMESPACE, NAME = "_moe_C", "moe_wna16_marlin_gemm"
+
+logger = logging.getLogger("moekit")
+
+_PATIENCE_SECONDS = 5.0
+_COMPILES = (
+    f"the first call of Marlin has taken more than {_PATIENCE_SECONDS:g} s: where vllm's library "
+    "holds no machine code for a GPU, as for Hopper, CUDA compiles it now, and keeps it for later "
+    "processes (CUDA_CACHE_PATH)"
+)
 
 ARGUMENTS = (
     "Tensor! a", "Tensor? c_or_none", "Tensor! b_q_weight", "Tensor? b_bias_or_none",
@@ -26,6 +37,7 @@ ARGUMENTS = (
     "bool use_atomic_add", "bool use_fp32_reduce", "bool is_zp_float",
     "int thread_k", "int thread_n", "int blocks_per_sm",
 )  # fmt: skip
+_WEIGHT_TYPE = ARGUMENTS.index("int b_type_id")
 
 
 def unsupported() -> list[str]:
@@ -95,5 +107,29 @@ def load_operator() -> Callable[..., Any]:
     return found
 
 
-operator = functools.cache(load_operator)
-"""Returns the operator; the first call loads the library."""
+@functools.cache
+def operator() -> Callable[..., None]:
+    """Return the operator; the first call loads the library."""
+    return Operator(load_operator())
+
+
+class Operator:
+    """Call the operator, and log a warning if the first call for two types of operands is slow."""
+
+    def __init__(self, found: Callable[..., Any]) -> None:
+        self._found = found
+        self._called: set[tuple[Any, Any]] = set()
+
+    def __call__(self, *arguments: Any) -> None:
+        types = arguments[0].dtype, arguments[_WEIGHT_TYPE]
+        if types in self._called:
+            self._found(*arguments)
+            return
+        report = threading.Timer(_PATIENCE_SECONDS, logger.warning, (_COMPILES,))
+        report.daemon = True
+        report.start()
+        try:
+            self._found(*arguments)
+        finally:
+            report.cancel()
+        self._called.add(types)
