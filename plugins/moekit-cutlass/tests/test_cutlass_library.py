@@ -24,6 +24,23 @@ def test_versions(monkeypatch):
         assert (library.missing("quack") == "") is usable
 
 
+def test_packages_outside_of_site_packages(monkeypatch, tmp_path):
+    """As ``pip install --target`` leaves them: quack raises TypeError when it compiles."""
+    monkeypatch.setattr(library, "importable", lambda module: True)
+    versions = {"nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    monkeypatch.delitem(sys.modules, "cutlass", raising=False)
+    for folder, reason in (("libs", f"cutlass lies in {tmp_path}/libs, but quack"),
+                           ("site-packages", "")):  # fmt: skip
+        package = tmp_path / folder / "cutlass"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(package.parent))
+            assert library.missing("quack").startswith(reason)
+            assert bool(library.missing("quack")) is bool(reason)
+
+
 def test_vllm_library_is_found_by_path(monkeypatch, tmp_path):
     folder = tmp_path / "vllm"
     folder.mkdir()

@@ -66,7 +66,8 @@ def missing(provider: str) -> str:
         for module in ("quack", "cutlass.cute", "tvm_ffi"):
             if not importable(module):
                 return f"{module} is not installed ({QUACK_HINT})"
-        return next((reason for part in QUACK for reason in part.unsupported()), "")
+        reasons = (reason for part in QUACK for reason in part.unsupported())
+        return next(reasons, _misplaced(QUACK[1].folder()))
     if provider == "vllm":
         if vllm_library() is None:
             return (
@@ -75,6 +76,19 @@ def missing(provider: str) -> str:
             )
         return next(iter(VLLM.unsupported()), "")
     return ""
+
+
+def _misplaced(package: Path | None) -> str:
+    """Return why quack compiles nothing with a package in this folder, or an empty string.
+
+    quack takes packages elsewhere for the user's own code, whose every global it must know.
+    """
+    if package is None or {"site-packages", "dist-packages"} & set(package.parts):
+        return ""
+    return (
+        f"{package.name} lies in {package.parent}, but quack compiles only with packages below a "
+        f"folder named site-packages or dist-packages; install it there ({QUACK_HINT})"
+    )
 
 
 def vllm_library() -> Path | None:
