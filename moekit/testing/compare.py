@@ -94,7 +94,7 @@ def tolerance(
     problem: MoEProblem,
     num_tokens: int = 64,
     *,
-    alike: float | None = None,
+    effective_tokens: float | None = None,
     rounds_activations: bool = True,
 ) -> Tolerance:
     """Return the errors that a correct backend may have on ``problem``.
@@ -102,13 +102,13 @@ def tolerance(
     Args:
         problem: its dtype and scheme decide (see `moekit.problem.tolerance`).
         num_tokens: the number of tokens with an output.
-        alike: how many tokens of one size average as many errors, from 1 to ``num_tokens``, its
-            default; less where some outputs are far larger than others, as a squared activation
-            makes them. The bound on the RMS widens for few.
+        effective_tokens: the effective sample size, from 1 to ``num_tokens``, its default; less
+            where some outputs are far larger than others, as a squared activation makes them. The
+            bound on the RMS widens for few.
         rounds_activations: whether the errors include the rounding of activations to the scheme.
     """
     rms = rms_bound(problem, rounds_activations=rounds_activations)
-    spread = 1 + max(1, num_tokens if alike is None else alike) ** -0.5
+    spread = 1 + max(1, num_tokens if effective_tokens is None else effective_tokens) ** -0.5
     shared = 0.0 if problem.activation.limit is None else torch.finfo(problem.dtype).eps / 2
     if problem.dtype.itemsize == 2:  # gate, up and GEMM 2
         columns = 2 * problem.hidden_size + problem.local_intermediate_size
@@ -188,7 +188,7 @@ def errors(out: Tensor, ref: Tensor, independent: float = float("inf")) -> Error
     elements = _of_elements(normalized, ref)
     ref = ref[used].double()
     difference, squares = out[used].double() - ref, ref.square()
-    independent = min(independent, _alike(squares))
+    independent = min(independent, _effective_size(squares))
     size_T = squares.sum(dim=1)
     typical_T = torch.full_like(size_T, float(squares.mean().sqrt()) * ref.shape[1])
     return Errors(
@@ -264,8 +264,11 @@ def complain(
         rows = leaked.nonzero().flatten().tolist()
         return f"tokens without an expert must get exact zeros; rows {rows[:8]} do not"
     used = int((~idle).sum())
-    alike = _alike(torch.linalg.vector_norm(ref, dim=1, dtype=torch.float64).square())
-    bound = tolerance(problem, used, alike=alike, rounds_activations=rounds_activations)
+    size_T = torch.linalg.vector_norm(ref, dim=1, dtype=torch.float64).square()
+    bound = tolerance(
+        problem, used, effective_tokens=_effective_size(size_T),
+        rounds_activations=rounds_activations,
+    )  # fmt: skip
     judged = out
     if rounding is not None:
         allowed_T1 = _ROUNDINGS * rounding.row_T.to(out.device)[:, None] / _row_scale(ref)
@@ -283,10 +286,10 @@ def complain(
     return f"relative error too large: {text}" + _where(worst, out, ref)
 
 
-def _alike(sizes: Tensor) -> float:
-    """Return how many equal sizes would average as many errors, 0 for no size."""
-    total = float(sizes.sum())
-    return total**2 / float(sizes.square().sum()) if total else 0.0
+def _effective_size(weights: Tensor) -> float:
+    """Return Kish's effective sample size of nonnegative weights (any shape), 0 if all are 0."""
+    total = float(weights.sum())
+    return total**2 / float(weights.square().sum()) if total else 0.0
 
 
 def _normalized(out: Tensor, ref: Tensor) -> Tensor:

@@ -192,14 +192,14 @@ class DispatcherConformance(Conformance):
         problem = self._problem(**{"parallel": self._parallel(world), **changes})
         return Job(self._spec(), problem, cases.seed(), experts)
 
-    def _run(
+    def _check(
         self, world: int, function: Callable[..., Any], *args: Any, **changes: Any
     ) -> list[Any]:
         """Run ``function(rank, world, job, *args)`` on every rank, for a problem with ``changes``.
 
-        Where tokens move, two ranks are ranks 1 and 3 of four, so that the group is not WORLD.
-        Ranks 0 and 2 run the same function with other data at the same time. This needs devices
-        for four ranks.
+        The function raises if it finds a fault. Where tokens move, two ranks are ranks 1 and 3 of
+        four, so that the group is not WORLD. Ranks 0 and 2 run the same function with other data at
+        the same time. This needs devices for four ranks.
         """
         job = self._job(world, **changes)
         if not job.problem.parallel.moves_tokens:
@@ -207,13 +207,13 @@ class DispatcherConformance(Conformance):
                 return [function(rank, world, job, *args) for rank in range(world)]
         twice = world == 2 and self._devices_for(4)
         tasks = [(function, replace(job, seed=job.seed + i), args) for i in range(1 + twice)]
-        return self._run_at_once(world, tasks)
+        return self._check_at_once(world, tasks)
 
     def _devices_for(self, ranks: int) -> bool:
         kind = self._device().type
         return kind == "cpu" or torch.get_device_module(kind).device_count() >= ranks or _shares()
 
-    def _run_at_once(self, world: int, tasks: Sequence[ranks.Task], copies: int = 1) -> list[Any]:
+    def _check_at_once(self, world: int, tasks: Sequence[ranks.Task], copies: int = 1) -> list[Any]:
         """Run each task in its own group of ``world`` ranks; return the first group's results.
 
         Args:
@@ -263,49 +263,49 @@ class DispatcherConformance(Conformance):
 
     @pytest.mark.parametrize("counts", sorted(_COUNTS))
     def test_tokens_per_rank(self, counts: str, world: int) -> None:
-        self._run(world, ranks.calls, [Call(_COUNTS[counts])])
+        self._check(world, ranks.calls, [Call(_COUNTS[counts])])
 
     @pytest.mark.parametrize("kind", cases.ROUTINGS)
     def test_routing(self, kind: str, ends: int) -> None:
         """A hot expert, idle experts, ids of -1, and tokens without experts, which are NaN."""
-        self._run(ends, ranks.calls, [Call((5, 2, 9, 13), kind)])
+        self._check(ends, ranks.calls, [Call((5, 2, 9, 13), kind)])
 
     def test_router_weight_on_input(self, world: int) -> None:
         changes = {"top_k": 1, "apply_router_weight_on_input": True}
-        self._run(world, ranks.calls, [Call((3, 1, 9, 13), "rows")], **changes)
+        self._check(world, ranks.calls, [Call((3, 1, 9, 13), "rows")], **changes)
 
     def test_every_token_to_every_expert(self, world: int) -> None:
-        self._run(world, ranks.calls, [Call((3, 0, 9, 13))], top_k=8)
+        self._check(world, ranks.calls, [Call((3, 0, 9, 13))], top_k=8)
 
     def test_experts_do_not_divide_by_ranks(self, world: int) -> None:
         experts = 7 if world < 7 else 2 * world - 1
-        self._run(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_experts=experts)
+        self._check(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_experts=experts)
 
     def test_three_ranks(self) -> None:
         """A number of ranks that is no power of two, with unequal shares of the experts."""
         self._needs_ranks()
-        self._run(3, ranks.calls, [Call((3, 0, 9)), Call((5, 6, 4), "masked")])
+        self._check(3, ranks.calls, [Call((3, 0, 9)), Call((5, 6, 4), "masked")])
 
     def test_replicas(self, world: int) -> None:
-        self._run(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_redundant_experts=2)
+        self._check(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_redundant_experts=2)
 
     def test_same_tokens_on_all_ranks(self, world: int) -> None:
         """With dp_size=1 no token moves, and each rank returns its partial sum."""
         parallel = ParallelConfig(ep_size=world, dp_size=1)
-        self._run(world, ranks.calls, [Call((9,)), Call((0,))], parallel=parallel)
+        self._check(world, ranks.calls, [Call((9,)), Call((0,))], parallel=parallel)
 
     def test_slices_and_shared_tokens(self, layout: ParallelConfig) -> None:
         """Ranks hold slices of the same experts (tp_size), or the same tokens (dp_size)."""
         sequence = [Call((3, 0, 9, 13), "masked"), Call((0, 0, 0, 5)), Call((6, 6, 6, 6), "rows")]
         experts = 7 if layout.ep_size < 7 else 2 * layout.ep_size - 1
         changes = self._first({"parallel": layout, "num_experts": experts}, {"parallel": layout})
-        self._run(layout.num_ranks, ranks.calls, sequence, **changes)
+        self._check(layout.num_ranks, ranks.calls, sequence, **changes)
 
     @pytest.mark.parametrize("counts", ["uneven", "only_first_ranks", "none"])
     @pytest.mark.parametrize("kind", ["hot", "masked", "rows"])
     def test_each_assignment_is_delivered_once(self, counts: str, kind: str, ends: int) -> None:
         """`Dispatched` fits its docstring, and every (token, expert) assignment arrives once."""
-        results = self._run(ends, interface.deliveries, Call(_COUNTS[counts], kind))
+        results = self._check(ends, interface.deliveries, Call(_COUNTS[counts], kind))
         batched = self._spec().format is ActivationFormat.BATCHED
         same = not self._spec().moves_tokens
         sent = [d for result in (results[:1] if same else results) for d in result[0]]
@@ -326,20 +326,20 @@ class DispatcherConformance(Conformance):
             )
         )  # fmt: skip
         counts = (0, 9, 40, changes["max_num_tokens"])
-        self._run(most, interface.many_assignments, Call(counts), **changes)
+        self._check(most, interface.many_assignments, Call(counts), **changes)
 
     def test_wide_rows(self, most: int) -> None:
         """Tokens as wide as DeepSeek-V3's, or as wide as the dispatcher can, and 256 experts."""
         model: dict[str, Any] = {"num_experts": 256, "top_k": 8, "max_num_tokens": 16}
         model |= {"parallel": self._parallel(most)}
         changes = self._first(*({**model, "hidden_size": h} for h in (7168, 4096, 2048)))
-        self._run(most, interface.many_assignments, Call((3, 0, 9, 13)), **changes)
+        self._check(most, interface.many_assignments, Call((3, 0, 9, 13)), **changes)
 
     # -- arithmetic -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("experts", ["torch", "reference"])
     def test_with_experts(self, experts: str, ends: int) -> None:
-        self._run(ends, ranks.calls, [Call((3, 0, 9, 13), "masked")], experts=experts)
+        self._check(ends, ranks.calls, [Call((3, 0, 9, 13), "masked")], experts=experts)
 
     def test_sums_left_by_experts(self, world: int) -> None:
         """Experts of some ranks leave the sum over K to `finalize`, in rows anywhere."""
@@ -350,12 +350,13 @@ class DispatcherConformance(Conformance):
         most = self._problem(**changes).max_num_tokens or 0
         sequence = [Call((5, 2, 9, 13), "masked"), Call((most,)), Call((most, 1, 0), "rows"),
                     Call((2, most, 7)), Call((most,), "hot")]  # fmt: skip
-        if not any(self._run(world, interface.sums_left, sequence, experts=LEAVES_SUMS, **changes)):
+        left = self._check(world, interface.sums_left, sequence, experts=LEAVES_SUMS, **changes)
+        if not any(left):
             self._skip("the dispatcher takes no sums of this problem (takes_unreduced)")
 
     @pytest.mark.parametrize("dtype", list(DTYPES))
     def test_dtype(self, dtype: str, ends: int) -> None:
-        self._run(ends, ranks.calls, [Call((3, 0, 9, 13))], "autocast", dtype=DTYPES[dtype])
+        self._check(ends, ranks.calls, [Call((3, 0, 9, 13))], "autocast", dtype=DTYPES[dtype])
 
     def test_outputs_beyond_float16(self, ends: int) -> None:
         """Experts' outputs in float32 keep values above 65504 until they are weighted."""
@@ -366,7 +367,7 @@ class DispatcherConformance(Conformance):
         # In batch-invariant problems, dispatchers of both formats weight the outputs.
         if spec.batch_invariant and spec.weights_in_fp32 and (ends == 1 or spec.moves_tokens):
             changes["batch_invariant"] = True
-        self._run(ends, ranks.outputs_beyond_float16, Call((3, 0, 9, 13), "masked"), **changes)
+        self._check(ends, ranks.outputs_beyond_float16, Call((3, 0, 9, 13), "masked"), **changes)
 
     @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
     def test_quantized_tokens(self, scheme: str, ends: int) -> None:
@@ -380,14 +381,14 @@ class DispatcherConformance(Conformance):
         widths = (1296,) if self._device().type == "cpu" else (7168, 4096, 2048)
         wide = {"quant": scheme, "parallel": self._parallel(ends)}
         wide = self._first(*({**wide, "hidden_size": h} for h in widths), wide)
-        self._run(ends, ranks.calls, sequence, **wide)
-        self._run(ends, ranks.calls, sequence, "fresh", experts="reference", quant=scheme)
+        self._check(ends, ranks.calls, sequence, **wide)
+        self._check(ends, ranks.calls, sequence, "fresh", experts="reference", quant=scheme)
 
     @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
     def test_quantized_wire(self, scheme: str, ends: int) -> None:
         if scheme not in self._spec().wire_schemes:
             self._skip(f"the spec does not declare {scheme} in wire_schemes")
-        self._run(ends, interface.wire, Call((3, 0, 9, 13), "rows"), quant=scheme)
+        self._check(ends, interface.wire, Call((3, 0, 9, 13), "rows"), quant=scheme)
 
     def test_negative_controls(self) -> None:
         """The tolerance on this problem rejects every known mistake."""
@@ -400,11 +401,11 @@ class DispatcherConformance(Conformance):
         counts = [(7, 9, 3, 21), (1, 0, 2, 1), (0, 0, 0, 0), (0, 5, 30, 2), (9, 9, 9, 9)]
         counts *= 2 if self._device().type == "cpu" else 20  # 100 calls, where they are fast
         sequence = [Call(c, ("random", "masked")[i % 2]) for i, c in enumerate(counts)]
-        self._run(world, ranks.calls, sequence, "fresh")
+        self._check(world, ranks.calls, sequence, "fresh")
 
     def test_long_run_of_one_shape(self, most: int) -> None:
         """260 calls of one shape are right, and keep no tensors."""
-        self._run(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
+        self._check(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
         """Layers of one group with other sizes, with another scheme, and alike; two in flight."""
@@ -422,33 +423,33 @@ class DispatcherConformance(Conformance):
         )  # fmt: skip
         alike = {"num_experts": 2 * p.num_experts, "top_k": 2 * p.top_k, "parallel": p.parallel}
         for each in (changes, self._first(alike, {"parallel": p.parallel})):
-            self._run(several, ranks.layers, self._problem(**each))
+            self._check(several, ranks.layers, self._problem(**each))
         for each in self._quantized_wire(several):
             q = self._problem(**each)
             same = {"hidden_size": q.hidden_size, "intermediate_size": q.intermediate_size}
             if isinstance(other := self._find_problem(parallel=q.parallel, **same), MoEProblem):
-                self._run(several, ranks.layers, q, parallel=q.parallel, **same)
-                self._run(several, ranks.layers, other, **each)
+                self._check(several, ranks.layers, q, parallel=q.parallel, **same)
+                self._check(several, ranks.layers, other, **each)
 
     def test_two_calls_in_flight(self, world: int) -> None:
         """In the main form, and with tokens that travel quantized."""
         both = Call((7, 0, 3, 21)), Call((1, 8, 2, 5))
-        self._run(world, ranks.in_flight, *both)
+        self._check(world, ranks.in_flight, *both)
         if world > 1:
             for changes in self._quantized_wire(world):
-                self._run(world, ranks.in_flight, *both, ["in turn"], **changes)
+                self._check(world, ranks.in_flight, *both, ["in turn"], **changes)
 
     def test_strided_input(self, ends: int) -> None:
-        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "masked")], "strided")
+        self._check(ends, ranks.calls, [Call((7, 0, 3, 21), "masked")], "strided")
 
     def test_given_output(self, ends: int) -> None:
         """For tokens with one expert each, whose router weight is not 1."""
         changes = self._first({"top_k": 1, "parallel": self._parallel(ends)}, {})
-        self._run(ends, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out", **changes)
+        self._check(ends, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out", **changes)
 
     def test_without_capacity(self, ends: int) -> None:
         """The problem has no max_num_tokens."""
-        self._run(ends, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
+        self._check(ends, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
 
     def test_full_capacity(self, world: int) -> None:
         """Every rank has max_num_tokens tokens, all for one expert, then all for one rank."""
@@ -457,18 +458,18 @@ class DispatcherConformance(Conformance):
         most = self._problem(**changes).max_num_tokens
         assert most is not None
         calls = [Call((most,), "hot"), Call((most,), cases.LAST)]
-        self._run(world, ranks.calls, calls, **changes)
+        self._check(world, ranks.calls, calls, **changes)
 
     # -- errors -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("fault", ["shape", "ids", "capacity"])
     def test_bad_input_on_one_rank(self, fault: str, world: int) -> None:
         """All ranks raise instead of hanging, and the next call works."""
-        self._run(world, rank_failures.one_rank_fails, fault)
+        self._check(world, rank_failures.one_rank_fails, fault)
 
     def test_failure_after_dispatch(self, world: int) -> None:
         """One rank's experts raise: all ranks raise and name it, and other calls work."""
-        self._run(world, rank_failures.experts_fail)
+        self._check(world, rank_failures.experts_fail)
 
     def test_failure_without_checks(self, several: int) -> None:
         """One rank fails before `prepare`, then two: `abort` makes the others raise and name it."""
@@ -479,14 +480,14 @@ class DispatcherConformance(Conformance):
         tasks: list[ranks.Task] = [(rank_failures.unchecked_rank_fails, job, ())]
         if several == 2 and self._devices_for(4):  # another group does not fail
             tasks.append((ranks.calls, job, ([Call((5, 3))] * 2,)))
-        self._run_at_once(several, tasks)
+        self._check_at_once(several, tasks)
 
     # -- groups -----------------------------------------------------------------------------------
 
     def test_group_is_resolved(self, several: int) -> None:
         """The constructor calls `resolve` and keeps the group that it returns."""
         self._needs_ranks()
-        self._run(several, rank_failures.resolves)
+        self._check(several, rank_failures.resolves)
 
     def test_groups_at_once(self) -> None:
         """Ranks 1 and 3 of four are one group, while ranks 0 and 2 run another layer."""
@@ -497,7 +498,7 @@ class DispatcherConformance(Conformance):
         many = [Call((i % 5, 6), ("random", "masked")[i % 2]) for i in range(7)]
         few = [Call((16, 3)), Call((0, 9), "rows")]
         tasks = [(ranks.calls, job, (many,)), (ranks.calls, other, (few,))]
-        self._run_at_once(2, tasks)
+        self._check_at_once(2, tasks)
 
     def test_groups_in_threads(self, most: int) -> None:
         """Two threads serve two groups of the same ranks, which begin in opposite orders."""
@@ -509,7 +510,7 @@ class DispatcherConformance(Conformance):
         try:
             arguments = Call((5, 0, 3, 9)), _THREAD_SECONDS
             task = rank_threads.in_opposite_orders, self._job(most), arguments
-            self._run_at_once(most, [task], copies=2)
+            self._check_at_once(most, [task], copies=2)
         except RankError:
             for pool in _pools().values():  # threads that are blocked keep their locks
                 pool.close(patience=0.0)
@@ -531,13 +532,13 @@ class DispatcherConformance(Conformance):
         """Two of four ranks have served a layer alone before all of them serve one."""
         self._needs_ranks()
         part, sequence = self._job(2).problem, [Call((5, 0, 3, 9))]
-        self._run_at_once(4, [(rank_failures.after_some, self._job(4), (part, sequence))])
+        self._check_at_once(4, [(rank_failures.after_some, self._job(4), (part, sequence))])
 
     def test_threads(self) -> None:
         """Two threads call one kernel of a dispatcher that moves no tokens."""
         if self._spec().moves_tokens:
             self._skip("moves tokens, so its calls in one group take turns")
-        self._run(1, rank_threads.of_one_kernel, Call((9,)), Call((21,), "masked"))
+        self._check(1, rank_threads.of_one_kernel, Call((9,)), Call((21,), "masked"))
 
     def test_group_mismatch(self, world: int) -> None:
         """Every rank refuses a group whose size differs from the problem's."""
@@ -547,7 +548,7 @@ class DispatcherConformance(Conformance):
             experts, parallel = max(problem.num_experts, size), ParallelConfig(ep_size=size)
             other = problem.replace(num_experts=experts, parallel=parallel)
             if size != world and not self._spec().unsupported(other):
-                self._run(world, rank_failures.group_mismatch, other)
+                self._check(world, rank_failures.group_mismatch, other)
                 return
         self._skip(f"does this problem on no other number of ranks than {world}")
 
@@ -557,7 +558,7 @@ class DispatcherConformance(Conformance):
         """In the main form, and with tokens that travel quantized."""
         sizes: dict[str, Any] = {"num_experts": 8, "top_k": 4}
         for changes in ({}, *self._quantized_wire(ends, **sizes)):
-            self._run(ends, ranks.memory, 32, **{**sizes, **changes})
+            self._check(ends, ranks.memory, 32, **{**sizes, **changes})
 
     def test_deterministic(self, ends: int) -> None:
         if not self._spec().deterministic:
@@ -565,7 +566,7 @@ class DispatcherConformance(Conformance):
         # Sums of two are the same in any order, and float32 shows orders best.
         wide = {"top_k": 4, "parallel": self._parallel(ends)}
         changes = self._first({"dtype": torch.float32, **wide}, wide)
-        self._run(ends, ranks.repeat, Call((7, 0, 3, 21), "hot"), **changes)
+        self._check(ends, ranks.repeat, Call((7, 0, 3, 21), "hot"), **changes)
 
     @pytest.mark.parametrize(
         ("dtype", "scheme"),
@@ -586,11 +587,11 @@ class DispatcherConformance(Conformance):
         if world % 4 == 0:
             layouts += [ParallelConfig(ep_size=world, dp_size=world // 2)]
         for parallel in layouts:
-            self._run(world, ranks.batch_invariant, sequence, **base, parallel=parallel)
+            self._check(world, ranks.batch_invariant, sequence, **base, parallel=parallel)
 
     def test_graph_capture(self, world: int) -> None:
         if not self._spec().graph_safe:
             self._skip("the spec does not declare graph_safe")
         if self._device().type != "cuda":
             self._skip("CUDA graphs need a CUDA device")
-        self._run(world, interface.graph, 21)
+        self._check(world, interface.graph, 21)

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +80,7 @@ class PoisonedWorkspace(Workspace):
             )
 
 
-class WatchingMode:
+class WatchingMode(ABC):
     """The first base of modes that watch operators: dynamo does not compile what they do.
 
     Torch does this for modes itself, but imports dynamo for it, which takes a second. Where nobody
@@ -96,9 +97,9 @@ class WatchingMode:
         watch = self._uncompiled if "torch._dynamo" in sys.modules else self.watch
         return watch(func, args, kwargs or {})
 
+    @abstractmethod
     def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call ``func``, and return its result."""
-        raise NotImplementedError
 
     _uncompiled = watch
 

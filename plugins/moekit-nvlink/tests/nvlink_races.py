@@ -212,6 +212,7 @@ class World:
         """Run ``work`` like a kernel that reads and writes all of these tensors."""
 
         def program(_: int) -> None:
+            self._wait()
             for tensors, write in ((reads, False), (writes, True)):
                 for tensor in tensors:
                     start = tensor.data_ptr()
@@ -219,9 +220,9 @@ class World:
                     self._access(words, None, _WORD, write)
             work()
 
-        self._kernel(1, lambda index: (self._wait(), program(index)))
+        self._kernel(1, program)
 
-    def _kernel(self, programs: int, work: Callable[[int], object]) -> None:
+    def _kernel(self, programs: int, work: Callable[[int], None]) -> None:
         """Run a kernel, which may start when every program of the one before lets it."""
         rank = self._mine.rank
         number, before, start = self._kernels[rank], self._streams[rank], self._early[rank]
