@@ -96,13 +96,20 @@ def test_settings_of_the_environment(monkeypatch) -> None:
         (1024, 3584, Tile(64, 1, 4096, 8)),
         (2048, 1024, Tile(64, 4, 1024, 8)),
         (2048, 40, Tile(64, 16, 64, 8)),
-        (2049, 1024, Tile(32, 16, 1024, 16)),
+        (2049, 1024, Tile(64, 8, 1024, 8)),
+        (2049, 3584, Tile(64, 2, 4096, 8)),
     ],
 )
 def test_programs_that_dispatch(tokens: int, words: int, tile: Tile, monkeypatch) -> None:
-    """Up to 2048 tokens, two programs of half the warps stand for each program of a setting."""
+    """From 513 tokens on, two programs of half the warps stand for each program of the default."""
     monkeypatch.setattr(Tile, "few_programs", 128)  # the stand-in has fewer
-    assert Tile.of_dispatch(tokens, words, 32) == tile
+    assert Tile.of_dispatch(tokens, words, Settings(programs=32)) == tile
+
+
+def test_programs_that_dispatch_are_at_most_as_many_as_given() -> None:
+    given = Settings(programs=24, most_multiprocessors=24)
+    assert Tile.of_dispatch(513, 1024, given) == Tile(24, 16, 1024, 16)
+    assert Tile.of_dispatch(4096, 3584, given) == Tile(24, 4, 4096, 16)
 
 
 def test_other_symmetric_memory_is_refused(monkeypatch) -> None:

@@ -17,9 +17,9 @@ class Settings:
     """push: the experts' ranks write rows back, and tokens' ranks do not read them from there. All
     ranks must choose alike, which construction checks.
 
-    programs: of a kernel that moves many tokens; each occupies one multiprocessor. A dispatch of
-        513 to 2048 tokens has twice as many, which are half as large.
-    most_multiprocessors: of the kernel that sums over K, too; None: all of the GPU.
+    programs: of a kernel that moves many tokens; each occupies one multiprocessor.
+    most_multiprocessors: of every kernel for many tokens. None: a dispatch has twice as many
+        programs, which are half as large, and the kernel that sums over K takes all of the GPU.
     """
 
     push: bool = False

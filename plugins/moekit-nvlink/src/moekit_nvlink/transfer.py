@@ -45,8 +45,8 @@ class Tile:
 
     A program has the bytes of ``stages`` steps in flight, tens of kilobytes, which hide the latency
     of memory. Few tokens take all programs that they can use, which end within microseconds; more
-    tokens share the programs of `Settings`, except in `reduce_rows`, and in a dispatch of medium
-    size, which has twice as many programs of half the warps.
+    tokens share the programs of `Settings`. Unless these are given, a dispatch has twice as many
+    programs of half the warps, and `reduce_rows` takes all of the GPU.
     """
 
     programs: int
@@ -62,14 +62,15 @@ class Tile:
     step_bytes, shared_bytes = 32768, 147456
 
     @classmethod
-    def of_dispatch(cls, tokens: int, words: int, most: int) -> Tile:
+    def of_dispatch(cls, tokens: int, words: int, settings: Settings) -> Tile:
         """Return the tile for rows of ``words`` 4-byte words, once for each rank."""
         columns = min(4096, triton.next_power_of_2(words))
         if tokens <= cls.few:
             return cls(max(1, min(tokens, cls.few_programs)), 1, columns, 8)
-        if tokens <= cls.medium:
-            return cls(2 * most, min(16, 4096 // columns), columns, 8)
-        return cls(most, min(16, 16384 // columns), columns, 16)
+        if settings.most_multiprocessors is not None:
+            return cls(settings.programs, min(16, 16384 // columns), columns, 16)
+        step = 4096 if tokens <= cls.medium else 8192
+        return cls(2 * settings.programs, min(16, step // columns), columns, 8)
 
     @classmethod
     def of_assignments(cls, tokens: int, words: int, most: int) -> Tile:
@@ -234,7 +235,7 @@ class RowTransfer(Transfer):
         places = torch.empty((T, r.shares), dtype=torch.int32, device=x.device)
         words, row_words = _words(x, places)
         groups = 0 if scale is None else scale.shape[1]
-        tile = Tile.of_dispatch(T, row_words, self.settings.programs)
+        tile = Tile.of_dispatch(T, row_words, self.settings)
         scan = 128 if T <= 128 else 512  # tokens whose ids a program reads at once
         steps: list[Step] = [
             partial(
@@ -245,8 +246,9 @@ class RowTransfer(Transfer):
                 SHARES=r.shares, SHARES_2=triton.next_power_of_2(r.shares), RANKS_2=r.count_2,
                 TP=r.tp, COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
                 K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
-                GROUPS_2=triton.next_power_of_2(max(1, groups)), TOKENS=tile.tokens,
-                WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=scan, num_warps=tile.warps,
+                GROUPS_2=triton.next_power_of_2(max(1, groups)), SPREAD=r.count > 2,
+                TOKENS=tile.tokens, WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=scan,
+                num_warps=tile.warps,
             ),
             partial(
                 _receive_rows, (r.batches,),

@@ -49,8 +49,8 @@ def dispatch_rows(
     SHARES: tl.constexpr, SHARES_2: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr,
     COPIES: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr, K: tl.constexpr,
     K_2: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
-    TOKENS: tl.constexpr, WORDS_TILE: tl.constexpr, STAGES: tl.constexpr, SCAN: tl.constexpr,
-    PDL: tl.constexpr,
+    SPREAD: tl.constexpr, TOKENS: tl.constexpr, WORDS_TILE: tl.constexpr, STAGES: tl.constexpr,
+    SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each token's row, scales, ids and weights to the ranks of its experts.
 
@@ -61,6 +61,7 @@ def dispatch_rows(
             ranks of each share, or -1. counters_ptr: int32 (1 + SHARES,), zero before and after.
         epoch_ptr: int64 (1,), the number of calls that were combined.
         SHARES: ranks that share the experts; SHARE experts each, LARGER of them one more.
+        SPREAD: programs begin with different ranks, so that no rank receives from all at once.
     """
     if PDL:
         wait_then_launch_dependents()
@@ -96,12 +97,13 @@ def dispatch_rows(
             exists &= token % COPIES == rank % COPIES
 
         # No load of an address may follow a store, which would hold it back.
-        to_rows, peers = (), ()
-        for s in tl.static_range(SHARES):
-            row = tl.sum(tl.where((shares == s)[None, :], place, 0), axis=1).to(tl.int64)
+        to_shares, to_rows, peers = (), (), ()
+        for i in tl.static_range(SHARES * TP):
+            to = (i + rank + program) % (SHARES * TP) if SPREAD else i
+            row = tl.sum(tl.where((shares == to // TP)[None, :], place, 0), axis=1).to(tl.int64)
+            to_shares += (to // TP,)
             to_rows += (row,)
-        for r in tl.static_range(SHARES * TP):
-            peers += (tl.load(peers_ptr + r),)
+            peers += (tl.load(peers_ptr + to),)
         k = tl.arange(0, K_2)
         assigned = exists[:, None] & (k < K)[None, :]
         expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=assigned, other=-1)
@@ -115,21 +117,21 @@ def dispatch_rows(
             inside = exists[:, None] & ((w + word) < WORDS)[None, :]
             x = tl.load(x_ptr + token[:, None].to(tl.int64) * WORDS + w + word[None, :],
                         mask=inside, other=0)  # fmt: skip
-            for r in tl.static_range(SHARES * TP):
-                row, to = to_rows[r // TP], region(peers[r], x_at, tl.int32)
-                tl.store(to + row[:, None] * WORDS + w + word[None, :], x,
+            for i in tl.static_range(SHARES * TP):
+                row, rows = to_rows[i], region(peers[i], x_at, tl.int32)
+                tl.store(rows + row[:, None] * WORDS + w + word[None, :], x,
                          mask=inside & (row >= 0)[:, None])  # fmt: skip
 
         owner = tl.where(expert >= 0, owner_of(expert, SHARE, LARGER), -1)
-        for r in tl.static_range(SHARES * TP):
-            s, row = r // TP, to_rows[r // TP]
-            sent = assigned & (row >= 0)[:, None]
-            local = tl.where(owner == s, expert - s * SHARE - tl.minimum(s, LARGER), -1)
-            entry = row[:, None] * K + k[None, :]
-            tl.store(region(peers[r], ids_at, tl.int32) + entry, local, mask=sent)
-            tl.store(region(peers[r], weights_at, tl.float32) + entry, weight, mask=sent)
+        local = expert - owner * SHARE - tl.minimum(owner, LARGER)
+        for i in tl.static_range(SHARES * TP):
+            row = to_rows[i]
+            sent, entry = assigned & (row >= 0)[:, None], row[:, None] * K + k[None, :]
+            theirs = tl.where(owner == to_shares[i], local, -1)
+            tl.store(region(peers[i], ids_at, tl.int32) + entry, theirs, mask=sent)
+            tl.store(region(peers[i], weights_at, tl.float32) + entry, weight, mask=sent)
             if GROUPS:
-                tl.store(region(peers[r], scale_at, tl.float32) + row[:, None] * GROUPS
+                tl.store(region(peers[i], scale_at, tl.float32) + row[:, None] * GROUPS
                          + g[None, :], scale, mask=has & (row >= 0)[:, None])  # fmt: skip
 
     tl.atomic_add(
