@@ -234,7 +234,8 @@ class DispatcherConformance(Conformance):
         refused = [result for result in results if isinstance(result, ranks.Refused)]
         if refused and len(tasks) > 1 and len(refused) == processes:
             self._skip(f"does not support a group that is not WORLD: {refused[0].reason}")
-        assert not refused, f"only some ranks support the problem; these refuse it: {refused}"
+        support = "only some ranks support" if len(refused) < processes else "no rank supports"
+        assert not refused, f"{support} the problem; what they say: {refused}"
         return [results[rank] for rank in groups[0].ranks]
 
     def _first(self, *candidates: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
 from moekit import MoEProblem, ParallelConfig, Routing
+from moekit.errors import Unsupported
 from moekit.plugin import weight_and_reduce
 from moekit.runtime.overlap import Pending
 
@@ -134,6 +135,20 @@ class CountsAllGroups(NaiveDispatcher):
 
 def test_keys_numbered_by_all_groups_of_a_process():
     caught_naive(CountsAllGroups, "test_ranks_that_served_others", says="wait timeout")
+
+
+class RefusesFourRanks(NaiveDispatcher):
+    """Refuses a number of ranks that its spec declares."""
+
+    def __init__(self, spec, problem, group=None):
+        if problem.parallel.num_ranks == 4:
+            raise Unsupported("serves 2 ranks")
+        super().__init__(spec, problem, group)
+
+
+def test_ranks_that_all_refuse_a_declared_problem():
+    said = "no rank supports the problem.*serves 2 ranks"
+    caught_naive(RefusesFourRanks, "test_ranks_that_served_others", says=said)
 
 
 class NotResolved(NaiveDispatcher):
