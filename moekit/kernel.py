@@ -107,7 +107,8 @@ class ModularKernel:
         self._calls = calls_of(dispatcher, peer_timeout, self.checked)
         self._made_for = checks.weights_of(self.problem)
         self._layouts: dict[int, Layout] = {}
-        self._ids_dtype = {"int32": torch.int32, "int64": torch.int64}[dispatcher.spec.ids_dtype]
+        taken = dispatcher.spec.ids_dtype
+        self._ids_dtype = None if taken == "any" else getattr(torch, taken)
         self._moves = dispatcher.spec.moves_tokens
         self._on_accelerator = self.problem.device.type != "cpu"
         self._offers_output = offers_output(dispatcher)
@@ -301,7 +302,7 @@ class ModularKernel:
         if self.problem.apply_router_weight_on_input:
             x = (x * topk_weights).to(x.dtype)
             topk_weights = torch.ones_like(topk_weights)
-        if topk_ids.dtype != self._ids_dtype:
+        if self._ids_dtype not in (None, topk_ids.dtype):
             topk_ids = topk_ids.to(self._ids_dtype)
         topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
         if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:

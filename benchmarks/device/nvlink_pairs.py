@@ -142,7 +142,7 @@ class Pair:
         self.x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
         self.out = torch.empty_like(self.x)
         found = moekit.route(torch.randn(tokens, experts, device=DEVICE), top_k)
-        dtype = getattr(torch, spec.ids_dtype)
+        dtype = torch.int64 if spec.ids_dtype == "int64" else torch.int32
         self.routing = Routing(found.topk_weights, found.topk_ids.to(dtype).contiguous())
         owner = torch.div(found.topk_ids, experts // dist.get_world_size(), rounding_mode="floor")
         copies = [(owner == r).any(1) for r in range(dist.get_world_size())]

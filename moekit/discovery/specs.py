@@ -104,7 +104,7 @@ _KINDS: Mapping[str, Kind] = MappingProxyType({
     "requires": _tuple_of("importable names", _is_dotted),
     "install_hint": matching("a string", lambda value: type(value) is str),
     "priority": _PRIORITY,
-    "ids_dtype": choice(("int32", "int64")),
+    "ids_dtype": choice(("int32", "int64", "any")),
     **dict.fromkeys(("most_top_k", "most_ranks"), optional(size())),
     **dict.fromkeys(("check", "prefer", "describe", "multiples", "footprint"), optional(FUNCTION)),
     **dict.fromkeys(
@@ -285,7 +285,8 @@ class DispatcherSpec(BackendSpec):
     wire_schemes: schemes whose activations it can send quantized. Tokens of other schemes are
         quantized when they arrive.
     needs_capacity: its buffers have a size that depends on ``problem.max_num_tokens``.
-    ids_dtype: dtype of the ids that it is given: int32 or int64.
+    ids_dtype: dtype of the ids that it is given: int32, int64, or any, which is either of these and
+        may differ between ranks and calls.
     overlaps: `prepare` returns before tokens have arrived, and its transfer does not occupy the
         current stream; the same holds for `finalize` if the library supports it.
     spans_hosts: its ranks may be on several hosts.

@@ -406,7 +406,7 @@ class DispatcherConformance(Conformance):
 
     def test_long_run_of_one_shape(self, most: int) -> None:
         """260 calls of one shape are right, and keep no tensors."""
-        self._check(most, ranks.long_run, Call((5, 0, 3, 9), "masked"), top_k=4)
+        self._check(most, ranks.long_run, Call((11, 0, 3, 21), "masked"), top_k=4)
 
     def test_layers_in_turn(self, several: int) -> None:
         """Layers of one group with other sizes, with another scheme, and alike; two in flight."""

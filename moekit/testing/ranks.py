@@ -238,8 +238,10 @@ class Rank:
 
     def as_taken(self, routing: Routing) -> Routing:
         """Return ``routing`` with ids of the dtype that the dispatcher takes."""
-        ids = routing.topk_ids.to(getattr(torch, self.job.spec.ids_dtype))
-        return Routing(routing.topk_weights, ids)
+        taken = self.job.spec.ids_dtype
+        if taken == "any":
+            return routing
+        return Routing(routing.topk_weights, routing.topk_ids.to(getattr(torch, taken)))
 
     def tokens(self, call: Call) -> int:
         batches = self.problem.parallel.dp_size
@@ -277,6 +279,8 @@ class Rank:
             replicas[:, 0] = torch.arange(E)
             replicas[:extra, 1] = torch.arange(E, E + extra)
             physical = to_physical(logical.routing, replicas)
+        if self.rank % 2:  # ranks may differ in the dtype of their ids
+            physical = Routing(physical.topk_weights, physical.topk_ids.int())
         return Case(self.problem, self.weights, logical.x, physical), logical
 
     def expected(self, mine: Case, logical: Case) -> Tensor:

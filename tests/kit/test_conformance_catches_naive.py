@@ -375,6 +375,32 @@ class IdsInAByte(NaiveDispatcher):
         return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
 
 
+class IdsOf64Bits(NaiveDispatcher):
+    """Declares ids of any dtype, and reads their memory as int64."""
+
+    def _to_send(self, x_TH, routing, quantize):
+        ids = routing.topk_ids
+        if ids.dtype is torch.int32:
+            flat = ids.flatten()
+            memory = torch.cat([flat, torch.zeros_like(flat)]).view(torch.int64)
+            ids = memory[: len(flat)].view(ids.shape)
+        return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
+
+
+class IdsOf32Bits(NaiveDispatcher):
+    """Declares ids of any dtype, and reads their memory as int32."""
+
+    def _to_send(self, x_TH, routing, quantize):
+        ids = routing.topk_ids
+        read = ids.flatten().view(torch.int32)[: ids.numel()].view(ids.shape)
+        return super()._to_send(x_TH, Routing(routing.topk_weights, read), quantize)
+
+
+@pytest.mark.parametrize("wrong", [IdsOf64Bits, IdsOf32Bits])
+def test_ids_of_the_other_dtype(wrong):
+    caught_naive(wrong, "test_tokens_per_rank", "uneven", 2, says="relative error|exact zeros|NaN")
+
+
 class EightChoices(NaiveDispatcher):
     def _to_send(self, x_TH, routing, quantize):
         ids = routing.topk_ids.clone()

@@ -202,7 +202,7 @@ CASES: dict[str, Case] = {
              "'\\u0430cme'", "b'acme'", "type('S', (str,), {'__eq__': None})('acme')"]
         )
     },
-    "ids_dtype": dispatcher_fact("'ids_dtype': 'int8'", "it must be one of int32, int64"),
+    "ids_dtype": dispatcher_fact("'ids_dtype': 'int8'", "it must be one of any, int32, int64"),
     "wire_schemes": dispatcher_fact("'wire_schemes': {'fp3'}", "unknown wire_schemes ['fp3']"),
     "footprint": dispatcher_fact("'footprint': 5", "it must be a function, or None"),
     "moves_tokens": dispatcher_fact("'moves_tokens': None", "it must be True or False"),

@@ -53,7 +53,9 @@ def routing_of(tokens: int, shape: Shape, kind: str, draw: torch.Generator) -> m
     scores = torch.rand(tokens, shape.experts, generator=draw)
     if kind == "hot":
         scores[:, shape.experts // 2] = -1
-    ids = scores.argsort(1)[:, : shape.top_k].int()
+    ids = scores.argsort(1)[:, : shape.top_k]
+    if torch.rand((), generator=draw) < 0.5:
+        ids = ids.int()
     weights = 2 * torch.rand(tokens, shape.top_k, generator=draw) - 0.5
     if kind == "none":
         ids[:] = -1

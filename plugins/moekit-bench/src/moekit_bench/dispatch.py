@@ -54,7 +54,7 @@ class _RoundTrips:
         self.timer = Timer(self.device, ranks=True)
         self.graph_safe = task.spec.graph_safe
         made = task.inputs_of(rank, self.device)
-        dtype = torch.int32 if task.spec.ids_dtype == "int32" else torch.int64
+        dtype = torch.int64 if task.spec.ids_dtype == "int64" else torch.int32
         self.inputs = [(x, Routing(r.topk_weights, r.topk_ids.to(dtype))) for x, r in made]
         self.sent = [self._quantized(x) for x, _ in made]
         self.outs = [torch.empty_like(x) for x, _ in made]

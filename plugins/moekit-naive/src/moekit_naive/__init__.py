@@ -17,6 +17,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             devices=("cpu", "cuda"),
             moves_tokens=True,
             wire_schemes=WIRE_SCHEMES,
+            ids_dtype="any",
             overlaps=True,
             spans_hosts=True,
             aborts=True,

@@ -96,7 +96,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         needs_capacity=True,
         most_top_k=32,
         most_ranks=64,
-        ids_dtype="int32",
+        ids_dtype="any",
         deterministic=True,
         graph_safe=True,
         check=_check,

@@ -17,6 +17,7 @@ from .flags import (
     call_number,
     is_last,
     launch_dependents,
+    load_ids,
     owner_of,
     raise_flags,
     region,
@@ -35,8 +36,8 @@ def count_assignments(
     """Count this rank's assignments of each expert, and tell every rank.
 
     Args:
-        ids_ptr: int32 (T * K,) of EXPERTS physical experts. positions_ptr: int32 (T * K,), written:
-            how many earlier assignments have the same expert.
+        ids_ptr: int32 or int64 (T * K,) of EXPERTS physical experts. positions_ptr: int32
+            (T * K,), written: how many earlier assignments have the same expert.
     """
     if PDL:
         wait_then_launch_dependents()
@@ -45,7 +46,7 @@ def count_assignments(
     for first in range(0, assignments, SCAN):
         place = first + tl.arange(0, SCAN)
         there = place < assignments
-        id = tl.load(ids_ptr + place, mask=there, other=-1)
+        id = load_ids(ids_ptr + place, there)
         hit = ((id[:, None] == expert[None, :]) & (expert < EXPERTS)[None, :]).to(tl.int32)
         order = tl.cumsum(hit, axis=0) - hit + before[None, :]
         found = tl.max(hit, axis=1) > 0
@@ -91,7 +92,7 @@ def dispatch_assignments(
     CHUNKS: tl.constexpr = (WORDS + WORDS_TILE - 1) // WORDS_TILE
     for step in range(program, T * CHUNKS, programs):
         token, w = step // CHUNKS, step % CHUNKS * WORDS_TILE
-        expert = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1)
+        expert = load_ids(ids_ptr + token * K + k, k < K)
         # Without all counts, no place is known: nothing is sent, and the output will be NaN.
         # An id beyond the last expert, which checked calls refuse, goes nowhere.
         expert = tl.where((complete != 0) & (expert < EXPERTS), expert, -1)

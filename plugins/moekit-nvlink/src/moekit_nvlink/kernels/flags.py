@@ -158,6 +158,12 @@ def wait_for(
 
 
 @triton.jit
+def load_ids(ids_ptr, there):
+    """Return ids as int32, -1 where none is ``there``."""
+    return tl.load(ids_ptr, mask=there, other=-1).to(tl.int32)
+
+
+@triton.jit
 def owner_of(expert, SHARE: tl.constexpr, LARGER: tl.constexpr):
     """Return which share an expert belongs to: the first LARGER shares hold SHARE + 1."""
     in_larger = expert // (SHARE + 1)

@@ -17,6 +17,7 @@ from .flags import (
     call_number,
     is_last,
     launch_dependents,
+    load_ids,
     owner_of,
     raise_flags,
     region,
@@ -33,7 +34,7 @@ def _goes_to(
     """Return (tokens, shares) int32: 1 where a token has an expert of the share."""
     k = tl.arange(0, K_2)
     there = exists[:, None] & (k < K)[None, :]
-    expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=there, other=-1)
+    expert = load_ids(ids_ptr + token[:, None] * K + k[None, :], there)
     owner = tl.where(expert >= 0, owner_of(expert, SHARE, LARGER), -1)
     found = tl.zeros([token.shape[0], shares.shape[0]], tl.int32)
     for s in tl.static_range(SHARES):
@@ -56,7 +57,7 @@ def dispatch_rows(
 
     Args:
         x_ptr: int32 words (T, W), a row as it travels. scale_ptr: fp32 (T, GROUPS).
-        ids_ptr: int32 (T, K) physical experts, -1 for none. weights_ptr: fp32 (T, K).
+        ids_ptr: int32 or int64 (T, K) physical experts, -1 for none. weights_ptr: fp32 (T, K).
         peers_ptr: int64 (RANKS,) addresses. places_ptr: int32 (T, SHARES), written: the row on the
             ranks of each share, or -1. counters_ptr: int32 (1 + SHARES,), zero before and after.
         epoch_ptr: int64 (1,), the number of calls that were combined.
@@ -106,7 +107,7 @@ def dispatch_rows(
             peers += (tl.load(peers_ptr + to),)
         k = tl.arange(0, K_2)
         assigned = exists[:, None] & (k < K)[None, :]
-        expert = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=assigned, other=-1)
+        expert = load_ids(ids_ptr + token[:, None] * K + k[None, :], assigned)
         weight = tl.load(weights_ptr + token[:, None] * K + k[None, :], mask=assigned, other=0.0)
         if GROUPS:
             g = tl.arange(0, GROUPS_2)
