@@ -68,8 +68,8 @@ def _check_batched(problem: MoEProblem) -> list[str]:
 
 
 def _prefer(problem: MoEProblem) -> int:
-    """Precede DeepEP and FlashInfer on two GPUs: on four, layers with FlashInfer are faster."""
-    return 25 if problem.parallel.num_ranks == 2 else _PRIORITY
+    """Precede DeepEP and FlashInfer on up to four GPUs: on more, they have not been compared."""
+    return 25 if problem.parallel.num_ranks <= 4 else _PRIORITY
 
 
 def _footprint_standard(problem: MoEProblem) -> Footprint:
