@@ -76,7 +76,7 @@ class _Dispatcher(PrepareAndFinalize):
         device = torch.device(problem.device.type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self.num_sms = settings.programs
+        self.num_sms = settings.most_multiprocessors or 2 * settings.programs
         self.lease = _shared.lease(
             (made_in, layout, device.index), lambda: Buffers(made_in, layout, device)
         )
