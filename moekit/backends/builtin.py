@@ -25,7 +25,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         format=ActivationFormat.STANDARD,
         devices=("any",),
         moves_tokens=False,
-        ids_dtype="any",
         priority=100,
         graph_safe=True,
         deterministic=True,

@@ -285,8 +285,8 @@ class DispatcherSpec(BackendSpec):
     wire_schemes: schemes whose activations it can send quantized. Tokens of other schemes are
         quantized when they arrive.
     needs_capacity: its buffers have a size that depends on ``problem.max_num_tokens``.
-    ids_dtype: dtype of the ids that it is given: int32, int64, or any, which is either of these and
-        may differ between ranks and calls.
+    ids_dtype: dtype of the ids that it is given: int32, int64, or any, which is either of these,
+        and may differ between ranks and calls. `ModularKernel.warmup` passes int64 for any.
     overlaps: `prepare` returns before tokens have arrived, and its transfer does not occupy the
         current stream; the same holds for `finalize` if the library supports it.
     spans_hosts: its ranks may be on several hosts.
