@@ -177,7 +177,8 @@ class PrepareAndFinalize(Backend):
 
         Args:
             x_TH: (T, H), contiguous, in the problem's dtype.
-            routing: contiguous weights (T, K) float32 and ids (T, K) of ``spec.ids_dtype``.
+            routing: contiguous weights (T, K) float32 and ids (T, K), int32 or int64 as
+                ``spec.ids_dtype`` says.
             quantize: takes x_TH and a (T,) bool mask of the tokens that have an expert, because
                 only these count for a scale that tokens share. None: send unquantized tokens.
         """

@@ -1,13 +1,13 @@
-// What the links between the GPUs of this host give to kernels, all directions at once.
+// Measure the bandwidth of the links between this host's GPUs, in all directions at once.
 //
 //     nvcc -arch=sm_90a -O3 -std=c++17 -o link_bandwidth benchmarks/device/link_bandwidth.cu
 //     ./link_bandwidth
 //
 // Each GPU sends 4096 rows of 14336 bytes (7168 columns of bf16) to every other GPU, or reads them
 // there: with loads and stores of 16 bytes (plain), or with the bulk copy engine through shared
-// memory (bulk). Row i belongs to another GPU than row i + 1, and blocks begin with different GPUs,
-// except "by destination", where all GPUs write to the first one, then to the second. The time is
-// that of the slowest GPU, the least of three means of 20 launches.
+// memory (bulk). Blocks begin with different GPUs, and each takes another one for its next row. "By
+// destination" all blocks of a GPU write to the next GPU first, then to the one after it. The time
+// is that of the slowest GPU, the least of three means of 20 launches.
 
 #include <algorithm>
 #include <cstdint>
@@ -35,9 +35,11 @@ struct Peers {
   int count;
 };
 
-__device__ int peer_of(int row, const Peers& peers) { return (row + blockIdx.x) % peers.count; }
+__device__ int peer_of(int row, const Peers& peers) {
+  return (row / gridDim.x + blockIdx.x) % peers.count;
+}
 
-// Copies a row by all threads of a block: each loads up to four vectors before it stores one.
+// Copies a row by all threads of a block: each loads all of its vectors before it stores one.
 template <bool REMOTE>
 __device__ void copy_row(char* to_row, const char* from_row) {
   const uint4* from = (const uint4*)from_row;
@@ -151,6 +153,7 @@ int main() {
         for (int i = 0; i < kLaunches; i++) launch(d);
         CHECK(cudaEventRecord(end[d], stream[d]));
         for (int i = 0; i < kAround; i++) launch(d);
+        CHECK(cudaGetLastError());
       }
       float slowest = 0, each;
       for (int d = 0; d < gpus; d++) {

@@ -235,7 +235,7 @@ class DispatcherConformance(Conformance):
         if refused and len(tasks) > 1 and len(refused) == processes:
             self._skip(f"does not support a group that is not WORLD: {refused[0].reason}")
         support = "only some ranks support" if len(refused) < processes else "no rank supports"
-        assert not refused, f"{support} the problem; what they say: {refused}"
+        assert not refused, f"{support} the problem; reasons: {refused}"
         return [results[rank] for rank in groups[0].ranks]
 
     def _first(self, *candidates: Mapping[str, Any]) -> dict[str, Any]:

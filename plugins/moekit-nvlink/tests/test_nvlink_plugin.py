@@ -65,7 +65,7 @@ def test_rows_that_an_int32_cannot_number() -> None:
 
 @pytest.mark.parametrize("other", ["moekit_flashinfer", "moekit_deepep"])
 def test_it_precedes_others_on_up_to_four_gpus(other: str) -> None:
-    """Two and four GPUs are where they were compared."""
+    """FlashInfer, which precedes DeepEP, was compared on two and four GPUs."""
     problems = [layer(parallel=moekit.ParallelConfig(ep_size=ranks)) for ranks in (2, 4, 8)]
     theirs = pytest.importorskip(other).moekit_dispatchers()
     ahead = [HT.priority_for(p) > max(spec.priority_for(p) for spec in theirs) for p in problems]

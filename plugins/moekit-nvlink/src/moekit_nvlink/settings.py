@@ -18,7 +18,7 @@ class Settings:
     ranks must choose alike, which construction checks.
 
     programs: of a kernel that moves many tokens; each occupies one multiprocessor.
-    most_multiprocessors: of every kernel for many tokens. None: a dispatch has twice as many
+    most_multiprocessors: that a kernel for many tokens occupies. None: a dispatch has twice as many
         programs, which are half as large, and the kernel that sums over K takes all of the GPU.
     """
 

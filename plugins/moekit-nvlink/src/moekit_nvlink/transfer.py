@@ -45,7 +45,7 @@ class Tile:
 
     A program has the bytes of ``stages`` steps in flight, tens of kilobytes, which hide the latency
     of memory. Few tokens take all programs that they can use, which end within microseconds; more
-    tokens share the programs of `Settings`. Unless these are given, a dispatch has twice as many
+    tokens share the programs of `Settings`. Unless a user sets these, a dispatch has twice as many
     programs of half the warps, and `reduce_rows` takes all of the GPU.
     """
 

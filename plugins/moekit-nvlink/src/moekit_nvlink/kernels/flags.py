@@ -159,7 +159,7 @@ def wait_for(
 
 @triton.jit
 def load_ids(ids_ptr, there):
-    """Return ids as int32, -1 where none is ``there``."""
+    """Return ids as int32, -1 where ``there`` is false."""
     return tl.load(ids_ptr, mask=there, other=-1).to(tl.int32)
 
 

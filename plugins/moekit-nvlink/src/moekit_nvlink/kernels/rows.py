@@ -62,7 +62,8 @@ def dispatch_rows(
             ranks of each share, or -1. counters_ptr: int32 (1 + SHARES,), zero before and after.
         epoch_ptr: int64 (1,), the number of calls that were combined.
         SHARES: ranks that share the experts; SHARE experts each, LARGER of them one more.
-        SPREAD: programs begin with different ranks, so that no rank receives from all at once.
+        SPREAD: program p of rank r begins with rank r + p, modulo the number of ranks, so that all
+            ranks receive alike at any time.
     """
     if PDL:
         wait_then_launch_dependents()
